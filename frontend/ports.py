@@ -1,0 +1,95 @@
+"""What the OpenAI surface needs from the router behind it.
+
+A router implements ``InferenceBackend``; the front end turns HTTP into ``InferenceRequest`` and ``TokenStream`` back
+into HTTP. Tokens cross this line as packed u32 little-endian bytes; text never does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from wire.requests import Sampling, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceRequest:
+    """One sequence to generate, tokenized. A body with ``n`` choices becomes ``n`` of these."""
+
+    request_id: str
+    model: str
+    token_ids: bytes
+    sampling: Sampling
+    stop_token_ids: tuple[int, ...] = ()
+    priority: int = 0
+    lora_name: str = ""
+    cache_salt: str = ""
+    expected_output_tokens: int | None = None
+
+
+@dataclass(slots=True)
+class StreamDelta:
+    """New tokens of one request; ``finish_reason`` is set on the last one."""
+
+    token_ids: bytes
+    finish_reason: str | None = None
+    """``stop``, ``length``, ``cancelled`` or ``error``."""
+    cached_tokens: int | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    error: str | None = None
+
+
+class TokenStream(Protocol):
+    """The tokens of one request, in order and without holes, over any number of migrations."""
+
+    @property
+    def worker(self) -> str:
+        """Return the worker that serves (or served last), for the response header."""
+        ...
+
+    @property
+    def decision_reason(self) -> str:
+        """Return the short reason code of the routing decision, for the response header."""
+        ...
+
+    async def next(self) -> list[StreamDelta]:
+        """Wait until something is new and return all of it; after the finishing delta, an empty list."""
+        ...
+
+    def cancel(self) -> None:
+        """Give the request up: its worker is told at once. Safe at any time, also after the end."""
+        ...
+
+
+class Refused(Exception):
+    """The router will not serve the request now. ``status`` is the HTTP status that says so."""
+
+    def __init__(self, status: int, code: str, message: str, retry_after_s: float | None = None) -> None:
+        self.status = status
+        self.code = code
+        """Machine-readable reason, e.g. ``busy``, ``no_worker``, ``prompt_too_long``."""
+        self.retry_after_s = retry_after_s
+        super().__init__(message)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model as clients see it."""
+
+    name: str
+    created: int
+    max_sequence_length: int
+    loras: tuple[str, ...] = field(default=())
+
+
+class InferenceBackend(Protocol):
+    """A router, as the front end sees it."""
+
+    async def submit(self, request: InferenceRequest) -> TokenStream:
+        """Choose a worker and dispatch; waits in the admission queue if it must. Raises ``Refused``."""
+        ...
+
+    def models(self) -> Sequence[ServedModel]:
+        """Return the models that can be asked for now."""
+        ...

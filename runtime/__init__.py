@@ -1,0 +1,1 @@
+"""The shell kit that poolgrid's processes share: clocks, logs, lifecycle, settings. It decides nothing."""

@@ -1,0 +1,49 @@
+"""The life of a process: run a service until SIGINT or SIGTERM asks it to stop, then let it end in order.
+
+A service is an async context manager's worth of work: ``main(stop)`` runs until it is done or ``stop`` is set. The first
+signal sets ``stop``; a second one cancels the main task, for whoever does not want to wait for a drain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+
+log = logging.getLogger(__name__)
+
+
+async def _supervise(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    task = asyncio.ensure_future(main(stop))
+
+    def on_signal(name: str) -> None:
+        if stop.is_set():
+            log.warning("received %s again: ending without waiting", name)
+            task.cancel()
+        else:
+            log.info("received %s: stopping", name)
+            stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal, number.name)
+    try:
+        await task
+    except asyncio.CancelledError:
+        if not stop.is_set():
+            raise
+
+
+def run(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
+    """Run ``main(stop)`` on a fresh event loop (uvloop where it exists) with signals wired to ``stop``."""
+    if sys.platform != "win32":
+        import uvloop
+
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_supervise(main))
+    else:
+        with asyncio.Runner() as runner:
+            runner.run(_supervise(main))

@@ -1,0 +1,16 @@
+"""The base of every process's settings: one model is the command line, the environment and the documentation.
+
+Each service declares its settings once, as a ``Settings`` model whose fields carry a description, a default and a
+range. ``cli.options`` turns the fields into options (``lease_ttl_ms`` becomes ``--lease-ttl-ms``) and environment
+variables (``POOLGRID_LEASE_TTL_MS``); a test fails when ``docs/configuration.md`` does not name a field.
+"""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Settings(BaseModel):
+    """Immutable, complete and strict: an unknown field is an error, never ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)

@@ -1,0 +1,47 @@
+"""What a worker says of itself when it joins a pool."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from wire.hashing import HASH_SPEC
+from wire.identifiers import U32, Identifier, Role
+from wire.limits import LORAS_PER_WORKER_MAX, STOP_TOKENS_MAX
+
+
+class WorkerLimits(msgspec.Struct, array_like=True, frozen=True):
+    """What one rank of a worker can hold at a time."""
+
+    max_batch_size: U32
+    max_num_tokens: U32
+    """Tokens in one engine step, prefill chunks included."""
+    total_kv_blocks: U32
+    max_sequence_length: U32
+    host_kv_blocks: U32 = 0
+
+
+class WorkerCard(msgspec.Struct, array_like=True, frozen=True):
+    """Identity, shape and addresses of a worker; checked by the consolidator before the worker may join."""
+
+    model: Identifier
+    """Served model name, as clients write it."""
+    role: Role
+    block_size: U32
+    """Tokens in a KV block."""
+    limits: WorkerLimits
+    request_endpoint: Identifier
+    """ZMQ endpoint of the request plane (a ROUTER socket), e.g. ``tcp://127.0.0.1:40001``."""
+    http_endpoint: Identifier = ""
+    """URL of the worker's own health and metrics, empty when it has none."""
+    hash_spec: Identifier = HASH_SPEC
+    loras: Annotated[tuple[Identifier, ...], Meta(max_length=LORAS_PER_WORKER_MAX)] = ()
+    dp_size: U32 = 1
+    """Data-parallel ranks of this process; each is a routing target of its own."""
+    engine: Identifier = ""
+    """Engine name and version, for people."""
+    eos_token_ids: Annotated[tuple[U32, ...], Meta(max_length=STOP_TOKENS_MAX)] = ()
+    vocabulary_size: U32 = 0
+    """Token ids are below this; 0 = not known."""

@@ -1,0 +1,171 @@
+"""The event stream: facts in the past tense, and the batches and records they travel in.
+
+A source numbers its batches (``epoch``, ``seq``); the consolidator gives each accepted batch one journal ``offset``.
+Token ids and prompts never enter an event, only sequence hashes. Structs are positional on the wire
+(``[tag, field, ...]``): a reader ignores trailing fields it does not know, and a missing trailing field takes its
+default.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from wire.card import WorkerCard
+from wire.identifiers import U32, U64, Identifier, PackedHashes, Text, Tier, WorkerId, WorkerKey
+from wire.limits import EVENTS_PER_BATCH_MAX
+
+
+class Event(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
+    """Base of all events; the tag is the class name."""
+
+
+class WorkerJoined(Event, frozen=True):
+    """A worker rank became part of the pool, with an empty cache and no requests."""
+
+    card: WorkerCard
+
+
+class WorkerDraining(Event, frozen=True):
+    """The worker finishes what it has and takes nothing new."""
+
+
+class WorkerLeft(Event, frozen=True):
+    """The worker is gone: its blocks and requests with it."""
+
+    reason: Text
+
+
+class BlocksStored(Event, frozen=True):
+    """A chain of blocks became reusable on one tier; each hash continues the one before, the first ``parent``."""
+
+    parent: U64 | None
+    sequence_hashes: PackedHashes
+    """u64 little-endian, 8 bytes each (``wire.hashing.pack_hashes``)."""
+    tier: Tier = Tier.DEVICE
+
+
+class BlocksRemoved(Event, frozen=True):
+    """Blocks left one tier."""
+
+    sequence_hashes: PackedHashes
+    tier: Tier = Tier.DEVICE
+
+
+class CacheCleared(Event, frozen=True):
+    """The worker holds no block any more, on any tier."""
+
+
+class RequestStarted(Event, frozen=True):
+    """The engine scheduled a request for the first time; ``cached_tokens`` of its prompt were reused."""
+
+    request_id: Identifier
+    isl: U32
+    """Prompt tokens."""
+    cached_tokens: U32
+    active_blocks: U32
+    """Blocks that the request occupies now, shared ones included."""
+
+
+class PrefillCompleted(Event, frozen=True):
+    """The request's first token exists; its prompt no longer counts as prefill work."""
+
+    request_id: Identifier
+
+
+class RequestProgressed(Event, frozen=True):
+    """The request occupies this many blocks now."""
+
+    request_id: Identifier
+    active_blocks: U32
+
+
+class RequestFinished(Event, frozen=True):
+    """The request left the engine and its blocks are released (they may stay cached)."""
+
+    request_id: Identifier
+    reason: Text
+    """``stop``, ``length``, ``cancelled``, ``error`` or ``migrated``."""
+
+
+class LoadReported(Event, frozen=True):
+    """Engine statistics of one rank at one moment."""
+
+    running_requests: U32
+    waiting_requests: U32
+    prefill_tokens: U32
+    """Prompt tokens accepted and not yet computed, waiting requests included."""
+    active_blocks: U32
+    """Distinct device blocks that running requests hold."""
+    cached_blocks: U32
+    """Device blocks that hold reusable content, active or not."""
+    total_blocks: U32
+    steps: U64 = 0
+    """Engine steps since the epoch began."""
+
+
+class SnapshotBegan(Event, frozen=True):
+    """The source restates its whole cache: what was known of its blocks is void, ``BlocksStored`` follow."""
+
+
+class SnapshotEnded(Event, frozen=True):
+    """The restatement is complete."""
+
+
+AnyEvent = (
+    WorkerJoined
+    | WorkerDraining
+    | WorkerLeft
+    | BlocksStored
+    | BlocksRemoved
+    | CacheCleared
+    | RequestStarted
+    | PrefillCompleted
+    | RequestProgressed
+    | RequestFinished
+    | LoadReported
+    | SnapshotBegan
+    | SnapshotEnded
+)
+
+
+class EventBatch(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What a source pushes: the events of one engine step, in order."""
+
+    worker_id: Identifier
+    dp_rank: U32
+    epoch: U64
+    seq: U64
+    time_ms: U64
+    """Wall clock of the source, Unix milliseconds."""
+    events: Annotated[list[AnyEvent], Meta(max_length=EVENTS_PER_BATCH_MAX)]
+    source: Identifier = "worker"
+    """Which source of this worker: its own push, or the name of a PUB engine."""
+
+    @property
+    def worker(self) -> WorkerKey:
+        """The routing target that the events are about."""
+        return WorkerKey(WorkerId(self.worker_id), self.dp_rank)
+
+
+class JournalRecord(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """One entry of a pool's journal: an accepted batch, consolidated, at its offset."""
+
+    offset: U64
+    worker_id: Identifier
+    dp_rank: U32
+    epoch: U64
+    seq: U64
+    time_ms: U64
+    """Wall clock of the source when it made the batch."""
+    recorded_ms: U64
+    """Wall clock of the consolidator when it accepted the batch."""
+    events: Annotated[list[AnyEvent], Meta(max_length=EVENTS_PER_BATCH_MAX)]
+    source: Identifier = "worker"
+
+    @property
+    def worker(self) -> WorkerKey:
+        """The routing target that the events are about."""
+        return WorkerKey(WorkerId(self.worker_id), self.dp_rank)

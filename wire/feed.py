@@ -1,0 +1,104 @@
+"""How routers follow a consolidator: a live PUB feed, and a ROUTER socket that answers replay and snapshot requests.
+
+Feed frames: ``[topic, offset (u64 big-endian), JournalRecord]``. A router subscribes first, then asks for the
+snapshot, drops feed records at or below the snapshot's offset and applies the rest; a hole between two offsets is
+filled by ``Replay``. Answers come in parts, each one frame; the last part says so.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from wire.card import WorkerCard
+from wire.events import LoadReported
+from wire.identifiers import U32, U64, Identifier, PackedHashes, Tier
+from wire.limits import REPLAY_RECORDS_MAX, SNAPSHOT_CHAINS_PER_PART_MAX
+
+FEED_TOPIC = b"poolgrid"
+offset_frame = struct.Struct(">Q")
+
+
+class Replay(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """Send the records from ``from_offset`` on, at most ``limit`` of them."""
+
+    request: U64
+    from_offset: U64
+    limit: U32
+
+
+class TakeSnapshot(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """Send the folded state of the pool."""
+
+    request: U64
+
+
+ToFeed = Replay | TakeSnapshot
+
+
+class Records(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """Answer to ``Replay``: encoded records in order; ``next_offset`` is where the journal ends."""
+
+    request: U64
+    records: Annotated[list[bytes], Meta(max_length=REPLAY_RECORDS_MAX)]
+    next_offset: U64
+
+
+class TooOld(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """Answer to ``Replay``: the oldest record still kept is ``oldest_offset``; take a snapshot instead."""
+
+    request: U64
+    oldest_offset: U64
+
+
+class BlockChain(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Blocks that follow each other on one tier of one worker; packed u64 little-endian."""
+
+    parent: U64 | None
+    sequence_hashes: PackedHashes
+    tier: Tier = Tier.DEVICE
+
+
+class RequestState(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """One request that the worker has not finished."""
+
+    request_id: Identifier
+    isl: U32
+    cached_tokens: U32
+    active_blocks: U32
+    prefilling: bool
+
+
+class WorkerState(msgspec.Struct, array_like=True, frozen=True):
+    """Everything the stream says of one worker rank, without its blocks."""
+
+    worker_id: Identifier
+    dp_rank: U32
+    epoch: U64
+    next_seq: U64
+    card: WorkerCard
+    draining: bool
+    requests: list[RequestState]
+    load: LoadReported | None = None
+    restating: bool = False
+    """Between ``SnapshotBegan`` and ``SnapshotEnded``."""
+
+
+class SnapshotPart(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """One part of a snapshot: the first carries the workers, all carry chains of blocks by worker position."""
+
+    request: U64
+    offset: U64
+    """The state after every record below this offset (the next record to apply)."""
+    part: U32
+    last: bool
+    workers: list[WorkerState]
+    """All workers of the pool; only in part 0."""
+    chains: Annotated[list[tuple[U32, BlockChain]], Meta(max_length=SNAPSHOT_CHAINS_PER_PART_MAX)]
+    """(position in part 0's ``workers``, chain), parents before children."""
+
+
+FromFeed = Records | TooOld | SnapshotPart

@@ -1,0 +1,101 @@
+"""Block hashes and sequence hashes: the values the field already uses, so that our index can talk to others'.
+
+``block_hash``     XXH3-64 of a block's token ids as u32 little-endian. Multimodal object hashes (u64 little-endian,
+                   sorted) are appended to the bytes of the blocks they touch.
+``sequence_hash``  s0 = block_hash0; s_i = XXH3-64 of the little-endian bytes of [s_{i-1}, block_hash_i], seed 1337.
+``seed``           1337 + XXH3-64(lora name, seed 0) + XXH3-64(cache salt, seed 1), wrapping u64; empty = absent.
+
+Only whole blocks are hashed; a trailing partial block gives nothing. Source: Dynamo's documented scheme
+(the test vectors of ``docs/wire.md`` were computed with its published bindings).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+
+from xxhash import xxh3_64_intdigest
+
+BASE_SEED = 1337
+HASH_SPEC = "xxh3-64/1337"
+"""Name of this scheme on a worker card; a pool refuses a worker that hashes otherwise."""
+
+TOKEN_BYTES = 4
+_U64 = 2**64
+_pair = struct.Struct("<QQ")
+
+
+def hash_seed(lora_name: str = "", cache_salt: str = "") -> int:
+    """Return the block-hash seed of a LoRA adapter and a tenant's cache salt (either empty = absent)."""
+    seed = BASE_SEED
+    if lora_name:
+        seed += xxh3_64_intdigest(lora_name.encode(), 0)
+    if cache_salt:
+        seed += xxh3_64_intdigest(cache_salt.encode(), 1)
+    return seed % _U64
+
+
+def block_hashes(
+    token_bytes: bytes | memoryview,
+    block_size: int,
+    seed: int = BASE_SEED,
+    multimodal_hashes: Mapping[int, Sequence[int]] | None = None,
+) -> list[int]:
+    """Hash each whole block of a prompt.
+
+    ``token_bytes`` holds token ids as u32 little-endian; ``block_size`` is in tokens (at least 1);
+    ``multimodal_hashes`` maps a block's position to the u64 hashes of the objects that touch it.
+    """
+    if block_size < 1:
+        raise ValueError(f"hashing blocks: block_size is {block_size}, allowed are integers from 1")
+    stride = block_size * TOKEN_BYTES
+    # A memoryview slice copies nothing; the digest function reads it in place.
+    view = memoryview(token_bytes)
+    whole = len(view) - len(view) % stride
+    digest = xxh3_64_intdigest
+    hashes = [digest(view[at : at + stride], seed) for at in range(0, whole, stride)]
+    if multimodal_hashes:
+        for position, objects in multimodal_hashes.items():
+            if 0 <= position < len(hashes) and objects:
+                at = position * stride
+                suffix = struct.pack(f"<{len(objects)}Q", *sorted(objects))
+                hashes[position] = digest(bytes(view[at : at + stride]) + suffix, seed)
+    return hashes
+
+
+def sequence_hashes(hashes: Sequence[int], parent: int | None = None) -> list[int]:
+    """Chain block hashes into sequence hashes, as a continuation of ``parent`` or from the root."""
+    chained: list[int] = []
+    append = chained.append
+    pack = _pair.pack
+    digest = xxh3_64_intdigest
+    previous = parent
+    for block_hash in hashes:
+        previous = block_hash if previous is None else digest(pack(previous, block_hash), BASE_SEED)
+        append(previous)
+    return chained
+
+
+def pack_hashes(hashes: Sequence[int]) -> bytes:
+    """Pack u64 hashes for the wire: little-endian, 8 bytes each."""
+    return struct.pack(f"<{len(hashes)}Q", *hashes)
+
+
+def unpack_hashes(packed: bytes) -> tuple[int, ...]:
+    """Unpack the hashes of an event; the codec has checked that the length is a multiple of 8."""
+    return struct.unpack(f"<{len(packed) // 8}Q", packed)
+
+
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
+    """Pack token ids for the wire: u32 little-endian, 4 bytes each."""
+    return struct.pack(f"<{len(token_ids)}I", *token_ids)
+
+
+def unpack_tokens(packed: bytes | memoryview) -> tuple[int, ...]:
+    """Unpack token ids; the codec has checked that the length is a multiple of 4."""
+    return struct.unpack(f"<{len(packed) // TOKEN_BYTES}I", packed)
+
+
+def stable_u64(text: str, seed: int = 0) -> int:
+    """Hash text to a u64 that is the same in every process and run: the source of ties and samples."""
+    return xxh3_64_intdigest(text.encode(), seed)

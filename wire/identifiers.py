@@ -1,0 +1,90 @@
+"""The names by which processes speak of workers, blocks and positions in streams.
+
+Look-alikes get distinct types, so that a type checker tells a ``BlockHash`` (content of one block) from a
+``SequenceHash`` (content of a whole prefix) from an ``EngineHash`` (whatever the engine calls it).
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Annotated, NamedTuple, NewType
+
+from msgspec import Meta
+
+from wire.limits import (
+    BLOCKS_PER_EVENT_MAX,
+    IDENTIFIER_BYTES_MAX,
+    OPAQUE_BYTES_MAX,
+    PROMPT_TOKENS_MAX,
+    TEXT_CHARS_MAX,
+    U32_MAX,
+)
+
+U64 = Annotated[int, Meta(ge=0)]
+"""An unsigned 64-bit integer; msgpack itself cannot carry a larger one."""
+
+U32 = Annotated[int, Meta(ge=0, le=U32_MAX)]
+"""An unsigned 32-bit integer: token ids, counts, sizes."""
+
+Identifier = Annotated[str, Meta(max_length=IDENTIFIER_BYTES_MAX)]
+"""A name that another process chose."""
+
+Opaque = Annotated[bytes, Meta(max_length=OPAQUE_BYTES_MAX)]
+"""Bytes that only their producer and their final consumer understand."""
+
+Text = Annotated[str, Meta(max_length=TEXT_CHARS_MAX)]
+"""Words for people: a reason, an error message."""
+
+PackedHashes = Annotated[bytes, Meta(max_length=8 * BLOCKS_PER_EVENT_MAX)]
+"""u64 little-endian hashes, 8 bytes each; the codec checks that the length is a multiple of 8."""
+
+PackedTokens = Annotated[bytes, Meta(max_length=4 * PROMPT_TOKENS_MAX)]
+"""u32 little-endian token ids, 4 bytes each; the codec checks that the length is a multiple of 4."""
+
+WorkerId = NewType("WorkerId", str)
+"""Name of one worker process within a pool; stable over restarts."""
+
+BlockHash = NewType("BlockHash", int)
+"""Hash of one block's tokens alone (u64)."""
+
+SequenceHash = NewType("SequenceHash", int)
+"""Hash of a block and all blocks before it (u64): it names a whole prefix."""
+
+EngineHash = NewType("EngineHash", int)
+"""An engine's own name for a block (u64). Mapped at the edge, never sent to routers."""
+
+Epoch = NewType("Epoch", int)
+"""One life of a worker process (u64). A later life has a larger epoch."""
+
+Seq = NewType("Seq", int)
+"""Number of a batch within an epoch, from 0, without holes (u64)."""
+
+Offset = NewType("Offset", int)
+"""Position of a record in a pool's journal, from 0, without holes (u64)."""
+
+
+class WorkerKey(NamedTuple):
+    """A routing target: one data-parallel rank of one worker process."""
+
+    worker_id: WorkerId
+    dp_rank: int = 0
+
+    def __str__(self) -> str:
+        return self.worker_id if self.dp_rank == 0 else f"{self.worker_id}/{self.dp_rank}"
+
+
+class Tier(IntEnum):
+    """Where a block lies, fastest first."""
+
+    DEVICE = 0
+    HOST = 1
+    DISK = 2
+
+
+class Role(IntEnum):
+    """What a worker does with a request."""
+
+    AGGREGATED = 0
+    PREFILL = 1
+    DECODE = 2
+    ENCODE = 3

@@ -1,0 +1,58 @@
+"""Every bound of the contract, each with its reason.
+
+A receiver checks these before it does work in proportion to the input; a sender checks them before it sends.
+"""
+
+from __future__ import annotations
+
+FRAME_BYTES_MAX = 64 * 1024 * 1024
+"""Largest single message between processes. A 1 M-token prompt is 4 MiB; a snapshot is cut into parts below this."""
+
+IDENTIFIER_BYTES_MAX = 256
+"""Worker ids, request ids, model names, endpoints: long enough for ``namespace.component.endpoint`` and a URL."""
+
+PROMPT_TOKENS_MAX = 4 * 1024 * 1024
+"""Longest prompt on the request plane; four times the longest context any served model offers today."""
+
+BLOCKS_PER_EVENT_MAX = 1024 * 1024
+"""Sequence hashes in one event (8 MiB). A sender splits longer chains, each part naming its parent."""
+
+EVENTS_PER_BATCH_MAX = 65_536
+"""Events in one batch: one engine step of the largest batch sizes in use stays two orders below."""
+
+TOKEN_DELTAS_PER_BATCH_MAX = 65_536
+"""Requests that one engine step can report to one peer."""
+
+STOP_TOKENS_MAX = 1024
+"""Stop token ids of one request."""
+
+LORAS_PER_WORKER_MAX = 4096
+"""Adapters that one worker card may list."""
+
+OPAQUE_BYTES_MAX = 16 * 1024 * 1024
+"""Disaggregation parameters, opaque to everyone but the two engines."""
+
+REPLAY_RECORDS_MAX = 4096
+"""Journal records in one answer to a replay request; the asker comes back for the rest."""
+
+SNAPSHOT_CHAINS_PER_PART_MAX = 4096
+"""Block chains in one part of a snapshot: a part stays below ``FRAME_BYTES_MAX`` with 2,048-block chains."""
+
+U32_MAX = 2**32 - 1
+"""Token ids, counts and sizes are unsigned 32-bit."""
+
+TEXT_CHARS_MAX = 4096
+"""Reasons and error messages."""
+
+LOGPROBS_MAX = 64
+"""Alternatives per token; OpenAI's own limit is 20."""
+
+GUIDE_BYTES_MAX = 1024 * 1024
+"""A JSON schema for guided decoding."""
+
+U64_MAX = 2**64 - 1
+"""Hashes, epochs, sequence numbers and offsets are unsigned 64-bit."""
+
+assert BLOCKS_PER_EVENT_MAX * 8 < FRAME_BYTES_MAX
+assert PROMPT_TOKENS_MAX * 4 < FRAME_BYTES_MAX
+assert OPAQUE_BYTES_MAX < FRAME_BYTES_MAX

@@ -1,0 +1,118 @@
+"""The request plane: a router's DEALER socket talks to a worker's ROUTER socket in these messages.
+
+Workers take token ids and return token ids. A worker answers with **one ``TokenBatch`` per engine step and peer**,
+holding the new tokens of all that peer's requests. Token ids are u32 little-endian bytes throughout.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from wire.identifiers import U32, U64, Identifier, Opaque, PackedTokens, Text
+from wire.limits import GUIDE_BYTES_MAX, LOGPROBS_MAX, STOP_TOKENS_MAX, TOKEN_DELTAS_PER_BATCH_MAX
+
+
+class Sampling(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """How the next token is chosen; ``None`` leaves a choice to the engine's default."""
+
+    max_tokens: U32
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: U32 | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: U32 = 0
+    ignore_eos: bool = False
+    logprobs: Annotated[int, Meta(ge=0, le=LOGPROBS_MAX)] | None = None
+    """Alternatives to report per generated token: ``None`` = no log probabilities, 0 = the chosen token's only."""
+    logit_bias: dict[int, float] | None = None
+    guided_json: Annotated[bytes, Meta(max_length=GUIDE_BYTES_MAX)] | None = None
+
+
+class Routing(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What the router decided or was told, for the worker to honour."""
+
+    dp_rank: U32 = 0
+    priority: int = 0
+    lora_name: Identifier = ""
+    cache_salt: Identifier = ""
+    emitted_tokens: U32 = 0
+    """Tokens at the end of ``token_ids`` that the client already has (a migrated request)."""
+
+
+class Generate(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
+    """Run one request. A second ``Generate`` with a request id that is still active is refused."""
+
+    request_id: Identifier
+    token_ids: PackedTokens
+    sampling: Sampling
+    stop_token_ids: Annotated[tuple[U32, ...], Meta(max_length=STOP_TOKENS_MAX)] = ()
+    routing: Routing = Routing()
+    disaggregated_params: Opaque | None = None
+    multimodal: Opaque | None = None
+
+
+class Cancel(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
+    """Stop a request and free its blocks; answered by a final delta with finish reason ``cancelled``."""
+
+    request_id: Identifier
+
+
+class Ping(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
+    """Keep the peer's lease: a worker cancels the requests of a peer that has been silent for its lease."""
+
+    nonce: U64
+
+
+ToWorker = Generate | Cancel | Ping
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Log probability of one generated token and of its best alternatives."""
+
+    token_id: int
+    logprob: float
+    alternatives: tuple[tuple[int, float], ...] = ()
+
+
+class TokenDelta(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What one engine step added to one request."""
+
+    request_id: Identifier
+    position: U32
+    """Index of the first new token among this dispatch's output: a hole or an overlap shows loss or duplication."""
+    token_ids: PackedTokens
+    finish_reason: str | None = None
+    """``stop``, ``length``, ``cancelled`` or ``error``; ``None`` while the request goes on."""
+    cached_tokens: U32 | None = None
+    """Prompt tokens that were reused; set on the first delta."""
+    error: Text | None = None
+    """What went wrong, with finish reason ``error``."""
+    retryable: bool = False
+    """Whether another worker may succeed where this one failed."""
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    disaggregated_params: Opaque | None = None
+
+
+class TokenBatch(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
+    """All that one engine step produced for one peer."""
+
+    step: U64
+    deltas: Annotated[list[TokenDelta], Meta(max_length=TOKEN_DELTAS_PER_BATCH_MAX)]
+
+
+class Pong(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
+    """Answer to a ``Ping``; ``epoch`` tells a restarted worker from the one before."""
+
+    nonce: U64
+    epoch: U64
+    draining: bool = False
+
+
+FromWorker = TokenBatch | Pong
