@@ -1,0 +1,1 @@
+"""The command line: one module a command, and the only place that knows every service."""

@@ -1,6 +1,6 @@
 """The life of a process: run a service until SIGINT or SIGTERM asks it to stop, then let it end in order.
 
-A service is an async context manager's worth of work: ``main(stop)`` runs until it is done or ``stop`` is set. The first
+A service: ``main(stop)`` runs until it is done or ``stop`` is set. The first
 signal sets ``stop``; a second one cancels the main task, for whoever does not want to wait for a drain.
 """
 
