@@ -1,0 +1,47 @@
+"""The workers that may serve a request, side by side: what a policy looks at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wire.identifiers import WorkerKey
+
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingRequest:
+    """What a policy may know of a request."""
+
+    request_id: str
+    model: str
+    isl: int
+    """Prompt tokens."""
+    block_size: int
+    blocks: int
+    """Blocks of the prompt, a partial last one included."""
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Columns of equal length, one row per worker, in the order of worker keys."""
+
+    workers: tuple[WorkerKey, ...]
+    prefill_tokens: FloatArray
+    """Prompt tokens accepted and not yet computed."""
+    active_blocks: FloatArray
+    """Blocks of active requests."""
+    requests: FloatArray
+    """Active requests, waiting ones included."""
+    device_overlap: FloatArray
+    """Leading blocks of the prompt already in device memory."""
+    host_overlap: FloatArray
+    disk_overlap: FloatArray
+
+    def __len__(self) -> int:
+        """Return the number of candidates (at least 1 when a policy is asked)."""
+        return len(self.workers)

@@ -1,0 +1,145 @@
+"""The record of a routing decision: every candidate, every term, the choice, the reason, and what came of it.
+
+Decisions live in a ring of bounded length, newest last; the oldest is forgotten when a new one comes. A record keeps
+the policy's arrays and turns them into readable rows only when somebody asks.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+from router.core.candidates import Candidates, RoutingRequest
+from router.core.policy import Choice
+from wire.identifiers import WorkerKey
+
+
+@dataclass(slots=True)
+class Decision:
+    """Why one request went to one worker."""
+
+    request: RoutingRequest
+    time_ms: int
+    policy: str
+    offset: int
+    """The router's state held every journal record below this offset."""
+    choice: Choice
+    candidates: Candidates
+    filtered: dict[WorkerKey, str] = field(default_factory=dict)
+    """Workers that were not candidates, and why."""
+    attempt: int = 0
+    """0 for the first dispatch, n for the n-th migration."""
+    realised_cached_tokens: int | None = None
+    """What the worker then really reused."""
+
+    @property
+    def worker(self) -> WorkerKey:
+        """Return the chosen worker."""
+        return self.candidates.workers[self.choice.row]
+
+    @property
+    def overlap_blocks(self) -> int:
+        """Return the blocks that the chosen worker was believed to hold, on any tier."""
+        row = self.choice.row
+        columns = self.candidates
+        return int(columns.device_overlap[row] + columns.host_overlap[row] + columns.disk_overlap[row])
+
+    def margin(self) -> float | None:
+        """Return by how much the runner-up would have cost more; ``None`` without a cost or a runner-up."""
+        costs = self.choice.costs
+        if costs is None or len(costs) < 2:
+            return None
+        chosen = float(costs[self.choice.row])
+        return min(float(cost) for row, cost in enumerate(costs) if row != self.choice.row) - chosen
+
+    def summary(self) -> dict[str, Any]:
+        """Return one line of facts, for lists."""
+        costs = self.choice.costs
+        return {
+            "request_id": self.request.request_id,
+            "time_ms": self.time_ms,
+            "policy": self.policy,
+            "reason": self.choice.reason,
+            "worker": str(self.worker),
+            "isl": self.request.isl,
+            "isl_blocks": self.request.blocks,
+            "overlap_blocks": self.overlap_blocks,
+            "cost": None if costs is None else float(costs[self.choice.row]),
+            "candidates": len(self.candidates),
+            "realised_cached_tokens": self.realised_cached_tokens,
+        }
+
+    def explanation(self) -> dict[str, Any]:
+        """Return everything, one row per candidate."""
+        columns = self.candidates
+        rows = []
+        for row, worker in enumerate(columns.workers):
+            rows.append(
+                {
+                    "worker": str(worker),
+                    "chosen": row == self.choice.row,
+                    "device_overlap_blocks": int(columns.device_overlap[row]),
+                    "host_overlap_blocks": int(columns.host_overlap[row]),
+                    "disk_overlap_blocks": int(columns.disk_overlap[row]),
+                    "active_prefill_tokens": int(columns.prefill_tokens[row]),
+                    "active_blocks": int(columns.active_blocks[row]),
+                    "requests": int(columns.requests[row]),
+                    "cost": None if self.choice.costs is None else float(self.choice.costs[row]),
+                    "terms": {name: float(values[row]) for name, values in self.choice.terms.items()},
+                }
+            )
+        return {
+            **self.summary(),
+            "offset": self.offset,
+            "attempt": self.attempt,
+            "block_size": self.request.block_size,
+            "margin": self.margin(),
+            "rows": rows,
+            "filtered": {str(worker): why for worker, why in self.filtered.items()},
+        }
+
+
+class DecisionLog:
+    """The last decisions, by request id; a migrated request keeps one record per attempt."""
+
+    def __init__(self, capacity: int) -> None:
+        if capacity < 1:
+            raise ValueError(f"making a decision log: capacity is {capacity}, allowed are integers from 1")
+        self._capacity = capacity
+        self._decisions: OrderedDict[tuple[str, int], Decision] = OrderedDict()
+
+    def add(self, decision: Decision) -> None:
+        """Keep a decision, forgetting the oldest beyond the capacity."""
+        self._decisions[(decision.request.request_id, decision.attempt)] = decision
+        while len(self._decisions) > self._capacity:
+            self._decisions.popitem(last=False)
+
+    def of_request(self, request_id: str) -> list[Decision]:
+        """Return a request's decisions, first attempt first; empty when none is kept."""
+        found = []
+        attempt = 0
+        while (decision := self._decisions.get((request_id, attempt))) is not None:
+            found.append(decision)
+            attempt += 1
+        return found
+
+    def realised(self, request_id: str, attempt: int, cached_tokens: int) -> Decision | None:
+        """Note what the worker really reused."""
+        decision = self._decisions.get((request_id, attempt))
+        if decision is not None:
+            decision.realised_cached_tokens = cached_tokens
+        return decision
+
+    def newest(self, limit: int) -> list[Decision]:
+        """Return the last decisions, newest first."""
+        newest: list[Decision] = []
+        for decision in reversed(self._decisions.values()):
+            if len(newest) >= limit:
+                break
+            newest.append(decision)
+        return newest
+
+    def __len__(self) -> int:
+        """Return how many decisions are kept."""
+        return len(self._decisions)

@@ -1,0 +1,75 @@
+"""Who the workers are: a fold over membership events.
+
+Rules
+    1. A worker exists from ``WorkerJoined`` to ``WorkerLeft``. A second ``WorkerJoined`` is a new life
+       and replaces the first.
+    2. A draining worker keeps what it has and is chosen for nothing new.
+    3. ``version`` grows with every change, so that what is derived from the fleet can be cached.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from wire.card import WorkerCard
+from wire.events import LoadReported
+from wire.identifiers import Role, WorkerKey
+
+
+@dataclass(slots=True)
+class Worker:
+    """One routing target and what the stream last said of it."""
+
+    key: WorkerKey
+    epoch: int
+    card: WorkerCard
+    draining: bool = False
+    load: LoadReported | None = None
+    last_event_ms: int = 0
+    """Wall clock of the worker when it made its last batch."""
+    last_recorded_ms: int = 0
+    """Wall clock of the consolidator when it accepted that batch."""
+    requests_total: int = 0
+
+
+@dataclass(slots=True)
+class Fleet:
+    """All workers of the pool."""
+
+    workers: dict[WorkerKey, Worker] = field(default_factory=dict)
+    version: int = 0
+
+    def join(self, key: WorkerKey, epoch: int, card: WorkerCard) -> Worker:
+        """Add a worker, or replace its previous life."""
+        worker = Worker(key, epoch, card)
+        self.workers[key] = worker
+        self.version += 1
+        return worker
+
+    def drain(self, key: WorkerKey) -> None:
+        """Mark a worker as taking nothing new."""
+        worker = self.workers.get(key)
+        if worker is not None and not worker.draining:
+            worker.draining = True
+            self.version += 1
+
+    def leave(self, key: WorkerKey) -> None:
+        """Forget a worker."""
+        if self.workers.pop(key, None) is not None:
+            self.version += 1
+
+    def models(self) -> dict[str, list[Worker]]:
+        """Return the workers by served model name, in order of their keys."""
+        by_model: dict[str, list[Worker]] = {}
+        for key in sorted(self.workers):
+            worker = self.workers[key]
+            by_model.setdefault(worker.card.model, []).append(worker)
+        return by_model
+
+    def serving(self, model: str, roles: tuple[Role, ...] = (Role.AGGREGATED,)) -> list[Worker]:
+        """Return the workers of one model and of any of ``roles``, in order of their keys, draining ones included."""
+        return [
+            self.workers[key]
+            for key in sorted(self.workers)
+            if self.workers[key].card.model == model and self.workers[key].card.role in roles
+        ]

@@ -1,0 +1,147 @@
+"""What each worker is busy with: predicted at the moment of choice, replaced by the worker's own events.
+
+Rules
+    1. One entry per request and worker. ``reserve`` makes it when the router chooses; the worker's ``RequestStarted``
+       replaces the prediction by the fact, ``PrefillCompleted`` ends its prefill work, ``RequestProgressed`` moves its
+       blocks, ``RequestFinished`` (or ``release``, or the worker's end) removes it.
+    2. A worker's sums are always the sums over its entries; an entry that is never confirmed expires.
+    3. Requests of other routers appear through the workers' events alone: so routers agree without talking to each
+       other, except for predictions in flight.
+
+Sums live in arrays addressed by the worker's slot in the prefix index, so that a decision reads them without a loop.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wire.identifiers import WorkerKey
+
+INITIAL_SLOTS = 16
+"""Array length at the start; doubles as workers come."""
+
+
+@dataclass(slots=True)
+class Entry:
+    """One request on one worker."""
+
+    slot: int
+    prefill_tokens: int
+    """Prompt tokens still to be computed; 0 once the first token exists."""
+    active_blocks: int
+    confirmed: bool
+    reserved_ms: float
+
+
+class LoadLedger:
+    """Active prefill tokens, active decode blocks and requests per worker slot."""
+
+    def __init__(self, reservation_ttl_ms: float = 30_000.0, max_entries: int = 1_000_000) -> None:
+        self.prefill_tokens: NDArray[np.int64] = np.zeros(INITIAL_SLOTS, np.int64)
+        self.active_blocks: NDArray[np.int64] = np.zeros(INITIAL_SLOTS, np.int64)
+        self.requests: NDArray[np.int64] = np.zeros(INITIAL_SLOTS, np.int64)
+        self._entries: dict[tuple[WorkerKey, str], Entry] = {}
+        self._of_worker: dict[WorkerKey, dict[str, None]] = {}
+        self._unconfirmed: deque[tuple[float, WorkerKey, str]] = deque()
+        self._reservation_ttl_ms = reservation_ttl_ms
+        self._max_entries = max_entries
+        self.expired_reservations = 0
+        self.refused_entries = 0
+
+    def ensure_slot(self, slot: int) -> None:
+        """Make the arrays long enough for a slot."""
+        length = len(self.requests)
+        if slot >= length:
+            grown = max(2 * length, slot + 1)
+            for name in ("prefill_tokens", "active_blocks", "requests"):
+                array = np.zeros(grown, np.int64)
+                array[:length] = getattr(self, name)
+                setattr(self, name, array)
+
+    def reserve(
+        self, worker: WorkerKey, slot: int, request_id: str, prefill_tokens: int, active_blocks: int, now_ms: float
+    ) -> None:
+        """Predict what a request will cost the worker that was chosen for it."""
+        self._put(worker, request_id, Entry(slot, prefill_tokens, active_blocks, False, now_ms))
+        self._unconfirmed.append((now_ms + self._reservation_ttl_ms, worker, request_id))
+
+    def started(
+        self, worker: WorkerKey, slot: int, request_id: str, prefill_tokens: int, active_blocks: int, now_ms: float
+    ) -> None:
+        """Replace the prediction (if any) by what the worker says."""
+        self._put(worker, request_id, Entry(slot, prefill_tokens, active_blocks, True, now_ms))
+
+    def prefill_completed(self, worker: WorkerKey, request_id: str) -> None:
+        """Count the request's prompt as computed."""
+        entry = self._entries.get((worker, request_id))
+        if entry is not None:
+            self.prefill_tokens[entry.slot] -= entry.prefill_tokens
+            entry.prefill_tokens = 0
+            entry.confirmed = True
+
+    def progressed(self, worker: WorkerKey, request_id: str, active_blocks: int) -> None:
+        """Move the request's blocks to what the worker says."""
+        entry = self._entries.get((worker, request_id))
+        if entry is not None:
+            self.active_blocks[entry.slot] += active_blocks - entry.active_blocks
+            entry.active_blocks = active_blocks
+
+    def release(self, worker: WorkerKey, request_id: str) -> None:
+        """Forget a request that finished or never got there; a second release does nothing."""
+        entry = self._entries.pop((worker, request_id), None)
+        if entry is None:
+            return
+        self._subtract(entry)
+        of_worker = self._of_worker[worker]
+        del of_worker[request_id]
+        if not of_worker:
+            del self._of_worker[worker]
+
+    def drop(self, worker: WorkerKey) -> None:
+        """Forget all requests of a worker that is gone."""
+        for request_id in self._of_worker.pop(worker, {}):
+            self._subtract(self._entries.pop((worker, request_id)))
+
+    def expire(self, now_ms: float, held: frozenset[str] | set[str] = frozenset()) -> None:
+        """Release reservations that no worker confirmed in time, except those that someone still ``held`` open."""
+        while self._unconfirmed and self._unconfirmed[0][0] <= now_ms:
+            due_ms, worker, request_id = self._unconfirmed.popleft()
+            entry = self._entries.get((worker, request_id))
+            if entry is None or entry.confirmed or entry.reserved_ms + self._reservation_ttl_ms > due_ms:
+                continue
+            if request_id in held:
+                self._unconfirmed.append((now_ms + self._reservation_ttl_ms, worker, request_id))
+                continue
+            self.release(worker, request_id)
+            self.expired_reservations += 1
+
+    def entries(self) -> dict[tuple[WorkerKey, str], Entry]:
+        """Return all entries (a copy)."""
+        return dict(self._entries)
+
+    def __len__(self) -> int:
+        """Return the number of requests in the ledger."""
+        return len(self._entries)
+
+    def _put(self, worker: WorkerKey, request_id: str, entry: Entry) -> None:
+        previous = self._entries.get((worker, request_id))
+        if previous is not None:
+            self._subtract(previous)
+        elif len(self._entries) >= self._max_entries:
+            self.refused_entries += 1
+            return
+        self.ensure_slot(entry.slot)
+        self._entries[(worker, request_id)] = entry
+        self._of_worker.setdefault(worker, {})[request_id] = None
+        self.prefill_tokens[entry.slot] += entry.prefill_tokens
+        self.active_blocks[entry.slot] += entry.active_blocks
+        self.requests[entry.slot] += 1
+
+    def _subtract(self, entry: Entry) -> None:
+        self.prefill_tokens[entry.slot] -= entry.prefill_tokens
+        self.active_blocks[entry.slot] -= entry.active_blocks
+        self.requests[entry.slot] -= 1

@@ -1,0 +1,151 @@
+"""How a worker is chosen: the protocol that anyone may implement, and the policies that come with poolgrid.
+
+A policy is asked with at least one candidate and returns the row it chose, a short reason code, and the terms that led
+to it. It must be a function of its arguments and its own counted state: no clock, no global randomness. Ties and
+samples come from the request id, so the same events and requests give the same decisions, bit for bit.
+
+A policy of your own is a class with ``name``, ``needs_overlap`` and ``choose``; start the router with
+``--policy package.module:ClassName``. See ``docs/policies.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from router.core.candidates import Candidates, FloatArray, RoutingRequest
+from router.core.cost import CostWeights, adjusted_prefill, overlap_credit, softmax_weights
+from wire.hashing import stable_u64
+
+_TIE_SEED = 1
+_SAMPLE_SEED = 2
+_RANDOM_SEED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A policy's answer: a row of the candidates, why, and the numbers behind it."""
+
+    row: int
+    reason: str
+    costs: FloatArray | None = None
+    """What was minimised, per row; ``None`` for policies without a cost."""
+    terms: Mapping[str, FloatArray] = field(default_factory=dict)
+    """Named parts of the cost, per row."""
+
+
+class Policy(Protocol):
+    """Chooses a worker."""
+
+    @property
+    def name(self) -> str:
+        """Return the name under which decisions and metrics show this policy."""
+        ...
+
+    @property
+    def needs_overlap(self) -> bool:
+        """Tell whether the overlap columns must be filled in; they are 0 otherwise."""
+        ...
+
+    def choose(self, request: RoutingRequest, candidates: Candidates) -> Choice:
+        """Choose one of at least one candidates."""
+        ...
+
+
+def lowest(costs: FloatArray, request_id: str) -> tuple[int, str]:
+    """Return the row of the lowest cost and ``cheapest``, or a tie broken by the request id and ``tie``."""
+    ties = np.flatnonzero(costs == costs.min())
+    if len(ties) == 1:
+        return int(ties[0]), "cheapest" if len(costs) > 1 else "only"
+    return int(ties[stable_u64(request_id, _TIE_SEED) % len(ties)]), "tie"
+
+
+class KvAware:
+    """Least work left to do: uncached prefill plus decode load, by the field's cost formula."""
+
+    name = "kv"
+    needs_overlap = True
+
+    def __init__(self, weights: CostWeights | None = None, temperature: float = 0.0) -> None:
+        if not 0.0 <= temperature <= 1000.0:
+            raise ValueError(f"making a kv policy: temperature is {temperature}, allowed are 0 to 1000")
+        self.weights = weights if weights is not None else CostWeights()
+        self.temperature = temperature
+
+    def choose(self, request: RoutingRequest, candidates: Candidates) -> Choice:
+        """Choose the lowest cost, or sample by cost when the temperature is above 0."""
+        credit = overlap_credit(
+            self.weights, candidates.device_overlap, candidates.host_overlap, candidates.disk_overlap
+        )
+        prefill = adjusted_prefill(candidates.prefill_tokens, request.isl, request.block_size, credit)
+        decode = candidates.active_blocks + request.blocks
+        costs = self.weights.prefill_weight * prefill + decode
+        terms = {"overlap_credit": credit, "adjusted_prefill": prefill, "potential_decode_blocks": decode}
+        if self.temperature > 0.0 and len(costs) > 1:
+            shares = np.cumsum(softmax_weights(costs, self.temperature))
+            point = stable_u64(request.request_id, _SAMPLE_SEED) / 2**64
+            row = min(int(np.searchsorted(shares, point, side="right")), len(costs) - 1)
+            return Choice(row, "sampled", costs, terms)
+        row, reason = lowest(costs, request.request_id)
+        return Choice(row, reason, costs, terms)
+
+
+class LeastLoaded:
+    """Fewest active requests; among equals, fewest tokens waiting for prefill."""
+
+    name = "least-loaded"
+    needs_overlap = False
+
+    def choose(self, request: RoutingRequest, candidates: Candidates) -> Choice:
+        """Choose the worker with the fewest requests."""
+        queued = candidates.prefill_tokens
+        costs = candidates.requests + queued / (1.0 + queued.max())
+        row, reason = lowest(costs, request.request_id)
+        return Choice(row, reason, costs, {"requests": candidates.requests})
+
+
+class RoundRobin:
+    """Each worker in turn, in the order of their keys."""
+
+    name = "round-robin"
+    needs_overlap = False
+
+    def __init__(self) -> None:
+        self._turn = 0
+
+    def choose(self, request: RoutingRequest, candidates: Candidates) -> Choice:
+        """Choose the next worker."""
+        row = self._turn % len(candidates)
+        self._turn += 1
+        return Choice(row, "turn")
+
+
+class Random:
+    """Any worker, drawn from the request id."""
+
+    name = "random"
+    needs_overlap = False
+
+    def choose(self, request: RoutingRequest, candidates: Candidates) -> Choice:
+        """Draw a worker."""
+        return Choice(stable_u64(request.request_id, _RANDOM_SEED) % len(candidates), "drawn")
+
+
+POLICY_NAMES = ("kv", "approximate", "round-robin", "random", "least-loaded")
+"""Policies that ``--policy`` knows by name; ``approximate`` is ``kv`` over the router's own choices."""
+
+
+def make_policy(name: str, weights: CostWeights | None = None, temperature: float = 0.0) -> Policy:
+    """Return one of the policies that come with poolgrid."""
+    if name in ("kv", "approximate"):
+        return KvAware(weights, temperature)
+    if name == "round-robin":
+        return RoundRobin()
+    if name == "random":
+        return Random()
+    if name == "least-loaded":
+        return LeastLoaded()
+    raise ValueError(f"choosing a policy: {name!r} is unknown, allowed are {', '.join(POLICY_NAMES)}")

@@ -1,0 +1,123 @@
+"""The router's state: a fold over the pool's journal.
+
+``apply(record)`` is the only way facts get in, in journal order; the ledger's ``reserve`` and ``release`` add the
+router's own predictions on top. ``load_snapshot`` replaces everything by a state that the consolidator folded, after
+which the next record is the one at the snapshot's offset. The law: snapshot(n) + records from n on == records from 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from router.core.fleet import Fleet
+from router.core.load_ledger import LoadLedger
+from router.core.prefix_index import PrefixIndex
+from wire.events import (
+    BlocksRemoved,
+    BlocksStored,
+    CacheCleared,
+    JournalRecord,
+    LoadReported,
+    PrefillCompleted,
+    RequestFinished,
+    RequestProgressed,
+    RequestStarted,
+    SnapshotBegan,
+    WorkerDraining,
+    WorkerJoined,
+    WorkerLeft,
+)
+from wire.feed import BlockChain, WorkerState
+from wire.hashing import unpack_hashes
+from wire.identifiers import WorkerId, WorkerKey
+
+
+class Projection:
+    """Fleet, prefix index and load ledger of one pool, at one journal offset."""
+
+    def __init__(self, index: PrefixIndex, ledger: LoadLedger, index_blocks: bool = True) -> None:
+        self.fleet = Fleet()
+        self.index = index
+        self.ledger = ledger
+        self.next_offset = 0
+        """Every record below this offset has been applied."""
+        self._index_blocks = index_blocks
+        """False when the index is fed by choices instead of events (approximate mode)."""
+
+    def apply(self, record: JournalRecord, now_ms: float) -> None:
+        """Apply the next record; ``now_ms`` is the router's monotonic clock, for reservations only."""
+        assert record.offset >= self.next_offset, f"record {record.offset} after {self.next_offset} was applied"
+        self.next_offset = record.offset + 1
+        key = WorkerKey(WorkerId(record.worker_id), record.dp_rank)
+        worker = self.fleet.workers.get(key)
+        index = self.index
+        for event in record.events:
+            kind = type(event)
+            if kind is BlocksStored:
+                if self._index_blocks and worker is not None:
+                    index.store(key, event.parent, unpack_hashes(event.sequence_hashes), event.tier)  # type: ignore[union-attr]
+            elif kind is BlocksRemoved:
+                if self._index_blocks and worker is not None:
+                    index.remove(key, unpack_hashes(event.sequence_hashes), event.tier)  # type: ignore[union-attr]
+            elif isinstance(event, RequestStarted):
+                self.ledger.started(
+                    key, index.slot(key), event.request_id, event.isl - event.cached_tokens, event.active_blocks, now_ms
+                )
+                if worker is not None:
+                    worker.requests_total += 1
+            elif isinstance(event, PrefillCompleted):
+                self.ledger.prefill_completed(key, event.request_id)
+            elif isinstance(event, RequestProgressed):
+                self.ledger.progressed(key, event.request_id, event.active_blocks)
+            elif isinstance(event, RequestFinished):
+                self.ledger.release(key, event.request_id)
+            elif isinstance(event, LoadReported):
+                if worker is not None:
+                    worker.load = event
+            elif isinstance(event, CacheCleared | SnapshotBegan):
+                if self._index_blocks:
+                    index.clear(key)
+            elif isinstance(event, WorkerJoined):
+                self._forget(key)
+                worker = self.fleet.join(key, record.epoch, event.card)
+                self.ledger.ensure_slot(index.slot(key))
+            elif isinstance(event, WorkerDraining):
+                self.fleet.drain(key)
+            elif isinstance(event, WorkerLeft):
+                self._forget(key)
+                self.fleet.leave(key)
+                worker = None
+        if worker is not None:
+            worker.last_event_ms = record.time_ms
+            worker.last_recorded_ms = record.recorded_ms
+
+    def load_snapshot(
+        self,
+        next_offset: int,
+        workers: Sequence[WorkerState],
+        chains: Iterable[tuple[int, BlockChain]],
+        now_ms: float,
+    ) -> None:
+        """Replace all state; ``chains`` name their worker by its position in ``workers``."""
+        for key in list(self.fleet.workers):
+            self._forget(key)
+            self.fleet.leave(key)
+        keys = [WorkerKey(WorkerId(state.worker_id), state.dp_rank) for state in workers]
+        for key, state in zip(keys, workers, strict=True):
+            worker = self.fleet.join(key, state.epoch, state.card)
+            worker.load = state.load
+            slot = self.index.slot(key)
+            self.ledger.ensure_slot(slot)
+            if state.draining:
+                self.fleet.drain(key)
+            for request in state.requests:
+                prefill = request.isl - request.cached_tokens if request.prefilling else 0
+                self.ledger.started(key, slot, request.request_id, prefill, request.active_blocks, now_ms)
+        if self._index_blocks:
+            for position, chain in chains:
+                self.index.store(keys[position], chain.parent, unpack_hashes(chain.sequence_hashes), chain.tier)
+        self.next_offset = next_offset
+
+    def _forget(self, key: WorkerKey) -> None:
+        self.index.drop(key)
+        self.ledger.drop(key)

@@ -1,0 +1,196 @@
+"""Choose a worker for a request: who may serve it, what they look like, what the policy says, and the record of it all.
+
+``select`` reads the projection and returns a decision without changing anything; ``book`` enters the decision into the
+load ledger. The caller does both without letting anything happen in between, so no two requests see the same idle
+worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from router.core.approximate_index import ApproximateIndex
+from router.core.candidates import Candidates, FloatArray, RoutingRequest
+from router.core.decision import Decision
+from router.core.fleet import Worker
+from router.core.policy import Policy
+from router.core.prefix_index import PrefixIndex, slots_of
+from router.core.projection import Projection
+from wire.identifiers import Role, WorkerKey
+
+FEW_WORKERS = 8
+"""Up to this many holders of a prefix are filled in one by one; beyond, their mask is unpacked at once."""
+
+
+class NoWorker(Exception):
+    """No worker can serve the request now; ``reasons`` says of each why not."""
+
+    def __init__(self, model: str, reasons: dict[WorkerKey, str]) -> None:
+        self.model = model
+        self.reasons = reasons
+        detail = "; ".join(f"{worker}: {why}" for worker, why in reasons.items()) or "no worker serves this model"
+        super().__init__(f"choosing a worker for model {model!r}: {detail}")
+
+    @property
+    def only_busy(self) -> bool:
+        """Tell whether some worker could serve the request once it has room."""
+        return any(why == BUSY for why in self.reasons.values())
+
+
+BUSY = "busy"
+"""Filter reason of a worker that already has as many requests as the router gives it."""
+
+
+@dataclass(slots=True)
+class _Group:
+    """Workers of one model, ready to be looked at; rebuilt when the fleet changes."""
+
+    workers: tuple[WorkerKey, ...]
+    slots: np.ndarray[tuple[int], np.dtype[np.intp]]
+    row_of_slot: dict[int, int]
+    limits: FloatArray
+    """Most requests per worker."""
+    max_sequence_length: np.ndarray[tuple[int], np.dtype[np.int64]]
+    filtered: dict[WorkerKey, str]
+
+
+class Selector:
+    """Selection over one projection with one policy."""
+
+    def __init__(
+        self,
+        projection: Projection,
+        policy: Policy,
+        requests_per_worker_factor: float = 2.0,
+        approximate: ApproximateIndex | None = None,
+    ) -> None:
+        self._projection = projection
+        self._policy = policy
+        self._factor = requests_per_worker_factor
+        self._approximate = approximate
+        self._groups: dict[tuple[str, tuple[Role, ...]], _Group] = {}
+        self._groups_version = -1
+
+    @property
+    def policy(self) -> Policy:
+        """Return the policy in use."""
+        return self._policy
+
+    def select(
+        self,
+        request: RoutingRequest,
+        path: Sequence[int],
+        now_ms: float,
+        time_ms: int,
+        excluded: Collection[WorkerKey] = (),
+        attempt: int = 0,
+        roles: tuple[Role, ...] = (Role.AGGREGATED,),
+    ) -> Decision:
+        """Choose a worker for a request whose prompt has the sequence hashes ``path``.
+
+        ``now_ms`` is monotonic, ``time_ms`` wall clock for the record. Raises ``NoWorker``.
+        """
+        group = self._group(request.model, roles)
+        projection = self._projection
+        projection.ledger.ensure_slot(int(group.slots.max(initial=0)))
+        if self._approximate is not None:
+            self._approximate.expire(now_ms)
+        filtered = dict(group.filtered)
+        rows = self._eligible(group, request, excluded, filtered)
+        if not len(rows):
+            raise NoWorker(request.model, filtered)
+        slots = group.slots[rows]
+        ledger = projection.ledger
+        device = np.zeros(len(group.workers))
+        host = disk = np.zeros(len(group.workers))
+        if self._policy.needs_overlap and path:
+            host, disk = self._fill_overlap(group, path, device)
+        candidates = Candidates(
+            tuple(group.workers[row] for row in rows) if len(rows) < len(group.workers) else group.workers,
+            ledger.prefill_tokens[slots].astype(np.float64),
+            ledger.active_blocks[slots].astype(np.float64),
+            ledger.requests[slots].astype(np.float64),
+            device[rows],
+            host[rows],
+            disk[rows],
+        )
+        choice = self._policy.choose(request, candidates)
+        return Decision(
+            request, time_ms, self._policy.name, projection.next_offset, choice, candidates, filtered, attempt
+        )
+
+    def book(self, decision: Decision, path: Sequence[int], now_ms: float) -> None:
+        """Enter a decision into the ledger (and, in approximate mode, into the index)."""
+        request = decision.request
+        worker = decision.worker
+        uncached = max(0, request.isl - decision.overlap_blocks * request.block_size)
+        slot = self._projection.index.slot(worker)
+        self._projection.ledger.reserve(worker, slot, request.request_id, uncached, request.blocks, now_ms)
+        if self._approximate is not None:
+            self._approximate.record(worker, path, now_ms)
+
+    def _eligible(
+        self, group: _Group, request: RoutingRequest, excluded: Collection[WorkerKey], filtered: dict[WorkerKey, str]
+    ) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
+        busy = self._projection.ledger.requests[group.slots] >= group.limits
+        short = group.max_sequence_length <= request.isl
+        out = busy | short
+        for row, worker in enumerate(group.workers):
+            if worker in excluded:
+                out[row] = True
+                filtered[worker] = "already failed this request"
+        if out.any():
+            for row in np.flatnonzero(out).tolist():
+                worker = group.workers[row]
+                if worker not in filtered:
+                    limit = int(group.max_sequence_length[row])
+                    filtered[worker] = f"prompt of {request.isl} tokens, room for {limit - 1}" if short[row] else BUSY
+        return np.flatnonzero(~out)
+
+    def _fill_overlap(self, group: _Group, path: Sequence[int], device: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """Fill in leading blocks per row of the group; return the host and disk columns."""
+        index: PrefixIndex = self._projection.index
+        host = np.zeros(len(group.workers))
+        disk = np.zeros(len(group.workers))
+        tiered = any(index.has_lower_tiers(int(slot)) for slot in group.slots) if len(group.slots) < 1024 else True
+        for depth, mask in index.find(path):
+            if mask.bit_count() <= FEW_WORKERS or tiered:
+                for slot in slots_of(mask):
+                    row = group.row_of_slot.get(slot)
+                    if row is not None:
+                        overlap = index.by_tier(path, slot, depth)
+                        device[row], host[row], disk[row] = overlap.device, overlap.host, overlap.disk
+            else:
+                width = (mask.bit_length() + 7) // 8
+                bits = np.unpackbits(np.frombuffer(mask.to_bytes(width, "little"), np.uint8), bitorder="little")
+                held = np.zeros(max(len(bits), int(group.slots.max()) + 1), bool)
+                held[: len(bits)] = bits
+                device[held[group.slots]] = depth
+        return host, disk
+
+    def _group(self, model: str, roles: tuple[Role, ...]) -> _Group:
+        fleet = self._projection.fleet
+        if self._groups_version != fleet.version:
+            self._groups.clear()
+            self._groups_version = fleet.version
+        group = self._groups.get((model, roles))
+        if group is None:
+            group = self._make_group(fleet.serving(model, roles))
+            self._groups[(model, roles)] = group
+        return group
+
+    def _make_group(self, serving: list[Worker]) -> _Group:
+        index = self._projection.index
+        taken = [worker for worker in serving if not worker.draining]
+        slots = np.array([index.slot(worker.key) for worker in taken], np.intp)
+        return _Group(
+            tuple(worker.key for worker in taken),
+            slots,
+            {int(slot): row for row, slot in enumerate(slots)},
+            np.array([max(1.0, self._factor * worker.card.limits.max_batch_size) for worker in taken], np.float64),
+            np.array([worker.card.limits.max_sequence_length for worker in taken], np.int64),
+            {worker.key: "draining" for worker in serving if worker.draining},
+        )

@@ -1,0 +1,59 @@
+"""Small builders, so that tests of the router core read as sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from router.core.load_ledger import LoadLedger
+from router.core.policy import Policy
+from router.core.prefix_index import PrefixIndex
+from router.core.projection import Projection
+from router.core.selector import Selector
+from wire.card import WorkerCard, WorkerLimits
+from wire.events import AnyEvent, BlocksStored, JournalRecord, WorkerJoined
+from wire.hashing import pack_hashes
+from wire.identifiers import Role, Tier, WorkerId, WorkerKey
+
+BLOCK_SIZE = 16
+
+
+def worker_key(name: str, dp_rank: int = 0) -> WorkerKey:
+    return WorkerKey(WorkerId(name), dp_rank)
+
+
+def make_card(
+    model: str = "m", role: Role = Role.AGGREGATED, max_batch_size: int = 8, max_sequence_length: int = 4096
+) -> WorkerCard:
+    limits = WorkerLimits(max_batch_size, 8192, 1000, max_sequence_length)
+    return WorkerCard(model, role, BLOCK_SIZE, limits, "tcp://127.0.0.1:1")
+
+
+def stored(hashes: Sequence[int], parent: int | None = None, tier: Tier = Tier.DEVICE) -> BlocksStored:
+    return BlocksStored(parent, pack_hashes(hashes), tier)
+
+
+class Pool:
+    """A projection that is told events one record at a time."""
+
+    def __init__(self) -> None:
+        self.projection = Projection(PrefixIndex(), LoadLedger())
+        self.records: list[JournalRecord] = []
+        self._seq: dict[WorkerKey, int] = {}
+
+    def say(self, worker: WorkerKey, *events: AnyEvent, epoch: int = 1) -> None:
+        seq = self._seq.get(worker, 0)
+        self._seq[worker] = seq + 1
+        record = JournalRecord(
+            len(self.records), worker.worker_id, worker.dp_rank, epoch, seq, 1000, 1001, list(events)
+        )
+        self.records.append(record)
+        self.projection.apply(record, now_ms=0.0)
+
+    def join(self, *names: str, card: WorkerCard | None = None) -> list[WorkerKey]:
+        keys = [worker_key(name) for name in names]
+        for key in keys:
+            self.say(key, WorkerJoined(card or make_card()))
+        return keys
+
+    def selector(self, policy: Policy) -> Selector:
+        return Selector(self.projection, policy)

@@ -1,0 +1,259 @@
+"""The prefix index is exact: whatever is stored, removed or lost, in whatever order."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from router.core.prefix_index import BYTES_PER_BLOCK, PrefixIndex, TierOverlap
+from tests.router.naive_index import NaiveIndex
+from wire.hashing import unpack_hashes
+from wire.identifiers import Tier, WorkerId, WorkerKey
+
+A, B, C = (WorkerKey(WorkerId(name)) for name in "abc")
+
+# A fixed forest of paths: node = (tuple of branch choices); its hash is its number. Prefixes share nodes, as hashes do.
+BRANCHES = 2
+DEPTH = 6
+
+
+def _paths() -> list[tuple[int, ...]]:
+    """Every root-to-leaf path of a small forest, as sequence hashes."""
+    numbers: dict[tuple[int, ...], int] = {}
+    paths = []
+    for leaf in range(BRANCHES**DEPTH):
+        choices = tuple(leaf // BRANCHES**level % BRANCHES for level in range(DEPTH))
+        path = tuple(numbers.setdefault(choices[: at + 1], len(numbers) + 1) for at in range(DEPTH))
+        paths.append(path)
+    return paths
+
+
+PATHS = _paths()
+workers = st.sampled_from([A, B, C, WorkerKey(WorkerId("a"), 1)])
+paths = st.sampled_from(PATHS)
+tiers = st.sampled_from(list(Tier))
+
+
+class IndexAgainstModel(RuleBasedStateMachine):
+    """The same operations on the index and on the naive model; every overlap must agree at every moment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = PrefixIndex()
+        self.model = NaiveIndex()
+
+    @rule(worker=workers, path=paths, start=st.integers(0, DEPTH - 1), length=st.integers(1, DEPTH), tier=tiers)
+    def store_a_chain(self, worker: WorkerKey, path: tuple[int, ...], start: int, length: int, tier: Tier) -> None:
+        chain = path[start : start + length]
+        self.index.store(worker, path[start - 1] if start else None, chain, tier)
+        self.model.store(worker, chain, tier)
+
+    @rule(worker=workers, path=paths, length=st.integers(1, DEPTH))
+    def store_a_prefix(self, worker: WorkerKey, path: tuple[int, ...], length: int) -> None:
+        self.index.store(worker, None, path[:length])
+        self.model.store(worker, path[:length])
+
+    @rule(worker=workers, path=paths, chosen=st.sets(st.integers(0, DEPTH - 1)), data=st.data(), tier=tiers)
+    def remove_some(
+        self, worker: WorkerKey, path: tuple[int, ...], chosen: set[int], data: st.DataObject, tier: Tier
+    ) -> None:
+        blocks = data.draw(st.permutations([path[at] for at in sorted(chosen)]))
+        self.index.remove(worker, blocks, tier)
+        self.model.remove(worker, blocks, tier)
+
+    @rule(worker=workers)
+    def drop_a_worker(self, worker: WorkerKey) -> None:
+        self.index.drop(worker)
+        self.model.drop(worker)
+
+    @rule(worker=workers)
+    def clear_a_worker(self, worker: WorkerKey) -> None:
+        self.index.clear(worker)
+        self.model.drop(worker)
+
+    @rule()
+    def sweep(self) -> None:
+        self.index.sweep()
+
+    @rule()
+    def reload_from_a_dump(self) -> None:
+        reloaded = PrefixIndex()
+        for worker in self.index.workers:
+            reloaded.slot(worker)
+            for chain in self.index.dump(worker):
+                reloaded.store(worker, chain.parent, unpack_hashes(chain.sequence_hashes), chain.tier)
+        self.index = reloaded
+
+    @invariant()
+    def every_overlap_agrees(self) -> None:
+        for path in PATHS:
+            for worker in (A, B, C, WorkerKey(WorkerId("a"), 1)):
+                found = self.index.overlap(path, worker)
+                assert (found.device, found.host, found.disk) == self.model.overlap(path, worker)
+
+    @invariant()
+    def holdings_agree(self) -> None:
+        for worker in self.index.workers:
+            expected = self.model.held.get(worker, {tier: set() for tier in Tier})
+            assert self.index.holdings(worker)[Tier.HOST] == expected[Tier.HOST]
+            assert self.index.holdings(worker)[Tier.DISK] == expected[Tier.DISK]
+            assert self.index.holdings(worker)[Tier.DEVICE] == expected[Tier.DEVICE]
+            assert self.index.held_blocks(worker) == len(set().union(*expected.values()))
+
+    @invariant()
+    def groups_are_disjoint_and_deepest_first(self) -> None:
+        for path in PATHS[::7]:
+            groups = self.index.find(path)
+            assert [depth for depth, _ in groups] == sorted({depth for depth, _ in groups}, reverse=True)
+            seen = 0
+            for _, mask in groups:
+                assert mask
+                assert not mask & seen
+                seen |= mask
+
+    def teardown(self) -> None:
+        for worker in list(self.index.workers):
+            self.index.drop(worker)
+        self.index.sweep()
+        assert len(self.index) == 0, "blocks outlived their last holder"
+        assert not self.index._orphans_below, "links outlived their orphans"
+        assert not self.index._off_device
+
+
+IndexAgainstModel.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestIndexAgainstModel = IndexAgainstModel.TestCase
+
+
+def test_a_prefix_shared_by_all_is_one_group() -> None:
+    index = PrefixIndex()
+    for worker in (A, B, C):
+        index.store(worker, None, [1, 2, 3])
+
+    assert index.find([1, 2, 3]) == [(3, 0b111)]
+    assert index.find([1, 2, 9]) == [(2, 0b111)]
+    assert index.find([9]) == []
+    assert index.find([]) == []
+
+
+def test_a_staircase_of_holders_gives_each_its_own_depth() -> None:
+    index = PrefixIndex()
+    names = [WorkerKey(WorkerId(f"w{number}")) for number in range(50)]
+    path = list(range(1000, 1100))
+    for number, worker in enumerate(names):
+        index.store(worker, None, path[: 2 * number + 1])
+
+    depths = {slot: depth for depth, mask in index.find(path) for slot in range(50) if mask >> slot & 1}
+
+    assert depths == {index.slot(worker): 2 * number + 1 for number, worker in enumerate(names)}
+
+
+def test_removing_a_parent_hides_its_children_until_it_comes_back() -> None:
+    index = PrefixIndex()
+    index.store(A, None, [1, 2, 3, 4])
+    index.store(B, None, [1, 2, 3, 4])
+
+    index.remove(A, [2])
+    assert index.overlap([1, 2, 3, 4], A) == TierOverlap(1)
+    assert index.overlap([1, 2, 3, 4], B) == TierOverlap(4)
+
+    index.store(A, 1, [2])
+    assert index.overlap([1, 2, 3, 4], A) == TierOverlap(4)
+
+
+def test_a_child_stored_under_an_unknown_parent_counts_once_the_parent_arrives() -> None:
+    index = PrefixIndex()
+    index.store(A, 2, [3, 4])
+    assert index.overlap([1, 2, 3, 4], A) == TierOverlap(0)
+
+    index.store(A, None, [1, 2])
+    assert index.overlap([1, 2, 3, 4], A) == TierOverlap(4)
+
+
+def test_a_dropped_worker_is_gone_at_once_and_its_bit_is_not_reused_before_the_sweep() -> None:
+    index = PrefixIndex()
+    index.store(A, None, [1, 2])
+    old_slot = index.slot(A)
+
+    index.drop(A)
+    assert index.find([1, 2]) == []
+    index.store(A, None, [1])
+
+    assert index.slot(A) != old_slot
+    assert index.overlap([1, 2], A) == TierOverlap(1)
+    index.sweep()
+    assert len(index) == 1
+
+
+def test_a_repeated_store_and_an_unknown_remove_change_nothing_and_are_counted() -> None:
+    index = PrefixIndex()
+    index.store(A, None, [1, 2])
+
+    index.store(A, None, [1, 2])
+    index.remove(A, [7])
+    index.remove(B, [1])
+
+    assert index.overlap([1, 2], A) == TierOverlap(2)
+    assert index.counters.repeated_stores == 2
+    assert index.counters.unknown_removes == 2
+
+
+@pytest.mark.parametrize(
+    ("parent", "chain"),
+    [
+        (None, [3, 4]),  # resident under 2, claimed as a root
+        (9, [10, 10]),  # a block twice in one chain
+        (None, [10, 2]),  # a resident block below a new one
+        (2, [1]),  # a cycle
+    ],
+)
+def test_events_that_contradict_the_index_never_harm_other_workers(parent: int | None, chain: list[int]) -> None:
+    index = PrefixIndex()
+    index.store(A, None, [1, 2, 3, 4])
+    index.store(B, None, [9])
+
+    index.store(B, parent, chain)
+    index.store(B, parent, chain)
+
+    assert index.overlap([1, 2, 3, 4], A) == TierOverlap(4)
+    index.drop(B)
+    index.drop(A)
+    index.sweep()
+    assert len(index) == 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_byte_budget_holds_and_paths_are_cut_from_their_ends(seed: int) -> None:
+    budget_blocks = 500
+    index = PrefixIndex(budget_blocks * BYTES_PER_BLOCK)
+    randomness = random.Random(seed)
+    next_hash = iter(range(1, 10**9))
+    known: list[list[int]] = []
+    for _ in range(400):
+        path = (
+            list(randomness.choice(known))[: randomness.randrange(1, 20)] if known and randomness.randrange(2) else []
+        )
+        parent = path[-1] if path else None
+        fresh = [next(next_hash) for _ in range(randomness.randrange(1, 30))]
+        index.store(randomness.choice([A, B, C]), parent, fresh)
+        known.append(path + fresh)
+        assert len(index) <= budget_blocks
+
+    assert index.counters.evicted_blocks > 0
+    for worker in (A, B, C):
+        assert index.held_blocks(worker) == len(set().union(*index.holdings(worker).values()))
+
+
+def test_many_workers_joining_and_leaving_reuse_bits() -> None:
+    index = PrefixIndex()
+    for number in range(500):
+        worker = WorkerKey(WorkerId(f"w{number}"))
+        index.store(worker, None, [1, 2, 3])
+        index.drop(worker)
+        index.sweep()
+
+    assert index.slot(A) < 3
+    assert len(index) == 0

@@ -1,0 +1,255 @@
+"""A decision follows from the projection, the policy and the request, and says why."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from router.core.candidates import RoutingRequest
+from router.core.cost import CostWeights
+from router.core.decision import Decision, DecisionLog
+from router.core.policy import KvAware, LeastLoaded, Policy, Random, RoundRobin, make_policy
+from router.core.selector import BUSY, NoWorker
+from tests.router.fleet_builder import BLOCK_SIZE, Pool, make_card, stored, worker_key
+from wire.events import RequestFinished, RequestProgressed, RequestStarted, WorkerDraining, WorkerLeft
+from wire.identifiers import Tier, WorkerKey
+
+
+def request(request_id: str = "r", blocks: int = 10, model: str = "m") -> RoutingRequest:
+    return RoutingRequest(request_id, model, blocks * BLOCK_SIZE, BLOCK_SIZE, blocks)
+
+
+def decide(pool: Pool, policy: Policy, path: list[int], request_id: str = "r", blocks: int = 10) -> Decision:
+    return pool.selector(policy).select(request(request_id, blocks), path, now_ms=0.0, time_ms=0)
+
+
+PATH = list(range(100, 110))
+
+
+def test_the_published_example_of_the_cost_formula_holds() -> None:
+    pool = Pool()
+    a, b, c = pool.join("a", "b", "c")
+    for worker, overlap, decode in ((a, 2, 0), (b, 5, -5), (c, 8, -1)):
+        pool.say(worker, stored(PATH[:overlap]))
+        # Decode blocks 10, 5, 9 in the example include this request's own 10: the rest is what runs already.
+        pool.say(worker, RequestStarted(f"old-{worker}", 0, 0, 10 + decode))
+
+    decision = decide(pool, KvAware(), PATH)
+
+    assert decision.choice.costs is not None
+    own = 10
+    assert [cost - own for cost in decision.choice.costs] == [18.0, 10.0, 11.0]
+    assert decision.worker == b
+    assert decision.choice.reason == "cheapest"
+    assert decision.margin() == 1.0
+
+
+def test_the_overlap_wins_unless_its_holder_is_busy() -> None:
+    pool = Pool()
+    a, b = pool.join("a", "b")
+    pool.say(a, stored(PATH[:8]))
+    assert decide(pool, KvAware(), PATH).worker == a
+
+    pool.say(a, RequestStarted("long", 100 * BLOCK_SIZE, 0, 100))
+    assert decide(pool, KvAware(), PATH).worker == b
+
+    pool.say(a, RequestFinished("long", "length"))
+    assert decide(pool, KvAware(), PATH).worker == a
+
+
+def test_lower_tiers_count_less_than_device() -> None:
+    pool = Pool()
+    a, b = pool.join("a", "b")
+    pool.say(a, stored(PATH[:8], tier=Tier.HOST))
+    pool.say(b, stored(PATH[:7]))
+
+    decision = decide(pool, KvAware(), PATH)
+
+    assert decision.worker == b
+    assert decision.choice.terms["overlap_credit"].tolist() == [6.0, 7.0]
+    assert decide(pool, KvAware(CostWeights(host_weight=1.0)), PATH).worker == a
+
+
+def test_zero_device_weight_ignores_caches() -> None:
+    pool = Pool()
+    a, b = pool.join("a", "b")
+    pool.say(a, stored(PATH), RequestStarted("x", 0, 0, 1))
+
+    assert decide(pool, KvAware(CostWeights(device_weight=0.0)), PATH).worker == b
+
+
+def test_ties_depend_on_the_request_alone_and_spread_over_the_workers() -> None:
+    pool = Pool()
+    pool.join("a", "b", "c", "d")
+
+    chosen = [decide(pool, KvAware(), PATH, f"r{number}") for number in range(400)]
+
+    assert [decide(pool, KvAware(), PATH, f"r{number}").worker for number in range(400)] == [d.worker for d in chosen]
+    counts = Counter(decision.worker for decision in chosen)
+    assert len(counts) == 4
+    assert min(counts.values()) > 60
+    assert {decision.choice.reason for decision in chosen} == {"tie"}
+
+
+def test_temperature_samples_by_cost() -> None:
+    pool = Pool()
+    a, _ = pool.join("a", "b")
+    pool.say(a, stored(PATH))
+
+    chosen = Counter(decide(pool, KvAware(temperature=1.0), PATH, f"r{number}").worker for number in range(1000))
+
+    # Softmax of 0 and -1 at temperature 1 gives 0.731 to the cheaper worker.
+    assert 690 < chosen[a] < 770
+
+
+def test_round_robin_takes_turns_and_least_loaded_takes_the_idle_one() -> None:
+    pool = Pool()
+    a, b, c = pool.join("a", "b", "c")
+    turns = pool.selector(RoundRobin())
+    assert [turns.select(request(), [], 0.0, 0).worker for _ in range(4)] == [a, b, c, a]
+
+    pool.say(a, RequestStarted("x", 16, 0, 1))
+    pool.say(c, RequestStarted("y", 16, 0, 1))
+    assert decide(pool, LeastLoaded(), PATH).worker == b
+    assert decide(pool, Random(), PATH, "r1").worker == decide(pool, Random(), PATH, "r1").worker
+
+
+def test_draining_gone_excluded_and_full_workers_are_filtered_with_a_reason() -> None:
+    pool = Pool()
+    a, b, c, d = pool.join("a", "b", "c", "d", card=make_card(max_batch_size=1))
+    pool.say(a, WorkerDraining())
+    pool.say(b, WorkerLeft("lease expired"))
+    for number in range(2):
+        pool.say(c, RequestStarted(f"c{number}", 16, 0, 1))
+    selector = pool.selector(KvAware())
+
+    decision = selector.select(request(), PATH, 0.0, 0)
+    assert decision.worker == d
+    assert decision.filtered == {a: "draining", c: BUSY}
+
+    with pytest.raises(NoWorker) as refusal:
+        selector.select(request(), PATH, 0.0, 0, excluded={d})
+    assert refusal.value.only_busy
+    assert refusal.value.reasons[d] == "already failed this request"
+
+
+def test_a_prompt_that_fits_nowhere_is_refused_with_the_room_there_is() -> None:
+    pool = Pool()
+    (a,) = pool.join("a", card=make_card(max_sequence_length=160))
+    with pytest.raises(NoWorker, match="prompt of 160 tokens, room for 159") as refusal:
+        decide(pool, KvAware(), PATH)
+    assert not refusal.value.only_busy
+    assert list(refusal.value.reasons) == [a]
+
+
+def test_an_unknown_model_has_no_worker() -> None:
+    pool = Pool()
+    pool.join("a")
+    with pytest.raises(NoWorker, match="no worker serves this model"):
+        pool.selector(KvAware()).select(request(model="other"), PATH, 0.0, 0)
+
+
+def test_a_booked_decision_counts_until_the_worker_speaks() -> None:
+    pool = Pool()
+    a, b = pool.join("a", "b")
+    pool.say(a, stored(PATH[:4]))
+    selector = pool.selector(KvAware())
+    ledger = pool.projection.ledger
+    decision = selector.select(request("r"), PATH, 0.0, 0)
+    selector.book(decision, PATH, 0.0)
+    slot = pool.projection.index.slot(a)
+
+    assert decision.worker == a
+    assert ledger.prefill_tokens[slot] == 6 * BLOCK_SIZE
+    assert ledger.active_blocks[slot] == 10
+    assert selector.select(request("r2"), [1], 0.0, 0).worker == b
+
+    pool.say(a, RequestStarted("r", 160, 3 * BLOCK_SIZE, 10))
+    assert ledger.prefill_tokens[slot] == 7 * BLOCK_SIZE
+    pool.say(a, RequestProgressed("r", 12))
+    assert ledger.active_blocks[slot] == 12
+    pool.say(a, RequestFinished("r", "length"))
+    assert (ledger.prefill_tokens[slot], ledger.active_blocks[slot], ledger.requests[slot]) == (0, 0, 0)
+    assert len(ledger) == 0
+
+
+def test_an_unconfirmed_reservation_expires_but_not_while_its_stream_is_open() -> None:
+    pool = Pool()
+    pool.join("a")
+    selector = pool.selector(KvAware())
+    for name in ("lost", "open"):
+        selector.book(selector.select(request(name), PATH, 0.0, 0), PATH, 0.0)
+    ledger = pool.projection.ledger
+
+    ledger.expire(29_999.0, held={"open"})
+    assert len(ledger) == 2
+    ledger.expire(30_001.0, held={"open"})
+
+    assert [key[1] for key in ledger.entries()] == ["open"]
+    assert ledger.expired_reservations == 1
+
+
+def test_the_end_of_a_worker_takes_its_requests_and_blocks_with_it() -> None:
+    pool = Pool()
+    a, b = pool.join("a", "b")
+    pool.say(a, stored(PATH), RequestStarted("x", 160, 0, 10))
+    pool.say(a, WorkerLeft("lease expired"))
+
+    assert len(pool.projection.ledger) == 0
+    assert decide(pool, KvAware(), PATH).worker == b
+
+
+def test_a_new_life_starts_empty() -> None:
+    pool = Pool()
+    (a,) = pool.join("a")
+    pool.say(a, stored(PATH), RequestStarted("x", 160, 0, 10))
+    pool.join("a")
+
+    decision = decide(pool, KvAware(), PATH)
+    assert decision.overlap_blocks == 0
+    assert len(pool.projection.ledger) == 0
+
+
+def test_the_explanation_holds_every_candidate_and_every_term() -> None:
+    pool = Pool()
+    a, b = pool.join("a", "b")
+    pool.say(a, stored(PATH[:3]))
+    decision = decide(pool, make_policy("kv"), PATH)
+
+    explanation = decision.explanation()
+
+    assert [row["worker"] for row in explanation["rows"]] == ["a", "b"]
+    assert explanation["rows"][0]["device_overlap_blocks"] == 3
+    assert explanation["rows"][0]["terms"]["adjusted_prefill"] == 7.0
+    assert explanation["margin"] == 3.0
+    assert explanation["worker"] == str(a)
+    assert b in decision.candidates.workers
+
+
+def test_the_decision_log_keeps_the_newest_and_all_attempts_of_a_request() -> None:
+    pool = Pool()
+    pool.join("a")
+    log = DecisionLog(3)
+    for number in range(5):
+        log.add(decide(pool, KvAware(), PATH, f"r{number}"))
+
+    assert [d.request.request_id for d in log.newest(10)] == ["r4", "r3", "r2"]
+    assert log.of_request("r0") == []
+    assert log.realised("r4", 0, 77) is not None
+    assert log.of_request("r4")[0].realised_cached_tokens == 77
+
+
+def test_many_workers_share_a_prefix() -> None:
+    pool = Pool()
+    names = [f"w{number:03}" for number in range(200)]
+    keys = pool.join(*names)
+    for number, key in enumerate(keys):
+        pool.say(key, stored(PATH[: 1 + number // 25]))
+
+    decision = decide(pool, KvAware(), PATH)
+
+    assert decision.candidates.device_overlap.tolist() == [1.0 + number // 25 for number in range(200)]
+    assert decision.worker in keys[175:]
+    assert isinstance(decision.worker, WorkerKey)
+    assert worker_key("w199") in keys
