@@ -54,7 +54,10 @@ class TokenStream(Protocol):
         ...
 
     async def next(self) -> list[StreamDelta]:
-        """Wait until something is new and return all of it; after the finishing delta, an empty list."""
+        """Wait until something is new and return all of it; after the finishing delta, an empty list.
+
+        The waiting may be cancelled (the client left); ``cancel`` follows.
+        """
         ...
 
     def cancel(self) -> None:
@@ -87,7 +90,10 @@ class InferenceBackend(Protocol):
     """A router, as the front end sees it."""
 
     async def submit(self, request: InferenceRequest) -> TokenStream:
-        """Choose a worker and dispatch; waits in the admission queue if it must. Raises ``Refused``."""
+        """Choose a worker and dispatch; waits in the admission queue if it must. Raises ``Refused``.
+
+        Cancelled while it waits (the client left), it gives its place up and leaves nothing dispatched.
+        """
         ...
 
     def models(self) -> Sequence[ServedModel]:

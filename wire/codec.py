@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from wire.errors import DecodeError, LimitError
-from wire.events import BlocksRemoved, BlocksStored, EventBatch, JournalRecord
+from wire.events import BlocksReleased, BlocksRemoved, BlocksShared, BlocksStored, EventBatch, JournalRecord
 from wire.feed import FromFeed, SnapshotPart, ToFeed
 from wire.ingest import FromConsolidator, ToConsolidator
 from wire.limits import FRAME_BYTES_MAX
@@ -73,10 +73,13 @@ def _check_tokens(packed: bytes, where: str) -> str | None:
     return None
 
 
+_PACKED_EVENTS = frozenset({BlocksStored, BlocksRemoved, BlocksShared, BlocksReleased})
+
+
 def _check_events(value: EventBatch | JournalRecord) -> str | None:
     for event in value.events:
         kind = type(event)
-        if (kind is BlocksStored or kind is BlocksRemoved) and len(event.sequence_hashes) % 8:  # type: ignore[union-attr]
+        if kind in _PACKED_EVENTS and len(event.sequence_hashes) % 8:  # type: ignore[union-attr]
             return _check_hashes(event.sequence_hashes, f"{kind.__name__}.sequence_hashes")  # type: ignore[union-attr]
     return None
 

@@ -114,6 +114,20 @@ class SnapshotEnded(Event, frozen=True):
     """The restatement is complete."""
 
 
+class BlocksShared(Event, frozen=True):
+    """A further source of the worker reported blocks that it was known to hold; nothing changes for readers of the pool."""
+
+    sequence_hashes: PackedHashes
+    tier: Tier = Tier.DEVICE
+
+
+class BlocksReleased(Event, frozen=True):
+    """One of several sources no longer holds these blocks, the worker still does; nothing changes for readers."""
+
+    sequence_hashes: PackedHashes
+    tier: Tier = Tier.DEVICE
+
+
 AnyEvent = (
     WorkerJoined
     | WorkerDraining
@@ -128,6 +142,8 @@ AnyEvent = (
     | LoadReported
     | SnapshotBegan
     | SnapshotEnded
+    | BlocksShared
+    | BlocksReleased
 )
 
 

@@ -64,7 +64,7 @@ def lowest(costs: FloatArray, request_id: str) -> tuple[int, str]:
 
 
 class KvAware:
-    """Least work left to do: uncached prefill plus decode load, by the field's cost formula."""
+    """Least work left to do: uncached prefill, queued prefill and decode load, weighed by ``router.core.cost``."""
 
     name = "kv"
     needs_overlap = True
@@ -80,9 +80,9 @@ class KvAware:
         credit = overlap_credit(
             self.weights, candidates.device_overlap, candidates.host_overlap, candidates.disk_overlap
         )
-        prefill = adjusted_prefill(candidates.prefill_tokens, request.isl, request.block_size, credit)
+        prefill = adjusted_prefill(self.weights, candidates.prefill_tokens, request.isl, request.block_size, credit)
         decode = candidates.active_blocks + request.blocks
-        costs = self.weights.prefill_weight * prefill + decode
+        costs = self.weights.prefill_weight * prefill + self.weights.decode_weight * decode
         terms = {"overlap_credit": credit, "adjusted_prefill": prefill, "potential_decode_blocks": decode}
         if self.temperature > 0.0 and len(costs) > 1:
             shares = np.cumsum(softmax_weights(costs, self.temperature))

@@ -7,7 +7,7 @@ worker.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,6 +50,8 @@ class _Group:
 
     workers: tuple[WorkerKey, ...]
     slots: np.ndarray[tuple[int], np.dtype[np.intp]]
+    all_rows: np.ndarray[tuple[int], np.dtype[np.intp]]
+    row_of_worker: dict[WorkerKey, int]
     row_of_slot: dict[int, int]
     limits: FloatArray
     """Most requests per worker."""
@@ -85,13 +87,14 @@ class Selector:
         path: Sequence[int],
         now_ms: float,
         time_ms: int,
-        excluded: Collection[WorkerKey] = (),
+        unavailable: Mapping[WorkerKey, str] | None = None,
         attempt: int = 0,
         roles: tuple[Role, ...] = (Role.AGGREGATED,),
     ) -> Decision:
         """Choose a worker for a request whose prompt has the sequence hashes ``path``.
 
-        ``now_ms`` is monotonic, ``time_ms`` wall clock for the record. Raises ``NoWorker``.
+        ``now_ms`` is monotonic, ``time_ms`` wall clock for the record; ``unavailable`` names workers that the caller
+        knows it cannot use, and why. Raises ``NoWorker``.
         """
         group = self._group(request.model, roles)
         projection = self._projection
@@ -99,7 +102,7 @@ class Selector:
         if self._approximate is not None:
             self._approximate.expire(now_ms)
         filtered = dict(group.filtered)
-        rows = self._eligible(group, request, excluded, filtered)
+        rows = self._eligible(group, request, unavailable or {}, filtered)
         if not len(rows):
             raise NoWorker(request.model, filtered)
         slots = group.slots[rows]
@@ -122,32 +125,43 @@ class Selector:
             request, time_ms, self._policy.name, projection.next_offset, choice, candidates, filtered, attempt
         )
 
-    def book(self, decision: Decision, path: Sequence[int], now_ms: float) -> None:
-        """Enter a decision into the ledger (and, in approximate mode, into the index)."""
+    def book(self, decision: Decision, path: Sequence[int], now_ms: float, dispatch_id: str | None = None) -> None:
+        """Enter a decision into the ledger (and, in approximate mode, into the index).
+
+        ``dispatch_id`` is the id that the worker will report; the request's own when it is not given.
+        """
         request = decision.request
         worker = decision.worker
         uncached = max(0, request.isl - decision.overlap_blocks * request.block_size)
         slot = self._projection.index.slot(worker)
-        self._projection.ledger.reserve(worker, slot, request.request_id, uncached, request.blocks, now_ms)
+        self._projection.ledger.reserve(
+            worker, slot, dispatch_id or request.request_id, uncached, request.blocks, now_ms
+        )
         if self._approximate is not None:
             self._approximate.record(worker, path, now_ms)
 
     def _eligible(
-        self, group: _Group, request: RoutingRequest, excluded: Collection[WorkerKey], filtered: dict[WorkerKey, str]
+        self,
+        group: _Group,
+        request: RoutingRequest,
+        unavailable: Mapping[WorkerKey, str],
+        filtered: dict[WorkerKey, str],
     ) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
         busy = self._projection.ledger.requests[group.slots] >= group.limits
         short = group.max_sequence_length <= request.isl
         out = busy | short
-        for row, worker in enumerate(group.workers):
-            if worker in excluded:
+        for worker, why in unavailable.items():
+            row = group.row_of_worker.get(worker)
+            if row is not None:
                 out[row] = True
-                filtered[worker] = "already failed this request"
-        if out.any():
-            for row in np.flatnonzero(out).tolist():
-                worker = group.workers[row]
-                if worker not in filtered:
-                    limit = int(group.max_sequence_length[row])
-                    filtered[worker] = f"prompt of {request.isl} tokens, room for {limit - 1}" if short[row] else BUSY
+                filtered[worker] = why
+        if not out.any():
+            return group.all_rows
+        for row in np.flatnonzero(out).tolist():
+            worker = group.workers[row]
+            if worker not in filtered:
+                limit = int(group.max_sequence_length[row])
+                filtered[worker] = f"prompt of {request.isl} tokens, room for {limit - 1}" if short[row] else BUSY
         return np.flatnonzero(~out)
 
     def _fill_overlap(self, group: _Group, path: Sequence[int], device: FloatArray) -> tuple[FloatArray, FloatArray]:
@@ -189,6 +203,8 @@ class Selector:
         return _Group(
             tuple(worker.key for worker in taken),
             slots,
+            np.arange(len(taken)),
+            {worker.key: row for row, worker in enumerate(taken)},
             {int(slot): row for row, slot in enumerate(slots)},
             np.array([max(1.0, self._factor * worker.card.limits.max_batch_size) for worker in taken], np.float64),
             np.array([worker.card.limits.max_sequence_length for worker in taken], np.int64),

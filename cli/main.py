@@ -1,0 +1,128 @@
+"""`poolgrid`: the one console command."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cli.options import with_settings
+from cli.service_process import run_service, say_ready
+from cli.up import UpSettings, run_up
+from frontend.settings import FrontendSettings
+from loadgen.settings import BenchSettings
+from router.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
+from router.settings import RouterSettings
+from simulation.settings import SimulationSettings
+from workers.settings import WorkerSettings
+
+app = typer.Typer(
+    name="poolgrid",
+    help="An event-sourced, KV-cache-aware router in front of TensorRT-LLM workers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+)
+
+LogLevel = Annotated[
+    str, typer.Option(help="Least severe log lines shown: debug, info, warning or error.", envvar="POOLGRID_LOG_LEVEL")
+]
+
+
+@app.command()
+@with_settings(UpSettings)
+def up(settings: UpSettings) -> None:
+    """Run a whole pool on this machine: a consolidator, a router and simulated workers, as separate processes."""
+    raise typer.Exit(run_up(settings))
+
+
+@app.command()
+@with_settings(RouterSettings, FrontendSettings, ConsolidatorSettings)
+def router(
+    settings: RouterSettings,
+    frontend: FrontendSettings,
+    consolidator: ConsolidatorSettings,
+    log_level: LogLevel = "info",
+) -> None:
+    """Run a router with an OpenAI HTTP API; without --feed-endpoint, the consolidator runs inside it."""
+    from router.bootstrap import Endpoints, serve
+
+    def ready(endpoints: Endpoints) -> None:
+        say_ready(endpoints.http, *([f"ingest={endpoints.ingest}"] if endpoints.ingest else []))
+
+    async def main(stop: asyncio.Event) -> None:
+        await serve(settings, frontend, consolidator, stop, ready)
+
+    run_service("router", log_level, main)
+
+
+@app.command()
+@with_settings(WorkerSettings)
+def worker(settings: WorkerSettings, log_level: LogLevel = "info") -> None:
+    """Run one worker with the simulated engine."""
+    from workers.bootstrap import serve
+
+    async def main(stop: asyncio.Event) -> None:
+        await serve(settings, stop, say_ready)
+
+    run_service(settings.worker_id, log_level, main)
+
+
+@app.command()
+@with_settings(ConsolidatorProcessSettings)
+def consolidator(settings: ConsolidatorProcessSettings, log_level: LogLevel = "info") -> None:
+    """Run a consolidator alone, for several routers or for one that may restart."""
+    from router.consolidator.bootstrap import Endpoints, serve
+
+    def ready(endpoints: Endpoints) -> None:
+        say_ready(endpoints.http, f"ingest={endpoints.ingest}", f"feed={endpoints.feed}", f"query={endpoints.query}")
+
+    async def main(stop: asyncio.Event) -> None:
+        await serve(settings, stop, ready)
+
+    run_service("consolidator", log_level, main)
+
+
+@app.command()
+@with_settings(BenchSettings, renamed={"json_out": "--json", "duration_s": "--duration"})
+def bench(settings: BenchSettings) -> None:
+    """Measure any OpenAI endpoint: closed loop, open loop (--rate), or the replay of a trace (--trace)."""
+    from loadgen.command import run_bench
+
+    raise typer.Exit(run_bench(settings))
+
+
+@app.command()
+@with_settings(SimulationSettings, renamed={"json_out": "--json"})
+def simulate(
+    settings: SimulationSettings,
+    trace: Annotated[Path, typer.Argument(help="Mooncake-format trace (JSON lines).")],
+) -> None:
+    """Play a trace through the router core and simulated engines in virtual time, per policy."""
+    from simulation.command import run_simulation
+
+    raise typer.Exit(run_simulation(trace, settings))
+
+
+@app.command()
+def top(
+    url: Annotated[str, typer.Option(help="Router to watch.", envvar="POOLGRID_URL")] = "http://127.0.0.1:8000",
+    interval: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds between two looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame and end.")] = False,
+) -> None:
+    """Watch the workers and the last decisions of a router, live."""
+    from cli.top import top as watch
+
+    raise typer.Exit(watch(url, interval, once))
+
+
+def run() -> None:
+    """Run the command line."""
+    app()
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,136 @@
+"""Command line options made from settings models: a field is declared once, with its range, default and description.
+
+``lease_ttl_ms`` becomes ``--lease-ttl-ms`` and ``POOLGRID_LEASE_TTL_MS``. Precedence: defaults < environment < command
+line. A value out of range ends the command with exit status 2 and a line that names the option.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+import typer
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from runtime.settings import Settings
+
+S = TypeVar("S", bound=Settings)
+ENVIRONMENT_PREFIX = "POOLGRID_"
+
+
+def option_name(field: str, renamed: Mapping[str, str]) -> str:
+    """Return the option of a settings field."""
+    return renamed.get(field, "--" + field.replace("_", "-"))
+
+
+def environment_name(field: str) -> str:
+    """Return the environment variable of a settings field."""
+    return ENVIRONMENT_PREFIX + field.upper()
+
+
+def with_settings(
+    *models: type[Settings],
+    renamed: Mapping[str, str] | None = None,
+    hidden: tuple[str, ...] = (),
+    defaults: Mapping[str, Any] | None = None,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command one option per field of ``models``; it is called with one instance of each, in order.
+
+    A field that several models share is one option for all of them. ``hidden`` fields have no option and keep their
+    default; ``defaults`` replaces defaults for this command.
+    """
+    names = renamed or {}
+    own_defaults = defaults or {}
+    fields: dict[str, FieldInfo] = {}
+    for model in models:
+        for name, field in model.model_fields.items():
+            if name not in hidden:
+                fields.setdefault(name, field)
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        # The first parameters are the settings; what follows are the command's own arguments and options.
+        own = list(inspect.signature(command, eval_str=True).parameters.values())[len(models) :]
+
+        def run(**values: Any) -> Any:
+            given = {
+                name: value for name, value in values.items() if name in fields and value is not None and value != []
+            }
+            instances = [_build(model, {**own_defaults, **given}, names) for model in models]
+            rest = {name: value for name, value in values.items() if name not in fields}
+            return command(*instances, **rest)
+
+        parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
+        for name, field in fields.items():
+            default = own_defaults.get(name, field.get_default(call_default_factory=True))
+            parameters.append(_parameter(name, field, default, names))
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        run.__doc__ = command.__doc__
+        run.__name__ = command.__name__
+        return run
+
+    return decorate
+
+
+def _parameter(name: str, field: FieldInfo, default: Any, renamed: Mapping[str, str]) -> inspect.Parameter:
+    kind, choices = _plain_type(field.annotation)
+    option = option_name(name, renamed)
+    declared = f"{option}/--no-{option[2:]}" if kind is bool else option
+    text = field.description or ""
+    if choices:
+        text += f" One of: {', '.join(choices)}."
+    annotation: Any = Annotated[  # built at run time
+        kind | None,
+        typer.Option(
+            declared,
+            help=text,
+            envvar=environment_name(name),
+            show_envvar=False,
+            show_default=_shown(default),
+        ),
+    ]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _shown(default: Any) -> str | bool:
+    if default is None or default in ("", ()):
+        return False
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    if isinstance(default, float) and default.is_integer():
+        return str(int(default))
+    return str(default)
+
+
+def _plain_type(annotation: Any) -> tuple[Any, tuple[str, ...]]:
+    """Return the type an option is parsed as, and the allowed words of a literal."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _plain_type(get_args(annotation)[0])
+    if origin in (Union, types.UnionType):
+        inner = [each for each in get_args(annotation) if each is not type(None)]
+        return _plain_type(inner[0])
+    if origin is Literal:
+        return str, tuple(str(each) for each in get_args(annotation))
+    if origin in (tuple, list):
+        return list[str], ()
+    if annotation in (bool, int, float, str, Path):
+        return annotation, ()
+    raise TypeError(f"making options: a field of type {annotation!r} has no option form; give it a plain type")
+
+
+def _build(model: type[S], values: dict[str, Any], renamed: Mapping[str, str]) -> S:
+    known = {name: value for name, value in values.items() if name in model.model_fields}
+    try:
+        return model(**known)
+    except ValidationError as error:
+        for fault in error.errors():
+            place = str(fault["loc"][0]) if fault["loc"] else ""
+            where = option_name(place, renamed) if place else "options"
+            got = f" (got {fault['input']!r})" if place else ""
+            typer.echo(f"{where}: {fault['msg'].removeprefix('Value error, ')}{got}", err=True)
+        raise typer.Exit(2) from None

@@ -1,0 +1,69 @@
+"""What every long-running command shares: logs, the ready line, errors at the start, the exit status.
+
+A process prints one line ``ready ...`` on standard output when it answers. It ends with status 0 after SIGINT or
+SIGTERM, and with status 1 and one line on standard error when it could not start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+
+import typer
+
+from runtime import lifecycle, logs
+
+log = logging.getLogger(__name__)
+
+PARENT_PIPE_VARIABLE = "POOLGRID_PARENT_PIPE"
+"""Set by ``poolgrid up``: standard input is a pipe from the parent, and its end means that the parent is gone."""
+
+
+def say_ready(*parts: str) -> None:
+    """Print the ready line at once, also into a pipe."""
+    sys.stdout.write(" ".join(("ready", *parts)) + "\n")
+    sys.stdout.flush()
+
+
+def run_service(name: str, log_level: str, main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
+    """Run ``main(stop)`` as this process's only job."""
+    try:
+        logs.configure(name, log_level)
+    except ValueError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    # Start-up objects live as long as the process: out of the collector's sight, they cost no pause later.
+    gc.collect()
+    gc.freeze()
+
+    async def supervised(stop: asyncio.Event) -> None:
+        if os.environ.get(PARENT_PIPE_VARIABLE):
+            _stop_with_parent(asyncio.get_running_loop(), stop)
+        await main(stop)
+
+    try:
+        lifecycle.run(supervised)
+    except (OSError, ValueError, RuntimeError) as error:
+        log.error("%s", error)
+        log.debug("where it happened", exc_info=True)
+        raise typer.Exit(1) from None
+
+
+def _stop_with_parent(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    def wait() -> None:
+        try:
+            while os.read(0, 4096):
+                pass
+        except OSError:
+            pass
+        try:
+            loop.call_soon_threadsafe(stop.set)
+        except RuntimeError:
+            pass  # the loop has ended already
+
+    threading.Thread(target=wait, name="parent watch", daemon=True).start()

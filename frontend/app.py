@@ -1,0 +1,188 @@
+"""The FastAPI application that both routers serve: the inference endpoints, models, health and metrics.
+
+The two inference endpoints are plain ASGI applications routed in it; everything else is ordinary FastAPI. A router adds
+its own endpoints (``/v1/workers``, ``/v1/decisions``) to the application that ``create_app`` returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import HTTPException
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.routing import Route
+
+from frontend.errors import RequestError
+from frontend.inference_endpoint import InferenceEndpoint
+from frontend.metrics import FrontendMetrics
+from frontend.openapi import describe_inference
+from frontend.ports import InferenceBackend, ServedModel
+from frontend.preparation import Preparation, model_not_found
+from frontend.prompt_model import PromptModels
+from frontend.request_ids import RequestIds
+from frontend.settings import FrontendSettings
+from frontend.tokenization import TokenizationPool
+from runtime.clock import Clock, SystemClock
+
+Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
+
+Readiness = Callable[[], str | None]
+"""Returns ``None`` when requests can be served, else what is still missing, in words."""
+
+
+def _always_ready() -> str | None:
+    return None
+
+
+def create_app(
+    backend: InferenceBackend,
+    models: PromptModels,
+    *,
+    settings: FrontendSettings,
+    registry: CollectorRegistry,
+    ready: Readiness = _always_ready,
+    clock: Clock | None = None,
+    lifespan: Lifespan | None = None,
+    id_prefix: str | None = None,
+) -> FastAPI:
+    """Return the application.
+
+    ``models`` gives the prompt model of each served model by name; ``registry`` receives ``poolgrid_frontend_*`` and is
+    what ``/metrics`` answers with; ``lifespan`` is the router's own; ``id_prefix`` makes request ids unique among
+    processes (default: random).
+    """
+    tokenization = TokenizationPool(
+        settings.tokenizer_threads, settings.tokenizer_queue, settings.tokenizer_inline_bytes
+    )
+
+    @asynccontextmanager
+    async def whole_life(app: FastAPI) -> AsyncIterator[None]:
+        try:
+            if lifespan is None:
+                yield
+            else:
+                async with lifespan(app):
+                    yield
+        finally:
+            tokenization.close()
+
+    app = FastAPI(title="poolgrid", summary="OpenAI API of a KV-cache-aware router", lifespan=whole_life)
+    metrics = FrontendMetrics(registry)
+    metrics.tokenizations_pending.set_function(lambda: tokenization.pending)
+    preparation = Preparation(backend, models, settings)
+    request_ids = RequestIds(secrets.token_hex(6) if id_prefix is None else id_prefix)
+    for path, chat in (("/v1/chat/completions", True), ("/v1/completions", False)):
+        endpoint = InferenceEndpoint(
+            chat=chat,
+            backend=backend,
+            preparation=preparation,
+            tokenization=tokenization,
+            request_ids=request_ids,
+            metrics=metrics,
+            settings=settings,
+            clock=clock or SystemClock(),
+        )
+        app.router.routes.insert(0, Route(path, endpoint, methods=["POST"], name=endpoint.name))
+    describe_inference(app)
+    _add_models(app, backend, preparation)
+    _add_health(app, backend, ready)
+    _add_metrics(app, registry)
+    _add_error_shape(app)
+    return app
+
+
+def _add_models(app: FastAPI, backend: InferenceBackend, preparation: Preparation) -> None:
+    @app.get("/v1/models", tags=["models"])
+    async def list_models() -> dict[str, Any]:
+        """List the models and LoRA adapters that can be asked for now."""
+        data: list[dict[str, Any]] = []
+        for served in backend.models():
+            data.append(_model_card(served))
+            data.extend(_model_card(served, lora) for lora in served.loras)
+        return {"object": "list", "data": data}
+
+    @app.get("/v1/models/{model_id:path}", tags=["models"])
+    async def get_model(model_id: str) -> dict[str, Any]:
+        """Describe one model."""
+        found = preparation.served(model_id)
+        if found is None:
+            raise model_not_found(model_id, [served.name for served in backend.models()])
+        return _model_card(*found)
+
+
+def _model_card(served: ServedModel, lora: str = "") -> dict[str, Any]:
+    card: dict[str, Any] = {
+        "id": lora or served.name,
+        "object": "model",
+        "created": served.created,
+        "owned_by": "poolgrid",
+        "max_model_len": served.max_sequence_length,
+    }
+    if lora:
+        card["parent"] = served.name
+    return card
+
+
+def _add_health(app: FastAPI, backend: InferenceBackend, ready: Readiness) -> None:
+    @app.get("/live", tags=["health"])
+    async def live() -> dict[str, str]:
+        """Answer 200 while the process serves HTTP at all."""
+        return {"status": "alive"}
+
+    @app.get("/ready", tags=["health"], responses={503: {"description": "Not yet: the body says what is missing"}})
+    async def is_ready(response: Response) -> dict[str, str]:
+        """Answer 200 when requests can be served, else 503 with what is missing."""
+        missing = ready()
+        if missing is None:
+            return {"status": "ready"}
+        response.status_code = 503
+        return {"status": "not ready", "reason": missing}
+
+    @app.get("/health", tags=["health"], responses={503: {"description": "Not ready"}})
+    async def health(response: Response) -> dict[str, Any]:
+        """Answer as ``/ready`` does, with the models that are served."""
+        missing = ready()
+        names = [served.name for served in backend.models()]
+        if missing is None:
+            return {"status": "ok", "models": names}
+        response.status_code = 503
+        return {"status": "not ready", "reason": missing, "models": names}
+
+
+def _add_metrics(app: FastAPI, registry: CollectorRegistry) -> None:
+    turn = asyncio.Lock()
+
+    @app.get("/metrics", tags=["metrics"], response_class=Response)
+    async def metrics(request: Request) -> Response:
+        """Return the metrics of this process in Prometheus' text form."""
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        # In a thread, and one at a time: many scrapers at once cost no more than one, and streams go on meanwhile.
+        async with turn:
+            body = await asyncio.to_thread(encode, registry)
+        return Response(body, headers={"content-type": content_type})
+
+
+def _add_error_shape(app: FastAPI) -> None:
+    """Give OpenAI's error shape also to what FastAPI itself refuses: unknown paths, wrong methods."""
+
+    async def on_request_error(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestError), "registered for this type only"
+        headers = {name.decode(): value.decode() for name, value in error.headers}
+        return Response(error.body(), error.status, headers, media_type="application/json")
+
+    async def on_http_exception(request: Request, error: Exception) -> Response:
+        assert isinstance(error, StarletteHTTPException), "registered for this type only"
+        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
+        shaped = RequestError(error.status_code, code, f"{request.method} {request.url.path}: {error.detail}")
+        return Response(shaped.body(), error.status_code, error.headers, media_type="application/json")
+
+    app.add_exception_handler(RequestError, on_request_error)
+    app.add_exception_handler(StarletteHTTPException, on_http_exception)
+    app.add_exception_handler(HTTPException, on_http_exception)

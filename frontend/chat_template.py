@@ -1,0 +1,109 @@
+"""Render chat messages with the model's own template, the way Hugging Face tokenizers do it, in a sandbox.
+
+The template comes with the model; the messages come from anywhere. So the environment is Jinja's immutable sandbox, and
+the output is bounded while it is produced. Template globals and filters are those that published templates use:
+``raise_exception``, ``strftime_now``, ``tojson`` without HTML escaping, loop controls and ``{% generation %}``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+OUTPUT_CHARS_MAX = 32 * 1024 * 1024
+"""Default bound of one rendered prompt: as much as the largest request body brings in."""
+
+
+class TemplateFailure(Exception):
+    """The template refused these messages or could not be applied to them; the message says which."""
+
+
+class _GenerationTag(Extension):
+    """``{% generation %}`` marks the assistant's words for training; here its body is rendered as it is."""
+
+    tags = {"generation"}  # noqa: RUF012 - the interface of jinja2
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+class ChatTemplate:
+    """One compiled template. ``special_tokens`` (``bos_token``, ``eos_token``, ...) are variables of the template."""
+
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str] | None = None,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        """Compile ``source``; raises ``TemplateFailure`` when it is not valid Jinja. ``now`` feeds ``strftime_now``."""
+
+        def strftime_now(form: str) -> str:
+            return now().strftime(form)
+
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = strftime_now
+        try:
+            self._template = environment.from_string(source)
+        except TemplateError as error:
+            raise TemplateFailure(f"compiling the chat template: {error}") from error
+        self._special_tokens = dict(special_tokens or {})
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+        max_chars: int = OUTPUT_CHARS_MAX,
+    ) -> str:
+        """Return the prompt; raises ``TemplateFailure``. ``variables`` are a client's ``chat_template_kwargs``."""
+        context: dict[str, Any] = {
+            **self._special_tokens,
+            **(variables or {}),
+            "messages": messages,
+            "tools": tools,
+            "documents": documents,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        pieces: list[str] = []
+        length = 0
+        try:
+            for piece in self._template.generate(context):
+                length += len(piece)
+                if length > max_chars:
+                    raise TemplateFailure(f"rendering the chat template: more than {max_chars} characters, the limit")
+                pieces.append(piece)
+        except TemplateError as error:
+            raise TemplateFailure(f"rendering the chat template: {error.message or type(error).__name__}") from error
+        except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
+            raise TemplateFailure(f"rendering the chat template: {type(error).__name__}: {error}") from error
+        return "".join(pieces)

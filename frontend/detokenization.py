@@ -1,0 +1,125 @@
+"""Turn token ids into text piece by piece, so that the pieces together are the text of the whole.
+
+Two ways, chosen per tokenizer when the model is loaded:
+
+``ByteLevelDetokenizer``  for byte-level BPE: every token is a known run of bytes; the bytes go through an incremental
+                          UTF-8 decoder, which keeps an unfinished character to itself. Exact for every sequence,
+                          cut anywhere.
+``WindowDetokenizer``     for everything else (SentencePiece style, WordPiece): the tokenizer decodes a window of the
+                          last tokens with and without the new ones, and the difference is the new text. Beginning
+                          the window with the end of the prompt keeps the space that a decoder strips from the start
+                          of a text. Exact but for runs of byte tokens that make no character: a byte-fallback decoder
+                          judges a run as a whole, and a stream cannot take back what it has shown.
+
+A step costs time in proportion to the new tokens (and the window of the step before), never to the whole text.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Protocol
+
+from tokenizers import Tokenizer
+
+REPLACEMENT = "\ufffd"
+
+UNFINISHED_TOKENS_MAX = 16
+"""Tokens that a window waits for an unfinished character: a UTF-8 character has 4 bytes, so 16 byte tokens that make
+none are output that no further token will repair."""
+
+CONTEXT_TOKENS = 6
+"""Prompt tokens that a window begins with; more than the parts of any one character."""
+
+_incremental_utf8 = codecs.getincrementaldecoder("utf-8")
+
+
+class Detokenizer(Protocol):
+    """The text of one sequence, piece by piece."""
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """Take new tokens and return the text that is certain now (maybe none)."""
+        ...
+
+    def flush(self) -> str:
+        """Return what an unfinished character at the end comes to; nothing is fed afterwards."""
+        ...
+
+
+class ByteLevelDetokenizer:
+    """Exact incremental decoding for tokenizers whose tokens are runs of bytes.
+
+    ``table`` maps a token id to its bytes; special tokens are empty, and so is an id that the table does not have.
+    """
+
+    __slots__ = ("_decode", "_table")
+
+    def __init__(self, table: Sequence[bytes]) -> None:
+        self._table = table
+        self._decode = _incremental_utf8("replace").decode
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """Take new tokens and return the text that is certain now."""
+        table = self._table
+        try:
+            if len(token_ids) == 1:
+                return self._decode(table[token_ids[0]])
+            return self._decode(b"".join([table[token_id] for token_id in token_ids]))
+        except IndexError:
+            size = len(table)
+            return self._decode(b"".join([table[token_id] for token_id in token_ids if token_id < size]))
+
+    def flush(self) -> str:
+        """Return the replacement character of an unfinished one, or nothing."""
+        return self._decode(b"", True)
+
+
+class WindowDetokenizer:
+    """Incremental decoding through the tokenizer's own decoder. ``context`` is the end of the prompt."""
+
+    __slots__ = ("_known", "_tokenizer", "_window", "_window_text")
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._window = list(context)
+        self._known = len(self._window)
+        """How many tokens of the window the text so far includes."""
+        self._window_text = self._text(self._window)
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """Take new tokens and return the text that is certain now."""
+        if not token_ids:
+            return ""
+        self._window.extend(token_ids)
+        text = self._text(self._window)
+        unfinished = text.endswith(REPLACEMENT) or len(text) <= len(self._window_text)
+        if unfinished and len(self._window) - self._known < UNFINISHED_TOKENS_MAX:
+            return ""
+        return self._advance(text)
+
+    def flush(self) -> str:
+        """Return the text of the tokens that were waited for."""
+        return self._advance(self._text(self._window))
+
+    def _advance(self, text: str) -> str:
+        new = text[len(self._window_text) :]
+        del self._window[: self._known]
+        self._known = len(self._window)
+        self._window_text = self._text(self._window)
+        return new
+
+    def _text(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True) if token_ids else ""
+
+
+def byte_level_alphabet() -> dict[str, int]:
+    """Return the bytes behind the characters of byte-level BPE vocabularies.
+
+    GPT-2's table: printable bytes stand for themselves, the other 68 for the characters from U+0100 on.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(byte): byte for byte in printable}
+    shown = set(printable)
+    others = [byte for byte in range(256) if byte not in shown]
+    alphabet.update({chr(0x100 + index): byte for index, byte in enumerate(others)})
+    return alphabet

@@ -1,0 +1,81 @@
+"""What a client is told when its request cannot be served: ``{"error": {"message", "type", "param", "code"}}``.
+
+``RequestError`` is the only exception of the HTTP surface. Its message says what was wrong with which field, the
+offending value and the allowed range; ``param`` is the field's path in the body (``messages[0].content``).
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from frontend.ports import Refused
+
+VALUE_CHARS_MAX = 80
+"""An offending value is quoted up to here: enough to recognise it, too little to fill a log with a prompt."""
+
+_TYPE_BY_STATUS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+class RequestError(Exception):
+    """One request that is not served, with the HTTP status and the body that say why."""
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        headers: tuple[tuple[bytes, bytes], ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message
+        self.param = param
+        self.headers = headers
+
+    @property
+    def type(self) -> str:
+        """Return OpenAI's coarse class of the error, which its clients map to exception types."""
+        known = _TYPE_BY_STATUS.get(self.status)
+        if known is not None:
+            return known
+        return "server_error" if self.status >= 500 else "invalid_request_error"
+
+    def body(self) -> bytes:
+        """Return the JSON object that is both the response body and the data of an error event in a stream."""
+        return msgspec.json.encode(
+            {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+        )
+
+
+def invalid(param: str, message: str, code: str = "invalid_value") -> RequestError:
+    """Return the 400 that names the field ``param``."""
+    return RequestError(400, code, message, param=param)
+
+
+def unsupported(param: str, reason: str) -> RequestError:
+    """Return the 400 for a feature that exists elsewhere but not here: refused by name, never silently dropped."""
+    return RequestError(
+        400, "unsupported_parameter", f"{param} is not supported: {reason}. The request was not run.", param=param
+    )
+
+
+def refused(refusal: Refused) -> RequestError:
+    """Translate a router's refusal, with ``Retry-After`` in whole seconds (rounded up, at least 1) when it has one."""
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+    if refusal.retry_after_s is not None:
+        headers = ((b"retry-after", str(max(1, math.ceil(refusal.retry_after_s))).encode()),)
+    return RequestError(refusal.status, refusal.code, str(refusal), headers=headers)
+
+
+def quoted(value: object) -> str:
+    """Return an offending value as it was written in JSON, cut to ``VALUE_CHARS_MAX``."""
+    try:
+        text = msgspec.json.encode(value).decode()
+    except (TypeError, ValueError, RecursionError):
+        text = repr(value)
+    return text if len(text) <= VALUE_CHARS_MAX else f"{text[:VALUE_CHARS_MAX]}… ({len(text)} characters)"

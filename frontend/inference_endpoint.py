@@ -1,0 +1,490 @@
+"""The two inference endpoints, as plain ASGI: one request from its body to the last byte of its answer.
+
+Rules of this file
+- One watcher task per request waits for the client to leave; when it does, the request's own task is cancelled,
+  wherever it is (admission, tokenization, waiting for tokens, writing), and its streams are cancelled on the way out.
+- A request with one sequence has no further task. One with several has a pump per sequence, for its whole life.
+- Everything that arrived since the last wake-up goes out in one write; writing awaits the connection's own flow
+  control, and what arrives meanwhile stays with the backend, bounded by ``max_tokens``.
+- The status line goes out once every sequence has a worker. What fails before is a JSON error with its status; what
+  fails later in a stream is an error event, and the stream ends there without ``[DONE]``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from frontend.errors import RequestError, refused
+from frontend.metrics import FrontendMetrics
+from frontend.ports import InferenceBackend, Refused, StreamDelta
+from frontend.preparation import Job, Preparation, Prompt
+from frontend.request_ids import RequestIds
+from frontend.responses import DONE, AnswerEncoder, error_event, usage
+from frontend.sequence_output import SequenceOutput
+from frontend.settings import FrontendSettings
+from frontend.tokenization import TokenizationPool
+from runtime.clock import Clock
+from wire.hashing import TOKEN_BYTES
+
+log = logging.getLogger(__name__)
+
+WORKERS_IN_HEADER_MAX = 16
+"""Distinct workers that ``x-poolgrid-worker`` lists for a request of many sequences."""
+
+CLIENT_LEFT = 499
+"""Status that is counted (not sent) when the client left first; nginx's number for it."""
+
+Arrivals = Sequence[tuple[SequenceOutput, Sequence[StreamDelta]]]
+
+
+class _Connection:
+    """What the request's task and its watcher share."""
+
+    __slots__ = ("done", "left", "started")
+
+    def __init__(self) -> None:
+        self.done = False
+        """The last byte has been handed over: leaving is no longer news."""
+        self.left = False
+        self.started = False
+        """The status line has been sent."""
+
+
+class InferenceEndpoint:
+    """One of the two endpoints; an ASGI application of its own."""
+
+    def __init__(
+        self,
+        *,
+        chat: bool,
+        backend: InferenceBackend,
+        preparation: Preparation,
+        tokenization: TokenizationPool,
+        request_ids: RequestIds,
+        metrics: FrontendMetrics,
+        settings: FrontendSettings,
+        clock: Clock,
+    ) -> None:
+        self.name = "chat_completions" if chat else "completions"
+        """Value of the metrics' ``endpoint`` label."""
+        self._prepare = preparation.chat if chat else preparation.completion
+        self._chat = chat
+        self._backend = backend
+        self._tokenization = tokenization
+        self._request_ids = request_ids
+        self._metrics = metrics
+        self._in_flight = metrics.in_flight.labels(self.name)
+        self._settings = settings
+        self._clock = clock
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one POST."""
+        arrived_ms = self._clock.monotonic_ms()
+        content_type, content_length, client_id = _headers(scope)
+        wanted_id = self._request_ids.wanted(client_id)
+        exchange = _Exchange(self, wanted_id, arrived_ms, receive, send)
+        self._in_flight.inc()
+        try:
+            await exchange.run(content_type, content_length)
+        finally:
+            self._in_flight.dec()
+            self._metrics.answered(self.name, exchange.status, exchange.streaming)
+
+
+class _Exchange:
+    """One request and its answer."""
+
+    def __init__(
+        self, endpoint: InferenceEndpoint, wanted_id: str, arrived_ms: float, receive: Receive, send: Send
+    ) -> None:
+        self._endpoint = endpoint
+        self._metrics = endpoint._metrics
+        self._clock = endpoint._clock
+        self._wanted_id = wanted_id
+        self._arrived_ms = arrived_ms
+        self._receive = receive
+        self._send = send
+        self._connection = _Connection()
+        self._outputs: list[SequenceOutput] = []
+        self.status = CLIENT_LEFT
+        self.streaming = False
+
+    async def run(self, content_type: bytes, content_length: bytes) -> None:
+        """Answer; raises only what is a bug or the end of the process."""
+        connection = self._connection
+        watcher: asyncio.Task[None] | None = None
+        request_ids: list[str] = []
+        task = asyncio.current_task()
+        assert task is not None, "ASGI servers call applications in a task"
+        try:
+            body = await self._read_body(content_type, content_length)
+            if body is None:
+                self._left()
+                return
+            watcher = asyncio.ensure_future(_watch(self._receive, connection, task))
+            job = self._endpoint._prepare(body)
+            self.streaming = job.stream
+            prompts = await self._tokenize(job, len(body))
+            del body
+            request_ids = self._endpoint._request_ids.claim(self._wanted_id, len(prompts) * job.choices_per_prompt)
+            await self._serve(job, prompts, request_ids)
+        except RequestError as error:
+            await self._answer_error(error)
+        except Refused as refusal:
+            await self._answer_error(refused(refusal))
+        except asyncio.CancelledError:
+            if not connection.left:
+                raise
+            task.uncancel()
+            self._left()
+        except OSError:
+            # Servers that tell a writer of a closed connection do it with OSError (ASGI 2.4).
+            self._left()
+        except Exception:
+            log.exception("serving request %s failed: this is a bug", self._wanted_id)
+            message = "serving the request failed inside the router; its log says where"
+            await self._answer_error(RequestError(500, "internal_error", message))
+        finally:
+            connection.done = True
+            if watcher is not None:
+                watcher.cancel()
+            self._give_up()
+            if request_ids:
+                self._endpoint._request_ids.release(request_ids)
+            self._count_tokens()
+
+    async def _read_body(self, content_type: bytes, content_length: bytes) -> bytes | None:
+        """Return the body, or ``None`` when the client left before it was complete; raises ``RequestError``."""
+        limit = self._endpoint._settings.max_body_bytes
+        media_type = content_type.partition(b";")[0].strip().lower()
+        if media_type and media_type != b"application/json" and not media_type.endswith(b"+json"):
+            raise RequestError(
+                415,
+                "unsupported_media_type",
+                f"reading the request body: content-type is {media_type.decode('latin-1')!r}, allowed is "
+                "application/json (curl: -H 'content-type: application/json')",
+                param="content-type",
+                headers=((b"connection", b"close"),),
+            )
+        if content_length.isdigit() and int(content_length) > limit:
+            raise _too_large(content_length.decode(), limit)
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            return None
+        body: bytes = message.get("body", b"")
+        if not message.get("more_body", False):
+            if len(body) > limit:
+                raise _too_large(str(len(body)), limit)
+            return body
+        parts = [body]
+        size = len(body)
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                return None
+            part: bytes = message.get("body", b"")
+            parts.append(part)
+            size += len(part)
+            if size > limit:
+                raise _too_large(f"{size} so far", limit)
+            if not message.get("more_body", False):
+                return b"".join(parts)
+
+    async def _tokenize(self, job: Job, body_bytes: int) -> list[Prompt]:
+        pool = self._endpoint._tokenization
+        began_ms = self._clock.monotonic_ms()
+        prompts = await pool.run(body_bytes if job.has_text else 0, job.tokenize)
+        job.forget_prompt()
+        self._metrics.tokenization.observe((self._clock.monotonic_ms() - began_ms) / 1000)
+        return prompts
+
+    async def _serve(self, job: Job, prompts: Sequence[Prompt], request_ids: list[str]) -> None:
+        requests = job.requests(prompts, request_ids)
+        per_prompt = job.choices_per_prompt
+        outputs = self._outputs
+        for index, request in enumerate(requests):
+            output = SequenceOutput(
+                index,
+                request,
+                job.model,
+                job.stops,
+                collect=not job.stream,
+                echo=prompts[index // per_prompt].text,
+            )
+            outputs.append(output)
+            output.stream = await self._endpoint._backend.submit(request)
+        for prompt in prompts:
+            self._metrics.isl.observe(prompt.isl)
+        encoder = AnswerEncoder(
+            chat=job.chat,
+            request_id=_base_id(request_ids),
+            model_name=job.body.model,
+            created_s=self._clock.wall_ms() // 1000,
+            model=job.model,
+            include_usage=job.include_usage,
+        )
+        pumps = _Pumps(outputs) if len(outputs) > 1 else None
+        try:
+            if job.stream:
+                await self._stream(job, prompts, encoder, pumps)
+            else:
+                await self._whole(job, prompts, encoder, pumps)
+        finally:
+            if pumps is not None:
+                pumps.close()
+
+    async def _stream(
+        self,
+        job: Job,
+        prompts: Sequence[Prompt],
+        encoder: AnswerEncoder,
+        pumps: _Pumps | None,
+    ) -> None:
+        await self._start(200, [*self._response_headers(), *_STREAM_HEADERS])
+        send = self._send
+        unfinished = len(self._outputs)
+        while unfinished:
+            parts: list[bytes] = []
+            failed: SequenceOutput | None = None
+            for output in self._take(await self._next(pumps)):
+                finish_reason = output.finish_reason
+                if finish_reason is not None:
+                    unfinished -= 1
+                    if finish_reason == "error":
+                        failed = output
+                        finish_reason = None
+                if output.text or finish_reason is not None:
+                    if not output.started:
+                        output.started = True
+                        parts.append(encoder.role(output.index))
+                    parts.append(encoder.chunk(output.index, output.take_text(), output.take_logprobs(), finish_reason))
+            if parts and (unfinished or failed is not None):
+                await send({"type": "http.response.body", "body": b"".join(parts), "more_body": True})
+            if failed is not None:
+                raise _generation_failed(failed)
+        if job.include_usage:
+            parts.append(encoder.usage_chunk(self._usage(job, prompts)))
+        parts.append(DONE)
+        await self._end(b"".join(parts))
+
+    async def _whole(
+        self,
+        job: Job,
+        prompts: Sequence[Prompt],
+        encoder: AnswerEncoder,
+        pumps: _Pumps | None,
+    ) -> None:
+        unfinished = len(self._outputs)
+        while unfinished:
+            for output in self._take(await self._next(pumps)):
+                if output.finish_reason is not None:
+                    unfinished -= 1
+                    if output.finish_reason == "error":
+                        raise _generation_failed(output)
+        body = encoder.whole(self._outputs, self._usage(job, prompts))
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        await self._start(200, [*self._response_headers(), *headers])
+        await self._end(body)
+
+    async def _next(self, pumps: _Pumps | None) -> Arrivals:
+        if pumps is not None:
+            return await pumps.next()
+        output = self._outputs[0]
+        assert output.stream is not None, "submitted before anything is awaited from it"
+        return ((output, await output.stream.next()),)
+
+    def _take(self, arrivals: Arrivals) -> Iterable[SequenceOutput]:
+        """Absorb everything that arrived and return each sequence that it was for, once."""
+        touched: dict[int, SequenceOutput] = {}
+        for output, deltas in arrivals:
+            # What arrives after a stop string was found is not part of the answer.
+            if output.finish_reason is None or output.index in touched:
+                touched[output.index] = output
+                if output.finish_reason is None:
+                    self._absorb(output, deltas)
+        return touched.values()
+
+    def _absorb(self, output: SequenceOutput, deltas: Sequence[StreamDelta]) -> None:
+        tokens = output.absorb(deltas)
+        if output.stopped_here and output.stream is not None:
+            output.stream.cancel()
+        if tokens == 0:
+            return
+        now_ms = self._clock.monotonic_ms()
+        previous_ms = output.last_token_at_ms
+        if previous_ms is None:
+            self._metrics.ttft.observe((now_ms - self._arrived_ms) / 1000)
+        else:
+            self._metrics.itl.observe((now_ms - previous_ms) / 1000 / tokens)
+        output.last_token_at_ms = now_ms
+
+    def _usage(self, job: Job, prompts: Sequence[Prompt]) -> dict[str, Any]:
+        """Return the counts: every prompt once, with the reuse that its first choice found."""
+        first_choices = self._outputs[:: job.choices_per_prompt]
+        return usage(
+            sum(prompt.isl for prompt in prompts),
+            sum(output.completion_tokens for output in self._outputs),
+            sum(output.cached_tokens or 0 for output in first_choices),
+        )
+
+    def _response_headers(self) -> list[tuple[bytes, bytes]]:
+        streams = [output.stream for output in self._outputs if output.stream is not None]
+        workers = dict.fromkeys(stream.worker for stream in streams)
+        reasons = dict.fromkeys(stream.decision_reason for stream in streams)
+        return [
+            (b"x-request-id", self._wanted_id.encode()),
+            (b"x-poolgrid-worker", _header_value(list(workers))),
+            (b"x-poolgrid-decision", _header_value(list(reasons))),
+        ]
+
+    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.status = status
+        self._connection.started = True
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def _end(self, body: bytes) -> None:
+        self._connection.done = True
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _answer_error(self, error: RequestError) -> None:
+        self._give_up()
+        body = error.body()
+        try:
+            if self._connection.started:
+                self.status = error.status
+                await self._end(error_event(body))
+                return
+            headers = [
+                (b"content-type", b"application/json"),
+                (b"content-length", b"%d" % len(body)),
+                (b"x-request-id", self._wanted_id.encode()),
+                *error.headers,
+            ]
+            await self._start(error.status, headers)
+            await self._end(body)
+        except OSError:
+            self._left()
+        except asyncio.CancelledError:
+            # The watcher saw the client leave while its error was being written.
+            if not self._connection.left:
+                raise
+            task = asyncio.current_task()
+            if task is not None:
+                task.uncancel()
+            self._left()
+
+    def _give_up(self) -> None:
+        """Cancel every stream that has not ended; before anything is written about it, for workers come first."""
+        for output in self._outputs:
+            if output.stream is not None and output.finish_reason is None:
+                output.finish_reason = "cancelled"
+                output.stream.cancel()
+
+    def _left(self) -> None:
+        self.status = CLIENT_LEFT
+        self._metrics.disconnects.inc()
+
+    def _count_tokens(self) -> None:
+        metrics = self._metrics
+        for output in self._outputs:
+            if output.stream is None:
+                continue
+            metrics.prompt_tokens.inc(len(output.request.token_ids) // TOKEN_BYTES)
+            metrics.cached_tokens.inc(output.cached_tokens or 0)
+            metrics.output_tokens.inc(output.completion_tokens)
+            metrics.osl.observe(output.completion_tokens)
+
+
+class _Pumps:
+    """Merges the streams of a request with several sequences: one task per sequence, one wake-up for all."""
+
+    def __init__(self, outputs: Sequence[SequenceOutput]) -> None:
+        self._arrived: list[tuple[SequenceOutput, Sequence[StreamDelta]]] = []
+        self._news = asyncio.Event()
+        self._tasks = [asyncio.ensure_future(self._pump(output)) for output in outputs]
+
+    async def next(self) -> Arrivals:
+        """Wait for news of any sequence and return all of it."""
+        await self._news.wait()
+        self._news.clear()
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    def close(self) -> None:
+        """End the tasks that are still waiting."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def _pump(self, output: SequenceOutput) -> None:
+        stream = output.stream
+        assert stream is not None, "submitted before the pumps begin"
+        while True:
+            try:
+                deltas = await stream.next()
+            except Exception as error:
+                log.exception("reading the tokens of %s failed: this is a bug", output.request.request_id)
+                deltas = [StreamDelta(b"", finish_reason="error", error=f"reading tokens failed: {error}")]
+            self._arrived.append((output, deltas))
+            self._news.set()
+            if not deltas or deltas[-1].finish_reason is not None:
+                return
+
+
+_STREAM_HEADERS: list[tuple[bytes, bytes]] = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    # Reverse proxies of nginx's family collect a response otherwise.
+    (b"x-accel-buffering", b"no"),
+]
+
+
+async def _watch(receive: Receive, connection: _Connection, task: asyncio.Task[Any]) -> None:
+    """Wait until the client leaves, then cancel the request's task."""
+    while (await receive())["type"] != "http.disconnect":
+        pass  # a server may repeat the end of the body
+    if not connection.done:
+        connection.left = True
+        task.cancel()
+
+
+def _headers(scope: Scope) -> tuple[bytes, bytes, bytes | None]:
+    content_type = content_length = b""
+    request_id: bytes | None = None
+    for name, value in scope["headers"]:
+        if name == b"content-type":
+            content_type = value
+        elif name == b"content-length":
+            content_length = value
+        elif name == b"x-request-id":
+            request_id = value
+    return content_type, content_length, request_id
+
+
+def _header_value(values: list[str]) -> bytes:
+    text = ",".join(values[:WORKERS_IN_HEADER_MAX])
+    if text.isascii() and text.isprintable():
+        return text.encode()
+    return "".join(character if " " <= character <= "~" else "?" for character in text).encode()
+
+
+def _base_id(request_ids: list[str]) -> str:
+    first = request_ids[0]
+    return first if len(request_ids) == 1 else first.removesuffix("-0")
+
+
+def _too_large(size: str, limit: int) -> RequestError:
+    return RequestError(
+        413,
+        "body_too_large",
+        f"reading the request body: it has {size} bytes, allowed are up to {limit} (setting max_body_bytes)",
+        headers=((b"connection", b"close"),),
+    )
+
+
+def _generation_failed(output: SequenceOutput) -> RequestError:
+    return RequestError(500, "generation_failed", f"generating choice {output.index}: {output.error}")

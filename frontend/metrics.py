@@ -1,0 +1,116 @@
+"""What the OpenAI surface measures, under ``poolgrid_frontend_``; ``docs/http_api.md`` lists it.
+
+Every value is observed at boundaries: once per request, or once per wake-up of a stream (ITL), never per token.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+TTFT_BUCKETS_S = (
+    0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.15, 0.25, 0.4, 0.6, 1.0, 1.6, 2.5, 4.0, 6.0, 10.0, 30.0, 120.0,
+)  # fmt: skip
+"""1 ms (a cached prompt on an idle engine) to 2 min (a full queue of long prompts), about 1.6 apart."""
+
+ITL_BUCKETS_S = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.1, 0.2, 0.5, 1.0, 5.0)
+"""Decode steps take 5 to 60 ms: fine there, coarse where a pause is a stall."""
+
+TOKEN_BUCKETS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072, 262_144, 1_048_576)
+"""Powers of two, as context lengths and block sizes are."""
+
+TOKENIZATION_BUCKETS_S = (
+    0.00005,
+    0.0001,
+    0.00025,
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    1.0,
+    5.0,
+)
+"""50 µs (a short question) to seconds (a million tokens)."""
+
+
+class FrontendMetrics:
+    """The instruments of one front end, registered in ``registry``."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        self.requests = Counter(
+            "poolgrid_frontend_requests",
+            "Requests answered, by endpoint, HTTP status (499 = the client left) and streaming",
+            ["endpoint", "status", "streaming"],
+            registry=registry,
+        )
+        self.in_flight = Gauge(
+            "poolgrid_frontend_in_flight_requests", "Requests being served now", ["endpoint"], registry=registry
+        )
+        self.ttft = Histogram(
+            "poolgrid_frontend_time_to_first_token_seconds",
+            "From the arrival of a request's headers to its first output token",
+            buckets=TTFT_BUCKETS_S,
+            registry=registry,
+        )
+        self.itl = Histogram(
+            "poolgrid_frontend_inter_token_latency_seconds",
+            "Time between two arrivals of tokens of one sequence, divided by the tokens of the later one",
+            buckets=ITL_BUCKETS_S,
+            registry=registry,
+        )
+        self.isl = Histogram(
+            "poolgrid_frontend_input_sequence_tokens",
+            "Prompt tokens of a dispatched request (ISL), each prompt once",
+            buckets=TOKEN_BUCKETS,
+            registry=registry,
+        )
+        self.osl = Histogram(
+            "poolgrid_frontend_output_sequence_tokens",
+            "Output tokens of a sequence (OSL), also of one that was given up",
+            buckets=TOKEN_BUCKETS,
+            registry=registry,
+        )
+        self.cached_tokens = Counter(
+            "poolgrid_frontend_cached_tokens",
+            "Prompt tokens that workers reported as reused, over all sequences",
+            registry=registry,
+        )
+        self.prompt_tokens = Counter(
+            "poolgrid_frontend_prompt_tokens",
+            "Prompt tokens dispatched, over all sequences: what cached tokens are a share of",
+            registry=registry,
+        )
+        self.output_tokens = Counter(
+            "poolgrid_frontend_output_tokens", "Output tokens received from workers", registry=registry
+        )
+        self.tokenization = Histogram(
+            "poolgrid_frontend_tokenization_seconds",
+            "Rendering and tokenizing the prompts of a request, waiting for a tokenizer thread included",
+            buckets=TOKENIZATION_BUCKETS_S,
+            registry=registry,
+        )
+        self.tokenizations_pending = Gauge(
+            "poolgrid_frontend_tokenizations_pending",
+            "Long prompts in tokenizer threads or waiting for one",
+            registry=registry,
+        )
+        self.disconnects = Counter(
+            "poolgrid_frontend_client_disconnects",
+            "Clients that left before their answer was complete",
+            registry=registry,
+        )
+        self._requests_by_labels: dict[tuple[str, int, bool], Counter] = {}
+
+    def answered(self, endpoint: str, status: int, streaming: bool) -> None:
+        """Count one answer; the label lookup is remembered."""
+        key = (endpoint, status, streaming)
+        counter = self._requests_by_labels.get(key)
+        if counter is None:
+            counter = self.requests.labels(endpoint, str(status), "true" if streaming else "false")
+            self._requests_by_labels[key] = counter
+        counter.inc()

@@ -1,0 +1,404 @@
+"""From a request body to the sequences that a router is asked for: model, prompts, sampling, limits, all checked.
+
+Nothing here waits or talks to a router. ``Preparation.chat`` and ``Preparation.completion`` parse and check a body and
+return a ``Job``; ``Job.tokenize`` is the only costly part, and pure, so that it can run in a tokenizer thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from frontend.chat_template import TemplateFailure
+from frontend.errors import RequestError, invalid, quoted, unsupported
+from frontend.ports import InferenceBackend, InferenceRequest, ServedModel
+from frontend.prompt_model import PromptModel, PromptModels
+from frontend.schema import (
+    JSON_NUMBER_MAX,
+    ChatBody,
+    CompletionBody,
+    InferenceBody,
+    Message,
+    parse_chat,
+    parse_completion,
+)
+from frontend.settings import FrontendSettings
+from wire.hashing import TOKEN_BYTES, pack_tokens, stable_u64
+from wire.requests import Sampling
+
+COMPLETION_MAX_TOKENS_DEFAULT = 16
+"""OpenAI's default of ``max_tokens`` for completions; a chat answer may fill the context instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One tokenized prompt; ``text`` is what ``echo`` repeats (empty without it)."""
+
+    token_ids: bytes
+    text: str = ""
+
+    @property
+    def isl(self) -> int:
+        """Return its length in tokens."""
+        return len(self.token_ids) // TOKEN_BYTES
+
+
+@dataclass(slots=True)
+class Job:
+    """What one body asks for, checked, with its prompts still text."""
+
+    chat: bool
+    body: InferenceBody
+    model: PromptModel
+    served: ServedModel
+    lora_name: str
+    stops: tuple[str, ...]
+    logprobs: int | None
+    """Alternatives per token that the client wants; ``None`` = no log probabilities."""
+    settings: FrontendSettings
+
+    @property
+    def choices_per_prompt(self) -> int:
+        """Return ``n``."""
+        return self.body.n or 1
+
+    @property
+    def stream(self) -> bool:
+        """Return whether the answer is a stream of events."""
+        return bool(self.body.stream)
+
+    @property
+    def include_usage(self) -> bool:
+        """Return whether a stream ends with a usage chunk."""
+        return self.body.stream_options is not None and self.body.stream_options.include_usage
+
+    @property
+    def prompt_param(self) -> str:
+        """Return the field that the prompt came from."""
+        return "messages" if self.chat else "prompt"
+
+    @property
+    def max_sequence_length(self) -> int:
+        """Return how many tokens a prompt and its answer may have together."""
+        return min(self.served.max_sequence_length, self.model.max_position_embeddings)
+
+    @property
+    def has_text(self) -> bool:
+        """Return whether the tokenizer has work to do: packing a token array is not worth a thread."""
+        body = self.body
+        if isinstance(body, CompletionBody) and isinstance(body.prompt, list) and not body.echo:
+            return any(isinstance(item, str) for item in body.prompt[:1])
+        return True
+
+    def forget_prompt(self) -> None:
+        """Drop the parsed prompt, which can be far larger than the packed one, for the time of the generation."""
+        if isinstance(self.body, ChatBody):
+            self.body.messages = []
+        elif isinstance(self.body, CompletionBody):
+            self.body.prompt = ""
+
+    def tokenize(self) -> list[Prompt]:
+        """Render and tokenize the prompts; raises ``RequestError``. Costly for long ones; touches no shared state."""
+        body = self.body
+        if isinstance(body, ChatBody):
+            return [self._chat_prompt(body)]
+        assert isinstance(body, CompletionBody), "there are two kinds of body"
+        return [self._completion_prompt(body, prompt, param) for prompt, param in _prompts(body)]
+
+    def requests(self, prompts: Sequence[Prompt], request_ids: Sequence[str]) -> list[InferenceRequest]:
+        """Return one request per prompt and choice, in the order of their ``index``; raises ``RequestError``."""
+        body = self.body
+        per_prompt = self.choices_per_prompt
+        stop_token_ids = self._stop_token_ids()
+        nvext = body.nvext
+        hints = nvext.agent_hints if nvext is not None else None
+        priority = hints.priority or 0 if hints is not None else 0
+        expected = hints.osl if hints is not None else None
+        cache_salt = body.cache_salt or (nvext.cache_salt if nvext is not None else None) or ""
+        seed = body.seed
+        if seed is None and len(request_ids) > 1:
+            # Without a seed of their own the choices of one request could all be the same text.
+            seed = stable_u64(request_ids[0]) & 0x7FFF_FFFF
+        requests: list[InferenceRequest] = []
+        for position, prompt in enumerate(prompts):
+            sampling = self._sampling(prompt)
+            for index in range(position * per_prompt, (position + 1) * per_prompt):
+                requests.append(  # noqa: PERF401 - the seed is woven in step by step
+                    InferenceRequest(
+                        request_id=request_ids[index],
+                        model=self.served.name,
+                        token_ids=prompt.token_ids,
+                        sampling=sampling
+                        if seed is None
+                        else msgspec.structs.replace(sampling, seed=_wrap_i64(seed + index)),
+                        stop_token_ids=stop_token_ids,
+                        priority=priority,
+                        lora_name=self.lora_name,
+                        cache_salt=cache_salt,
+                        expected_output_tokens=expected,
+                    )
+                )
+        return requests
+
+    def _chat_prompt(self, body: ChatBody) -> Prompt:
+        messages = [_message(message, index) for index, message in enumerate(body.messages)]
+        tools = body.tools if body.tool_choice != "none" else None
+        template = self.model.tool_template if tools and self.model.tool_template else self.model.template
+        if template is None:
+            raise invalid(
+                "model", f"{self.model.name} has no chat template: use /v1/completions", code="no_chat_template"
+            )
+        variables: dict[str, Any] = dict(body.chat_template_kwargs or {})
+        if body.reasoning_effort is not None:
+            variables.setdefault("reasoning_effort", body.reasoning_effort)
+        try:
+            text = template.render(
+                messages,
+                tools=tools,
+                documents=body.documents,
+                add_generation_prompt=body.add_generation_prompt is not False,
+                variables=variables,
+                max_chars=self.settings.max_prompt_chars,
+            )
+        except TemplateFailure as failure:
+            raise invalid("messages", f"{failure}. The request was not run.", code="chat_template_error") from failure
+        return Prompt(self.model.encode(text, add_special_tokens=bool(body.add_special_tokens)))
+
+    def _completion_prompt(self, body: CompletionBody, prompt: str | list[int], param: str) -> Prompt:
+        if isinstance(prompt, str):
+            packed = self.model.encode(prompt, add_special_tokens=body.add_special_tokens is not False)
+            return Prompt(packed, prompt if body.echo else "")
+        _check_vocabulary(prompt, self.model.vocab_size, param)
+        packed = pack_tokens(prompt)
+        return Prompt(packed, self.model.decode(packed) if body.echo else "")
+
+    def _stop_token_ids(self) -> tuple[int, ...]:
+        body = self.body
+        own = tuple(dict.fromkeys(body.stop_token_ids)) if body.stop_token_ids else ()
+        if body.ignore_eos:
+            return own
+        return own + tuple(token_id for token_id in self.model.eos_token_ids if token_id not in own)
+
+    def _sampling(self, prompt: Prompt) -> Sampling:
+        body = self.body
+        room = self.max_sequence_length - prompt.isl
+        if prompt.isl < 1:
+            raise invalid(self.prompt_param, f"{self.prompt_param} is empty: allowed is a prompt of at least one token")
+        if room < 1:
+            raise invalid(
+                self.prompt_param,
+                f"{self.prompt_param} has {prompt.isl} tokens: {self.body.model} takes sequences of at most "
+                f"{self.max_sequence_length} tokens, one of them generated. The request was not run.",
+                code="context_length_exceeded",
+            )
+        name, max_tokens = "max_tokens", body.max_tokens
+        if isinstance(body, ChatBody):
+            if body.max_completion_tokens is not None:
+                name, max_tokens = "max_completion_tokens", body.max_completion_tokens
+            elif max_tokens is None:
+                max_tokens = room
+        elif max_tokens is None:
+            max_tokens = min(COMPLETION_MAX_TOKENS_DEFAULT, room)
+        assert max_tokens is not None, "each kind of body has a default"
+        if max_tokens > room:
+            raise invalid(
+                name,
+                f"{name} is {max_tokens}: the prompt has {prompt.isl} tokens and {self.body.model} takes sequences of "
+                f"at most {self.max_sequence_length}, so allowed is 1 to {room}. The request was not run.",
+                code="context_length_exceeded",
+            )
+        min_tokens = body.min_tokens or 0
+        if min_tokens > max_tokens:
+            raise invalid("min_tokens", f"min_tokens is {min_tokens}: allowed is 0 to {name} ({max_tokens})")
+        top_k = body.top_k
+        return Sampling(
+            max_tokens=max_tokens,
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=top_k if top_k is not None and top_k > 0 else None,
+            min_p=body.min_p,
+            seed=body.seed,
+            frequency_penalty=body.frequency_penalty,
+            presence_penalty=body.presence_penalty,
+            repetition_penalty=body.repetition_penalty,
+            min_tokens=min_tokens,
+            ignore_eos=bool(body.ignore_eos),
+            logprobs=self.logprobs,
+            logit_bias=body.logit_bias or None,
+        )
+
+
+class Preparation:
+    """Checks bodies against what is served now."""
+
+    def __init__(self, backend: InferenceBackend, models: PromptModels, settings: FrontendSettings) -> None:
+        self._backend = backend
+        self._models = models
+        self._settings = settings
+
+    def chat(self, raw: bytes) -> Job:
+        """Check the body of a chat request; raises ``RequestError``."""
+        body = parse_chat(raw)
+        wanted: int | None = None
+        if body.logprobs:
+            wanted = body.top_logprobs or 0
+        elif body.top_logprobs:
+            raise invalid("top_logprobs", f"top_logprobs is {body.top_logprobs}: it needs logprobs to be true")
+        return self._job(body, chat=True, logprobs=wanted, prompts=1)
+
+    def completion(self, raw: bytes) -> Job:
+        """Check the body of a completion request; raises ``RequestError``."""
+        body = parse_completion(raw)
+        if body.best_of is not None and body.best_of != (body.n or 1):
+            raise unsupported("best_of", f"no candidates are generated beyond n (got {quoted(body.best_of)})")
+        if body.echo and body.logprobs is not None:
+            raise unsupported(
+                "echo", "together with logprobs it needs log probabilities of the prompt, which engines do not report"
+            )
+        return self._job(body, chat=False, logprobs=body.logprobs, prompts=len(_prompts(body)))
+
+    def served(self, name: str) -> tuple[ServedModel, str] | None:
+        """Return the served model that a client means by ``name``, and the LoRA adapter if it named one."""
+        for served in self._backend.models():
+            if served.name == name:
+                return served, ""
+            if name in served.loras:
+                return served, name
+        return None
+
+    def _job(self, body: InferenceBody, *, chat: bool, logprobs: int | None, prompts: int) -> Job:
+        found = self.served(body.model)
+        if found is None:
+            if self._models.get(body.model) is not None:
+                raise RequestError(
+                    503, "no_worker", f"model {quoted(body.model)} has no worker now; try again later", param="model"
+                )
+            raise model_not_found(body.model, [served.name for served in self._backend.models()])
+        served, lora_name = found
+        model = self._models.get(served.name)
+        if model is None:
+            raise RequestError(
+                503, "no_prompt_model", f"model {quoted(served.name)} is served, but no tokenizer is loaded for it"
+            )
+        limit = self._settings.max_choices
+        sequences = (body.n or 1) * prompts
+        if sequences > limit:
+            raise invalid(
+                "n", f"n is {body.n or 1} for {prompts} prompt(s): allowed are {limit} sequences in one request"
+            )
+        if body.stop_token_ids:
+            _check_vocabulary(body.stop_token_ids, model.vocab_size, "stop_token_ids")
+        if body.logit_bias:
+            _check_vocabulary(list(body.logit_bias), model.vocab_size, "logit_bias")
+        return Job(
+            chat=chat,
+            body=body,
+            model=model,
+            served=served,
+            lora_name=lora_name,
+            stops=self._stops(body.stop) if body.stop is not None else (),
+            logprobs=logprobs,
+            settings=self._settings,
+        )
+
+    def _stops(self, stop: str | list[str]) -> tuple[str, ...]:
+        alone = isinstance(stop, str)
+        stop = [stop] if isinstance(stop, str) else stop
+        if len(stop) > self._settings.max_stop_strings:
+            raise invalid("stop", f"stop has {len(stop)} strings: allowed are up to {self._settings.max_stop_strings}")
+        for index, text in enumerate(stop):
+            if not 1 <= len(text) <= self._settings.max_stop_chars:
+                param = "stop" if alone else f"stop[{index}]"
+                raise invalid(
+                    param, f"{param} has {len(text)} characters: allowed are 1 to {self._settings.max_stop_chars}"
+                )
+        return tuple(dict.fromkeys(stop))
+
+
+def model_not_found(name: str, served: Sequence[str]) -> RequestError:
+    """Return the 404 for a model that nobody serves, naming those that are."""
+    names = ", ".join(served) or "none now"
+    return RequestError(
+        404, "model_not_found", f"model {quoted(name)} does not exist here; served: {names}", param="model"
+    )
+
+
+def _prompts(body: CompletionBody) -> list[tuple[str | list[int], str]]:
+    """Return the prompts of a completion body, each with its JSON path; raises ``RequestError`` for a mixture."""
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [(prompt, "prompt")]
+    if not prompt:
+        raise invalid("prompt", "prompt is []: allowed is at least one prompt")
+    kinds = {type(item) for item in prompt}
+    if len(kinds) > 1:
+        raise invalid("prompt", "prompt mixes kinds: allowed is a list of strings, of token ids or of lists of these")
+    if kinds == {int}:
+        return [(prompt, "prompt")]  # type: ignore[list-item]  # one kind: a list of token ids
+    return [(item, f"prompt[{index}]") for index, item in enumerate(prompt) if not isinstance(item, int)]
+
+
+def _check_vocabulary(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
+    """Refuse token ids that the model does not have; the schema has already refused negative ones."""
+    if token_ids and max(token_ids) >= vocab_size:
+        index, token_id = next((at, value) for at, value in enumerate(token_ids) if value >= vocab_size)
+        place = f"{param}.{token_id}" if param == "logit_bias" else f"{param}[{index}]"
+        raise invalid(place, f"{place} is {token_id}: allowed are token ids from 0 to {vocab_size - 1}")
+
+
+def _message(message: Message, index: int) -> Mapping[str, Any]:
+    """Return a message as templates expect it: text content as one string, call arguments as objects."""
+    content = message.content
+    rendered: dict[str, Any] = {"role": message.role}
+    if isinstance(content, list):
+        texts: list[str] = []
+        for number, part in enumerate(content):
+            where = f"messages[{index}].content[{number}]"
+            if part.type not in ("text", "input_text"):
+                raise unsupported(f"{where}.type", f"only text parts are served (got {quoted(part.type)})")
+            if part.text is None:
+                raise invalid(f"{where}.text", f"{where}.text is missing: allowed is a string")
+            texts.append(part.text)
+        rendered["content"] = "".join(texts)
+    else:
+        rendered["content"] = content
+    if message.name is not None:
+        rendered["name"] = message.name
+    if message.reasoning_content is not None:
+        rendered["reasoning_content"] = message.reasoning_content
+    if message.tool_call_id is not None:
+        rendered["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        rendered["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": call.type,
+                "function": {
+                    "name": call.function.name,
+                    "arguments": _arguments(call.function.arguments, f"messages[{index}].tool_calls[{number}]"),
+                },
+            }
+            for number, call in enumerate(message.tool_calls)
+        ]
+    elif content is None and message.role != "assistant":
+        raise invalid(f"messages[{index}].content", f"messages[{index}].content is missing: allowed is a string")
+    return rendered
+
+
+def _arguments(arguments: str | dict[str, Any], where: str) -> Any:
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return msgspec.json.decode(arguments or "{}")
+    except (msgspec.DecodeError, RecursionError) as error:
+        param = f"{where}.function.arguments"
+        raise invalid(
+            param, f"{param} is {quoted(arguments)}: allowed is a JSON object as a string ({error})"
+        ) from None
+
+
+def _wrap_i64(value: int) -> int:
+    return value if value <= JSON_NUMBER_MAX else value - 2**64

@@ -1,0 +1,344 @@
+"""The request bodies of ``/v1/chat/completions`` and ``/v1/completions``, parsed in one pass over the bytes.
+
+Unknown fields are accepted and ignored, as OpenAI's API does, so that a newer client library keeps working. Fields that
+are known elsewhere and would change the answer, but are not served here, are refused by name (``REFUSED``).
+A body that does not fit gives one ``RequestError`` naming the field by its JSON path.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from frontend.errors import RequestError, invalid, quoted, unsupported
+from wire.limits import IDENTIFIER_BYTES_MAX, STOP_TOKENS_MAX, U32_MAX
+
+LOGPROBS_PER_TOKEN_MAX = 20
+"""OpenAI's limit of ``top_logprobs``."""
+
+LOGIT_BIAS_MAX = 1024
+"""Entries of ``logit_bias``; OpenAI takes 300, and every engine step applies each of them."""
+
+JSON_NUMBER_MAX = 2**63 - 1
+JSON_NUMBER_MIN = -(2**63)
+
+TokenId = Annotated[int, Meta(ge=0, le=U32_MAX)]
+Count = Annotated[int, Meta(ge=1, le=U32_MAX)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+
+
+class StreamOptions(Struct, frozen=True):
+    """What a stream carries beside text."""
+
+    include_usage: bool = False
+
+
+class AgentHints(Struct, frozen=True):
+    """What an agent knows of its own request."""
+
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    osl: Count | None = None
+    """Output tokens that the client expects."""
+
+
+class Nvext(Struct, frozen=True):
+    """Extensions by the name that the field's clients already send."""
+
+    agent_hints: AgentHints | None = None
+    cache_salt: Annotated[str, Meta(max_length=IDENTIFIER_BYTES_MAX)] | None = None
+    use_raw_prompt: Any = None
+    token_data: Any = None
+    backend_instance_id: Any = None
+    max_thinking_tokens: Any = None
+    greed_sampling: Any = None
+
+
+class InferenceBody(Struct, kw_only=True):
+    """The fields that both endpoints share."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1, le=U32_MAX)] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=STOP_TOKENS_MAX // 2)] | None = None
+    max_tokens: Count | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=U32_MAX)] | None = None
+    ignore_eos: bool | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=U32_MAX)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    seed: Annotated[int, Meta(ge=JSON_NUMBER_MIN, le=JSON_NUMBER_MAX)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
+    logit_bias: (
+        Annotated[
+            dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]],
+            Meta(max_length=LOGIT_BIAS_MAX),
+        ]
+        | None
+    ) = None
+    add_special_tokens: bool | None = None
+    cache_salt: Annotated[str, Meta(max_length=IDENTIFIER_BYTES_MAX)] | None = None
+    nvext: Nvext | None = None
+    # Known elsewhere, refused here when they ask for something: see REFUSED.
+    response_format: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: Any = None
+    use_beam_search: Any = None
+    prompt_logprobs: Any = None
+    include_stop_str_in_output: Any = None
+    skip_special_tokens: Any = None
+    return_token_ids: Any = None
+    logits_processors: Any = None
+
+
+class ContentPart(Struct):
+    """One part of a message's content; only text is served."""
+
+    type: str
+    text: str | None = None
+
+
+class Function(Struct):
+    """The function of an earlier tool call."""
+
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class ToolCall(Struct):
+    """An earlier tool call of the assistant, as OpenAI writes it."""
+
+    function: Function
+    id: str | None = None
+    type: str = "function"
+
+
+class Message(Struct):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class ChatBody(InferenceBody, kw_only=True):
+    """Body of ``/v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=LOGPROBS_PER_TOKEN_MAX)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    documents: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: Any = None
+    chat_template: Any = None
+    functions: Any = None
+    function_call: Any = None
+    audio: Any = None
+    modalities: Any = None
+    prediction: Any = None
+    web_search_options: Any = None
+    mm_processor_kwargs: Any = None
+    echo: Any = None
+
+
+class CompletionBody(InferenceBody, kw_only=True):
+    """Body of ``/v1/completions``."""
+
+    prompt: str | list[TokenId | str | list[TokenId]]
+    logprobs: Annotated[int, Meta(ge=0, le=LOGPROBS_PER_TOKEN_MAX)] | None = None
+    echo: bool | None = None
+    best_of: Any = None
+    suffix: Any = None
+    prompt_embeds: Any = None
+
+
+_GUIDED = "guided decoding is not served yet"
+
+REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "response_format": (({"type": "text"},), _GUIDED),
+    "guided_json": ((), _GUIDED),
+    "guided_regex": ((), _GUIDED),
+    "guided_choice": ((), _GUIDED),
+    "guided_grammar": ((), _GUIDED),
+    "structured_outputs": ((), _GUIDED),
+    "use_beam_search": ((False,), "sequences are sampled; use n"),
+    "prompt_logprobs": ((), "engines report log probabilities of generated tokens only"),
+    "include_stop_str_in_output": ((False,), "a stop string is never part of the output"),
+    "skip_special_tokens": ((True,), "special tokens are never part of the output"),
+    "return_token_ids": ((False,), "answers are text"),
+    "logits_processors": ((), "no code is taken from requests"),
+}
+"""Fields of both endpoints that are refused, with the values that ask for nothing (``null`` always does) and why."""
+
+REFUSED_CHAT: Mapping[str, tuple[tuple[object, ...], str]] = {
+    **REFUSED,
+    "tool_choice": (("none", "auto"), "a tool call cannot be enforced yet; allowed are none and auto"),
+    "continue_final_message": ((False,), "the template ends every message"),
+    "chat_template": ((), "the model's own template is used; no template is taken from requests"),
+    "functions": (([],), "use tools"),
+    "function_call": (("none", "auto"), "use tools and tool_choice"),
+    "audio": ((), "only text is served"),
+    "modalities": ((["text"],), "only text is served"),
+    "prediction": ((), "predicted outputs are not served"),
+    "web_search_options": ((), "the server does not search"),
+    "mm_processor_kwargs": ((), "only text is served"),
+    "echo": ((False,), "a chat prompt is not repeated; use /v1/completions"),
+}
+REFUSED_COMPLETION: Mapping[str, tuple[tuple[object, ...], str]] = {
+    **REFUSED,
+    "suffix": (("",), "text is only continued, not filled in"),
+    "prompt_embeds": ((), "prompts are text or token ids"),
+}
+REFUSED_NVEXT: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "use_raw_prompt": ((False,), "use /v1/completions"),
+    "token_data": ((), "use a token array as the prompt of /v1/completions"),
+    "backend_instance_id": ((), "the router chooses the worker"),
+    "max_thinking_tokens": ((), "reasoning is not limited separately"),
+    "greed_sampling": ((False,), "use temperature 0"),
+}
+
+ALLOWED: Mapping[str, str] = {
+    "model": "a string",
+    "messages": "a list of at least one message",
+    "prompt": "a string, a list of strings, a list of token ids or a list of such lists",
+    "stream": "true or false",
+    "stream_options": 'an object such as {"include_usage": true}',
+    "stream_options.include_usage": "true or false",
+    "n": "an integer from 1",
+    "stop": "a string or a list of strings",
+    "stop_token_ids": f"a list of at most {STOP_TOKENS_MAX // 2} token ids",
+    "max_tokens": "an integer from 1",
+    "max_completion_tokens": "an integer from 1",
+    "min_tokens": "an integer from 0",
+    "ignore_eos": "true or false",
+    "temperature": "a number from 0 to 2",
+    "top_p": "a number above 0 and up to 1",
+    "top_k": "an integer from 1, or 0 or -1 for no limit",
+    "min_p": "a number from 0 to 1",
+    "seed": "a signed 64-bit integer",
+    "presence_penalty": "a number from -2 to 2",
+    "frequency_penalty": "a number from -2 to 2",
+    "repetition_penalty": "a number above 0 and up to 2",
+    "logit_bias": f"an object of at most {LOGIT_BIAS_MAX} token ids, each with a number from -100 to 100",
+    "logprobs": f"true or false for chat, an integer from 0 to {LOGPROBS_PER_TOKEN_MAX} for completions",
+    "top_logprobs": f"an integer from 0 to {LOGPROBS_PER_TOKEN_MAX}",
+    "cache_salt": f"a string of at most {IDENTIFIER_BYTES_MAX} characters",
+    "echo": "true or false",
+    "tools": "a list of objects",
+    "documents": "a list of objects",
+    "chat_template_kwargs": "an object",
+    "role": "system, developer, user, assistant, tool or function",
+    "type": "text",
+    "text": "a string",
+    "add_special_tokens": "true or false",
+    "add_generation_prompt": "true or false",
+    "reasoning_effort": "a string",
+    "content": "a string, a list of text parts or null",
+    "nvext": "an object",
+    "nvext.agent_hints.priority": "a signed 32-bit integer",
+    "nvext.agent_hints.osl": "an integer from 1",
+}
+"""What each field may be, in words, for its error message."""
+
+Body = TypeVar("Body", ChatBody, CompletionBody)
+
+_chat_decoder = msgspec.json.Decoder(ChatBody)
+_completion_decoder = msgspec.json.Decoder(CompletionBody)
+_AT = re.compile(r"^(?P<what>.*?)(?: - at (?P<key>`key` in )?`\$(?P<path>.*)`)?$", re.DOTALL)
+_STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
+_MISSING = re.compile(r"missing required field `(.*)`")
+
+
+def parse_chat(body: bytes) -> ChatBody:
+    """Parse a chat body; raises ``RequestError``."""
+    parsed = _parse(_chat_decoder, body)
+    _refuse(parsed, REFUSED_CHAT)
+    return parsed
+
+
+def parse_completion(body: bytes) -> CompletionBody:
+    """Parse a completion body; raises ``RequestError``."""
+    parsed = _parse(_completion_decoder, body)
+    _refuse(parsed, REFUSED_COMPLETION)
+    return parsed
+
+
+def _parse(decoder: msgspec.json.Decoder[Body], body: bytes) -> Body:
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _explain(error, body) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(
+            400, "invalid_json", f"reading the request body ({len(body)} bytes): it is not valid JSON: {error}"
+        ) from None
+    except RecursionError:
+        raise RequestError(
+            400, "invalid_json", f"reading the request body ({len(body)} bytes): it is nested too deeply"
+        ) from None
+
+
+def _refuse(parsed: InferenceBody, refusals: Mapping[str, tuple[tuple[object, ...], str]]) -> None:
+    for name, (inert, reason) in refusals.items():
+        value = getattr(parsed, name)
+        if value is not None and value not in inert:
+            raise unsupported(name, f"{reason} (got {quoted(value)})")
+    if parsed.nvext is not None:
+        for name, (inert, reason) in REFUSED_NVEXT.items():
+            value = getattr(parsed.nvext, name)
+            if value is not None and value not in inert:
+                raise unsupported(f"nvext.{name}", f"{reason} (got {quoted(value)})")
+
+
+def _explain(error: msgspec.ValidationError, body: bytes) -> RequestError:
+    """Name the field of a validation error, its value and what is allowed there."""
+    match = _AT.match(str(error))
+    assert match is not None, "the pattern matches any text"
+    what = match["what"]
+    path = (match["path"] or "").lstrip(".")
+    missing = _MISSING.search(what)
+    if missing is not None:
+        param = f"{path}.{missing[1]}" if path else missing[1]
+        return invalid(param, f"{param} is missing: {_allowed(param, 'it is required')}", "missing_required_parameter")
+    if not path:
+        return invalid("body", f"the request body must be a JSON object: {what}", "invalid_type")
+    code = "invalid_type" if what.startswith("Expected") and ", got" in what else "invalid_value"
+    if match["key"]:
+        return invalid(path, f"a key of {path} is not allowed: {_allowed(path, what)}", code)
+    return invalid(path, f"{path} is {_value_at(body, path)}: {_allowed(path, what)}. The request was not run.", code)
+
+
+def _allowed(param: str, otherwise: str) -> str:
+    plain = re.sub(r"\[[^\]]*\]", "", param)
+    allowed = ALLOWED.get(plain) or ALLOWED.get(plain.rpartition(".")[2])
+    return f"allowed is {allowed}" if allowed is not None else otherwise[0].lower() + otherwise[1:]
+
+
+def _value_at(body: bytes, path: str) -> str:
+    """Quote the value at a JSON path; only called for bodies that were refused, so the second parse may cost."""
+    try:
+        value = msgspec.json.decode(body)
+        for step in _STEP.finditer(f".{path}"):
+            value = value[step[1]] if step[1] is not None else value[int(step[2])]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, LookupError, TypeError):
+        return "not allowed"
+    return quoted(value)

@@ -1,0 +1,177 @@
+"""One sequence on its way to the client: deltas of token ids in, text and finish reason out.
+
+Three ways, by what the request needs, cheapest first:
+
+- collected: nobody looks before the end and there are no stop strings: token bytes are gathered and decoded once;
+- by delta: all new tokens of a wake-up are decoded together;
+- by token: stop strings or log probabilities: the token at which a stop string completes is known, so usage and text do
+  not depend on how the engine's tokens were batched.
+
+The text of a token that stopped the sequence (end of sequence or ``stop_token_ids``) is not part of the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from frontend.detokenization import Detokenizer
+from frontend.ports import InferenceRequest, StreamDelta, TokenStream
+from frontend.prompt_model import PromptModel
+from frontend.stop_strings import StopStrings
+from wire.hashing import TOKEN_BYTES, unpack_tokens
+from wire.requests import TokenLogprobs
+
+
+class PlacedLogprobs(NamedTuple):
+    """Log probabilities of one output token and where its text begins in the output."""
+
+    token: TokenLogprobs
+    text_offset: int
+
+
+class SequenceOutput:
+    """State of one choice: what the client has not been sent yet, and the counts for ``usage``."""
+
+    __slots__ = (
+        "_collected",
+        "_detokenizer",
+        "_logprobs",
+        "_min_tokens",
+        "_stop_token_ids",
+        "_stops",
+        "cached_tokens",
+        "completion_tokens",
+        "error",
+        "finish_reason",
+        "index",
+        "last_token_at_ms",
+        "new_logprobs",
+        "request",
+        "started",
+        "stream",
+        "text",
+        "text_length",
+    )
+
+    def __init__(
+        self,
+        index: int,
+        request: InferenceRequest,
+        model: PromptModel,
+        stops: Sequence[str],
+        *,
+        collect: bool,
+        echo: str = "",
+    ) -> None:
+        self.index = index
+        self.request = request
+        self.stream: TokenStream | None = None
+        self.text = echo
+        """Text that the client has not been sent."""
+        self.new_logprobs: list[PlacedLogprobs] = []
+        self.text_length = len(echo)
+        self.completion_tokens = 0
+        self.cached_tokens: int | None = None
+        self.finish_reason: str | None = None
+        """``stop``, ``length`` or ``error`` once the sequence has ended, ``cancelled`` when the client gave it up."""
+        self.error: str | None = None
+        self.started = False
+        """Whether a chunk of this choice has been written."""
+        self.last_token_at_ms: float | None = None
+        self._stop_token_ids = request.stop_token_ids
+        self._min_tokens = request.sampling.min_tokens
+        self._logprobs = request.sampling.logprobs is not None
+        self._stops = StopStrings(stops) if stops else None
+        self._detokenizer: Detokenizer = model.detokenizer(request.token_ids)
+        self._collected: list[bytes] | None = [] if collect and not stops and not self._logprobs else None
+
+    @property
+    def stopped_here(self) -> bool:
+        """Return whether a stop string ended the sequence, so that its worker must be told."""
+        return self._stops is not None and self._stops.matched is not None
+
+    def absorb(self, deltas: Sequence[StreamDelta]) -> int:
+        """Take what arrived since the last call and return how many output tokens that was."""
+        before = self.completion_tokens
+        if not deltas:
+            self._fail("the router ended the stream without a finish reason")
+            return 0
+        by_token = self._stops is not None or self._logprobs
+        for delta in deltas:
+            if self.cached_tokens is None:
+                self.cached_tokens = delta.cached_tokens
+            if by_token:
+                self._by_token(delta)
+                if self.finish_reason is not None:
+                    break
+            else:
+                self._by_delta(delta)
+            if delta.finish_reason is not None:
+                self._finish(delta)
+        return self.completion_tokens - before
+
+    def take_text(self) -> str:
+        """Return the text for the next chunk and forget it."""
+        text, self.text = self.text, ""
+        return text
+
+    def take_logprobs(self) -> list[PlacedLogprobs]:
+        """Return the log probabilities for the next chunk and forget them."""
+        taken, self.new_logprobs = self.new_logprobs, []
+        return taken
+
+    def _by_delta(self, delta: StreamDelta) -> None:
+        packed = delta.token_ids
+        self.completion_tokens += len(packed) // TOKEN_BYTES
+        if delta.finish_reason == "stop" and packed and self._ends_with_stop_token(packed):
+            packed = packed[:-TOKEN_BYTES]
+        if not packed:
+            return
+        if self._collected is not None:
+            self._collected.append(packed)
+        else:
+            self.text += self._detokenizer.feed(unpack_tokens(packed))
+
+    def _by_token(self, delta: StreamDelta) -> None:
+        token_ids = unpack_tokens(delta.token_ids)
+        logprobs = delta.logprobs or ()
+        silent = (
+            len(token_ids) - 1 if delta.finish_reason == "stop" and self._ends_with_stop_token(delta.token_ids) else -1
+        )
+        for position, token_id in enumerate(token_ids):
+            self.completion_tokens += 1
+            if self._logprobs and position < len(logprobs):
+                self.new_logprobs.append(PlacedLogprobs(logprobs[position], self.text_length))
+            if position != silent:
+                self._show(self._detokenizer.feed((token_id,)))
+                if self.stopped_here:
+                    self.finish_reason = "stop"
+                    return
+
+    def _show(self, text: str) -> None:
+        self.text_length += len(text)
+        if self._stops is not None and self.completion_tokens > self._min_tokens:
+            text = self._stops.feed(text)
+        self.text += text
+
+    def _finish(self, delta: StreamDelta) -> None:
+        reason = delta.finish_reason
+        if reason in ("stop", "length"):
+            if self._collected is not None:
+                self.text += self._detokenizer.feed(unpack_tokens(b"".join(self._collected)))
+            self._show(self._detokenizer.flush())
+            if self._stops is not None:
+                self.text += self._stops.flush()
+            self.finish_reason = "stop" if self.stopped_here else reason
+        elif reason == "cancelled":
+            self._fail(delta.error or "the request was cancelled by the server")
+        else:
+            self._fail(delta.error or f"the engine ended the request with {reason}")
+
+    def _fail(self, message: str) -> None:
+        self.finish_reason = "error"
+        self.error = message
+
+    def _ends_with_stop_token(self, packed: bytes) -> bool:
+        return int.from_bytes(packed[-TOKEN_BYTES:], "little") in self._stop_token_ids

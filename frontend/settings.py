@@ -1,0 +1,78 @@
+"""What an operator can choose about the OpenAI surface."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+
+from frontend.models import TINY_MODEL_PATH
+from runtime.settings import Settings
+
+
+class FrontendSettings(Settings):
+    """Settings of the OpenAI surface; the router's own settings include them."""
+
+    model_path: Path = Field(
+        default=TINY_MODEL_PATH,
+        description="Hugging Face style model directory (tokenizer.json, tokenizer_config.json, config.json). "
+        "The default is the tiny directory that ships for the simulated engine.",
+    )
+    model_name: str = Field(
+        default="",
+        max_length=256,
+        description="Name that clients ask for; empty = the name of the model directory.",
+    )
+    max_body_bytes: int = Field(
+        default=32 * 1024 * 1024,
+        ge=1024,
+        le=1024 * 1024 * 1024,
+        description="Largest request body, answered 413 above it. 32 MiB holds a 1 M-token prompt as a JSON array "
+        "four times over, and bounds what one client can make the process hold.",
+    )
+    tokenizer_threads: int = Field(
+        default=2,
+        ge=1,
+        le=64,
+        description="Threads that tokenize long prompts beside the event loop. Two, so that one 60k-token prompt "
+        "does not hold up the next while the event loop keeps a core.",
+    )
+    tokenizer_inline_bytes: int = Field(
+        default=4096,
+        ge=0,
+        le=1024 * 1024,
+        description="Request bodies up to this size are tokenized on the event loop (about 1 ms); longer ones go to "
+        "a tokenizer thread, whose hand-over costs about 0.1 ms.",
+    )
+    tokenizer_queue: int = Field(
+        default=256,
+        ge=1,
+        le=65_536,
+        description="Long prompts that may wait for a tokenizer thread; one more is answered 429. 256 prompts of "
+        "8k tokens are a few seconds of work for two threads.",
+    )
+    max_choices: int = Field(
+        default=128,
+        ge=1,
+        le=1024,
+        description="Most sequences that one request may ask for (prompts times n); OpenAI's own limit of n is 128.",
+    )
+    max_stop_strings: int = Field(
+        default=16,
+        ge=1,
+        le=1024,
+        description="Most stop strings of one request. OpenAI allows 4; agents send more; every one is searched for "
+        "in every chunk.",
+    )
+    max_stop_chars: int = Field(
+        default=256,
+        ge=1,
+        le=65_536,
+        description="Longest stop string: it is also the most text that a stream may hold back.",
+    )
+    max_prompt_chars: int = Field(
+        default=32 * 1024 * 1024,
+        ge=1024,
+        le=1024 * 1024 * 1024,
+        description="Most characters that a chat template may render; a template that loops is stopped there.",
+    )

@@ -1,0 +1,60 @@
+"""Where prompts are rendered and tokenized: short ones on the event loop, long ones in a few threads beside it.
+
+The tokenizer releases the GIL while it works, so a 60k-token prompt in a thread does not stall the streams of others.
+Waiting for a thread is bounded; what does not fit is answered 429.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from frontend.errors import RequestError
+
+T = TypeVar("T")
+
+RETRY_AFTER_S = 1
+"""Two threads drain a full queue of 8k-token prompts in seconds; a client that comes back after one finds room."""
+
+
+class TokenizationPool:
+    """A bounded pool of threads with a bounded queue, owned by the event loop that calls ``run``."""
+
+    def __init__(self, threads: int, queue_limit: int, inline_bytes: int) -> None:
+        self._executor = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="tokenizer")
+        self._limit = threads + queue_limit
+        self._queue_limit = queue_limit
+        self._inline_bytes = inline_bytes
+        self._lock = threading.Lock()
+        self.pending = 0
+        """Long prompts in the threads or waiting for one."""
+
+    async def run(self, size_bytes: int, work: Callable[[], T]) -> T:
+        """Do ``work`` here when ``size_bytes`` is small, else in a thread; raises ``RequestError`` 429 when full."""
+        if size_bytes <= self._inline_bytes:
+            return work()
+        if self.pending >= self._limit:
+            raise RequestError(
+                429,
+                "tokenizer_busy",
+                f"tokenizing a long prompt: {self._queue_limit} are waiting already, the limit; try again later",
+                headers=((b"retry-after", str(RETRY_AFTER_S).encode()),),
+            )
+        with self._lock:
+            self.pending += 1
+        future = self._executor.submit(work)
+        # Counted until the thread is done, also when the client has gone: that is what occupies the thread.
+        future.add_done_callback(self._done)
+        return await asyncio.wrap_future(future)
+
+    def close(self) -> None:
+        """Let running work end and take no more."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _done(self, _: object) -> None:
+        # Called in the tokenizer thread, or on the event loop for work that was cancelled before it began.
+        with self._lock:
+            self.pending -= 1

@@ -1,0 +1,250 @@
+"""Runs a plan against an endpoint: who sends when, how many at once, and what is counted.
+
+* Closed loop: ``concurrency`` senders, each with the next request as soon as its last one ended.
+* Open loop and replay: each request at its scheduled time, whatever became of the others; all its times count from that
+  moment, so a slow server cannot hide behind a slow client. At most ``in_flight_max`` run at once: a request that is
+  due while all slots are taken waits for one, is counted as ``delayed``, and its wait is part of its measured times.
+
+A failed request is counted by kind and never ends the run. When ``stop`` is set nothing new is sent, what is in flight
+is cancelled, and what was measured so far is returned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import msgspec
+
+from loadgen.client import Client, Exchange, RequestFailed
+from loadgen.prompt import PlannedRequest, PromptMaker
+from loadgen.statistics import Measurements, Outcome
+from runtime.clock import Clock
+
+Verify = Callable[[PlannedRequest, str], bool]
+"""Says whether a response's text is the right one for its request."""
+
+
+class RequestShape(msgspec.Struct, frozen=True):
+    """How a planned request is written down."""
+
+    model: str
+    endpoint: str = "completions"
+    """``completions`` or ``chat``."""
+    text: bool = False
+    """Words instead of token ids; always so in chat."""
+    ignore_eos: bool = True
+    """Ask the engine to go on until ``osl`` tokens, as most engines understand it."""
+
+    @property
+    def path(self) -> str:
+        """The path below the endpoint's URL."""
+        return "/v1/chat/completions" if self.endpoint == "chat" else "/v1/completions"
+
+    def body(self, request: PlannedRequest, prompts: PromptMaker) -> bytes:
+        """Return the JSON body of a request."""
+        fields: dict[str, object] = {
+            "model": self.model,
+            "max_tokens": request.osl,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self.ignore_eos:
+            fields["ignore_eos"] = True
+        if self.endpoint == "chat":
+            fields["messages"] = [{"role": "user", "content": prompts.text(request)}]
+        elif self.text:
+            fields["prompt"] = prompts.text(request)
+        else:
+            fields["prompt"] = msgspec.Raw(prompts.tokens_json(request))
+        return msgspec.json.encode(fields)
+
+
+class Result(msgspec.Struct):
+    """A finished (or interrupted) run."""
+
+    measured: Measurements
+    sent: list[PlannedRequest]
+    """What was sent, in order; empty unless the run was asked to remember it."""
+    duration_s: float
+    interrupted: bool
+
+
+class Runner:
+    """The state of one run."""
+
+    def __init__(
+        self,
+        client: Client,
+        shape: RequestShape,
+        prompts: PromptMaker,
+        clock: Clock,
+        *,
+        verify: Verify | None = None,
+        progress: Callable[[Measurements], None] | None = None,
+        remember_sent: bool = False,
+    ) -> None:
+        self._client = client
+        self._shape = shape
+        self._prompts = prompts
+        self._clock = clock
+        self._verify = verify
+        self._progress = progress
+        self._remember_sent = remember_sent
+        self._sent: list[PlannedRequest] = []
+        self.measured = Measurements()
+
+    async def closed_loop(
+        self, requests: Iterator[PlannedRequest], *, concurrency: int, duration_s: float | None, stop: asyncio.Event
+    ) -> Result:
+        """Keep ``concurrency`` requests in flight until they, the time or the patience end."""
+        started_ms = self._clock.monotonic_ms()
+        ends_ms = started_ms + duration_s * 1000.0 if duration_s is not None else float("inf")
+
+        async def sender() -> None:
+            for request in requests:
+                if stop.is_set() or self._clock.monotonic_ms() >= ends_ms:
+                    return
+                self._note_sent(request)
+                await self._send(self._shape.body(request, self._prompts), request, None)
+
+        await self._supervise([asyncio.create_task(sender()) for _ in range(concurrency)], stop)
+        return self._result(started_ms, stop)
+
+    async def scheduled(self, requests: Iterable[PlannedRequest], *, in_flight_max: int, stop: asyncio.Event) -> Result:
+        """Send each request at its time, at most ``in_flight_max`` at once."""
+        started_ms = self._clock.monotonic_ms()
+        slots = asyncio.Semaphore(in_flight_max)
+        running: set[asyncio.Task[None]] = set()
+        failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def ended(task: asyncio.Task[None]) -> None:
+            running.discard(task)
+            slots.release()
+            error = None if task.cancelled() else task.exception()
+            if error is not None and not failure.done():
+                failure.set_exception(error)
+
+        async def dispatch() -> None:
+            for request in requests:
+                assert request.at_ms is not None, "a scheduled run needs times"
+                body = self._shape.body(request, self._prompts)  # before it is due
+                due_ms = started_ms + request.at_ms
+                wait_ms = due_ms - self._clock.monotonic_ms()
+                if wait_ms > 0:
+                    await asyncio.sleep(wait_ms / 1000.0)
+                if slots.locked():
+                    self.measured.delayed += 1
+                await slots.acquire()
+                self._note_sent(request)
+                task = asyncio.create_task(self._send(body, request, due_ms))
+                running.add(task)
+                task.add_done_callback(ended)
+            while running:
+                await asyncio.wait(running)
+
+        try:
+            await self._supervise([asyncio.create_task(dispatch())], stop, failure)
+        finally:
+            await _cancel(list(running))
+        return self._result(started_ms, stop)
+
+    async def _supervise(
+        self, tasks: list[asyncio.Task[None]], stop: asyncio.Event, failure: asyncio.Future[None] | None = None
+    ) -> None:
+        """Wait for the tasks or for ``stop``, then leave none behind; a fault of our own is raised."""
+        work = asyncio.gather(*tasks)
+        stopped = asyncio.create_task(stop.wait())
+        waits: list[asyncio.Future[Any]] = [work, stopped] if failure is None else [work, stopped, failure]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if failure is not None and failure.done():
+                failure.result()
+            if work.done():
+                work.result()
+        finally:
+            stopped.cancel()
+            await _cancel(tasks)
+            if work.done() and not work.cancelled():
+                work.exception()  # retrieved, so that asyncio does not report it a second time
+
+    async def _send(self, body: bytes, request: PlannedRequest, due_ms: float | None) -> None:
+        started_ms = due_ms if due_ms is not None else self._clock.monotonic_ms()
+        try:
+            exchange = await self._client.post(self._shape.path, body)
+        except RequestFailed as error:
+            self.measured.add_error(error.kind, error.detail)
+        except asyncio.CancelledError:
+            self.measured.cancelled += 1
+            raise
+        else:
+            self.measured.add(_outcome(exchange, request, started_ms))
+            if self._verify is not None and not self._verify(request, exchange.text):
+                self.measured.wrong_texts += 1
+        if self._progress is not None:
+            self._progress(self.measured)
+
+    def _note_sent(self, request: PlannedRequest) -> None:
+        if self._remember_sent:
+            self._sent.append(request)
+
+    def _result(self, started_ms: float, stop: asyncio.Event) -> Result:
+        duration_s = (self._clock.monotonic_ms() - started_ms) / 1000.0
+        return Result(self.measured, self._sent, duration_s, stop.is_set())
+
+
+def _outcome(exchange: Exchange, request: PlannedRequest, started_ms: float) -> Outcome:
+    usage = exchange.usage
+    # An answer whose tokens are no text yet (half a character, say) has its first moment at its end.
+    first_ms = exchange.first_ms if exchange.first_ms is not None else exchange.finished_ms
+    return Outcome(
+        ttft_ms=max(0.0, first_ms - started_ms),
+        latency_ms=max(0.0, exchange.finished_ms - started_ms),
+        gaps_ms=exchange.gaps_ms,
+        prompt_tokens=usage.prompt_tokens if usage is not None else request.isl,
+        cached_tokens=usage.cached_tokens if usage is not None else 0,
+        output_tokens=usage.completion_tokens if usage is not None else exchange.chunks,
+        usage_reported=usage is not None,
+        worker=exchange.worker,
+    )
+
+
+async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks)
+
+
+async def run(
+    client: Client,
+    shape: RequestShape,
+    prompts: PromptMaker,
+    requests: Iterable[PlannedRequest],
+    clock: Clock,
+    *,
+    concurrency: int | None = None,
+    in_flight_max: int = 900,
+    requests_max: int | None = None,
+    duration_s: float | None = None,
+    stop: asyncio.Event | None = None,
+    verify: Verify | None = None,
+    progress: Callable[[Measurements], None] | None = None,
+    remember_sent: bool = False,
+) -> Result:
+    """Run a plan: a closed loop when ``concurrency`` is given, else each request at its ``at_ms``.
+
+    ``verify`` is asked about every successful answer; its refusals are counted as ``wrong_texts``.
+    """
+    runner = Runner(client, shape, prompts, clock, verify=verify, progress=progress, remember_sent=remember_sent)
+    stop = stop or asyncio.Event()
+    planned = islice(requests, requests_max) if requests_max is not None else iter(requests)
+    try:
+        if concurrency is not None:
+            return await runner.closed_loop(planned, concurrency=concurrency, duration_s=duration_s, stop=stop)
+        return await runner.scheduled(planned, in_flight_max=in_flight_max, stop=stop)
+    finally:
+        client.close()

@@ -1,0 +1,130 @@
+"""Picks the real things of a router process: clock, sockets, consolidator, HTTP. The only place that does."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+import zmq
+from prometheus_client import CollectorRegistry
+
+from frontend.app import create_app
+from frontend.prompt_model import PromptModel
+from frontend.settings import FrontendSettings
+from router.consolidator.bootstrap import create as create_consolidator
+from router.consolidator.service import ConsolidatorService
+from router.consolidator.settings import ConsolidatorSettings
+from router.core.approximate_index import ApproximateIndex
+from router.core.load_ledger import LoadLedger
+from router.core.policy import POLICY_NAMES, Policy, make_policy
+from router.core.prefix_index import PrefixIndex
+from router.core.projection import Projection
+from router.core.selector import Selector
+from router.feeds import EmbeddedFeed, RemoteFeed
+from router.http_api import add_index_endpoint, add_router_endpoints, readiness
+from router.metrics import RouterMetrics, register_views
+from router.ports import JournalFeed
+from router.service import RouterService
+from router.settings import RouterSettings
+from runtime.clock import SystemClock
+from runtime.http_server import HttpServer
+
+log = logging.getLogger(__name__)
+
+
+class Endpoints(NamedTuple):
+    """Where a router answers."""
+
+    http: str
+    ingest: str
+    """Where workers push their events; empty when the consolidator runs elsewhere."""
+
+
+class PolicyError(ValueError):
+    """A policy cannot be used."""
+
+
+def load_policy(settings: RouterSettings) -> Policy:
+    """Return the policy that the settings name; raises ``PolicyError``."""
+    if ":" not in settings.policy:
+        try:
+            return make_policy(settings.policy, settings.cost_weights(), settings.temperature)
+        except ValueError as error:
+            raise PolicyError(f"{error}, or module:Class") from None
+    module_name, _, class_name = settings.policy.partition(":")
+    try:
+        policy = getattr(importlib.import_module(module_name), class_name)()
+    except Exception as error:
+        raise PolicyError(f"loading policy {settings.policy!r}: {type(error).__name__}: {error}") from error
+    missing = [name for name in ("name", "needs_overlap", "choose") if not hasattr(policy, name)]
+    if missing:
+        raise PolicyError(f"loading policy {settings.policy!r}: it lacks {', '.join(missing)}; see docs/policies.md")
+    loaded: Policy = policy
+    return loaded
+
+
+async def serve(
+    settings: RouterSettings,
+    frontend: FrontendSettings,
+    consolidator: ConsolidatorSettings,
+    stop: asyncio.Event,
+    ready: Callable[[Endpoints], None],
+) -> None:
+    """Run a router until ``stop`` is set; ``ready`` is told where it answers once its state is that of the pool.
+
+    Raises ``OSError`` when a port cannot be bound, ``PolicyError``, ``ModelDirectoryError``, ``JournalCorrupt``.
+    """
+    clock = SystemClock()
+    registry = CollectorRegistry()
+    metrics = RouterMetrics(registry)
+    policy = load_policy(settings)
+    prompt_model = PromptModel.load(frontend.model_path, frontend.model_name)
+    index = PrefixIndex(settings.index_budget_bytes)
+    ledger = LoadLedger(settings.reservation_ttl_ms)
+    approximate = ApproximateIndex(index, settings.approximate_ttl_ms) if settings.policy == POLICY_NAMES[1] else None
+    projection = Projection(index, ledger, index_blocks=approximate is None)
+    selector = Selector(projection, policy, settings.worker_queue_factor, approximate)
+    embedded: ConsolidatorService | None = None
+    feed: JournalFeed
+    if settings.feed_endpoint is not None and settings.query_endpoint is not None:
+        feed = RemoteFeed(settings.feed_endpoint, settings.query_endpoint, clock)
+    else:
+        embedded = create_consolidator(consolidator, registry, clock)
+        feed = EmbeddedFeed(embedded)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    service = RouterService(settings, projection, selector, feed, metrics, clock, context)
+    register_views(registry, service)
+    app = create_app(
+        service,
+        {prompt_model.name: prompt_model},
+        settings=frontend,
+        registry=registry,
+        ready=readiness(service),
+        clock=clock,
+    )
+    add_router_endpoints(app, service, clock)
+    add_index_endpoint(app, service)
+    server = HttpServer(app, settings.host, settings.port, "port", settings.shutdown_timeout_ms)
+    starting: asyncio.Task[None] | None = None
+    stopping = asyncio.ensure_future(stop.wait())
+    try:
+        # HTTP answers /live and /ready while the state is still being rebuilt; requests are refused until then.
+        server.start()
+        starting = asyncio.ensure_future(service.start())
+        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            await starting
+            log.info("router at %s, policy %s, journal offset %d", server.url, policy.name, projection.next_offset)
+            ready(Endpoints(server.url, embedded.ingest_endpoint if embedded is not None else ""))
+            await stopping
+    finally:
+        stopping.cancel()
+        if starting is not None:
+            starting.cancel()
+        await server.stop()
+        await service.stop()
+        context.destroy(linger=0)
+        log.info("router has ended")

@@ -1,0 +1,66 @@
+"""The two ways to follow a journal: a consolidator inside this process, or one elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from router.consolidator.feed_follower import FeedFollower
+from router.consolidator.service import ConsolidatorService
+from router.ports import JournalReader
+from runtime.clock import Clock
+from wire.events import JournalRecord
+from wire.feed import BlockChain, WorkerState
+
+
+class _Listener:
+    """Hands what a consolidator says to a reader."""
+
+    def __init__(self, reader: JournalReader) -> None:
+        self._reader = reader
+
+    def on_snapshot(self, offset: int, workers: list[WorkerState], chains: Iterable[tuple[int, BlockChain]]) -> None:
+        """Pass a snapshot on."""
+        self._reader.on_snapshot(offset, workers, list(chains))
+
+    def on_records(self, records: Sequence[JournalRecord]) -> None:
+        """Pass records on."""
+        self._reader.on_records(records)
+
+
+class EmbeddedFeed:
+    """A consolidator in this process: its records arrive by a plain call."""
+
+    def __init__(self, consolidator: ConsolidatorService) -> None:
+        self._consolidator = consolidator
+        self._unsubscribe: Callable[[], None] | None = None
+
+    async def start(self, reader: JournalReader) -> None:
+        """Recover the journal, open the consolidator's sockets, deliver the state."""
+        await self._consolidator.start()
+        self._unsubscribe = self._consolidator.subscribe(_Listener(reader))
+
+    async def stop(self) -> None:
+        """Stop following and end the consolidator."""
+        if self._unsubscribe is not None:
+            self._unsubscribe()
+        await self._consolidator.stop()
+
+
+class RemoteFeed:
+    """A consolidator in another process, shared with other routers."""
+
+    def __init__(self, feed_endpoint: str, query_endpoint: str, clock: Clock) -> None:
+        self._endpoints = (feed_endpoint, query_endpoint)
+        self._clock = clock
+        self._follower: FeedFollower | None = None
+
+    async def start(self, reader: JournalReader) -> None:
+        """Follow; returns when the first snapshot was delivered, however long the consolidator takes to come up."""
+        self._follower = FeedFollower(*self._endpoints, _Listener(reader), self._clock)
+        await self._follower.start()
+        await self._follower.wait_synced()
+
+    async def stop(self) -> None:
+        """Stop following."""
+        if self._follower is not None:
+            await self._follower.stop()

@@ -1,0 +1,109 @@
+"""What the router adds to the OpenAI surface: who the workers are, and why requests went where they went."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Path, Query, Response
+
+from frontend.errors import RequestError
+from router.core.fleet import Worker
+from router.core.projection import Projection
+from router.service import RouterService
+from runtime.clock import Clock
+
+DECISIONS_LISTED_MAX = 1000
+
+
+def add_router_endpoints(app: FastAPI, service: RouterService, clock: Clock) -> None:
+    """Add ``/v1/workers``, ``/v1/decisions`` and ``/v1/decisions/{request_id}``."""
+
+    @app.get("/v1/workers", tags=["router"])
+    async def list_workers() -> dict[str, Any]:
+        """List every worker of the pool: its state, its load, what it holds, how late its events are."""
+        projection = service.projection
+        now_ms = clock.wall_ms()
+        rows = [
+            worker_row(projection, projection.fleet.workers[key], service.is_reachable(key), now_ms)
+            for key in sorted(projection.fleet.workers)
+        ]
+        return {"object": "list", "offset": projection.next_offset, "data": rows}
+
+    @app.get("/v1/decisions", tags=["router"])
+    async def list_decisions(
+        limit: Annotated[int, Query(ge=1, le=DECISIONS_LISTED_MAX, description="How many, newest first.")] = 20,
+    ) -> dict[str, Any]:
+        """List the last routing decisions, newest first."""
+        return {"object": "list", "data": [decision.summary() for decision in service.decisions.newest(limit)]}
+
+    @app.get("/v1/decisions/{request_id}", tags=["router"], responses={404: {"description": "Not kept (any more)"}})
+    async def explain(request_id: Annotated[str, Path(max_length=256)]) -> dict[str, Any]:
+        """Explain one request's decisions: every candidate, every cost term, who was filtered out and why."""
+        decisions = service.decisions.of_request(request_id)
+        if not decisions:
+            raise RequestError(
+                404,
+                "decision_not_found",
+                f"no decision about request {request_id!r} is kept; the last {len(service.decisions)} are",
+                param="request_id",
+            )
+        return {"request_id": request_id, "attempts": [decision.explanation() for decision in decisions]}
+
+
+def worker_row(projection: Projection, worker: Worker, reachable: bool, now_ms: int) -> dict[str, Any]:
+    """Return what ``/v1/workers`` says of one worker."""
+    load = worker.load
+    slot = projection.index.slot(worker.key)
+    ledger = projection.ledger
+    ledger.ensure_slot(slot)
+    state = "draining" if worker.draining else "ready" if reachable else "unreachable"
+    lag_ms = worker.last_recorded_ms - worker.last_event_ms if worker.last_event_ms else None
+    return {
+        "worker_id": worker.key.worker_id,
+        "dp_rank": worker.key.dp_rank,
+        "model": worker.card.model,
+        "role": worker.card.role.name.lower(),
+        "state": state,
+        "epoch": worker.epoch,
+        "engine": worker.card.engine,
+        "block_size": worker.card.block_size,
+        "running_requests": load.running_requests if load else 0,
+        "waiting_requests": load.waiting_requests if load else 0,
+        "prefill_tokens": int(ledger.prefill_tokens[slot]),
+        "active_blocks": int(ledger.active_blocks[slot]),
+        "active_requests": int(ledger.requests[slot]),
+        "cached_blocks": load.cached_blocks if load else 0,
+        "indexed_blocks": projection.index.held_blocks(worker.key),
+        "total_blocks": worker.card.limits.total_kv_blocks,
+        "requests_total": worker.requests_total,
+        "event_lag_ms": max(0, lag_ms) if lag_ms is not None else None,
+        "last_event_ms_ago": max(0, now_ms - worker.last_recorded_ms) if worker.last_recorded_ms else None,
+        "http_endpoint": worker.card.http_endpoint,
+    }
+
+
+def add_index_endpoint(app: FastAPI, service: RouterService) -> None:
+    """Add ``/v1/workers/{worker_id}/blocks``: the index's view of one worker, for checks against the worker's own."""
+
+    @app.get("/v1/workers/{worker_id}/blocks", tags=["router"], response_class=Response)
+    async def blocks(worker_id: str, dp_rank: int = 0) -> Response:
+        """Return the sorted sequence hashes that the index says a worker holds, one per line, with their tiers."""
+        lines: list[str] = []
+        for key in service.projection.fleet.workers:
+            if key == (worker_id, dp_rank):
+                for tier, hashes in service.projection.index.holdings(key).items():
+                    lines.extend(f"{sequence_hash:016x} {tier.name.lower()}" for sequence_hash in hashes)
+        return Response("\n".join(sorted(lines)), media_type="text/plain")
+
+
+ReadyCheck = Callable[[], str | None]
+
+
+def readiness(service: RouterService) -> ReadyCheck:
+    """Return the check behind ``/ready``: the router's state is that of the pool."""
+
+    def missing() -> str | None:
+        return None if service.ready else "the router is rebuilding its state from the journal"
+
+    return missing

@@ -1,0 +1,146 @@
+"""What the router counts, by the names that ``docs/metrics.md`` explains.
+
+Counters move where things happen; gauges that mirror state are read at scrape time, so nothing is computed for nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from router.core.projection import Projection
+from wire.identifiers import WorkerKey
+
+DECISION_SECONDS_BUCKETS = (10e-6, 25e-6, 50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 50e-3)
+QUEUE_SECONDS_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+
+
+class RouterMetrics:
+    """The router's own series; requests and latencies are counted by the front end."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.decisions = Counter(
+            "poolgrid_router_decisions_total", "Routing decisions.", ["policy", "reason"], registry=registry
+        )
+        self.decision_seconds = Histogram(
+            "poolgrid_router_decision_seconds",
+            "Time of one decision: hashing the prompt, overlap, cost and record.",
+            buckets=DECISION_SECONDS_BUCKETS,
+            registry=registry,
+        )
+        self.hash_seconds = Histogram(
+            "poolgrid_router_hash_seconds",
+            "Part of a decision spent on hashing the prompt.",
+            buckets=DECISION_SECONDS_BUCKETS,
+            registry=registry,
+        )
+        self.prompt_tokens = Counter("poolgrid_router_prompt_tokens_total", "Prompt tokens routed.", registry=registry)
+        self.overlap_found_tokens = Counter(
+            "poolgrid_router_overlap_found_tokens_total",
+            "Prompt tokens that the index said the chosen worker holds.",
+            registry=registry,
+        )
+        self.overlap_realised_tokens = Counter(
+            "poolgrid_router_overlap_realised_tokens_total",
+            "Prompt tokens that the worker then really reused.",
+            registry=registry,
+        )
+        self.queue_seconds = Histogram(
+            "poolgrid_router_queue_seconds",
+            "Time requests waited for a worker with room.",
+            buckets=QUEUE_SECONDS_BUCKETS,
+            registry=registry,
+        )
+        self.refused = Counter(
+            "poolgrid_router_refused_requests_total",
+            "Requests not served, by reason code.",
+            ["code"],
+            registry=registry,
+        )
+        self.migrations = Counter(
+            "poolgrid_router_migrations_total",
+            "Requests moved to another worker before or amid their output.",
+            ["cause"],
+            registry=registry,
+        )
+        self.stream_faults = Counter(
+            "poolgrid_router_stream_faults_total",
+            "Worker output that was dropped: a hole or overlap in a stream, an unknown request, an undecodable frame.",
+            ["kind"],
+            registry=registry,
+        )
+        self.records_applied = Counter(
+            "poolgrid_router_records_applied_total", "Journal records applied.", registry=registry
+        )
+        self.snapshots_loaded = Counter(
+            "poolgrid_router_snapshots_loaded_total", "Snapshots that replaced the router's state.", registry=registry
+        )
+
+
+class Viewed(Protocol):
+    """What the state metrics are read from."""
+
+    projection: Projection
+
+    def is_reachable(self, key: WorkerKey) -> bool:
+        """Tell whether the request plane to a worker is up."""
+        ...
+
+    def counts(self) -> tuple[int, int]:
+        """Return active and waiting requests."""
+        ...
+
+
+class StateCollector(Collector):
+    """Reads the router's state when somebody scrapes."""
+
+    def __init__(self, viewed: Viewed) -> None:
+        self._viewed = viewed
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield what the state is now."""
+        projection = self._viewed.projection
+        index = projection.index
+        active, waiting = self._viewed.counts()
+        for name, text, value in (
+            ("active_requests", "Requests on workers.", active),
+            ("queued_requests", "Requests waiting for a worker with room.", waiting),
+            ("index_blocks", "Distinct blocks in the index.", len(index)),
+            ("index_bytes", "Bytes that the index uses.", index.size_bytes()),
+            ("index_evicted_blocks", "Blocks cut to stay in the byte budget.", index.counters.evicted_blocks),
+            ("index_contradictions", "Events that contradicted the index.", index.counters.contradictions),
+            ("journal_offset", "Next journal offset to apply.", projection.next_offset),
+            (
+                "expired_reservations",
+                "Predictions that no worker confirmed in time.",
+                projection.ledger.expired_reservations,
+            ),
+        ):
+            yield GaugeMetricFamily(f"poolgrid_router_{name}", text, value=value)
+        states = {"ready": 0, "draining": 0, "unreachable": 0}
+        lag = GaugeMetricFamily(
+            "poolgrid_router_event_lag_seconds", "Age of a worker's last batch when recorded.", labels=["worker"]
+        )
+        held = GaugeMetricFamily(
+            "poolgrid_router_worker_blocks", "Blocks that the index says a worker holds.", labels=["worker"]
+        )
+        # A copy: scrapes run beside the loop that owns the fleet.
+        for key, worker in list(projection.fleet.workers.items()):
+            reachable = self._viewed.is_reachable(key)
+            states["draining" if worker.draining else "ready" if reachable else "unreachable"] += 1
+            if worker.last_event_ms:
+                lag.add_metric([str(key)], max(0, worker.last_recorded_ms - worker.last_event_ms) / 1000)
+            held.add_metric([str(key)], index.held_blocks(key))
+        workers = GaugeMetricFamily("poolgrid_router_workers", "Workers by state.", labels=["state"])
+        for state, count in states.items():
+            workers.add_metric([state], count)
+        yield from (lag, held, workers)
+
+
+def register_views(registry: CollectorRegistry, viewed: Viewed) -> None:
+    """Have the state read at every scrape."""
+    registry.register(StateCollector(viewed))

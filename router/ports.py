@@ -1,0 +1,35 @@
+"""What the router needs from the outside: a journal to follow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from wire.events import JournalRecord
+from wire.feed import BlockChain, WorkerState
+
+
+class JournalReader(Protocol):
+    """Who follows a journal: called in order, from the task that owns the router's state."""
+
+    def on_snapshot(
+        self, next_offset: int, workers: Sequence[WorkerState], chains: Sequence[tuple[int, BlockChain]]
+    ) -> None:
+        """Replace all state; the next record is the one at ``next_offset``."""
+        ...
+
+    def on_records(self, records: Sequence[JournalRecord]) -> None:
+        """Apply records that follow on what was applied before, without holes."""
+        ...
+
+
+class JournalFeed(Protocol):
+    """A consolidator, in this process or elsewhere."""
+
+    async def start(self, reader: JournalReader) -> None:
+        """Deliver a snapshot, then every record after it; returns once the snapshot was delivered."""
+        ...
+
+    async def stop(self) -> None:
+        """Stop delivering."""
+        ...

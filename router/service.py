@@ -1,0 +1,423 @@
+"""The router: one task owns the projection, chooses workers, dispatches, and follows every request to its end.
+
+Rules
+    1. All state is touched from one event loop, in callbacks that never await: a decision is read, booked and sent in
+       one go.
+    2. A request is in exactly one place: waiting in ``Admission``, or on one worker. It ends exactly once.
+    3. A worker that is lost, refuses, or breaks its stream costs the client nothing while another worker can go on: the
+       request moves with prompt + output so far, at most ``migration_limit`` times.
+    4. What an ended request still has on a worker is cancelled there; output for unknown requests is answered by a
+       cancel too, so no worker computes for nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import zmq
+
+from frontend.ports import InferenceRequest, Refused, ServedModel, StreamDelta
+from router.admission import Admission
+from router.core.candidates import RoutingRequest
+from router.core.decision import DecisionLog
+from router.core.projection import Projection
+from router.core.selector import NoWorker, Selector
+from router.metrics import RouterMetrics
+from router.ports import JournalFeed
+from router.settings import RouterSettings
+from router.token_stream import ActiveRequest
+from router.worker_link import WorkerLink
+from runtime.clock import Clock
+from wire.events import JournalRecord
+from wire.feed import BlockChain, WorkerState
+from wire.hashing import block_hashes, hash_seed, sequence_hashes
+from wire.identifiers import WorkerKey
+from wire.requests import TokenBatch
+
+log = logging.getLogger(__name__)
+
+HOUSEKEEPING_FRACTION = 4
+"""Links are checked and reservations expired four times per worker timeout."""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A request in the admission queue."""
+
+    active: ActiveRequest
+    entered_ms: float
+    dispatched: asyncio.Future[None] | None
+    """Resolved when the request is on a worker; ``None`` for a migrating request, whose client reads its stream."""
+
+
+class RouterService:
+    """Implements ``frontend.ports.InferenceBackend`` over a pool of workers."""
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        projection: Projection,
+        selector: Selector,
+        feed: JournalFeed,
+        metrics: RouterMetrics,
+        clock: Clock,
+        context: zmq.Context[zmq.Socket[bytes]],
+    ) -> None:
+        self.projection = projection
+        self.decisions = DecisionLog(settings.decision_log_length)
+        self.ready = False
+        self._settings = settings
+        self._selector = selector
+        self._feed = feed
+        self._metrics = metrics
+        self._clock = clock
+        self._context = context
+        self._links: dict[str, WorkerLink] = {}
+        self._endpoint_of: dict[WorkerKey, str] = {}
+        self._active: dict[str, ActiveRequest] = {}
+        self._on_link: dict[str, dict[str, ActiveRequest]] = {}
+        self._admission: Admission[_Waiting] = Admission(settings.queue_limit)
+        self._fleet_version = -1
+        self._pumping = False
+        self._housekeeping: asyncio.Task[None] | None = None
+        self._created_s = clock.wall_ms() // 1000
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Follow the journal; returns when the state is that of the pool, and the router may serve."""
+        await self._feed.start(self)
+        self.ready = True
+        self._housekeeping = asyncio.create_task(self._keep_house(), name="router housekeeping")
+
+    async def stop(self) -> None:
+        """Cancel what is left, close every connection, stop following."""
+        self.ready = False
+        if self._housekeeping is not None:
+            self._housekeeping.cancel()
+        for active in list(self._active.values()):
+            self._end(active, StreamDelta(b"", "error", error="the router is shutting down"))
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
+        await self._feed.stop()
+
+    async def _keep_house(self) -> None:
+        interval_s = self._settings.worker_timeout_ms / 1000 / HOUSEKEEPING_FRACTION
+        while True:
+            await asyncio.sleep(interval_s)
+            now_ms = self._clock.monotonic_ms()
+            for link in list(self._links.values()):
+                link.check(now_ms)
+            held = {active.dispatch_id() for active in self._active.values()}
+            self.projection.ledger.expire(now_ms, held)
+            overdue_ms = now_ms - self._settings.queue_timeout_ms
+            for waiting in [
+                each for each in self._admission if each.dispatched is None and each.entered_ms < overdue_ms
+            ]:
+                self._admission.leave(waiting)
+                self._end(waiting.active, StreamDelta(b"", "error", error="no other worker had room in time"))
+            self._pump()
+
+    # -- the journal -----------------------------------------------------------------------------------------------
+
+    def on_snapshot(
+        self, next_offset: int, workers: Sequence[WorkerState], chains: Sequence[tuple[int, BlockChain]]
+    ) -> None:
+        """Replace all state by a snapshot of the pool."""
+        self.projection.load_snapshot(next_offset, workers, chains, self._clock.monotonic_ms())
+        self._metrics.snapshots_loaded.inc()
+        self._after_records()
+
+    def on_records(self, records: Sequence[JournalRecord]) -> None:
+        """Apply journal records."""
+        now_ms = self._clock.monotonic_ms()
+        for record in records:
+            self.projection.apply(record, now_ms)
+        self._metrics.records_applied.inc(len(records))
+        self._after_records()
+
+    def _after_records(self) -> None:
+        if self.projection.fleet.version != self._fleet_version:
+            self._fleet_version = self.projection.fleet.version
+            self._sync_links()
+        if len(self._admission):
+            self._pump()
+
+    def _sync_links(self) -> None:
+        """Have exactly one link per worker process of the fleet."""
+        workers = self.projection.fleet.workers
+        self._endpoint_of = {key: worker.card.request_endpoint for key, worker in workers.items()}
+        wanted = set(self._endpoint_of.values())
+        for endpoint in [each for each in self._links if each not in wanted]:
+            link = self._links.pop(endpoint)
+            link.close()
+            self._fail_over(endpoint, "the worker left the pool")
+        for endpoint in self._endpoint_of.values():
+            if endpoint not in self._links:
+                self._on_link.setdefault(endpoint, {})
+                self._links[endpoint] = WorkerLink(
+                    self._context,
+                    endpoint,
+                    self._settings.worker_timeout_ms,
+                    self._clock,
+                    self._on_tokens,
+                    lambda _: self._pump(),
+                    self._on_link_down,
+                    self._metrics.stream_faults.labels("undecodable").inc,
+                )
+
+    # -- requests in -----------------------------------------------------------------------------------------------
+
+    def models(self) -> list[ServedModel]:
+        """Return the models that some worker serves now."""
+        served = []
+        for name, workers in self.projection.fleet.models().items():
+            length = max(worker.card.limits.max_sequence_length for worker in workers)
+            loras = tuple(sorted({lora for worker in workers for lora in worker.card.loras}))
+            served.append(ServedModel(name, self._created_s, length, loras))
+        return served
+
+    async def submit(self, request: InferenceRequest) -> ActiveRequest:
+        """Choose a worker and dispatch; waits for room if it must. Raises ``Refused``."""
+        if not self.ready:
+            raise self._refusal(503, "not_ready", "the router is still rebuilding its state; try again")
+        if request.request_id in self._active:
+            raise self._refusal(409, "duplicate_request", f"request {request.request_id!r} is already being served")
+        started = perf_counter()
+        path = self._path(request)
+        self._metrics.hash_seconds.observe(perf_counter() - started)
+        active = ActiveRequest(request, path, self._on_client_cancel)
+        try:
+            if not len(self._admission) and self._dispatch(active, started):
+                return active
+        except NoWorker as none:
+            raise self._refusal(503, "no_worker", str(none)) from None
+        await self._wait_for_room(active)
+        return active
+
+    def _path(self, request: InferenceRequest) -> list[int]:
+        """Return the sequence hashes of the prompt, in the blocks of the model's workers."""
+        block_size = self._block_size(request.model)
+        if block_size == 0:
+            return []
+        seed = hash_seed(request.lora_name, request.cache_salt)
+        return sequence_hashes(block_hashes(request.token_ids, block_size, seed))
+
+    def _block_size(self, model: str) -> int:
+        workers = self.projection.fleet.models().get(model)
+        return workers[0].card.block_size if workers else 0
+
+    async def _wait_for_room(self, active: ActiveRequest) -> None:
+        now_ms = self._clock.monotonic_ms()
+        dispatched: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiting = _Waiting(active, now_ms, dispatched)
+        if not self._admission.enter(waiting):
+            raise self._busy(
+                f"{len(self._admission)} requests are waiting already, allowed are {self._settings.queue_limit}"
+            )
+        try:
+            async with asyncio.timeout(self._settings.queue_timeout_ms / 1000):
+                await dispatched
+        except TimeoutError:
+            if dispatched.done() and not dispatched.cancelled() and dispatched.exception() is None:
+                return  # it was dispatched in the very turn in which its time ran out
+            raise self._busy(f"no worker had room within {self._settings.queue_timeout_ms:.0f} ms") from None
+        except asyncio.CancelledError:
+            active.cancel()
+            raise
+        finally:
+            self._admission.leave(waiting)
+            self._metrics.queue_seconds.observe((self._clock.monotonic_ms() - now_ms) / 1000)
+
+    def _pump(self) -> None:
+        """Dispatch waiting requests, in order, while workers have room."""
+        if self._pumping:
+            return
+        self._pumping = True
+        try:
+            while (waiting := self._admission.head()) is not None:
+                active = waiting.active
+                if active.finished or (waiting.dispatched is not None and waiting.dispatched.done()):
+                    self._admission.leave(waiting)
+                    continue
+                try:
+                    if not self._dispatch(active, perf_counter()):
+                        return
+                except NoWorker as none:
+                    self._admission.leave(waiting)
+                    refusal = self._refusal(503, "no_worker", str(none))
+                    if waiting.dispatched is not None:
+                        waiting.dispatched.set_exception(refusal)
+                    else:
+                        self._end(active, StreamDelta(b"", "error", error=str(none)))
+                    continue
+                self._admission.leave(waiting)
+                if waiting.dispatched is not None:
+                    waiting.dispatched.set_result(None)
+        finally:
+            self._pumping = False
+
+    def _dispatch(self, active: ActiveRequest, started: float) -> bool:
+        """Choose, book and send, in one go; return False when every worker that could serve is busy for now."""
+        request = active.request
+        now_ms = self._clock.monotonic_ms()
+        block_size = self._block_size(request.model)
+        if not active.path and block_size:
+            active.path = self._path(request)
+        while True:
+            tokens = len(request.token_ids) // 4 + active.emitted_tokens
+            routing = RoutingRequest(
+                request.request_id,
+                request.model,
+                tokens,
+                max(1, block_size),
+                -(-tokens // max(1, block_size)),
+                request.priority,
+            )
+            unavailable = dict(active.tried)
+            for key, endpoint in self._endpoint_of.items():
+                link = self._links.get(endpoint)
+                if link is None or not link.is_up:
+                    unavailable.setdefault(key, "unreachable")
+            try:
+                decision = self._selector.select(
+                    routing, active.path, now_ms, self._clock.wall_ms(), unavailable, active.attempt + 1
+                )
+            except NoWorker as none:
+                if none.only_busy or "unreachable" in none.reasons.values():
+                    return False
+                raise
+            generate = active.begin_dispatch(decision.worker, decision.choice.reason)
+            link = self._links[self._endpoint_of[decision.worker]]
+            if link.generate(generate):
+                break
+            active.tried[decision.worker] = "its connection is full"
+        # The ledger knows the dispatch, not the client's request: a migration is a new entry on another worker.
+        self._selector.book(decision, active.path, now_ms, generate.request_id)
+        self.decisions.add(decision)
+        self._active[request.request_id] = active
+        active.endpoint = link.endpoint
+        self._on_link[link.endpoint][generate.request_id] = active
+        metrics = self._metrics
+        metrics.decisions.labels(decision.policy, decision.choice.reason).inc()
+        if active.attempt == 0:
+            metrics.prompt_tokens.inc(tokens)
+            metrics.overlap_found_tokens.inc(min(tokens, decision.overlap_blocks * max(1, block_size)))
+        metrics.decision_seconds.observe(perf_counter() - started)
+        return True
+
+    # -- tokens out ------------------------------------------------------------------------------------------------
+
+    def _on_tokens(self, link: WorkerLink, batch: TokenBatch) -> None:
+        on_link = self._on_link[link.endpoint]
+        for delta in batch.deltas:
+            active = on_link.get(delta.request_id)
+            if active is None:
+                if delta.finish_reason is None:
+                    self._metrics.stream_faults.labels("unknown_request").inc()
+                    link.cancel(delta.request_id)
+                continue
+            if delta.finish_reason == "error" and delta.retryable:
+                self._move(active, delta.error or "the worker refused the request")
+                continue
+            if delta.cached_tokens is not None and active.attempt == 0 and active.emitted_tokens == 0:
+                self._metrics.overlap_realised_tokens.inc(delta.cached_tokens)
+                self.decisions.realised(active.request.request_id, active.attempt, delta.cached_tokens)
+            if delta.finish_reason == "cancelled":
+                self._move(active, "the worker cancelled the request")
+            elif not active.accept(delta):
+                self._metrics.stream_faults.labels("position").inc()
+                log.warning("request %s: output of %s is out of place", delta.request_id, active.worker)
+                link.cancel(delta.request_id)
+                self._move(active, "its stream broke")
+            elif active.finished:
+                self._forget(active)
+
+    def _on_link_down(self, link: WorkerLink, why: str) -> None:
+        log.warning("worker at %s is unreachable: %s", link.endpoint, why)
+        self._fail_over(link.endpoint, why)
+
+    def _fail_over(self, endpoint: str, why: str) -> None:
+        for active in list(self._on_link.get(endpoint, {}).values()):
+            self._move(active, why)
+        if endpoint not in self._links:
+            self._on_link.pop(endpoint, None)
+
+    def _move(self, active: ActiveRequest, why: str) -> None:
+        """Send a request on to another worker, or end it with an error when that is not allowed any more."""
+        assert active.worker_key is not None
+        if active.emitted_tokens >= active.request.sampling.max_tokens:
+            self._end(active, StreamDelta(b"", "length"))
+            return
+        cause = "before_output" if active.emitted_tokens == 0 else "amid_output"
+        active.tried[active.worker_key] = why
+        self._release(active)
+        if active.attempt >= self._settings.migration_limit:
+            self._end(active, StreamDelta(b"", "error", error=f"{why}; moved {active.attempt} times already"))
+            return
+        self._metrics.migrations.labels(cause).inc()
+        waiting = _Waiting(active, self._clock.monotonic_ms(), None)
+        try:
+            if self._dispatch(active, perf_counter()):
+                return
+        except NoWorker as none:
+            self._end(active, StreamDelta(b"", "error", error=f"{why}; {none}"))
+            return
+        if not self._admission.enter(waiting):
+            self._end(active, StreamDelta(b"", "error", error=f"{why}; every other worker is busy"))
+
+    # -- the end of a request --------------------------------------------------------------------------------------
+
+    def _on_client_cancel(self, active: ActiveRequest) -> None:
+        if active.worker_key is not None:
+            link = self._links.get(active.endpoint)
+            if link is not None and link.is_up:
+                link.cancel(active.dispatch_id())
+        self._forget(active)
+
+    def _end(self, active: ActiveRequest, delta: StreamDelta) -> None:
+        if not active.finished:
+            active.finish(delta)
+        self._forget(active)
+
+    def _forget(self, active: ActiveRequest) -> None:
+        self._release(active)
+        if self._active.pop(active.request.request_id, None) is not None:
+            self._admission.finished(self._clock.monotonic_ms())
+        if len(self._admission):
+            self._pump()
+
+    def _release(self, active: ActiveRequest) -> None:
+        """Take the current dispatch off its worker's books."""
+        if active.worker_key is None:
+            return
+        dispatch_id = active.dispatch_id()
+        self.projection.ledger.release(active.worker_key, dispatch_id)
+        on_link = self._on_link.get(active.endpoint)
+        if on_link is not None and on_link.get(dispatch_id) is active:
+            del on_link[dispatch_id]
+
+    # -- refusals --------------------------------------------------------------------------------------------------
+
+    def _refusal(self, status: int, code: str, message: str, retry_after_s: float | None = None) -> Refused:
+        self._metrics.refused.labels(code).inc()
+        return Refused(status, code, message, retry_after_s)
+
+    def _busy(self, message: str) -> Refused:
+        return self._refusal(429, "busy", message, self._admission.retry_after_s(self._clock.monotonic_ms()))
+
+    # -- views -----------------------------------------------------------------------------------------------------
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many requests are active and how many wait."""
+        return len(self._active), len(self._admission)
+
+    def is_reachable(self, key: WorkerKey) -> bool:
+        """Tell whether the request plane to a worker is up."""
+        link = self._links.get(self._endpoint_of.get(key, ""))
+        return link is not None and link.is_up

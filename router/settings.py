@@ -1,0 +1,97 @@
+"""What can be set on a router process; ``docs/configuration.md`` lists every field."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from router.core.cost import CostWeights
+from runtime.settings import Settings
+
+
+class RouterSettings(Settings):
+    """Selection, admission, dispatch and HTTP of one router."""
+
+    host: str = Field("127.0.0.1", description="Address the HTTP server listens on; loopback unless told otherwise.")
+    port: int = Field(8000, ge=0, le=65535, description="Port of the HTTP server; 0 takes any free one.")
+    feed_endpoint: str | None = Field(
+        None,
+        description="Feed of a consolidator that runs alone (tcp://host:port), with query_endpoint; without them, one "
+        "runs inside this process.",
+    )
+    query_endpoint: str | None = Field(
+        None, description="Where that consolidator answers replay and snapshot requests (tcp://host:port)."
+    )
+    policy: str = Field(
+        "kv",
+        description="How a worker is chosen: kv, approximate, round-robin, random, least-loaded, or module:Class of "
+        "your own.",
+    )
+    prefill_weight: float = Field(1.0, ge=0, le=1000, description="Cost of one block that must be computed.")
+    queue_weight: float = Field(
+        0.25, ge=0, le=1000, description="How much prompt tokens that a worker still has to compute for others count."
+    )
+    decode_weight: float = Field(0.02, ge=0, le=1000, description="Cost of one KV block of a worker's active requests.")
+    device_weight: float = Field(
+        1.0, ge=0, le=1000, description="Credit for one block in device memory; 0 ignores caches."
+    )
+    host_weight: float = Field(0.75, ge=0, le=1000, description="Credit for one block in host memory only.")
+    disk_weight: float = Field(0.25, ge=0, le=1000, description="Credit for one block on disk only.")
+    temperature: float = Field(
+        0.0, ge=0, le=1000, description="Above 0, workers are sampled by cost instead of taking the cheapest."
+    )
+    approximate_ttl_ms: float = Field(
+        120_000, gt=0, description="How long the approximate policy believes that a worker holds what it was sent."
+    )
+    index_budget_bytes: int = Field(
+        4 * 1024**3, ge=1024, description="Memory the prefix index may use; beyond it the oldest paths are cut."
+    )
+    decision_log_length: int = Field(
+        10_000, ge=1, le=1_000_000, description="Decisions kept for /v1/decisions; the oldest is forgotten first."
+    )
+    worker_queue_factor: float = Field(
+        2.0,
+        gt=0,
+        le=1000,
+        description="Requests a worker is given at a time, as a multiple of its max_batch_size; the rest wait here, "
+        "where they can still go elsewhere.",
+    )
+    queue_limit: int = Field(
+        1024, ge=0, le=1_000_000, description="Requests that may wait for a worker; one more is answered 429."
+    )
+    queue_timeout_ms: float = Field(
+        30_000, gt=0, le=3_600_000, description="Longest wait for a worker; then the request is answered 429."
+    )
+    migration_limit: int = Field(
+        3, ge=0, le=100, description="How often one request may move to another worker before the client sees an error."
+    )
+    worker_timeout_ms: float = Field(
+        5_000,
+        ge=100,
+        le=600_000,
+        description="Silence on the request plane after which a worker counts as unreachable.",
+    )
+    reservation_ttl_ms: float = Field(
+        30_000, ge=100, le=3_600_000, description="How long a prediction counts as load when no worker confirms it."
+    )
+    shutdown_timeout_ms: float = Field(
+        5_000, ge=0, le=600_000, description="How long open responses may finish after SIGINT or SIGTERM."
+    )
+
+    def cost_weights(self) -> CostWeights:
+        """Return the weights of the kv policy."""
+        return CostWeights(
+            prefill_weight=self.prefill_weight,
+            queue_weight=self.queue_weight,
+            decode_weight=self.decode_weight,
+            device_weight=self.device_weight,
+            host_weight=self.host_weight,
+            disk_weight=self.disk_weight,
+        )
+
+    @model_validator(mode="after")
+    def _both_endpoints(self) -> Self:
+        if (self.feed_endpoint is None) != (self.query_endpoint is None):
+            raise ValueError("feed_endpoint and query_endpoint go together: give both, or neither")
+        return self

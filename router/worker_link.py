@@ -1,0 +1,122 @@
+"""The request plane towards one worker process: one DEALER socket, its messages and its health.
+
+Rules
+    1. A link is *up* from its first ``Pong`` until its connection breaks or the worker is silent for ``timeout_ms``.
+    2. When it goes down its owner is told once and moves the requests that were on it; when the connection comes back
+       the link pings again and may come up again.
+    3. Sends never wait: a link whose high-water mark is reached refuses, and the caller goes elsewhere.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from runtime.clock import Clock
+from runtime.zmq_socket import CallbackSocket
+from wire import codec
+from wire.errors import DecodeError
+from wire.requests import Cancel, FromWorker, Generate, Ping, Pong, TokenBatch
+
+log = logging.getLogger(__name__)
+
+SEND_HIGH_WATER_MARK = 10_000
+"""Messages queued towards one worker; far beyond the requests a worker is given, so it only fills when it is stuck."""
+
+RECONNECT_INTERVAL_MS = 50
+RECONNECT_INTERVAL_MAX_MS = 1000
+
+
+class WorkerLink:
+    """A connection to one worker process."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        timeout_ms: float,
+        clock: Clock,
+        on_tokens: Callable[[WorkerLink, TokenBatch], None],
+        on_up: Callable[[WorkerLink], None],
+        on_down: Callable[[WorkerLink, str], None],
+        on_undecodable: Callable[[], None],
+    ) -> None:
+        self.endpoint = endpoint
+        self.is_up = False
+        self._timeout_ms = timeout_ms
+        self._clock = clock
+        self._on_tokens = on_tokens
+        self._on_up = on_up
+        self._on_down = on_down
+        self._on_undecodable = on_undecodable
+        self._nonce = 0
+        self._heard_ms = clock.monotonic_ms()
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER_MARK)
+        socket.setsockopt(zmq.RCVHWM, 0)  # bounded by the tokens of the requests that this router has there
+        # Nothing waits for a connection that is not there: what was on a broken link has already moved elsewhere.
+        socket.setsockopt(zmq.IMMEDIATE, 1)
+        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_INTERVAL_MS)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_INTERVAL_MAX_MS)
+        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._monitor = CallbackSocket(monitor, self._on_monitor)
+        self._socket = CallbackSocket(socket, self._on_frames)
+        socket.connect(endpoint)
+        self.ping()
+
+    def generate(self, message: Generate) -> bool:
+        """Send a request; return False when the link is down or full."""
+        return self.is_up and self._socket.send([codec.to_worker.encode(message)])
+
+    def cancel(self, request_id: str) -> None:
+        """Tell the worker to stop a request; a link that is down forgets its requests anyway."""
+        self._socket.send([codec.to_worker.encode(Cancel(request_id))])
+
+    def ping(self) -> None:
+        """Keep the lease at the worker, and ask whether it lives."""
+        self._nonce += 1
+        self._socket.send([codec.to_worker.encode(Ping(self._nonce))])
+
+    def check(self, now_ms: float) -> None:
+        """Ping, and go down when the worker has been silent for too long; called at a fraction of the timeout."""
+        if self.is_up and now_ms - self._heard_ms > self._timeout_ms:
+            self._go_down(f"silent for {now_ms - self._heard_ms:.0f} ms, allowed are {self._timeout_ms:.0f}")
+        self.ping()
+
+    def close(self) -> None:
+        """End the connection; nobody is told."""
+        self.is_up = False
+        self._socket.socket.disable_monitor()
+        self._monitor.close()
+        self._socket.close()
+
+    def _on_frames(self, frames: list[bytes]) -> None:
+        try:
+            message: FromWorker = codec.from_worker.decode(frames[-1])
+        except DecodeError as error:
+            self._on_undecodable()
+            log.warning("from %s: %s; the frame was dropped", self.endpoint, error)
+            return
+        self._heard_ms = self._clock.monotonic_ms()
+        if isinstance(message, Pong):
+            if not self.is_up and message.nonce == self._nonce:
+                self.is_up = True
+                self._on_up(self)
+        else:
+            self._on_tokens(self, message)
+
+    def _on_monitor(self, frames: list[bytes]) -> None:
+        event = parse_monitor_message(frames)["event"]
+        if event == zmq.EVENT_DISCONNECTED:
+            self._go_down("connection lost")
+        elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self.ping()
+
+    def _go_down(self, why: str) -> None:
+        if self.is_up:
+            self.is_up = False
+            self._on_down(self, why)

@@ -1,0 +1,80 @@
+"""An HTTP server inside a running event loop: bound before it starts, stopped in order, deaf to signals.
+
+Signals belong to ``runtime.lifecycle``, which decides in what order the parts of a process end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+
+BACKLOG = 2048
+"""Connections that wait to be accepted; the kernel refuses more."""
+
+
+class _Server(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals alone."""
+        yield
+
+
+class HttpServer:
+    """uvicorn on a socket of our own."""
+
+    def __init__(self, app: Any, host: str, port: int, setting: str, stop_timeout_ms: float = 2000.0) -> None:
+        """Bind ``host:port`` (0 = any free port); raises ``OSError`` that names the ``setting``."""
+        self._listener = _bind(host, port, setting)
+        self.host = host
+        self.port: int = self._listener.getsockname()[1]
+        self._stop_timeout_s = stop_timeout_ms / 1000
+        self._server = _Server(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                backlog=BACKLOG,
+                timeout_graceful_shutdown=max(1, round(self._stop_timeout_s)),
+                server_header=False,
+            )
+        )
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        """Return where the server answers."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+    def start(self) -> None:
+        """Begin to answer; connections that came before wait in the backlog."""
+        self._listener.listen(BACKLOG)
+        self._task = asyncio.get_running_loop().create_task(self._server.serve([self._listener]), name="http server")
+
+    async def stop(self) -> None:
+        """Accept nothing new, let open responses finish for ``stop_timeout_ms``, then cut them."""
+        self._server.should_exit = True
+        if self._task is not None:
+            _, pending = await asyncio.wait({self._task}, timeout=self._stop_timeout_s + 1)
+            for task in pending:
+                task.cancel()
+        self._listener.close()
+
+
+def _bind(host: str, port: int, setting: str) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise OSError(
+            f"binding {setting}: {host}:{port} cannot be used ({error.strerror}); choose a free port, or 0 for any"
+        ) from error
+    return listener

@@ -1,0 +1,98 @@
+"""Run a simulation and print what it found."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from loadgen.trace import TraceError, read_trace
+from router.core.cost import CostWeights
+from router.core.policy import POLICY_NAMES, make_policy
+from simulation.pool import SimulatedPool
+from simulation.report import policy_report, result_table
+from simulation.settings import SimulationSettings
+from simulation.workload import build_workload
+from workers.simulated.engine import EngineLimits
+from workers.simulated.timing import PolynomialTiming, TableError, TableTiming
+
+SIMULATED_POLICIES = tuple(name for name in POLICY_NAMES if name != "approximate")
+
+
+def run_simulation(trace: Path, settings: SimulationSettings) -> int:
+    """Simulate each policy on a trace; return the exit status."""
+    errors = Console(stderr=True)
+    names = [name.strip() for name in settings.policy.split(",") if name.strip()]
+    for name in names or [""]:
+        if name not in SIMULATED_POLICIES:
+            errors.print(
+                f"simulating: policy {name!r} is unknown, allowed are {', '.join(SIMULATED_POLICIES)}", markup=False
+            )
+            return 2
+    try:
+        rows = read_trace(trace, settings.requests)
+        timing = PolynomialTiming() if settings.timing_table is None else TableTiming.from_file(settings.timing_table)
+    except (TraceError, TableError, OSError) as error:
+        errors.print(f"simulating: {error}", markup=False)
+        return 2
+    workload = build_workload(rows, settings.speed, settings.block_size)
+    roomy = workload.total_tokens // settings.block_size + 2 * len(rows) + 1
+    try:
+        limits = EngineLimits(
+            block_size=settings.block_size,
+            total_kv_blocks=settings.blocks_per_worker or roomy,
+            host_kv_blocks=settings.host_blocks_per_worker,
+            max_batch_size=settings.max_batch_size,
+            max_num_tokens=settings.max_num_tokens,
+            max_sequence_length=workload.longest + 1,
+            max_waiting_requests=len(rows),
+        )
+    except ValueError as error:
+        errors.print(f"simulating: {error}", markup=False)
+        return 2
+    if limits.total_kv_blocks * limits.block_size < workload.longest:
+        errors.print(
+            f"simulating: blocks_per_worker is {limits.total_kv_blocks}, the longest request needs "
+            f"{-(-workload.longest // limits.block_size)}",
+            markup=False,
+        )
+        return 2
+    weights = CostWeights(
+        prefill_weight=settings.prefill_weight,
+        queue_weight=settings.queue_weight,
+        decode_weight=settings.decode_weight,
+        device_weight=settings.device_weight,
+    )
+    policies = {}
+    with Progress(
+        TextColumn("{task.description:12}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=errors,
+        disable=not sys.stderr.isatty(),
+    ) as progress:
+        for name in names:
+            task = progress.add_task(name, total=len(workload.requests))
+            pool = SimulatedPool(
+                workload, make_policy(name, weights, settings.temperature), settings.workers, limits, timing
+            )
+            result = pool.run(lambda done, task=task: progress.update(task, completed=done))  # type: ignore[misc]
+            policies[name] = policy_report(result, settings.workers)
+    report = {
+        "trace": trace.name,
+        "requests": len(workload.requests),
+        "workers": settings.workers,
+        "speed": settings.speed,
+        "block_size": settings.block_size,
+        "blocks_per_worker": limits.total_kv_blocks,
+        "ideal_cached_token_ratio": workload.ideal_cached_token_ratio,
+        "policies": policies,
+    }
+    Console().print(result_table(workload.ideal_cached_token_ratio, policies))
+    if settings.json_out is not None:
+        settings.json_out.write_text(json.dumps(report, indent=2) + "\n")
+    return 0

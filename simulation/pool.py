@@ -1,0 +1,172 @@
+"""A pool in virtual time: the router's own core in front of simulated engines, without a socket or a clock.
+
+The loop knows three kinds of moments, in this order when they coincide: an engine's step ends and its events reach the
+router; a request arrives and is routed; an idle engine begins a step. Nothing else happens, so a run is a function of
+workload, policy and limits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from router.core.candidates import RoutingRequest
+from router.core.load_ledger import LoadLedger
+from router.core.policy import Policy
+from router.core.prefix_index import PrefixIndex
+from router.core.projection import Projection
+from router.core.selector import Selector
+from simulation.workload import SimulatedRequest, Workload
+from wire.card import WorkerCard, WorkerLimits
+from wire.events import AnyEvent, JournalRecord, PrefillCompleted, RequestFinished, RequestStarted, WorkerJoined
+from wire.identifiers import Role, WorkerId, WorkerKey
+from workers.simulated.cache_recorder import WireRecorder
+from workers.simulated.engine import EngineLimits, SimulatedEngine, StepOutcome
+from workers.simulated.timing import PolynomialTiming, TimingModel
+
+MODEL = "simulated"
+UNLIMITED_QUEUE = 10**9
+"""Nothing is refused in a simulation: how requests pile up is what it measures."""
+
+
+@dataclass(slots=True)
+class RunResult:
+    """What one policy did with the workload."""
+
+    policy: str
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    overlap_found_tokens: int = 0
+    output_tokens: int = 0
+    ttft_ms: list[float] = field(default_factory=list)
+    itl_ms: list[tuple[float, int]] = field(default_factory=list)
+    """Gaps between tokens and how often each occurred."""
+    busy_ms: float = 0.0
+    span_ms: float = 0.0
+    worker_tokens: list[int] = field(default_factory=list)
+    """Prompt tokens sent to each worker."""
+    worker_requests: list[int] = field(default_factory=list)
+    preemptions: int = 0
+    steps: int = 0
+
+
+class SimulatedPool:
+    """One run of one policy."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        policy: Policy,
+        workers: int,
+        limits: EngineLimits,
+        timing: TimingModel | None = None,
+    ) -> None:
+        self._workload = workload
+        self._policy = policy
+        self.projection = Projection(PrefixIndex(), LoadLedger(reservation_ttl_ms=float("inf")))
+        self._selector = Selector(self.projection, policy, requests_per_worker_factor=UNLIMITED_QUEUE)
+        self._keys = [WorkerKey(WorkerId(f"worker-{number:03}")) for number in range(workers)]
+        self._number = {key: number for number, key in enumerate(self._keys)}
+        self._recorders = [WireRecorder() for _ in self._keys]
+        self.engines = [
+            SimulatedEngine(limits, timing=timing or PolynomialTiming(), recorder=recorder, report_tokens=False)
+            for recorder in self._recorders
+        ]
+        self._seq = [0] * workers
+        self._offset = 0
+        self._arrived: dict[str, SimulatedRequest] = {}
+        self._result = RunResult(policy.name, worker_tokens=[0] * workers, worker_requests=[0] * workers)
+        card_limits = WorkerLimits(
+            limits.max_batch_size, limits.max_num_tokens, limits.total_kv_blocks, limits.max_sequence_length
+        )
+        for number in range(workers):
+            card = WorkerCard(MODEL, Role.AGGREGATED, limits.block_size, card_limits, f"inproc://{number}")
+            self._tell(number, 0.0, [WorkerJoined(card)])
+
+    def run(self, on_progress: Callable[[int], None] = lambda _: None) -> RunResult:
+        """Play the whole workload; ``on_progress`` is called with the number of requests finished, now and then."""
+        requests = self._workload.requests
+        result = self._result
+        running: list[tuple[float, int, StepOutcome]] = []
+        idle = [True] * len(self.engines)
+        arrivals = 0
+        while arrivals < len(requests) or running:
+            next_arrival = requests[arrivals].arrival_ms if arrivals < len(requests) else float("inf")
+            if running and running[0][0] <= next_arrival:
+                now, number, outcome = heappop(running)
+                self._step_ended(number, now, outcome)
+                started = self._begin_step(number, now, next_arrival)
+                idle[number] = started is None
+                if started is not None:
+                    heappush(running, (started.ended_ms, number, started))
+                result.span_ms = now
+                if result.requests % 100 == 0:
+                    on_progress(result.requests)
+                continue
+            now = next_arrival
+            touched: list[int] = []
+            while arrivals < len(requests) and requests[arrivals].arrival_ms == now:
+                touched.append(self._arrive(requests[arrivals], now))
+                arrivals += 1
+            horizon = requests[arrivals].arrival_ms if arrivals < len(requests) else float("inf")
+            for number in touched:
+                if idle[number]:
+                    started = self._begin_step(number, now, horizon)
+                    if started is not None:
+                        idle[number] = False
+                        heappush(running, (started.ended_ms, number, started))
+        on_progress(result.requests)
+        return result
+
+    def _arrive(self, request: SimulatedRequest, now: float) -> int:
+        block_size = self._workload.block_size
+        routing = RoutingRequest(request.request_id, MODEL, request.isl, block_size, -(-request.isl // block_size))
+        decision = self._selector.select(routing, request.path, now, int(now))
+        self._selector.book(decision, request.path, now)
+        number = self._number[decision.worker]
+        self._arrived[request.request_id] = request
+        self.engines[number].submit(request.generate, now, request.path)
+        self._result.worker_tokens[number] += request.isl
+        self._result.worker_requests[number] += 1
+        self._result.prompt_tokens += request.isl
+        self._result.overlap_found_tokens += min(request.isl, decision.overlap_blocks * block_size)
+        return number
+
+    def _begin_step(self, number: int, now: float, horizon: float) -> StepOutcome | None:
+        outcome = self.engines[number].step(now, horizon)
+        if outcome is not None:
+            result = self._result
+            result.busy_ms += outcome.duration_ms
+            result.steps += outcome.steps
+            result.output_tokens += outcome.decode_tokens
+            result.preemptions += outcome.preemptions
+            if outcome.decode_tokens:
+                result.itl_ms.append((outcome.duration_ms / outcome.steps, outcome.decode_tokens))
+        return outcome
+
+    def _step_ended(self, number: int, now: float, outcome: StepOutcome) -> None:
+        events: list[AnyEvent] = [*outcome.facts, *self._recorders[number].take()]
+        if not events:
+            return
+        result = self._result
+        for fact in outcome.facts:
+            if isinstance(fact, RequestStarted):
+                result.cached_tokens += fact.cached_tokens
+            elif isinstance(fact, PrefillCompleted):
+                result.ttft_ms.append(now - self._arrived[fact.request_id].arrival_ms)
+                result.output_tokens += 1
+            elif isinstance(fact, RequestFinished):
+                result.requests += 1
+                del self._arrived[fact.request_id]
+        self._tell(number, now, events)
+
+    def _tell(self, number: int, now: float, events: list[AnyEvent]) -> None:
+        key = self._keys[number]
+        record = JournalRecord(
+            self._offset, key.worker_id, key.dp_rank, 1, self._seq[number], int(now), int(now), events
+        )
+        self._offset += 1
+        self._seq[number] += 1
+        self.projection.apply(record, now)

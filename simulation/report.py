@@ -1,0 +1,85 @@
+"""What a simulation found, as numbers for programs and as a table for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from simulation.pool import RunResult
+
+
+def latency_summary(values: Sequence[float], weights: Sequence[int] | None = None) -> dict[str, float]:
+    """Return mean, p50, p90 and p99 of values that occurred ``weights`` times each (once when not given)."""
+    if not values:
+        return {"mean": 0.0, "p50": 0.0, "p90": 0.0, "p99": 0.0}
+    array = np.asarray(values, np.float64)
+    counts = np.ones(len(array)) if weights is None else np.asarray(weights, np.float64)
+    order = np.argsort(array, kind="stable")
+    array, counts = array[order], counts[order]
+    cumulative = np.cumsum(counts)
+
+    def percentile(share: float) -> float:
+        # Nearest rank: the smallest value that at least this share of all occurrences does not exceed.
+        return float(array[min(int(np.searchsorted(cumulative, share * cumulative[-1])), len(array) - 1)])
+
+    return {
+        "mean": float((array * counts).sum() / cumulative[-1]),
+        "p50": percentile(0.5),
+        "p90": percentile(0.9),
+        "p99": percentile(0.99),
+    }
+
+
+def policy_report(result: RunResult, workers: int) -> dict[str, Any]:
+    """Return the figures of one policy."""
+    tokens = result.worker_tokens
+    return {
+        "requests": result.requests,
+        "cached_token_ratio": result.cached_tokens / result.prompt_tokens if result.prompt_tokens else 0.0,
+        "overlap_found_token_ratio": result.overlap_found_tokens / result.prompt_tokens
+        if result.prompt_tokens
+        else 0.0,
+        "ttft_ms": latency_summary(result.ttft_ms),
+        "itl_ms": latency_summary([gap for gap, _ in result.itl_ms], [count for _, count in result.itl_ms]),
+        "busy_ratio": result.busy_ms / (workers * result.span_ms) if result.span_ms else 0.0,
+        "worker_tokens_max_over_mean": max(tokens) / (sum(tokens) / len(tokens)) if sum(tokens) else 0.0,
+        "preemptions": result.preemptions,
+        "output_tokens": result.output_tokens,
+        "engine_steps": result.steps,
+    }
+
+
+def result_table(ideal: float, policies: dict[str, dict[str, Any]]) -> Table:
+    """Return the policies side by side."""
+    table = Table(title=f"An infinite shared cache would reuse {ideal:.2%} of the prompt tokens")
+    for heading in (
+        "policy",
+        "cached",
+        "of ideal",
+        "TTFT mean",
+        "p50",
+        "p99 ms",
+        "ITL mean",
+        "p99 ms",
+        "busy",
+        "max/mean",
+    ):
+        table.add_column(heading, justify="left" if heading == "policy" else "right")
+    for name, report in policies.items():
+        ttft, itl = report["ttft_ms"], report["itl_ms"]
+        table.add_row(
+            name,
+            f"{report['cached_token_ratio']:.2%}",
+            f"{report['cached_token_ratio'] / ideal:.1%}" if ideal else "–",
+            f"{ttft['mean']:.0f}",
+            f"{ttft['p50']:.0f}",
+            f"{ttft['p99']:.0f}",
+            f"{itl['mean']:.1f}",
+            f"{itl['p99']:.1f}",
+            f"{report['busy_ratio']:.0%}",
+            f"{report['worker_tokens_max_over_mean']:.2f}",
+        )
+    return table

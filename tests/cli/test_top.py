@@ -1,0 +1,241 @@
+"""``poolgrid top``: what a frame says, and that it outlives its router."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import httpx
+import pytest
+from rich.console import Console
+
+from cli.top import (
+    WORKERS_SHOWN_MAX,
+    DecisionRow,
+    Decisions,
+    Frame,
+    WorkerRow,
+    Workers,
+    fetch,
+    milliseconds,
+    top,
+    usage_bar,
+    view,
+)
+
+WORKERS = {
+    "object": "list",
+    "offset": 1234,
+    "data": [
+        {
+            "worker_id": "w1", "dp_rank": 3, "model": "tiny", "role": "aggregated", "state": "ready", "epoch": 7,
+            "running_requests": 5, "waiting_requests": 2, "prefill_tokens": 4096, "active_blocks": 300,
+            "cached_blocks": 900, "indexed_blocks": 899, "total_blocks": 1000, "requests_total": 12345,
+            "event_lag_ms": 3.4, "last_event_ms_ago": 2500.0, "a_later_field": [1],
+        },
+        {
+            "worker_id": "w0", "dp_rank": 0, "model": "tiny", "role": "aggregated", "state": "stale", "epoch": 7,
+            "running_requests": 0, "waiting_requests": 0, "prefill_tokens": 0, "active_blocks": 0,
+            "cached_blocks": 0, "indexed_blocks": 0, "total_blocks": 0, "requests_total": 0,
+            "event_lag_ms": None, "last_event_ms_ago": None,
+        },
+    ],
+}  # fmt: skip
+DECISIONS = {
+    "object": "list",
+    "data": [
+        {
+            "request_id": "r-77", "time_ms": 1, "policy": "kv", "reason": "lowest cost", "worker": "w1/3", "isl": 160,
+            "isl_blocks": 10, "overlap_blocks": 8, "cost": 11.25, "candidates": 2, "realised_cached_tokens": 128,
+        },
+        {
+            "request_id": "[bold]r-78", "time_ms": 2, "policy": "random", "reason": "", "worker": "w0", "isl": 16,
+            "isl_blocks": 1, "overlap_blocks": 0, "cost": None, "candidates": 2, "realised_cached_tokens": None,
+        },
+    ],
+}  # fmt: skip
+
+Answer = Callable[[str], tuple[int, bytes]]
+
+
+def good(path: str) -> tuple[int, bytes]:
+    if path == "/v1/workers":
+        return 200, json.dumps(WORKERS).encode()
+    assert path == "/v1/decisions?limit=20"
+    return 200, json.dumps(DECISIONS).encode()
+
+
+@contextmanager
+def router(answer: Answer) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, body = answer(self.path)
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join(10)
+        server.server_close()
+
+
+def drawn(frame: Frame, width: int = 200) -> str:
+    console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    with console.file:
+        console.print(view(frame))
+        return console.export_text()
+
+
+def look(url: str, before: Frame | None = None) -> Frame:
+    async def main() -> Frame:
+        async with httpx.AsyncClient(base_url=url) as client:
+            return await fetch(client, before or Frame(url))
+
+    return asyncio.run(main())
+
+
+class TestView:
+    def test_a_frame_says_who_is_there_and_how_the_last_decisions_went(self) -> None:
+        with router(good) as url:
+            text = drawn(look(url))
+
+        lines = text.splitlines()
+        headline, worker = lines[0], next(line for line in lines if "w1/3" in line)
+        assert "1 ready, 1 stale" in headline
+        assert "5 running, 2 waiting" in headline
+        assert "offset 1,234" in headline
+        assert [cell.strip() for cell in worker.split("│")[1:-1]] == [
+            "w1/3", "tiny", "aggregated", "ready", "5", "2", "███░░░░░░░  30 %",
+            "900", "899", "4,096", "3 ms", "2.5 s", "12,345",
+        ]  # fmt: skip
+        assert text.index("w0") < text.index("w1/3"), "sorted by name"
+        decision = next(line for line in lines if "r-77" in line)
+        for cell in ("w1/3", "kv", "lowest cost", "8/10", "160", "128", "11.25"):
+            assert cell in decision
+        assert "[bold]r-78" in text, "names are never markup"
+
+    def test_an_empty_pool_is_drawn(self) -> None:
+        assert "workers: none" in drawn(Frame("http://h", Workers([]), Decisions([])))
+
+    def test_a_router_that_never_answered_is_drawn(self) -> None:
+        assert "http://h does not answer: refused" in drawn(Frame("http://h", fault="refused"))
+
+    def test_many_workers_are_counted_instead_of_drawn(self) -> None:
+        rows = [WorkerRow(worker_id=f"w{number:04}") for number in range(WORKERS_SHOWN_MAX + 5)]
+
+        text = drawn(Frame("http://h", Workers(rows), Decisions([DecisionRow(request_id="r")])))
+
+        assert f"w{WORKERS_SHOWN_MAX - 1:04}" in text
+        assert f"w{WORKERS_SHOWN_MAX:04}" not in text
+        assert "5 more workers are not shown" in text
+
+    @pytest.mark.parametrize(
+        ("used", "total", "text"),
+        [
+            (0, 10, "░░░░░░░░░░   0 %"),
+            (5, 10, "█████░░░░░  50 %"),
+            (10, 10, "██████████ 100 %"),
+            (20, 10, "██████████ 100 %"),
+            (-1, 10, "░░░░░░░░░░   0 %"),
+            (5, 0, "–"),
+        ],
+    )
+    def test_bars(self, used: int, total: int, text: str) -> None:
+        assert usage_bar(used, total).plain == text
+
+    @pytest.mark.parametrize(
+        ("value", "text"), [(None, "–"), (0, "0 ms"), (999.4, "999 ms"), (1500, "1.5 s"), (600_000, "10 min")]
+    )
+    def test_durations(self, value: float | None, text: str) -> None:
+        assert milliseconds(value) == text
+
+
+class TestFetch:
+    def test_a_router_that_goes_away_leaves_the_last_known_state_and_a_fault(self) -> None:
+        with router(good) as url:
+            before = look(url)
+
+        after = look(url, before)
+
+        assert before.fault is None
+        assert after.fault is not None
+        assert after.workers == before.workers
+        assert "w1/3" in drawn(after)
+        assert "below is what was known last" in drawn(after)
+
+    @pytest.mark.parametrize(
+        ("answer", "words"),
+        [
+            (lambda _path: (503, b"{}"), "GET /v1/workers: status 503"),
+            (lambda _path: (200, b"<html>"), "not a router's"),
+            (lambda _path: (200, b'{"data": [{}]}'), "worker_id"),
+            (lambda _path: (200, b'{"data": 1}'), "not a router's"),
+            (lambda path: (404, b"") if "decisions" in path else good(path), "decisions?limit=20: status 404"),
+        ],
+    )
+    def test_what_is_no_answer_of_a_router_is_a_fault(self, answer: Answer, words: str) -> None:
+        with router(answer) as url:
+            frame = look(url)
+
+        assert frame.fault is not None
+        assert words in frame.fault
+
+
+class TestTop:
+    def test_once_prints_one_frame(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with router(good) as url:
+            code = top(url + "/v1/", 1.0, once=True)
+
+        assert code == 0
+        assert "journal offset 1,234" in " ".join(capsys.readouterr().out.split())
+
+    def test_once_fails_without_a_router(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with router(good) as url:
+            pass
+
+        assert top(url, 1.0, once=True) == 1
+        assert "does not answer" in " ".join(capsys.readouterr().out.split())
+
+    @pytest.mark.parametrize(
+        ("url", "interval_s", "words"), [("h:80", 1.0, "url is 'h:80'"), ("http://h", 0.0, "interval is 0.0 s")]
+    )
+    def test_bad_input_is_a_clear_error(
+        self, url: str, interval_s: float, words: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert top(url, interval_s, once=True) == 1
+        assert words in " ".join(capsys.readouterr().err.split())
+
+    def test_it_keeps_asking_through_faults_until_ctrl_c(self, capsys: pytest.CaptureFixture[str]) -> None:
+        asked: list[str] = []
+
+        def answer(path: str) -> tuple[int, bytes]:
+            asked.append(path)
+            if len(asked) <= 3:
+                return 500, b""
+            if len(asked) == 9:
+                os.kill(os.getpid(), signal.SIGINT)
+            return good(path)
+
+        with router(answer) as url:
+            code = top(url, 0.05, once=False)
+
+        assert code == 0
+        assert len(asked) >= 9
+        assert "journal offset 1,234" in " ".join(capsys.readouterr().out.split())

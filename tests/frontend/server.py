@@ -1,0 +1,92 @@
+"""Serve an application for a test: in this event loop over real sockets, in a thread, or without sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import httpx
+import uvicorn
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+
+from frontend.app import create_app
+from frontend.ports import InferenceBackend
+from frontend.prompt_model import PromptModel
+from frontend.settings import FrontendSettings
+from tests.frontend.fake_backend import TINY
+
+
+def application(
+    backend: InferenceBackend,
+    *,
+    registry: CollectorRegistry | None = None,
+    models: dict[str, PromptModel] | None = None,
+    ready: Callable[[], str | None] = lambda: None,
+    **settings: Any,
+) -> FastAPI:
+    return create_app(
+        backend,
+        {"tiny": TINY} if models is None else models,
+        settings=FrontendSettings(**settings),
+        registry=registry or CollectorRegistry(),
+        ready=ready,
+        id_prefix="id-",
+    )
+
+
+def in_process(app: FastAPI) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+
+
+class _Server(uvicorn.Server):
+    """Tells when it answers, so that nothing has to poll for it."""
+
+    def __init__(self, app: FastAPI, http: str) -> None:
+        super().__init__(uvicorn.Config(app, log_level="warning", http=http, access_log=False))
+        self.answering = threading.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.answering.set()
+
+
+def _bound_socket() -> socket.socket:
+    bound = socket.socket()
+    bound.bind(("127.0.0.1", 0))
+    return bound
+
+
+@asynccontextmanager
+async def served(app: FastAPI, http: str = "httptools") -> AsyncIterator[int]:
+    """Serve in this event loop and yield the port."""
+    with _bound_socket() as bound:
+        bound.listen()
+        server = _Server(app, http)
+        task = asyncio.ensure_future(server.serve([bound]))
+        try:
+            # Connections wait in the socket's backlog until the server accepts them.
+            yield bound.getsockname()[1]
+        finally:
+            server.should_exit = True
+            await task
+
+
+@contextmanager
+def served_in_thread(app: FastAPI) -> Iterator[str]:
+    """Serve in a thread of its own and yield the base URL, for clients that block."""
+    with _bound_socket() as bound:
+        server = _Server(app, "httptools")
+        thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
+        thread.start()
+        try:
+            assert server.answering.wait(10), "the server did not start"
+            yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(10)
+            assert not thread.is_alive(), "the server did not stop"

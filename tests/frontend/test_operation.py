@@ -1,0 +1,116 @@
+"""Health, models, metrics, the OpenAPI page, and that the documentation names all of it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+
+from frontend.metrics import FrontendMetrics
+from frontend.schema import REFUSED_CHAT, REFUSED_COMPLETION, REFUSED_NVEXT, ChatBody, CompletionBody
+from frontend.settings import FrontendSettings
+from tests.frontend.fake_backend import TINY, FakeBackend, speak
+from tests.frontend.server import application, in_process
+
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "http_api.md").read_text(encoding="utf-8")
+
+
+def get(path: str, backend: FakeBackend | None = None, **options: Any) -> httpx.Response:
+    async def go() -> httpx.Response:
+        async with in_process(application(backend or FakeBackend(), **options)) as client:
+            return await client.get(path)
+
+    return asyncio.run(go())
+
+
+def test_a_process_that_is_not_ready_is_alive_and_says_what_is_missing() -> None:
+    for path in ("/ready", "/health"):
+        response = get(path, ready=lambda: "no worker has joined")
+        assert response.status_code == 503
+        assert response.json()["reason"] == "no worker has joined"
+    assert get("/live", ready=lambda: "no worker has joined").status_code == 200
+    assert get("/ready").status_code == 200
+    assert get("/health").json() == {"status": "ok", "models": ["tiny"]}
+
+
+def test_models_are_listed_with_their_adapters() -> None:
+    data = get("/v1/models").json()["data"]
+    assert [(model["id"], model.get("parent")) for model in data] == [("tiny", None), ("tiny-lora", "tiny")]
+    assert get("/v1/models/tiny").json() == data[0]
+    assert get("/v1/models/tiny-lora").json() == data[1]
+    assert get("/v1/models/org/model").json()["error"]["code"] == "model_not_found"
+
+
+def test_a_request_is_measured_once_and_its_tokens_are_counted() -> None:
+    registry = CollectorRegistry()
+    backend = FakeBackend(lambda request: speak("Hello, world!", cached_tokens=2))
+
+    async def go() -> str:
+        async with in_process(application(backend, registry=registry)) as client:
+            body = {"model": "tiny", "prompt": "hi there", "n": 2, "stream": True}
+            assert (await client.post("/v1/completions", json=body)).status_code == 200
+            assert (await client.post("/v1/completions", json={**body, "n": 0})).status_code == 400
+            return (await client.get("/metrics")).text
+
+    text = asyncio.run(go())
+    isl, osl = len(TINY.encode("hi there")) // 4, len(TINY.encode("Hello, world!")) // 4
+    expected = {
+        'requests_total{endpoint="completions",status="200",streaming="true"}': 1,
+        'requests_total{endpoint="completions",status="400",streaming="false"}': 1,
+        'in_flight_requests{endpoint="completions"}': 0,
+        "time_to_first_token_seconds_count": 2,
+        "inter_token_latency_seconds_count": 2 * (osl - 1),
+        "input_sequence_tokens_sum": isl,
+        "output_sequence_tokens_sum": 2 * osl,
+        "prompt_tokens_total": 2 * isl,
+        "cached_tokens_total": 4,
+        "output_tokens_total": 2 * osl,
+        "tokenization_seconds_count": 1,
+        "tokenizations_pending": 0,
+        "client_disconnects_total": 0,
+    }
+    for name, value in expected.items():
+        assert f"poolgrid_frontend_{name} {float(value)}\n" in text
+
+
+def test_the_metrics_page_speaks_both_text_forms() -> None:
+    async def go() -> list[str]:
+        async with in_process(application(FakeBackend())) as client:
+            accepts = ("text/plain", "application/openmetrics-text; version=1.0.0")
+            return [
+                (await client.get("/metrics", headers={"accept": accept})).headers["content-type"] for accept in accepts
+            ]
+
+    plain, openmetrics = asyncio.run(go())
+    assert plain.startswith("text/plain")
+    assert openmetrics.startswith("application/openmetrics-text")
+
+
+def test_the_openapi_description_lists_the_inference_endpoints_from_their_structs() -> None:
+    description = get("/openapi.json").json()
+    for path, struct in (("/v1/chat/completions", ChatBody), ("/v1/completions", CompletionBody)):
+        schema = description["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        name = schema["$ref"].rpartition("/")[2]
+        assert set(description["components"]["schemas"][name]["properties"]) == set(struct.__struct_fields__)
+    assert {"/v1/models", "/health", "/live", "/ready", "/metrics"} <= set(description["paths"])
+
+
+@pytest.mark.parametrize("name", sorted(FrontendSettings.model_fields))
+def test_every_setting_is_documented(name: str) -> None:
+    assert f"`{name}`" in DOCUMENT
+
+
+def test_every_metric_is_documented() -> None:
+    for metric in FrontendMetrics(CollectorRegistry()).registry.collect():
+        name = f"{metric.name}_total" if metric.type == "counter" else metric.name
+        assert f"`{name}`" in DOCUMENT, name
+
+
+def test_every_field_is_documented() -> None:
+    refused = {*REFUSED_CHAT, *REFUSED_COMPLETION, *(f"nvext.{name}" for name in REFUSED_NVEXT)}
+    for name in {*ChatBody.__struct_fields__, *CompletionBody.__struct_fields__, *refused}:
+        assert f"`{name}`" in DOCUMENT, name

@@ -1,0 +1,353 @@
+"""Everything that can be wrong in a request is answered with OpenAI's error shape and the name of the field."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from frontend.ports import Refused, ServedModel
+from frontend.prompt_model import PromptModel
+from frontend.schema import (
+    ALLOWED,
+    REFUSED_CHAT,
+    REFUSED_COMPLETION,
+    REFUSED_NVEXT,
+    ChatBody,
+    CompletionBody,
+)
+from tests.frontend.fake_backend import TINY, FakeBackend
+from tests.frontend.server import application, in_process
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+JSON = {"content-type": "application/json"}
+
+
+def post(
+    path: str,
+    content: bytes,
+    *,
+    backend: FakeBackend | None = None,
+    headers: dict[str, str] | None = None,
+    **settings: Any,
+) -> httpx.Response:
+    async def go() -> httpx.Response:
+        async with in_process(application(backend or FakeBackend(), **settings)) as client:
+            return await client.post(path, content=content, headers=JSON if headers is None else headers)
+
+    return asyncio.run(go())
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    return error
+
+
+def chat(**fields: Any) -> bytes:
+    return json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hi"}], **fields}).encode()
+
+
+def completion(**fields: Any) -> bytes:
+    return json.dumps({"model": "tiny", "prompt": "hi", **fields}).encode()
+
+
+SHARED_FIELDS: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": 2.5}, "temperature"),
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.5}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"min_p": 2}, "min_p"),
+    ({"n": 0}, "n"),
+    ({"n": 1.5}, "n"),
+    ({"n": 129}, "n"),
+    ({"seed": 2**63}, "seed"),
+    ({"seed": "x"}, "seed"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 262_144}, "max_tokens"),
+    ({"max_tokens": 2**40}, "max_tokens"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"max_tokens": 5, "min_tokens": 6}, "min_tokens"),
+    ({"presence_penalty": 3}, "presence_penalty"),
+    ({"frequency_penalty": -3}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"logit_bias": {"5": 101}}, "logit_bias[...]"),
+    ({"logit_bias": {"five": 1}}, "logit_bias"),
+    ({"logit_bias": {"9999": 1}}, "logit_bias.9999"),
+    ({"stop": ""}, "stop"),
+    ({"stop": ["a", ""]}, "stop[1]"),
+    ({"stop": ["a", "b" * 257]}, "stop[1]"),
+    ({"stop": list("abcdefghijklmnopq")}, "stop"),
+    ({"stop": [1]}, "stop[0]"),
+    ({"stop_token_ids": [4096]}, "stop_token_ids[0]"),
+    ({"stop_token_ids": [5, -1]}, "stop_token_ids[1]"),
+    ({"stop_token_ids": [5] * 513}, "stop_token_ids"),
+    ({"ignore_eos": "yes"}, "ignore_eos"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ({"cache_salt": "s" * 257}, "cache_salt"),
+    ({"nvext": {"agent_hints": {"priority": 2**31}}}, "nvext.agent_hints.priority"),
+    ({"nvext": {"agent_hints": {"osl": 0}}}, "nvext.agent_hints.osl"),
+    ({"model": 5}, "model"),
+]
+
+CHAT_FIELDS: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": [{"content": "hi"}]}, "messages[0].role"),
+    ({"messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": [{"text": "hi"}]}]}, "messages[0].content[0].type"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages[0].content[0].type",
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+        "messages[0].tool_calls[0].function.arguments",
+    ),
+    ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"max_completion_tokens": 262_144}, "max_completion_tokens"),
+    ({"logprobs": 1}, "logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"tools": {}}, "tools"),
+    ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+]
+
+COMPLETION_FIELDS: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": None}, "prompt"),
+    ({"prompt": {}}, "prompt"),
+    ({"prompt": [4096]}, "prompt[0]"),
+    ({"prompt": [5, -1]}, "prompt[1]"),
+    ({"prompt": [5, 2**70]}, "prompt[1]"),
+    ({"prompt": [5, 1.5]}, "prompt[1]"),
+    ({"prompt": [[5], [6, 4096]]}, "prompt[1][1]"),
+    ({"prompt": ["a", 5]}, "prompt"),
+    ({"prompt": ["a", [5]]}, "prompt"),
+    ({"prompt": ["a", ""]}, "prompt"),
+    ({"prompt": ["a"] * 129}, "n"),
+    ({"prompt": ["a"] * 65, "n": 2}, "n"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"logprobs": True}, "logprobs"),
+    ({"best_of": 3}, "best_of"),
+    ({"echo": True, "logprobs": 1}, "echo"),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [(CHAT, chat(**fields), param) for fields, param in SHARED_FIELDS + CHAT_FIELDS]
+    + [(COMPLETIONS, completion(**fields), param) for fields, param in SHARED_FIELDS + COMPLETION_FIELDS],
+)
+def test_a_wrong_field_is_named_and_nothing_is_dispatched(path: str, body: bytes, param: str) -> None:
+    backend = FakeBackend()
+
+    response = post(path, body, backend=backend)
+
+    assert response.status_code == 400
+    error = error_of(response)
+    assert (error["param"], error["type"]) == (param, "invalid_request_error")
+    assert "allowed" in error["message"] or "not supported" in error["message"] or "needs" in error["message"]
+    assert backend.requests == []
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        *((CHAT, chat(**{name: {"asks": "for it"}}), name) for name in REFUSED_CHAT),
+        *((COMPLETIONS, completion(**{name: {"asks": "for it"}}), name) for name in REFUSED_COMPLETION),
+        *((CHAT, chat(nvext={name: ["x"]}), f"nvext.{name}") for name in REFUSED_NVEXT),
+    ],
+)
+def test_a_feature_that_is_not_served_is_refused_by_name(path: str, body: bytes, param: str) -> None:
+    response = post(path, body)
+
+    assert response.status_code == 400
+    assert error_of(response)["code"] == "unsupported_parameter"
+    assert error_of(response)["param"] == param
+
+
+def test_a_refused_field_that_asks_for_nothing_is_accepted() -> None:
+    inert = {name: values[0] if values else None for name, (values, _) in REFUSED_CHAT.items()}
+    assert post(CHAT, chat(**inert)).status_code == 200
+    inert = {name: values[0] if values else None for name, (values, _) in REFUSED_COMPLETION.items()}
+    assert post(COMPLETIONS, completion(**inert, best_of=1)).status_code == 200
+
+
+def test_unknown_fields_are_ignored() -> None:
+    assert post(CHAT, chat(metadata={"a": "b"}, user="me", next_years_field=[1])).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"nonsense", b'{"model": NaN}', chat() + b"x", b'{"model":"\xff"}', b'{"model":"\\ud800"}'],
+)
+def test_a_body_that_is_not_json_is_said_to_be(body: bytes) -> None:
+    response = post(CHAT, body)
+    assert (response.status_code, error_of(response)["code"]) == (400, "invalid_json")
+
+
+def test_a_body_that_is_nested_too_deeply_is_refused() -> None:
+    response = post(CHAT, b'{"model":"tiny","audio":' + b"[" * 200_000)
+    assert (response.status_code, error_of(response)["code"]) == (400, "invalid_json")
+
+
+def test_a_body_that_is_no_object_is_refused() -> None:
+    response = post(CHAT, b"[1]")
+    assert (response.status_code, error_of(response)["param"]) == (400, "body")
+
+
+@pytest.mark.parametrize(("missing", "path"), [("model", CHAT), ("messages", CHAT), ("prompt", COMPLETIONS)])
+def test_a_missing_field_is_named(missing: str, path: str) -> None:
+    body = json.loads(chat() if path == CHAT else completion())
+    del body[missing]
+
+    error = error_of(post(path, json.dumps(body).encode()))
+
+    assert (error["param"], error["code"]) == (missing, "missing_required_parameter")
+
+
+def test_an_offending_value_is_quoted_but_not_at_length() -> None:
+    message = error_of(post(CHAT, chat(temperature="x" * 10_000)))["message"]
+    assert "xxx" in message
+    assert len(message) < 400
+
+
+def test_the_wrong_content_type_is_refused_with_the_right_one() -> None:
+    response = post(CHAT, chat(), headers={"content-type": "application/x-www-form-urlencoded"})
+    assert response.status_code == 415
+    assert "application/json" in error_of(response)["message"]
+
+
+@pytest.mark.parametrize("content_type", ["application/json; charset=utf-8", "application/vnd.api+json", None])
+def test_json_content_types_and_none_at_all_are_accepted(content_type: str | None) -> None:
+    headers = {} if content_type is None else {"content-type": content_type}
+    assert post(CHAT, chat(), headers=headers).status_code == 200
+
+
+def test_a_body_that_is_too_large_is_refused_before_and_while_reading() -> None:
+    async def chunked() -> httpx.Response:
+        async def parts() -> Any:
+            for _ in range(4):
+                yield b" " * 1000
+
+        async with in_process(application(FakeBackend(), max_body_bytes=2000)) as client:
+            return await client.post(CHAT, content=parts(), headers=JSON)
+
+    for response in (post(CHAT, chat(user="x" * 3000), max_body_bytes=2000), asyncio.run(chunked())):
+        assert (response.status_code, error_of(response)["code"]) == (413, "body_too_large")
+        assert "2000" in error_of(response)["message"]
+
+
+def test_an_unknown_model_is_not_found_and_those_served_are_named() -> None:
+    response = post(CHAT, chat(model="gpt-9"))
+    assert (response.status_code, error_of(response)["code"]) == (404, "model_not_found")
+    assert "tiny" in error_of(response)["message"]
+
+
+def test_a_known_model_without_workers_is_unavailable_not_unknown() -> None:
+    response = post(CHAT, chat(), backend=FakeBackend(served=()))
+    assert (response.status_code, error_of(response)["code"]) == (503, "no_worker")
+
+
+def test_a_served_model_without_a_tokenizer_is_unavailable() -> None:
+    response = post(CHAT, chat(), models={})
+    assert (response.status_code, error_of(response)["code"]) == (503, "no_prompt_model")
+
+
+def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused_with_both_lengths() -> None:
+    backend = FakeBackend(served=[ServedModel("tiny", 0, 8)])
+
+    for path, body, param in ((CHAT, chat(), "messages"), (COMPLETIONS, completion(prompt=[5] * 8), "prompt")):
+        error = error_of(post(path, body, backend=backend))
+        assert (error["param"], error["code"]) == (param, "context_length_exceeded")
+        assert "8 tokens" in error["message"]
+
+
+def test_a_model_without_a_chat_template_answers_completions_only() -> None:
+    bare = PromptModel("tiny", TINY.tokenizer, TINY.vocab_size, 1024, byte_table=TINY.byte_table)
+    assert error_of(post(CHAT, chat(), models={"tiny": bare}))["code"] == "no_chat_template"
+    assert post(COMPLETIONS, completion(), models={"tiny": bare}).status_code == 200
+
+
+def test_a_full_fleet_is_busy_and_says_when_to_come_back() -> None:
+    response = post(CHAT, chat(), backend=FakeBackend(refusal=Refused(429, "busy", "all workers are busy", 1.2)))
+    assert (response.status_code, error_of(response)["code"]) == (429, "busy")
+    assert error_of(response)["type"] == "rate_limit_error"
+    assert response.headers["retry-after"] == "2"
+
+
+def test_no_worker_at_all_is_unavailable() -> None:
+    response = post(CHAT, chat(stream=True), backend=FakeBackend(refusal=Refused(503, "no_worker", "no worker")))
+    assert (response.status_code, error_of(response)["code"]) == (503, "no_worker")
+    assert error_of(response)["type"] == "server_error"
+    assert "retry-after" not in response.headers
+
+
+def test_when_a_later_choice_is_refused_the_earlier_ones_are_cancelled() -> None:
+    backend = FakeBackend(refusal=Refused(429, "busy", "busy", 1), refuse_from=2)
+
+    response = post(CHAT, chat(n=3), backend=backend)
+
+    assert response.status_code == 429
+    assert [stream.cancels for stream in backend.streams] == [1, 1]
+
+
+def test_paths_and_methods_that_do_not_exist_have_the_same_shape() -> None:
+    async def go() -> tuple[httpx.Response, httpx.Response]:
+        async with in_process(application(FakeBackend())) as client:
+            return await client.get("/v1/nothing"), await client.get(CHAT)
+
+    missing, wrong_method = asyncio.run(go())
+    assert (missing.status_code, error_of(missing)["code"]) == (404, "not_found")
+    assert (wrong_method.status_code, error_of(wrong_method)["code"]) == (405, "method_not_allowed")
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(
+    field=st.sampled_from([*ChatBody.__struct_fields__, *CompletionBody.__struct_fields__]),
+    value=JSON_VALUES,
+    path=st.sampled_from([CHAT, COMPLETIONS]),
+)
+@settings(max_examples=150, deadline=None)
+def test_no_value_of_any_field_is_an_internal_error(field: str, value: Any, path: str) -> None:
+    body = json.loads(chat(prompt="hi") if path == CHAT else completion())
+    body[field] = value
+
+    response = post(path, json.dumps(body).encode())
+
+    assert response.status_code in (200, 400, 404)
+    if response.status_code != 200:
+        error_of(response)
+
+
+def test_every_field_says_in_words_what_it_may_be() -> None:
+    served = {*ChatBody.__struct_fields__, *CompletionBody.__struct_fields__}
+    assert served - {*REFUSED_CHAT, *REFUSED_COMPLETION, "best_of"} <= set(ALLOWED)
+
+
+def test_settings_bound_what_a_request_may_ask_for() -> None:
+    long = [{"role": "user", "content": "x" * 2000}]
+    assert error_of(post(CHAT, chat(n=3), max_choices=2))["param"] == "n"
+    assert error_of(post(CHAT, chat(stop=["a", "b"]), max_stop_strings=1))["param"] == "stop"
+    assert error_of(post(CHAT, chat(messages=long), max_prompt_chars=1024))["code"] == "chat_template_error"

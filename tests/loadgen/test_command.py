@@ -1,0 +1,177 @@
+"""``poolgrid bench`` as a whole: exit codes, the table, the JSON keys that scripts rely on, and Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from loadgen.command import plan, run_bench
+from loadgen.settings import BenchSettings
+from loadgen.trace import TraceError
+from tests.loadgen.fake_endpoint import FakeEndpoint, serving
+
+CONVERSATION_200 = Path(__file__).parents[1] / "data" / "conversation_200.jsonl"
+BENCH_PAGE = (Path(__file__).parents[2] / "docs" / "bench.md").read_text()
+
+
+def test_a_replay_reports_the_keys_that_scripts_rely_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    settings = {"trace": CONVERSATION_200, "requests": 120, "speed": 1000, "length_scale": 1 / 32, "osl_max": 3}
+
+    with serving(FakeEndpoint()) as endpoint:
+        code = run_bench(BenchSettings(url=endpoint.url, json_out=out, max_in_flight=1, **settings))
+
+    found = json.loads(out.read_text())
+    assert code == 0
+    assert (found["requests"], found["errors"], found["model"]) == (120, 0, "fake-model")
+    assert set(found["ttft_ms"]) == set(found["itl_ms"]) == {"mean", "p50", "p90", "p99"}
+    assert found["prompt_tokens"] == sum(len(body["prompt"]) for body in endpoint.bodies)
+    # One request at a time and in order, an endless cache of the same block size: whole blocks reach the ideal.
+    assert found["cached_token_ratio"] == found["cached_tokens"] / found["prompt_tokens"]
+    assert found["cached_token_ratio"] == pytest.approx(found["ideal_cached_token_ratio"], abs=0.002)
+    assert found["ideal_cached_token_ratio"] > 0.03
+    assert {name: share["requests"] for name, share in found["per_worker"].items()} == {"w0": 60, "w1": 60}
+    assert sum(share["prompt_tokens"] for share in found["per_worker"].values()) == found["prompt_tokens"]
+    table = capsys.readouterr().out
+    assert "TTFT" in table
+    assert "ideal cached token ratio" in table
+
+
+def test_without_a_trace_there_is_no_ideal(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+
+    with serving(FakeEndpoint()) as endpoint:
+        code = run_bench(BenchSettings(url=endpoint.url, rate=500, requests=10, isl=8, osl=2, json_out=out))
+
+    found = json.loads(out.read_text())
+    assert (code, found["mode"], found["requests"]) == (0, "open", 10)
+    assert found["ideal_cached_token_ratio"] is None
+
+
+def test_a_refused_connection_is_a_clear_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(FakeEndpoint()) as endpoint:
+        pass
+
+    assert run_bench(BenchSettings(url=endpoint.url)) == 1
+    assert run_bench(BenchSettings(url=endpoint.url, model="named")) == 1
+
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert f"asking {endpoint.url}/v1/models" in captured.err
+    assert "is the endpoint running" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"url": "nowhere"}, "reading the URL 'nowhere'"),
+        ({"trace": Path("none.jsonl")}, "reading the trace none.jsonl"),
+    ],
+)
+def test_bad_input_is_a_clear_error(
+    settings: dict[str, object], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_bench(BenchSettings(**settings)) == 1
+    assert words in capsys.readouterr().err
+
+
+def test_a_run_in_which_nothing_succeeds_fails_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(FakeEndpoint(fault=lambda _: "busy")) as endpoint:
+        code = run_bench(BenchSettings(url=endpoint.url, requests=3))
+
+    assert code == 1
+    assert "http-429" in capsys.readouterr().out
+
+
+def test_ctrl_c_prints_what_was_measured_so_far(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    endpoint = FakeEndpoint(fault=lambda number: "hold" if number >= 5 else None)
+
+    def press() -> None:
+        assert endpoint.holding.wait(10)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    fingers = threading.Thread(target=press)
+    with serving(endpoint):
+        fingers.start()
+        code = run_bench(BenchSettings(url=endpoint.url, requests=50, concurrency=1, json_out=out))
+        fingers.join(10)
+
+    found = json.loads(out.read_text())
+    assert code == 0
+    assert (found["requests"], found["interrupted"], found["cancelled"]) == (5, True, 1)
+    assert "interrupted" in capsys.readouterr().out
+
+
+def test_a_report_that_cannot_be_written_is_a_clear_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(FakeEndpoint()) as endpoint:
+        code = run_bench(BenchSettings(url=endpoint.url, requests=1, json_out=Path("/nowhere/out.json")))
+
+    captured = capsys.readouterr()
+    assert code == 1
+    assert "writing /nowhere/out.json" in captured.err
+    assert "TTFT" in captured.out, "the measurement is not lost"
+
+
+class TestPlan:
+    def test_a_replay_ends_with_its_duration(self) -> None:
+        settings = BenchSettings(trace=CONVERSATION_200, speed=10, duration_s=1)
+
+        planned, count = plan(settings)
+
+        times = [request.at_ms for request in planned]
+        assert count == len(times) > 0
+        assert all(at_ms is not None and at_ms < 1000 for at_ms in times)
+
+    def test_a_scale_that_cannot_tell_ids_apart_is_refused(self) -> None:
+        with pytest.raises(TraceError, match="cannot tell"):
+            plan(BenchSettings(trace=CONVERSATION_200, length_scale=1 / 512))
+
+    @pytest.mark.parametrize(
+        ("options", "count"), [({}, 100), ({"requests": 7}, 7), ({"duration_s": 1.0}, None), ({"rate": 5.0}, 100)]
+    )
+    def test_how_many_requests_are_sent(self, options: dict[str, float], count: int | None) -> None:
+        assert plan(BenchSettings(**options))[1] == count
+
+    @pytest.mark.parametrize("arrivals", ["fixed", "poisson"])
+    def test_an_open_loop_of_a_duration_has_its_rate(self, arrivals: str) -> None:
+        planned, _ = plan(BenchSettings(rate=50, duration_s=20, arrivals=arrivals))
+
+        assert len(list(planned)) == pytest.approx(1000, rel=0.15)
+
+
+class TestSettings:
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"trace": "t", "rate": 1},
+            {"token_id_min": 9, "token_id_max": 9},
+            {"concurrency": 0},
+            {"speed": 0},
+            {"speed": float("inf")},
+            {"endpoint": "embeddings"},
+            {"colour": "red"},
+        ],
+    )
+    def test_what_is_out_of_range_is_refused(self, options: dict[str, object]) -> None:
+        with pytest.raises(ValidationError):
+            BenchSettings(**options)
+
+    @pytest.mark.parametrize("name", BenchSettings.model_fields)
+    def test_every_setting_is_described_and_documented(self, name: str) -> None:
+        flag = {"json_out": "--json", "duration_s": "--duration"}.get(name, "--" + name.replace("_", "-"))
+
+        assert BenchSettings.model_fields[name].description
+        assert f"`{flag}`" in BENCH_PAGE
+
+
+def test_every_json_key_is_documented() -> None:
+    from loadgen.statistics import Report
+
+    assert [key for key in Report.__struct_fields__ if f"`{key}`" not in BENCH_PAGE] == []

@@ -1,0 +1,77 @@
+"""``docs/wire.md`` says what ``wire`` is: every message with its fields in order, every limit with its value."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from wire import card, events, feed, hashing, identifiers, ingest, limits, requests
+
+PAGE = (Path(__file__).parents[2] / "docs" / "wire.md").read_text()
+
+STRUCTS = {
+    value.__name__: value
+    for module in (card, events, feed, ingest, requests)
+    for value in vars(module).values()
+    if isinstance(value, type) and issubclass(value, msgspec.Struct) and value is not events.Event
+}
+LIMITS = {name: value for name, value in vars(limits).items() if name.isupper() and isinstance(value, int)}
+
+
+def _row(name: str) -> list[str]:
+    """The cells of the one table row whose first cell is ``name``."""
+    rows = [line for line in PAGE.splitlines() if line.startswith(f"| `{name}` |")]
+    assert len(rows) == 1, f"docs/wire.md: {len(rows)} table rows begin with `{name}`, wanted is one"
+    return [cell.strip() for cell in rows[0].strip("|").split(" | ")]
+
+
+@pytest.mark.parametrize("name", sorted(STRUCTS))
+def test_every_message_has_a_row_with_its_fields_in_wire_order(name: str) -> None:
+    fields = re.findall(r"`(\w+)`", _row(name)[1])
+
+    assert tuple(fields) == STRUCTS[name].__struct_fields__
+
+
+@pytest.mark.parametrize("name", sorted(STRUCTS))
+def test_optional_fields_are_marked(name: str) -> None:
+    marked = re.findall(r"`(\w+)`\?", _row(name)[1])
+    fields = STRUCTS[name].__struct_fields__
+    defaults = STRUCTS[name].__struct_defaults__
+
+    assert tuple(marked) == (fields[-len(defaults) :] if defaults else ())
+
+
+@pytest.mark.parametrize("name", sorted(LIMITS))
+def test_every_limit_has_a_row_with_its_value(name: str) -> None:
+    assert _row(name)[1].replace(",", "") == str(LIMITS[name])
+
+
+def test_no_row_speaks_of_what_does_not_exist() -> None:
+    named = re.findall(r"^\| `([A-Z]\w+)` \|", PAGE, re.MULTILINE)
+
+    assert set(named) <= set(STRUCTS) | set(LIMITS)
+
+
+def test_tiers_and_roles_are_listed_with_their_numbers() -> None:
+    for member in (*identifiers.Tier, *identifiers.Role):
+        assert f"{member.value} = {member.name.lower()}" in PAGE
+
+
+def test_the_printed_vectors_are_what_the_code_computes() -> None:
+    tokens = hashing.pack_tokens(range(64))
+    plain = hashing.block_hashes(tokens, 16)
+    seeds = [hashing.hash_seed(*names) for names in (("a", ""), ("", "s"), ("a", "s"))]
+
+    printed = {int(number) for number in re.findall(r"\b\d{16,20}\b", PAGE.replace(",", ""))}
+
+    assert {
+        *plain,
+        *hashing.sequence_hashes(plain),
+        *(hashing.block_hashes(tokens, 16, seed)[0] for seed in seeds),
+        hashing.block_hashes(tokens, 16, multimodal_hashes={0: [5]})[0],
+        limits.U64_MAX,
+    } == printed
+    assert hashing.HASH_SPEC in PAGE

@@ -1,0 +1,512 @@
+"""Golden frames: every message of the contract, encoded once and committed; and hostile bytes, for every codec.
+
+``golden_frames.txt`` holds the frames as hex. A change there is a change of the contract: old and new processes of one
+pool stop understanding each other, and journals on disk become unreadable. Adding a trailing field with a default is
+the one change that is safe; it appears here as a longer frame.
+"""
+
+from __future__ import annotations
+
+import struct
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wire import codec, events, feed, ingest, limits, requests
+from wire.card import WorkerCard, WorkerLimits
+from wire.codec import Codec
+from wire.errors import DecodeError, LimitError
+from wire.events import (
+    AnyEvent,
+    BlocksReleased,
+    BlocksRemoved,
+    BlocksShared,
+    BlocksStored,
+    CacheCleared,
+    EventBatch,
+    JournalRecord,
+    LoadReported,
+    PrefillCompleted,
+    RequestFinished,
+    RequestProgressed,
+    RequestStarted,
+    SnapshotBegan,
+    SnapshotEnded,
+    WorkerDraining,
+    WorkerJoined,
+    WorkerLeft,
+)
+from wire.feed import BlockChain, Records, Replay, RequestState, SnapshotPart, TakeSnapshot, TooOld, WorkerState
+from wire.hashing import pack_hashes, pack_tokens
+from wire.identifiers import Role, Tier
+from wire.ingest import Acknowledged, Goodbye, Heartbeat, Hello, Refused, Resend, Unknown, Welcome
+from wire.limits import FRAME_BYTES_MAX, U32_MAX, U64_MAX
+from wire.requests import (
+    Cancel,
+    Generate,
+    Ping,
+    Pong,
+    Routing,
+    Sampling,
+    TokenBatch,
+    TokenDelta,
+    TokenLogprobs,
+)
+
+GOLDEN_FILE = Path(__file__).with_name("golden_frames.txt")
+
+CODECS: dict[str, Codec[Any]] = {name: value for name, value in vars(codec).items() if isinstance(value, Codec)}
+
+SMALL_CARD = WorkerCard("tiny", Role.AGGREGATED, 16, WorkerLimits(8, 2048, 512, 4096), "tcp://127.0.0.1:40001")
+FULL_CARD = WorkerCard(
+    model="meta-llama/Llama-3.1-8B",
+    role=Role.DECODE,
+    block_size=32,
+    limits=WorkerLimits(256, 8192, U32_MAX, 131_072, host_kv_blocks=1_000_000),
+    request_endpoint="ipc:///tmp/w1",
+    http_endpoint="http://10.0.0.7:9000",
+    loras=("legal", "médical"),
+    dp_size=8,
+    engine="TensorRT-LLM 1.2.1",
+    eos_token_ids=(2, 128_009),
+    vocabulary_size=128_256,
+)
+LOAD = LoadReported(3, 1, 4096, 700, 900, 1024, steps=12_345_678_901)
+
+
+def _batch(*items: AnyEvent) -> EventBatch:
+    return EventBatch("w1", 0, 7, 41, 1_700_000_000_123, list(items))
+
+
+GOLDEN: dict[tuple[str, str], Any] = {
+    ("event_batch", "worker joined, smallest card"): _batch(WorkerJoined(SMALL_CARD)),
+    ("event_batch", "worker joined, every field"): _batch(WorkerJoined(FULL_CARD)),
+    ("event_batch", "worker draining"): _batch(WorkerDraining()),
+    ("event_batch", "worker left"): _batch(WorkerLeft("lease expired")),
+    ("event_batch", "blocks stored at the root"): _batch(BlocksStored(None, pack_hashes([0, 1, U64_MAX]))),
+    ("event_batch", "blocks stored below a parent, on disk"): _batch(
+        BlocksStored(U64_MAX, pack_hashes([15310707395893867146]), Tier.DISK)
+    ),
+    ("event_batch", "blocks removed from the host tier"): _batch(BlocksRemoved(pack_hashes([9]), Tier.HOST)),
+    ("event_batch", "blocks shared and released by one of several sources"): _batch(
+        BlocksShared(pack_hashes([9])), BlocksReleased(pack_hashes([9]), Tier.HOST)
+    ),
+    ("event_batch", "cache cleared"): _batch(CacheCleared()),
+    ("event_batch", "life of a request"): _batch(
+        RequestStarted("r-1", 100, 96, 7),
+        PrefillCompleted("r-1"),
+        RequestProgressed("r-1", 8),
+        RequestFinished("r-1", "stop"),
+    ),
+    ("event_batch", "load reported"): _batch(LOAD),
+    ("event_batch", "restatement of a cache"): _batch(SnapshotBegan(), SnapshotEnded()),
+    ("event_batch", "no events, largest numbers, another source"): EventBatch(
+        "ns.component.endpoint", U32_MAX, U64_MAX, U64_MAX, U64_MAX, [], source="pub"
+    ),
+    ("journal_record", "a record"): JournalRecord(
+        U64_MAX, "w1", 3, 7, 41, 1_700_000_000_123, 1_700_000_000_456, [CacheCleared()]
+    ),
+    ("to_worker", "generate, smallest"): Generate("r-1", pack_tokens([1, 2, 3]), Sampling(16)),
+    ("to_worker", "generate, every field"): Generate(
+        request_id="r-2",
+        token_ids=pack_tokens([0, U32_MAX]),
+        sampling=Sampling(
+            max_tokens=1,
+            temperature=0.5,
+            top_p=0.9,
+            top_k=40,
+            min_p=0.05,
+            seed=-1,
+            frequency_penalty=0.25,
+            presence_penalty=-0.25,
+            repetition_penalty=1.1,
+            min_tokens=1,
+            ignore_eos=True,
+            logprobs=5,
+            logit_bias={50256: -100.0},
+            guided_json=b'{"type":"object"}',
+        ),
+        stop_token_ids=(2, 128_009),
+        routing=Routing(1, -2, "legal", "tenant-7", 1),
+        disaggregated_params=b"\x00\xff",
+        multimodal=b"\x01",
+    ),
+    ("to_worker", "cancel"): Cancel("r-1"),
+    ("to_worker", "ping"): Ping(5),
+    ("from_worker", "token batch"): TokenBatch(
+        9,
+        [
+            TokenDelta("r-1", 0, pack_tokens([11]), cached_tokens=96),
+            TokenDelta(
+                request_id="r-2",
+                position=4,
+                token_ids=pack_tokens([12, 13]),
+                finish_reason="length",
+                cached_tokens=0,
+                error=None,
+                retryable=False,
+                logprobs=(TokenLogprobs(12, -0.5, ((12, -0.5), (99, -1.25))), TokenLogprobs(13, -2.0)),
+                disaggregated_params=b"\x00",
+            ),
+            TokenDelta("r-3", 0, b"", "error", error="out of blocks", retryable=True),
+        ],
+    ),
+    ("from_worker", "pong"): Pong(5, 7, draining=True),
+    ("to_consolidator", "hello"): Hello("w1", 0, 7, SMALL_CARD, 42, 10),
+    ("to_consolidator", "heartbeat"): Heartbeat("w1", 0, 7, 42),
+    ("to_consolidator", "goodbye"): Goodbye("w1", 0, 7, "drained"),
+    ("from_consolidator", "welcome"): Welcome("w1", 0, 7, 42, "c-1", 5000),
+    ("from_consolidator", "acknowledged"): Acknowledged("w1", 0, 7, 42, "c-1"),
+    ("from_consolidator", "resend"): Resend("w1", 0, 7, 40),
+    ("from_consolidator", "unknown"): Unknown("w1", 0),
+    ("from_consolidator", "refused"): Refused("w1", 0, "block_size 32, the pool has 16"),
+    ("to_feed", "replay"): Replay(1, 100, 50),
+    ("to_feed", "take snapshot"): TakeSnapshot(2),
+    ("from_feed", "records"): Records(1, [b"\x01\x02", b""], 102),
+    ("from_feed", "too old"): TooOld(1, 90),
+    ("from_feed", "snapshot part"): SnapshotPart(
+        2,
+        102,
+        0,
+        True,
+        [WorkerState("w1", 0, 7, 42, SMALL_CARD, False, [RequestState("r-1", 100, 96, 7, True)], LOAD, True)],
+        [(0, BlockChain(None, pack_hashes([5, 6]))), (0, BlockChain(6, pack_hashes([7]), Tier.HOST))],
+    ),
+}
+KEYS = list(GOLDEN)
+
+
+def _read_golden() -> dict[tuple[str, str], bytes]:
+    frames: dict[tuple[str, str], str] = {}
+    key = ("", "")
+    for line in GOLDEN_FILE.read_text().splitlines():
+        if line.startswith("["):
+            family, _, case = line.strip("[]").partition(": ")
+            key = (family, case)
+            frames[key] = ""
+        elif line.startswith("  "):
+            frames[key] += line
+    return {key: bytes.fromhex(text) for key, text in frames.items()}
+
+
+FRAMES = _read_golden()
+
+
+def _fault(name: str, frame: bytes) -> DecodeError | None:
+    """Decode hostile bytes: a value or a ``DecodeError`` is fine, anything else fails the test."""
+    try:
+        CODECS[name].decode(frame)
+    except DecodeError as error:
+        return error
+    return None
+
+
+class TestGoldenFrames:
+    def test_every_case_has_a_frame_and_every_frame_a_case(self) -> None:
+        assert set(FRAMES) == set(GOLDEN)
+
+    def test_every_message_of_the_contract_has_a_case(self) -> None:
+        """A message that is added to a module of ``wire`` needs a golden frame."""
+        seen: set[type] = set()
+
+        def visit(value: Any) -> None:
+            if isinstance(value, msgspec.Struct):
+                seen.add(type(value))
+                for field in value.__struct_fields__:
+                    visit(getattr(value, field))
+            elif isinstance(value, list | tuple):
+                for item in value:
+                    visit(item)
+
+        visit(list(GOLDEN.values()))
+        defined = {
+            value
+            for module in (events, feed, ingest, requests)
+            for value in vars(module).values()
+            if isinstance(value, type) and issubclass(value, msgspec.Struct) and value is not events.Event
+        }
+
+        assert defined <= seen
+        assert {family for family, _ in GOLDEN} == set(CODECS)
+
+    @pytest.mark.parametrize("key", KEYS, ids=": ".join)
+    def test_encoding_is_unchanged(self, key: tuple[str, str]) -> None:
+        assert CODECS[key[0]].encode(GOLDEN[key]).hex() == FRAMES[key].hex()
+
+    @pytest.mark.parametrize("key", KEYS, ids=": ".join)
+    def test_decoding_yields_the_value(self, key: tuple[str, str]) -> None:
+        assert CODECS[key[0]].decode(FRAMES[key]) == GOLDEN[key]
+
+    @pytest.mark.parametrize("key", KEYS, ids=": ".join)
+    def test_a_memoryview_decodes_like_bytes(self, key: tuple[str, str]) -> None:
+        assert CODECS[key[0]].decode(memoryview(FRAMES[key])) == GOLDEN[key]
+
+    def test_feed_frames_carry_the_offset_big_endian_so_that_bytes_sort_like_numbers(self) -> None:
+        assert feed.offset_frame.pack(258) == bytes.fromhex("0000000000000102")
+        assert feed.FEED_TOPIC == b"poolgrid"
+        assert (ingest.BATCH_FRAME, ingest.CONTROL_FRAME) == (b"B", b"C")
+
+    def test_a_worker_key_reads_as_id_and_rank(self) -> None:
+        record = GOLDEN[("journal_record", "a record")]
+
+        assert str(record.worker) == "w1/3"
+        assert str(_batch().worker) == "w1"
+
+
+class TestEvolution:
+    """A reader ignores trailing fields it does not know; a missing trailing field takes its default."""
+
+    @pytest.mark.parametrize("key", KEYS, ids=": ".join)
+    def test_unknown_trailing_fields_are_ignored(self, key: tuple[str, str]) -> None:
+        fields = msgspec.msgpack.decode(FRAMES[key])
+        newer = msgspec.msgpack.encode([*fields, "a later field", {"of": ["any", 1, None, 2.5, b"kind"]}])
+
+        assert CODECS[key[0]].decode(newer) == GOLDEN[key]
+
+    def test_unknown_trailing_fields_of_an_event_are_ignored(self) -> None:
+        fields = msgspec.msgpack.decode(codec.event_batch.encode(_batch(PrefillCompleted("r-1"))))
+        fields[5][0].append([1, 2, 3])
+
+        assert codec.event_batch.decode(msgspec.msgpack.encode(fields)) == _batch(PrefillCompleted("r-1"))
+
+    @pytest.mark.parametrize(
+        ("name", "value", "dropped"),
+        [
+            ("event_batch", _batch(CacheCleared()), 1),
+            ("to_worker", Generate("r-1", b"", Sampling(1)), 4),
+            ("from_worker", Pong(1, 2), 1),
+            ("journal_record", JournalRecord(0, "w1", 0, 0, 0, 0, 0, []), 1),
+        ],
+    )
+    def test_missing_trailing_fields_take_their_defaults(self, name: str, value: Any, dropped: int) -> None:
+        fields = msgspec.msgpack.decode(CODECS[name].encode(value))
+
+        older = msgspec.msgpack.encode(fields[:-dropped])
+
+        assert CODECS[name].decode(older) == value
+        assert _fault(name, msgspec.msgpack.encode(fields[: -dropped - 1])) is not None
+
+    def test_an_older_card_without_optional_fields_is_understood(self) -> None:
+        fields = msgspec.msgpack.decode(codec.event_batch.encode(_batch(WorkerJoined(SMALL_CARD))))
+        fields[5][0][1] = fields[5][0][1][:5]
+
+        assert codec.event_batch.decode(msgspec.msgpack.encode(fields)) == _batch(WorkerJoined(SMALL_CARD))
+
+    @pytest.mark.parametrize("name", [name for name in CODECS if name not in ("event_batch", "journal_record")])
+    def test_an_unknown_message_tag_is_a_decode_error(self, name: str) -> None:
+        assert _fault(name, msgspec.msgpack.encode(["MessageOfTheFuture", 1])) is not None
+
+    def test_an_unknown_event_tag_is_a_decode_error_that_names_it(self) -> None:
+        fields = msgspec.msgpack.decode(codec.event_batch.encode(_batch(CacheCleared())))
+        fields[5] = [["BlocksTeleported", 1]]
+
+        with pytest.raises(DecodeError, match=r"an event batch: .*BlocksTeleported"):
+            codec.event_batch.decode(msgspec.msgpack.encode(fields))
+
+
+class TestChecks:
+    """What types alone do not say is checked too, and the error says where."""
+
+    @pytest.mark.parametrize(
+        ("name", "value", "where"),
+        [
+            ("event_batch", _batch(BlocksStored(None, b"1234567")), r"BlocksStored\.sequence_hashes: 7 bytes"),
+            ("event_batch", _batch(CacheCleared(), BlocksRemoved(b"123456789")), r"BlocksRemoved\.sequence_hashes"),
+            ("event_batch", _batch(BlocksShared(b"1")), r"BlocksShared\.sequence_hashes: 1 bytes"),
+            ("event_batch", _batch(BlocksReleased(b"1")), r"BlocksReleased\.sequence_hashes: 1 bytes"),
+            ("journal_record", JournalRecord(0, "w", 0, 0, 0, 0, 0, [BlocksRemoved(b"1")]), "BlocksRemoved"),
+            ("to_worker", Generate("r", b"12345", Sampling(1)), r"Generate\.token_ids: 5 bytes"),
+            ("from_worker", TokenBatch(0, [TokenDelta("r", 0, b"1")]), r"TokenDelta\.token_ids: 1 bytes"),
+            (
+                "from_feed",
+                SnapshotPart(0, 0, 0, True, [], [(0, BlockChain(None, b"123"))]),
+                r"BlockChain\.sequence_hashes: 3 bytes",
+            ),
+        ],
+    )
+    def test_packed_bytes_of_a_broken_length_are_refused(self, name: str, value: Any, where: str) -> None:
+        with pytest.raises(DecodeError, match=where):
+            CODECS[name].decode(CODECS[name].encode(value))
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("to_worker", Cancel("x" * (limits.IDENTIFIER_BYTES_MAX + 1))),
+            ("to_worker", Ping(-1)),
+            ("to_worker", Generate("r", b"", Sampling(U32_MAX + 1))),
+            ("to_worker", Generate("r", b"", Sampling(1, logprobs=limits.LOGPROBS_MAX + 1))),
+            ("to_worker", Generate("r", b"", Sampling(1), stop_token_ids=(1,) * (limits.STOP_TOKENS_MAX + 1))),
+            ("to_consolidator", Goodbye("w", 0, 0, "x" * (limits.TEXT_CHARS_MAX + 1))),
+            ("event_batch", _batch(*[CacheCleared()] * (limits.EVENTS_PER_BATCH_MAX + 1))),
+            ("event_batch", _batch(BlocksStored(None, bytes(8 * limits.BLOCKS_PER_EVENT_MAX + 8)))),
+            ("from_feed", Records(0, [b""] * (limits.REPLAY_RECORDS_MAX + 1), 0)),
+        ],
+        ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+    )
+    def test_values_beyond_their_limit_are_refused(self, name: str, value: Any) -> None:
+        assert _fault(name, CODECS[name].encode(value)) is not None
+
+    def test_an_oversize_value_of_our_own_is_not_encoded(self) -> None:
+        with pytest.raises(LimitError, match="an answer of the feed is") as caught:
+            codec.from_feed.encode(Records(0, [bytes(FRAME_BYTES_MAX)], 0))
+
+        assert caught.value.value > caught.value.maximum == FRAME_BYTES_MAX
+
+    @pytest.mark.parametrize("name", CODECS)
+    def test_an_oversize_frame_is_refused_before_it_is_read(self, name: str) -> None:
+        """The frame only claims its length: whoever reads it fails with another error than the one expected."""
+
+        class Unreadable(bytes):
+            def __len__(self) -> int:
+                return FRAME_BYTES_MAX + 1
+
+        with pytest.raises(DecodeError, match=f"{FRAME_BYTES_MAX + 1} bytes, allowed are at most {FRAME_BYTES_MAX}"):
+            CODECS[name].decode(Unreadable())
+
+
+HEADERS = {"str32": b"\xdb", "bin32": b"\xc6", "array32": b"\xdd", "map32": b"\xdf", "ext32": b"\xc9"}
+
+
+def _value_spans(frame: bytes) -> Iterator[int]:
+    """Offsets at which a msgpack value of the frame starts."""
+    at = 0
+    while at < len(frame):
+        yield at
+        code = frame[at]
+        if code <= 0x7F or code >= 0xE0 or 0x80 <= code <= 0x9F or code in (0xC0, 0xC2, 0xC3):
+            at += 1
+        elif 0xA0 <= code <= 0xBF:
+            at += 1 + (code & 0x1F)
+        elif code in (0xC4, 0xD9):
+            at += 2 + frame[at + 1]
+        elif code in (0xCA, 0xCB, 0xCC, 0xCD, 0xCE, 0xCF, 0xD0, 0xD1, 0xD2, 0xD3):
+            at += 1 + {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}[code]
+        else:  # pragma: no cover - golden frames hold nothing else
+            raise AssertionError(f"byte {code:#x} in a golden frame")
+
+
+class TestHostileBytes:
+    """Decoding returns a value or raises ``DecodeError``, in proportion to the bytes given. Nothing else."""
+
+    @given(name=st.sampled_from(sorted(CODECS)), frame=st.binary(max_size=512))
+    def test_random_bytes(self, name: str, frame: bytes) -> None:
+        _fault(name, frame)
+
+    @given(
+        name=st.sampled_from(sorted(CODECS)),
+        value=st.recursive(
+            st.none() | st.booleans() | st.integers(-(2**63), U64_MAX) | st.floats() | st.text() | st.binary(),
+            lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(-(2**63), U64_MAX), inner),
+        ),
+        tag=st.sampled_from([type(value).__name__ for value in GOLDEN.values()]) | st.none(),
+    )
+    def test_well_formed_msgpack_of_any_shape(self, name: str, value: Any, tag: str | None) -> None:
+        _fault(name, msgspec.msgpack.encode(value if tag is None else [tag, value, value, value]))
+
+    @pytest.mark.parametrize("key", KEYS, ids=": ".join)
+    def test_every_truncation_is_a_decode_error(self, key: tuple[str, str]) -> None:
+        frame = FRAMES[key]
+
+        accepted = [end for end in range(len(frame)) if _fault(key[0], frame[:end]) is None]
+
+        assert accepted == []
+
+    @pytest.mark.parametrize("key", KEYS, ids=": ".join)
+    def test_trailing_bytes_are_a_decode_error(self, key: tuple[str, str]) -> None:
+        assert _fault(key[0], FRAMES[key] + b"\x00") is not None
+
+    @pytest.mark.parametrize("key", KEYS, ids=": ".join)
+    def test_every_single_byte_set_to_a_hostile_value(self, key: tuple[str, str]) -> None:
+        """All type codes that claim a length or nest, at every position; other values are hypothesis' below."""
+        frame = bytearray(FRAMES[key])
+        for at, original in enumerate(FRAMES[key]):
+            for code in (0x00, 0x7F, 0x80, 0x8F, 0x90, 0x9F, 0xA0, 0xC0, 0xC1, *range(0xC4, 0xE0), 0xFF):
+                frame[at] = code
+                _fault(key[0], bytes(frame))
+            frame[at] = original
+
+    @given(key=st.sampled_from(KEYS), data=st.data())
+    def test_single_byte_mutations(self, key: tuple[str, str], data: st.DataObject) -> None:
+        frame = bytearray(FRAMES[key])
+        at = data.draw(st.integers(0, len(frame) - 1), label="position")
+        frame[at] = data.draw(st.integers(0, 255), label="byte")
+
+        _fault(key[0], bytes(frame))
+
+    @given(source=st.sampled_from(KEYS), name=st.sampled_from(sorted(CODECS)))
+    def test_a_frame_of_another_family_is_a_decode_error(self, source: tuple[str, str], name: str) -> None:
+        pairs = {frozenset({"event_batch", "journal_record"})}
+        if source[0] != name and frozenset({source[0], name}) not in pairs:
+            assert _fault(name, FRAMES[source]) is not None
+
+    @pytest.mark.parametrize("name", CODECS)
+    @pytest.mark.parametrize("depth", [10_000, 1_000_000])
+    @pytest.mark.parametrize(
+        "opening", [b"\x91", b"\x81\x01", b"\xdd\x00\x00\x00\x01"], ids=["array", "map", "array32"]
+    )
+    def test_deep_nesting_is_a_decode_error(self, name: str, depth: int, opening: bytes) -> None:
+        """At the top, and where it hides best: in a trailing field that the reader skips."""
+        nested = opening * depth + b"\xc0"
+        golden = next(frame for key, frame in FRAMES.items() if key[0] == name)
+        assert 0x90 <= golden[0] < 0x9F
+        skipped = bytes([golden[0] + 1]) + golden[1:] + nested
+
+        assert _fault(name, nested) is not None
+        assert _fault(name, skipped) is not None
+
+    @pytest.mark.parametrize("claimed", [U32_MAX, 2**28])
+    @pytest.mark.parametrize("kind", HEADERS)
+    @pytest.mark.parametrize("name", CODECS)
+    def test_a_claimed_length_is_never_allocated(self, name: str, kind: str, claimed: int) -> None:
+        """The claim replaces each value of each golden frame in turn; the peak stays in proportion to the bytes."""
+        claim = HEADERS[kind] + struct.pack(">I", claimed)
+        tracemalloc.start()
+        try:
+            for key, frame in FRAMES.items():
+                if key[0] != name:
+                    continue
+                for at in _value_spans(frame):
+                    hostile = frame[:at] + claim + frame[at:][:64]
+                    tracemalloc.reset_peak()
+                    before, _ = tracemalloc.get_traced_memory()
+                    fault = _fault(name, hostile)
+                    _, peak = tracemalloc.get_traced_memory()
+
+                    assert fault is not None
+                    assert peak - before < 64 * 1024 + 100 * len(hostile)
+                    del fault
+        finally:
+            tracemalloc.stop()
+
+    def test_memory_stays_in_proportion_for_the_densest_legal_frames(self) -> None:
+        """An object per byte is the worst that a frame can ask for: small bodies, as many as the limit allows."""
+        count = limits.EVENTS_PER_BATCH_MAX
+        dense = {
+            "event_batch": codec.event_batch.encode(_batch(*[PrefillCompleted("")] * count)),
+            "from_worker": codec.from_worker.encode(TokenBatch(0, [TokenDelta("", 0, b"")] * count)),
+            "from_feed": codec.from_feed.encode(Records(0, [b""] * limits.REPLAY_RECORDS_MAX, 0)),
+        }
+        for name, frame in dense.items():
+            tracemalloc.start()
+            try:
+                CODECS[name].decode(frame)
+                _, peak = tracemalloc.get_traced_memory()
+            finally:
+                tracemalloc.stop()
+
+            assert peak < 64 * 1024 + 40 * len(frame), name
+
+
+def test_a_decode_error_names_what_was_decoded_and_keeps_it_as_fields() -> None:
+    with pytest.raises(DecodeError) as caught:
+        codec.to_feed.decode(b"\xc1")
+
+    assert caught.value.what == "a request to the feed"
+    assert str(caught.value) == f"cannot decode a request to the feed: {caught.value.detail}"
+    assert caught.value.__cause__ is None
