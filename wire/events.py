@@ -115,7 +115,7 @@ class SnapshotEnded(Event, frozen=True):
 
 
 class BlocksShared(Event, frozen=True):
-    """A further source of the worker reported blocks that it was known to hold; nothing changes for readers of the pool."""
+    """A further source of the worker reported blocks that it was known to hold; nothing changes for readers."""
 
     sequence_hashes: PackedHashes
     tier: Tier = Tier.DEVICE

@@ -24,9 +24,10 @@ changes nothing and is counted.
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, repeat
 
 from wire.feed import BlockChain
 from wire.hashing import pack_hashes
@@ -160,8 +161,10 @@ class PrefixIndex:
             self._onboard(bit, hashes)
         stored = self._store(bit, parent, hashes)
         self._held[slot] += stored
-        self.counters.blocks_stored += stored
-        self.counters.repeated_stores += len(hashes) - stored
+        counters = self.counters
+        counters.blocks_stored += stored
+        if stored != len(hashes):
+            counters.repeated_stores += len(hashes) - stored
         if self._dead or self._sweeping:
             self._sweep_slice()
         if len(self._reach) + len(self._orphans) > self._max_blocks:
@@ -343,6 +346,9 @@ class PrefixIndex:
                 return self._store_orphans(bit, parent, hashes)
         if self._orphans:
             return self._store_among_orphans(bit, parent, hashes)
+        if hashes[0] not in reach:
+            # The usual case: a chain that nobody has yet.
+            return len(hashes) if self._add_run(bit, above, parent, list(hashes)) else 0
         at = 0
         stored = 0
         end = len(hashes)
@@ -377,27 +383,35 @@ class PrefixIndex:
     def _add_run(self, bit: int, above: Run | None, parent: int | None, blocks: list[int]) -> bool:
         """Add new blocks below ``parent``, any block of ``above``; refuse (False) what contradicts the index."""
         reach = self._reach
-        run = above
-        if above is None or above.mask != bit or above.children or above.blocks[-1] != parent:
+        if above is not None and above.mask == bit and not above.children and above.blocks[-1] == parent:
+            run = above
+        else:
             run = Run(parent, blocks, bit)
-        entries = dict.fromkeys(blocks, run)
-        if len(entries) != len(blocks) or not reach.keys().isdisjoint(entries):
+        before = len(reach)
+        # One pass in C. It never overwrites, so the growth of the map tells whether every block was new.
+        deque(map(reach.setdefault, blocks, repeat(run)), maxlen=0)
+        if len(reach) - before != len(blocks):
+            self._take_back(run, above, blocks)
             self.counters.contradictions += 1
             return False
         if run is above:
             # A sequence that its only holder continues: the usual growth while decoding.
-            assert above is not None
-            above.blocks += blocks
+            run.blocks += blocks
         elif above is not None:
             assert parent is not None
-            assert run is not None
             if above.blocks[-1] != parent:
                 self._split(above, above.blocks.index(parent) + 1)
             if above.children is None:
                 above.children = {}
             above.children[blocks[0]] = run
-        reach.update(entries)  # type: ignore[arg-type]
         return True
+
+    def _take_back(self, run: Run, above: Run | None, blocks: list[int]) -> None:
+        """Undo the entries of a chain that holds a resident block, or a block twice."""
+        mine = set(run.blocks) if run is above else set()
+        for block in set(blocks) - mine:
+            if self._reach.get(block) is run:
+                del self._reach[block]
 
     def _split(self, run: Run, at: int) -> None:
         """Cut a run before position ``at``; the front part stays ``run``."""

@@ -48,17 +48,17 @@ class Projection:
         """Apply the next record; ``now_ms`` is the router's monotonic clock, for reservations only."""
         assert record.offset >= self.next_offset, f"record {record.offset} after {self.next_offset} was applied"
         self.next_offset = record.offset + 1
-        key = WorkerKey(WorkerId(record.worker_id), record.dp_rank)
-        worker = self.fleet.workers.get(key)
+        # A plain tuple finds what a WorkerKey was stored under, and costs less to make.
+        worker = self.fleet.workers.get((record.worker_id, record.dp_rank))  # type: ignore[call-overload]
+        key = WorkerKey(WorkerId(record.worker_id), record.dp_rank) if worker is None else worker.key
         index = self.index
         for event in record.events:
-            kind = type(event)
-            if kind is BlocksStored:
+            if isinstance(event, BlocksStored):
                 if self._index_blocks and worker is not None:
-                    index.store(key, event.parent, unpack_hashes(event.sequence_hashes), event.tier)  # type: ignore[union-attr]
-            elif kind is BlocksRemoved:
+                    index.store(key, event.parent, unpack_hashes(event.sequence_hashes), event.tier)
+            elif isinstance(event, BlocksRemoved):
                 if self._index_blocks and worker is not None:
-                    index.remove(key, unpack_hashes(event.sequence_hashes), event.tier)  # type: ignore[union-attr]
+                    index.remove(key, unpack_hashes(event.sequence_hashes), event.tier)
             elif isinstance(event, RequestStarted):
                 self.ledger.started(
                     key, index.slot(key), event.request_id, event.isl - event.cached_tokens, event.active_blocks, now_ms

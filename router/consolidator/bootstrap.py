@@ -1,0 +1,77 @@
+"""Put a consolidator together with the real things: the only place that picks them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry
+
+from router.consolidator.adapters.posix_disk import PosixDisk
+from router.consolidator.http_api import HealthApp, HealthServer, bind_http
+from router.consolidator.journal.files import FileJournal, JournalSettings
+from router.consolidator.journal.memory import MemoryJournal
+from router.consolidator.ports import Journal
+from router.consolidator.service import ConsolidatorService
+from router.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
+from runtime.clock import Clock, SystemClock
+
+log = logging.getLogger(__name__)
+
+
+class Endpoints(NamedTuple):
+    """Where a consolidator answers."""
+
+    ingest: str
+    feed: str
+    query: str
+    http: str
+
+
+def open_journal(settings: ConsolidatorSettings) -> Journal:
+    """Return the journal that the settings name; raises ``OSError`` or ``JournalCorrupt``."""
+    if settings.data_dir is None:
+        return MemoryJournal(settings.memory_journal_bytes)
+    disk = PosixDisk(settings.data_dir)
+    try:
+        journal = FileJournal(
+            disk, JournalSettings(settings.segment_bytes, settings.retention_bytes, settings.retention_ms)
+        )
+    except BaseException:
+        disk.close()
+        raise
+    for line in journal.report:
+        log.warning("journal %s: %s", settings.data_dir, line)
+    return journal
+
+
+def create(settings: ConsolidatorSettings, registry: CollectorRegistry, clock: Clock) -> ConsolidatorService:
+    """Return a consolidator; it holds nothing until ``start``, and its endpoints are known after that."""
+    return ConsolidatorService(settings, registry, clock, lambda: open_journal(settings))
+
+
+async def serve(settings: ConsolidatorProcessSettings, stop: asyncio.Event, ready: Callable[[Endpoints], None]) -> None:
+    """Run a consolidator in a process of its own until ``stop`` is set; ``ready`` is told where it answers."""
+    registry = CollectorRegistry()
+    service = create(settings, registry, SystemClock())
+    await service.start()
+    try:
+        listener = bind_http(settings.host, settings.http_port)
+        server = HealthServer(HealthApp(service, registry), listener)
+        try:
+            await server.start()
+            ready(
+                Endpoints(
+                    ingest=service.ingest_endpoint,
+                    feed=service.feed_endpoint,
+                    query=service.query_endpoint,
+                    http=f"http://{settings.host}:{listener.getsockname()[1]}",
+                )
+            )
+            await stop.wait()
+        finally:
+            await server.stop()
+    finally:
+        await service.stop()

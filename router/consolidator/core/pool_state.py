@@ -1,0 +1,280 @@
+"""The state of a pool as a fold over its journal.
+
+Rules for this file:
+
+1. ``apply`` is the only way by which records change the state, and it looks at nothing but the record.
+2. ``freeze`` at offset n, loaded, and followed by the records from n on, gives the state that all records from 0 give.
+3. A record moves the cursor of its source behind its ``seq``. Records that the consolidator writes on its own account
+   (source ``consolidator``: ``WorkerJoined``, ``WorkerLeft``, requests that were lost) move none.
+
+What a record does to a worker rank:
+
+    event                        effect
+    ---------------------------  ------------------------------------------------------------------------------
+    WorkerJoined(card)           the rank starts with an empty cache, no requests, and the cursor (epoch, 0)
+    WorkerDraining               marked as draining
+    WorkerLeft                   the rank is forgotten, blocks, requests and cursors included
+    Blocks*, CacheCleared        ``presence``
+    SnapshotBegan, SnapshotEnded the blocks are void; ``restating`` in between
+    RequestStarted               the request is listed (the oldest goes when more than ``REQUESTS_PER_WORKER_MAX``)
+    PrefillCompleted, Progressed the request, when it is listed, changes
+    RequestFinished              the request is no longer listed
+    LoadReported                 replaces the load
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from router.consolidator.core.cursor import Cursor
+from router.consolidator.core.presence import Frozen, Held, Presence, chains, merged
+from wire.card import WorkerCard
+from wire.events import (
+    AnyEvent,
+    JournalRecord,
+    LoadReported,
+    PrefillCompleted,
+    RequestFinished,
+    RequestProgressed,
+    RequestStarted,
+    SnapshotBegan,
+    SnapshotEnded,
+    WorkerDraining,
+    WorkerJoined,
+    WorkerLeft,
+)
+from wire.feed import BlockChain, RequestState, WorkerState
+from wire.hashing import pack_hashes
+from wire.identifiers import Tier, WorkerId, WorkerKey
+
+REQUESTS_PER_WORKER_MAX = 65_536
+"""Unfinished requests remembered per rank, far above any engine's batch and queue; beyond it the oldest goes."""
+
+BLOCKS_PER_WORKER_MAX = 4 * 1024 * 1024
+"""Blocks remembered per rank over all tiers and sources. Beyond it new chains are not taken in, and that is counted."""
+
+CONSOLIDATOR_SOURCE = "consolidator"
+"""Source of the records that the consolidator writes on its own account."""
+
+WORKER_SOURCE = "worker"
+"""Source of what a worker pushes about itself."""
+
+
+class Worker:
+    """All that the stream says of one worker rank."""
+
+    __slots__ = ("card", "cursors", "draining", "epoch", "key", "load", "presence", "requests", "restating")
+
+    def __init__(self, key: WorkerKey, epoch: int, card: WorkerCard, blocks_max: int = BLOCKS_PER_WORKER_MAX) -> None:
+        self.key = key
+        self.epoch = epoch
+        self.card = card
+        self.draining = False
+        self.restating = False
+        self.load: LoadReported | None = None
+        self.requests: dict[str, RequestState] = {}
+        self.presence = Presence(blocks_max)
+        self.cursors: dict[str, Cursor] = {WORKER_SOURCE: Cursor(epoch)}
+
+    def apply(self, source: str, event: AnyEvent) -> None:
+        """Apply one event of a journal record that is about this worker."""
+        kind = type(event)
+        if kind in _OF_THE_WORKER:
+            self.note(event)
+            if kind is SnapshotBegan:
+                self.presence.forget_all()
+        else:
+            self.presence.apply(source, event)
+
+    def note(self, event: AnyEvent) -> None:
+        """Apply an event that is not about blocks."""
+        if isinstance(event, LoadReported):
+            self.load = event
+        elif isinstance(event, RequestStarted):
+            self.requests.pop(event.request_id, None)
+            if len(self.requests) >= REQUESTS_PER_WORKER_MAX:
+                del self.requests[next(iter(self.requests))]
+            self.requests[event.request_id] = RequestState(
+                event.request_id, event.isl, event.cached_tokens, event.active_blocks, prefilling=True
+            )
+        elif isinstance(event, RequestProgressed):
+            request = self.requests.get(event.request_id)
+            if request is not None:
+                self.requests[event.request_id] = RequestState(
+                    request.request_id, request.isl, request.cached_tokens, event.active_blocks, request.prefilling
+                )
+        elif isinstance(event, PrefillCompleted):
+            request = self.requests.get(event.request_id)
+            if request is not None:
+                self.requests[event.request_id] = RequestState(
+                    request.request_id, request.isl, request.cached_tokens, request.active_blocks, prefilling=False
+                )
+        elif isinstance(event, RequestFinished):
+            self.requests.pop(event.request_id, None)
+        elif isinstance(event, WorkerDraining):
+            self.draining = True
+        elif isinstance(event, SnapshotBegan):
+            self.restating = True
+        elif isinstance(event, SnapshotEnded):
+            self.restating = False
+
+    def state(self) -> WorkerState:
+        """Return the worker without its blocks, as readers get it."""
+        return WorkerState(
+            worker_id=self.key.worker_id,
+            dp_rank=self.key.dp_rank,
+            epoch=self.epoch,
+            next_seq=self.cursors[WORKER_SOURCE].next_seq,
+            card=self.card,
+            draining=self.draining,
+            requests=list(self.requests.values()),
+            load=self.load,
+            restating=self.restating,
+        )
+
+
+_OF_THE_WORKER = frozenset(
+    {
+        LoadReported,
+        RequestStarted,
+        RequestProgressed,
+        PrefillCompleted,
+        RequestFinished,
+        WorkerDraining,
+        SnapshotBegan,
+        SnapshotEnded,
+    }
+)
+
+
+class SourcePosition(msgspec.Struct, array_like=True, frozen=True):
+    """Cursor of one source, as a snapshot keeps it."""
+
+    source: str
+    epoch: int
+    next_seq: int
+
+
+class WorkerEntry(msgspec.Struct, array_like=True, frozen=True):
+    """One worker of a journal snapshot."""
+
+    state: WorkerState
+    positions: list[SourcePosition]
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenWorker:
+    """A copy of one worker."""
+
+    entry: WorkerEntry
+    held: Frozen
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenPool:
+    """A copy of a pool's state before record ``offset``: safe to dump in another thread."""
+
+    offset: int
+    workers: list[FrozenWorker]
+
+    def states(self) -> list[WorkerState]:
+        """Return the workers without their blocks, in a fixed order."""
+        return [worker.entry.state for worker in self.workers]
+
+    def visible_chains(self) -> Iterator[tuple[int, BlockChain]]:
+        """Yield (position of the worker, chain) for what readers see: sources merged, parents before children."""
+        for position, worker in enumerate(self.workers):
+            for tier in Tier:
+                holdings: list[Held] = [held for at, _, held in worker.held if at is tier]
+                if holdings:
+                    for parent, hashes in chains(merged(holdings)):
+                        yield position, BlockChain(parent, pack_hashes(hashes), tier)
+
+    def source_chains(self) -> Iterator[tuple[int, str, BlockChain]]:
+        """Yield (position of the worker, source, chain) for all that the fold knows."""
+        for position, worker in enumerate(self.workers):
+            for tier, source, held in worker.held:
+                for parent, hashes in chains(held):
+                    yield position, source, BlockChain(parent, pack_hashes(hashes), tier)
+
+
+class PoolState:
+    """Workers, their blocks and the cursors of their sources before record ``offset``."""
+
+    __slots__ = ("_blocks_max", "offset", "workers")
+
+    def __init__(self, blocks_per_worker_max: int = BLOCKS_PER_WORKER_MAX) -> None:
+        self._blocks_max = blocks_per_worker_max
+        self.offset = 0
+        """Offset of the next record."""
+        self.workers: dict[WorkerKey, Worker] = {}
+
+    def apply(self, record: JournalRecord) -> None:
+        """Fold the next record in. Records must come in order: an offset out of line is our own fault."""
+        assert record.offset == self.offset, f"record {record.offset} was applied at offset {self.offset}"
+        self.offset += 1
+        key = record.worker
+        worker = self.workers.get(key)
+        for event in record.events:
+            if isinstance(event, WorkerJoined):
+                worker = self.workers[key] = self.new_worker(key, record.epoch, event.card)
+            elif isinstance(event, WorkerLeft):
+                self.workers.pop(key, None)
+                worker = None
+            elif worker is not None:
+                worker.apply(record.source, event)
+        if worker is not None and record.source != CONSOLIDATOR_SOURCE:
+            cursor = worker.cursors.get(record.source)
+            if cursor is None:
+                cursor = worker.cursors[record.source] = Cursor(record.epoch)
+            cursor.epoch = record.epoch
+            cursor.next_seq = record.seq + 1
+
+    def new_worker(self, key: WorkerKey, epoch: int, card: WorkerCard) -> Worker:
+        """Return a worker as it is right after it joined; the caller lists it."""
+        return Worker(key, epoch, card, self._blocks_max)
+
+    def freeze(self) -> FrozenPool:
+        """Return a copy at this offset, in a fixed order of workers."""
+        return FrozenPool(
+            self.offset,
+            [
+                FrozenWorker(
+                    WorkerEntry(
+                        worker.state(),
+                        [SourcePosition(name, at.epoch, at.next_seq) for name, at in sorted(worker.cursors.items())],
+                    ),
+                    worker.presence.freeze(),
+                )
+                for _, worker in sorted(self.workers.items())
+            ],
+        )
+
+    @classmethod
+    def load(
+        cls,
+        offset: int,
+        entries: Iterable[WorkerEntry],
+        blocks: Iterable[tuple[int, str, Tier, int | None, tuple[int, ...]]],
+        blocks_per_worker_max: int = BLOCKS_PER_WORKER_MAX,
+    ) -> PoolState:
+        """Return the state that a snapshot describes: workers, then (position of the worker, source, chain)."""
+        pool = cls(blocks_per_worker_max)
+        pool.offset = offset
+        listed: list[Worker] = []
+        for entry in entries:
+            state = entry.state
+            worker = pool.new_worker(WorkerKey(WorkerId(state.worker_id), state.dp_rank), state.epoch, state.card)
+            worker.draining = state.draining
+            worker.restating = state.restating
+            worker.load = state.load
+            worker.requests = {request.request_id: request for request in state.requests}
+            worker.cursors = {at.source: Cursor(at.epoch, at.next_seq) for at in entry.positions}
+            pool.workers[worker.key] = worker
+            listed.append(worker)
+        for position, source, tier, parent, hashes in blocks:
+            listed[position].presence.load(tier, source, parent, hashes)
+        return pool

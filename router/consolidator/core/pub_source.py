@@ -1,0 +1,342 @@
+"""Follow one engine that publishes its KV events over ZMQ PUB: numbered frames, and a socket that replays them.
+
+Rules for this file:
+
+1. What comes out is a push stream like a worker's: lives (``NewLife``, with an epoch of ours) and batches numbered from
+   0 without holes. The engine's own numbers end here.
+2. Live frames of one connection only grow. A live frame that does not is a restarted engine: a new life.
+3. A hole is filled by a replay, which begins one frame early: if that frame is not the one we know, the engine
+   restarted unnoticed, and everything known belongs to its last life.
+4. What cannot be filled is a *loss*: the cache known so far is dropped with a new life, and the source is ``degraded``
+   (what it stores from then on is true, what it stored before is not known) until its next life begins at frame 0 or
+   its cache is cleared.
+5. During a replay live frames wait in a bounded queue; when it is full the oldest go, which is a hole again.
+
+    state        input                         what happens
+    -----------  ----------------------------  ----------------------------------------------------------
+    ABSENT       connected                     NewLife on the first connection, replay from where we are
+    LIVE         live, next                    batch
+                 live, already replayed        dropped
+                 live, not above the last      NewLife, then as in a fresh life
+                 live, beyond next             kept, REPLAYING; without a replay socket: loss
+                 undecodable                   loss
+    REPLAYING    live                          kept
+                 replayed, next                batch
+                 replayed, not what we know    NewLife, replay from 0
+                 replayed, beyond next         loss
+                 end of replay                 what was kept is taken in; LIVE, or another replay
+                 silence                       asked again ``REPLAY_ATTEMPTS_MAX`` times, then loss
+    any          disconnected                  ABSENT; after the lease the worker leaves the pool
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from enum import Enum
+
+from xxhash import xxh3_64_intdigest
+
+from router.consolidator.core.pub_dialects import EngineTranslator, decode_pub
+from wire.errors import DecodeError
+from wire.events import AnyEvent, CacheCleared, EventBatch
+from wire.identifiers import WorkerKey
+from wire.limits import EVENTS_PER_BATCH_MAX
+
+PENDING_FRAMES_MAX = 20_000
+"""Live frames kept during a replay: twice what engines keep for replay by default."""
+
+PENDING_BYTES_MAX = 128 * 1024 * 1024
+"""Bytes of live frames kept during a replay."""
+
+REPLAY_ATTEMPTS_MAX = 3
+"""Replays asked for without any progress before the missing frames count as lost."""
+
+END_OF_REPLAY = 2**64 - 1
+"""The sequence number −1 that ends a replay, read as u64."""
+
+
+class SourceState(Enum):
+    """Where a source stands."""
+
+    ABSENT = "absent"
+    LIVE = "live"
+    REPLAYING = "replaying"
+
+
+@dataclass(frozen=True, slots=True)
+class NewLife:
+    """What was known of the worker is void; batches of this epoch follow, from 0."""
+
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class AskReplay:
+    """Send the engine's replay socket this sequence number, in place of any request before."""
+
+    from_seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """The engine has been gone for the lease."""
+
+    reason: str
+
+
+PubEffect = NewLife | EventBatch | AskReplay | Leave
+
+
+class PubFollower:
+    """The state of one source; every method returns the effects in order."""
+
+    def __init__(
+        self,
+        worker: WorkerKey,
+        block_size: int,
+        blocks_max: int,
+        has_replay: bool,
+        replay_timeout_ms: int,
+        lease_ms: int,
+        epoch_floor: int = 0,
+    ) -> None:
+        self._worker = worker
+        self._translator = EngineTranslator(block_size, blocks_max)
+        self._has_replay = has_replay
+        self._replay_timeout_ms = replay_timeout_ms
+        self._lease_ms = lease_ms
+        self.state = SourceState.ABSENT
+        self.degraded = False
+        self._epoch = 0
+        self._epoch_floor = epoch_floor
+        """Epochs up to here are taken by earlier lives, perhaps of an earlier process of ours."""
+        self._seq = 0
+        self._next = 0
+        self._digest: int | None = None
+        """Of frame ``_next - 1``, when we have seen it."""
+        self._last_live = -1
+        self._pending: deque[tuple[int, bytes]] = deque()
+        self._pending_bytes = 0
+        self._asked = 0
+        self._attempts = 0
+        self._answered = False
+        self._heard_ms = 0.0
+        self._absent_since_ms = 0.0
+        self.counts = dict.fromkeys(
+            (
+                "source_gaps",
+                "source_replays",
+                "source_losses",
+                "source_restarts",
+                "source_undecodable",
+                "source_ignored_blocks",
+            ),
+            0,
+        )
+
+    # Inputs
+
+    def connected(self, now_ms: float, wall_ms: int) -> list[PubEffect]:
+        """The subscription reached the engine (again)."""
+        effects: list[PubEffect] = []
+        first = self._epoch == 0
+        self.state = SourceState.LIVE
+        self._last_live = -1
+        self._drop_pending()
+        if first:
+            self._begin_life("attached", wall_ms, effects)
+        elif not self._has_replay:
+            # Whether it is the same life cannot be asked.
+            self._begin_life("reconnected, and the engine has no replay socket", wall_ms, effects)
+        if self._has_replay:
+            self._attempts = 0
+            self._ask(now_ms, effects)
+        return effects
+
+    def disconnected(self, now_ms: float) -> list[PubEffect]:
+        """The connection is gone; ZMQ tries to get it back."""
+        if self.state is not SourceState.ABSENT:
+            self.state = SourceState.ABSENT
+            self._absent_since_ms = now_ms
+            self._drop_pending()
+        return []
+
+    def live(self, seq: int, payload: bytes, now_ms: float, wall_ms: int) -> list[PubEffect]:
+        """A frame of the subscription."""
+        effects: list[PubEffect] = []
+        if self.state is SourceState.ABSENT:
+            effects += self.connected(now_ms, wall_ms)
+        if seq <= self._last_live:
+            self.counts["source_restarts"] += 1
+            self._drop_pending()
+            self.state = SourceState.LIVE
+            self._begin_life(f"sequence went back from {self._last_live} to {seq}", wall_ms, effects)
+        self._last_live = seq
+        if self.state is SourceState.REPLAYING:
+            self._keep(seq, payload)
+        else:
+            self._live(seq, payload, now_ms, wall_ms, effects)
+        return effects
+
+    def replayed(self, seq: int, payload: bytes, now_ms: float, wall_ms: int) -> list[PubEffect]:
+        """A frame of the replay socket; ``END_OF_REPLAY`` ends the answer."""
+        effects: list[PubEffect] = []
+        if self.state is not SourceState.REPLAYING:
+            return effects
+        self._heard_ms = now_ms
+        if seq == END_OF_REPLAY:
+            self._end_of_replay(now_ms, wall_ms, effects)
+            return effects
+        if not self._answered:
+            self._answered = True
+            unknown = seq == self._next - 1 and self._digest is not None and xxh3_64_intdigest(payload) != self._digest
+            if unknown:
+                self.counts["source_restarts"] += 1
+                self._begin_life(
+                    f"frame {seq} is not the one that was seen before: the engine restarted", wall_ms, effects
+                )
+                self._ask(now_ms, effects)
+                return effects
+        if seq < self._next:
+            return effects
+        if seq > self._next:
+            self._lose(seq, f"a replay from {self._asked} began at {seq}", wall_ms, effects)
+        self._attempts = 0
+        self._apply(seq, payload, wall_ms, effects)
+        return effects
+
+    def tick(self, now_ms: float, wall_ms: int) -> list[PubEffect]:
+        """Time has passed; call at ``due_ms``."""
+        effects: list[PubEffect] = []
+        if self.state is SourceState.REPLAYING and now_ms - self._heard_ms >= self._replay_timeout_ms:
+            if self._attempts < REPLAY_ATTEMPTS_MAX:
+                self._ask(now_ms, effects)
+            else:
+                self._give_up(
+                    f"{self._attempts} replay requests from {self._asked} were not answered", wall_ms, effects
+                )
+        elif self.state is SourceState.ABSENT and self._epoch and now_ms - self._absent_since_ms >= self._lease_ms:
+            self._translator.clear()
+            self._epoch = 0
+            self._next = 0
+            self._digest = None
+            effects.append(Leave(f"connection lost for {self._lease_ms} ms"))
+        return effects
+
+    def due_ms(self) -> float | None:
+        """Return the monotonic time at which ``tick`` has something to do."""
+        if self.state is SourceState.REPLAYING:
+            return self._heard_ms + self._replay_timeout_ms
+        if self.state is SourceState.ABSENT and self._epoch:
+            return self._absent_since_ms + self._lease_ms
+        return None
+
+    # Inside
+
+    def _live(self, seq: int, payload: bytes, now_ms: float, wall_ms: int, effects: list[PubEffect]) -> None:
+        if seq < self._next:
+            return
+        if seq > self._next:
+            self.counts["source_gaps"] += 1
+            if self._has_replay:
+                self._attempts = 0
+                self._keep(seq, payload)
+                self._ask(now_ms, effects)
+                return
+            self._lose(seq, f"frames {self._next} to {seq - 1} are missing and there is no replay", wall_ms, effects)
+        self._apply(seq, payload, wall_ms, effects)
+
+    def _apply(self, seq: int, payload: bytes, wall_ms: int, effects: list[PubEffect]) -> None:
+        self._next = seq + 1
+        self._digest = xxh3_64_intdigest(payload)
+        try:
+            batch = decode_pub(payload)
+        except DecodeError as error:
+            self.counts["source_undecodable"] += 1
+            self._lose(seq + 1, str(error), wall_ms, effects)
+            self._digest = xxh3_64_intdigest(payload)
+            return
+        before = self._translator.ignored_blocks
+        events: list[AnyEvent] = []
+        if batch.dp_rank is None or batch.dp_rank == self._worker.dp_rank:
+            events = self._translator.translate(batch.events)
+        self.counts["source_ignored_blocks"] += self._translator.ignored_blocks - before + batch.ignored
+        if self.degraded and any(type(event) is CacheCleared for event in events):
+            self.degraded = False
+        for at in range(0, max(1, len(events)), EVENTS_PER_BATCH_MAX):
+            part = events[at : at + EVENTS_PER_BATCH_MAX]
+            effects.append(EventBatch(*self._worker, self._epoch, self._seq, batch.time_ms, part))
+            self._seq += 1
+
+    def _end_of_replay(self, now_ms: float, wall_ms: int, effects: list[PubEffect]) -> None:
+        if not self._answered and self._digest is not None:
+            # It does not even have the last frame that we saw: it is another life, or its buffer was cut.
+            self.counts["source_restarts"] += 1
+            self._begin_life("the engine has no frame that was seen before: it restarted", wall_ms, effects)
+            if self._pending and self._pending[0][0] > 0:
+                self._ask(now_ms, effects)
+                return
+        self.state = SourceState.LIVE
+        before = self._next
+        pending, self._pending, self._pending_bytes = self._pending, deque(), 0
+        while pending:
+            seq, payload = pending[0]
+            if seq > self._next:
+                break
+            pending.popleft()
+            if seq == self._next:
+                self._apply(seq, payload, wall_ms, effects)
+        if pending:
+            self._pending = pending
+            self._pending_bytes = sum(len(payload) for _, payload in pending)
+            if self._next == before and self._attempts >= REPLAY_ATTEMPTS_MAX:
+                self._give_up(f"the replay does not reach frame {pending[0][0]}", wall_ms, effects)
+            else:
+                self._ask(now_ms, effects)
+
+    def _give_up(self, reason: str, wall_ms: int, effects: list[PubEffect]) -> None:
+        """Go on from what was kept, without what is missing."""
+        self.state = SourceState.LIVE
+        pending, self._pending, self._pending_bytes = self._pending, deque(), 0
+        self._lose(pending[0][0] if pending else self._next, reason, wall_ms, effects)
+        for seq, payload in pending:
+            if seq > self._next:
+                self._lose(seq, f"frames {self._next} to {seq - 1} are missing", wall_ms, effects)
+            if seq == self._next:
+                self._apply(seq, payload, wall_ms, effects)
+
+    def _lose(self, continue_at: int, reason: str, wall_ms: int, effects: list[PubEffect]) -> None:
+        self.counts["source_losses"] += 1
+        self._begin_life(f"events were lost: {reason}", wall_ms, effects)
+        self._next = continue_at
+        self.degraded = True
+
+    def _begin_life(self, reason: str, wall_ms: int, effects: list[PubEffect]) -> None:
+        self._epoch = self._epoch_floor = max(self._epoch_floor + 1, wall_ms)
+        self._seq = 0
+        self._next = 0
+        self._digest = None
+        self.degraded = False
+        self._translator.clear()
+        effects.append(NewLife(self._epoch, reason))
+
+    def _ask(self, now_ms: float, effects: list[PubEffect]) -> None:
+        self.state = SourceState.REPLAYING
+        self._attempts += 1
+        self._answered = False
+        self._heard_ms = now_ms
+        self._asked = max(0, self._next - 1) if self._digest is not None else self._next
+        self.counts["source_replays"] += 1
+        effects.append(AskReplay(self._asked))
+
+    def _keep(self, seq: int, payload: bytes) -> None:
+        self._pending.append((seq, payload))
+        self._pending_bytes += len(payload)
+        while len(self._pending) > PENDING_FRAMES_MAX or self._pending_bytes > PENDING_BYTES_MAX:
+            self._pending_bytes -= len(self._pending.popleft()[1])
+
+    def _drop_pending(self) -> None:
+        self._pending.clear()
+        self._pending_bytes = 0

@@ -1,0 +1,170 @@
+"""A remote router's connection to a consolidator: the sockets around ``core.feed_reader``."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import zmq
+
+from router.consolidator.adapters.inbox import Inbox
+from router.consolidator.core.feed_frames import decode_feed
+from router.consolidator.core.feed_reader import Deliver, FeedEffect, FeedReader, FeedState, Snapshot
+from router.consolidator.ports import PoolListener
+from runtime.clock import Clock
+from wire import codec
+from wire.errors import DecodeError
+from wire.feed import FEED_TOPIC
+from wire.limits import FRAME_BYTES_MAX
+
+log = logging.getLogger(__name__)
+
+FEED_QUEUE_MAX = 50_000
+"""Records that ZMQ keeps for us while we are busy; beyond it some are lost, which shows as a hole."""
+
+
+class FeedFollower:
+    """Calls a listener as the consolidator in another process would, had it been in this one.
+
+    The listener gets ``on_snapshot`` first, and again whenever the consolidator restarted or too much was missed.
+    """
+
+    def __init__(
+        self,
+        feed_endpoint: str,
+        query_endpoint: str,
+        listener: PoolListener,
+        clock: Clock,
+        answer_timeout_ms: float = 1000.0,
+    ) -> None:
+        self._endpoints = (feed_endpoint, query_endpoint)
+        self._listener = listener
+        self._clock = clock
+        self._reader = FeedReader(answer_timeout_ms)
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._subscription: zmq.Socket[bytes] = self._socket(zmq.SUB)
+        self._subscription.setsockopt(zmq.RCVHWM, FEED_QUEUE_MAX)
+        self._subscription.setsockopt(zmq.SUBSCRIBE, FEED_TOPIC)
+        self._query: zmq.Socket[bytes] = self._socket(zmq.DEALER)
+        self._query.setsockopt(zmq.SNDHWM, 16)  # one question stands at a time
+        self._subscription_inbox = Inbox(self._subscription, self._on_feed)
+        self._query_inbox = Inbox(self._query, self._on_answers)
+        self._timer: asyncio.TimerHandle | None = None
+        self._synced = asyncio.Event()
+        self._closed = False
+        self.heard_ms: float | None = None
+        """Monotonic time of the last message of the consolidator: it speaks at least every ``keepalive_ms``."""
+        self.undecodable = 0
+
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
+        socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        return socket
+
+    @property
+    def state(self) -> FeedState:
+        """Return whether we are syncing, filling a hole, or live."""
+        return self._reader.state
+
+    @property
+    def next_offset(self) -> int:
+        """Return the offset of the next record."""
+        return self._reader.next_offset
+
+    @property
+    def holes(self) -> int:
+        """Return how many holes were found in the feed."""
+        return self._reader.holes
+
+    @property
+    def snapshots(self) -> int:
+        """Return how many snapshots were taken."""
+        return self._reader.snapshots
+
+    async def start(self) -> None:
+        """Subscribe and ask for the snapshot."""
+        self._subscription_inbox.start()
+        self._query_inbox.start()
+        self._subscription.connect(self._endpoints[0])
+        self._query.connect(self._endpoints[1])
+        self._carry_out(self._reader.start(self._clock.monotonic_ms()))
+
+    async def wait_synced(self) -> None:
+        """Wait until the listener has had its first snapshot and we are live."""
+        await self._synced.wait()
+
+    async def stop(self) -> None:
+        """Close the sockets."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._subscription_inbox.close()
+        self._query_inbox.close()
+        self._context.destroy(linger=0)
+
+    def _on_feed(self, messages: list[list[bytes]]) -> None:
+        now_ms = self.heard_ms = self._clock.monotonic_ms()
+        effects: list[FeedEffect] = []
+        for frames in messages:
+            try:
+                effects += self._reader.receive(decode_feed(frames), now_ms)
+            except DecodeError as error:
+                self._undecodable(error)
+        self._carry_out(effects)
+
+    def _on_answers(self, messages: list[list[bytes]]) -> None:
+        now_ms = self.heard_ms = self._clock.monotonic_ms()
+        effects: list[FeedEffect] = []
+        for frames in messages:
+            try:
+                if len(frames) != 2:
+                    raise DecodeError("an answer of the feed", f"{len(frames)} frames, expected are 2")
+                effects += self._reader.answer(codec.from_feed.decode(frames[0]), frames[1], now_ms)
+            except DecodeError as error:
+                self._undecodable(error)
+        self._carry_out(effects)
+
+    def _undecodable(self, error: DecodeError) -> None:
+        self.undecodable += 1
+        if self.undecodable <= 10:
+            log.warning("dropped a message of the consolidator: %s", error)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._carry_out(self._reader.tick(self._clock.monotonic_ms()))
+
+    def _carry_out(self, effects: list[FeedEffect]) -> None:
+        delivered: list[Any] = []
+        for effect in effects:
+            if isinstance(effect, Deliver):
+                delivered.extend(effect.records)
+                continue
+            if delivered:
+                self._listener.on_records(delivered)
+                delivered = []
+            if isinstance(effect, Snapshot):
+                log.info("took a snapshot at offset %d: %d worker ranks", effect.offset, len(effect.workers))
+                self._listener.on_snapshot(effect.offset, effect.workers, effect.chains)
+            else:
+                try:
+                    self._query.send_multipart([codec.to_feed.encode(effect)], zmq.NOBLOCK)
+                except zmq.Again:
+                    pass  # not connected for long: asked again when the answer is due
+                self._query_inbox.check()
+        if delivered:
+            self._listener.on_records(delivered)
+        if self._reader.state is FeedState.LIVE:
+            self._synced.set()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        due_ms = self._reader.due_ms()
+        if due_ms is not None and not self._closed:
+            wait_ms = max(1.0, due_ms - self._clock.monotonic_ms())
+            self._timer = asyncio.get_running_loop().call_later(wait_ms / 1000, self._on_timer)

@@ -1,0 +1,105 @@
+"""Metrics of a consolidator, read from its counters when somebody asks: counting costs the stream nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from router.consolidator.service import ConsolidatorService
+
+PREFIX = "poolgrid_consolidator_"
+
+COUNTERS: dict[str, str] = {
+    "batches": "Batches taken in from sources.",
+    "events": "Events in those batches.",
+    "duplicates": "Batches dropped because they had been taken in before.",
+    "gaps": "Holes found in the sequence of a source.",
+    "resends": "Requests to a worker to send missing batches again.",
+    "restatements": "Caches restated by their worker because missing batches were gone.",
+    "refused": "Registrations and batches refused.",
+    "unknown": "Messages of workers that must say Hello first.",
+    "ignored_events": "Events in batches that only the consolidator may write.",
+    "joined": "Worker ranks that joined.",
+    "left": "Worker ranks that left, for any reason.",
+    "lease_expiries": "Worker ranks that left because they were silent for the lease.",
+    "lost_requests": "Requests closed because their end was lost with a gap.",
+    "undecodable_frames": "Frames that did not decode and were dropped.",
+    "journal_append_errors": "Appends to the journal that failed and were tried again.",
+    "journal_snapshot_errors": "Journal snapshots that could not be written.",
+    "feed_records": "Records published on the live feed.",
+    "feed_replays": "Replay requests answered.",
+    "feed_snapshots": "Snapshot requests answered.",
+    "feed_answers_dropped": "Parts of answers dropped because the asking router did not take them.",
+}
+"""Counter (without prefix and ``_total``) and help."""
+
+GAUGES: dict[str, str] = {
+    "offset": "Offset of the next journal record.",
+    "oldest_offset": "Offset of the oldest journal record still kept.",
+    "workers": "Worker ranks in the pool.",
+    "blocks": "Blocks held in the pool by tier.",
+    "refused_blocks": "Blocks not taken in because a worker is beyond its limit.",
+    "event_lag_seconds": "Age of the newest batch of a worker rank when it was taken in.",
+    "journal_bytes": "Size of the journal's segments.",
+    "journal_segments": "Number of journal segments.",
+    "stalled": "1 while the journal cannot be written and nothing is acknowledged.",
+}
+"""Gauge (without prefix) and help."""
+
+SOURCE_GAUGES: dict[str, str] = {
+    "source_degraded": "1 while a PUB engine's blocks are known in part only (a gap could not be filled).",
+}
+
+SOURCE_COUNTERS: dict[str, str] = {
+    "source_gaps": "Holes in the sequence of a PUB engine.",
+    "source_replays": "Replay requests to a PUB engine.",
+    "source_losses": "Times the cache of a PUB engine was dropped because batches were lost for good.",
+    "source_restarts": "New lives of a PUB engine.",
+    "source_undecodable": "Messages of a PUB engine that did not decode.",
+    "source_ignored_blocks": "Blocks of a PUB engine that could not be placed (unknown parent, partial, other medium).",
+}
+
+
+class ConsolidatorCollector(Collector):
+    """Collects the metrics of one service."""
+
+    def __init__(self, service: ConsolidatorService) -> None:
+        self._service = service
+
+    def describe(self) -> Iterator[Metric]:
+        """Yield nothing: names are fixed, and collecting needs a started service."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all metrics as they are now."""
+        counters, gauges = self._service.measure()
+        for name, text in COUNTERS.items():
+            yield CounterMetricFamily(PREFIX + name, text, value=counters[name])
+        for name, text in GAUGES.items():
+            if name == "event_lag_seconds":
+                family = GaugeMetricFamily(PREFIX + name, text, labels=["worker"])
+                for key, lag_ms in sorted(self._service.lags_ms().items()):
+                    family.add_metric([str(key)], lag_ms / 1000)
+                yield family
+            elif name == "blocks":
+                family = GaugeMetricFamily(PREFIX + name, text, labels=["tier"])
+                for tier, count in self._service.blocks_by_tier().items():
+                    family.add_metric([tier], count)
+                yield family
+            else:
+                yield GaugeMetricFamily(PREFIX + name, text, value=gauges[name])
+        sources = self._service.sources()
+        for name, text in SOURCE_GAUGES.items():
+            family = GaugeMetricFamily(PREFIX + name, text, labels=["source"])
+            for source in sources:
+                family.add_metric([source.name], float(source.degraded))
+            yield family
+        for name, text in SOURCE_COUNTERS.items():
+            counter = CounterMetricFamily(PREFIX + name, text, labels=["source"])
+            for source in sources:
+                counter.add_metric([source.name], source.counts[name])
+            yield counter

@@ -1,0 +1,111 @@
+"""What the consolidator needs from the world, and what readers of the pool must offer it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from router.consolidator.core.pool_state import FrozenPool, PoolState
+from wire.events import JournalRecord
+from wire.feed import BlockChain, WorkerState
+
+
+class PoolListener(Protocol):
+    """A reader of the pool: the same calls in the same order, whether it lives beside the consolidator or far away."""
+
+    def on_snapshot(self, offset: int, workers: list[WorkerState], chains: Iterable[tuple[int, BlockChain]]) -> None:
+        """Replace everything known by the state before record ``offset``; chains name their worker by position."""
+        ...
+
+    def on_records(self, records: Sequence[JournalRecord]) -> None:
+        """Apply records, in order and without holes after the snapshot or the records before."""
+        ...
+
+
+class Journal(Protocol):
+    """An append-only log of encoded records with offsets from 0, and snapshots of the state they fold to.
+
+    Every method may raise ``OSError`` when the disk fails; nothing was then appended.
+    """
+
+    @property
+    def next_offset(self) -> int:
+        """Return the offset of the next record."""
+        ...
+
+    @property
+    def oldest_offset(self) -> int:
+        """Return the offset of the oldest record still kept (``next_offset`` when there is none)."""
+        ...
+
+    def append(self, payloads: Sequence[bytes], now_ms: int) -> None:
+        """Append encoded records, all of them or none, in one write."""
+        ...
+
+    def sync(self) -> None:
+        """Make everything appended durable; may be called from another thread."""
+        ...
+
+    def read(self, from_offset: int, limit: int, bytes_max: int) -> list[bytes]:
+        """Return encoded records from ``from_offset`` on: at most ``limit``, and at least one if there is one."""
+        ...
+
+    def recover(self, blocks_per_worker_max: int) -> PoolState:
+        """Return the state after the last record."""
+        ...
+
+    def write_snapshot(self, frozen: FrozenPool) -> None:
+        """Keep a snapshot; may be called from another thread."""
+        ...
+
+    def retain(self, now_ms: int) -> int:
+        """Remove what retention allows and return the number of segments removed."""
+        ...
+
+    def sizes(self) -> tuple[int, int]:
+        """Return the number of segments and of bytes."""
+        ...
+
+    def close(self) -> None:
+        """Make everything durable and let go of the files."""
+        ...
+
+
+class Disk(Protocol):
+    """A flat directory of files: the little that the journal needs, so that a test can make it fail."""
+
+    def names(self) -> list[str]:
+        """Return the names of all files, sorted."""
+        ...
+
+    def size(self, name: str) -> int:
+        """Return the size of a file in bytes."""
+        ...
+
+    def read(self, name: str, at: int, length: int) -> bytes:
+        """Return up to ``length`` bytes from position ``at``."""
+        ...
+
+    def append(self, name: str, data: bytes) -> None:
+        """Write at the end of a file, creating it; on ``OSError`` a part of the data may have been written."""
+        ...
+
+    def truncate(self, name: str, size: int) -> None:
+        """Cut a file."""
+        ...
+
+    def sync(self, name: str) -> None:
+        """Make a file's content durable."""
+        ...
+
+    def write_atomically(self, name: str, parts: Iterable[bytes]) -> int:
+        """Write a whole file durably, so that it exists completely or not at all; return its size."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Remove a file."""
+        ...
+
+    def close(self) -> None:
+        """Let go of open files and of the lock."""
+        ...

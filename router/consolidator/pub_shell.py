@@ -1,0 +1,295 @@
+"""The sockets of one PUB engine: a subscription, its monitor, and a DEALER for replays."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from router.consolidator.adapters.inbox import Inbox
+from router.consolidator.core.consolidator import Consolidator, Turn
+from router.consolidator.core.pub_source import AskReplay, Leave, NewLife, PubEffect, PubFollower, SourceState
+from runtime.clock import Clock
+from wire.card import WorkerCard, WorkerLimits
+from wire.feed import offset_frame
+from wire.identifiers import WorkerId, WorkerKey
+from wire.limits import FRAME_BYTES_MAX
+
+if TYPE_CHECKING:
+    from router.consolidator.service import ConsolidatorService
+
+log = logging.getLogger(__name__)
+
+SUBSCRIPTION_QUEUE_MAX = 20_000
+"""Frames that ZMQ keeps while we are busy; beyond it they are lost, which the follower sees as a hole."""
+
+SOURCES_MAX = 4096
+"""Engines in one sources file."""
+
+
+class PubSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An engine that publishes itself, as the sources file lists it."""
+
+    worker_id: str
+    endpoint: str
+    """ZMQ endpoint of the engine's PUB socket."""
+    card: WorkerCard
+    replay_endpoint: str = ""
+    """ZMQ endpoint of its replay socket; empty = it has none."""
+    topic: str = ""
+    dp_rank: int = 0
+    replay_timeout_ms: int = 1000
+
+    @property
+    def key(self) -> WorkerKey:
+        """Return the worker rank."""
+        return WorkerKey(WorkerId(self.worker_id), self.dp_rank)
+
+
+def load_sources(path: Path | None) -> list[PubSource]:
+    """Return the engines of a sources file (a JSON list); raises ``ValueError`` naming file and place."""
+    if path is None:
+        return []
+    try:
+        sources: list[PubSource] = decode_sources(path.read_bytes())
+    except (OSError, msgspec.MsgspecError, ValueError) as error:
+        raise ValueError(f"reading the PUB sources {path}: {error}") from error
+    keys = [source.key for source in sources]
+    if len(sources) > SOURCES_MAX:
+        raise ValueError(f"reading the PUB sources {path}: {len(sources)} engines, allowed are at most {SOURCES_MAX}")
+    for position, key in enumerate(keys):
+        if key in keys[:position]:
+            raise ValueError(f"reading the PUB sources {path}: worker {key} is listed twice")
+    return sources
+
+
+def decode_sources(data: bytes) -> list[PubSource]:
+    """Return the engines of a JSON list in which cards are objects with the card's field names."""
+    entries = msgspec.json.decode(data, type=list[dict[str, Any]])
+    return [_source(entry, position) for position, entry in enumerate(entries)]
+
+
+def _source(entry: dict[str, Any], position: int) -> PubSource:
+    card = entry.get("card")
+    if isinstance(card, dict):
+        limits = card.get("limits")
+        try:
+            if isinstance(limits, dict):
+                limits = _by_name("limits", limits, WorkerLimits.__struct_fields__)
+            entry = {**entry, "card": _by_name("card", {**card, "limits": limits}, WorkerCard.__struct_fields__)}
+        except ValueError as error:
+            raise ValueError(f"entry {position}: {error}") from None
+    try:
+        return msgspec.convert(entry, PubSource)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"entry {position}: {error}") from None
+
+
+def _by_name(what: str, given: dict[str, Any], names: tuple[str, ...]) -> list[Any]:
+    """Return named fields in the order of a positional struct, up to the last one given."""
+    unknown = sorted(set(given) - set(names))
+    if unknown:
+        raise ValueError(f"{what} has unknown fields {', '.join(unknown)}; allowed are {', '.join(names)}")
+    ordered: list[Any] = []
+    for name in names[: max((names.index(name) + 1 for name in given), default=0)]:
+        if name not in given:
+            raise ValueError(f"{what} lacks {name}, which stands before other fields that are given")
+        ordered.append(given[name])
+    return ordered
+
+
+class PubShell:
+    """Carries a follower's inputs and effects; owned by the consolidator service."""
+
+    def __init__(
+        self, source: PubSource, context: zmq.Context[Any], service: ConsolidatorService, clock: Clock, lease_ms: int
+    ) -> None:
+        known = service.core.pool.workers.get(source.key)
+        epoch_floor = known.epoch if known is not None else 0
+        self.source = source
+        self._context = context
+        self._service = service
+        self._clock = clock
+        self._follower = PubFollower(
+            source.key,
+            source.card.block_size,
+            service.settings.blocks_per_worker_max,
+            bool(source.replay_endpoint),
+            source.replay_timeout_ms,
+            lease_ms,
+            epoch_floor,
+        )
+        self._timer: asyncio.TimerHandle | None = None
+        self._paused = False
+        self.refused: str | None = None
+        """Why the pool does not take this engine, if so."""
+        self._subscription: zmq.Socket[bytes] = context.socket(zmq.SUB)
+        self._subscription.setsockopt(zmq.LINGER, 0)
+        self._subscription.setsockopt(zmq.RCVHWM, SUBSCRIPTION_QUEUE_MAX)
+        self._subscription.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
+        self._subscription.setsockopt(zmq.SUBSCRIBE, source.topic.encode())
+        self._subscription.setsockopt(zmq.RECONNECT_IVL, 50)
+        self._subscription.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        self._monitor: zmq.Socket[bytes] = self._subscription.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        )
+        self._replay: zmq.Socket[bytes] | None = None
+        self._replay_inbox: Inbox | None = None
+        self._subscription_inbox = Inbox(self._subscription, self._on_live)
+        self._monitor_inbox = Inbox(self._monitor, self._on_monitor)
+
+    @property
+    def name(self) -> str:
+        """Return the name of the worker rank, by which the source goes."""
+        return str(self.source.key)
+
+    @property
+    def state(self) -> SourceState:
+        """Return where the source stands."""
+        return self._follower.state
+
+    @property
+    def degraded(self) -> bool:
+        """Say whether the engine's blocks are known in part only, or not at all."""
+        return self._follower.degraded or self.refused is not None or self._follower.state is SourceState.ABSENT
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Return the counters of the source."""
+        return self._follower.counts
+
+    def start(self) -> None:
+        """Connect and begin to receive."""
+        self._monitor_inbox.start()
+        self._subscription_inbox.start()
+        self._subscription.connect(self.source.endpoint)
+
+    def pause(self) -> None:
+        """Take nothing in: the journal does not take it."""
+        self._paused = True
+        for inbox in (self._subscription_inbox, self._monitor_inbox, self._replay_inbox):
+            if inbox is not None:
+                inbox.pause()
+
+    def resume(self) -> None:
+        """Go on."""
+        self._paused = False
+        for inbox in (self._subscription_inbox, self._monitor_inbox, self._replay_inbox):
+            if inbox is not None:
+                inbox.resume()
+        self._arm()
+
+    def close(self) -> None:
+        """Close the sockets."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._monitor_inbox.close()
+        self._subscription_inbox.close()
+        self._subscription.disable_monitor()
+        self._subscription.close()
+        self._close_replay()
+
+    def _close_replay(self) -> None:
+        if self._replay_inbox is not None:
+            self._replay_inbox.close()
+            self._replay_inbox = None
+        if self._replay is not None:
+            self._replay.close()
+            self._replay = None
+
+    # Inputs
+
+    def _on_monitor(self, messages: list[list[bytes]]) -> None:
+        effects: list[PubEffect] = []
+        for frames in messages:
+            event = parse_monitor_message(frames)["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                log.info("PUB engine %s: connected to %s", self.name, self.source.endpoint)
+                effects += self._follower.connected(self._clock.monotonic_ms(), self._clock.wall_ms())
+            elif event == zmq.EVENT_DISCONNECTED:
+                log.warning("PUB engine %s: connection lost", self.name)
+                effects += self._follower.disconnected(self._clock.monotonic_ms())
+        self._carry_out(effects)
+
+    def _on_live(self, messages: list[list[bytes]]) -> None:
+        now_ms, wall_ms = self._clock.monotonic_ms(), self._clock.wall_ms()
+        effects: list[PubEffect] = []
+        for frames in messages:
+            if len(frames) < 2 or len(frames[-2]) != 8:
+                self._follower.counts["source_undecodable"] += 1
+                continue
+            effects += self._follower.live(offset_frame.unpack(frames[-2])[0], frames[-1], now_ms, wall_ms)
+        self._carry_out(effects)
+
+    def _on_replay(self, messages: list[list[bytes]]) -> None:
+        now_ms, wall_ms = self._clock.monotonic_ms(), self._clock.wall_ms()
+        effects: list[PubEffect] = []
+        for frames in messages:
+            if len(frames) < 2 or len(frames[-2]) != 8:
+                self._follower.counts["source_undecodable"] += 1
+                continue
+            effects += self._follower.replayed(offset_frame.unpack(frames[-2])[0], frames[-1], now_ms, wall_ms)
+            if any(isinstance(effect, AskReplay) for effect in effects):
+                break  # the rest answers a question that no longer stands
+        self._carry_out(effects)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        if not self._paused:
+            self._carry_out(self._follower.tick(self._clock.monotonic_ms(), self._clock.wall_ms()))
+
+    # Effects
+
+    def _carry_out(self, effects: list[PubEffect]) -> None:
+        asked: AskReplay | None = None
+
+        def work(core: Consolidator, turn: Turn) -> None:
+            nonlocal asked
+            for effect in effects:
+                if isinstance(effect, NewLife):
+                    before = self.refused
+                    self.refused = core.attach(self.source.key, effect.epoch, self.source.card, turn)
+                    if self.refused is not None and self.refused != before:
+                        log.error("PUB engine %s is not taken into the pool: %s", self.name, self.refused)
+                    log.info("PUB engine %s: new life, %s", self.name, effect.reason)
+                elif isinstance(effect, Leave):
+                    core.detach(self.source.key, effect.reason, turn)
+                elif isinstance(effect, AskReplay):
+                    asked = effect
+                elif self.refused is None:
+                    core.take(effect, turn)
+
+        if effects:
+            self._service.take_turn(work)
+        if asked is not None:
+            self._ask(asked)
+        self._arm()
+
+    def _ask(self, ask: AskReplay) -> None:
+        # A socket of its own for each request: what still comes on the old one answers a question of the past.
+        self._close_replay()
+        self._replay = self._context.socket(zmq.DEALER)
+        self._replay.setsockopt(zmq.LINGER, 0)
+        self._replay.setsockopt(zmq.RCVHWM, 0)  # the engine's own buffer is the bound; dropping would be a hole
+        self._replay.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
+        self._replay.connect(self.source.replay_endpoint)
+        self._replay.send_multipart([b"", offset_frame.pack(ask.from_seq)], zmq.NOBLOCK)
+        self._replay_inbox = Inbox(self._replay, self._on_replay)
+        if self._paused:
+            self._replay_inbox.pause()
+        self._replay_inbox.start()
+        log.info("PUB engine %s: asked for a replay from frame %d", self.name, ask.from_seq)
+
+    def _arm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        due_ms = self._follower.due_ms()
+        if due_ms is not None and not self._paused:
+            wait_ms = max(1.0, due_ms - self._clock.monotonic_ms())
+            self._timer = asyncio.get_running_loop().call_later(wait_ms / 1000, self._on_timer)

@@ -1,0 +1,580 @@
+"""The consolidator on sockets: one owner of the pool's state, driven by what arrives and by two timers.
+
+All of it runs in callbacks of one event loop, and each wake-up is one turn of the core:
+
+    receive what is there -> core -> append to the journal (one write) -> readers, feed, replies
+
+When the append fails, the turn is kept and tried again every ``append_retry_ms``. Until it succeeds nothing is
+received, acknowledged or published, and leases do not run. What piles up meanwhile is bounded by the sockets' queues
+and by the workers' outboxes, which end in a restated cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import zmq
+from prometheus_client import CollectorRegistry
+
+from router.consolidator.adapters.inbox import Inbox
+from router.consolidator.core.consolidator import Consolidator, Now, Turn
+from router.consolidator.core.feed_frames import encode_alive, encode_record
+from router.consolidator.core.pool_state import FrozenPool
+from router.consolidator.metrics import ConsolidatorCollector
+from router.consolidator.ports import Journal, PoolListener
+from router.consolidator.pub_shell import PubShell, load_sources
+from router.consolidator.settings import ConsolidatorSettings
+from router.consolidator.snapshot_parts import cut_snapshot
+from runtime.clock import Clock
+from wire import codec
+from wire.errors import DecodeError, WireError
+from wire.events import JournalRecord
+from wire.feed import Records, Replay, SnapshotPart, TooOld
+from wire.identifiers import Tier, WorkerKey
+from wire.ingest import BATCH_FRAME, CONTROL_FRAME
+from wire.limits import FRAME_BYTES_MAX, REPLAY_RECORDS_MAX
+
+log = logging.getLogger(__name__)
+
+BATCH_BYTES_MAX = FRAME_BYTES_MAX - 1024 * 1024
+"""Largest pushed batch: its record, with an offset and perhaps split chains, must still fit a frame."""
+
+REPLAY_BYTES_MAX = 8 * 1024 * 1024
+"""Bytes of records in one answer to a replay request."""
+
+SNAPSHOT_WAITERS_MAX = 256
+"""Routers that wait for the same snapshot; a further one is not answered and asks again."""
+
+INGEST_QUEUE_MAX = 10_000
+"""Messages that ZMQ keeps per worker while we are busy; then the worker's socket blocks and its outbox fills."""
+
+ANSWER_QUEUE_MAX = 4096
+"""Answers that ZMQ keeps per router; further ones are dropped, and the router asks again."""
+
+
+class ConsolidatorService:
+    """A pool's event store, embedded in a router or alone.
+
+    ``start`` binds the sockets and recovers the journal; ``subscribe`` gives a reader in this process the state and
+    then every record. All methods belong to the loop that ``start`` ran on.
+    """
+
+    def __init__(
+        self,
+        settings: ConsolidatorSettings,
+        registry: CollectorRegistry,
+        clock: Clock,
+        open_journal: Callable[[], Journal],
+        consolidator_id: str | None = None,
+    ) -> None:
+        self.settings = settings
+        self.consolidator_id = consolidator_id or os.urandom(8).hex()
+        self.ingest_endpoint = ""
+        self.feed_endpoint = ""
+        self.query_endpoint = ""
+        self._life = self.consolidator_id.encode()
+        self._clock = clock
+        self._registry = registry
+        self._collector = ConsolidatorCollector(self)
+        self._open_journal = open_journal
+        self._core: Consolidator | None = None
+        self._listeners: list[tuple[PoolListener, int]] = []
+        self._context: zmq.Context[Any] | None = None
+        self._counts = dict.fromkeys(
+            (
+                "undecodable_frames",
+                "journal_append_errors",
+                "journal_snapshot_errors",
+                "feed_records",
+                "feed_replays",
+                "feed_snapshots",
+                "feed_answers_dropped",
+            ),
+            0,
+        )
+        self._blocked = False
+        self.stalled = False
+        self._unsynced = False
+        self._published_ms = 0.0
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._snapshot_offset = 0
+        self._snapshotting = False
+        self._waiters: list[tuple[bytes, int]] = []
+        self._dumping = False
+        self._stopping = False
+        self._sources: list[PubShell] = []
+
+    # Life
+
+    async def start(self) -> None:
+        """Recover the state, bind the sockets, begin to receive. Raises what the journal or a bind raises."""
+        settings = self.settings
+        loop = asyncio.get_running_loop()
+        definitions = load_sources(settings.pub_sources)
+        self._journal = await loop.run_in_executor(None, self._open_journal)
+        try:
+            pool = await loop.run_in_executor(None, self._journal.recover, settings.blocks_per_worker_max)
+            self._core = Consolidator(pool, self.consolidator_id, settings.limits(), self._now())
+            self._snapshot_offset = pool.offset
+            self._bind()
+        except BaseException:
+            self._journal.close()
+            self._close_sockets()
+            raise
+        log.info(
+            "consolidator %s at offset %d with %d worker ranks: ingest %s, feed %s, queries %s",
+            self.consolidator_id,
+            pool.offset,
+            len(pool.workers),
+            self.ingest_endpoint,
+            self.feed_endpoint,
+            self.query_endpoint,
+        )
+        self._registry.register(self._collector)
+        context = self._context
+        assert context is not None
+        for definition in definitions:
+            self._sources.append(PubShell(definition, context, self, self._clock, settings.lease_ms))
+        self._ingest_inbox.start()
+        self._query_inbox.start()
+        for source in self._sources:
+            source.start()
+        self._keepalive()
+        self._watch_leases()
+
+    def _bind(self) -> None:
+        settings = self.settings
+        context = self._context = zmq.Context()
+        self._ingest = self._socket(context, zmq.ROUTER)
+        self._ingest.setsockopt(zmq.RCVHWM, INGEST_QUEUE_MAX)
+        self._feed = self._socket(context, zmq.PUB)
+        self._feed.setsockopt(zmq.SNDHWM, settings.feed_high_water_mark)
+        self._query = self._socket(context, zmq.ROUTER)
+        self._query.setsockopt(zmq.SNDHWM, ANSWER_QUEUE_MAX)
+        self._query.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.ingest_endpoint = _bind(self._ingest, settings.host, settings.ingest_port, "ingest_port")
+        self.feed_endpoint = _bind(self._feed, settings.host, settings.feed_port, "feed_port")
+        self.query_endpoint = _bind(self._query, settings.host, settings.query_port, "query_port")
+        self._ingest_inbox = Inbox(self._ingest, self._on_ingest)
+        self._query_inbox = Inbox(self._query, self._on_queries)
+
+    @staticmethod
+    def _socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
+        return socket
+
+    async def stop(self) -> None:
+        """Stop receiving, make the journal durable, close everything."""
+        if self._stopping or self._core is None:
+            return
+        self._stopping = True
+        for timer in self._timers.values():
+            timer.cancel()
+        for source in self._sources:
+            source.close()
+        self._ingest_inbox.close()
+        self._query_inbox.close()
+        if self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._close_sockets()
+        self._registry.unregister(self._collector)
+        try:
+            await asyncio.get_running_loop().run_in_executor(None, self._journal.close)
+        except OSError as error:
+            log.error("closing the journal failed (%s); the newest records may not be durable", error)
+
+    def _close_sockets(self) -> None:
+        if self._context is not None:
+            self._context.destroy(linger=0)
+            self._context = None
+
+    # For readers in this process
+
+    @property
+    def core(self) -> Consolidator:
+        """Return the core; only after ``start``."""
+        assert self._core is not None, "the service is not started"
+        return self._core
+
+    @property
+    def ready(self) -> bool:
+        """Say whether the service is started and its journal takes records."""
+        return self._core is not None and not self._stopping and not self.stalled
+
+    @property
+    def offset(self) -> int:
+        """Return the offset of the next record."""
+        return self.core.pool.offset
+
+    def subscribe(self, listener: PoolListener) -> Callable[[], None]:
+        """Give a reader the state now and every record that follows; return how to end that.
+
+        The reader is called from this loop, in the middle of a turn: it must be quick and must not call back.
+        """
+        frozen = self.core.pool.freeze()
+        entry = (listener, frozen.offset)
+        self._listeners.append(entry)
+        listener.on_snapshot(frozen.offset, frozen.states(), frozen.visible_chains())
+
+        def unsubscribe() -> None:
+            if entry in self._listeners:
+                self._listeners.remove(entry)
+
+        return unsubscribe
+
+    def sources(self) -> Sequence[PubShell]:
+        """Return the attached PUB engines with their health."""
+        return self._sources
+
+    def lags_ms(self) -> dict[WorkerKey, int]:
+        """Return the event lag of every worker rank."""
+        return self.core.lags_ms()
+
+    def blocks_by_tier(self) -> dict[str, int]:
+        """Return how many blocks the pool holds on each tier (a block of two workers counts twice)."""
+        totals = [0, 0, 0]
+        for worker in list(self.core.pool.workers.values()):
+            for tier, count in enumerate(worker.presence.counts()):
+                totals[tier] += count
+        return {tier.name.lower(): totals[tier] for tier in Tier}
+
+    def measure(self) -> tuple[dict[str, int], dict[str, float]]:
+        """Return counters and gauges by name."""
+        pool = self.core.pool
+        segments, size = self._journal.sizes()
+        gauges: dict[str, float] = {
+            "offset": pool.offset,
+            "oldest_offset": self._journal.oldest_offset,
+            "workers": len(pool.workers),
+            "refused_blocks": sum(worker.presence.refused_blocks for worker in list(pool.workers.values())),
+            "journal_bytes": size,
+            "journal_segments": segments,
+            "stalled": float(self.stalled),
+        }
+        return {**asdict(self.core.tally), **self._counts}, gauges
+
+    # Turns
+
+    def take_turn(self, work: Callable[[Consolidator, Turn], None]) -> None:
+        """Run one turn of the core and carry out what follows."""
+        assert not self._blocked, "a turn began before the last one was in the journal"
+        core = self.core
+        turn = core.begin(self._now())
+        work(core, turn)
+        core.finish(turn)
+        payloads = [codec.journal_record.encode(record) for record in turn.records]
+        self._commit(turn, payloads)
+
+    def _now(self) -> Now:
+        return Now(self._clock.monotonic_ms(), self._clock.wall_ms())
+
+    def _commit(self, turn: Turn, payloads: list[bytes]) -> None:
+        if payloads:
+            try:
+                self._journal.append(payloads, turn.now.wall_ms)
+            except OSError as error:
+                self._stall(turn, payloads, error)
+                return
+            if self.stalled:
+                self.stalled = False
+                log.warning("the journal takes records again, at offset %d", self._journal.next_offset)
+            if self.settings.fsync == "always":
+                self._block()
+                self._spawn(self._sync_then_emit(turn, payloads))
+                return
+            self._sync_later()
+        self._emit(turn, payloads)
+        self._unblock()
+
+    def _stall(self, turn: Turn, payloads: list[bytes], error: OSError) -> None:
+        self._counts["journal_append_errors"] += 1
+        if not self.stalled:
+            log.error(
+                "appending %d records to the journal failed (%s); nothing is acknowledged or published until it "
+                "succeeds, tried again every %d ms",
+                len(payloads),
+                error,
+                self.settings.append_retry_ms,
+            )
+        self.stalled = True
+        self._block()
+        self._after("append", self.settings.append_retry_ms, lambda: self._commit(turn, payloads))
+
+    async def _sync_then_emit(self, turn: Turn, payloads: list[bytes]) -> None:
+        try:
+            await asyncio.get_running_loop().run_in_executor(None, self._journal.sync)
+        except OSError as error:
+            # What a failed sync left on the disk is unknown; only another sync, later, can say that it is durable.
+            self._counts["journal_append_errors"] += 1
+            if not self.stalled:
+                log.error("making the journal durable failed (%s); tried again, nothing is acknowledged", error)
+            self.stalled = True
+            if not self._stopping:
+                self._after(
+                    "append",
+                    self.settings.append_retry_ms,
+                    lambda: self._spawn(self._sync_then_emit(turn, payloads)),
+                )
+            return
+        self.stalled = False
+        self._emit(turn, payloads)
+        self._unblock()
+
+    def _block(self) -> None:
+        if not self._blocked:
+            self._blocked = True
+            self._ingest_inbox.pause()
+            for source in self._sources:
+                source.pause()
+
+    def _unblock(self) -> None:
+        if self._blocked and not self._stopping:
+            self._blocked = False
+            self.core.renew_all(self._now())
+            self._ingest_inbox.resume()
+            for source in self._sources:
+                source.resume()
+            self._watch_leases()
+            self._dump_if_asked()
+
+    def _emit(self, turn: Turn, payloads: list[bytes]) -> None:
+        for remark in turn.remarks:
+            log.info("%s", remark)
+        records = turn.records
+        if records:
+            self._tell_listeners(records)
+            if not self._stopping:
+                publish = self._feed.send_multipart
+                for record, payload in zip(records, payloads, strict=True):
+                    publish(encode_record(record.offset, payload, self._life), zmq.NOBLOCK)
+                self._counts["feed_records"] += len(records)
+                self._published_ms = turn.now.monotonic_ms
+                self._snapshot_if_due()
+        if turn.replies and not self._stopping:
+            for peer, reply in turn.replies:
+                try:
+                    self._ingest.send_multipart((peer, codec.from_consolidator.encode(reply)), zmq.NOBLOCK)
+                except zmq.ZMQError as error:
+                    # The worker is gone or does not read: it asks again with its next heartbeat.
+                    log.debug("a reply to a worker was dropped: %s", error)
+            self._ingest_inbox.check()
+
+    def _tell_listeners(self, records: list[JournalRecord]) -> None:
+        for listener, from_offset in self._listeners:
+            # A reader that subscribed while the append was failing has these in its snapshot.
+            news = records if records[0].offset >= from_offset else [r for r in records if r.offset >= from_offset]
+            if news:
+                try:
+                    listener.on_records(news)
+                except Exception:
+                    log.exception("a reader failed on records %d to %d", news[0].offset, news[-1].offset)
+
+    # Ingest
+
+    def _on_ingest(self, messages: list[list[bytes]]) -> None:
+        def work(core: Consolidator, turn: Turn) -> None:
+            for frames in messages:
+                try:
+                    if len(frames) != 3:
+                        raise DecodeError("a worker's message", f"{len(frames)} frames, expected are 3")
+                    peer, tag, payload = frames
+                    if tag == BATCH_FRAME:
+                        if len(payload) > BATCH_BYTES_MAX:
+                            raise DecodeError(
+                                "an event batch", f"{len(payload)} bytes, allowed are at most {BATCH_BYTES_MAX}"
+                            )
+                        core.batch(peer, codec.event_batch.decode(payload), turn)
+                    elif tag == CONTROL_FRAME:
+                        core.receive(peer, codec.to_consolidator.decode(payload), turn)
+                    else:
+                        raise DecodeError("a worker's message", f"tag {bytes(tag[:16])!r}, allowed are B and C")
+                except DecodeError as error:
+                    self._undecodable("a worker", error)
+
+        self.take_turn(work)
+
+    def _undecodable(self, who: str, error: WireError) -> None:
+        self._counts["undecodable_frames"] += 1
+        if self._counts["undecodable_frames"] <= 10:
+            log.warning("dropped a message of %s: %s", who, error)
+
+    # Leases and keepalive
+
+    def _watch_leases(self) -> None:
+        due_ms = self.core.next_expiry_ms()
+        wait_ms = self.settings.lease_ms if due_ms is None else max(1.0, due_ms - self._clock.monotonic_ms())
+        self._after("lease", min(wait_ms, self.settings.lease_ms), self._expire)
+
+    def _expire(self) -> None:
+        if not self._blocked:
+            self.take_turn(lambda core, turn: core.expire(turn))
+        if not self._blocked:
+            self._watch_leases()
+
+    def _keepalive(self) -> None:
+        now_ms = self._clock.monotonic_ms()
+        if not self._blocked and now_ms - self._published_ms >= self.settings.keepalive_ms:
+            self._feed.send_multipart(encode_alive(self.core.pool.offset, self._life), zmq.NOBLOCK)
+            self._published_ms = now_ms
+        wait_ms = max(1.0, self._published_ms + self.settings.keepalive_ms - now_ms)
+        self._after("keepalive", min(wait_ms, self.settings.keepalive_ms), self._keepalive)
+
+    def _after(self, name: str, delay_ms: float, work: Callable[[], None]) -> None:
+        if self._stopping:
+            return
+        timer = self._timers.get(name)
+        if timer is not None:
+            timer.cancel()
+        self._timers[name] = asyncio.get_running_loop().call_later(delay_ms / 1000, work)
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # Durability
+
+    def _sync_later(self) -> None:
+        if self.settings.fsync == "interval" and not self._unsynced:
+            self._unsynced = True
+            self._after("sync", self.settings.fsync_interval_ms, lambda: self._spawn(self._sync()))
+
+    async def _sync(self) -> None:
+        self._unsynced = False
+        try:
+            await asyncio.get_running_loop().run_in_executor(None, self._journal.sync)
+        except OSError as error:
+            self._counts["journal_append_errors"] += 1
+            log.error(
+                "making the journal durable failed (%s); the newest records may not survive a power failure", error
+            )
+            if not self._stopping:
+                self._sync_later()
+
+    def _snapshot_if_due(self) -> None:
+        due = self.core.pool.offset - self._snapshot_offset >= self.settings.snapshot_every_records
+        if due and not self._snapshotting:
+            self._snapshotting = True
+            self._spawn(self._snapshot(self.core.pool.freeze()))
+
+    async def _snapshot(self, frozen: FrozenPool) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(None, self._journal.write_snapshot, frozen)
+            removed = self._journal.retain(self._clock.wall_ms())
+        except OSError as error:
+            self._counts["journal_snapshot_errors"] += 1
+            log.error(
+                "writing the journal snapshot at offset %d failed (%s); the next is tried later", frozen.offset, error
+            )
+        else:
+            log.info("journal snapshot at offset %d, %d old segments removed", frozen.offset, removed)
+        finally:
+            self._snapshot_offset = frozen.offset
+            self._snapshotting = False
+
+    # Queries of routers
+
+    def _on_queries(self, messages: list[list[bytes]]) -> None:
+        for frames in messages:
+            try:
+                if len(frames) != 2:
+                    raise DecodeError("a request to the feed", f"{len(frames)} frames, expected are 2")
+                request = codec.to_feed.decode(frames[1])
+            except DecodeError as error:
+                self._undecodable("a router", error)
+                continue
+            if isinstance(request, Replay):
+                self._replay(frames[0], request)
+            elif len(self._waiters) < SNAPSHOT_WAITERS_MAX:
+                self._waiters.append((frames[0], request.request))
+            else:
+                self._counts["feed_answers_dropped"] += 1
+        self._dump_if_asked()
+
+    def _replay(self, peer: bytes, request: Replay) -> None:
+        journal = self._journal
+        self._counts["feed_replays"] += 1
+        try:
+            oldest = journal.oldest_offset
+            if request.from_offset < oldest:
+                self._answer(peer, codec.from_feed.encode(TooOld(request.request, oldest)))
+                return
+            records: list[bytes] = []
+            if request.from_offset < journal.next_offset:
+                limit = max(1, min(request.limit, REPLAY_RECORDS_MAX))
+                records = journal.read(request.from_offset, limit, REPLAY_BYTES_MAX)
+            # Not published yet means not there yet: a record that is being made durable comes with the feed.
+            self._answer(peer, codec.from_feed.encode(Records(request.request, records, journal.next_offset)))
+        except OSError as error:
+            log.error(
+                "reading the journal from offset %d failed (%s); the router asks again", request.from_offset, error
+            )
+
+    def _dump_if_asked(self) -> None:
+        if self._waiters and not self._dumping and not self._blocked and not self._stopping:
+            self._dumping = True
+            self._spawn(self._dump())
+
+    async def _dump(self) -> None:
+        try:
+            while self._waiters and not self._blocked and not self._stopping:
+                frozen = self.core.pool.freeze()
+                parts = await asyncio.get_running_loop().run_in_executor(None, cut_snapshot, frozen)
+                if self._stopping:
+                    return
+                waiters, self._waiters = self._waiters, []
+                for peer, request in waiters:
+                    self._counts["feed_snapshots"] += 1
+                    self._send_snapshot(peer, request, frozen, parts)
+        finally:
+            self._dumping = False
+
+    def _send_snapshot(self, peer: bytes, request: int, frozen: FrozenPool, parts: list[list[Any]]) -> None:
+        for number, chains in enumerate(parts):
+            part = SnapshotPart(
+                request=request,
+                offset=frozen.offset,
+                part=number,
+                last=number == len(parts) - 1,
+                workers=frozen.states() if number == 0 else [],
+                chains=chains,
+            )
+            try:
+                frame = codec.from_feed.encode(part)
+            except WireError as error:
+                log.error("a snapshot cannot be sent: %s", error)
+                return
+            if not self._answer(peer, frame):
+                return
+
+    def _answer(self, peer: bytes, frame: bytes) -> bool:
+        try:
+            self._query.send_multipart((peer, frame, self._life), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            # Gone, or too slow to take what it asked for: it asks again.
+            self._counts["feed_answers_dropped"] += 1
+            log.debug("an answer to a router was dropped: %s", error)
+            return False
+        finally:
+            self._query_inbox.check()
+        return True
+
+
+def _bind(socket: zmq.Socket[bytes], host: str, port: int, setting: str) -> str:
+    try:
+        socket.bind(f"tcp://{host}:{port or '*'}")
+    except zmq.ZMQError as error:
+        raise OSError(
+            f"binding {setting}: {host}:{port} cannot be used ({error}); choose a free port, or 0 for any"
+        ) from error
+    endpoint: str = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    return endpoint

@@ -1,0 +1,402 @@
+"""The journal on a disk that can be looked into, cut, flipped and filled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.consolidator.adapters.posix_disk import DirectoryInUse, PosixDisk
+from router.consolidator.core.pool_state import PoolState
+from router.consolidator.journal.errors import JournalCorrupt
+from router.consolidator.journal.files import FileJournal, JournalSettings, records_of, verify
+from router.consolidator.journal.framing import ENTRY_HEADER, FILE_HEADER
+from router.consolidator.journal.memory import MemoryJournal
+from tests.consolidator.pusher import card, stored
+from wire import codec
+from wire.events import AnyEvent, JournalRecord, WorkerJoined
+
+BLOCKS_MAX = 1_000_000
+
+
+class FakeDisk:
+    """A directory in memory; ``room`` bytes can still be written."""
+
+    def __init__(self, files: dict[str, bytes] | None = None) -> None:
+        self.files: dict[str, bytearray] = {name: bytearray(data) for name, data in (files or {}).items()}
+        self.room: int | None = None
+        self.synced: list[str] = []
+
+    def names(self) -> list[str]:
+        return sorted(self.files)
+
+    def size(self, name: str) -> int:
+        return len(self.files[name])
+
+    def read(self, name: str, at: int, length: int) -> bytes:
+        return bytes(self.files[name][at : at + length])
+
+    def append(self, name: str, data: bytes) -> None:
+        fits = len(data) if self.room is None else min(self.room, len(data))
+        self.files.setdefault(name, bytearray()).extend(data[:fits])
+        if self.room is not None:
+            self.room -= fits
+        if fits < len(data):
+            raise OSError(28, "No space left on device", name)
+
+    def truncate(self, name: str, size: int) -> None:
+        del self.files[name][size:]
+
+    def sync(self, name: str) -> None:
+        self.synced.append(name)
+
+    def write_atomically(self, name: str, parts: Iterable[bytes]) -> int:
+        self.files[name] = bytearray(b"".join(parts))
+        return len(self.files[name])
+
+    def remove(self, name: str) -> None:
+        del self.files[name]
+
+    def close(self) -> None:
+        pass
+
+    def copy(self) -> FakeDisk:
+        return FakeDisk({name: bytes(data) for name, data in self.files.items()})
+
+
+def record(offset: int) -> JournalRecord:
+    """The stream of one worker: it joins, then stores one chain after the other."""
+    events: list[AnyEvent] = [WorkerJoined(card())] if offset == 0 else [stored([2 * offset, 2 * offset + 1])]
+    source = "consolidator" if offset == 0 else "worker"
+    return JournalRecord(offset, "w", 0, 1, max(0, offset - 1), 1000, 2000 + offset, events, source)
+
+
+def encoded(first: int, count: int) -> list[bytes]:
+    return [codec.journal_record.encode(record(offset)) for offset in range(first, first + count)]
+
+
+def write(disk: FakeDisk | PosixDisk, count: int, segment_bytes: int = 1 << 20, at_once: int = 3) -> FileJournal:
+    journal = FileJournal(disk, JournalSettings(segment_bytes=segment_bytes))
+    while journal.next_offset < count:
+        first = journal.next_offset
+        journal.append(encoded(first, min(at_once, count - first)), now_ms=1000 * first)
+    return journal
+
+
+def fold(count: int) -> PoolState:
+    pool = PoolState()
+    for offset in range(count):
+        pool.apply(record(offset))
+    return pool
+
+
+def facts(pool: PoolState) -> object:
+    frozen = pool.freeze()
+    return frozen.offset, [(worker.entry, worker.held) for worker in frozen.workers]
+
+
+def test_what_was_appended_is_read_back_in_any_slices() -> None:
+    journal = write(FakeDisk(), 50, segment_bytes=600)
+
+    assert journal.sizes()[0] > 5
+    for first in range(50):
+        for limit in (1, 7, 100):
+            assert journal.read(first, limit, 1 << 20) == encoded(first, min(limit, 50 - first))
+    assert journal.read(50, 10, 1 << 20) == []
+    assert len(journal.read(0, 100, 400)) < 10
+    assert len(journal.read(0, 100, 1)) == 1  # one too large for the bound still goes
+
+
+def test_a_journal_opened_again_goes_on_without_a_hole() -> None:
+    disk = FakeDisk()
+    write(disk, 20, segment_bytes=600).close()
+
+    journal = write(disk, 40, segment_bytes=600)
+
+    assert [codec.journal_record.decode(payload).offset for payload in journal.read(0, 100, 1 << 20)] == list(range(40))
+    assert facts(journal.recover(BLOCKS_MAX)) == facts(fold(40))
+
+
+def test_a_tail_torn_at_any_byte_of_the_last_record_is_cut_and_reported() -> None:
+    whole = FakeDisk()
+    write(whole, 10)
+    (name,) = whole.names()
+    size = whole.size(name)
+    last = ENTRY_HEADER.size + len(encoded(9, 1)[0])
+    for cut in range(1, last):
+        disk = whole.copy()
+        disk.truncate(name, size - cut)
+
+        journal = FileJournal(disk)
+
+        assert journal.next_offset == 9
+        assert "torn tail" in journal.report[0]
+        assert "record 9" in journal.report[0]
+        assert disk.size(name) == size - last
+        journal.append(encoded(9, 1), 0)
+        assert bytes(disk.files[name]) == bytes(whole.files[name])
+
+
+def test_a_tail_of_zeros_is_torn_too() -> None:
+    disk = FakeDisk()
+    write(disk, 10)
+    (name,) = disk.names()
+    disk.files[name].extend(bytes(100))
+
+    journal = FileJournal(disk)
+
+    assert journal.next_offset == 10
+    assert journal.report
+
+
+def test_an_unfinished_segment_header_is_cut() -> None:
+    disk = FakeDisk()
+    write(disk, 10)
+    disk.append(f"{10:020d}.segment", b"PGRID")
+
+    journal = FileJournal(disk)
+
+    assert journal.next_offset == 10
+    assert len(disk.names()) == 1
+
+
+def collect(records: Iterable[JournalRecord], found: list[JournalRecord]) -> None:
+    """Collect into ``found`` one by one, so that what came before an error is kept."""
+    for sound in records:
+        found.append(sound)  # noqa: PERF402
+
+
+def test_a_flipped_byte_anywhere_is_detected_and_located_and_all_before_it_is_usable() -> None:
+    whole = FakeDisk()
+    write(whole, 12, segment_bytes=250)
+    names = whole.names()
+    assert len(names) > 2
+    for name in names:
+        first = int(name.split(".")[0])
+        for position in range(whole.size(name)):
+            disk = whole.copy()
+            disk.files[name][position] ^= 0x41
+
+            found: list[JournalRecord] = []
+            with pytest.raises(JournalCorrupt) as caught:
+                collect(records_of(disk), found)
+
+            assert caught.value.file == name
+            assert caught.value.offset == len(found) >= first
+            assert caught.value.position <= position
+            assert "restore" in caught.value.remedy
+            assert found == [record(offset) for offset in range(len(found))]
+
+
+def test_corruption_in_the_segment_being_written_stops_the_opening() -> None:
+    disk = FakeDisk()
+    write(disk, 10)
+    (name,) = disk.names()
+    disk.files[name][FILE_HEADER.size + 40] ^= 1
+
+    with pytest.raises(JournalCorrupt, match=r"record 0: .*; records before 0 are sound"):
+        FileJournal(disk)
+    assert disk.size(name) > 500  # nothing was cut
+
+
+def test_corruption_in_a_closed_segment_stops_whoever_reads_it() -> None:
+    disk = FakeDisk()
+    write(disk, 20, segment_bytes=500)
+    disk.files[disk.names()[1]][200] ^= 1
+
+    with pytest.raises(JournalCorrupt):
+        FileJournal(disk).recover(BLOCKS_MAX)
+
+
+def test_a_missing_segment_is_noticed() -> None:
+    disk = FakeDisk()
+    write(disk, 20, segment_bytes=500)
+    disk.remove(disk.names()[1])
+
+    with pytest.raises(JournalCorrupt, match="are missing"):
+        FileJournal(disk).recover(BLOCKS_MAX)
+    with pytest.raises(JournalCorrupt, match="are missing"):
+        list(records_of(disk))
+
+
+def test_a_snapshot_and_the_records_after_it_are_the_whole_state() -> None:
+    disk = FakeDisk()
+    journal = write(disk, 30, segment_bytes=500)
+    journal.write_snapshot(fold(30).freeze())
+    write(disk, 45, segment_bytes=500)
+
+    journal = FileJournal(disk)
+
+    assert facts(journal.recover(BLOCKS_MAX)) == facts(fold(45))
+    assert verify(disk, BLOCKS_MAX) == 45
+
+
+def test_a_damaged_snapshot_gives_way_to_the_one_before_it() -> None:
+    for position in (0, 9, 13, 20, 40, 60, 200, -1):
+        disk = FakeDisk()
+        journal = write(disk, 30)
+        journal.write_snapshot(fold(30).freeze())
+        journal.append(encoded(30, 5), 0)
+        journal.write_snapshot(fold(35).freeze())
+        disk.files[f"{35:020d}.snapshot"][position] ^= 1
+
+        journal = FileJournal(disk)
+
+        assert facts(journal.recover(BLOCKS_MAX)) == facts(fold(35))
+        assert "going back to the snapshot before it" in journal.report[0]
+        with pytest.raises(JournalCorrupt):
+            verify(disk, BLOCKS_MAX)
+
+
+def test_retention_removes_only_segments_that_no_kept_snapshot_needs() -> None:
+    disk = FakeDisk()
+    settings_ = JournalSettings(segment_bytes=500, retention_bytes=1, retention_ms=10**9)
+    journal = FileJournal(disk, settings_)
+    for offset in range(60):
+        journal.append(encoded(offset, 1), now_ms=offset)
+    assert journal.retain(now_ms=60) == 0  # no snapshot, nothing may go
+
+    journal.write_snapshot(fold(60).freeze())
+    journal.append(encoded(60, 1), 60)
+    assert journal.retain(now_ms=60) > 3
+    assert journal.sizes()[0] <= 2
+    with pytest.raises(ValueError, match="the oldest kept is"):
+        journal.read(0, 1, 1000)
+
+    again = FileJournal(disk, settings_)
+    assert facts(again.recover(BLOCKS_MAX)) == facts(fold(61))
+
+
+def test_retention_by_age() -> None:
+    disk = FakeDisk()
+    journal = FileJournal(disk, JournalSettings(segment_bytes=300, retention_ms=1000))
+    for offset in range(30):
+        journal.append(encoded(offset, 1), now_ms=offset * 100)
+    journal.write_snapshot(fold(30).freeze())
+
+    journal.retain(now_ms=3000)
+
+    oldest = codec.journal_record.decode(journal.read(journal.oldest_offset, 1, 1000)[0]).offset
+    assert 0 < oldest <= 20
+
+
+def test_two_snapshots_are_kept() -> None:
+    disk = FakeDisk()
+    journal = write(disk, 40)
+    for offset in (10, 20, 30, 40):
+        journal.write_snapshot(fold(offset).freeze())
+
+    assert [name for name in disk.names() if name.endswith("snapshot")] == [
+        f"{30:020d}.snapshot",
+        f"{40:020d}.snapshot",
+    ]
+
+
+def test_a_full_disk_fails_the_append_and_a_later_one_succeeds() -> None:
+    whole = FakeDisk()
+    write(whole, 10, at_once=1)
+    for room in range(0, 200, 7):
+        disk = FakeDisk()
+        journal = write(disk, 5, at_once=1)
+        disk.room = room
+        with pytest.raises(OSError, match="No space left"):
+            journal.append(encoded(5, 5), 5000)
+        assert journal.next_offset == 5
+        assert len(journal.read(0, 100, 1 << 20)) == 5
+        disk.room = None
+
+        journal.append(encoded(5, 5), 5000)
+
+        assert disk.files == whole.files
+        assert facts(FileJournal(disk).recover(BLOCKS_MAX)) == facts(fold(10))
+
+
+def test_a_disk_that_fills_up_at_a_new_segment_leaves_nothing_behind() -> None:
+    for room in (0, 10, 32, 50):
+        disk = FakeDisk()
+        journal = write(disk, 6, segment_bytes=300, at_once=6)
+        disk.room = room
+        with pytest.raises(OSError, match="No space left"):
+            journal.append(encoded(6, 2), 0)
+        disk.room = None
+        journal.append(encoded(6, 2), 0)
+
+        assert verify(disk, BLOCKS_MAX) == 8
+
+
+def test_a_snapshot_beyond_the_last_record_wins() -> None:
+    disk = FakeDisk()
+    journal = write(disk, 30)
+    journal.write_snapshot(fold(30).freeze())
+    (name,) = [name for name in disk.names() if name.endswith("segment")]
+    disk.truncate(name, FILE_HEADER.size)
+
+    journal = FileJournal(disk)
+    pool = journal.recover(BLOCKS_MAX)
+    journal.append(encoded(30, 3), 0)
+
+    assert facts(pool) == facts(fold(30))
+    assert (journal.oldest_offset, journal.next_offset) == (30, 33)
+    assert verify(disk, BLOCKS_MAX) == 3
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(200, 2000), st.data())
+def test_any_appends_any_cut_and_the_fold_of_what_is_left(
+    sizes: list[int], segment_bytes: int, data: st.DataObject
+) -> None:
+    disk = FakeDisk()
+    journal = FileJournal(disk, JournalSettings(segment_bytes=segment_bytes))
+    for size in sizes:
+        journal.append(encoded(journal.next_offset, size), 0)
+        if data.draw(st.booleans()):
+            journal.write_snapshot(fold(journal.next_offset).freeze())
+    last = [name for name in disk.names() if name.endswith("segment")][-1]
+    disk.truncate(last, data.draw(st.integers(0, disk.size(last))))
+
+    again = FileJournal(disk)
+    pool = again.recover(BLOCKS_MAX)
+
+    assert facts(pool) == facts(fold(pool.offset))
+    assert again.next_offset == pool.offset <= sum(sizes)
+
+
+def test_a_directory_has_one_writer(tmp_path: Path) -> None:
+    disk = PosixDisk(tmp_path / "journal")
+
+    with pytest.raises(DirectoryInUse, match="another process holds"):
+        PosixDisk(tmp_path / "journal")
+    disk.close()
+    PosixDisk(tmp_path / "journal").close()
+
+
+def test_the_real_disk_behaves_as_the_one_in_memory(tmp_path: Path) -> None:
+    fake, real = FakeDisk(), PosixDisk(tmp_path)
+    for disk in (fake, real):
+        journal = write(disk, 30, segment_bytes=500)
+        journal.write_snapshot(fold(30).freeze())
+        journal.append(encoded(30, 2), 0)
+        journal.sync()
+
+    assert [name for name in real.names() if name != "journal.lock"] == fake.names()
+    for name in fake.names():
+        assert real.read(name, 0, 1 << 20) == bytes(fake.files[name])
+    real.close()
+    (tmp_path / "x.snapshot.tmp").write_bytes(b"half")
+    assert "x.snapshot.tmp" not in PosixDisk(tmp_path).names()
+
+
+def test_the_memory_journal_keeps_the_newest_within_its_bound() -> None:
+    journal = MemoryJournal(bytes_max=1000)
+    for offset in range(100):
+        journal.append(encoded(offset, 1), 0)
+
+    assert journal.next_offset == 100
+    assert 80 < journal.oldest_offset < 100
+    assert journal.read(journal.oldest_offset, 1000, 1 << 20)[-1] == encoded(99, 1)[0]
+    assert journal.sizes()[1] <= 1000
+    with pytest.raises(ValueError, match="the oldest kept"):
+        journal.read(0, 1, 1)

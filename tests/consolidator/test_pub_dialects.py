@@ -1,0 +1,245 @@
+"""Frames of engines that publish themselves: both dialects, odd versions, hostile bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.consolidator.core.pub_dialects import (
+    EngineCleared,
+    EngineRemoved,
+    EngineStored,
+    EngineTranslator,
+    decode_pub,
+)
+from tests.consolidator.pub_engine import BLOCK, Cache, all_cleared, block_removed, block_stored, frame_of
+from wire.errors import DecodeError
+from wire.events import BlocksRemoved, BlocksStored, CacheCleared
+from wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes, unpack_hashes
+from wire.identifiers import Tier
+
+DIALECTS = ["vllm", "trtllm"]
+
+
+def translated(events: list[Any], translator: EngineTranslator | None = None) -> list[Any]:
+    translator = EngineTranslator(BLOCK, 1000) if translator is None else translator
+    return translator.translate(decode_pub(frame_of(events)).events)
+
+
+def names(tokens: list[int], lora: str = "", salt: str = "") -> list[int]:
+    return sequence_hashes(block_hashes(pack_tokens(tokens), BLOCK, hash_seed(lora, salt)))
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_blocks_are_named_by_their_tokens(dialect: str) -> None:
+    tokens = list(range(12))
+    out = translated([block_stored(dialect, [-5, 6, 7], None, tokens), block_removed(dialect, [2**64 - 5, 7])])
+
+    assert isinstance(out[0], BlocksStored)
+    assert list(unpack_hashes(out[0].sequence_hashes)) == names(tokens)
+    assert isinstance(out[1], BlocksRemoved)  # i64 -5 and u64 2**64 - 5 are the same hash
+    assert list(unpack_hashes(out[1].sequence_hashes)) == [names(tokens)[0], names(tokens)[2]]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_continuation_keeps_the_adapter_and_the_salt_of_its_parent(dialect: str) -> None:
+    tokens = list(range(8))
+    out = translated(
+        [
+            block_stored(dialect, [b"\x01" * 32], None, tokens[:4], lora="a", salt="s"),
+            block_stored(dialect, [b"\x02" * 32], b"\x01" * 32, tokens[4:]),
+        ]
+    )
+
+    found = [sequence_hash for event in out for sequence_hash in unpack_hashes(event.sequence_hashes)]
+    assert found == names(tokens, "a", "s")
+    assert out[1].parent == found[0]
+
+
+@pytest.mark.parametrize(
+    ("medium", "tier"),
+    [
+        (None, Tier.DEVICE),
+        ("GPU", Tier.DEVICE),
+        ("gpu", Tier.DEVICE),
+        ("CPU", Tier.HOST),
+        ("CPU_PINNED", Tier.HOST),
+        ("CPU_TIER1", Tier.HOST),
+        ("CPU_TIER2", Tier.DISK),
+        ("NVME", Tier.DISK),
+        ("STORAGE", Tier.DISK),
+        ("DISK", Tier.DISK),
+    ],
+)
+def test_media_are_tiers(medium: str | None, tier: Tier) -> None:
+    (event,) = translated([block_stored("trtllm", [1], None, [1, 2, 3, 4], medium)])
+
+    assert event.tier is tier
+
+
+def test_shared_media_are_ignored_and_counted() -> None:
+    batch = decode_pub(frame_of([block_stored("vllm", [1], None, [1] * 4, "NETWORK"), ["Heartbeat"], 7, []]))
+
+    assert batch.events == []
+    assert batch.ignored == 4
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        block_stored("vllm", [1], 99, [1, 2, 3, 4]),  # a parent nobody stored
+        block_stored("vllm", [1], None, [1, 2, 3]),  # a partial block
+        block_stored("vllm", [1], None, [1] * 8, block_size=8),  # another block size
+        block_stored("vllm", [1], None, [1] * 12),  # more tokens than blocks
+    ],
+)
+def test_what_cannot_be_placed_is_ignored_and_counted_and_so_is_what_hangs_on_it(event: Any) -> None:
+    translator = EngineTranslator(BLOCK, 1000)
+
+    out = translated([event, block_stored("vllm", [2], 1, [5, 6, 7, 8]), block_removed("vllm", [1])], translator)
+
+    assert out == []
+    assert translator.ignored_blocks == 2
+
+
+def test_the_whole_blocks_before_a_partial_one_count() -> None:
+    (event,) = translated([block_stored("trtllm", [1, 2], None, [1, 2, 3, 4, 5])])
+
+    assert list(unpack_hashes(event.sequence_hashes)) == names([1, 2, 3, 4])
+
+
+def test_blocks_that_cover_more_than_tokens_are_ignored() -> None:
+    image = {**block_stored("trtllm", [1], None, [1] * 4), "extra_keys": [["image-hash"]]}
+    lora = {**block_stored("trtllm", [1], None, [1] * 4, lora="a"), "extra_keys": [["a"]]}
+
+    assert translated([image]) == []
+    assert len(translated([lora])) == 1
+
+
+def test_other_groups_of_a_hybrid_model_neither_store_nor_remove() -> None:
+    full = {**block_stored("trtllm", [1], None, [1] * 4), "group_idx": 0, "kv_cache_spec_kind": "full_attention"}
+    window = {**block_stored("trtllm", [1], None, [1] * 4), "group_idx": 1, "kv_cache_spec_kind": "sliding_window"}
+    out = translated([full, window, {**block_removed("trtllm", [1]), "group_idx": 1}])
+
+    assert [type(event) for event in out] == [BlocksStored]
+
+
+def test_the_upstream_layout_with_a_group_behind_the_extra_keys_is_read() -> None:
+    event = ["BlockStored", [1], None, [1] * 4, 4, None, "GPU", None, None, 1, "sliding_window", 128]
+
+    assert translated([event]) == []
+
+
+def test_a_block_on_two_tiers_leaves_them_one_by_one() -> None:
+    cache = Cache("vllm")
+    tokens = [1, 2, 3, 4]
+    out = translated([cache.store(tokens), cache.store(tokens, Tier.HOST), cache.remove(1), cache.remove(1, Tier.HOST)])
+
+    assert [(type(event), event.tier) for event in out] == [
+        (BlocksStored, Tier.DEVICE),
+        (BlocksStored, Tier.HOST),
+        (BlocksRemoved, Tier.DEVICE),
+        (BlocksRemoved, Tier.HOST),
+    ]
+
+
+def test_clearing_forgets_every_engine_hash() -> None:
+    translator = EngineTranslator(BLOCK, 1000)
+    for dialect in DIALECTS:
+        out = translated([block_stored(dialect, [1], None, [1] * 4), all_cleared(dialect)], translator)
+        assert out[-1] == CacheCleared()
+        assert len(translator) == 0
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\xc1",
+        msgspec.msgpack.encode({}),
+        msgspec.msgpack.encode([1.0]),
+        msgspec.msgpack.encode(["x", []]),
+        msgspec.msgpack.encode([float("nan"), []]),
+        msgspec.msgpack.encode([-1, []]),
+        msgspec.msgpack.encode([1.0, [], -1]),
+        msgspec.msgpack.encode([1.0, [], "rank"]),
+        frame_of([["BlockRemoved", 5]]),
+        frame_of([["BlockRemoved", [[]]]]),
+        frame_of([{"type": "BlockRemoved", "block_hashes": [1], "medium": 3}]),
+        b"\x91" * 100_000,
+    ],
+)
+def test_what_is_wrong_is_a_decode_error(payload: bytes) -> None:
+    with pytest.raises(DecodeError):
+        decode_pub(payload)
+
+
+@pytest.mark.parametrize("field", range(1, 9))
+@pytest.mark.parametrize("value", [-1, "x", {}, [[]], [2**40], 2.5, True, b"\xff", [None]])
+def test_a_stored_event_with_any_odd_field_never_breaks(field: int, value: Any) -> None:
+    event = block_stored("vllm", [1], None, [1, 2, 3, 4])
+    event[field] = value
+
+    translated([event])
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=200))
+def test_random_bytes_decode_or_raise_the_one_error(payload: bytes) -> None:
+    try:
+        decode_pub(payload)
+    except DecodeError:
+        pass
+
+
+plain = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=5)
+    | st.binary(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=12,
+)
+stored_names = [
+    "block_hashes",
+    "parent_block_hash",
+    "token_ids",
+    "block_size",
+    "lora_id",
+    "medium",
+    "lora_name",
+    "extra_keys",
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(
+        st.lists(plain, max_size=10).map(lambda fields: ["BlockStored", *fields])
+        | st.lists(plain, max_size=3).map(lambda fields: ["BlockRemoved", *fields])
+        | st.dictionaries(st.sampled_from(stored_names), plain).map(lambda fields: {"type": "BlockStored", **fields})
+        | plain,
+        max_size=4,
+    )
+)
+def test_well_formed_nonsense_decodes_or_raises_the_one_error(events: list[Any]) -> None:
+    try:
+        batch = decode_pub(msgspec.msgpack.encode([1.0, events]))
+    except DecodeError:
+        return
+    assert all(isinstance(event, (EngineStored, EngineRemoved, EngineCleared)) for event in batch.events)
+    EngineTranslator(BLOCK, 100).translate(batch.events)
+
+
+def test_the_translator_has_a_bound() -> None:
+    translator = EngineTranslator(BLOCK, 2)
+    translated([block_stored("vllm", [1, 2, 3], None, [1] * 12)], translator)
+
+    assert len(translator) == 0
+    assert translator.ignored_blocks == 3

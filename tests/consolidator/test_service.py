@@ -1,0 +1,634 @@
+"""The consolidator on real sockets, files and processes, with faults."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+from prometheus_client import CollectorRegistry, generate_latest
+
+from router.consolidator import metrics
+from router.consolidator.adapters.posix_disk import PosixDisk
+from router.consolidator.bootstrap import create
+from router.consolidator.core.feed_reader import FeedState
+from router.consolidator.feed_follower import FeedFollower
+from router.consolidator.journal.files import records_of
+from router.consolidator.journal.memory import MemoryJournal
+from router.consolidator.service import ConsolidatorService
+from router.consolidator.settings import ConsolidatorSettings
+from runtime.clock import SystemClock
+from tests.consolidator.pub_engine import BLOCK, Cache, PubEngine
+from tests.consolidator.pusher import Pusher, card, removed, stored
+from wire.events import (
+    AnyEvent,
+    BlocksRemoved,
+    BlocksStored,
+    CacheCleared,
+    JournalRecord,
+    SnapshotBegan,
+    WorkerJoined,
+    WorkerLeft,
+)
+from wire.feed import BlockChain, WorkerState
+from wire.hashing import unpack_hashes
+from wire.identifiers import Tier
+from wire.ingest import Hello, Refused, Unknown, Welcome
+
+View = dict[str, dict[Tier, set[int]]]
+
+
+class Reader:
+    """A router's view, kept naively; it checks that offsets have no holes."""
+
+    def __init__(self) -> None:
+        self.view: View = {}
+        self.offset = -1
+        self.snapshots = 0
+        self.changed = asyncio.Event()
+
+    def on_snapshot(self, offset: int, workers: list[WorkerState], chains: Iterable[tuple[int, BlockChain]]) -> None:
+        self.offset = offset
+        self.snapshots += 1
+        self.view = {worker.worker_id: {tier: set() for tier in Tier} for worker in workers}
+        for position, chain in chains:
+            self.view[workers[position].worker_id][chain.tier] |= set(unpack_hashes(chain.sequence_hashes))
+        self.changed.set()
+
+    def on_records(self, records: Sequence[JournalRecord]) -> None:
+        for record in records:
+            assert record.offset == self.offset
+            self.offset += 1
+            for event in record.events:
+                self._apply(record.worker_id, event)
+        self.changed.set()
+
+    def _apply(self, worker: str, event: AnyEvent) -> None:
+        if isinstance(event, WorkerJoined):
+            self.view[worker] = {tier: set() for tier in Tier}
+        elif isinstance(event, WorkerLeft):
+            del self.view[worker]
+        elif isinstance(event, BlocksStored):
+            self.view[worker][event.tier] |= set(unpack_hashes(event.sequence_hashes))
+        elif isinstance(event, BlocksRemoved):
+            self.view[worker][event.tier] -= set(unpack_hashes(event.sequence_hashes))
+        elif isinstance(event, (CacheCleared, SnapshotBegan)):
+            for held in self.view[worker].values():
+                held.clear()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(15):
+            while not condition():
+                self.changed.clear()
+                await self.changed.wait()
+
+
+def truth(*pushers: Pusher) -> View:
+    return {pusher.worker_id: {tier: set(held) for tier, held in pusher.truth.items()} for pusher in pushers}
+
+
+def run(scenario: Callable[[zmq.asyncio.Context], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        context = zmq.asyncio.Context()
+        try:
+            async with asyncio.timeout(30):
+                await scenario(context)
+        finally:
+            context.destroy(linger=0)
+
+    asyncio.run(bounded())
+
+
+async def started(registry: CollectorRegistry | None = None, **changes: Any) -> ConsolidatorService:
+    service = create(ConsolidatorSettings(**changes), registry or CollectorRegistry(), SystemClock())
+    await service.start()
+    return service
+
+
+def random_work(pusher: Pusher, source: random.Random, batches: int) -> None:
+    for _ in range(batches):
+        events: list[AnyEvent] = []
+        for _ in range(source.randrange(1, 4)):
+            tier = source.choice(list(Tier))
+            held = pusher.truth[tier]
+            if held and source.random() < 0.3:
+                events.append(removed(source.sample(list(held), min(3, len(held))), tier))
+            else:
+                first = source.randrange(1, 500)
+                events.append(stored(list(range(first, first + source.randrange(1, 6))), first - 1 or None, tier))
+            for event in events[-1:]:
+                pusher._note(event)
+        pusher._push(events)
+
+
+def test_drops_duplicates_and_reconnections_lose_nothing() -> None:
+    async def scenario(context: zmq.asyncio.Context) -> None:
+        service = await started()
+        reader = Reader()
+        service.subscribe(reader)
+        source = random.Random(7)
+        pushers = [Pusher(context, service.ingest_endpoint, name) for name in ("a", "b", "c")]
+        for pusher in pushers:
+            await pusher.join()
+            pusher.drop = set(source.sample(range(200), 40))
+            pusher.repeat = set(source.sample(range(200), 40))
+        for _ in range(4):
+            for pusher in pushers:
+                random_work(pusher, source, 50)
+            pushers[0].reconnect(service.ingest_endpoint)
+            for pusher in pushers:
+                await pusher.settle()
+
+        assert reader.view == truth(*pushers)
+        assert reader.offset == service.offset
+        assert service.core.tally.gaps >= 3
+        assert service.core.tally.duplicates > 3
+        await service.stop()
+
+    run(scenario)
+
+
+def test_an_outbox_that_does_not_reach_back_restates_the_cache() -> None:
+    async def scenario(context: zmq.asyncio.Context) -> None:
+        service = await started()
+        reader = Reader()
+        service.subscribe(reader)
+        pusher = Pusher(context, service.ingest_endpoint, outbox_max=5)
+        await pusher.join()
+        pusher.drop = set(range(3, 12))
+        random_work(pusher, random.Random(1), 20)
+        await pusher.settle()
+
+        assert reader.view == truth(pusher)
+        assert service.core.tally.restatements >= 1
+        await service.stop()
+
+    run(scenario)
+
+
+def test_a_late_subscriber_gets_the_same_state_as_an_early_one() -> None:
+    async def scenario(context: zmq.asyncio.Context) -> None:
+        service = await started()
+        early, late = Reader(), Reader()
+        service.subscribe(early)
+        pusher = Pusher(context, service.ingest_endpoint)
+        await pusher.join()
+        random_work(pusher, random.Random(2), 50)
+        await pusher.settle()
+        end = service.subscribe(late)
+        random_work(pusher, random.Random(3), 20)
+        await pusher.settle()
+        assert late.view == early.view == truth(pusher)
+        end()
+        random_work(pusher, random.Random(4), 5)
+        await pusher.settle()
+
+        assert late.offset < early.offset
+        await service.stop()
+
+    run(scenario)
+
+
+def test_rubbish_on_the_ingest_socket_is_dropped_and_the_process_lives() -> None:
+    async def scenario(context: zmq.asyncio.Context) -> None:
+        registry = CollectorRegistry()
+        service = await started(registry)
+        socket = context.socket(zmq.DEALER)
+        socket.connect(service.ingest_endpoint)
+        for frames in (
+            [b""],
+            [b"B", b"\xff" * 50],
+            [b"C", b""],
+            [b"X", b"y"],
+            [b"B", b"x", b"y"],
+            [b"C", b"\x91" * 5000],
+        ):
+            await socket.send_multipart(frames)
+        query = context.socket(zmq.DEALER)
+        query.connect(service.query_endpoint)
+        await query.send_multipart([b"rubbish"])
+        pusher = Pusher(context, service.ingest_endpoint)
+        pusher.control(msgspec.structs.replace(_hello(pusher), card=card(hash_spec="other")))
+        assert isinstance(await pusher.receive(), Refused)
+        pusher.heartbeat()
+        assert isinstance(await pusher.receive(), Unknown)  # it answers that with a Hello
+        assert isinstance(await pusher.receive(), Welcome)
+        pusher.push([stored([1])])
+        await pusher.settle()
+
+        text = generate_latest(registry).decode()
+        assert "poolgrid_consolidator_undecodable_frames_total" in text
+        for name in metrics.COUNTERS:
+            assert f"\npoolgrid_consolidator_{name}_total " in text
+        assert 'poolgrid_consolidator_event_lag_seconds{worker="w"}' in text
+        assert 'poolgrid_consolidator_blocks{tier="device"} 1.0' in text
+        socket.close()
+        query.close()
+        await service.stop()
+
+    run(scenario)
+
+
+def _hello(pusher: Pusher) -> Any:
+    return Hello(pusher.worker_id, 0, pusher.epoch, pusher.card, 0, 0)
+
+
+def test_a_silent_worker_leaves_when_its_lease_ends() -> None:
+    async def scenario(context: zmq.asyncio.Context) -> None:
+        service = await started(lease_ms=100)
+        reader = Reader()
+        service.subscribe(reader)
+        pusher = Pusher(context, service.ingest_endpoint)
+        await pusher.join()
+        await reader.until(lambda: "w" in reader.view)
+        await reader.until(lambda: "w" not in reader.view)
+
+        assert service.core.tally.lease_expiries == 1
+        await service.stop()
+
+    run(scenario)
+
+
+class FailingJournal(MemoryJournal):
+    """Memory that refuses appends while told to."""
+
+    failing = False
+
+    def append(self, payloads: Sequence[bytes], now_ms: int) -> None:
+        if self.failing:
+            raise OSError(28, "No space left on device")
+        super().append(payloads, now_ms)
+
+
+def test_what_cannot_be_written_is_neither_acknowledged_nor_published_and_is_caught_up() -> None:
+    async def scenario(context: zmq.asyncio.Context) -> None:
+        journal = FailingJournal()
+        settings = ConsolidatorSettings(append_retry_ms=20, lease_ms=60_000)
+        service = ConsolidatorService(settings, CollectorRegistry(), SystemClock(), lambda: journal)
+        await service.start()
+        reader = Reader()
+        service.subscribe(reader)
+        pusher = Pusher(context, service.ingest_endpoint)
+        await pusher.join()
+        joined = reader.offset
+        journal.failing = True
+        random_work(pusher, random.Random(5), 30)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(pusher.socket.recv_multipart(), 0.1)
+        assert service.stalled
+        assert not service.ready
+        assert reader.offset == joined
+        late = Reader()
+        service.subscribe(late)  # a reader in this process may know what is on its way
+        journal.failing = False
+        await pusher.settle()
+
+        assert reader.view == late.view == truth(pusher)
+        assert service.ready
+        assert [len(records) for records in (journal.read(0, 1000, 1 << 30),)] == [service.offset]
+        await service.stop()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("fsync", ["always", "interval", "never"])
+def test_a_restarted_consolidator_goes_on_from_its_files(tmp_path: Path, fsync: str) -> None:
+    async def scenario(context: zmq.asyncio.Context) -> None:
+        changes: dict[str, Any] = {"data_dir": tmp_path, "fsync": fsync, "snapshot_every_records": 100}
+        changes |= {"segment_bytes": 65536, "lease_ms": 60_000}
+        service = await started(**changes)
+        source = random.Random(9)
+        pusher = Pusher(context, service.ingest_endpoint)
+        await pusher.join()
+        for _ in range(3):
+            random_work(pusher, source, 120)
+            await pusher.settle()
+            offset = service.offset
+            await service.stop()
+            service = await started(**changes)
+            assert service.offset == offset
+            pusher.reconnect(service.ingest_endpoint)
+            await pusher.join()
+        reader = Reader()
+        service.subscribe(reader)
+
+        assert reader.view == truth(pusher)
+        await service.stop()
+
+    run(scenario)
+    assert list(tmp_path.glob("*.snapshot"))
+
+
+def test_a_feed_follower_equals_the_truth_after_losses_a_late_start_and_restarts(tmp_path: Path) -> None:
+    async def scenario(context: zmq.asyncio.Context) -> None:
+        changes: dict[str, Any] = {"data_dir": tmp_path, "keepalive_ms": 20, "lease_ms": 60_000}
+        service = await started(**changes)
+        ports: dict[str, Any] = {
+            name: int(endpoint.rsplit(":", 1)[1])
+            for name, endpoint in (
+                ("ingest_port", service.ingest_endpoint),
+                ("feed_port", service.feed_endpoint),
+                ("query_port", service.query_endpoint),
+            )
+        }
+        source = random.Random(11)
+        pusher = Pusher(context, service.ingest_endpoint)
+        await pusher.join()
+        random_work(pusher, source, 100)
+        await pusher.settle()
+        reader = Reader()
+        follower = FeedFollower(
+            service.feed_endpoint, service.query_endpoint, reader, SystemClock(), answer_timeout_ms=100
+        )
+        await follower.start()
+        await follower.wait_synced()
+
+        # Frames get lost between the consolidator and the router.
+        genuine = follower._reader.receive
+        follower._reader.receive = (  # type: ignore[method-assign]
+            lambda frame, now_ms: [] if frame.payload is not None and source.random() < 0.3 else genuine(frame, now_ms)
+        )
+        for _ in range(5):
+            random_work(pusher, source, 40)
+            await pusher.settle()
+        await reader.until(lambda: reader.offset == service.offset)
+        assert reader.view == truth(pusher)
+        assert follower.holes > 0
+        assert reader.snapshots == 1
+
+        # The consolidator restarts where it was, and on an empty disk.
+        await service.stop()
+        service = await started(**changes, **ports)
+        random_work(pusher, source, 40)
+        await pusher.settle()
+        await reader.until(lambda: reader.offset == service.offset and reader.snapshots == 2)
+        assert reader.view == truth(pusher)
+        await service.stop()
+        service = await started(**{**changes, "data_dir": None}, **ports)
+        pusher.heartbeat()
+        random_work(pusher, source, 5)
+        pusher.acknowledged = 0
+        await pusher.settle()
+        await reader.until(lambda: reader.offset == service.offset and reader.snapshots == 3)
+
+        assert reader.view == truth(pusher)
+        assert follower.state is FeedState.LIVE
+        await follower.stop()
+        await service.stop()
+
+    run(scenario)
+
+
+def test_a_follower_that_is_far_behind_a_short_journal_takes_another_snapshot() -> None:
+    async def scenario(context: zmq.asyncio.Context) -> None:
+        settings = ConsolidatorSettings(keepalive_ms=20, lease_ms=60_000)
+        journal = MemoryJournal(bytes_max=500)
+        service = ConsolidatorService(settings, CollectorRegistry(), SystemClock(), lambda: journal)
+        await service.start()
+        pusher = Pusher(context, service.ingest_endpoint)
+        await pusher.join()
+        reader = Reader()
+        follower = FeedFollower(service.feed_endpoint, service.query_endpoint, reader, SystemClock(), 100)
+        await follower.start()
+        await follower.wait_synced()
+        follower._subscription_inbox.pause()
+        follower._subscription.setsockopt(zmq.UNSUBSCRIBE, b"poolgrid")
+        random_work(pusher, random.Random(13), 200)
+        await pusher.settle()
+        follower._subscription.setsockopt(zmq.SUBSCRIBE, b"poolgrid")
+        follower._subscription_inbox.resume()
+        await reader.until(lambda: reader.offset == service.offset)
+
+        assert reader.view == truth(pusher)
+        await follower.stop()
+        await service.stop()
+
+    run(scenario)
+
+
+def sources_file(tmp_path: Path, engine: PubEngine, replay: bool = True) -> Path:
+    limits = {"max_batch_size": 8, "max_num_tokens": 8192, "total_kv_blocks": 1000, "max_sequence_length": 4096}
+    entry: dict[str, Any] = {
+        "worker_id": "e",
+        "endpoint": engine.endpoint,
+        "replay_timeout_ms": 200,
+        "card": {
+            "model": "m",
+            "role": 0,
+            "block_size": BLOCK,
+            "limits": limits,
+            "request_endpoint": "tcp://127.0.0.1:1",
+        },
+    }
+    if replay:
+        entry["replay_endpoint"] = engine.replay_endpoint
+    path = tmp_path / "sources.json"
+    path.write_bytes(msgspec.json.encode([entry]))
+    return path
+
+
+def a_prompt(source: random.Random) -> list[int]:
+    return [source.randrange(3)] * BLOCK + [source.randrange(1000) for _ in range(BLOCK * source.randrange(1, 6))]
+
+
+def some_events(cache: Cache, source: random.Random) -> list[Any]:
+    tier = source.choice(list(Tier))
+    if source.random() < 0.3:
+        return [cache.remove(source.randrange(4), tier)]
+    return [cache.store(a_prompt(source), tier), cache.store(a_prompt(source), Tier.DEVICE)]
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "trtllm"])
+def test_a_pub_engine_is_followed_through_losses_and_a_restart(tmp_path: Path, dialect: str) -> None:
+    async def scenario(context: zmq.asyncio.Context) -> None:
+        source = random.Random(17)
+        engine, cache = PubEngine(context), Cache(dialect)
+        for _ in range(10):
+            await engine.publish(some_events(cache, source))  # before anybody listens
+        replays = asyncio.create_task(engine.answer_replays(dialect))
+        service = await started(pub_sources=sources_file(tmp_path, engine), lease_ms=1500)
+        reader = Reader()
+        service.subscribe(reader)
+        await engine.subscribed()
+        for _ in range(5):
+            for _ in range(30):
+                await engine.publish(some_events(cache, source), lose=source.random() < 0.2)
+            await engine.publish(some_events(cache, source))
+            await reader.until(lambda: reader.view.get("e") == cache.held())
+        (shell,) = service.sources()
+        assert shell.counts["source_gaps"] > 3
+        assert shell.counts["source_losses"] == 0
+        assert not shell.degraded
+
+        # The engine dies and another life answers at the same address, with an empty cache.
+        endpoint, replay = engine.endpoint, engine.replay_endpoint
+        replays.cancel()
+        with suppress(asyncio.CancelledError):
+            await replays
+        engine.close()
+        engine, cache = PubEngine(context, endpoint, replay=replay), Cache(dialect, salt=1)
+        replays = asyncio.create_task(engine.answer_replays(dialect))
+        await engine.subscribed()
+        for _ in range(20):
+            await engine.publish(some_events(cache, source))
+        await reader.until(lambda: reader.view.get("e") == cache.held())
+
+        assert shell.counts["source_restarts"] >= 1
+        assert not shell.degraded
+        replays.cancel()
+        with suppress(asyncio.CancelledError):
+            await replays
+        engine.close()
+        await reader.until(lambda: shell.degraded or "e" not in reader.view)
+        await service.stop()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_a_pub_engine_that_cannot_replay_is_degraded_and_claims_nothing_false(tmp_path: Path, silent: bool) -> None:
+    async def scenario(context: zmq.asyncio.Context) -> None:
+        source = random.Random(19)
+        engine, cache = PubEngine(context), Cache("vllm")
+        service = await started(pub_sources=sources_file(tmp_path, engine, replay=silent))
+        reader = Reader()
+        service.subscribe(reader)
+        (shell,) = service.sources()
+        await engine.subscribed()
+        for number in range(20):
+            await engine.publish(some_events(cache, source), lose=number == 10)
+        await reader.until(lambda: shell.counts["source_losses"] >= 1 and reader.view["e"] != {})
+        last = cache.store([7, 7, 7, 7])
+        await engine.publish([last])
+        (new,) = (sequence_hash for sequence_hash in [list(cache.truth[Tier.DEVICE].values())[-1]])
+        await reader.until(lambda: new in reader.view["e"][Tier.DEVICE])
+
+        assert shell.degraded
+        for tier in Tier:
+            assert reader.view["e"][tier] <= cache.held()[tier]
+        await engine.publish([cache.clear(), cache.store([1, 2, 3, 4])])
+        await reader.until(lambda: reader.view["e"] == cache.held())
+        assert not shell.degraded
+        engine.close()
+        await service.stop()
+
+    run(scenario)
+
+
+def test_a_sources_file_that_is_wrong_says_where(tmp_path: Path) -> None:
+    path = tmp_path / "sources.json"
+    for content, reason in (
+        ("[{}]", "entry 0"),
+        ("nonsense", "JSON"),
+        ('[{"worker_id": "e", "endpoint": "x", "card": {"modell": "m"}}]', "modell"),
+    ):
+        path.write_text(content)
+        with pytest.raises(ValueError, match=reason):
+            asyncio.run(started(pub_sources=path))
+
+
+PROCESS = """
+import asyncio, sys
+from router.consolidator.bootstrap import serve
+from router.consolidator.settings import ConsolidatorProcessSettings
+from runtime import lifecycle
+
+settings = ConsolidatorProcessSettings.model_validate_json(sys.argv[1])
+lifecycle.run(lambda stop: serve(settings, stop, lambda at: print(*at, flush=True)))
+"""
+
+
+class Process:
+    """A consolidator in a process of its own."""
+
+    def __init__(self, data_dir: Path, **ports: int) -> None:
+        settings = {
+            "data_dir": str(data_dir),
+            "snapshot_every_records": 200,
+            "segment_bytes": 65536,
+            "lease_ms": 20_000,
+            "keepalive_ms": 50,
+            **ports,
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PROCESS, msgspec.json.encode(settings).decode()],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+            text=True,
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline().split()
+        if len(line) != 4:
+            self.process.kill()
+            raise AssertionError(self.process.communicate()[1])
+        self.ingest, self.feed, self.query, self.http = line
+
+    def ports(self) -> dict[str, int]:
+        names = ("ingest_port", "feed_port", "query_port", "http_port")
+        return {
+            name: int(at.rsplit(":", 1)[1])
+            for name, at in zip(names, (self.ingest, self.feed, self.query, self.http), strict=True)
+        }
+
+    def end(self, number: int) -> int:
+        self.process.send_signal(number)
+        self.process.communicate(timeout=10)
+        return self.process.returncode
+
+
+def fetch(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=5) as answer:
+        body: bytes = answer.read()
+        return body
+
+
+@pytest.mark.e2e
+def test_a_killed_consolidator_loses_nothing_and_its_offsets_have_no_holes(tmp_path: Path) -> None:
+    async def scenario(context: zmq.asyncio.Context) -> None:
+        source = random.Random(23)
+        process = Process(tmp_path)
+        try:
+            pushers = [Pusher(context, process.ingest, name) for name in ("a", "b")]
+            for pusher in pushers:
+                await pusher.join()
+            reader = Reader()
+            follower = FeedFollower(process.feed, process.query, reader, SystemClock(), answer_timeout_ms=200)
+            await follower.start()
+            await follower.wait_synced()
+            for _ in range(3):
+                for pusher in pushers:
+                    random_work(pusher, source, 150)
+                process.end(signal.SIGKILL)  # in the middle of it
+                for pusher in pushers:
+                    random_work(pusher, source, 20)
+                process = Process(tmp_path, **process.ports())
+                for pusher in pushers:
+                    await pusher.settle()
+            await reader.until(lambda: reader.view == truth(*pushers))
+            assert msgspec.json.decode(await asyncio.to_thread(fetch, process.http + "/ready"))["workers"] == 2
+            assert b"poolgrid_consolidator_offset" in await asyncio.to_thread(fetch, process.http + "/metrics")
+            await follower.stop()
+            assert process.end(signal.SIGTERM) == 0
+            disk = PosixDisk(tmp_path)
+            offsets = [record.offset for record in records_of(disk)]
+            disk.close()
+            assert offsets == list(range(offsets[0], offsets[0] + len(offsets)))
+        finally:
+            if process.process.poll() is None:
+                process.end(signal.SIGKILL)
+
+    run(scenario)

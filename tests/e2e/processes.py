@@ -1,0 +1,166 @@
+"""Real processes for end-to-end tests: started, awaited by their ready line, killed at will, always reaped."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from types import TracebackType
+
+import httpx
+import psutil
+
+READY_TIMEOUT_S = 60.0
+WAIT_TIMEOUT_S = 60.0
+
+
+class Process:
+    """One `poolgrid` command."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.arguments = arguments
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "cli", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            start_new_session=True,
+        )
+        self.ready_words: list[str] = []
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait_ready(self) -> Process:
+        """Wait for the ready line."""
+        assert self._process.stdout is not None
+        readable, _, _ = select.select([self._process.stdout], [], [], READY_TIMEOUT_S)
+        line = self._process.stdout.readline().decode().split() if readable else []
+        if not line or line[0] != "ready":
+            self.kill()
+            assert self._process.stderr is not None
+            raise AssertionError(f"{self.arguments} did not become ready: {self._process.stderr.read().decode()}")
+        self.ready_words = line[1:]
+        return self
+
+    @property
+    def url(self) -> str:
+        return self.ready_words[0]
+
+    def word(self, key: str) -> str:
+        return next(word.partition("=")[2] for word in self.ready_words if word.startswith(f"{key}="))
+
+    def descendants(self) -> list[psutil.Process]:
+        return psutil.Process(self.pid).children(recursive=True)
+
+    def child(self, *words: str) -> psutil.Process:
+        """Return the child whose command line holds all words."""
+        for child in self.descendants():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if all(word in child.cmdline() for word in words):
+                    return child
+        raise AssertionError(f"no child of {self.arguments} runs {words}")
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def wait(self) -> int:
+        return self._process.wait(WAIT_TIMEOUT_S)
+
+    def kill(self) -> None:
+        """Kill -9, and everything below."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            below = self.descendants()
+            self._process.kill()
+            for process in below:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+        self._process.wait()
+
+    def stop(self) -> tuple[int, str]:
+        """SIGTERM, then the exit status and what was said on standard error."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+        _, errors = self._process.communicate(timeout=WAIT_TIMEOUT_S)
+        return self._process.returncode, errors.decode()
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process.poll() is None:
+            self.kill()
+        for pipe in (self._process.stdout, self._process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+
+def eventually(what: str, check: Callable[[], bool], timeout_s: float = WAIT_TIMEOUT_S) -> None:
+    """Wait until a check over real processes holds; transport errors count as "not yet"."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        with contextlib.suppress(httpx.TransportError):
+            if check():
+                return
+        assert time.monotonic() < deadline, f"never came true: {what}"
+        select.select([], [], [], 0.02)  # the other processes need the core more than we do
+
+
+@contextlib.contextmanager
+def running_pool(*arguments: str, speedup: float = 50.0, workers: int = 3) -> Iterator[Process]:
+    """Run `poolgrid up` and end it in good order; nothing may be left behind."""
+    up = Process("up", "--port", "0", "--workers", str(workers), "--speedup", str(speedup), *arguments)
+    with up:
+        up.wait_ready()
+        yield up
+        below = up.descendants()
+        status, errors = up.stop()
+        assert status == 0, errors
+        assert not [process for process in below if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+
+def ready_workers(url: str) -> list[str]:
+    rows = httpx.get(f"{url}/v1/workers").json()["data"]
+    return [row["worker_id"] for row in rows if row["state"] == "ready"]
+
+
+def worker_rows(url: str) -> dict[str, dict[str, object]]:
+    return {row["worker_id"]: row for row in httpx.get(f"{url}/v1/workers").json()["data"]}
+
+
+def metric(url: str, name: str, **labels: str) -> float:
+    """Return the sum of a metric's samples that have these labels."""
+    total = 0.0
+    for line in httpx.get(f"{url}/metrics").text.splitlines():
+        if line.startswith((f"{name} ", f"{name}{{")) and all(
+            f'{key}="{value}"' in line for key, value in labels.items()
+        ):
+            total += float(line.rsplit(" ", 1)[1])
+    return total
+
+
+def index_equals_workers(url: str) -> bool:
+    """Compare what the router believes of each worker with what the worker itself says it holds."""
+    for name, row in worker_rows(url).items():
+        believed = httpx.get(f"{url}/v1/workers/{name}/blocks").text.split("\n")
+        held = httpx.get(f"{row['http_endpoint']}/blocks").text.split("\n")
+        if believed != held:
+            return False
+    return True
+
+
+def pool_is_quiet(url: str) -> bool:
+    """Tell whether no request is on any worker or on any book."""
+    rows = worker_rows(url).values()
+    return all(
+        row["running_requests"] == row["waiting_requests"] == row["active_requests"] == row["prefill_tokens"] == 0
+        for row in rows
+    )

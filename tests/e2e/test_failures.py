@@ -1,0 +1,211 @@
+"""Processes die at the worst moment, and clients do not notice."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from loadgen.command import bench
+from loadgen.settings import BenchSettings
+from loadgen.statistics import Report
+from tests.e2e.expectation import Verifier
+from tests.e2e.processes import (
+    Process,
+    eventually,
+    index_equals_workers,
+    metric,
+    pool_is_quiet,
+    ready_workers,
+    running_pool,
+    worker_rows,
+)
+
+pytestmark = pytest.mark.e2e
+
+TRACE = Path(__file__).parent.parent / "data" / "conversation_200.jsonl"
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Process]:
+    with running_pool(workers=3) as up:
+        yield up
+
+
+def load_while(url: str, disturb: Callable[[], None], requests: int = 400) -> Report:
+    """Run verified streaming load and disturb the pool in the middle of it."""
+    settings = BenchSettings(url=url, concurrency=16, isl=500, osl=100, requests=requests)
+    verify = Verifier(settings)
+    reports: list[Report] = []
+    load = threading.Thread(target=lambda: reports.append(bench(settings, verify=verify)))
+    load.start()
+    eventually("the load has begun", lambda: metric(url, "poolgrid_frontend_output_tokens_total") > 0)
+    disturb()
+    load.join(120)
+    assert not load.is_alive(), "the load never ended"
+    assert verify.checked == requests
+    return reports[0]
+
+
+def assert_unharmed(report: Report) -> None:
+    assert report.errors == 0, report.errors_by_kind
+    assert report.wrong_texts == 0
+
+
+def test_the_trace_runs_with_every_text_right_and_far_more_reuse_than_round_robin(pool: Process) -> None:
+    def replay(url: str) -> Report:
+        settings = BenchSettings(url=url, trace=TRACE, speed=10, length_scale=0.5, osl_max=64)
+        return bench(settings, verify=Verifier(settings))
+
+    aware = replay(pool.url)
+    with running_pool("--policy", "round-robin", workers=3) as blind_pool:
+        blind = replay(blind_pool.url)
+
+    for report in (aware, blind):
+        assert_unharmed(report)
+        assert report.requests == 200
+    assert aware.cached_token_ratio is not None
+    assert blind.cached_token_ratio is not None
+    assert aware.ideal_cached_token_ratio is not None
+    assert aware.cached_token_ratio > 1.3 * blind.cached_token_ratio
+    assert aware.cached_token_ratio > 0.75 * aware.ideal_cached_token_ratio
+
+
+def test_a_worker_killed_under_load_costs_no_request_and_no_wrong_text(pool: Process) -> None:
+    eventually("all workers are there", lambda: len(ready_workers(pool.url)) == 3)
+    before = metric(pool.url, "poolgrid_router_migrations_total")
+
+    report = load_while(pool.url, lambda: pool.child("--worker-id", "worker-1").kill())
+
+    assert_unharmed(report)
+    assert metric(pool.url, "poolgrid_router_migrations_total") > before
+    eventually("the worker is back", lambda: len(ready_workers(pool.url)) == 3)
+    eventually("the books are balanced", lambda: pool_is_quiet(pool.url))
+    eventually("the index is true", lambda: index_equals_workers(pool.url))
+
+
+def test_a_worker_that_drains_under_load_costs_nothing(pool: Process) -> None:
+    eventually("all workers are there", lambda: len(ready_workers(pool.url)) == 3)
+    epoch = worker_rows(pool.url)["worker-2"]["epoch"]
+
+    report = load_while(pool.url, lambda: pool.child("--worker-id", "worker-2").send_signal(signal.SIGTERM))
+
+    assert_unharmed(report)
+    eventually(
+        "its next life has joined",
+        lambda: (
+            len(ready_workers(pool.url)) == 3 and worker_rows(pool.url).get("worker-2", {}).get("epoch", epoch) != epoch
+        ),
+    )
+
+
+def test_a_consolidator_killed_under_load_loses_nothing(pool: Process) -> None:
+    eventually("all workers are there", lambda: len(ready_workers(pool.url)) == 3)
+    offset = httpx.get(f"{pool.url}/v1/workers").json()["offset"]
+
+    report = load_while(pool.url, lambda: pool.child("consolidator").kill())
+
+    assert_unharmed(report)
+    eventually("the books are balanced", lambda: pool_is_quiet(pool.url))
+    eventually("the index is true", lambda: index_equals_workers(pool.url))
+    assert httpx.get(f"{pool.url}/v1/workers").json()["offset"] > offset
+
+
+def test_a_router_killed_and_restarted_knows_what_the_workers_hold_before_it_is_ready(tmp_path: Path) -> None:
+    arguments = ("router", "--port", "0", "--data-dir", str(tmp_path))
+    with Process(*arguments) as first:
+        first.wait_ready()
+        ingest = first.word("ingest")
+        with Process(
+            *("worker", "--worker-id", "w", "--model", "tiny", "--consolidator", ingest, "--speedup", "100"),
+            *("--vocabulary-size", "4096"),
+        ) as worker:
+            worker.wait_ready()
+            eventually("the worker is reachable", lambda: ready_workers(first.url) == ["w"])
+            settings = BenchSettings(url=first.url, concurrency=8, isl=900, osl=40, requests=60)
+            assert_unharmed(bench(settings, verify=Verifier(settings)))
+            eventually("the index is true", lambda: index_equals_workers(first.url))
+            held = httpx.get(f"{first.url}/v1/workers/w/blocks").text
+            assert held.count("\n") > 60 * 28
+            first.kill()
+
+            with Process(*arguments, "--ingest-port", ingest.rpartition(":")[2]) as second:
+                second.wait_ready()
+                assert httpx.get(f"{second.url}/v1/workers/w/blocks").text == held
+                assert httpx.get(f"{second.url}/ready").status_code == 200
+                eventually("the worker is reachable", lambda: ready_workers(second.url) == ["w"])
+                again = BenchSettings(url=second.url, concurrency=8, isl=900, osl=40, requests=60)
+                report = bench(again, verify=Verifier(again))
+
+                assert_unharmed(report)
+                assert report.cached_token_ratio is not None
+                assert report.cached_token_ratio > 0.9, "the same prompts again: all but their last block is cached"
+                eventually("the index is true", lambda: index_equals_workers(second.url))
+                second.stop()
+            worker.stop()
+
+
+def test_requests_on_a_router_that_died_are_given_up_by_their_worker(tmp_path: Path) -> None:
+    with Process("router", "--port", "0", "--data-dir", str(tmp_path)) as router:
+        router.wait_ready()
+        with Process(
+            *("worker", "--model", "tiny", "--consolidator", router.word("ingest"), "--peer-lease-ms", "500"),
+        ) as worker:
+            worker.wait_ready()
+            eventually("the worker is reachable", lambda: len(ready_workers(router.url)) == 1)
+            body = {"model": "tiny", "prompt": "long", "max_tokens": 100_000, "stream": True}
+            with httpx.stream("POST", f"{router.url}/v1/completions", json=body) as answer:
+                next(answer.iter_raw())
+                router.kill()
+
+            eventually("the worker is idle", lambda: metric(worker.url, "poolgrid_worker_running_requests") == 0)
+            worker.signal(signal.SIGKILL)
+
+
+def test_no_worker_is_503_and_too_many_requests_are_429_with_a_time_to_come_back(tmp_path: Path) -> None:
+    with Process("router", "--port", "0", "--queue-limit", "2", "--worker-queue-factor", "1") as router:
+        router.wait_ready()
+        body = {"model": "tiny", "prompt": "x", "max_tokens": 10_000}
+        nobody = httpx.post(f"{router.url}/v1/completions", json=body)
+        assert nobody.status_code in (404, 503)
+
+        with Process(
+            *("worker", "--model", "tiny", "--consolidator", router.word("ingest")),
+            *("--max-batch-size", "1", "--max-num-tokens", "64"),
+        ) as worker:
+            worker.wait_ready()
+            eventually("the worker is reachable", lambda: len(ready_workers(router.url)) == 1)
+            with httpx.Client(timeout=60) as client:
+                streams = []
+                for _ in range(1):
+                    stream = client.stream("POST", f"{router.url}/v1/completions", json={**body, "stream": True})
+                    stream.__enter__()
+                    streams.append(stream)
+                waiting = [
+                    threading.Thread(target=_post_and_leave, args=(router.url, body), daemon=True) for _ in range(2)
+                ]
+                for thread in waiting:
+                    thread.start()
+                eventually("two wait", lambda: metric(router.url, "poolgrid_router_queued_requests") == 2)
+
+                refused = httpx.post(f"{router.url}/v1/completions", json=body)
+
+                assert refused.status_code == 429
+                assert int(refused.headers["retry-after"]) >= 1
+                assert refused.json()["error"]["code"] == "busy"
+                for stream in streams:
+                    stream.__exit__(None, None, None)
+            for thread in waiting:
+                thread.join(30)
+            eventually("all is quiet", lambda: pool_is_quiet(router.url))
+            worker.stop()
+        router.stop()
+
+
+def _post_and_leave(url: str, body: dict[str, object]) -> None:
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{url}/v1/completions", json=body, timeout=3.0)

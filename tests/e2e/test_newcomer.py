@@ -1,0 +1,148 @@
+"""What a newcomer sees: one command, a pool that answers, and nothing left behind after Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+
+import httpx
+import openai
+import psutil
+import pytest
+from openai.types.chat import ChatCompletionMessageParam
+
+from tests.e2e.expectation import MODEL, expected_text
+from tests.e2e.processes import Process, eventually, metric, pool_is_quiet, ready_workers, running_pool, worker_rows
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Process]:
+    with running_pool(workers=2) as up:
+        yield up
+
+
+@pytest.fixture
+def client(pool: Process) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{pool.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def test_the_openai_client_gets_the_engines_answer_streaming_or_not(client: openai.OpenAI) -> None:
+    messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is a radix tree? 🌳"}]
+    prompt = MODEL.encode("<|im_start|>user\nWhat is a radix tree? 🌳<|im_end|>\n<|im_start|>assistant\n")
+    right = expected_text(prompt, 40)
+
+    whole = client.chat.completions.create(model="tiny", messages=messages, max_tokens=40)
+    stream = client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=40, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+
+    assert whole.choices[0].message.content == right
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == right
+    assert chunks[-1].usage == whole.usage
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == 40
+
+
+def test_completions_take_strings_token_arrays_choices_and_stops(client: openai.OpenAI) -> None:
+    tokens = list(range(100, 164))
+    prompt = b"".join(token.to_bytes(4, "little") for token in tokens)
+
+    by_tokens = client.completions.create(model="tiny", prompt=tokens, max_tokens=24)
+    seeded = client.completions.create(model="tiny", prompt=tokens, max_tokens=24, n=2, seed=7)
+    right = expected_text(prompt, 24)
+    stop = right[len(right) // 2 :][:3]
+    stopped = client.completions.create(model="tiny", prompt=tokens, max_tokens=24, stop=stop)
+
+    assert by_tokens.choices[0].text == right
+    assert [choice.text for choice in seeded.choices] == [expected_text(prompt, 24, seed=seed) for seed in (7, 8)]
+    assert stopped.choices[0].text == right[: right.index(stop)]
+    assert stopped.choices[0].finish_reason == "stop"
+
+
+def test_a_repeated_prompt_is_served_from_the_same_workers_cache(client: openai.OpenAI, pool: Process) -> None:
+    tokens = list(range(1000, 1640))
+    first = client.completions.with_raw_response.create(model="tiny", prompt=tokens, max_tokens=2)
+    holder = first.headers["x-poolgrid-worker"]
+    eventually("the index knows the blocks", lambda: int(str(worker_rows(pool.url)[holder]["indexed_blocks"])) >= 20)
+    second = client.completions.with_raw_response.create(model="tiny", prompt=tokens, max_tokens=2)
+
+    assert second.headers["x-poolgrid-worker"] == holder
+    usage = second.parse().usage
+    assert usage is not None
+    assert usage.prompt_tokens_details is not None
+    assert usage.prompt_tokens_details.cached_tokens == 608  # 19 of 20 blocks of 32: one token must be computed
+
+
+def test_every_decision_can_be_explained(client: openai.OpenAI, pool: Process) -> None:
+    answer = client.completions.with_raw_response.create(model="tiny", prompt="explain me", max_tokens=1)
+    request_id = answer.headers["x-request-id"]
+
+    explained = httpx.get(f"{pool.url}/v1/decisions/{request_id}").json()
+    listed = httpx.get(f"{pool.url}/v1/decisions?limit=1").json()["data"]
+
+    assert explained["attempts"][0]["worker"] == answer.headers["x-poolgrid-worker"]
+    assert len(explained["attempts"][0]["rows"]) == 2
+    assert set(explained["attempts"][0]["rows"][0]["terms"]) >= {"overlap_credit", "adjusted_prefill"}
+    assert listed[0]["request_id"] == request_id
+    assert httpx.get(f"{pool.url}/v1/decisions/unheard-of").status_code == 404
+
+
+def test_metrics_tell_what_happened(client: openai.OpenAI, pool: Process) -> None:
+    before = metric(pool.url, "poolgrid_router_decisions_total")
+    client.completions.create(model="tiny", prompt="count me", max_tokens=3)
+
+    assert metric(pool.url, "poolgrid_router_decisions_total") == before + 1
+    assert metric(pool.url, "poolgrid_router_workers", state="ready") == 2
+    assert metric(pool.url, "poolgrid_frontend_output_tokens_total") >= 3
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_client_that_leaves_frees_its_worker(pool: Process, streaming: bool) -> None:
+    body = {"model": "tiny", "prompt": "long", "max_tokens": 100_000, "stream": streaming}
+    # The whole answer takes minutes; this client gives up long before.
+    with (
+        contextlib.suppress(httpx.ReadTimeout),
+        httpx.stream("POST", f"{pool.url}/v1/completions", json=body, timeout=0.5) as answer,
+    ):
+        next(answer.iter_raw())
+
+    eventually("the worker is idle again", lambda: pool_is_quiet(pool.url))
+
+
+def test_ctrl_c_ends_everything_and_leaves_no_process() -> None:
+    with Process("up", "--port", "0", "--workers", "1") as up:
+        up.wait_ready()
+        below = up.descendants()
+        assert len(below) == 3
+
+        up.signal(signal.SIGINT)
+
+        assert up.wait() == 0
+        assert not [p for p in below if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_parts_end_when_up_itself_is_killed() -> None:
+    with Process("up", "--port", "0", "--workers", "1") as up:
+        up.wait_ready()
+        below = up.descendants()
+
+        up.signal(signal.SIGKILL)
+
+        _, alive = psutil.wait_procs(below, timeout=30)
+        assert not alive
+
+
+def test_a_port_that_is_taken_is_a_clear_error(pool: Process) -> None:
+    port = pool.url.rpartition(":")[2]
+    with Process("router", "--port", port) as router:
+        status = router.wait()
+        _, errors = router.stop()
+
+    assert status == 1
+    assert f"binding port: 127.0.0.1:{port} cannot be used" in errors
+    assert ready_workers(pool.url) == ["worker-0", "worker-1"]

@@ -1,0 +1,69 @@
+"""Small builders that the worker tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from wire.events import BlocksRemoved, BlocksStored, CacheCleared
+from wire.hashing import pack_tokens, unpack_hashes
+from wire.identifiers import Tier
+from wire.requests import Generate, Routing, Sampling
+from workers.simulated.engine import SimulatedEngine, StepOutcome
+from workers.simulated.next_token import Vocabulary
+
+VOCABULARY = Vocabulary(size=1000, first_token_id=10)
+
+
+def make_request(
+    request_id: str = "r",
+    prompt: Sequence[int] = (1, 2, 3),
+    max_tokens: int = 4,
+    priority: int = 0,
+    cache_salt: str = "",
+    stop_token_ids: tuple[int, ...] = (),
+    seed: int | None = None,
+    logprobs: int | None = None,
+) -> Generate:
+    return Generate(
+        request_id,
+        pack_tokens(prompt),
+        Sampling(max_tokens=max_tokens, seed=seed, logprobs=logprobs),
+        stop_token_ids=stop_token_ids,
+        routing=Routing(priority=priority, cache_salt=cache_salt),
+    )
+
+
+def run_to_end(engine: SimulatedEngine, now_ms: float = 0.0, horizon_ms: float | None = None) -> list[StepOutcome]:
+    outcomes = []
+    while (outcome := engine.step(now_ms, horizon_ms)) is not None:
+        outcomes.append(outcome)
+        now_ms = outcome.ended_ms
+    return outcomes
+
+
+def outputs(outcomes: Iterable[StepOutcome]) -> dict[str, bytes]:
+    """Join the tokens of each request, checking that every delta continues the one before."""
+    joined: dict[str, bytes] = {}
+    for outcome in outcomes:
+        for delta in outcome.deltas:
+            before = joined.get(delta.request_id, b"")
+            assert delta.position == len(before) // 4, f"{delta.request_id}: a hole or an overlap"
+            joined[delta.request_id] = before + delta.token_ids
+    return joined
+
+
+def fold(events: Iterable[object], held: dict[Tier, set[int]] | None = None) -> dict[Tier, set[int]]:
+    """Apply wire cache events to a plain model of what a worker holds."""
+    held = {tier: set() for tier in Tier} if held is None else held
+    for event in events:
+        if isinstance(event, BlocksStored):
+            for sequence_hash in unpack_hashes(event.sequence_hashes):
+                assert sequence_hash not in held[event.tier], "stored twice on one tier"
+                held[event.tier].add(sequence_hash)
+        elif isinstance(event, BlocksRemoved):
+            for sequence_hash in unpack_hashes(event.sequence_hashes):
+                held[event.tier].remove(sequence_hash)
+        elif isinstance(event, CacheCleared):
+            for blocks in held.values():
+                blocks.clear()
+    return held

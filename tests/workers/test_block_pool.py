@@ -1,0 +1,273 @@
+"""The block pool does what a naive pool with an explicit tree does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tests.workers.builders import fold
+from wire.identifiers import Tier
+from workers.simulated.block_pool import BlockPool, Match
+from workers.simulated.cache_recorder import Link, SilentRecorder, WireRecorder
+
+BLOCK_SIZE = 4
+
+
+def name(path: tuple[int, ...]) -> int:
+    """Give a path of block contents a readable number: (1, 2) is 12."""
+    return int("".join(str(content) for content in path))
+
+
+def names(path: tuple[int, ...]) -> list[int]:
+    return [name(path[: depth + 1]) for depth in range(len(path))]
+
+
+def no_tokens(_first: int, _end: int) -> bytes:
+    return b""
+
+
+class OrderRecorder(SilentRecorder):
+    """Keeps what left, in order."""
+
+    def __init__(self) -> None:
+        self.left: list[int] = []
+
+    def removed(self, hashes: object, tier: Tier) -> None:
+        assert isinstance(hashes, list)
+        self.left += hashes
+
+
+def filled(pool: BlockPool, path: tuple[int, ...]) -> list[int]:
+    """Take and store a whole path, and return what is held."""
+    held = names(path)
+    match = pool.match(held, len(held))
+    assert pool.take(held, match, len(held) - match.device)
+    pool.store(held, match.device + match.host, len(held), no_tokens, 0)
+    return held
+
+
+def test_the_oldest_leaf_is_evicted_first_and_a_parent_never_before_its_child() -> None:
+    recorder = OrderRecorder()
+    pool = BlockPool(6, 0, BLOCK_SIZE, recorder)
+    pool.release(filled(pool, (1, 2, 3)), 0)
+    pool.release(filled(pool, (1, 4)), 0)
+    pool.release(filled(pool, (5,)), 0)
+
+    assert pool.take([], Match(0, 0, 0), 6)
+
+    assert recorder.left == [123, 12, 14, 1, 5]
+
+
+def test_a_held_prefix_is_never_evicted() -> None:
+    pool = BlockPool(4, 0, BLOCK_SIZE, SilentRecorder())
+    pool.release(filled(pool, (1, 2, 3)), 0)
+    held = names((1, 2))
+    assert pool.take(held, pool.match(held, 2), 0)
+
+    assert not pool.take([], Match(0, 0, 0), 3)
+    assert pool.take([], Match(0, 0, 0), 2)
+    assert pool.match(names((1, 2, 3)), 3) == Match(2, 0, 0)
+
+
+def test_taking_more_than_there_is_changes_nothing() -> None:
+    pool = BlockPool(4, 0, BLOCK_SIZE, SilentRecorder())
+    pool.release(filled(pool, (1, 2)), 0)
+    before = (pool.active_blocks, pool.cached_blocks, pool.available_blocks, pool.resident(Tier.DEVICE))
+    held = names((1, 2, 3, 4, 5))
+
+    assert not pool.take(held, pool.match(held, 5), 3)
+
+    assert before == (pool.active_blocks, pool.cached_blocks, pool.available_blocks, pool.resident(Tier.DEVICE))
+
+
+def test_two_requests_that_fill_the_same_block_end_up_sharing_it() -> None:
+    pool = BlockPool(4, 0, BLOCK_SIZE, SilentRecorder())
+    assert pool.take([], Match(0, 0, 0), 1)
+    assert pool.take([], Match(0, 0, 0), 1)
+    pool.store([1], 0, 1, no_tokens, 0)
+    assert pool.active_blocks == 2
+
+    pool.store([1], 0, 1, no_tokens, 0)
+
+    assert (pool.active_blocks, pool.cached_blocks, pool.available_blocks) == (1, 1, 3)
+
+
+def test_an_evicted_block_goes_to_the_host_and_comes_back() -> None:
+    recorder = WireRecorder()
+    pool = BlockPool(3, 2, BLOCK_SIZE, recorder)
+    pool.release(filled(pool, (1, 2, 3)), 0)
+    pool.release(filled(pool, (4, 5)), 0)
+
+    held = names((1, 2, 3))
+    assert pool.match(held, 3) == Match(1, 1, 2)
+    assert pool.take(held, pool.match(held, 3), 2)
+
+    held_by_tier = fold(recorder.take())
+    assert held_by_tier[Tier.DEVICE] == {1, 12, 123}
+    assert held_by_tier[Tier.HOST] == {4, 45}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "named"), [((0, 0, 4), "total_blocks is 0"), ((1, -1, 4), "host_blocks is -1"), ((1, 0, 0), "block_size")]
+)
+def test_impossible_sizes_are_refused(sizes: tuple[int, int, int], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        BlockPool(*sizes, SilentRecorder())
+
+
+@dataclass
+class Holder:
+    path: tuple[int, ...]
+    shared: int
+    private: int
+
+
+@dataclass
+class NaivePool:
+    """Says what must be true with an explicit tree, in time nobody cares about."""
+
+    total: int
+    host_total: int
+    refs: dict[int, int] = field(default_factory=dict)
+    parent: dict[int, int | None] = field(default_factory=dict)
+    idle: list[int] = field(default_factory=list)
+    host: list[int] = field(default_factory=list)
+    private: int = 0
+
+    def evict_one(self) -> None:
+        victim = next(block for block in self.idle if not any(self.parent[other] == block for other in self.refs))
+        self.idle.remove(victim)
+        del self.refs[victim]
+        if self.host_total:
+            self.host.append(victim)
+
+    def trim_host(self) -> None:
+        while len(self.host) > self.host_total:
+            self.host.pop(0)
+
+    def hold(self, block: int) -> None:
+        self.refs[block] = self.refs.get(block, 0) + 1
+        if block in self.idle:
+            self.idle.remove(block)
+
+    def make_room(self, blocks: int) -> None:
+        while self.total - len(self.refs) - self.private < blocks:
+            self.evict_one()
+        self.trim_host()
+
+    def available(self) -> int:
+        return self.total - len(self.refs) + len(self.idle) - self.private
+
+
+class BlockPoolAgreesWithTheNaiveOne(RuleBasedStateMachine):
+    paths = st.lists(st.integers(1, 3), min_size=1, max_size=5).map(tuple)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recorder = WireRecorder()
+        self.pool = BlockPool(9, 4, BLOCK_SIZE, self.recorder)
+        self.naive = NaivePool(9, 4)
+        self.holders: list[Holder] = []
+        self.told: dict[Tier, set[int]] = {tier: set() for tier in Tier}
+
+    @rule(path=paths, extra=st.integers(0, 2))
+    def begin(self, path: tuple[int, ...], extra: int) -> None:
+        naive, hashes = self.naive, names(path)
+        device = 0
+        while device < len(path) and hashes[device] in naive.refs:
+            device += 1
+        host = 0
+        while device + host < len(path) and hashes[device + host] in naive.host:
+            host += 1
+        idle = sum(block in naive.idle for block in hashes[:device])
+        new = len(path) - device + extra
+
+        match = self.pool.match(hashes, len(hashes))
+        assert match == Match(device, idle, host)
+        fits = naive.available() - idle >= new
+        assert self.pool.take(hashes, match, new) is fits
+        if not fits:
+            return
+        for block in hashes[:device]:
+            naive.hold(block)
+        returning = hashes[device : device + host]
+        naive.host = [block for block in naive.host if block not in returning]
+        naive.make_room(new)
+        for block in returning:
+            naive.hold(block)
+        naive.private += new - host
+        self.holders.append(Holder(path, device + host, new - host))
+
+    @precondition(lambda self: any(holder.private for holder in self.holders))
+    @rule(which=st.integers(0, 99), count=st.integers(1, 5))
+    def fill(self, which: int, count: int) -> None:
+        able = [holder for holder in self.holders if holder.private and holder.shared < len(holder.path)]
+        if not able:
+            return
+        holder = able[which % len(able)]
+        naive, hashes = self.naive, names(holder.path)
+        end = min(len(holder.path), holder.shared + min(count, holder.private))
+        self.pool.store(hashes, holder.shared, end, no_tokens, 0)
+        for depth in range(holder.shared, end):
+            block = hashes[depth]
+            if block in naive.host:
+                naive.host.remove(block)
+            naive.parent[block] = hashes[depth - 1] if depth else None
+            naive.hold(block)
+            naive.private -= 1
+        holder.private -= end - holder.shared
+        holder.shared = end
+
+    @precondition(lambda self: self.holders)
+    @rule(which=st.integers(0, 99))
+    def reserve(self, which: int) -> None:
+        possible = self.naive.available() >= 1
+        assert self.pool.reserve() is possible
+        if possible:
+            self.naive.make_room(1)
+            self.naive.private += 1
+            self.holders[which % len(self.holders)].private += 1
+
+    @precondition(lambda self: self.holders)
+    @rule(which=st.integers(0, 99))
+    def end(self, which: int) -> None:
+        holder = self.holders.pop(which % len(self.holders))
+        held = names(holder.path)[: holder.shared]
+        self.pool.release(held, holder.private)
+        self.naive.private -= holder.private
+        for block in reversed(held):
+            self.naive.refs[block] -= 1
+            if not self.naive.refs[block]:
+                self.naive.idle.append(block)
+
+    @invariant()
+    def they_agree(self) -> None:
+        pool, naive = self.pool, self.naive
+        device: list[Link] = pool.resident(Tier.DEVICE)
+        host: list[Link] = pool.resident(Tier.HOST)
+        assert dict(device) == {block: naive.parent[block] for block in naive.refs}
+        assert [block for block, _ in reversed(host)] == naive.host
+        assert pool.available_blocks == naive.available()
+        assert pool.active_blocks == sum(refs > 0 for refs in naive.refs.values()) + naive.private
+        assert pool.cached_blocks == len(naive.refs)
+        assert pool.total_blocks >= len(naive.refs) + naive.private
+        for links in (device, host):
+            seen: set[int] = set()
+            everything = {block for block, _ in links}
+            for block, parent in links:
+                assert parent not in everything or parent in seen, "a child came before its parent"
+                seen.add(block)
+
+    @invariant()
+    def what_was_told_is_what_is_there(self) -> None:
+        fold(self.recorder.take(), self.told)
+        assert self.told[Tier.DEVICE] == set(self.naive.refs)
+        assert self.told[Tier.HOST] == set(self.naive.host)
+
+
+TestBlockPoolAgreesWithTheNaiveOne = BlockPoolAgreesWithTheNaiveOne.TestCase
+TestBlockPoolAgreesWithTheNaiveOne.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

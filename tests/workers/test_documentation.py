@@ -1,0 +1,50 @@
+"""Every setting and every metric of a worker is described where people look."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+from pydantic import ValidationError
+
+from workers.metrics import WorkerMetrics
+from workers.settings import WorkerSettings
+
+PAGE = Path(__file__).parents[2] / "docs" / "worker.md"
+
+
+def test_every_setting_is_documented_with_its_description() -> None:
+    page = PAGE.read_text()
+
+    for name, field in WorkerSettings.model_fields.items():
+        assert f"| `{name}` |" in page, f"docs/worker.md does not name the setting {name}"
+        assert field.description
+        assert field.description in page, f"docs/worker.md describes the setting {name} differently"
+
+
+def test_every_metric_is_documented_with_its_help() -> None:
+    page = PAGE.read_text()
+    registry = CollectorRegistry()
+    WorkerMetrics(registry)
+
+    for metric in registry.collect():
+        name = metric.name + ("_total" if metric.type == "counter" else "")
+        assert name.startswith("poolgrid_worker_")
+        assert f"| `{name}` | {metric.type} | {metric.documentation} |" in page, f"docs/worker.md lacks {name}"
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"block_size": 0}, "block_size"),
+        ({"max_num_tokens": 10}, "max_num_tokens is 10, allowed are integers from max_batch_size"),
+        ({"first_token_id": 32_000}, "first_token_id is 32000"),
+        ({"host": "0.0.0.0"}, "set advertise_host"),
+        ({"speedup": 0}, "speedup"),
+        ({"bloc_size": 4}, "bloc_size"),
+    ],
+)
+def test_impossible_settings_are_refused_naming_the_field(fields: dict[str, object], named: str) -> None:
+    with pytest.raises(ValidationError, match=named):
+        WorkerSettings.model_validate(fields)

@@ -1,0 +1,382 @@
+"""Engine events become wire events: exact hashes, no partial blocks, no other windows, no silent loss."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from tests.workers.builders import fold
+from wire.errors import DecodeError
+from wire.events import BlocksRemoved, BlocksStored, CacheCleared
+from wire.hashing import block_hashes, hash_seed, pack_hashes, pack_tokens, sequence_hashes
+from wire.identifiers import Tier
+from workers.core.cache_facts import CacheFacts, chains
+from workers.core.engine_events import Created, Diff, Removed, Stored, StoredBlock, Updated, parse_event
+from workers.core.event_translation import EventTranslator
+
+BLOCK_SIZE = 4
+WINDOW = 100
+NAMES = sequence_hashes(block_hashes(pack_tokens(range(16)), BLOCK_SIZE))
+
+
+def block(engine_hash: int, first: int, count: int = BLOCK_SIZE, level: int = 0) -> StoredBlock:
+    return StoredBlock(engine_hash, pack_tokens(range(first, first + count)), level)
+
+
+def stored(event_id: int, parent: int | None, *blocks: StoredBlock, window: int = WINDOW) -> Stored:
+    return Stored(event_id=event_id, window_size=window, parent_hash=parent, blocks=blocks)
+
+
+def removed(event_id: int, *hashes: int, window: int = WINDOW) -> Removed:
+    return Removed(event_id=event_id, window_size=window, block_hashes=hashes)
+
+
+def moved(event_id: int, engine_hash: int, old: int, new: int) -> Updated:
+    return Updated(event_id=event_id, window_size=WINDOW, block_hash=engine_hash, cache_level=Diff(old, new))
+
+
+def test_sequence_hashes_are_recomputed_from_tokens_along_the_chain() -> None:
+    translation = EventTranslator(BLOCK_SIZE).translate(
+        [stored(0, None, block(901, 0), block(902, 4)), stored(1, 902, block(903, 8)), removed(2, 903, 902)]
+    )
+
+    assert translation.events == [
+        BlocksStored(None, pack_hashes(NAMES[:2])),
+        BlocksStored(NAMES[1], pack_hashes(NAMES[2:3])),
+        BlocksRemoved(pack_hashes([NAMES[2], NAMES[1]])),
+    ]
+
+
+def test_a_partial_block_and_what_follows_is_swallowed_and_so_is_its_removal() -> None:
+    translator = EventTranslator(BLOCK_SIZE)
+
+    translation = translator.translate(
+        [stored(0, None, block(901, 0), block(902, 4, count=2), block(903, 8)), removed(1, 903, 902)]
+    )
+
+    assert translation.events == [BlocksStored(None, pack_hashes(NAMES[:1]))]
+    assert translator.counts.partial_blocks == 2
+    assert translator.resident_blocks == 1
+
+
+def test_a_block_that_became_whole_after_being_partial_counts() -> None:
+    translator = EventTranslator(BLOCK_SIZE)
+    translator.translate([stored(0, None, block(901, 0, count=3))])
+
+    translation = translator.translate([stored(1, None, block(901, 0)), removed(2, 901)])
+
+    assert fold(translation.events) == {tier: set() for tier in Tier}
+    assert len(translation.events) == 2
+
+
+def test_blocks_on_an_unknown_parent_cannot_be_named_and_are_swallowed_with_their_children() -> None:
+    translator = EventTranslator(BLOCK_SIZE)
+
+    translation = translator.translate(
+        [stored(0, 555, block(901, 0)), stored(1, 901, block(902, 4)), removed(2, 902, 901)]
+    )
+
+    assert translation.events == []
+    assert translator.counts.orphaned_blocks == 2
+
+
+def test_only_the_largest_window_counts() -> None:
+    translator = EventTranslator(BLOCK_SIZE)
+
+    translation = translator.translate(
+        [
+            Created(event_id=0, window_size=32, num_blocks_per_cache_level=(10, 0)),
+            Created(event_id=1, window_size=WINDOW, num_blocks_per_cache_level=(10, 0)),
+            stored(2, None, block(901, 0), window=32),
+            stored(3, None, block(902, 0)),
+            removed(4, 901, window=32),
+        ]
+    )
+
+    assert translation.events == [BlocksStored(None, pack_hashes(NAMES[:1]))]
+    assert translator.counts.other_window_events == 2
+
+
+def test_a_larger_window_that_shows_up_late_voids_what_was_said() -> None:
+    translation = EventTranslator(BLOCK_SIZE).translate(
+        [stored(0, None, block(901, 0), window=32), stored(1, None, block(902, 0))]
+    )
+
+    assert translation.events == [CacheCleared(), BlocksStored(None, pack_hashes(NAMES[:1]))]
+
+
+def test_a_hole_in_the_event_ids_voids_everything_and_is_told() -> None:
+    translator = EventTranslator(BLOCK_SIZE)
+    translator.translate([stored(0, None, block(901, 0))])
+
+    translation = translator.translate([stored(4, 901, block(902, 4)), stored(5, None, block(903, 0))])
+
+    assert translation.lost == 3
+    assert translation.events == [CacheCleared(), BlocksStored(None, pack_hashes(NAMES[:1]))]
+    assert translator.counts.lost_events == 3
+    assert fold(translator.restate())[Tier.DEVICE] == {NAMES[0]}
+
+
+def test_an_engine_that_starts_over_is_empty() -> None:
+    translator = EventTranslator(BLOCK_SIZE)
+    translator.translate([stored(0, None, block(901, 0)), removed(1)])
+
+    translation = translator.translate([Created(event_id=0, window_size=WINDOW, num_blocks_per_cache_level=(10, 0))])
+
+    assert translation.events == [CacheCleared()]
+    assert translator.resident_blocks == 0
+
+
+def test_moves_between_levels_become_moves_between_tiers() -> None:
+    translator = EventTranslator(BLOCK_SIZE)
+    translator.translate([stored(0, None, block(901, 0), block(902, 4))])
+
+    offload = translator.translate([moved(1, 902, 0, 1), moved(2, 901, 0, 1)])
+    onboard = translator.translate([moved(3, 901, 1, 0)])
+    removal = translator.translate([removed(4, 902, 901)])
+
+    assert offload.events == [
+        BlocksStored(None, pack_hashes(NAMES[:2]), Tier.HOST),
+        BlocksRemoved(pack_hashes([NAMES[1], NAMES[0]]), Tier.DEVICE),
+    ]
+    assert onboard.events == [
+        BlocksStored(None, pack_hashes(NAMES[:1]), Tier.DEVICE),
+        BlocksRemoved(pack_hashes(NAMES[:1]), Tier.HOST),
+    ]
+    assert removal.events == [
+        BlocksRemoved(pack_hashes([NAMES[1]]), Tier.HOST),
+        BlocksRemoved(pack_hashes([NAMES[0]]), Tier.DEVICE),
+    ]
+
+
+def test_an_update_without_a_level_or_of_an_unknown_block_says_nothing() -> None:
+    translator = EventTranslator(BLOCK_SIZE)
+    translator.translate([stored(0, None, block(901, 0))])
+
+    translation = translator.translate(
+        [
+            Updated(event_id=1, window_size=WINDOW, block_hash=901, priority=Diff(35, 80)),
+            moved(2, 999, 0, 1),
+        ]
+    )
+
+    assert translation.events == []
+
+
+def test_two_engine_blocks_of_one_content_are_stored_once_and_removed_with_the_last() -> None:
+    """As when the engine separates tenants by a salt that it does not tell."""
+    translator = EventTranslator(BLOCK_SIZE)
+    first = translator.translate([stored(0, None, block(901, 0))])
+    second = translator.translate([stored(1, None, block(902, 0), block(903, 4))])
+    third = translator.translate([removed(2, 901), moved(3, 902, 0, 1)])
+
+    held = fold([*first.events, *second.events, *third.events])
+
+    assert held[Tier.DEVICE] == {NAMES[1]}
+    assert held[Tier.HOST] == {NAMES[0]}
+    assert translator.translate([removed(4, 903, 902)]).events == [
+        BlocksRemoved(pack_hashes([NAMES[1]]), Tier.DEVICE),
+        BlocksRemoved(pack_hashes([NAMES[0]]), Tier.HOST),
+    ]
+
+
+def test_a_seed_that_the_adapter_knows_enters_the_hashes_of_the_whole_chain() -> None:
+    seed = hash_seed("lora", "salt")
+    event = Stored(event_id=0, window_size=WINDOW, parent_hash=None, blocks=(block(901, 0),), hash_seed=seed)
+
+    translation = EventTranslator(BLOCK_SIZE).translate([event, stored(1, 901, block(902, 4))])
+
+    expected = sequence_hashes(block_hashes(pack_tokens(range(8)), BLOCK_SIZE, seed))
+    assert translation.events == [
+        BlocksStored(None, pack_hashes(expected[:1])),
+        BlocksStored(expected[0], pack_hashes(expected[1:])),
+    ]
+
+
+def token(token_id: int) -> dict[str, Any]:
+    return {"type": "unique_token", "token_id": token_id, "token_extra_id": 0}
+
+
+# The shapes of the TensorRT-LLM 1.2.1 contract, with 4-token blocks.
+CONTRACT: dict[str, dict[str, Any]] = {
+    "created": {
+        "event_id": 0,
+        "data": {"type": "created", "num_blocks_per_cache_level": [101256, 0]},
+        "window_size": 32768,
+    },
+    "stored": {
+        "event_id": 1,
+        "data": {
+            "type": "stored",
+            "parent_hash": None,
+            "blocks": [
+                {
+                    "type": "stored_block",
+                    "block_hash": 924206229973855,
+                    "tokens": [token(1), token(2), token(3), token(4)],
+                    "cache_level": 0,
+                    "priority": 35,
+                },
+                {
+                    "type": "stored_block",
+                    "block_hash": 2728178455351807326,
+                    "tokens": [token(5), token(6), token(7), token(8)],
+                    "cache_level": 0,
+                    "priority": 35,
+                },
+            ],
+        },
+        "window_size": 32768,
+    },
+    "stored_attention_dp": {
+        "event_id": 2,
+        "data": {
+            "type": "stored",
+            "parent_hash": 2728178455351807326,
+            "blocks": [
+                {
+                    "type": "stored_block",
+                    "block_hash": 10011707017105896989,
+                    "tokens": [token(9), token(10), token(11), token(12)],
+                    "cache_level": 0,
+                    "priority": 35,
+                }
+            ],
+        },
+        "window_size": 32768,
+        "attention_dp_rank": 3,
+    },
+    "stored_multimodal": {
+        "event_id": 3,
+        "data": {
+            "type": "stored",
+            "parent_hash": None,
+            "blocks": [
+                {
+                    "type": "stored_block",
+                    "block_hash": 177964049208,
+                    "tokens": [token(9), token(10), token(11), token(12)],
+                    "cache_level": 0,
+                    "priority": 35,
+                    "mm_keys": [{"type": "mm_key", "hash": "00" * 32, "start_offset": 0}],
+                }
+            ],
+        },
+        "window_size": 32768,
+    },
+    "updated": {
+        "event_id": 4,
+        "data": {
+            "type": "updated",
+            "block_hash": 924206229973855,
+            "cache_level": {"type": "event_diff", "new_value": 1, "old_value": 0},
+            "priority": {"type": "event_diff", "new_value": 35, "old_value": 80},
+        },
+        "window_size": 32768,
+    },
+    "removed": {
+        "event_id": 5,
+        "data": {"type": "removed", "block_hashes": [177964049208, 2728178455351807326, 924206229973855]},
+        "window_size": 32768,
+    },
+}
+
+
+def test_the_shapes_of_tensorrt_llm_are_parsed() -> None:
+    events = {name: parse_event(event) for name, event in CONTRACT.items()}
+
+    assert events["created"] == Created(event_id=0, window_size=32768, num_blocks_per_cache_level=(101256, 0))
+    assert events["stored"] == Stored(
+        event_id=1,
+        window_size=32768,
+        parent_hash=None,
+        blocks=(
+            StoredBlock(924206229973855, pack_tokens([1, 2, 3, 4])),
+            StoredBlock(2728178455351807326, pack_tokens([5, 6, 7, 8])),
+        ),
+    )
+    assert events["stored_attention_dp"].attention_dp_rank == 3
+    assert isinstance(events["stored_multimodal"], Stored)
+    assert events["stored_multimodal"].blocks[0].multimodal
+    assert events["updated"] == Updated(
+        event_id=4,
+        window_size=32768,
+        block_hash=924206229973855,
+        cache_level=Diff(old_value=0, new_value=1),
+        priority=Diff(old_value=80, new_value=35),
+    )
+    assert events["removed"] == removed(5, 177964049208, 2728178455351807326, 924206229973855, window=32768)
+
+
+def test_a_story_in_tensorrt_llms_shapes_translates_and_leaves_nothing() -> None:
+    translator = EventTranslator(BLOCK_SIZE)
+    removal = copy.deepcopy(CONTRACT["removed"])
+    removal["data"]["block_hashes"].append(10011707017105896989)
+
+    translation = translator.translate(parse_event(event) for name, event in CONTRACT.items() if name != "removed")
+
+    names = sequence_hashes(block_hashes(pack_tokens(range(1, 13)), BLOCK_SIZE))
+    assert fold(translation.events) == {Tier.DEVICE: set(names[1:]), Tier.HOST: {names[0]}, Tier.DISK: set()}
+    assert translator.counts.multimodal_blocks == 1
+    held = fold(translator.translate([parse_event(removal)]).events, fold(translation.events))
+    assert held == {tier: set() for tier in Tier}
+
+
+def test_null_diffs_and_unknown_fields_are_tolerated() -> None:
+    event = copy.deepcopy(CONTRACT["updated"])
+    event["data"]["cache_level"] = None
+    event["data"]["priority"] = None
+    event["data"]["layer_group_id"] = 3
+    event["novelty"] = {"a": [1]}
+
+    assert parse_event(event) == Updated(event_id=4, window_size=32768, block_hash=924206229973855)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "named"),
+    [
+        (("event_id",), "x", "event_id"),
+        (("data", "type"), "moved", "type"),
+        (("data", "blocks"), None, "blocks"),
+        (("data", "blocks", 0, "tokens", 0, "token_id"), 2**32, "requires|range"),
+        (("data", "blocks", 0, "tokens", 0, "token_id"), -1, "argument|requires|range"),
+        (("data", "blocks", 0, "block_hash"), "h", "block_hash"),
+    ],
+)
+def test_a_wrong_shape_raises_the_one_decode_error(path: tuple[str | int, ...], value: object, named: str) -> None:
+    event: Any = copy.deepcopy(CONTRACT["stored"])
+    place = event
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = value
+
+    with pytest.raises(DecodeError, match=named):
+        parse_event(event)
+
+
+def test_neighbouring_facts_join_and_never_overtake_each_other() -> None:
+    facts = CacheFacts()
+    facts.stored(None, [1, 2], Tier.DEVICE)
+    facts.removed([2], Tier.DEVICE)
+    facts.removed([1], Tier.DEVICE)
+    facts.removed([9], Tier.HOST)
+    facts.stored(None, [1], Tier.DEVICE)
+
+    assert facts.take() == [
+        BlocksStored(None, pack_hashes([1, 2])),
+        BlocksRemoved(pack_hashes([2, 1])),
+        BlocksRemoved(pack_hashes([9]), Tier.HOST),
+        BlocksStored(None, pack_hashes([1])),
+    ]
+    assert facts.take() == []
+
+
+def test_links_group_into_chains_in_either_direction() -> None:
+    assert chains([(1, None), (2, 1), (3, 2), (7, None), (5, 4), (4, 3)]) == [
+        (None, [1, 2, 3]),
+        (None, [7]),
+        (3, [4, 5]),
+    ]
+    assert chains([]) == []

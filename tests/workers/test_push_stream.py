@@ -1,0 +1,385 @@
+"""The worker's side of the push protocol, as dialogues on a virtual clock."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wire import codec
+from wire.card import WorkerCard, WorkerLimits
+from wire.events import AnyEvent, BlocksStored, CacheCleared, EventBatch, RequestFinished, SnapshotBegan, SnapshotEnded
+from wire.hashing import pack_hashes
+from wire.identifiers import Role
+from wire.ingest import (
+    BATCH_FRAME,
+    Acknowledged,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Refused,
+    Resend,
+    ToConsolidator,
+    Unknown,
+    Welcome,
+)
+from workers.core.outbox import OUTBOX_BYTES_MIN, Outbox
+from workers.core.push_stream import (
+    EVENTS_PER_RESTATED_BATCH,
+    Effect,
+    PushStream,
+    PushTiming,
+    RestateNeeded,
+    Send,
+    State,
+    Warn,
+)
+
+CARD = WorkerCard("m", Role.AGGREGATED, 4, WorkerLimits(8, 64, 256, 4096), "tcp://127.0.0.1:1")
+EPOCH = 77
+TIMING = PushTiming(
+    heartbeat_ms=100, hello_retry_ms=50, silence_ms=1000, refused_retry_ms=200, refused_retry_max_ms=500
+)
+EVENTS: list[AnyEvent] = [CacheCleared()]
+
+
+def make_stream(outbox_bytes_max: int = OUTBOX_BYTES_MIN) -> PushStream:
+    return PushStream("w", 0, EPOCH, CARD, TIMING, outbox_bytes_max)
+
+
+def said(effects: list[Effect]) -> list[ToConsolidator | EventBatch | RestateNeeded | Warn]:
+    """Decode what leaves."""
+    decoded: list[ToConsolidator | EventBatch | RestateNeeded | Warn] = []
+    for effect in effects:
+        if not isinstance(effect, Send):
+            decoded.append(effect)
+        elif effect.frames[0] == BATCH_FRAME:
+            decoded.append(codec.event_batch.decode(effect.frames[1]))
+        else:
+            decoded.append(codec.to_consolidator.decode(effect.frames[1]))
+    return decoded
+
+
+def seqs(effects: list[Effect]) -> list[int]:
+    return [message.seq for message in said(effects) if isinstance(message, EventBatch)]
+
+
+def welcome(next_seq: int, life: str = "c0", lease_ms: int = 10_000) -> Welcome:
+    return Welcome("w", 0, EPOCH, next_seq, life, lease_ms)
+
+
+def acknowledged(next_seq: int, life: str = "c0") -> Acknowledged:
+    return Acknowledged("w", 0, EPOCH, next_seq, life)
+
+
+def open_stream() -> PushStream:
+    stream = make_stream()
+    stream.begin(0)
+    stream.receive(welcome(0), 0)
+    return stream
+
+
+def test_it_greets_until_it_is_welcomed() -> None:
+    stream = make_stream()
+
+    hello = Hello("w", 0, EPOCH, CARD, next_seq=0, oldest_seq=0)
+    assert said(stream.begin(0)) == [hello]
+    assert said(stream.tick(49)) == []
+    assert said(stream.tick(50)) == [hello]
+    assert stream.receive(welcome(0), 60) == []
+    assert stream.is_open
+
+
+def test_what_is_published_before_the_welcome_goes_out_after_it() -> None:
+    stream = make_stream()
+    stream.begin(0)
+    assert stream.publish(EVENTS, 1, 1) == []
+    assert stream.publish(EVENTS, 2, 2) == []
+
+    assert seqs(stream.receive(welcome(0), 3)) == [0, 1]
+    assert seqs(stream.publish(EVENTS, 4, 4)) == [2]
+
+
+def test_acknowledged_batches_are_forgotten_and_the_rest_is_sent_again_after_a_restart() -> None:
+    stream = open_stream()
+    for at in range(5):
+        stream.publish(EVENTS, at, at)
+    assert stream.receive(acknowledged(3), 10) == []
+    assert (stream.outbox.oldest_seq, len(stream.outbox)) == (3, 2)
+
+    (hello,) = said(stream.receive(acknowledged(3, life="c1"), 20))
+    assert isinstance(hello, Hello)
+    assert (hello.oldest_seq, hello.next_seq) == (3, 5)
+    assert seqs(stream.receive(welcome(3, life="c1"), 21)) == [3, 4]
+
+
+def test_a_consolidator_that_forgot_everything_gets_a_restatement() -> None:
+    stream = open_stream()
+    stream.publish(EVENTS, 0, 0)
+    stream.receive(acknowledged(1), 1)
+    (hello,) = said(stream.receive(Unknown("w", 0), 2))
+    assert isinstance(hello, Hello)
+
+    (needed,) = stream.receive(welcome(0, life="c1"), 3)
+    assert isinstance(needed, RestateNeeded)
+    facts: list[AnyEvent] = [BlocksStored(None, pack_hashes([1, 2])), SnapshotEnded()]
+    (batch,) = said(stream.restate(facts, 4, 4))
+
+    assert isinstance(batch, EventBatch)
+    assert (batch.seq, batch.events) == (1, [SnapshotBegan(), *facts])
+    assert seqs(stream.publish(EVENTS, 5, 5)) == [2]
+
+
+def test_a_long_restatement_is_cut_into_batches_and_only_the_first_begins() -> None:
+    stream = open_stream()
+    facts: list[AnyEvent] = [BlocksStored(None, pack_hashes([at])) for at in range(2 * EVENTS_PER_RESTATED_BATCH)]
+
+    batches = [batch for batch in said(stream.restate(facts, 0, 0)) if isinstance(batch, EventBatch)]
+
+    assert [len(batch.events) for batch in batches] == [EVENTS_PER_RESTATED_BATCH, EVENTS_PER_RESTATED_BATCH, 1]
+    assert [event for batch in batches for event in batch.events] == [SnapshotBegan(), *facts]
+
+
+def test_resend_brings_the_missing_batches_or_a_restatement() -> None:
+    stream = open_stream()
+    for at in range(4):
+        stream.publish(EVENTS, at, at)
+    assert seqs(stream.receive(Resend("w", 0, EPOCH, 2), 5)) == [2, 3]
+
+    stream.receive(acknowledged(4), 6)
+    (needed,) = stream.receive(Resend("w", 0, EPOCH, 2), 7)
+    assert needed == RestateNeeded("batches 2 to 3 are wanted and no longer kept")
+
+
+def test_it_keeps_its_lease_with_heartbeats_that_name_the_next_batch() -> None:
+    stream = open_stream()
+    stream.publish(EVENTS, 0, 0)
+
+    assert stream.next_moment_ms() == 100
+    assert said(stream.tick(100)) == [Heartbeat("w", 0, EPOCH, next_seq=1)]
+    assert stream.next_moment_ms() == 200
+
+
+def test_a_short_lease_of_the_consolidator_quickens_the_heartbeat() -> None:
+    stream = make_stream()
+    stream.begin(0)
+    stream.receive(welcome(0, lease_ms=60), 0)
+
+    assert stream.next_moment_ms() == 20
+
+
+def test_a_silent_consolidator_is_greeted_again() -> None:
+    stream = open_stream()
+    now = 0.0
+    while stream.state is State.OPEN:
+        moment = stream.next_moment_ms()
+        assert moment is not None
+        now = moment
+        last = said(stream.tick(now))
+
+    assert now == 1000
+    assert isinstance(last[0], Hello)
+
+
+def test_a_refused_worker_asks_again_ever_more_slowly_and_says_why() -> None:
+    stream = make_stream()
+    stream.begin(0)
+    now = 0.0
+    waits = []
+    for _ in range(4):
+        (warning,) = stream.receive(Refused("w", 0, "block_size is 4"), now)
+        assert isinstance(warning, Warn)
+        assert "block_size is 4" in warning.text
+        moment = stream.next_moment_ms()
+        assert moment is not None
+        waits.append(moment - now)
+        now = moment
+        assert isinstance(said(stream.tick(now))[0], Hello)
+
+    assert waits == [200, 400, 500, 500]
+    stream.receive(welcome(0), now)
+    assert stream.is_open
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Welcome("other", 0, EPOCH, 0, "c0", 1000),
+        Welcome("w", 1, EPOCH, 0, "c0", 1000),
+        Welcome("w", 0, EPOCH - 1, 0, "c0", 1000),
+    ],
+)
+def test_messages_about_another_worker_or_life_are_ignored(message: Welcome) -> None:
+    stream = make_stream()
+    stream.begin(0)
+
+    assert stream.receive(message, 1) == []
+    assert stream.state is State.GREETING
+
+
+def test_it_ends_with_a_goodbye() -> None:
+    stream = open_stream()
+
+    assert said(stream.end("drained")) == [Goodbye("w", 0, EPOCH, "drained")]
+    assert stream.next_moment_ms() is None
+    assert not stream.goodbye_acknowledged
+    stream.receive(acknowledged(0), 1)
+    assert stream.goodbye_acknowledged
+
+
+def test_a_full_outbox_drops_everything_and_the_hole_in_the_numbers_shows_it() -> None:
+    outbox = Outbox("w", 0, EPOCH)
+    small = Outbox("w", 0, EPOCH, OUTBOX_BYTES_MIN)
+    event = BlocksStored(None, pack_hashes(range(2000)))
+
+    kept = [small.add([event], 0) is not None for _ in range(7)]
+
+    assert kept == [True, True, True, True, False, False, False]
+    assert (len(small), small.kept_bytes, small.next_seq, small.oldest_seq, small.overflows) == (0, 0, 7, 7, 1)
+    small.reopen()
+    assert small.add([event], 0) is not None
+    assert small.oldest_seq == 7
+    assert not outbox.overflowed
+
+
+def test_an_overflow_leads_to_a_restatement_once_the_consolidator_answers() -> None:
+    stream = open_stream()
+    big: list[AnyEvent] = [BlocksStored(None, pack_hashes(range(2000)))]
+    effects = [effect for _ in range(6) for effect in stream.publish(big, 0, 0)]
+
+    (warning,) = [effect for effect in effects if isinstance(effect, Warn)]
+    assert "outbox" in warning.text
+    assert isinstance(said(effects)[-1], Hello)
+    assert not stream.is_settled
+    (needed,) = stream.receive(welcome(4), 10)
+    assert isinstance(needed, RestateNeeded)
+    assert seqs(stream.restate([SnapshotEnded()], 11, 11)) == [6]
+    stream.receive(acknowledged(7), 12)
+    assert stream.is_settled
+
+
+def test_an_impossible_bound_is_refused() -> None:
+    with pytest.raises(ValueError, match="bytes_max is 1"):
+        Outbox("w", 0, EPOCH, 1)
+
+
+def filling(events: int) -> list[AnyEvent]:
+    """Make events that mean nothing and weigh 4 KB each; 16 fill the smallest outbox."""
+    return [RequestFinished("filler", "x" * 4000) for _ in range(events)]
+
+
+class World:
+    """A worker and a consolidator joined by a link that loses messages; both sides' truth is a list of numbers."""
+
+    def __init__(self) -> None:
+        self.stream = make_stream()
+        self.now = 0.0
+        self.truth: list[int] = []
+        self.copy: list[int] = []
+        self.next_seq = 0
+        self.member = False
+        self.life = 0
+        self.losing = False
+
+    def do(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, RestateNeeded):
+                # Larger than the outbox, as the cache of a large worker may be.
+                facts: list[AnyEvent] = [BlocksStored(None, pack_hashes([block])) for block in self.truth]
+                self.do(self.stream.restate([*facts, *filling(20), SnapshotEnded()], 0, self.now))
+            elif isinstance(effect, Send) and not self.losing:
+                self.hear(effect)
+
+    def hear(self, effect: Send) -> None:
+        (message,) = said([effect])
+        answer: Welcome | Acknowledged | Resend | Unknown
+        if isinstance(message, Hello):
+            if not self.member:
+                self.next_seq, self.member, self.copy = 0, True, []
+            answer = welcome(self.next_seq, f"c{self.life}")
+        elif not self.member:
+            answer = Unknown("w", 0)
+        elif isinstance(message, EventBatch):
+            restates = isinstance(message.events[0], SnapshotBegan)
+            if message.seq > self.next_seq and not restates:
+                answer = Resend("w", 0, EPOCH, self.next_seq)
+            else:
+                if message.seq >= self.next_seq:
+                    for event in message.events:
+                        if isinstance(event, SnapshotBegan):
+                            self.copy = []
+                        elif isinstance(event, BlocksStored):
+                            self.copy.append(int.from_bytes(event.sequence_hashes, "little"))
+                    self.next_seq = message.seq + 1
+                answer = acknowledged(self.next_seq, f"c{self.life}")
+        elif isinstance(message, Heartbeat) and message.next_seq > self.next_seq:
+            answer = Resend("w", 0, EPOCH, self.next_seq)
+        else:
+            answer = acknowledged(self.next_seq, f"c{self.life}")
+        self.do(self.stream.receive(answer, self.now))
+
+    def wait(self, ms: float) -> None:
+        until = self.now + ms
+        while (moment := self.stream.next_moment_ms()) is not None and moment <= until:
+            self.now = max(self.now, moment)
+            self.do(self.stream.tick(self.now))
+        self.now = until
+
+    def store(self, filler: int = 0) -> None:
+        self.truth.append(len(self.truth) + 1)
+        stored = BlocksStored(None, pack_hashes(self.truth[-1:]))
+        self.do(self.stream.publish([stored, *filling(filler)], 0, self.now))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    script=st.lists(
+        st.sampled_from(["store", "store many", "wait", "lose", "heal", "restart", "forget"]), min_size=1, max_size=40
+    )
+)
+def test_after_any_faults_have_healed_the_copy_equals_the_truth(script: list[str]) -> None:
+    world = World()
+    world.do(world.stream.begin(0))
+    for action in script:
+        if action == "store":
+            world.store()
+        elif action == "store many":
+            for _ in range(8):
+                world.store(filler=4)
+        elif action == "wait":
+            world.wait(300)
+        elif action == "restart":
+            world.life += 1
+        elif action == "forget":
+            world.life += 1
+            world.member = False
+        else:
+            world.losing = action == "lose"
+
+    world.losing = False
+    world.wait(5000)
+
+    assert world.copy == world.truth
+    assert world.stream.is_open
+    assert world.stream.is_settled
+
+
+def test_requests_published_are_restated_as_they_stand() -> None:
+    from wire.events import PrefillCompleted, RequestProgressed, RequestStarted
+    from workers.core.published_requests import PublishedRequests
+
+    requests = PublishedRequests()
+    requests.apply(
+        [
+            RequestStarted("a", 10, 4, 3),
+            RequestStarted("b", 20, 0, 5),
+            RequestStarted("c", 30, 0, 7),
+            PrefillCompleted("b"),
+            RequestProgressed("b", 6),
+            RequestProgressed("unknown", 6),
+            RequestFinished("a", "length"),
+        ]
+    )
+
+    assert requests.restate() == [RequestStarted("b", 20, 0, 6), PrefillCompleted("b"), RequestStarted("c", 30, 0, 7)]
+    assert len(requests) == 2

@@ -1,0 +1,549 @@
+"""A whole worker process on real sockets: requests in, tokens and events out, restarts, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+import zmq
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+
+from runtime.clock import SystemClock
+from tests.workers.builders import fold, make_request
+from tests.workers.fakes import PATIENCE_S, FakeConsolidator, FakeRouter, Journal, fake_router
+from wire.events import (
+    BlocksStored,
+    LoadReported,
+    PrefillCompleted,
+    RequestFinished,
+    RequestStarted,
+    SnapshotBegan,
+    SnapshotEnded,
+    WorkerDraining,
+)
+from wire.hashing import block_hashes, pack_tokens, sequence_hashes
+from wire.identifiers import Tier
+from wire.requests import Cancel, Generate, Ping, Routing
+from workers import bootstrap
+from workers.adapters.sockets import RequestSocket
+from workers.core.push_stream import PushStream
+from workers.engines.engine import EngineReport
+from workers.metrics import WorkerMetrics
+from workers.publisher import EventPublisher
+from workers.service import ServiceLimits, WorkerService
+from workers.settings import WorkerSettings
+from workers.simulated.next_token import Vocabulary, expected_output
+
+VOCABULARY = Vocabulary(size=1000, first_token_id=10)
+
+
+def expected(request: Generate) -> bytes:
+    return pack_tokens(expected_output(request.token_ids, request.sampling, VOCABULARY))
+
+
+@dataclass
+class RunningWorker:
+    """A worker under test, with its consolidator and one router connection."""
+
+    journal: Journal
+    consolidator: FakeConsolidator
+    router: FakeRouter
+    stop: asyncio.Event
+    task: asyncio.Task[None]
+    http_url: str
+
+    @property
+    def request_endpoint(self) -> str:
+        return self.journal.cards[0].request_endpoint
+
+    async def get(self, path: str) -> httpx.Response:
+        async with httpx.AsyncClient() as client:
+            return await client.get(self.http_url + path)
+
+    async def metric(self, name: str, **labels: str) -> float:
+        text = (await self.get("/metrics")).text
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name == name and sample.labels == labels:
+                    return sample.value
+        raise AssertionError(f"no sample {name}{labels} in\n{text}")
+
+    async def ended(self) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            await self.task
+
+
+def make_settings(endpoint: str, **changes: object) -> WorkerSettings:
+    fields: dict[str, object] = {
+        "worker_id": "w0",
+        "model": "m",
+        "consolidator": endpoint,
+        "block_size": 4,
+        "total_kv_blocks": 256,
+        "max_batch_size": 8,
+        "max_num_tokens": 64,
+        "max_sequence_length": 4096,
+        "vocabulary_size": VOCABULARY.size,
+        "first_token_id": VOCABULARY.first_token_id,
+        "speedup": 50.0,
+        "heartbeat_ms": 50,
+    }
+    return WorkerSettings.model_validate(fields | changes)
+
+
+@asynccontextmanager
+async def running_worker(**changes: object) -> AsyncIterator[RunningWorker]:
+    journal = Journal()
+    async with FakeConsolidator(journal) as consolidator:
+        stop = asyncio.Event()
+        ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(
+            bootstrap.serve(make_settings(consolidator.endpoint, **changes), stop, ready.set_result)
+        )
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                either: set[asyncio.Future[Any]] = {task, ready}
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()
+            async with fake_router(journal.cards[0].request_endpoint) as router:
+                yield RunningWorker(journal, consolidator, router, stop, task, ready.result())
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+
+
+def test_requests_get_their_tokens_and_the_pool_hears_of_everything() -> None:
+    async def scenario() -> None:
+        async with running_worker() as worker:
+            requests = [make_request(f"r{number}", range(number, number + 20), max_tokens=12) for number in range(6)]
+            for request in requests:
+                await worker.router.send(request)
+            await worker.router.until_finished(*(request.request_id for request in requests))
+
+            for request in requests:
+                assert worker.router.output(request.request_id) == expected(request)
+                assert worker.router.last(request.request_id).finish_reason == "length"
+            await worker.consolidator.until(
+                lambda journal: sum(isinstance(event, RequestFinished) for event in journal.events) == 6
+            )
+            kinds = {type(event) for event in worker.journal.events}
+            assert {RequestStarted, PrefillCompleted, RequestFinished, LoadReported} <= kinds
+            held = fold(worker.journal.events)[Tier.DEVICE]
+            for request in requests:
+                tokens = request.token_ids + expected(request)
+                # The KV of the last token is never computed.
+                assert set(sequence_hashes(block_hashes(tokens[:-4], 4))) <= held
+            assert [batch.seq for batch in worker.journal.batches] == list(range(len(worker.journal.batches)))
+
+    asyncio.run(scenario())
+
+
+def test_all_requests_of_a_peer_share_one_frame_per_step() -> None:
+    async def scenario() -> None:
+        async with running_worker(speedup=1.0) as worker:
+            for number in range(8):
+                await worker.router.send(make_request(f"r{number}", range(4), max_tokens=6))
+            await worker.router.until_finished(*(f"r{number}" for number in range(8)))
+
+            assert max(len(batch.deltas) for batch in worker.router.batches) == 8
+            steps = [batch.step for batch in worker.router.batches]
+            assert steps == sorted(set(steps))
+
+    asyncio.run(scenario())
+
+
+def test_a_second_request_with_an_active_id_is_refused_and_the_first_goes_on() -> None:
+    async def scenario() -> None:
+        async with running_worker(speedup=1.0) as worker, fake_router(worker.request_endpoint) as other:
+            request = make_request("same", range(8), max_tokens=10)
+            await worker.router.send(request)
+            await worker.router.until_started("same")
+            await other.send(request)
+            await other.until_finished("same")
+            await worker.router.until_finished("same")
+
+            refusal = other.last("same")
+            assert (refusal.finish_reason, refusal.retryable) == ("error", False)
+            assert "already active" in (refusal.error or "")
+            assert worker.router.output("same") == expected(request)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("request_", "named", "retryable"),
+    [
+        (make_request("r", range(10), max_tokens=5000), "max_sequence_length", False),
+        (make_request("r", (), max_tokens=5), "prompt has 0 tokens", False),
+        (Generate("r", pack_tokens([1]), make_request().sampling, routing=Routing(lora_name="x")), "lora_name", True),
+        (Generate("r", pack_tokens([1]), make_request().sampling, routing=Routing(dp_rank=3)), "dp_rank is 3", False),
+    ],
+)
+def test_a_request_that_cannot_run_is_answered_with_the_reason(request_: Generate, named: str, retryable: bool) -> None:
+    async def scenario() -> None:
+        async with running_worker() as worker:
+            await worker.router.send(request_)
+            await worker.router.until_finished("r")
+
+            refusal = worker.router.last("r")
+            assert (refusal.finish_reason, refusal.retryable, refusal.token_ids) == ("error", retryable, b"")
+            assert named in (refusal.error or "")
+
+    asyncio.run(scenario())
+
+
+def test_undecodable_frames_are_dropped_and_counted() -> None:
+    async def scenario() -> None:
+        async with running_worker() as worker:
+            for frame in (b"", b"\xc1", b"\x93\xa8Generate", b"\x91\xa4Nope"):
+                await worker.router.send_raw(frame)
+            request = make_request("r", range(5))
+            await worker.router.send(request)
+            await worker.router.until_finished("r")
+
+            assert worker.router.output("r") == expected(request)
+            assert await worker.metric("poolgrid_worker_undecodable_frames_total", socket="requests") == 4
+
+    asyncio.run(scenario())
+
+
+def test_a_cancelled_request_ends_at_once_and_frees_its_blocks() -> None:
+    async def scenario() -> None:
+        async with running_worker(speedup=1.0) as worker, fake_router(worker.request_endpoint) as stranger:
+            await worker.router.send(make_request("r", range(40), max_tokens=900))
+            await worker.router.until_started("r")
+            await stranger.send(Cancel("r"))
+            await stranger.send(Ping(1))
+            await stranger.pong()
+            await worker.router.receive()
+            assert worker.router.last("r").finish_reason is None
+
+            await worker.router.send(Cancel("r"))
+            await worker.router.until_finished("r")
+
+            assert worker.router.last("r").finish_reason == "cancelled"
+            await worker.consolidator.until(lambda journal: RequestFinished("r", "cancelled") in journal.events)
+            health = (await worker.get("/health")).json()
+            assert (health["running_requests"], health["active_blocks"]) == (0, 0)
+
+    asyncio.run(scenario())
+
+
+def test_a_silent_peer_loses_its_requests_and_a_pinging_one_does_not() -> None:
+    async def scenario() -> None:
+        async with running_worker(speedup=1.0, peer_lease_ms=200) as worker:
+            async with fake_router(worker.request_endpoint) as silent:
+                await silent.send(make_request("silent", range(8), max_tokens=900))
+                await worker.router.send(make_request("pinging", range(8), max_tokens=200))
+                while RequestFinished("silent", "cancelled") not in worker.journal.events:
+                    await worker.router.send(Ping(1))
+                    await worker.router.pong()
+
+            assert RequestFinished("pinging", "cancelled") not in worker.journal.events
+            assert await worker.metric("poolgrid_worker_peer_lease_expiries_total") == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_peer_that_disconnects_loses_its_requests_long_before_its_lease() -> None:
+    async def scenario() -> None:
+        async with running_worker(speedup=1.0) as worker:
+            async with fake_router(worker.request_endpoint) as gone:
+                await gone.send(make_request("r", range(8), max_tokens=900))
+                await gone.until_started("r")
+
+            await worker.consolidator.until(lambda journal: RequestFinished("r", "cancelled") in journal.events)
+            assert await worker.metric("poolgrid_worker_lost_peers_total") == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_ping_is_answered_with_the_epoch_of_this_life() -> None:
+    async def scenario() -> None:
+        async with running_worker() as worker:
+            await worker.router.send(Ping(7))
+            pong = await worker.router.pong()
+
+            assert (pong.nonce, pong.epoch, pong.draining) == (7, worker.journal.epoch, False)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("remembers", [True, False])
+def test_nothing_is_lost_when_the_consolidator_restarts_under_load(remembers: bool) -> None:
+    async def scenario() -> None:
+        async with running_worker(speedup=5.0) as worker:
+            await worker.router.send(make_request("before", range(30), max_tokens=8))
+            await worker.router.send(make_request("across", range(100, 130), max_tokens=120))
+            await worker.router.until_finished("before")
+            port = worker.consolidator.port
+            await worker.consolidator.__aexit__(None, None, None)
+            await worker.router.send(make_request("meanwhile", range(200, 230), max_tokens=8))
+            await worker.router.until_finished("meanwhile")
+            journal = worker.journal if remembers else Journal()
+
+            async with FakeConsolidator(journal, port, name="c1") as consolidator:
+                await worker.router.until_finished("across")
+                await consolidator.until(lambda journal: RequestFinished("across", "length") in journal.events)
+
+                assert journal.epoch == worker.journal.epoch
+                assert fold(journal.events)[Tier.DEVICE] >= set(
+                    sequence_hashes(block_hashes(pack_tokens(range(200, 230)), 4))
+                )
+                if remembers:
+                    assert [batch.seq for batch in journal.batches] == list(range(len(journal.batches)))
+                    assert RequestFinished("meanwhile", "length") in journal.events
+                else:
+                    kinds = [type(event) for event in journal.events]
+                    assert kinds[0] is SnapshotBegan
+                    assert SnapshotEnded in kinds
+                    assert fold(journal.events)[Tier.DEVICE] >= set(
+                        sequence_hashes(block_hashes(pack_tokens(range(30)), 4))
+                    )
+                    restated = next(event for event in journal.events if isinstance(event, RequestStarted))
+                    assert restated.request_id == "across"
+                assert (await worker.get("/ready")).status_code == 200
+
+    asyncio.run(scenario())
+
+
+def test_batches_lost_on_the_way_are_sent_again() -> None:
+    async def scenario() -> None:
+        async with running_worker() as worker:
+            worker.consolidator.lose_batches = 3
+            await worker.router.send(make_request("r", range(30), max_tokens=40))
+            await worker.router.until_finished("r")
+            await worker.consolidator.until(lambda journal: RequestFinished("r", "length") in journal.events)
+
+            assert [batch.seq for batch in worker.journal.batches] == list(range(len(worker.journal.batches)))
+
+    asyncio.run(scenario())
+
+
+def test_a_draining_worker_finishes_what_it_has_refuses_the_rest_and_says_goodbye() -> None:
+    async def scenario() -> None:
+        async with running_worker(speedup=2.0) as worker:
+            request = make_request("running", range(20), max_tokens=60)
+            await worker.router.send(request)
+            await worker.router.until_started("running")
+            worker.stop.set()
+            await worker.consolidator.until(lambda journal: WorkerDraining() in journal.events)
+            assert (await worker.get("/ready")).status_code == 503
+            assert (await worker.get("/health")).json()["status"] == "draining"
+            await worker.router.send(make_request("late", range(20)))
+            await worker.router.until_finished("late", "running")
+            await worker.ended()
+
+            refusal = worker.router.last("late")
+            assert (refusal.finish_reason, refusal.retryable) == ("error", True)
+            assert "draining" in (refusal.error or "")
+            assert worker.router.output("running") == expected(request)
+            assert worker.journal.goodbyes == ["drained"]
+            assert RequestFinished("running", "length") in worker.journal.events
+
+    asyncio.run(scenario())
+
+
+def test_what_does_not_finish_in_the_drain_timeout_is_handed_over() -> None:
+    async def scenario() -> None:
+        async with running_worker(speedup=1.0, drain_timeout_ms=50) as worker:
+            request = make_request("long", range(20), max_tokens=900)
+            await worker.router.send(request)
+            await worker.router.until_started("long")
+            worker.stop.set()
+            await worker.router.until_finished("long")
+            await worker.ended()
+
+            last = worker.router.last("long")
+            assert (last.finish_reason, last.retryable) == ("error", True)
+            assert expected(request).startswith(worker.router.output("long"))
+            assert RequestFinished("long", "migrated") in worker.journal.events
+            assert worker.journal.goodbyes == ["drained"]
+
+    asyncio.run(scenario())
+
+
+def test_a_cancelled_worker_ends_at_once_with_requests_running() -> None:
+    async def scenario() -> None:
+        async with running_worker(speedup=1.0) as worker:
+            await worker.router.send(make_request("r", range(20), max_tokens=900))
+            await worker.router.until_started("r")
+            worker.stop.set()
+            await worker.consolidator.until(lambda journal: WorkerDraining() in journal.events)
+
+            worker.task.cancel()
+            async with asyncio.timeout(PATIENCE_S):
+                await asyncio.wait({worker.task})
+
+            assert worker.task.cancelled()
+            assert worker.journal.goodbyes == []
+
+    asyncio.run(scenario())
+
+
+def test_health_live_ready_and_metrics_are_served() -> None:
+    async def scenario() -> None:
+        async with running_worker() as worker:
+            await worker.router.send(make_request("a", range(20)))
+            await worker.router.until_finished("a")
+            await worker.router.send(make_request("b", range(20)))
+            await worker.router.until_finished("b")
+
+            assert (await worker.get("/live")).status_code == 200
+            assert (await worker.get("/ready")).status_code == 200
+            assert (await worker.get("/other")).status_code == 404
+            health = (await worker.get("/health")).json()
+            assert (health["status"], health["worker_id"]) == ("ready", "w0")
+            assert await worker.metric("poolgrid_worker_requests_total") == 2
+            assert await worker.metric("poolgrid_worker_finished_requests_total", reason="length") == 2
+            assert await worker.metric("poolgrid_worker_cached_tokens_total") == 16
+            assert await worker.metric("poolgrid_worker_registered") == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_taken_port_is_named() -> None:
+    async def scenario() -> None:
+        async with running_worker() as worker:
+            port = int(worker.http_url.rpartition(":")[2])
+            settings = make_settings(worker.consolidator.endpoint, http_port=port)
+            with pytest.raises(OSError, match=f"binding http_port: 127.0.0.1:{port} cannot be used"):
+                await bootstrap.serve(settings, asyncio.Event(), lambda _: None)
+
+    asyncio.run(scenario())
+
+
+def test_a_refused_worker_keeps_asking_and_joins_when_it_may() -> None:
+    async def scenario() -> None:
+        journal = Journal()
+        async with FakeConsolidator(journal, refuse="block_size is 4, the pool has 32") as consolidator:
+            stop = asyncio.Event()
+            ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+            task = asyncio.create_task(bootstrap.serve(make_settings(consolidator.endpoint), stop, ready.set_result))
+            await consolidator.until(lambda journal: journal.refusals)
+            assert not ready.done()
+            consolidator.refuse = ""
+            async with asyncio.timeout(PATIENCE_S):
+                await ready
+                stop.set()
+                await task
+            assert journal.goodbyes == ["drained"]
+
+    asyncio.run(scenario())
+
+
+class BreakingEngine:
+    """An engine that accepts everything and then raises."""
+
+    def __init__(self) -> None:
+        self.broken = asyncio.Event()
+
+    async def run(self, deliver: Callable[[EngineReport], None]) -> None:
+        await self.broken.wait()
+        raise RuntimeError("the device fell off")
+
+    def submit(self, request: Generate) -> None:
+        self.broken.set()
+
+    def cancel(self, request_id: str) -> None:
+        pass
+
+    def load(self) -> LoadReported:
+        return LoadReported(0, 0, 0, 0, 0, 1)
+
+    def restate(self) -> list[BlocksStored]:
+        return []
+
+
+def test_when_the_engine_breaks_requests_go_elsewhere_and_the_pool_hears_why() -> None:
+    async def scenario() -> None:
+        journal = Journal()
+        clock = SystemClock()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        metrics = WorkerMetrics(CollectorRegistry())
+        async with FakeConsolidator(journal) as consolidator:
+            socket = RequestSocket(context, "127.0.0.1", 0)
+            card = bootstrap.make_card(make_settings(consolidator.endpoint), socket.port, 0)
+            service = WorkerService("w0", 5, card, BreakingEngine(), socket, ServiceLimits(), clock, metrics)
+            publisher = EventPublisher(
+                context, consolidator.endpoint, PushStream("w0", 0, 5, card), service.restate, clock, metrics, 100
+            )
+            running = asyncio.create_task(service.run(publisher, asyncio.Event()))
+            async with fake_router(card.request_endpoint) as router:
+                await consolidator.until(lambda journal: journal.cards)
+                await router.send(make_request("r"))
+                await router.until_finished("r")
+                with pytest.raises(RuntimeError, match="the device fell off"):
+                    await running
+
+                last = router.last("r")
+                assert (last.finish_reason, last.retryable) == ("error", True)
+                assert "the device fell off" in journal.goodbyes[0]
+            socket.close(orderly=False)
+            publisher.close(orderly=False)
+        context.term()
+
+    asyncio.run(scenario())
+
+
+PROGRAM = """
+import asyncio, sys
+from runtime import lifecycle
+from workers.bootstrap import serve
+from workers.adapters.sockets import RequestSocket
+from workers.core.push_stream import PushStream
+from workers.engines.engine import EngineReport
+from workers.metrics import WorkerMetrics
+from workers.publisher import EventPublisher
+from workers.service import ServiceLimits, WorkerService
+from workers.settings import WorkerSettings
+settings = WorkerSettings.model_validate_json(sys.argv[1])
+async def main(stop):
+    await serve(settings, stop, lambda url: print("ready", url, flush=True))
+lifecycle.run(main)
+"""
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+@pytest.mark.e2e
+def test_a_worker_process_ends_on_sigterm_after_its_requests_and_at_once_on_a_second(signals: int) -> None:
+    async def scenario() -> None:
+        journal = Journal()
+        async with FakeConsolidator(journal) as consolidator:
+            settings = make_settings(consolidator.endpoint, speedup=2.0).model_dump_json()
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", PROGRAM, settings, stdout=asyncio.subprocess.PIPE
+            )
+            try:
+                assert process.stdout is not None
+                async with asyncio.timeout(PATIENCE_S):
+                    assert (await process.stdout.readline()).startswith(b"ready http://127.0.0.1:")
+                async with fake_router(journal.cards[0].request_endpoint) as router:
+                    request = make_request("r", range(20), max_tokens=60 if signals == 1 else 1000)
+                    await router.send(request)
+                    await router.until_started("r")
+                    process.send_signal(signal.SIGTERM)
+                    await consolidator.until(lambda journal: WorkerDraining() in journal.events)
+                    if signals == 1:
+                        await router.until_finished("r")
+                        assert router.output("r") == expected(request)
+                    else:
+                        process.send_signal(signal.SIGTERM)
+                    async with asyncio.timeout(PATIENCE_S):
+                        assert await process.wait() == 0
+                assert journal.goodbyes == (["drained"] if signals == 1 else [])
+            finally:
+                if process.returncode is None:
+                    process.kill()
+                    await process.wait()
+
+    asyncio.run(scenario())

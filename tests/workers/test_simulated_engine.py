@@ -1,0 +1,473 @@
+"""The simulated engine: batching, caching, preemption, and one answer however it is driven."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.workers.builders import VOCABULARY, fold, make_request, outputs, run_to_end
+from wire.events import PrefillCompleted, RequestFinished, RequestProgressed, RequestStarted
+from wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes
+from wire.identifiers import Tier
+from wire.requests import Generate, Sampling
+from workers.core.event_translation import EventTranslator
+from workers.core.refusal import RefusedError
+from workers.simulated.cache_recorder import EngineRecorder, WireRecorder
+from workers.simulated.engine import EngineLimits, SimulatedEngine, StepOutcome
+from workers.simulated.next_token import Vocabulary, expected_output, expected_reply
+from workers.simulated.timing import PolynomialTiming
+
+BLOCK_SIZE = 4
+
+
+def make_limits(**changes: int) -> EngineLimits:
+    fields: dict[str, int] = {
+        "block_size": BLOCK_SIZE,
+        "total_kv_blocks": 64,
+        "max_batch_size": 4,
+        "max_num_tokens": 16,
+        "max_sequence_length": 256,
+    }
+    return EngineLimits(**(fields | changes))
+
+
+def make_engine(**changes: int) -> SimulatedEngine:
+    return SimulatedEngine(make_limits(**changes), VOCABULARY)
+
+
+def expected(request: Generate) -> bytes:
+    return pack_tokens(expected_output(request.token_ids, request.sampling, VOCABULARY, request.stop_token_ids))
+
+
+def kinds(outcome: StepOutcome) -> list[str]:
+    return [type(fact).__name__ for fact in outcome.facts]
+
+
+def test_a_request_lives_from_prefill_to_its_last_token() -> None:
+    engine = make_engine()
+    engine.submit(make_request("a", range(5), max_tokens=3), 0.0)
+
+    outcomes = run_to_end(engine)
+
+    assert [kinds(outcome) for outcome in outcomes] == [
+        ["RequestStarted", "PrefillCompleted"],
+        [],
+        ["RequestFinished"],
+    ]
+    assert outcomes[0].facts[0] == RequestStarted("a", isl=5, cached_tokens=0, active_blocks=2)
+    assert [delta.finish_reason for outcome in outcomes for delta in outcome.deltas] == [None, None, "length"]
+    assert [delta.cached_tokens for outcome in outcomes for delta in outcome.deltas] == [0, None, None]
+    assert outputs(outcomes)["a"] == expected(make_request("a", range(5), max_tokens=3))
+    assert engine.active_requests == 0
+
+
+def test_a_step_takes_as_long_as_the_timing_says() -> None:
+    engine = make_engine()
+    timing = PolynomialTiming()
+    engine.submit(make_request("a", range(5), max_tokens=3), 100.0)
+
+    first, second, _ = run_to_end(engine, 100.0)
+
+    assert (first.started_ms, first.ended_ms) == (100.0, 100.0 + timing.prefill_ms(5))
+    assert second.duration_ms == pytest.approx(timing.decode_ms(2 / 64))
+
+
+def test_an_idle_engine_has_nothing_to_do() -> None:
+    assert make_engine().step(0.0) is None
+
+
+def test_a_long_prompt_is_prefilled_in_chunks_beside_decoding_requests() -> None:
+    engine = make_engine()
+    engine.submit(make_request("short", range(4), max_tokens=10), 0.0)
+    engine.submit(make_request("long", range(100, 140), max_tokens=2), 0.0)
+
+    outcomes = run_to_end(engine)
+
+    assert [outcome.prefill_tokens for outcome in outcomes[:4]] == [16, 15, 13, 0]
+    assert [outcome.decode_tokens for outcome in outcomes[:4]] == [0, 1, 1, 2]
+
+
+def test_no_step_computes_more_tokens_than_allowed_nor_runs_more_requests() -> None:
+    engine = make_engine()
+    for number in range(12):
+        engine.submit(make_request(f"r{number}", range(number, number + 9), max_tokens=5), 0.0)
+
+    now = 0.0
+    while (outcome := engine.step(now)) is not None:
+        now = outcome.ended_ms
+        assert outcome.prefill_tokens + outcome.decode_tokens <= 16
+        assert engine.load().running_requests <= 4
+
+
+def test_requests_start_by_priority_then_in_order_of_arrival() -> None:
+    engine = make_engine(max_batch_size=1)
+    for request_id, priority in (("a", 0), ("b", 0), ("urgent", 5)):
+        engine.submit(make_request(request_id, priority=priority), 0.0)
+
+    started = [
+        fact.request_id for outcome in run_to_end(engine) for fact in outcome.facts if isinstance(fact, RequestStarted)
+    ]
+
+    assert started == ["urgent", "a", "b"]
+
+
+def test_a_repeated_prompt_is_served_from_cache_but_for_its_last_block() -> None:
+    engine = make_engine()
+    engine.submit(make_request("a", range(12), max_tokens=1), 0.0)
+    run_to_end(engine)
+    engine.submit(make_request("b", range(12), max_tokens=1), 0.0)
+    engine.submit(make_request("c", range(14), max_tokens=1), 0.0)
+
+    deltas = [delta for outcome in run_to_end(engine) for delta in outcome.deltas]
+
+    assert {delta.request_id: delta.cached_tokens for delta in deltas} == {"b": 8, "c": 12}
+
+
+def test_generated_tokens_are_reusable_as_the_next_turn_of_a_conversation() -> None:
+    engine = make_engine()
+    first = make_request("a", range(6), max_tokens=11)
+    engine.submit(first, 0.0)
+    reply = outputs(run_to_end(engine))["a"]
+    engine.submit(Generate("b", first.token_ids + reply + pack_tokens([7]), Sampling(max_tokens=1)), 0.0)
+
+    (outcome,) = run_to_end(engine)
+
+    assert outcome.deltas[0].cached_tokens == 16
+
+
+def test_tenants_with_different_salts_share_nothing() -> None:
+    engine = make_engine()
+    engine.submit(make_request("a", range(12), max_tokens=1, cache_salt="x"), 0.0)
+    run_to_end(engine)
+    for request_id, salt in (("b", "y"), ("c", ""), ("d", "x")):
+        engine.submit(make_request(request_id, range(12), max_tokens=1, cache_salt=salt), 0.0)
+
+    cached = {delta.request_id: delta.cached_tokens for outcome in run_to_end(engine) for delta in outcome.deltas}
+
+    assert cached == {"b": 0, "c": 0, "d": 8}
+
+
+def test_precomputed_hashes_change_nothing_and_are_not_changed() -> None:
+    prompt = list(range(22))
+    hashes = sequence_hashes(block_hashes(pack_tokens(prompt), BLOCK_SIZE, hash_seed(cache_salt="s")))
+    given_hashes = list(hashes)
+    recorded = []
+    for known in (None, given_hashes):
+        recorder = WireRecorder()
+        engine = SimulatedEngine(make_limits(), VOCABULARY, recorder=recorder)
+        engine.submit(make_request("a", prompt, max_tokens=30, cache_salt="s"), 0.0, known)
+        run_to_end(engine)
+        recorded.append(recorder.take())
+
+    assert recorded[0] == recorded[1]
+    assert given_hashes == hashes
+    with pytest.raises(ValueError, match="1 sequence hashes were given, the prompt has 5 whole blocks"):
+        make_engine().submit(make_request("a", prompt), 0.0, [1])
+
+
+@pytest.mark.parametrize(
+    ("request_", "named", "retryable"),
+    [
+        (make_request(prompt=()), "prompt has 0 tokens", False),
+        (make_request(max_tokens=0), "max_tokens is 0", False),
+        (make_request(prompt=range(200), max_tokens=57), r"200 \+ 57 tokens, allowed are at most 256", False),
+        (make_request(prompt=range(60), max_tokens=6), "need 17 KV blocks, this worker has 16", False),
+        (make_request("active"), "'active' is already active", False),
+    ],
+)
+def test_what_can_never_run_is_refused_with_the_reason(request_: Generate, named: str, retryable: bool) -> None:
+    engine = make_engine(total_kv_blocks=16)
+    engine.submit(make_request("active"), 0.0)
+    before = engine.load()
+
+    with pytest.raises(RefusedError, match=named) as refusal:
+        engine.submit(request_, 0.0)
+
+    assert refusal.value.retryable is retryable
+    assert engine.load() == before
+
+
+def test_the_longest_possible_request_runs() -> None:
+    engine = make_engine(total_kv_blocks=16)
+    request = make_request("a", range(60), max_tokens=5)
+    engine.submit(request, 0.0)
+
+    assert outputs(run_to_end(engine))["a"] == expected(request)
+
+
+def test_a_full_waiting_room_refuses_and_says_that_another_worker_may_help() -> None:
+    engine = make_engine(max_waiting_requests=2)
+    engine.submit(make_request("a"), 0.0)
+    engine.submit(make_request("b"), 0.0)
+
+    with pytest.raises(RefusedError, match="2 requests are waiting, allowed are at most 2") as refusal:
+        engine.submit(make_request("c"), 0.0)
+
+    assert refusal.value.retryable
+
+
+@pytest.mark.parametrize("steps_before", range(8))
+def test_a_request_can_be_cancelled_at_any_moment(steps_before: int) -> None:
+    engine = make_engine(max_batch_size=1)
+    engine.submit(make_request("a", range(40), max_tokens=6), 0.0)
+    engine.submit(make_request("b", range(40), max_tokens=6), 0.0)
+    outcomes = []
+    for _ in range(steps_before):
+        outcome = engine.step(0.0)
+        assert outcome is not None
+        outcomes.append(outcome)
+
+    assert engine.cancel("a")
+    assert engine.cancel("b")
+    assert not engine.cancel("a")
+    outcomes += run_to_end(engine)
+
+    last = {delta.request_id: delta for outcome in outcomes for delta in outcome.deltas}
+    assert {request_id: delta.finish_reason for request_id, delta in last.items()} == {
+        "a": "cancelled",
+        "b": "cancelled",
+    }
+    joined = outputs(outcomes)
+    assert expected(make_request("a", range(40), max_tokens=6)).startswith(joined["a"])
+    load = engine.load()
+    assert (load.running_requests, load.waiting_requests, load.prefill_tokens, load.active_blocks) == (0, 0, 0, 0)
+
+
+def test_when_blocks_run_out_the_last_arrived_gives_way_and_no_output_changes() -> None:
+    engine = make_engine(total_kv_blocks=10)
+    requests = [make_request(f"r{number}", range(number * 50, number * 50 + 8), max_tokens=20) for number in range(3)]
+    for request in requests:
+        engine.submit(request, 0.0)
+
+    outcomes = run_to_end(engine)
+
+    assert sum(outcome.preemptions for outcome in outcomes) > 0
+    joined = outputs(outcomes)
+    assert joined == {request.request_id: expected(request) for request in requests}
+    finished = [fact.request_id for outcome in outcomes for fact in outcome.facts if isinstance(fact, RequestFinished)]
+    assert finished[0] == "r0"
+    gave_way = {
+        fact.request_id
+        for outcome in outcomes
+        for fact in outcome.facts
+        if isinstance(fact, RequestProgressed) and fact.active_blocks == 0
+    }
+    assert "r0" not in gave_way
+
+
+def test_priority_protects_from_giving_way() -> None:
+    engine = make_engine(total_kv_blocks=10)
+    engine.submit(make_request("first", range(8), max_tokens=20), 0.0)
+    engine.submit(make_request("urgent", range(50, 58), max_tokens=20, priority=1), 0.0)
+
+    outcomes = run_to_end(engine)
+
+    gave_way = {
+        fact.request_id
+        for outcome in outcomes
+        for fact in outcome.facts
+        if isinstance(fact, RequestProgressed) and fact.active_blocks == 0
+    }
+    assert gave_way == {"first"}
+
+
+def test_log_probabilities_come_with_every_token() -> None:
+    engine = make_engine()
+    engine.submit(make_request("a", range(3), max_tokens=7, logprobs=2), 0.0)
+
+    deltas = [delta for outcome in run_to_end(engine, horizon_ms=math.inf) for delta in outcome.deltas]
+
+    reported = [entry.token_id for delta in deltas for entry in delta.logprobs or ()]
+    assert pack_tokens(reported) == expected(make_request("a", range(3), max_tokens=7))
+
+
+def test_load_counts_what_is_there() -> None:
+    engine = make_engine(max_batch_size=1)
+    engine.submit(make_request("a", range(20), max_tokens=3), 0.0)
+    engine.submit(make_request("b", range(100, 110), max_tokens=3), 0.0)
+    assert engine.load().prefill_tokens == 30
+
+    engine.step(0.0)
+    load = engine.load()
+    assert (load.running_requests, load.waiting_requests, load.prefill_tokens) == (1, 1, 14)
+    assert (load.active_blocks, load.cached_blocks, load.total_blocks, load.steps) == (6, 0, 64, 1)
+
+    run_to_end(engine)
+    load = engine.load()
+    assert (load.running_requests, load.waiting_requests, load.prefill_tokens, load.active_blocks) == (0, 0, 0, 0)
+    # Whole blocks of 20 + 2 and 10 + 2 tokens: the KV of the last token is never computed.
+    assert load.cached_blocks == 5 + 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"block_size": 0}, "block_size is 0"),
+        ({"host_kv_blocks": -1}, "host_kv_blocks is -1"),
+        ({"max_sequence_length": 1}, "max_sequence_length is 1"),
+        ({"max_num_tokens": 3}, "max_num_tokens is 3"),
+    ],
+)
+def test_impossible_limits_are_refused(changes: dict[str, int], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        make_limits(**changes)
+
+
+# What happens, drawn at random: (arrival gap in ms, prompt family, prompt length, max tokens, priority, cancel after).
+workloads = st.lists(
+    st.tuples(
+        st.floats(0, 120),
+        st.integers(0, 2),
+        st.integers(1, 40),
+        st.integers(1, 30),
+        st.integers(0, 1),
+        st.none() | st.floats(0, 300),
+    ),
+    min_size=1,
+    max_size=14,
+)
+
+
+def drive(
+    workload: list[tuple[float, int, int, int, int, float | None]],
+    recorder: Any,
+    single_steps: bool,
+    host_kv_blocks: int = 6,
+    vocabulary: Vocabulary = VOCABULARY,
+    report_tokens: bool = True,
+) -> tuple[list[StepOutcome], SimulatedEngine, list[Generate], set[str]]:
+    """Play a workload; a caller that wants single steps asks for no horizon."""
+    limits = make_limits(total_kv_blocks=20, host_kv_blocks=host_kv_blocks, max_sequence_length=80)
+    engine = SimulatedEngine(limits, vocabulary, recorder=recorder, report_tokens=report_tokens)
+    happenings: list[tuple[float, int, Generate | str]] = []
+    at = 0.0
+    requests = []
+    for number, (gap, family, isl, max_tokens, priority, cancel_after) in enumerate(workload):
+        at += gap
+        prompt = [family * 1000 + index for index in range(isl)]
+        request = make_request(f"r{number}", prompt, max_tokens, priority, cache_salt="salt" if family == 2 else "")
+        requests.append(request)
+        happenings.append((at, number, request))
+        if cancel_after is not None:
+            happenings.append((at + cancel_after, number, request.request_id))
+    happenings.sort(key=lambda happening: happening[:2])
+    outcomes: list[StepOutcome] = []
+    cancelled: set[str] = set()
+    now = 0.0
+
+    def run_until(moment: float) -> None:
+        nonlocal now
+        while now < moment:
+            outcome = engine.step(now, None if single_steps else moment)
+            if outcome is None:
+                now = moment
+                break
+            outcomes.append(outcome)
+            now = outcome.ended_ms
+
+    for moment, _, what in happenings:
+        run_until(moment)
+        if isinstance(what, Generate):
+            engine.submit(what, now)
+        elif engine.cancel(what):
+            cancelled.add(what)
+    while (outcome := engine.step(now, None if single_steps else math.inf)) is not None:
+        outcomes.append(outcome)
+        now = outcome.ended_ms
+    return outcomes, engine, requests, cancelled
+
+
+@settings(max_examples=300, deadline=None)
+@given(workload=workloads, host_kv_blocks=st.sampled_from([0, 6]))
+def test_running_over_uneventful_steps_equals_single_steps_to_the_bit(
+    workload: list[tuple[float, int, int, int, int, float | None]], host_kv_blocks: int
+) -> None:
+    recorders = WireRecorder(), WireRecorder(), WireRecorder()
+    single, engine, _, cancelled = drive(workload, recorders[0], True, host_kv_blocks)
+    leaping, leaper, _, cancelled_too = drive(workload, recorders[1], False, host_kv_blocks)
+    quiet, _, _, _ = drive(workload, recorders[2], False, host_kv_blocks, report_tokens=False)
+
+    def told(outcomes: list[StepOutcome]) -> list[tuple[float, object]]:
+        return [(outcome.ended_ms, fact) for outcome in outcomes for fact in outcome.facts]
+
+    assert told(leaping) == told(single) == told(quiet)
+    assert recorders[1].take() == recorders[2].take()
+    assert outputs(leaping) == outputs(single)
+    assert sum(outcome.steps for outcome in leaping) == len([outcome for outcome in single if outcome.steps])
+    assert cancelled == cancelled_too
+    assert leaper.load() == engine.load()
+    assert leaping[-1].ended_ms == single[-1].ended_ms
+
+
+@settings(max_examples=300, deadline=None)
+@given(workload=workloads)
+def test_whatever_happens_every_output_is_the_expected_one_and_nothing_is_left(
+    workload: list[tuple[float, int, int, int, int, float | None]],
+) -> None:
+    vocabulary = Vocabulary(size=1000, first_token_id=10, eos_probability=0.05)
+    recorder = WireRecorder()
+    outcomes, engine, requests, cancelled = drive(workload, recorder, False, vocabulary=vocabulary)
+
+    joined = outputs(outcomes)
+    reasons = {
+        delta.request_id: delta.finish_reason
+        for outcome in outcomes
+        for delta in outcome.deltas
+        if delta.finish_reason is not None
+    }
+    for request in requests:
+        tokens, reason = expected_reply(request.token_ids, request.sampling, vocabulary)
+        if request.request_id in cancelled:
+            assert reasons[request.request_id] == "cancelled"
+            assert pack_tokens(tokens).startswith(joined[request.request_id])
+        else:
+            assert (joined[request.request_id], reasons[request.request_id]) == (pack_tokens(tokens), reason)
+    load = engine.load()
+    assert (load.running_requests, load.waiting_requests, load.prefill_tokens, load.active_blocks) == (0, 0, 0, 0)
+    held = fold(recorder.take())
+    assert fold(engine.resident_blocks()) == held
+    assert len(held[Tier.DEVICE]) == load.cached_blocks
+
+
+@settings(max_examples=300, deadline=None)
+@given(workload=workloads)
+def test_every_request_is_told_started_completed_and_finished_once_and_in_order(
+    workload: list[tuple[float, int, int, int, int, float | None]],
+) -> None:
+    outcomes, _, requests, _ = drive(workload, WireRecorder(), False)
+
+    for request in requests:
+        story = [
+            type(fact)
+            for outcome in outcomes
+            for fact in outcome.facts
+            if fact.request_id == request.request_id and not isinstance(fact, RequestProgressed)
+        ]
+        assert story in (
+            [RequestStarted, PrefillCompleted, RequestFinished],
+            [RequestStarted, RequestFinished],
+            [RequestFinished],
+        )
+
+
+@settings(max_examples=300, deadline=None)
+@given(workload=workloads, host_kv_blocks=st.sampled_from([0, 6]))
+def test_the_engines_own_events_translate_to_what_the_direct_path_says(
+    workload: list[tuple[float, int, int, int, int, float | None]], host_kv_blocks: int
+) -> None:
+    engine_recorder = EngineRecorder(20, host_kv_blocks, 80)
+    wire_recorder = WireRecorder()
+    _, engine, _, _ = drive(workload, engine_recorder, False, host_kv_blocks)
+    drive(workload, wire_recorder, False, host_kv_blocks)
+    translator = EventTranslator(BLOCK_SIZE)
+
+    translation = translator.translate(engine_recorder.take())
+
+    assert translation.lost == 0
+    assert translation.events == wire_recorder.take()
+    assert fold(translator.restate()) == fold(engine.resident_blocks()) == fold(translation.events)
+    assert translator.resident_blocks == sum(len(blocks) for blocks in fold(translation.events).values())

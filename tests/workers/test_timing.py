@@ -1,0 +1,68 @@
+"""Step times follow the published formulas, or a table that says what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from workers.simulated.timing import PolynomialTiming, ScaledTiming, TableError, TableTiming
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ms"),
+    [
+        (0, 0.0),
+        (1, 4.209989e-7 + 1.518344e-2 + 16.50142),
+        (8192, 4.209989e-7 * 8192**2 + 1.518344e-2 * 8192 + 16.50142),
+    ],
+)
+def test_prefill_follows_the_published_polynomial(tokens: int, ms: float) -> None:
+    assert PolynomialTiming().prefill_ms(tokens) == pytest.approx(ms, rel=1e-7)
+
+
+@pytest.mark.parametrize(("share", "ms"), [(-1.0, 5.74), (0.0, 5.74), (0.5, 26.31), (1.0, 34.01), (2.0, 34.01)])
+def test_decode_follows_the_published_polynomial_and_clamps_the_share(share: float, ms: float) -> None:
+    assert PolynomialTiming().decode_ms(share) == pytest.approx(ms, rel=1e-12)
+
+
+def test_a_table_is_interpolated_and_prefill_goes_on_beyond_it() -> None:
+    timing = TableTiming.from_json(b'{"prefill": [[100, 10], [200, 30]], "decode": [[0.2, 5], [0.6, 9]]}')
+
+    assert [timing.prefill_ms(tokens) for tokens in (0, 50, 100, 150, 200, 300)] == [0, 10, 10, 20, 30, 50]
+    assert [timing.decode_ms(share) for share in (0.0, 0.2, 0.4, 1.0)] == pytest.approx([5, 5, 7, 9])
+
+
+@pytest.mark.parametrize(
+    ("table", "place"),
+    [
+        ("{", "the table"),
+        ({"prefill": [[1, 1]]}, "decode"),
+        ({"prefill": [], "decode": [[0, 1]]}, "prefill is empty"),
+        ({"prefill": [[1, 1], [1, 2]], "decode": [[0, 1]]}, r"prefill\[1\] has tokens 1.0 after 1.0"),
+        ({"prefill": [[1, 0]], "decode": [[0, 1]]}, r"prefill\[0\] has 0.0 ms"),
+        ({"prefill": [[1, 1]], "decode": [[0, 1], [1.5, 2]]}, r"decode\[1\] has used_share 1.5"),
+        ({"prefill": [[1, "x"]], "decode": [[0, 1]]}, r"\$.prefill\[0\]\[1\]"),
+        ({"prefill": [[1, 1]], "decode": [[0, 1]], "prefil": []}, "prefil"),
+    ],
+)
+def test_a_wrong_table_is_refused_naming_the_place(table: object, place: str) -> None:
+    data = table.encode() if isinstance(table, str) else json.dumps(table).encode()
+
+    with pytest.raises(TableError, match=place):
+        TableTiming.from_json(data)
+
+
+def test_a_missing_table_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TableError, match=r"nothing\.json: No such file"):
+        TableTiming.from_file(tmp_path / "nothing.json")
+
+
+def test_a_speedup_divides_every_time() -> None:
+    timing = ScaledTiming(PolynomialTiming(), 10.0)
+
+    assert timing.prefill_ms(500) == PolynomialTiming().prefill_ms(500) / 10
+    assert timing.decode_ms(0.3) == PolynomialTiming().decode_ms(0.3) / 10
+    with pytest.raises(ValueError, match="speedup is 0"):
+        ScaledTiming(PolynomialTiming(), 0)

@@ -1,0 +1,1 @@
+"""Sockets and HTTP of the worker process; they decide nothing."""

@@ -1,0 +1,63 @@
+"""The worker's own HTTP: ``/live``, ``/ready``, ``/health``, ``/metrics``. It shows state and decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, Protocol
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+class Observed(Protocol):
+    """What the API shows."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests may be sent here."""
+        ...
+
+    def describe(self) -> dict[str, object]:
+        """Return the state for people and probes, as JSON values."""
+        ...
+
+
+class HttpApi:
+    """A plain ASGI application; what it shows is given to it once it exists."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._observed: Observed | None = None
+
+    def show(self, observed: Observed) -> None:
+        """Answer for this worker from now on."""
+        self._observed = observed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            return
+        status, content_type, body = self._route(scope["method"], scope["path"])
+        headers = [(b"content-type", content_type.encode()), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})
+
+    def _route(self, method: str, path: str) -> tuple[int, str, bytes]:
+        if method not in ("GET", "HEAD"):
+            return 405, "text/plain", b"only GET and HEAD are allowed\n"
+        observed = self._observed
+        if path == "/live":
+            return 200, "text/plain", b"live\n"
+        if path == "/ready":
+            ready = observed is not None and observed.is_ready
+            return (200, "text/plain", b"ready\n") if ready else (503, "text/plain", b"not ready\n")
+        if path == "/health":
+            state = {"status": "starting"} if observed is None else observed.describe()
+            return 200, "application/json", msgspec.json.encode(state)
+        if path == "/metrics":
+            return 200, CONTENT_TYPE_LATEST, generate_latest(self._registry)
+        return 404, "text/plain", b"allowed are /live, /ready, /health and /metrics\n"

@@ -1,0 +1,117 @@
+"""The worker's two ZMQ sockets: the request plane's ROUTER and the event stream's DEALER."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import zmq
+
+from runtime.zmq_socket import CallbackSocket
+from wire.limits import FRAME_BYTES_MAX
+
+REQUEST_HIGH_WATER_MARK = 10_000
+"""Frames queued per peer and direction: minutes of one frame per engine step. A peer that leaves more than that
+unread is stuck; it is treated as gone."""
+
+EVENT_HIGH_WATER_MARK = 10_000
+"""Event batches in the socket. More stay in the outbox, and the consolidator's ``Resend`` brings them."""
+
+CLOSE_LINGER_MS = 1000
+"""How long the last frames may take to leave at the end of an orderly life."""
+
+RECONNECT_INTERVAL_MS = 50
+RECONNECT_INTERVAL_MAX_MS = 1000
+
+
+class LingeringSocket(CallbackSocket):
+    """A callback socket that may be closed with its last frames still on their way."""
+
+    def close_after_sending(self) -> None:
+        """Close; what is queued still leaves, within ``CLOSE_LINGER_MS``."""
+        if not self._closed:
+            self._closed = True
+            self._loop.remove_reader(self.socket.FD)
+            self.socket.close(linger=CLOSE_LINGER_MS)
+
+
+class RequestSocket:
+    """A ROUTER socket that knows when a peer is gone."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], host: str, port: int) -> None:
+        socket = context.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, REQUEST_HIGH_WATER_MARK)
+        socket.setsockopt(zmq.RCVHWM, REQUEST_HIGH_WATER_MARK)
+        socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
+        # A frame for a peer that is gone is an error, and not silence: its requests can then be stopped at once.
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        try:
+            socket.bind(f"tcp://{host}:{port or '*'}")
+        except zmq.ZMQError as error:
+            socket.close()
+            raise OSError(
+                f"binding request_port: tcp://{host}:{port} cannot be used ({error}); choose a free port, or 0 for any"
+            ) from error
+        self.port = int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        self._raw = socket
+        self._socket: LingeringSocket | None = None
+
+    def start(self, on_frames: Callable[[list[bytes]], None]) -> None:
+        """Begin to receive; what came since the bind is waiting."""
+        self._socket = LingeringSocket(self._raw, on_frames)
+
+    def send(self, peer: bytes, frame: bytes) -> bool:
+        """Send to a peer; ``False`` when it is gone or reads nothing any more."""
+        assert self._socket is not None, "sending before start"
+        try:
+            return self._socket.send([peer, frame])
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:
+                return False
+            raise
+
+    def close(self, orderly: bool) -> None:
+        """Close; an orderly end lets the last frames leave."""
+        if self._socket is None:
+            self._raw.close(linger=0)
+        elif orderly:
+            self._socket.close_after_sending()
+        else:
+            self._socket.close()
+
+
+class EventSocket:
+    """A DEALER socket towards the consolidator."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, on_frames: Callable[[list[bytes]], None]
+    ) -> None:
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, EVENT_HIGH_WATER_MARK)
+        socket.setsockopt(zmq.RCVHWM, EVENT_HIGH_WATER_MARK)
+        socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
+        # Nothing piles up towards a consolidator that is not there: the outbox keeps it, and greets again.
+        socket.setsockopt(zmq.IMMEDIATE, 1)
+        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_INTERVAL_MS)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_INTERVAL_MAX_MS)
+        try:
+            socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            socket.close()
+            raise ValueError(
+                f"connecting consolidator: {endpoint!r} cannot be used ({error}); "
+                "allowed are ZMQ endpoints such as tcp://127.0.0.1:5557"
+            ) from error
+        self._socket = LingeringSocket(socket, on_frames)
+
+    def send(self, frames: Sequence[bytes]) -> bool:
+        """Send; ``False`` when the consolidator cannot be reached or takes no more just now."""
+        return self._socket.send(frames)
+
+    def close(self, orderly: bool) -> None:
+        """Close; an orderly end lets the last frames leave."""
+        if orderly:
+            self._socket.close_after_sending()
+        else:
+            self._socket.close()

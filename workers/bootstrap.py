@@ -1,0 +1,135 @@
+"""Picks the real things of a worker process: clock, sockets, engine, HTTP. The only place that does."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+import zmq
+from prometheus_client import CollectorRegistry
+
+from runtime.clock import SystemClock
+from runtime.http_server import HttpServer
+from wire.card import WorkerCard
+from workers.adapters.http_api import HttpApi
+from workers.adapters.sockets import RequestSocket
+from workers.core.push_stream import PushStream, PushTiming
+from workers.engines.simulated import RealTimeSimulatedEngine
+from workers.metrics import WorkerMetrics
+from workers.publisher import EventPublisher
+from workers.service import ServiceLimits, WorkerService
+from workers.settings import WorkerSettings
+from workers.simulated.timing import PolynomialTiming, ScaledTiming, TableTiming, TimingModel
+
+log = logging.getLogger(__name__)
+
+ENGINE_NAME = "poolgrid-simulated"
+
+
+def make_card(settings: WorkerSettings, request_port: int, http_port: int) -> WorkerCard:
+    """Return what the worker says of itself, with the ports it got."""
+    host = settings.advertise_host or settings.host
+    if ":" in host:
+        host = f"[{host}]"
+    return WorkerCard(
+        model=settings.model,
+        role=settings.role,
+        block_size=settings.block_size,
+        limits=settings.card_limits(),
+        request_endpoint=f"tcp://{host}:{request_port}",
+        http_endpoint=f"http://{host}:{http_port}",
+        loras=settings.loras,
+        engine=ENGINE_NAME,
+        eos_token_ids=(settings.eos_token_id,),
+        vocabulary_size=settings.vocabulary_size,
+    )
+
+
+def make_timing(settings: WorkerSettings) -> TimingModel:
+    """Return the step times; raises ``TableError`` when the table cannot be used."""
+    model: TimingModel = PolynomialTiming()
+    if settings.timing_table is not None:
+        model = TableTiming.from_file(settings.timing_table)
+    return model if settings.speedup == 1.0 else ScaledTiming(model, settings.speedup)
+
+
+async def serve(
+    settings: WorkerSettings,
+    stop: asyncio.Event,
+    ready: Callable[[str], None],
+) -> None:
+    """Run a worker until ``stop`` is set and its requests are done.
+
+    ``ready`` is called once, with the URL of the worker's HTTP, when the consolidator has welcomed the worker.
+    Raises ``OSError`` when a port cannot be bound, ``TableError`` when the timing table cannot be used.
+    """
+    clock = SystemClock()
+    registry = CollectorRegistry()
+    metrics = WorkerMetrics(registry)
+    engine = RealTimeSimulatedEngine(settings.engine_limits(), settings.vocabulary(), make_timing(settings), clock)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    epoch = time.time_ns()
+    requests: RequestSocket | None = None
+    publisher: EventPublisher | None = None
+    http: HttpServer | None = None
+    announcement: asyncio.Task[None] | None = None
+    orderly = True
+    try:
+        requests = RequestSocket(context, settings.host, settings.request_port)
+        api = HttpApi(registry)
+        http = HttpServer(api, settings.host, settings.http_port, "http_port")
+        card = make_card(settings, requests.port, http.port)
+        service = WorkerService(
+            settings.worker_id,
+            epoch,
+            card,
+            engine,
+            requests,
+            ServiceLimits(settings.peer_lease_ms, settings.drain_timeout_ms),
+            clock,
+            metrics,
+        )
+        api.show(service)
+        publisher = EventPublisher(
+            context,
+            settings.consolidator,
+            PushStream(
+                settings.worker_id,
+                0,
+                epoch,
+                card,
+                PushTiming(heartbeat_ms=settings.heartbeat_ms),
+                settings.outbox_bytes,
+            ),
+            service.restate,
+            clock,
+            metrics,
+            settings.load_interval_ms,
+        )
+        http.start()
+        announcement = asyncio.get_running_loop().create_task(_announce(publisher, card, ready))
+        log.info("worker %s at %s, health at %s", settings.worker_id, card.request_endpoint, card.http_endpoint)
+        await service.run(publisher, stop)
+    except asyncio.CancelledError:
+        # A second signal: nothing is waited for.
+        orderly = False
+        raise
+    finally:
+        if announcement is not None:
+            announcement.cancel()
+        if requests is not None:
+            requests.close(orderly)
+        if publisher is not None:
+            publisher.close(orderly)
+        if http is not None:
+            await http.stop()
+        # Waits for frames on their way, at most as long as the sockets linger.
+        await asyncio.to_thread(context.term)
+        log.info("worker %s has ended", settings.worker_id)
+
+
+async def _announce(publisher: EventPublisher, card: WorkerCard, ready: Callable[[str], None]) -> None:
+    await publisher.until_registered()
+    ready(card.http_endpoint)

@@ -1,0 +1,108 @@
+"""Builds the wire's cache events from single facts, in order, with neighbours joined.
+
+Rules: facts never overtake each other; removals that follow each other on one tier become one ``BlocksRemoved``; moves
+that follow each other become one ``BlocksStored`` per chain on the new tier, then one ``BlocksRemoved`` on the old.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from wire.events import BlocksRemoved, BlocksStored
+from wire.hashing import pack_hashes
+from wire.identifiers import Tier
+from wire.limits import BLOCKS_PER_EVENT_MAX
+
+CacheEvent = BlocksStored | BlocksRemoved
+
+
+def stored_chain(parent: int | None, hashes: Sequence[int], tier: Tier) -> list[BlocksStored]:
+    """Return the events that say a chain is stored, split where one event would break its limit."""
+    events = []
+    for at in range(0, len(hashes), BLOCKS_PER_EVENT_MAX):
+        events.append(BlocksStored(parent, pack_hashes(hashes[at : at + BLOCKS_PER_EVENT_MAX]), tier))
+        parent = hashes[min(at + BLOCKS_PER_EVENT_MAX, len(hashes)) - 1]
+    return events
+
+
+def chains(links: Iterable[tuple[int, int | None]]) -> list[tuple[int | None, list[int]]]:
+    """Group ``(sequence_hash, parent)`` links into chains of neighbours, each ``(parent, hashes in order)``.
+
+    Neighbours may come parents first or children first; the order of the chains is that of their first link.
+    """
+    grouped: list[tuple[int | None, list[int]]] = []
+    run: list[tuple[int, int | None]] = []
+    direction = 0  # 1 = parents first, -1 = children first, 0 = not known yet
+
+    def close() -> None:
+        ordered = run[::-1] if direction < 0 else run
+        grouped.append((ordered[0][1], [link[0] for link in ordered]))
+
+    for link in links:
+        if run:
+            last = run[-1]
+            if direction >= 0 and link[1] is not None and link[1] == last[0]:
+                direction = 1
+                run.append(link)
+                continue
+            if direction <= 0 and last[1] is not None and last[1] == link[0]:
+                direction = -1
+                run.append(link)
+                continue
+            close()
+        run = [link]
+        direction = 0
+    if run:
+        close()
+    return grouped
+
+
+class CacheFacts:
+    """Collects facts about blocks and hands them over as wire events."""
+
+    def __init__(self) -> None:
+        self._events: list[CacheEvent] = []
+        self._removed: list[int] = []
+        self._removed_tier = Tier.DEVICE
+        self._moved: list[tuple[int, int | None]] = []
+        self._moved_tiers = (Tier.DEVICE, Tier.HOST)
+
+    def stored(self, parent: int | None, hashes: Sequence[int], tier: Tier) -> None:
+        """Note a chain of new blocks."""
+        self._close()
+        self._events += stored_chain(parent, hashes, tier)
+
+    def removed(self, hashes: Iterable[int], tier: Tier) -> None:
+        """Note blocks that left one tier."""
+        if self._moved or (self._removed and self._removed_tier is not tier):
+            self._close()
+        self._removed_tier = tier
+        self._removed.extend(hashes)
+
+    def moved(self, links: Iterable[tuple[int, int | None]], source: Tier, target: Tier) -> None:
+        """Note blocks, each with its parent, that went from one tier to another."""
+        if self._removed or (self._moved and self._moved_tiers != (source, target)):
+            self._close()
+        self._moved_tiers = (source, target)
+        self._moved.extend(links)
+
+    def take(self) -> list[CacheEvent]:
+        """Return the events since the last call."""
+        self._close()
+        events, self._events = self._events, []
+        return events
+
+    def _close(self) -> None:
+        if self._removed:
+            self._append_removed(self._removed, self._removed_tier)
+            self._removed = []
+        if self._moved:
+            source, target = self._moved_tiers
+            for parent, hashes in chains(self._moved):
+                self._events += stored_chain(parent, hashes, target)
+            self._append_removed([sequence_hash for sequence_hash, _ in self._moved], source)
+            self._moved = []
+
+    def _append_removed(self, hashes: list[int], tier: Tier) -> None:
+        for at in range(0, len(hashes), BLOCKS_PER_EVENT_MAX):
+            self._events.append(BlocksRemoved(pack_hashes(hashes[at : at + BLOCKS_PER_EVENT_MAX]), tier))

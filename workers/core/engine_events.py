@@ -1,0 +1,172 @@
+"""KV cache events in an engine's own vocabulary, which is TensorRT-LLM's: created, stored, removed, updated.
+
+Two rules: block hashes here are the *engine's* names (opaque u64), never ours; and a block's tokens are packed bytes
+(u32 little-endian), because the per-token objects of the JSON form cost more than everything else together.
+Shapes: TensorRT-LLM 1.2.1, ``LLM.get_kv_cache_events``.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from wire.errors import DecodeError
+
+DEVICE_LEVEL = 0
+HOST_LEVEL = 1
+DEFAULT_PRIORITY = 35
+"""TensorRT-LLM's retention priority of a block nobody gave one."""
+
+
+class StoredBlock(msgspec.Struct, frozen=True, gc=False):
+    """One block of a ``Stored`` event; fewer tokens than a block holds make it a partial block."""
+
+    block_hash: int
+    tokens: bytes
+    cache_level: int = DEVICE_LEVEL
+    priority: int = DEFAULT_PRIORITY
+    multimodal: bool = False
+    """The block also depends on something that is not among its tokens (``mm_keys``)."""
+
+
+class Diff(msgspec.Struct, frozen=True, gc=False):
+    """A value that changed."""
+
+    old_value: int
+    new_value: int
+
+
+class EngineEvent(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Base of all engine events: what every one carries."""
+
+    event_id: int
+    """From 0 and without holes within one rank; a hole means that the engine dropped events."""
+    window_size: int
+    """Attention window whose blocks the event is about."""
+    attention_dp_rank: int | None = None
+
+
+class Created(EngineEvent, frozen=True, kw_only=True):
+    """The cache exists; number of blocks per level, device first."""
+
+    num_blocks_per_cache_level: tuple[int, ...]
+
+
+class Stored(EngineEvent, frozen=True, kw_only=True):
+    """A chain of blocks became reusable; the first continues ``parent_hash`` (``None`` = a root)."""
+
+    parent_hash: int | None
+    blocks: tuple[StoredBlock, ...]
+    hash_seed: int | None = None
+    """Seed of our block hashes (LoRA and salt) where the engine adapter knows it; TensorRT-LLM does not tell."""
+
+
+class Removed(EngineEvent, frozen=True, kw_only=True):
+    """Blocks are gone from every level."""
+
+    block_hashes: tuple[int, ...]
+
+
+class Updated(EngineEvent, frozen=True, kw_only=True):
+    """A block moved to another level or got another priority; ``None`` = unchanged."""
+
+    block_hash: int
+    cache_level: Diff | None = None
+    priority: Diff | None = None
+
+
+AnyEngineEvent = Created | Stored | Removed | Updated
+
+
+class _Token(msgspec.Struct):
+    token_id: int
+    token_extra_id: int = 0
+
+
+class _Block(msgspec.Struct):
+    block_hash: int
+    tokens: list[_Token]
+    cache_level: int = DEVICE_LEVEL
+    priority: int = DEFAULT_PRIORITY
+    mm_keys: list[Any] | None = None
+
+
+class _CreatedData(msgspec.Struct, tag_field="type", tag="created"):
+    num_blocks_per_cache_level: list[int]
+
+
+class _StoredData(msgspec.Struct, tag_field="type", tag="stored"):
+    blocks: list[_Block]
+    parent_hash: int | None = None
+
+
+class _RemovedData(msgspec.Struct, tag_field="type", tag="removed"):
+    block_hashes: list[int]
+
+
+class _UpdatedData(msgspec.Struct, tag_field="type", tag="updated"):
+    block_hash: int
+    cache_level: Diff | None = None
+    priority: Diff | None = None
+
+
+class _Envelope(msgspec.Struct):
+    event_id: int
+    data: _CreatedData | _StoredData | _RemovedData | _UpdatedData
+    window_size: int = 0
+    attention_dp_rank: int | None = None
+
+
+def parse_event(event: Mapping[str, Any]) -> AnyEngineEvent:
+    """Return the event of TensorRT-LLM's dict form; unknown fields are ignored.
+
+    Raises ``DecodeError`` naming the field when the shape is wrong.
+    """
+    try:
+        envelope = msgspec.convert(event, _Envelope)
+        rank = envelope.attention_dp_rank
+        event_id = envelope.event_id
+        window = envelope.window_size
+        data = envelope.data
+        if isinstance(data, _StoredData):
+            blocks = tuple(
+                StoredBlock(
+                    block_hash=block.block_hash,
+                    tokens=struct.pack(f"<{len(block.tokens)}I", *(token.token_id for token in block.tokens)),
+                    cache_level=block.cache_level,
+                    priority=block.priority,
+                    multimodal=bool(block.mm_keys) or any(token.token_extra_id for token in block.tokens),
+                )
+                for block in data.blocks
+            )
+            return Stored(
+                event_id=event_id,
+                window_size=window,
+                attention_dp_rank=rank,
+                parent_hash=data.parent_hash,
+                blocks=blocks,
+            )
+        if isinstance(data, _RemovedData):
+            return Removed(
+                event_id=event_id, window_size=window, attention_dp_rank=rank, block_hashes=tuple(data.block_hashes)
+            )
+        if isinstance(data, _UpdatedData):
+            return Updated(
+                event_id=event_id,
+                window_size=window,
+                attention_dp_rank=rank,
+                block_hash=data.block_hash,
+                cache_level=data.cache_level,
+                priority=data.priority,
+            )
+        return Created(
+            event_id=event_id,
+            window_size=window,
+            attention_dp_rank=rank,
+            num_blocks_per_cache_level=tuple(data.num_blocks_per_cache_level),
+        )
+    except (msgspec.ValidationError, struct.error, RecursionError) as error:
+        raise DecodeError("a KV cache event of the engine", str(error)) from None

@@ -1,0 +1,260 @@
+"""The worker's side of ``wire.ingest`` without sockets: frames in, effects out, time as an argument.
+
+Theory of operation. The stream is *greeting* until the consolidator welcomes it, then *open*; a refusal makes it
+*refused* for a while. Only an open stream sends batches; they are kept in the outbox in every state.
+
+    state      input                        next state   effects
+    ---------  ---------------------------  -----------  ---------------------------------------------------------
+    greeting   begin, retry time            greeting     Send(Hello)
+    any        Welcome                      open         Send(batches from next_seq) or RestateNeeded
+    open       publish                      open         Send(batch); on overflow: greeting, Send(Hello)
+    open       heartbeat time               open         Send(Heartbeat)
+    open       Acknowledged, same life      open         (the outbox forgets)
+    open       Acknowledged, another life   greeting     Send(Hello)
+    open       Resend                       open         Send(batches from from_seq) or RestateNeeded
+    open       Unknown                      greeting     Send(Hello)
+    open       silence_ms without a word    greeting     Send(Hello)
+    any        Refused                      refused      Warn; Hello again after a back-off that doubles
+    refused    retry time                   greeting     Send(Hello)
+    any        end                          ended        Send(Goodbye)
+
+``RestateNeeded`` asks the owner to call ``restate`` with the whole truth at once, before it publishes anything else.
+Messages that are about another worker or another life are ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from wire import codec
+from wire.card import WorkerCard
+from wire.events import AnyEvent, SnapshotBegan
+from wire.ingest import (
+    BATCH_FRAME,
+    CONTROL_FRAME,
+    Acknowledged,
+    FromConsolidator,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Refused,
+    Resend,
+    ToConsolidator,
+    Unknown,
+    Welcome,
+)
+from workers.core.outbox import OUTBOX_BYTES_DEFAULT, Outbox
+
+EVENTS_PER_RESTATED_BATCH = 1024
+"""A restatement goes out in batches of this many events; far below what the contract and the consolidator allow."""
+
+
+@dataclass(frozen=True, slots=True)
+class PushTiming:
+    """When the stream speaks without being asked."""
+
+    heartbeat_ms: float = 1000.0
+    """Between two signs of life; the consolidator's lease (``Welcome.lease_ms``) shortens it to a third of itself."""
+    hello_retry_ms: float = 100.0
+    """Between two greetings while nobody answers: what a start waits for a consolidator that starts with it."""
+    silence_ms: float = 5000.0
+    """Without a word from the consolidator the stream greets again."""
+    refused_retry_ms: float = 1000.0
+    """First wait after a refusal; doubles each time."""
+    refused_retry_max_ms: float = 30_000.0
+
+
+class State(Enum):
+    """Where the stream is; see the module."""
+
+    GREETING = "greeting"
+    OPEN = "open"
+    REFUSED = "refused"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send these frames to the consolidator."""
+
+    frames: tuple[bytes, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class RestateNeeded:
+    """Call ``restate`` now: batches that the consolidator misses are gone."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Warn:
+    """Tell people."""
+
+    text: str
+
+
+Effect = Send | RestateNeeded | Warn
+
+
+class PushStream:
+    """The event stream of one worker rank in one life."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        dp_rank: int,
+        epoch: int,
+        card: WorkerCard,
+        timing: PushTiming | None = None,
+        outbox_bytes_max: int = OUTBOX_BYTES_DEFAULT,
+    ) -> None:
+        self._worker_id = worker_id
+        self._dp_rank = dp_rank
+        self._epoch = epoch
+        self._card = card
+        self._timing = timing or PushTiming()
+        self.outbox = Outbox(worker_id, dp_rank, epoch, outbox_bytes_max)
+        self.state = State.GREETING
+        self.restatements = 0
+        self._consolidator_id = ""
+        self._heartbeat_ms = self._timing.heartbeat_ms
+        self._refused_retry_ms = self._timing.refused_retry_ms
+        self._speak_ms = 0.0
+        """When to say Hello or Heartbeat next."""
+        self._heard_ms = 0.0
+        self._goodbye_acknowledged = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the consolidator has the worker as a member, as far as we know."""
+        return self.state is State.OPEN
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether everything published is acknowledged."""
+        return not len(self.outbox) and not self.outbox.overflowed
+
+    @property
+    def goodbye_acknowledged(self) -> bool:
+        """Whether the consolidator has answered the Goodbye."""
+        return self._goodbye_acknowledged
+
+    def begin(self, now_ms: float) -> list[Effect]:
+        """Open the stream."""
+        return self._greet(now_ms)
+
+    def publish(self, events: list[AnyEvent], time_ms: int, now_ms: float) -> list[Effect]:
+        """Send a batch, or keep it for later; ``time_ms`` is wall-clock time."""
+        return self._publish(events, time_ms, now_ms, counts=True)
+
+    def restate(self, facts: Sequence[AnyEvent], time_ms: int, now_ms: float) -> list[Effect]:
+        """Send the whole truth instead of what is lost; ``facts`` follow a ``SnapshotBegan``."""
+        self.outbox.reopen()
+        self.restatements += 1
+        effects: list[Effect] = []
+        everything: list[AnyEvent] = [SnapshotBegan(), *facts]
+        for at in range(0, len(everything), EVENTS_PER_RESTATED_BATCH):
+            part = everything[at : at + EVENTS_PER_RESTATED_BATCH]
+            effects += self._publish(part, time_ms, now_ms, counts=False)
+        return effects
+
+    def receive(self, message: FromConsolidator, now_ms: float) -> list[Effect]:
+        """Take in a message of the consolidator."""
+        if (message.worker_id, message.dp_rank) != (self._worker_id, self._dp_rank):
+            return []
+        if not isinstance(message, Unknown | Refused) and message.epoch != self._epoch:
+            return []
+        self._heard_ms = now_ms
+        if self.state is State.ENDED:
+            if isinstance(message, Acknowledged | Unknown):
+                self._goodbye_acknowledged = True
+            return []
+        if isinstance(message, Welcome):
+            self.state = State.OPEN
+            self._consolidator_id = message.consolidator_id
+            self._heartbeat_ms = min(self._timing.heartbeat_ms, max(1.0, message.lease_ms / 3.0))
+            self._refused_retry_ms = self._timing.refused_retry_ms
+            self._speak_ms = now_ms + self._heartbeat_ms
+            self.outbox.acknowledge(message.next_seq)
+            return self._send_from(message.next_seq)
+        if isinstance(message, Refused):
+            self.state = State.REFUSED
+            wait_ms = self._refused_retry_ms
+            self._speak_ms = now_ms + wait_ms
+            self._refused_retry_ms = min(wait_ms * 2.0, self._timing.refused_retry_max_ms)
+            return [Warn(f"the consolidator refuses this worker: {message.reason}; asking again in {wait_ms:.0f} ms")]
+        if self.state is not State.OPEN:
+            return []
+        if isinstance(message, Unknown):
+            return self._greet(now_ms)
+        if isinstance(message, Resend):
+            self.outbox.acknowledge(message.from_seq)
+            return self._send_from(message.from_seq)
+        if message.consolidator_id != self._consolidator_id:
+            return self._greet(now_ms)
+        self.outbox.acknowledge(message.next_seq)
+        return []
+
+    def next_moment_ms(self) -> float | None:
+        """Return when ``tick`` has something to do, or ``None`` when the stream has ended."""
+        if self.state is State.ENDED:
+            return None
+        if self.state is State.OPEN:
+            return min(self._speak_ms, self._heard_ms + self._timing.silence_ms)
+        return self._speak_ms
+
+    def tick(self, now_ms: float) -> list[Effect]:
+        """Do what is due; nothing when called early."""
+        moment = self.next_moment_ms()
+        if moment is None or now_ms < moment:
+            return []
+        if self.state is not State.OPEN or now_ms >= self._heard_ms + self._timing.silence_ms:
+            return self._greet(now_ms)
+        self._speak_ms = now_ms + self._heartbeat_ms
+        return [self._control(Heartbeat(self._worker_id, self._dp_rank, self._epoch, next_seq=self.outbox.next_seq))]
+
+    def end(self, reason: str) -> list[Effect]:
+        """Say goodbye; nothing can be published after this."""
+        self.state = State.ENDED
+        return [self._control(Goodbye(self._worker_id, self._dp_rank, self._epoch, reason))]
+
+    def _publish(self, events: list[AnyEvent], time_ms: int, now_ms: float, counts: bool) -> list[Effect]:
+        overflowed = self.outbox.overflowed
+        frame = self.outbox.add(events, time_ms, counts)
+        if frame is None:
+            if overflowed:
+                return []
+            warning = Warn("the outbox of events is full: all of it is dropped, the whole cache will be restated")
+            return [warning, *(self._greet(now_ms) if self.state is State.OPEN else ())]
+        if self.state is not State.OPEN:
+            return []
+        self._speak_ms = now_ms + self._heartbeat_ms
+        return [Send((BATCH_FRAME, frame))]
+
+    def _greet(self, now_ms: float) -> list[Effect]:
+        self.state = State.GREETING
+        self._speak_ms = now_ms + self._timing.hello_retry_ms
+        hello = Hello(
+            self._worker_id,
+            self._dp_rank,
+            self._epoch,
+            self._card,
+            next_seq=self.outbox.next_seq,
+            oldest_seq=self.outbox.oldest_seq,
+        )
+        return [self._control(hello)]
+
+    def _send_from(self, seq: int) -> list[Effect]:
+        oldest = self.outbox.oldest_seq
+        if seq < oldest:
+            return [RestateNeeded(f"batches {seq} to {oldest - 1} are wanted and no longer kept")]
+        if self.outbox.overflowed:
+            # Everything arrived before it was dropped here.
+            self.outbox.reopen()
+        return [Send((BATCH_FRAME, frame)) for frame in self.outbox.frames_from(seq)]
+
+    def _control(self, message: ToConsolidator) -> Send:
+        return Send((CONTROL_FRAME, codec.to_consolidator.encode(message)))

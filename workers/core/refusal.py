@@ -1,0 +1,14 @@
+"""How an engine or a worker says no to a request."""
+
+from __future__ import annotations
+
+from wire.errors import WireError
+
+
+class RefusedError(WireError):
+    """A request cannot be taken; ``retryable`` says whether another worker, or this one later, might take it."""
+
+    def __init__(self, reason: str, retryable: bool) -> None:
+        self.reason = reason
+        self.retryable = retryable
+        super().__init__(reason)

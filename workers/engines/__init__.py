@@ -1,0 +1,1 @@
+"""Engines that a worker can drive, behind one small protocol (``engine``)."""

@@ -1,0 +1,84 @@
+"""The simulated engine in real time: a task that steps the pure core and waits as long as its steps take.
+
+Steps follow each other by absolute deadlines: a wake-up that comes late shortens the next wait, so the engine is as
+fast as its timing model says as long as the machine keeps up. An idle engine waits for ``submit`` and costs nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from runtime.clock import Clock
+from wire.events import AnyEvent, BlocksStored, LoadReported
+from wire.requests import Generate
+from workers.core.event_translation import EventTranslator
+from workers.engines.engine import EngineReport
+from workers.simulated.cache_recorder import EngineRecorder
+from workers.simulated.engine import EngineLimits, SimulatedEngine
+from workers.simulated.next_token import Vocabulary
+from workers.simulated.timing import TimingModel
+
+LAG_FORGIVEN_MS = 250.0
+"""How far the engine may fall behind its deadlines before it stops trying to catch up."""
+
+
+class RealTimeSimulatedEngine:
+    """``workers.engines.engine.Engine`` over ``workers.simulated``; its events take the path of a real engine's."""
+
+    def __init__(self, limits: EngineLimits, vocabulary: Vocabulary, timing: TimingModel, clock: Clock) -> None:
+        self._recorder = EngineRecorder(limits.total_kv_blocks, limits.host_kv_blocks, limits.max_sequence_length)
+        self._translator = EventTranslator(limits.block_size)
+        self._core = SimulatedEngine(limits, vocabulary, timing, self._recorder)
+        self._clock = clock
+        self._wake = asyncio.Event()
+
+    def submit(self, request: Generate) -> None:
+        """Take a request, or raise ``RefusedError``."""
+        self._core.submit(request, self._clock.monotonic_ms())
+        self._wake.set()
+
+    def cancel(self, request_id: str) -> None:
+        """Stop a request; the step under way still delivers what it made."""
+        if self._core.cancel(request_id):
+            self._wake.set()
+
+    def load(self) -> LoadReported:
+        """Return the engine's statistics now."""
+        return self._core.load()
+
+    def restate(self) -> list[BlocksStored]:
+        """Return everything in the cache, as reports have told it up to now."""
+        return self._translator.restate()
+
+    async def run(self, deliver: Callable[[EngineReport], None]) -> None:
+        """Step while there is work, else wait for it."""
+        due_ms = self._clock.monotonic_ms()
+        while True:
+            outcome = self._core.step(due_ms)
+            if outcome is None:
+                self._wake.clear()
+                await self._wake.wait()
+                due_ms = self._clock.monotonic_ms()
+                continue
+            # Taken now, translated when it becomes visible: ``restate`` must not run ahead of the reports.
+            cache_events = self._recorder.take()
+            # Always gives the loop its turn, also when behind.
+            await asyncio.sleep(max(0.0, (outcome.ended_ms - self._clock.monotonic_ms()) / 1e3))
+            translation = self._translator.translate(cache_events)
+            assert not translation.lost, "the simulated engine loses no events"
+            events: list[AnyEvent] = [*translation.events, *outcome.facts]
+            deliver(
+                EngineReport(
+                    deltas=outcome.deltas,
+                    events=events,
+                    load=self._core.load(),
+                    steps=outcome.steps,
+                    duration_ms=outcome.duration_ms,
+                    prefill_tokens=outcome.prefill_tokens,
+                    decode_tokens=outcome.decode_tokens,
+                    preemptions=outcome.preemptions,
+                    queue_waits_ms=outcome.queue_waits_ms,
+                )
+            )
+            due_ms = max(outcome.ended_ms, self._clock.monotonic_ms() - LAG_FORGIVEN_MS)

@@ -1,0 +1,162 @@
+"""Carries the worker's events to the consolidator: the push stream, its socket and its timer.
+
+One task's worth of state on the event loop, no task: frames come by callback, time by one timer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+import zmq
+
+from runtime.clock import Clock
+from wire import codec
+from wire.errors import DecodeError
+from wire.events import AnyEvent, LoadReported
+from workers.adapters.sockets import EventSocket
+from workers.core.published_requests import PublishedRequests
+from workers.core.push_stream import Effect, PushStream, RestateNeeded, Send
+from workers.metrics import WorkerMetrics
+
+log = logging.getLogger(__name__)
+
+
+class EventPublisher:
+    """Publishes batches, keeps membership, restates when asked.
+
+    ``restate`` returns everything that must follow a ``SnapshotBegan`` besides the requests, which the publisher knows
+    from what went through it.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        stream: PushStream,
+        restate: Callable[[], tuple[Sequence[AnyEvent], Sequence[AnyEvent]]],
+        clock: Clock,
+        metrics: WorkerMetrics,
+        load_interval_ms: float,
+    ) -> None:
+        self._stream = stream
+        self._restate = restate
+        self._clock = clock
+        self._metrics = metrics
+        self._load_interval_ms = load_interval_ms
+        self._load_said_ms = float("-inf")
+        self._load_said: LoadReported | None = None
+        self._requests = PublishedRequests()
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._changed = asyncio.Event()
+        self._closed = False
+        self._socket = EventSocket(context, endpoint, self._on_frames)
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether the consolidator has the worker as a member."""
+        return self._stream.is_open
+
+    def start(self) -> None:
+        """Greet the consolidator."""
+        self._do(self._stream.begin(self._clock.monotonic_ms()))
+
+    def publish(self, events: list[AnyEvent], load: LoadReported | None = None) -> None:
+        """Publish a step's events as one batch, with the load when it is time to report it."""
+        if load is not None and self._is_load_due(load):
+            events = [*events, load]
+        if not events:
+            return
+        self._requests.apply(events)
+        self._do(self._stream.publish(events, self._clock.wall_ms(), self._clock.monotonic_ms()))
+
+    async def until_registered(self) -> None:
+        """Wait until the consolidator has welcomed the worker."""
+        await self._until(lambda: self._stream.is_open)
+
+    async def say_goodbye(self, reason: str, timeout_s: float) -> bool:
+        """Wait for the last acknowledgement, say goodbye, wait for the answer; say whether all that came in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._until(lambda: self._stream.is_open and self._stream.is_settled)
+                self._do(self._stream.end(reason))
+                await self._until(lambda: self._stream.goodbye_acknowledged)
+                return True
+        except TimeoutError:
+            self._do(self._stream.end(reason))
+            return False
+
+    def close(self, orderly: bool) -> None:
+        """End without another word."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._socket.close(orderly)
+
+    def _is_load_due(self, load: LoadReported) -> bool:
+        if load == self._load_said:
+            return False
+        now_ms = self._clock.monotonic_ms()
+        idle = not load.running_requests and not load.waiting_requests
+        if not idle and now_ms - self._load_said_ms < self._load_interval_ms:
+            return False
+        self._load_said_ms = now_ms
+        self._load_said = load
+        return True
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _on_frames(self, frames: list[bytes]) -> None:
+        try:
+            message = codec.from_consolidator.decode(frames[-1])
+        except DecodeError as error:
+            self._metrics.undecodable_frames.labels("events").inc()
+            log.warning("from the consolidator: %s; the frame was dropped", error)
+            return
+        self._do(self._stream.receive(message, self._clock.monotonic_ms()))
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._do(self._stream.tick(self._clock.monotonic_ms()))
+
+    def _do(self, effects: list[Effect]) -> None:
+        if self._closed:
+            return
+        for effect in effects:
+            if isinstance(effect, Send):
+                # A frame that does not leave now is still in the outbox (or is said again by the timer).
+                self._socket.send(effect.frames)
+            elif isinstance(effect, RestateNeeded):
+                log.warning("restating the cache: %s", effect.reason)
+                before, after = self._restate()
+                facts = [*before, *self._requests.restate(), *after]
+                self._do(self._stream.restate(facts, self._clock.wall_ms(), self._clock.monotonic_ms()))
+            else:
+                log.warning("%s", effect.text)
+        self._metrics.registered.set(self._stream.is_open)
+        outbox = self._stream.outbox
+        self._metrics.outbox_batches.set(len(outbox))
+        self._metrics.outbox_bytes.set(outbox.kept_bytes)
+        self._metrics.outbox_overflows.set(outbox.overflows)
+        self._metrics.restatements.set(self._stream.restatements)
+        self._changed.set()
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        moment_ms = self._stream.next_moment_ms()
+        if self._timer is not None:
+            # Moments mostly move away; the timer then finds nothing due and sets itself again.
+            if moment_ms is not None and self._timer.when() <= self._loop.time() + self._delay_s(moment_ms):
+                return
+            self._timer.cancel()
+            self._timer = None
+        if moment_ms is not None and not self._closed:
+            self._timer = self._loop.call_later(self._delay_s(moment_ms), self._on_timer)
+
+    def _delay_s(self, moment_ms: float) -> float:
+        return max(0.001, (moment_ms - self._clock.monotonic_ms()) / 1e3)

@@ -1,0 +1,358 @@
+"""The worker process: takes requests from routers, drives one engine, tells the pool what happens.
+
+Rules:
+
+1. A request belongs to the peer (router connection) that sent it; only that peer may cancel it. Peers are known while
+   they have requests here.
+2. A peer that is silent for its lease, cannot be reached or stops reading has its requests cancelled: nobody would
+   take the tokens.
+3. Per engine step: one frame to each peer that gets tokens, one batch to the event stream when there is something to
+   say. Never one per token.
+4. Draining: ``WorkerDraining`` goes out, new requests are refused as retryable, running ones finish. What is left at
+   the drain timeout ends with a retryable error, so that routers continue it elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+
+import msgspec
+
+from runtime.clock import Clock
+from wire import codec
+from wire.card import WorkerCard
+from wire.errors import DecodeError
+from wire.events import AnyEvent, RequestFinished, SnapshotEnded, WorkerDraining
+from wire.limits import TEXT_CHARS_MAX
+from wire.requests import Cancel, Generate, Ping, Pong, TokenBatch, TokenDelta
+from workers.adapters.sockets import RequestSocket
+from workers.core.refusal import RefusedError
+from workers.engines.engine import Engine, EngineReport
+from workers.metrics import WorkerMetrics
+from workers.publisher import EventPublisher
+
+log = logging.getLogger(__name__)
+
+GOODBYE_TIMEOUT_S = 2.0
+"""How long the end waits for the consolidator's last acknowledgements; without them the lease ends the membership."""
+
+HAND_OVER_TIMEOUT_S = 1.0
+"""How long the engine may take to end cancelled requests at the drain timeout."""
+
+LEASE_CHECKS = 4
+"""Looks at the peers' leases per lease."""
+
+
+@dataclass(slots=True)
+class Peer:
+    """A router connection with requests here."""
+
+    heard_ms: float
+    requests: dict[str, None] = field(default_factory=dict)
+    """Ids in order of arrival."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceLimits:
+    """Times and bounds of the service."""
+
+    peer_lease_ms: float = 10_000.0
+    drain_timeout_ms: float = 30_000.0
+
+
+class WorkerService:
+    """One worker rank at its request plane; made on a running event loop."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        epoch: int,
+        card: WorkerCard,
+        engine: Engine,
+        requests: RequestSocket,
+        limits: ServiceLimits,
+        clock: Clock,
+        metrics: WorkerMetrics,
+    ) -> None:
+        self._worker_id = worker_id
+        self._epoch = epoch
+        self._card = card
+        self._engine = engine
+        self._requests = requests
+        self._limits = limits
+        self._clock = clock
+        self._metrics = metrics
+        self._publisher: EventPublisher | None = None
+        self._peers: dict[bytes, Peer] = {}
+        self._owners: dict[str, bytes | None] = {}
+        """Whom each request that the engine has belongs to; ``None`` when nobody takes its tokens any more."""
+        self._handed_over: set[str] = set()
+        """Requests that are cancelled so that another worker continues them."""
+        self._steps = 0
+        self._draining = False
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._lease_timer: asyncio.TimerHandle | None = None
+        metrics.observe_load(engine.load())
+
+    # -- what others see -----------------------------------------------------------------------------------------------
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests may be sent here."""
+        return self._publisher is not None and self._publisher.is_registered and not self._draining
+
+    def describe(self) -> dict[str, object]:
+        """Return the state for people and probes, as JSON values."""
+        load = self._engine.load()
+        return {
+            "status": "draining" if self._draining else "ready" if self.is_ready else "registering",
+            "worker_id": self._worker_id,
+            "epoch": self._epoch,
+            "model": self._card.model,
+            "request_endpoint": self._card.request_endpoint,
+            "running_requests": load.running_requests,
+            "waiting_requests": load.waiting_requests,
+            "active_blocks": load.active_blocks,
+            "cached_blocks": load.cached_blocks,
+            "total_blocks": load.total_blocks,
+        }
+
+    def restate(self) -> tuple[list[AnyEvent], list[AnyEvent]]:
+        """Return what a restatement says before and after the requests."""
+        after: list[AnyEvent] = [WorkerDraining()] if self._draining else []
+        return [*self._engine.restate(), SnapshotEnded()], [*after, self._engine.load()]
+
+    # -- its life ------------------------------------------------------------------------------------------------------
+
+    async def run(self, publisher: EventPublisher, stop: asyncio.Event) -> None:
+        """Serve until ``stop`` is set and the drain is over; raises what breaks the engine."""
+        self._publisher = publisher
+        engine = asyncio.get_running_loop().create_task(self._engine.run(self._deliver))
+        self._requests.start(self._on_frames)
+        publisher.start()
+        try:
+            await _first(engine, stop.wait())
+            if engine.done():
+                await self._give_up(engine)
+            await _first(engine, self._drain())
+            if engine.done():
+                await self._give_up(engine)
+        finally:
+            engine.cancel()
+            if self._lease_timer is not None:
+                self._lease_timer.cancel()
+
+    async def _give_up(self, engine: asyncio.Task[None]) -> None:
+        """Tell everyone that the engine is broken, and raise what broke it."""
+        error = engine.exception()
+        reason = f"the engine of {self._worker_id} failed: {error!r}"[:TEXT_CHARS_MAX]
+        log.error("%s", reason)
+        for request_id, owner in self._owners.items():
+            if owner is not None:
+                self._answer(owner, TokenDelta(request_id, 0, b"", "error", error=reason, retryable=True))
+        assert self._publisher is not None
+        await self._publisher.say_goodbye(reason, GOODBYE_TIMEOUT_S)
+        raise RuntimeError(reason) from error
+
+    async def _drain(self) -> None:
+        """Finish what is here, hand over what does not finish in time, leave the pool."""
+        publisher = self._publisher
+        assert publisher is not None
+        self._draining = True
+        self._metrics.draining.set(1)
+        log.info("draining: %d requests, at most %.0f ms", len(self._owners), self._limits.drain_timeout_ms)
+        publisher.publish([WorkerDraining()])
+        if not await self._until_empty(self._limits.drain_timeout_ms / 1e3):
+            log.warning("the drain timed out: handing over %d requests", len(self._owners))
+            for request_id in list(self._owners):
+                self._handed_over.add(request_id)
+                self._engine.cancel(request_id)
+            await self._until_empty(HAND_OVER_TIMEOUT_S)
+        if not await publisher.say_goodbye("drained", GOODBYE_TIMEOUT_S):
+            log.warning("the consolidator did not acknowledge the end; the lease will tell it")
+
+    async def _until_empty(self, timeout_s: float) -> bool:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._empty.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    # -- from routers --------------------------------------------------------------------------------------------------
+
+    def _on_frames(self, frames: list[bytes]) -> None:
+        peer_id = frames[0]
+        try:
+            message = codec.to_worker.decode(frames[-1])
+        except DecodeError as error:
+            self._metrics.undecodable_frames.labels("requests").inc()
+            log.warning("from a router: %s; the frame was dropped", error)
+            return
+        peer = self._peers.get(peer_id)
+        if peer is not None:
+            peer.heard_ms = self._clock.monotonic_ms()
+        if isinstance(message, Generate):
+            self._generate(peer_id, message)
+        elif isinstance(message, Ping):
+            self._send(peer_id, codec.from_worker.encode(Pong(message.nonce, self._epoch, self._draining)))
+        else:
+            self._cancel(peer_id, message)
+
+    def _generate(self, peer_id: bytes, request: Generate) -> None:
+        try:
+            self._check(request)
+            self._engine.submit(request)
+        except RefusedError as refusal:
+            self._metrics.refusals.labels(str(refusal.retryable).lower()).inc()
+            self._answer(
+                peer_id,
+                TokenDelta(
+                    request.request_id,
+                    0,
+                    b"",
+                    "error",
+                    error=refusal.reason[:TEXT_CHARS_MAX],
+                    retryable=refusal.retryable,
+                ),
+            )
+            return
+        self._metrics.requests.inc()
+        peer = self._peers.get(peer_id)
+        if peer is None:
+            peer = self._peers[peer_id] = Peer(self._clock.monotonic_ms())
+            self._watch_leases()
+        peer.requests[request.request_id] = None
+        self._owners[request.request_id] = peer_id
+        self._empty.clear()
+
+    def _check(self, request: Generate) -> None:
+        """Refuse what the service itself cannot honour."""
+        if self._draining:
+            raise RefusedError(f"worker {self._worker_id} is draining and takes no new requests", retryable=True)
+        if request.request_id in self._owners:
+            # When nobody owns it any more it is on its way out, and the id will be free in a moment.
+            raise RefusedError(
+                f"request id {request.request_id!r} is already active on worker {self._worker_id}",
+                retryable=self._owners[request.request_id] is None,
+            )
+        routing = request.routing
+        if routing.dp_rank >= self._card.dp_size:
+            raise RefusedError(
+                f"dp_rank is {routing.dp_rank}, worker {self._worker_id} has ranks 0 to {self._card.dp_size - 1}",
+                retryable=False,
+            )
+        if routing.lora_name and routing.lora_name not in self._card.loras:
+            raise RefusedError(
+                f"lora_name is {routing.lora_name!r}, worker {self._worker_id} serves "
+                f"{', '.join(self._card.loras[:20]) or 'none'}",
+                retryable=True,
+            )
+
+    def _cancel(self, peer_id: bytes, cancel: Cancel) -> None:
+        if self._owners.get(cancel.request_id) == peer_id:
+            self._engine.cancel(cancel.request_id)
+
+    # -- from the engine -----------------------------------------------------------------------------------------------
+
+    def _deliver(self, report: EngineReport) -> None:
+        self._steps += report.steps
+        if self._handed_over:
+            self._rewrite_handed_over(report)
+        by_peer: dict[bytes, list[TokenDelta]] = {}
+        for delta in report.deltas:
+            request_id = delta.request_id
+            owner = self._owners.get(request_id)
+            if delta.cached_tokens:
+                self._metrics.cached_tokens.inc(delta.cached_tokens)
+            if owner is not None:
+                deltas = by_peer.get(owner)
+                if deltas is None:
+                    deltas = by_peer[owner] = []
+                deltas.append(delta)
+            if delta.finish_reason is not None:
+                self._metrics.finished.labels(delta.finish_reason).inc()
+                self._forget(request_id)
+        for peer_id, deltas in by_peer.items():
+            self._send(peer_id, codec.from_worker.encode(TokenBatch(self._steps, deltas)))
+        assert self._publisher is not None
+        self._publisher.publish(report.events, report.load)
+        self._metrics.observe_report(report)
+        self._metrics.observe_load(report.load)
+        if not self._owners:
+            # Last, so that a drain finds everything published.
+            self._empty.set()
+
+    def _rewrite_handed_over(self, report: EngineReport) -> None:
+        """Turn the engine's ``cancelled`` into what it means here: go on elsewhere."""
+        handed_over = self._handed_over
+        error = f"worker {self._worker_id} ended before the request did"
+        report.deltas = [
+            msgspec.structs.replace(delta, finish_reason="error", error=error, retryable=True)
+            if delta.finish_reason == "cancelled" and delta.request_id in handed_over
+            else delta
+            for delta in report.deltas
+        ]
+        report.events = [
+            RequestFinished(event.request_id, "migrated")
+            if isinstance(event, RequestFinished) and event.reason == "cancelled" and event.request_id in handed_over
+            else event
+            for event in report.events
+        ]
+
+    def _forget(self, request_id: str) -> None:
+        owner = self._owners.pop(request_id, None)
+        self._handed_over.discard(request_id)
+        if owner is not None:
+            peer = self._peers.get(owner)
+            if peer is not None:
+                peer.requests.pop(request_id, None)
+                if not peer.requests:
+                    del self._peers[owner]
+
+    # -- peers ---------------------------------------------------------------------------------------------------------
+
+    def _answer(self, peer_id: bytes, delta: TokenDelta) -> None:
+        self._send(peer_id, codec.from_worker.encode(TokenBatch(self._steps, [delta])))
+
+    def _send(self, peer_id: bytes, frame: bytes) -> None:
+        if not self._requests.send(peer_id, frame) and peer_id in self._peers:
+            self._metrics.lost_peers.inc()
+            self._abandon(peer_id, "it cannot be reached or reads nothing")
+
+    def _abandon(self, peer_id: bytes, why: str) -> None:
+        """Cancel the requests of a peer that is gone."""
+        peer = self._peers.pop(peer_id)
+        log.warning("a router with %d requests is gone (%s): cancelling them", len(peer.requests), why)
+        for request_id in peer.requests:
+            self._owners[request_id] = None
+            self._engine.cancel(request_id)
+
+    def _watch_leases(self) -> None:
+        if self._lease_timer is None:
+            interval_s = self._limits.peer_lease_ms / LEASE_CHECKS / 1e3
+            self._lease_timer = asyncio.get_running_loop().call_later(interval_s, self._check_leases)
+
+    def _check_leases(self) -> None:
+        self._lease_timer = None
+        silent_since = self._clock.monotonic_ms() - self._limits.peer_lease_ms
+        for peer_id in [peer_id for peer_id, peer in self._peers.items() if peer.heard_ms < silent_since]:
+            self._metrics.lease_expiries.inc()
+            self._abandon(peer_id, f"silent for more than {self._limits.peer_lease_ms:.0f} ms")
+        if self._peers:
+            self._watch_leases()
+
+
+async def _first(task: asyncio.Task[None], other: Coroutine[object, object, object]) -> None:
+    """Wait until either is done; what is left of ``other`` is cancelled, what it raised is raised."""
+    waiting = asyncio.get_running_loop().create_task(other)
+    try:
+        await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        if waiting.done():
+            waiting.result()
+    finally:
+        waiting.cancel()

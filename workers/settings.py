@@ -1,0 +1,123 @@
+"""Every setting of a worker process, once: the command line, the environment and the documentation come from here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import Field, StringConstraints, model_validator
+
+from runtime.settings import Settings
+from wire.card import WorkerLimits
+from wire.identifiers import Role
+from wire.limits import BLOCKS_PER_EVENT_MAX, IDENTIFIER_BYTES_MAX, LORAS_PER_WORKER_MAX
+from workers.core.outbox import OUTBOX_BYTES_DEFAULT, OUTBOX_BYTES_MIN
+from workers.simulated.engine import EngineLimits
+from workers.simulated.next_token import Vocabulary
+from workers.simulated.timing import SPEEDUP_MAX
+
+Name = Annotated[str, StringConstraints(min_length=1, max_length=IDENTIFIER_BYTES_MAX)]
+
+
+class WorkerSettings(Settings):
+    """A worker process with the simulated engine."""
+
+    worker_id: Name = Field("worker-0", description="Name of this worker in its pool; stable over restarts.")
+    model: Name = Field("simulated", description="Served model name, as clients write it.")
+    consolidator: Name = Field(
+        "tcp://127.0.0.1:5557", description="ZMQ endpoint at which the consolidator takes events in."
+    )
+    host: Name = Field("127.0.0.1", description="Address to bind; loopback unless told otherwise.")
+    advertise_host: str = Field(
+        "",
+        max_length=IDENTIFIER_BYTES_MAX,
+        description="Host that routers connect to; empty = the bound one. Needed when host is 0.0.0.0 or ::.",
+    )
+    request_port: int = Field(0, ge=0, le=65535, description="Port of the request plane; 0 = any free one.")
+    http_port: int = Field(0, ge=0, le=65535, description="Port of health and metrics; 0 = any free one.")
+    block_size: int = Field(32, ge=1, le=4096, description="Tokens in a KV block.")
+    total_kv_blocks: int = Field(16_384, ge=1, le=BLOCKS_PER_EVENT_MAX, description="KV blocks on the device.")
+    host_kv_blocks: int = Field(
+        0,
+        ge=0,
+        le=BLOCKS_PER_EVENT_MAX,
+        description="KV blocks on the host, which take what the device evicts; 0 = none.",
+    )
+    max_batch_size: int = Field(256, ge=1, le=65_536, description="Requests that run at a time.")
+    max_num_tokens: int = Field(
+        8192, ge=1, le=1_048_576, description="Tokens in one engine step; at least max_batch_size."
+    )
+    max_sequence_length: int = Field(
+        131_072, ge=2, le=4_194_304, description="Prompt and output tokens of one request; a longer one is refused."
+    )
+    max_waiting_requests: int = Field(
+        4096, ge=1, le=65_536, description="Requests that may wait for a place; one more is refused as retryable."
+    )
+    vocabulary_size: int = Field(32_000, ge=1, le=2**32, description="Generated token ids are below this.")
+    first_token_id: int = Field(3, ge=0, le=2**32 - 1, description="Lowest token id that is generated.")
+    eos_token_id: int = Field(2, ge=0, le=2**32 - 1, description="Token id that ends an output.")
+    eos_probability: float = Field(
+        0.0, ge=0.0, le=1.0, description="Chance of the end-of-sequence token at each position."
+    )
+    speedup: float = Field(1.0, gt=0.0, le=SPEEDUP_MAX, description="Divides all simulated step times.")
+    timing_table: Path | None = Field(
+        None, description="JSON file of measured step times, instead of the built-in formulas."
+    )
+    loras: tuple[Name, ...] = Field((), max_length=LORAS_PER_WORKER_MAX, description="LoRA adapters that are served.")
+    peer_lease_ms: int = Field(
+        10_000, ge=100, le=3_600_000, description="A router that is silent this long has its requests cancelled."
+    )
+    drain_timeout_ms: int = Field(
+        30_000, ge=0, le=86_400_000, description="How long running requests may take to finish after SIGTERM."
+    )
+    load_interval_ms: int = Field(
+        100, ge=0, le=60_000, description="Least time between two load reports while busy; one more when idle."
+    )
+    heartbeat_ms: int = Field(1000, ge=10, le=60_000, description="Time between two signs of life to the consolidator.")
+    outbox_bytes: int = Field(
+        OUTBOX_BYTES_DEFAULT,
+        ge=OUTBOX_BYTES_MIN,
+        le=2**32,
+        description="Unacknowledged events that are kept; beyond it all are dropped and the cache is restated.",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self.engine_limits()
+        self.vocabulary()
+        if self.host in ("0.0.0.0", "::", "*") and not self.advertise_host:
+            raise ValueError(
+                f"host is {self.host!r}, which no router can connect to: set advertise_host to this machine's address"
+            )
+        return self
+
+    def engine_limits(self) -> EngineLimits:
+        """Return the limits of the simulated engine."""
+        return EngineLimits(
+            block_size=self.block_size,
+            total_kv_blocks=self.total_kv_blocks,
+            host_kv_blocks=self.host_kv_blocks,
+            max_batch_size=self.max_batch_size,
+            max_num_tokens=self.max_num_tokens,
+            max_sequence_length=self.max_sequence_length,
+            max_waiting_requests=self.max_waiting_requests,
+        )
+
+    def card_limits(self) -> WorkerLimits:
+        """Return the limits as the worker's card states them."""
+        return WorkerLimits(
+            max_batch_size=self.max_batch_size,
+            max_num_tokens=self.max_num_tokens,
+            total_kv_blocks=self.total_kv_blocks,
+            max_sequence_length=self.max_sequence_length,
+            host_kv_blocks=self.host_kv_blocks,
+        )
+
+    def vocabulary(self) -> Vocabulary:
+        """Return the token ids that the simulated engine produces."""
+        return Vocabulary(self.vocabulary_size, self.first_token_id, self.eos_token_id, self.eos_probability)
+
+    @property
+    def role(self) -> Role:
+        """What this worker does with a request."""
+        return Role.AGGREGATED

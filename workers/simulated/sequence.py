@@ -1,0 +1,148 @@
+"""One request inside the simulated engine: its tokens, its blocks and how far it is.
+
+Positions: of ``isl`` prompt tokens and the output, the KV of a token is computed by the step *after* the one that
+generated it. With ``emitted`` output tokens a decoding sequence therefore has ``isl + emitted - 1`` tokens of KV.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from wire.hashing import TOKEN_BYTES, block_hashes, hash_seed, sequence_hashes
+from wire.requests import Generate
+from workers.simulated.next_token import TokenStream, Vocabulary
+
+
+class Phase(Enum):
+    """What a sequence is doing."""
+
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    ENDED = "ended"
+
+
+class Sequence:
+    """State of one request; the scheduler and the engine change it."""
+
+    __slots__ = (
+        "arrival_ms",
+        "base_emitted",
+        "base_step",
+        "block_size",
+        "cached_tokens",
+        "computed",
+        "due",
+        "hashes",
+        "isl",
+        "key",
+        "logprobs",
+        "max_tokens",
+        "order",
+        "phase",
+        "private",
+        "prompt",
+        "request_id",
+        "seed",
+        "shared",
+        "started",
+        "stream",
+        "target",
+    )
+
+    def __init__(
+        self,
+        request: Generate,
+        order: int,
+        arrival_ms: float,
+        block_size: int,
+        vocabulary: Vocabulary,
+        prompt_hashes: list[int] | None,
+    ) -> None:
+        self.request_id = request.request_id
+        self.prompt = request.token_ids
+        self.isl = len(request.token_ids) // TOKEN_BYTES
+        self.max_tokens = request.sampling.max_tokens
+        self.logprobs = request.sampling.logprobs
+        self.order = order
+        self.key = (-request.routing.priority, order)
+        """Scheduling order: higher priority first, then first come."""
+        self.arrival_ms = arrival_ms
+        self.block_size = block_size
+        self.seed = hash_seed(request.routing.lora_name, request.routing.cache_salt)
+        self.stream = TokenStream(vocabulary, self.prompt, request.sampling, request.stop_token_ids)
+        if prompt_hashes is None:
+            prompt_hashes = sequence_hashes(block_hashes(self.prompt, block_size, self.seed))
+        self.hashes = prompt_hashes
+        """Sequence hashes of whole blocks, prompt first; extended as the output fills blocks."""
+        self.phase = Phase.WAITING
+        self.started = False
+        self.cached_tokens = 0
+        """Prompt tokens that were reused when it first started."""
+        self.target = self.isl
+        """Tokens to compute before the next token can be generated."""
+        self.computed = 0
+        self.shared = 0
+        """Blocks held by name, from the front."""
+        self.private = 0
+        """Blocks held without a name."""
+        self.base_emitted = 0
+        """Output tokens emitted up to decode step ``base_step``; one more with each step since, while decoding."""
+        self.base_step = 0
+        self.due = 0
+        """Decode step at whose end something happens to this sequence: a block is full, or it ends."""
+
+    def emitted_at(self, decode_steps: int) -> int:
+        """Return how many output tokens exist after that many decode steps of the engine."""
+        if self.phase is Phase.DECODING:
+            return self.base_emitted + decode_steps - self.base_step
+        return self.base_emitted
+
+    def held_blocks(self) -> int:
+        """Return the blocks that the sequence occupies, shared ones included."""
+        return self.shared + self.private
+
+    def blocks_to_prefill(self) -> int:
+        """Return the blocks needed to compute ``target`` tokens and take the step after, where there is one."""
+        goes_on = self.base_emitted + 1 < self.max_tokens
+        return -(-(self.target + goes_on) // self.block_size)
+
+    def restart(self, decode_steps: int) -> None:
+        """Go back to waiting, with nothing computed; what was emitted becomes part of what must be prefilled."""
+        self.base_emitted = self.emitted_at(decode_steps)
+        self.phase = Phase.WAITING
+        self.target = self.isl + self.base_emitted
+        self.computed = self.shared = self.private = 0
+        self.name_blocks(self.target // self.block_size)
+
+    def plan(self, decode_steps: int) -> None:
+        """Generate up to the end of the block being filled, or of the output, and note when that is due."""
+        emitted = self.base_emitted
+        filled = (self.isl + emitted - 1) % self.block_size
+        until = emitted + self.block_size - filled
+        stream = self.stream
+        stream.generate_to(until)
+        final = stream.final
+        self.base_step = decode_steps
+        self.due = decode_steps + (until if final is None or final > until else final) - emitted
+
+    def name_blocks(self, count: int) -> None:
+        """Extend ``hashes`` to the first ``count`` blocks, whose tokens must all exist."""
+        have = len(self.hashes)
+        if have >= count:
+            return
+        # A new list: the caller of ``submit`` may share the prompt's between requests.
+        parent = self.hashes[-1] if have else None
+        fresh = block_hashes(self.tokens(have, count), self.block_size, self.seed)
+        self.hashes = self.hashes + sequence_hashes(fresh, parent)
+
+    def tokens(self, first_block: int, end_block: int) -> bytes:
+        """Return the token ids of a range of blocks, over prompt and output."""
+        stride = TOKEN_BYTES * self.block_size
+        start, end = first_block * stride, end_block * stride
+        edge = len(self.prompt)
+        if end <= edge:
+            return self.prompt[start:end]
+        if start >= edge:
+            return bytes(self.stream.output[start - edge : end - edge])
+        return self.prompt[start:] + bytes(self.stream.output[: end - edge])
