@@ -26,6 +26,7 @@ from wire import codec
 from wire.card import WorkerCard
 from wire.errors import DecodeError
 from wire.events import AnyEvent, RequestFinished, SnapshotEnded, WorkerDraining
+from wire.hashing import unpack_hashes
 from wire.limits import TEXT_CHARS_MAX
 from wire.requests import Cancel, Generate, Ping, Pong, TokenBatch, TokenDelta
 from workers.adapters.sockets import RequestSocket
@@ -120,6 +121,14 @@ class WorkerService:
             "cached_blocks": load.cached_blocks,
             "total_blocks": load.total_blocks,
         }
+
+    def blocks(self) -> list[str]:
+        """Return what the engine really holds, a line per block and tier, sorted, as the router lists its belief."""
+        return sorted(
+            f"{sequence_hash:016x} {chain.tier.name.lower()}"
+            for chain in self._engine.resident_blocks()
+            for sequence_hash in unpack_hashes(chain.sequence_hashes)
+        )
 
     def restate(self) -> tuple[list[AnyEvent], list[AnyEvent]]:
         """Return what a restatement says before and after the requests."""

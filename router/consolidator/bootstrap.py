@@ -10,13 +10,14 @@ from typing import NamedTuple
 from prometheus_client import CollectorRegistry
 
 from router.consolidator.adapters.posix_disk import PosixDisk
-from router.consolidator.http_api import HealthApp, HealthServer, bind_http
+from router.consolidator.http_api import HealthApp
 from router.consolidator.journal.files import FileJournal, JournalSettings
 from router.consolidator.journal.memory import MemoryJournal
 from router.consolidator.ports import Journal
 from router.consolidator.service import ConsolidatorService
 from router.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
 from runtime.clock import Clock, SystemClock
+from runtime.http_server import HttpServer
 
 log = logging.getLogger(__name__)
 
@@ -58,16 +59,15 @@ async def serve(settings: ConsolidatorProcessSettings, stop: asyncio.Event, read
     service = create(settings, registry, SystemClock())
     await service.start()
     try:
-        listener = bind_http(settings.host, settings.http_port)
-        server = HealthServer(HealthApp(service, registry), listener)
+        server = HttpServer(HealthApp(service, registry), settings.host, settings.http_port, "http_port")
         try:
-            await server.start()
+            server.start()
             ready(
                 Endpoints(
                     ingest=service.ingest_endpoint,
                     feed=service.feed_endpoint,
                     query=service.query_endpoint,
-                    http=f"http://{settings.host}:{listener.getsockname()[1]}",
+                    http=server.url,
                 )
             )
             await stop.wait()

@@ -87,11 +87,12 @@ class TierOverlap:
 class PrefixIndex:
     """Exact overlap of any path with every worker, in a handful of map look-ups."""
 
-    def __init__(self, budget_bytes: int | None = None) -> None:
+    def __init__(self, budget_bytes: int | None = None, sweep_slice_blocks: int = SWEEP_SLICE_BLOCKS) -> None:
         if budget_bytes is not None and budget_bytes < BYTES_PER_BLOCK:
             raise ValueError(
                 f"making a prefix index: budget_bytes is {budget_bytes}, allowed are integers from {BYTES_PER_BLOCK}"
             )
+        self._sweep_slice_blocks = sweep_slice_blocks
         self._max_blocks = sys.maxsize if budget_bytes is None else budget_bytes // BYTES_PER_BLOCK
         self._reach: dict[int, Run] = {}
         self._orphans: dict[int, tuple[int, int | None]] = {}
@@ -107,7 +108,7 @@ class PrefixIndex:
         self._live = 0
         self._dead = 0
         self._sweeping = 0
-        self._sweep: Iterator[Run] | None = None
+        self._sweep: Iterator[int] | None = None
         self._eviction: Iterator[Run] = iter(())
         self.counters = IndexCounters()
 
@@ -606,15 +607,19 @@ class PrefixIndex:
                     _clear_bits(where, sequence_hash, self._sweeping)
             for sequence_hash in [h for h, (mask, _) in self._orphans.items() if mask & self._sweeping]:
                 self._drop_orphan_bit(sequence_hash, self._orphans[sequence_hash], self._sweeping)
-            self._sweep = iter(list(self._reach.values()))
+            # Newest first: a block was stored after the blocks before it, and must not outlive them.
+            # By block, since runs may be split meanwhile.
+            self._sweep = iter(list(reversed(self._reach)))
         keep = ~self._sweeping
-        run: Run | None = None
-        for run in islice(self._sweep, SWEEP_SLICE_BLOCKS):
-            if run.mask & self._sweeping:
+        get = self._reach.get
+        block: int | None = None
+        for block in islice(self._sweep, self._sweep_slice_blocks):
+            run = get(block)
+            if run is not None and run.mask & self._sweeping:
                 run.mask &= keep
                 if not run.mask:
                     self._delete(run)
-        if run is None:
+        if block is None:
             for slot in slots_of(self._sweeping):
                 self._free_slots.append(slot)
             self._sweep = None

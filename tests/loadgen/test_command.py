@@ -16,13 +16,13 @@ from loadgen.settings import BenchSettings
 from loadgen.trace import TraceError
 from tests.loadgen.fake_endpoint import FakeEndpoint, serving
 
-CONVERSATION_200 = Path(__file__).parents[1] / "data" / "conversation_200.jsonl"
+CONVERSATION = Path(__file__).parents[1] / "data" / "conversation_1000.jsonl"
 BENCH_PAGE = (Path(__file__).parents[2] / "docs" / "bench.md").read_text()
 
 
 def test_a_replay_reports_the_keys_that_scripts_rely_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
-    settings = {"trace": CONVERSATION_200, "requests": 120, "speed": 1000, "length_scale": 1 / 32, "osl_max": 3}
+    settings = {"trace": CONVERSATION, "requests": 120, "speed": 1000, "length_scale": 1 / 32, "osl_max": 3}
 
     with serving(FakeEndpoint()) as endpoint:
         code = run_bench(BenchSettings(url=endpoint.url, json_out=out, max_in_flight=1, **settings))
@@ -121,7 +121,7 @@ def test_a_report_that_cannot_be_written_is_a_clear_error(capsys: pytest.Capture
 
 class TestPlan:
     def test_a_replay_ends_with_its_duration(self) -> None:
-        settings = BenchSettings(trace=CONVERSATION_200, speed=10, duration_s=1)
+        settings = BenchSettings(trace=CONVERSATION, speed=10, duration_s=1)
 
         planned, count = plan(settings)
 
@@ -131,7 +131,7 @@ class TestPlan:
 
     def test_a_scale_that_cannot_tell_ids_apart_is_refused(self) -> None:
         with pytest.raises(TraceError, match="cannot tell"):
-            plan(BenchSettings(trace=CONVERSATION_200, length_scale=1 / 512))
+            plan(BenchSettings(trace=CONVERSATION, length_scale=1 / 512))
 
     @pytest.mark.parametrize(
         ("options", "count"), [({}, 100), ({"requests": 7}, 7), ({"duration_s": 1.0}, None), ({"rate": 5.0}, 100)]

@@ -22,7 +22,7 @@ from loadgen.trace import (
     read_trace,
 )
 
-CONVERSATION_200 = Path(__file__).parents[1] / "data" / "conversation_200.jsonl"
+CONVERSATION = Path(__file__).parents[1] / "data" / "conversation_1000.jsonl"
 
 
 def row(*hash_ids: int, last: int = TRACE_BLOCK_TOKENS, at: float = 0, osl: int = 1) -> TraceRow:
@@ -112,15 +112,15 @@ class TestParsing:
         assert len(parse_trace([good, good, b"broken"], "t", requests=2)) == 2
 
     def test_the_real_slice_is_read(self) -> None:
-        rows = read_trace(CONVERSATION_200)
+        rows = read_trace(CONVERSATION)
 
-        assert len(rows) == 200
+        assert len(rows) == 1000
         assert {row.hash_ids[0] for row in rows} == {0}
 
 
 class TestPlanning:
     def test_unscaled_requests_are_as_written(self) -> None:
-        rows = read_trace(CONVERSATION_200)
+        rows = read_trace(CONVERSATION)
 
         planned = plan_trace(rows)
 
@@ -209,7 +209,7 @@ class TestIdeal:
         """Counted independently: block by block as the traces' own script does, weighted with tokens."""
         seen: set[int] = set()
         hit = total = 0
-        for line in CONVERSATION_200.read_text().splitlines():
+        for line in CONVERSATION.read_text().splitlines():
             fields = json.loads(line)
             ids, length = fields["hash_ids"], fields["input_length"]
             lead = 0
@@ -218,10 +218,10 @@ class TestIdeal:
             hit, total = hit + min(lead * 512, length), total + length
             seen.update(ids)
 
-        found = ideal_cached_token_ratio(plan_trace(read_trace(CONVERSATION_200)))
+        found = ideal_cached_token_ratio(plan_trace(read_trace(CONVERSATION)))
 
         assert found == hit / total
-        assert round(hit / total, 4) == 0.0593
+        assert round(hit / total, 4) == 0.2157
 
     @given(rows=rows_of_a_tree())
     def test_equals_an_infinite_token_cache(self, rows: list[TraceRow]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -88,6 +88,21 @@ class IndexAgainstModel(RuleBasedStateMachine):
                 reloaded.store(worker, chain.parent, unpack_hashes(chain.sequence_hashes), chain.tier)
         self.index = reloaded
 
+    @rule()
+    def lose_and_reload_every_worker(self) -> None:
+        """What a fresh snapshot of the pool does to the index."""
+        chains = [(worker, self.index.dump(worker)) for worker in self.index.workers]
+        for worker, _ in chains:
+            self.index.drop(worker)
+        for worker, dumped in chains:
+            self.index.slot(worker)
+            for chain in dumped:
+                self.index.store(worker, chain.parent, unpack_hashes(chain.sequence_hashes), chain.tier)
+
+    @invariant()
+    def nothing_is_contradicted(self) -> None:
+        assert self.index.counters.contradictions == 0
+
     @invariant()
     def every_overlap_agrees(self) -> None:
         for path in PATHS:
@@ -124,7 +139,27 @@ class IndexAgainstModel(RuleBasedStateMachine):
         assert not self.index._off_device
 
 
-IndexAgainstModel.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+INDEX_SETTINGS = settings(
+    max_examples=100,
+    stateful_step_count=40,
+    deadline=None,
+    # Shrinking a long program of rules takes minutes; the explicit phases find, and a seed reproduces.
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),
+)
+
+
+class IndexSweptInSmallSlices(IndexAgainstModel):
+    """The same, while dropped workers are forgotten one block at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = PrefixIndex(sweep_slice_blocks=1)
+
+
+IndexSweptInSmallSlices.TestCase.settings = INDEX_SETTINGS
+TestIndexSweptInSmallSlices = IndexSweptInSmallSlices.TestCase
+
+IndexAgainstModel.TestCase.settings = INDEX_SETTINGS
 TestIndexAgainstModel = IndexAgainstModel.TestCase
 
 

@@ -460,6 +460,9 @@ class BreakingEngine:
     def load(self) -> LoadReported:
         return LoadReported(0, 0, 0, 0, 0, 1)
 
+    def resident_blocks(self) -> list[BlocksStored]:
+        return []
+
     def restate(self) -> list[BlocksStored]:
         return []
 

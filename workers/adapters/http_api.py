@@ -1,4 +1,4 @@
-"""The worker's own HTTP: ``/live``, ``/ready``, ``/health``, ``/metrics``. It shows state and decides nothing."""
+"""The worker's own HTTP: ``/live``, ``/ready``, ``/health``, ``/blocks``, ``/metrics``. It decides nothing."""
 
 from __future__ import annotations
 
@@ -23,6 +23,10 @@ class Observed(Protocol):
 
     def describe(self) -> dict[str, object]:
         """Return the state for people and probes, as JSON values."""
+        ...
+
+    def blocks(self) -> list[str]:
+        """Return what the engine really holds, one line per block and tier; may raise ``NotImplementedError``."""
         ...
 
 
@@ -58,6 +62,11 @@ class HttpApi:
         if path == "/health":
             state = {"status": "starting"} if observed is None else observed.describe()
             return 200, "application/json", msgspec.json.encode(state)
+        if path == "/blocks" and observed is not None:
+            try:
+                return 200, "text/plain", "\n".join(observed.blocks()).encode()
+            except NotImplementedError:
+                return 501, "text/plain", b"this engine cannot say what its cache holds\n"
         if path == "/metrics":
             return 200, CONTENT_TYPE_LATEST, generate_latest(self._registry)
-        return 404, "text/plain", b"allowed are /live, /ready, /health and /metrics\n"
+        return 404, "text/plain", b"allowed are /live, /ready, /health, /blocks and /metrics\n"

@@ -46,6 +46,13 @@ class Engine(Protocol):
         """Return the engine's statistics now."""
         ...
 
+    def resident_blocks(self) -> list[BlocksStored]:
+        """Return what the cache really holds now, asked of the engine itself.
+
+        Raises ``NotImplementedError`` when the engine cannot tell.
+        """
+        ...
+
     def restate(self) -> list[BlocksStored]:
         """Return everything in the cache, as reports have told it up to now, parents before children."""
         ...

@@ -47,6 +47,10 @@ class RealTimeSimulatedEngine:
         """Return the engine's statistics now."""
         return self._core.load()
 
+    def resident_blocks(self) -> list[BlocksStored]:
+        """Return what the cache really holds, asked of the engine itself."""
+        return self._core.resident_blocks()
+
     def restate(self) -> list[BlocksStored]:
         """Return everything in the cache, as reports have told it up to now."""
         return self._translator.restate()
