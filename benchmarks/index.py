@@ -14,6 +14,7 @@ import array
 import gc
 import json
 import random
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -258,6 +259,13 @@ def decision_figures(workers: int) -> dict[str, float]:
     }
 
 
+def medians(runs: list[dict[str, float]]) -> dict[str, float]:
+    """Return the median of each figure; memory counts in the first run only, where it was fresh."""
+    return {
+        name: runs[0][name] if "bytes" in name else statistics.median(run[name] for run in runs) for name in runs[0]
+    }
+
+
 def ratio(peer_value: float | None, ours: float) -> str:
     """Return how many times faster (or smaller) ours is."""
     return "–" if peer_value is None else f"{peer_value / ours:.1f}×"
@@ -268,6 +276,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=1_000_000, help="resident (worker, block) entries")
     parser.add_argument("--holders", type=int, default=64, help="workers that hold the path that is looked for")
+    parser.add_argument(
+        "--passes", type=int, default=5, help="how often the index is filled, ours and the peer's in turn"
+    )
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     console = Console()
@@ -279,14 +290,25 @@ def main() -> int:
     figures: dict[str, Any] = {"hash": hash_figures(peer)}
     made = population(options.blocks)
     frames, blocks = our_frames(made)
-    projection, figures["ours"] = our_index(frames, blocks)
-    frames.clear()
+    theirs = peer_frames(made) if peer is not None else []
+    # In turn, so that a change of the machine's speed meets both.
+    ours_runs: list[dict[str, float]] = []
+    peer_runs: list[dict[str, float]] = []
     tree = None
-    if peer is not None:
-        theirs = peer_frames(made)
-        made.clear()
-        tree, figures["peer"] = peer_index(peer, theirs, blocks)
-        theirs.clear()
+    for _ in range(options.passes):
+        projection = tree = None
+        projection, ours_run = our_index(frames, blocks)
+        ours_runs.append(ours_run)
+        if peer is not None:
+            tree, peer_run = peer_index(peer, theirs, blocks)
+            peer_runs.append(peer_run)
+        made.clear()  # only now: what it leaves free would hide the memory of the first run
+    assert projection is not None
+    frames.clear()
+    theirs.clear()
+    figures["ours"] = medians(ours_runs)
+    if peer_runs:
+        figures["peer"] = medians(peer_runs)
     figures["blocks"] = blocks
     figures["distinct_blocks"] = len(projection.index)
     figures["find"] = find_figures(projection, tree, options.holders)

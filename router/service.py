@@ -40,6 +40,9 @@ from wire.requests import TokenBatch
 
 log = logging.getLogger(__name__)
 
+UNREACHABLE = "unreachable"
+"""Filter reason of a worker that the pool knows and this router cannot talk to."""
+
 HOUSEKEEPING_FRACTION = 4
 """Links are checked and reservations expired four times per worker timeout."""
 
@@ -78,6 +81,8 @@ class RouterService:
         self._context = context
         self._links: dict[str, WorkerLink] = {}
         self._endpoint_of: dict[WorkerKey, str] = {}
+        self._unreachable: dict[WorkerKey, str] = {}
+        """Workers whose link is down; renewed whenever a link or the fleet changes."""
         self._active: dict[str, ActiveRequest] = {}
         self._on_link: dict[str, dict[str, ActiveRequest]] = {}
         self._admission: Admission[_Waiting] = Admission(settings.queue_limit)
@@ -166,10 +171,11 @@ class RouterService:
                     self._settings.worker_timeout_ms,
                     self._clock,
                     self._on_tokens,
-                    lambda _: self._pump(),
+                    self._on_link_up,
                     self._on_link_down,
                     self._metrics.stream_faults.labels("undecodable").inc,
                 )
+        self._note_reachability()
 
     # -- requests in -----------------------------------------------------------------------------------------------
 
@@ -279,17 +285,13 @@ class RouterService:
                 -(-tokens // max(1, block_size)),
                 request.priority,
             )
-            unavailable = dict(active.tried)
-            for key, endpoint in self._endpoint_of.items():
-                link = self._links.get(endpoint)
-                if link is None or not link.is_up:
-                    unavailable.setdefault(key, "unreachable")
+            unavailable = {**self._unreachable, **active.tried} if active.tried else self._unreachable
             try:
                 decision = self._selector.select(
                     routing, active.path, now_ms, self._clock.wall_ms(), unavailable, active.attempt + 1
                 )
             except NoWorker as none:
-                if none.only_busy or "unreachable" in none.reasons.values():
+                if none.only_busy or UNREACHABLE in none.reasons.values():
                     return False
                 raise
             generate = active.begin_dispatch(decision.worker, decision.choice.reason)
@@ -338,7 +340,15 @@ class RouterService:
             elif active.finished:
                 self._forget(active)
 
+    def _note_reachability(self) -> None:
+        self._unreachable = {key: UNREACHABLE for key in self._endpoint_of if not self.is_reachable(key)}
+
+    def _on_link_up(self, _: WorkerLink) -> None:
+        self._note_reachability()
+        self._pump()
+
     def _on_link_down(self, link: WorkerLink, why: str) -> None:
+        self._note_reachability()
         log.warning("worker at %s is unreachable: %s", link.endpoint, why)
         self._fail_over(link.endpoint, why)
 

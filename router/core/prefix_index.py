@@ -259,9 +259,10 @@ class PrefixIndex:
                 return self.by_tier(path, slot, depth)
         return TierOverlap(0)
 
-    def has_lower_tiers(self, slot: int) -> bool:
-        """Tell whether a worker holds anything outside its device."""
-        return self._lower_blocks[slot] > 0
+    @property
+    def uses_lower_tiers(self) -> bool:
+        """Tell whether any worker holds anything outside its device."""
+        return bool(self._host or self._disk)
 
     def by_tier(self, path: Sequence[int], slot: int, depth: int) -> TierOverlap:
         """Split a depth that ``find`` returned by tier; walks the path only for workers that use lower tiers."""
@@ -349,7 +350,7 @@ class PrefixIndex:
             return self._store_among_orphans(bit, parent, hashes)
         if hashes[0] not in reach:
             # The usual case: a chain that nobody has yet.
-            return len(hashes) if self._add_run(bit, above, parent, list(hashes)) else 0
+            return len(hashes) if self._add_run(bit, above, parent, hashes) else 0
         at = 0
         stored = 0
         end = len(hashes)
@@ -358,7 +359,7 @@ class PrefixIndex:
             run = reach.get(first)
             if run is None:
                 # Nothing below a block that is not resident can be resident, so the rest of the chain is new.
-                rest = list(hashes[at:])
+                rest = hashes[at:]
                 return stored + (len(rest) if self._add_run(bit, above, parent, rest) else 0)
             blocks = run.blocks
             if run.mask & bit:
@@ -381,13 +382,13 @@ class PrefixIndex:
             parent = hashes[at - 1]
         return stored
 
-    def _add_run(self, bit: int, above: Run | None, parent: int | None, blocks: list[int]) -> bool:
+    def _add_run(self, bit: int, above: Run | None, parent: int | None, blocks: Sequence[int]) -> bool:
         """Add new blocks below ``parent``, any block of ``above``; refuse (False) what contradicts the index."""
         reach = self._reach
         if above is not None and above.mask == bit and not above.children and above.blocks[-1] == parent:
             run = above
         else:
-            run = Run(parent, blocks, bit)
+            run = Run(parent, list(blocks), bit)
         before = len(reach)
         # One pass in C. It never overwrites, so the growth of the map tells whether every block was new.
         deque(map(reach.setdefault, blocks, repeat(run)), maxlen=0)
@@ -407,7 +408,7 @@ class PrefixIndex:
             above.children[blocks[0]] = run
         return True
 
-    def _take_back(self, run: Run, above: Run | None, blocks: list[int]) -> None:
+    def _take_back(self, run: Run, above: Run | None, blocks: Sequence[int]) -> None:
         """Undo the entries of a chain that holds a resident block, or a block twice."""
         mine = set(run.blocks) if run is above else set()
         for block in set(blocks) - mine:

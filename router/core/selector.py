@@ -169,7 +169,7 @@ class Selector:
         index: PrefixIndex = self._projection.index
         host = np.zeros(len(group.workers))
         disk = np.zeros(len(group.workers))
-        tiered = any(index.has_lower_tiers(int(slot)) for slot in group.slots) if len(group.slots) < 1024 else True
+        tiered = index.uses_lower_tiers
         for depth, mask in index.find(path):
             if mask.bit_count() <= FEW_WORKERS or tiered:
                 for slot in slots_of(mask):
