@@ -1,8 +1,9 @@
 """How routers follow a consolidator: a live PUB feed, and a ROUTER socket that answers replay and snapshot requests.
 
-Feed frames: ``[topic, offset (u64 big-endian), JournalRecord]``. A router subscribes first, then asks for the
-snapshot, drops feed records at or below the snapshot's offset and applies the rest; a hole between two offsets is
-filled by ``Replay``. Answers come in parts, each one frame; the last part says so.
+Feed frames: ``[topic, offset (u64 big-endian), JournalRecord, life]``; in silence ``[topic.alive, next offset, life]``,
+so that a lost last record is noticed. ``life`` names one life of the consolidator; answers carry it too. A router
+subscribes first, then asks for the snapshot, drops feed records below the snapshot's offset and applies the rest; a
+hole between two offsets is filled by ``Replay``. Answers come in parts, each one frame; the last part says so.
 """
 
 from __future__ import annotations
