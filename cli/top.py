@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import httpx
 import msgspec
+from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -33,7 +36,12 @@ TIMEOUT_S = 5.0
 """Longest wait for one answer; the router answers from memory."""
 
 BAR_CELLS = 10
-_STATE_STYLES = {"ready": "green", "draining": "yellow", "stale": "red"}
+_STATE_STYLES = {"ready": "green", "draining": "yellow", "unreachable": "red", "stale": "red"}
+
+WIDE_COLUMNS = 120
+"""Terminals narrower than this leave the optional columns out."""
+
+R = TypeVar("R")
 
 
 class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,65 +125,80 @@ def milliseconds(value: float | None) -> str:
     return f"{value / 60_000:.0f} min"
 
 
-def worker_table(rows: Sequence[WorkerRow]) -> Table:
-    """Return the table of workers, in order of name and rank."""
-    table = Table(title="workers", title_justify="left", expand=True)
-    for heading in ("worker", "model", "role", "state"):
-        table.add_column(heading, overflow="ellipsis", no_wrap=True)
-    for heading in ("run", "wait", "KV in use", "cached", "indexed", "prefill tok", "lag", "last event", "requests"):
-        table.add_column(heading, justify="right", no_wrap=True)
+@dataclass(frozen=True, slots=True)
+class Column(Generic[R]):
+    """A column, its cell for a row, and whether a narrow terminal can do without it."""
+
+    heading: str
+    cell: Callable[[R], RenderableType]
+    numeric: bool = True
+    optional: bool = False
+
+
+WORKER_COLUMNS: tuple[Column[WorkerRow], ...] = (
+    Column("worker", lambda row: Text(row.worker_id if row.dp_rank == 0 else f"{row.worker_id}/{row.dp_rank}"), False),
+    Column("model", lambda row: Text(row.model), False, optional=True),
+    Column("role", lambda row: Text(row.role), False, optional=True),
+    Column("state", lambda row: Text(row.state, style=_STATE_STYLES.get(row.state, "")), False),
+    Column("run", lambda row: f"{row.running_requests:,}"),
+    Column("wait", lambda row: f"{row.waiting_requests:,}"),
+    Column("KV in use", lambda row: usage_bar(row.active_blocks, row.total_blocks)),
+    Column("cached", lambda row: f"{row.cached_blocks:,}"),
+    Column("indexed", lambda row: f"{row.indexed_blocks:,}", optional=True),
+    Column("prefill tok", lambda row: f"{row.prefill_tokens:,}", optional=True),
+    Column("lag", lambda row: milliseconds(row.event_lag_ms), optional=True),
+    Column("last event", lambda row: milliseconds(row.last_event_ms_ago), optional=True),
+    Column("requests", lambda row: f"{row.requests_total:,}"),
+)
+
+DECISION_COLUMNS: tuple[Column[DecisionRow], ...] = (
+    Column("request", lambda row: Text(row.request_id), False),
+    Column("worker", lambda row: Text(row.worker), False),
+    Column("policy", lambda row: Text(row.policy), False, optional=True),
+    Column("reason", lambda row: Text(row.reason), False),
+    Column("overlap/ISL blocks", lambda row: f"{row.overlap_blocks:,}/{row.isl_blocks:,}"),
+    Column("ISL", lambda row: f"{row.isl:,}", optional=True),
+    Column("reused tok", lambda row: "–" if row.realised_cached_tokens is None else f"{row.realised_cached_tokens:,}"),
+    Column("cost", lambda row: "–" if row.cost is None else f"{row.cost:,.2f}", optional=True),
+    Column("of", lambda row: f"{row.candidates:,}", optional=True),
+)
+
+
+def _table(title: str, columns: Sequence[Column[R]], rows: Sequence[R], width: int) -> Table:
+    shown = [column for column in columns if width >= WIDE_COLUMNS or not column.optional]
+    table = Table(title=title, title_justify="left", expand=True, box=box.SIMPLE_HEAD)
+    for column in shown:
+        if column.numeric:
+            table.add_column(column.heading, justify="right", no_wrap=True)
+        else:
+            table.add_column(column.heading, overflow="ellipsis", no_wrap=True)
+    for row in rows:
+        table.add_row(*(column.cell(row) for column in shown))
+    return table
+
+
+def worker_table(rows: Sequence[WorkerRow], width: int = WIDE_COLUMNS) -> Table:
+    """Return the table of workers, in order of name and rank, for a terminal of ``width`` columns."""
     ordered = sorted(rows, key=lambda row: (row.worker_id, row.dp_rank))
-    for row in ordered[:WORKERS_SHOWN_MAX]:
-        table.add_row(
-            Text(row.worker_id if row.dp_rank == 0 else f"{row.worker_id}/{row.dp_rank}"),
-            Text(row.model),
-            Text(row.role),
-            Text(row.state, style=_STATE_STYLES.get(row.state, "")),
-            f"{row.running_requests:,}",
-            f"{row.waiting_requests:,}",
-            usage_bar(row.active_blocks, row.total_blocks),
-            f"{row.cached_blocks:,}",
-            f"{row.indexed_blocks:,}",
-            f"{row.prefill_tokens:,}",
-            milliseconds(row.event_lag_ms),
-            milliseconds(row.last_event_ms_ago),
-            f"{row.requests_total:,}",
-        )
+    table = _table("workers", WORKER_COLUMNS, ordered[:WORKERS_SHOWN_MAX], width)
     if len(ordered) > WORKERS_SHOWN_MAX:
         table.caption = f"{len(ordered) - WORKERS_SHOWN_MAX:,} more workers are not shown"
     return table
 
 
-def decision_table(rows: Sequence[DecisionRow]) -> Table:
+def decision_table(rows: Sequence[DecisionRow], width: int = WIDE_COLUMNS) -> Table:
     """Return the table of decisions, in the order given."""
-    table = Table(title="last decisions", title_justify="left", expand=True)
-    for heading in ("request", "worker", "policy", "reason"):
-        table.add_column(heading, overflow="ellipsis", no_wrap=True)
-    for heading in ("overlap/ISL blocks", "ISL", "reused tok", "cost", "of"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(
-            Text(row.request_id),
-            Text(row.worker),
-            Text(row.policy),
-            Text(row.reason),
-            f"{row.overlap_blocks:,}/{row.isl_blocks:,}",
-            f"{row.isl:,}",
-            "–" if row.realised_cached_tokens is None else f"{row.realised_cached_tokens:,}",
-            "–" if row.cost is None else f"{row.cost:,.2f}",
-            f"{row.candidates:,}",
-        )
-    return table
+    return _table("last decisions", DECISION_COLUMNS, rows, width)
 
 
-def view(frame: Frame) -> RenderableType:
+def view(frame: Frame, width: int = WIDE_COLUMNS) -> RenderableType:
     """Return one screen: a headline, the workers, the decisions."""
     parts: list[RenderableType] = []
     if frame.workers is not None:
         rows = frame.workers.data
         states = ", ".join(
             f"{count} {state}"
-            for state in ("ready", "draining", "stale")
+            for state in ("ready", "draining", "unreachable", "stale")
             if (count := sum(row.state == state for row in rows))
         )
         running = sum(row.running_requests for row in rows)
@@ -189,9 +212,9 @@ def view(frame: Frame) -> RenderableType:
         known = "; below is what was known last" if frame.workers is not None else ""
         parts.append(Panel(Text(f"{frame.url} does not answer: {frame.fault}{known}"), border_style="red"))
     if frame.workers is not None:
-        parts.append(worker_table(frame.workers.data))
+        parts.append(worker_table(frame.workers.data, width))
     if frame.decisions is not None:
-        parts.append(decision_table(frame.decisions.data))
+        parts.append(decision_table(frame.decisions.data, width))
     return Group(*parts)
 
 
@@ -239,7 +262,7 @@ async def _watch(console: Console, url: str, interval_s: float, stop: asyncio.Ev
         with Live(console=console, screen=console.is_terminal, auto_refresh=False, transient=False) as live:
             while not stop.is_set():
                 frame = await fetch(client, frame)
-                live.update(view(frame), refresh=True)
+                live.update(view(frame, console.width), refresh=True)
                 try:
                     await asyncio.wait_for(stop.wait(), interval_s)
                 except TimeoutError:
@@ -249,7 +272,7 @@ async def _watch(console: Console, url: str, interval_s: float, stop: asyncio.Ev
 async def _look(console: Console, url: str) -> int:
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as client:
         frame = await fetch(client, Frame(url))
-    console.print(view(frame))
+    console.print(view(frame, console.width))
     return 0 if frame.fault is None else 1
 
 
