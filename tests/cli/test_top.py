@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -99,7 +100,7 @@ def router(answer: Answer) -> Iterator[str]:
 def drawn(frame: Frame, width: int = 200) -> str:
     console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     with console.file:
-        console.print(view(frame))
+        console.print(view(frame, width))
         return console.export_text()
 
 
@@ -121,8 +122,8 @@ class TestView:
         assert "1 ready, 1 stale" in headline
         assert "5 running, 2 waiting" in headline
         assert "offset 1,234" in headline
-        assert [cell.strip() for cell in worker.split("│")[1:-1]] == [
-            "w1/3", "tiny", "aggregated", "ready", "5", "2", "███░░░░░░░  30 %",
+        assert re.split(r"\s{2,}", worker.strip()) == [
+            "w1/3", "tiny", "aggregated", "ready", "5", "2", "███░░░░░░░", "30 %",
             "900", "899", "4,096", "3 ms", "2.5 s", "12,345",
         ]  # fmt: skip
         assert text.index("w0") < text.index("w1/3"), "sorted by name"
@@ -130,6 +131,15 @@ class TestView:
         for cell in ("w1/3", "kv", "lowest cost", "8/10", "160", "128", "11.25"):
             assert cell in decision
         assert "[bold]r-78" in text, "names are never markup"
+
+    def test_a_narrow_terminal_keeps_what_matters_most(self) -> None:
+        with router(good) as url:
+            text = drawn(look(url), width=80)
+
+        worker = next(line for line in text.splitlines() if "w1/3" in line)
+        assert re.split(r"\s{2,}", worker.strip()) == ["w1/3", "ready", "5", "2", "███░░░░░░░", "30 %", "900", "12,345"]
+        assert "aggregated" not in text
+        assert "…" not in text
 
     def test_an_empty_pool_is_drawn(self) -> None:
         assert "workers: none" in drawn(Frame("http://h", Workers([]), Decisions([])))
