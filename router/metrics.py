@@ -61,6 +61,12 @@ class RouterMetrics:
             ["code"],
             registry=registry,
         )
+        self.legs = Counter(
+            "poolgrid_router_legs_total",
+            "Dispatches by what the worker was asked to do, and why.",
+            ["stage", "reason"],
+            registry=registry,
+        )
         self.migrations = Counter(
             "poolgrid_router_migrations_total",
             "Requests moved to another worker before or amid their output.",

@@ -26,16 +26,17 @@ from router.core.candidates import RoutingRequest
 from router.core.decision import DecisionLog
 from router.core.projection import Projection
 from router.core.selector import NoWorker, Selector
+from router.core.stage_plan import DECODE_ROLES, PREFILL_ROLES, SECOND_LEG, WHOLE_ROLES, Leg, first_leg
 from router.metrics import RouterMetrics
 from router.ports import JournalFeed
 from router.settings import RouterSettings
-from router.token_stream import ActiveRequest
+from router.token_stream import PREFILLED, ActiveRequest, Dispatch
 from router.worker_link import WorkerLink
 from runtime.clock import Clock
 from wire.events import JournalRecord
 from wire.feed import BlockChain, WorkerState
 from wire.hashing import block_hashes, hash_seed, sequence_hashes
-from wire.identifiers import WorkerKey
+from wire.identifiers import Stage, WorkerKey
 from wire.requests import TokenBatch
 
 log = logging.getLogger(__name__)
@@ -118,7 +119,12 @@ class RouterService:
             now_ms = self._clock.monotonic_ms()
             for link in list(self._links.values()):
                 link.check(now_ms)
-            held = {active.dispatch_id() for active in self._active.values()}
+            held = {
+                dispatch.id
+                for active in self._active.values()
+                for dispatch in (active.current, active.kept)
+                if dispatch is not None
+            }
             self.projection.ledger.expire(now_ms, held)
             overdue_ms = now_ms - self._settings.queue_timeout_ms
             for waiting in [
@@ -268,6 +274,26 @@ class RouterService:
         finally:
             self._pumping = False
 
+    def _next_leg(self, active: ActiveRequest, block_size: int) -> Leg:
+        """Return what the next worker is to do: the decode leg after a prefill, else what the plan says."""
+        if active.disaggregated_params is not None:
+            return SECOND_LEG
+        model = active.request.model
+        down = self._unreachable
+        selector = self._selector
+        has_prefill = selector.available(model, PREFILL_ROLES, down)
+        has_decode = selector.available(model, DECODE_ROLES, down)
+        uncached = len(active.request.token_ids) // 4 + active.emitted_tokens
+        if has_prefill and has_decode:
+            uncached -= block_size * selector.best_overlap_blocks(model, DECODE_ROLES, active.path)
+        return first_leg(
+            selector.available(model, WHOLE_ROLES, down),
+            has_prefill,
+            has_decode,
+            uncached,
+            self._settings.local_prefill_max_tokens,
+        )
+
     def _dispatch(self, active: ActiveRequest, started: float) -> bool:
         """Choose, book and send, in one go; return False when every worker that could serve is busy for now."""
         request = active.request
@@ -275,6 +301,7 @@ class RouterService:
         block_size = self._block_size(request.model)
         if not active.path and block_size:
             active.path = self._path(request)
+        leg = self._next_leg(active, block_size)
         while True:
             tokens = len(request.token_ids) // 4 + active.emitted_tokens
             routing = RoutingRequest(
@@ -284,18 +311,24 @@ class RouterService:
                 max(1, block_size),
                 -(-tokens // max(1, block_size)),
                 request.priority,
+                leg.stage,
             )
             unavailable = {**self._unreachable, **active.tried} if active.tried else self._unreachable
             try:
                 decision = self._selector.select(
-                    routing, active.path, now_ms, self._clock.wall_ms(), unavailable, active.attempt + 1
+                    routing, active.path, now_ms, self._clock.wall_ms(), unavailable, active.dispatches, leg.roles
                 )
             except NoWorker as none:
                 if none.only_busy or UNREACHABLE in none.reasons.values():
                     return False
                 raise
-            generate = active.begin_dispatch(decision.worker, decision.choice.reason)
             link = self._links[self._endpoint_of[decision.worker]]
+            reason = (
+                decision.choice.reason
+                if leg.stage is Stage.WHOLE
+                else f"{leg.stage.name.lower()}-{decision.choice.reason}"
+            )
+            generate = active.begin_dispatch(decision.worker, link.endpoint, leg.stage, reason)
             if link.generate(generate):
                 break
             active.tried[decision.worker] = "its connection is full"
@@ -303,11 +336,11 @@ class RouterService:
         self._selector.book(decision, active.path, now_ms, generate.request_id)
         self.decisions.add(decision)
         self._active[request.request_id] = active
-        active.endpoint = link.endpoint
         self._on_link[link.endpoint][generate.request_id] = active
         metrics = self._metrics
-        metrics.decisions.labels(decision.policy, decision.choice.reason).inc()
-        if active.attempt == 0:
+        metrics.decisions.labels(decision.policy, reason).inc()
+        metrics.legs.labels(leg.stage.name.lower(), leg.reason).inc()
+        if decision.attempt == 0:
             metrics.prompt_tokens.inc(tokens)
             metrics.overlap_found_tokens.inc(min(tokens, decision.overlap_blocks * max(1, block_size)))
         metrics.decision_seconds.observe(perf_counter() - started)
@@ -324,21 +357,36 @@ class RouterService:
                     self._metrics.stream_faults.labels("unknown_request").inc()
                     link.cancel(delta.request_id)
                 continue
+            dispatch = active.dispatch_of(delta.request_id)
+            if dispatch is None or dispatch is active.kept:
+                continue  # the end of a prefill leg whose blocks are with the decode worker
             if delta.finish_reason == "error" and delta.retryable:
                 self._move(active, delta.error or "the worker refused the request")
                 continue
-            if delta.cached_tokens is not None and active.attempt == 0 and active.emitted_tokens == 0:
+            if delta.cached_tokens is not None and dispatch.number == 0 and active.emitted_tokens == 0:
                 self._metrics.overlap_realised_tokens.inc(delta.cached_tokens)
-                self.decisions.realised(active.request.request_id, active.attempt, delta.cached_tokens)
+                self.decisions.realised(active.request.request_id, 0, delta.cached_tokens)
             if delta.finish_reason == "cancelled":
                 self._move(active, "the worker cancelled the request")
-            elif not active.accept(delta):
+            elif not active.accept(dispatch, delta):
                 self._metrics.stream_faults.labels("position").inc()
                 log.warning("request %s: output of %s is out of place", delta.request_id, active.worker)
                 link.cancel(delta.request_id)
                 self._move(active, "its stream broke")
             elif active.finished:
                 self._forget(active)
+            elif delta.finish_reason == PREFILLED:
+                self._begin_decode(active, dispatch)
+            elif dispatch.stage is Stage.DECODE and active.kept is not None:
+                # Its first output proves that the decode worker has the blocks, and the prefill worker lets go of them.
+                self._release(active.kept, active)
+                active.kept = None
+
+    def _begin_decode(self, active: ActiveRequest, prefill: Dispatch) -> None:
+        """Go on with a prefilled request on a decode worker; its blocks stay on the prefill worker until they moved."""
+        active.kept = prefill
+        active.current = None
+        self._place(active, "no decode worker can take it")
 
     def _note_reachability(self) -> None:
         self._unreachable = {key: UNREACHABLE for key in self._endpoint_of if not self.is_reachable(key)}
@@ -353,64 +401,82 @@ class RouterService:
         self._fail_over(link.endpoint, why)
 
     def _fail_over(self, endpoint: str, why: str) -> None:
-        for active in list(self._on_link.get(endpoint, {}).values()):
-            self._move(active, why)
+        for dispatch_id, active in list(self._on_link.get(endpoint, {}).items()):
+            if active.kept is not None and active.kept.id == dispatch_id:
+                # The decode worker may have the blocks already; if not, it will say so.
+                self._release(active.kept, active)
+                active.kept = None
+            else:
+                self._move(active, why)
         if endpoint not in self._links:
             self._on_link.pop(endpoint, None)
 
     def _move(self, active: ActiveRequest, why: str) -> None:
         """Send a request on to another worker, or end it with an error when that is not allowed any more."""
-        assert active.worker_key is not None
+        dispatch = active.current
+        if dispatch is None:
+            return  # it waits for a decode worker already
         if active.emitted_tokens >= active.request.sampling.max_tokens:
             self._end(active, StreamDelta(b"", "length"))
             return
         cause = "before_output" if active.emitted_tokens == 0 else "amid_output"
-        active.tried[active.worker_key] = why
-        self._release(active)
-        if active.attempt >= self._settings.migration_limit:
-            self._end(active, StreamDelta(b"", "error", error=f"{why}; moved {active.attempt} times already"))
+        active.tried[dispatch.worker] = why
+        self._withdraw(active)
+        if active.migrations >= self._settings.migration_limit:
+            self._end(active, StreamDelta(b"", "error", error=f"{why}; moved {active.migrations} times already"))
             return
+        active.migrations += 1
         self._metrics.migrations.labels(cause).inc()
-        waiting = _Waiting(active, self._clock.monotonic_ms(), None)
+        self._place(active, why)
+
+    def _place(self, active: ActiveRequest, why: str) -> None:
+        """Dispatch a request whose client is being served already; it queues when every worker is busy."""
         try:
             if self._dispatch(active, perf_counter()):
                 return
         except NoWorker as none:
             self._end(active, StreamDelta(b"", "error", error=f"{why}; {none}"))
             return
-        if not self._admission.enter(waiting):
+        if not self._admission.enter(_Waiting(active, self._clock.monotonic_ms(), None)):
             self._end(active, StreamDelta(b"", "error", error=f"{why}; every other worker is busy"))
 
     # -- the end of a request --------------------------------------------------------------------------------------
 
     def _on_client_cancel(self, active: ActiveRequest) -> None:
-        if active.worker_key is not None:
-            link = self._links.get(active.endpoint)
-            if link is not None and link.is_up:
-                link.cancel(active.dispatch_id())
         self._forget(active)
 
     def _end(self, active: ActiveRequest, delta: StreamDelta) -> None:
+        self._forget(active)
         if not active.finished:
             active.finish(delta)
-        self._forget(active)
 
     def _forget(self, active: ActiveRequest) -> None:
-        self._release(active)
+        self._withdraw(active)
         if self._active.pop(active.request.request_id, None) is not None:
             self._admission.finished(self._clock.monotonic_ms())
         if len(self._admission):
             self._pump()
 
-    def _release(self, active: ActiveRequest) -> None:
-        """Take the current dispatch off its worker's books."""
-        if active.worker_key is None:
-            return
-        dispatch_id = active.dispatch_id()
-        self.projection.ledger.release(active.worker_key, dispatch_id)
-        on_link = self._on_link.get(active.endpoint)
-        if on_link is not None and on_link.get(dispatch_id) is active:
-            del on_link[dispatch_id]
+    def _withdraw(self, active: ActiveRequest) -> None:
+        """End every leg that a request still has on a worker, and take it off the books: no leg outlives the other."""
+        for dispatch in (active.current, active.kept):
+            if dispatch is None:
+                continue
+            on_link = self._on_link.get(dispatch.endpoint, {})
+            if on_link.get(dispatch.id) is active:
+                link = self._links.get(dispatch.endpoint)
+                if link is not None and link.is_up and not (active.finished and dispatch is active.current):
+                    link.cancel(dispatch.id)
+            self._release(dispatch, active)
+        active.current = active.kept = None
+        active.disaggregated_params = None
+
+    def _release(self, dispatch: Dispatch, active: ActiveRequest) -> None:
+        """Take one dispatch off its worker's books."""
+        self.projection.ledger.release(dispatch.worker, dispatch.id)
+        on_link = self._on_link.get(dispatch.endpoint)
+        if on_link is not None and on_link.get(dispatch.id) is active:
+            del on_link[dispatch.id]
 
     # -- refusals --------------------------------------------------------------------------------------------------
 

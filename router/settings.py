@@ -66,6 +66,13 @@ class RouterSettings(Settings):
     migration_limit: int = Field(
         3, ge=0, le=100, description="How often one request may move to another worker before the client sees an error."
     )
+    local_prefill_max_tokens: int = Field(
+        256,
+        ge=0,
+        le=4_194_304,
+        description="In a disaggregated pool, a prompt of which at most this many tokens are not cached on a decode "
+        "worker is prefilled there: moving its KV would cost more than computing it.",
+    )
     worker_timeout_ms: float = Field(
         5_000,
         ge=100,

@@ -1,24 +1,44 @@
-"""One request's tokens on their way to the client: in order, without holes, over any number of migrations.
+"""One request's tokens on their way to the client: in order, without holes, over any number of dispatches.
 
 Rules
-    1. What was delivered is never delivered again. A dispatch numbers its output from 0; ``position`` must be exactly
-       what this dispatch has delivered so far, or the delta is dropped as a fault of the stream.
-    2. All output is kept (4 bytes a token) while the request lives, because a migration continues from prompt + output.
-    3. ``next`` hands over everything since the last call: one wake-up per engine step, however many tokens.
+    1. What was delivered is never delivered again. Each dispatch numbers its output from 0; ``position`` must be
+       exactly what this dispatch has delivered so far, or the delta is dropped as a fault of the stream.
+    2. A decode worker repeats the first token, which the client has from the prefill worker: the repetition must be
+       equal, and is swallowed.
+    3. All output is kept (4 bytes a token) while the request lives, because a migration continues from prompt + output.
+    4. ``next`` hands over everything since the last call: one wake-up per engine step, however many tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 
 from frontend.ports import InferenceRequest, StreamDelta
-from wire.identifiers import WorkerKey
+from wire.identifiers import Stage, WorkerKey
 from wire.requests import Generate, Routing, Sampling, TokenDelta
 
-FINISHED_REASONS = ("stop", "length", "cancelled", "error")
+PREFILLED = "prefilled"
+"""Finish reason of a prefill leg whose request goes on elsewhere."""
+
+
+@dataclass(slots=True)
+class Dispatch:
+    """One attempt of a request on one worker."""
+
+    id: str
+    number: int
+    """0 for a request's first dispatch, counted over legs and migrations."""
+    worker: WorkerKey
+    endpoint: str
+    stage: Stage
+    position: int = 0
+    """Tokens received."""
+    repeated: bytes = b""
+    """Tokens at the beginning of the output that the client already has, still to come."""
 
 
 class ActiveRequest:
@@ -27,17 +47,19 @@ class ActiveRequest:
     def __init__(self, request: InferenceRequest, path: list[int], on_cancel: Callable[[ActiveRequest], None]) -> None:
         self.request = request
         self.path = path
-        self.attempt = -1
-        """Number of the current dispatch; -1 before the first."""
-        self.worker_key: WorkerKey | None = None
-        self.endpoint = ""
-        """Request-plane endpoint of the current worker."""
+        self.dispatches = 0
+        """Dispatches so far: legs and migrations."""
+        self.migrations = 0
+        self.current: Dispatch | None = None
+        self.kept: Dispatch | None = None
+        """The prefill leg whose KV blocks are kept until the decode leg has them."""
+        self.disaggregated_params: bytes | None = None
         self.tried: dict[WorkerKey, str] = {}
         """Workers that failed this request, and how."""
         self.reason = ""
         self.output = bytearray()
         self.finished = False
-        self._position = 0
+        self._served_by = ""
         self._deltas: list[StreamDelta] = []
         self._waiter: asyncio.Future[None] | None = None
         self._cached_tokens: int | None = None
@@ -48,7 +70,7 @@ class ActiveRequest:
     @property
     def worker(self) -> str:
         """Return the worker that serves (or served last)."""
-        return "" if self.worker_key is None else str(self.worker_key)
+        return self._served_by
 
     @property
     def decision_reason(self) -> str:
@@ -81,51 +103,71 @@ class ActiveRequest:
         """Return how many tokens the client was given."""
         return len(self.output) // 4
 
-    def dispatch_id(self) -> str:
-        """Return the id of the current dispatch; each migration has one of its own."""
-        return self.request.request_id if self.attempt == 0 else f"{self.request.request_id}~{self.attempt}"
+    def dispatch_of(self, dispatch_id: str) -> Dispatch | None:
+        """Return the current or kept dispatch of this id."""
+        for dispatch in (self.current, self.kept):
+            if dispatch is not None and dispatch.id == dispatch_id:
+                return dispatch
+        return None
 
-    def begin_dispatch(self, worker: WorkerKey, reason: str) -> Generate:
-        """Start the next attempt on a worker and return the message for it: prompt plus what was already generated."""
-        self.attempt += 1
-        self.worker_key = worker
-        self.reason = reason
-        self._position = 0
+    def begin_dispatch(self, worker: WorkerKey, endpoint: str, stage: Stage, reason: str) -> Generate:
+        """Start the next dispatch and return the message for its worker: prompt plus what was already generated."""
         request = self.request
-        emitted = self.emitted_tokens
+        number = self.dispatches
+        self.dispatches += 1
+        dispatch_id = request.request_id if number == 0 else f"{request.request_id}~{number}"
+        dispatch = Dispatch(dispatch_id, number, worker, endpoint, stage)
+        self.current = dispatch
+        self._served_by = str(worker)
+        self.reason = reason
+        # The decode leg continues the prompt that the prefill leg was given, whose first token is out already.
+        emitted = self.emitted_tokens - (1 if stage is Stage.DECODE else 0)
+        if stage is Stage.DECODE:
+            dispatch.repeated = bytes(self.output[-4:])
         return Generate(
-            self.dispatch_id(),
-            request.token_ids + bytes(self.output) if emitted else request.token_ids,
+            dispatch.id,
+            request.token_ids + bytes(self.output[: 4 * emitted]) if emitted else request.token_ids,
             _remaining(request.sampling, emitted),
             request.stop_token_ids,
             Routing(worker.dp_rank, request.priority, request.lora_name, request.cache_salt, emitted),
+            disaggregated_params=self.disaggregated_params if stage is Stage.DECODE else None,
+            stage=stage,
         )
 
-    def accept(self, delta: TokenDelta) -> bool:
-        """Take what the worker sent; return False when it does not continue what came before."""
-        if delta.position != self._position:
+    def accept(self, dispatch: Dispatch, delta: TokenDelta) -> bool:
+        """Take what a worker sent; return False when it does not continue what came before."""
+        if delta.position != dispatch.position:
             return False
-        count = len(delta.token_ids) // 4
-        self._position += count
-        self.output += delta.token_ids
+        tokens = delta.token_ids
+        logprobs = delta.logprobs
+        dispatch.position += len(tokens) // 4
+        if dispatch.repeated and tokens:
+            known = min(len(dispatch.repeated), len(tokens))
+            if tokens[:known] != dispatch.repeated[:known]:
+                return False
+            dispatch.repeated = dispatch.repeated[known:]
+            tokens = tokens[known:]
+            logprobs = None if logprobs is None else logprobs[known // 4 :]
+        self.output += tokens
         cached = None
         if self._cached_tokens is None and delta.cached_tokens is not None:
             cached = self._cached_tokens = delta.cached_tokens
-        ended = StreamDelta(delta.token_ids, delta.finish_reason, cached, delta.logprobs, delta.error)
-        if delta.finish_reason is not None:
-            self.finish(ended)
-        else:
-            self._deltas.append(ended)
-            self._wake()
+        if delta.finish_reason == PREFILLED:
+            self.disaggregated_params = delta.disaggregated_params
+            self._deliver(StreamDelta(tokens, None, cached, logprobs))
+        elif delta.finish_reason is not None:
+            self.finish(StreamDelta(tokens, delta.finish_reason, cached, logprobs, delta.error))
+        elif tokens or cached is not None:
+            self._deliver(StreamDelta(tokens, None, cached, logprobs))
         return True
 
     def finish(self, delta: StreamDelta) -> None:
         """Deliver the last delta."""
         self.finished = True
-        self._deltas.append(delta)
-        self._wake()
+        self._deliver(delta)
 
-    def _wake(self) -> None:
+    def _deliver(self, delta: StreamDelta) -> None:
+        self._deltas.append(delta)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 

@@ -106,7 +106,7 @@ class WorkerLink:
             if not self.is_up and message.nonce == self._nonce:
                 self.is_up = True
                 self._on_up(self)
-        else:
+        elif isinstance(message, TokenBatch):
             self._on_tokens(self, message)
 
     def _on_monitor(self, frames: list[bytes]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from wire.identifiers import WorkerKey
+from wire.identifiers import Stage, WorkerKey
 
 FloatArray = NDArray[np.float64]
 
@@ -24,6 +24,8 @@ class RoutingRequest:
     blocks: int
     """Blocks of the prompt, a partial last one included."""
     priority: int = 0
+    stage: Stage = Stage.WHOLE
+    """What the chosen worker will be asked to do."""
 
 
 @dataclass(frozen=True, slots=True)

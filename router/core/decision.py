@@ -59,6 +59,7 @@ class Decision:
         return {
             "request_id": self.request.request_id,
             "time_ms": self.time_ms,
+            "stage": self.request.stage.name.lower(),
             "policy": self.policy,
             "reason": self.choice.reason,
             "worker": str(self.worker),

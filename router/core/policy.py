@@ -19,6 +19,7 @@ import numpy as np
 from router.core.candidates import Candidates, FloatArray, RoutingRequest
 from router.core.cost import CostWeights, adjusted_prefill, overlap_credit, softmax_weights
 from wire.hashing import stable_u64
+from wire.identifiers import Stage
 
 _TIE_SEED = 1
 _SAMPLE_SEED = 2
@@ -76,11 +77,23 @@ class KvAware:
         self.temperature = temperature
 
     def choose(self, request: RoutingRequest, candidates: Candidates) -> Choice:
-        """Choose the lowest cost, or sample by cost when the temperature is above 0."""
-        credit = overlap_credit(
-            self.weights, candidates.device_overlap, candidates.host_overlap, candidates.disk_overlap
+        """Choose the lowest cost, or sample by cost when the temperature is above 0.
+
+        A decode worker computes no prompt, so in that stage there is neither prefill nor credit for overlap.
+        """
+        decodes = request.stage is Stage.DECODE
+        credit = (
+            np.zeros(len(candidates))
+            if decodes
+            else overlap_credit(
+                self.weights, candidates.device_overlap, candidates.host_overlap, candidates.disk_overlap
+            )
         )
-        prefill = adjusted_prefill(self.weights, candidates.prefill_tokens, request.isl, request.block_size, credit)
+        prefill = (
+            np.zeros(len(candidates))
+            if decodes
+            else adjusted_prefill(self.weights, candidates.prefill_tokens, request.isl, request.block_size, credit)
+        )
         decode = candidates.active_blocks + request.blocks
         costs = self.weights.prefill_weight * prefill + self.weights.decode_weight * decode
         terms = {"overlap_credit": credit, "adjusted_prefill": prefill, "potential_decode_blocks": decode}

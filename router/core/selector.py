@@ -19,7 +19,7 @@ from router.core.fleet import Worker
 from router.core.policy import Policy
 from router.core.prefix_index import PrefixIndex, slots_of
 from router.core.projection import Projection
-from wire.identifiers import Role, WorkerKey
+from wire.identifiers import Role, Stage, WorkerKey
 
 FEW_WORKERS = 8
 """Up to this many holders of a prefix are filled in one by one; beyond, their mask is unpacked at once."""
@@ -125,6 +125,21 @@ class Selector:
             request, time_ms, self._policy.name, projection.next_offset, choice, candidates, filtered, attempt
         )
 
+    def available(
+        self, model: str, roles: tuple[Role, ...], unavailable: Mapping[WorkerKey, str] | None = None
+    ) -> bool:
+        """Tell whether any worker of these roles takes requests."""
+        missing = unavailable or {}
+        return any(worker not in missing for worker in self._group(model, roles).workers)
+
+    def best_overlap_blocks(self, model: str, roles: tuple[Role, ...], path: Sequence[int]) -> int:
+        """Return the most leading blocks of a path that any worker of these roles holds."""
+        group = self._group(model, roles)
+        mask_of_group = 0
+        for slot in group.slots.tolist():
+            mask_of_group |= 1 << slot
+        return next((depth for depth, mask in self._projection.index.find(path) if mask & mask_of_group), 0)
+
     def book(self, decision: Decision, path: Sequence[int], now_ms: float, dispatch_id: str | None = None) -> None:
         """Enter a decision into the ledger (and, in approximate mode, into the index).
 
@@ -133,6 +148,8 @@ class Selector:
         request = decision.request
         worker = decision.worker
         uncached = max(0, request.isl - decision.overlap_blocks * request.block_size)
+        if request.stage is Stage.DECODE:
+            uncached = 0
         slot = self._projection.index.slot(worker)
         self._projection.ledger.reserve(
             worker, slot, dispatch_id or request.request_id, uncached, request.blocks, now_ms

@@ -1,0 +1,47 @@
+"""In how many legs a request is served: whole on one worker, or prefill and decode on two.
+
+The rule, in this order:
+
+1. Without prefill or without decode workers there is one leg, on whoever can do it: an aggregated worker, else a decode
+   worker (it can compute a prompt too; a prefill worker cannot go on alone).
+2. A prompt of which at most ``local_prefill_max_tokens`` tokens are not cached on some decode worker is served whole by
+   a decode worker: moving its KV would cost more than computing the rest.
+3. Otherwise a prefill worker computes the prompt and the first token, and a decode worker goes on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from wire.identifiers import Role, Stage
+
+WHOLE_ROLES = (Role.AGGREGATED,)
+PREFILL_ROLES = (Role.PREFILL,)
+DECODE_ROLES = (Role.DECODE,)
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """What the next worker is asked to do, and who may be asked."""
+
+    stage: Stage
+    roles: tuple[Role, ...]
+    reason: str
+    """``aggregated``, ``local_prefill``, ``no_prefill_worker`` or ``disaggregated``."""
+
+
+def first_leg(
+    has_aggregated: bool, has_prefill: bool, has_decode: bool, uncached_tokens: int, local_prefill_max_tokens: int
+) -> Leg:
+    """Return the first leg; ``uncached_tokens`` counts against the decode worker that holds most of the prompt."""
+    if has_prefill and has_decode:
+        if uncached_tokens <= local_prefill_max_tokens:
+            return Leg(Stage.WHOLE, DECODE_ROLES, "local_prefill")
+        return Leg(Stage.PREFILL, PREFILL_ROLES, "disaggregated")
+    if not has_aggregated and has_decode:
+        return Leg(Stage.WHOLE, DECODE_ROLES, "no_prefill_worker")
+    return Leg(Stage.WHOLE, WHOLE_ROLES, "aggregated")
+
+
+SECOND_LEG = Leg(Stage.DECODE, DECODE_ROLES, "disaggregated")
+"""After a prefill leg that did not finish the request."""
