@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from cli.config import app as config_app
 from cli.options import with_settings
 from cli.service_process import run_service, say_ready
 from cli.up import UpSettings, run_up
@@ -26,6 +27,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
+
+app.add_typer(config_app, name="config")
 
 LogLevel = Annotated[
     str, typer.Option(help="Least severe log lines shown: debug, info, warning or error.", envvar="POOLGRID_LOG_LEVEL")

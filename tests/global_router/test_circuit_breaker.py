@@ -1,0 +1,248 @@
+"""The breaker as a dialogue, and against its rules."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from global_router.core.circuit_breaker import BreakerState, BreakerStep, CircuitBreaker, Ticket
+from global_router.core.grid_document import CircuitBreakerSettings
+
+
+def state(breaker: CircuitBreaker) -> str:
+    return breaker.state.value
+
+
+SETTINGS = CircuitBreakerSettings(
+    failures_to_open=3,
+    failure_share=0.5,
+    window_ms=1000,
+    open_ms=100,
+    open_max_ms=350,
+    probes=2,
+    probe_timeout_ms=50,
+    successes_to_close=2,
+)
+
+
+def admitted(breaker: CircuitBreaker, now_ms: float) -> Ticket:
+    ticket, _ = breaker.admit(now_ms)
+    assert ticket is not None
+    return ticket
+
+
+def opened(now_ms: float = 0.0) -> CircuitBreaker:
+    breaker = CircuitBreaker(SETTINGS)
+    for _ in range(3):
+        breaker.failed(admitted(breaker, now_ms), now_ms)
+    assert state(breaker) == "open"
+    return breaker
+
+
+def test_enough_failures_open_it_and_the_step_says_so() -> None:
+    breaker = CircuitBreaker(SETTINGS)
+
+    assert breaker.failed(admitted(breaker, 1), 1) == []
+    assert breaker.failed(admitted(breaker, 2), 2) == []
+    steps = breaker.failed(admitted(breaker, 3), 3)
+
+    assert steps == [BreakerStep(3, BreakerState.CLOSED, BreakerState.OPEN, "3 of 3 requests failed in 1000 ms")]
+    assert breaker.admit(4) == (None, [])
+    assert breaker.retry_after_ms(53) == 50
+
+
+def test_failures_among_many_successes_do_not_open_it() -> None:
+    breaker = CircuitBreaker(SETTINGS)
+    for _ in range(7):
+        breaker.succeeded(admitted(breaker, 0), 0)
+    for _ in range(6):
+        breaker.failed(admitted(breaker, 0), 0)
+
+    assert state(breaker) == "closed"
+    breaker.failed(admitted(breaker, 0), 0)
+    assert state(breaker) == "open"
+
+
+def test_failures_are_forgotten_after_the_window() -> None:
+    breaker = CircuitBreaker(SETTINGS)
+    breaker.failed(admitted(breaker, 0), 0)
+    breaker.failed(admitted(breaker, 0), 0)
+    breaker.failed(admitted(breaker, 1000), 1000)
+
+    assert state(breaker) == "closed"
+
+
+def test_half_open_lets_a_bounded_number_of_probes_through() -> None:
+    breaker = opened()
+
+    first, steps = breaker.admit(100)
+    second, _ = breaker.admit(100)
+    third, _ = breaker.admit(100)
+
+    assert [step.after for step in steps] == [BreakerState.HALF_OPEN]
+    assert first is not None
+    assert first.probe
+    assert second is not None
+    assert third is None
+    assert breaker.probes_under_way == 2
+
+
+def test_enough_probes_close_it() -> None:
+    breaker = opened()
+    breaker.succeeded(admitted(breaker, 100), 110)
+    assert state(breaker) == "half-open"
+
+    steps = breaker.succeeded(admitted(breaker, 110), 120)
+
+    assert [step.reason for step in steps] == ["2 probes in a row succeeded"]
+    assert state(breaker) == "closed"
+
+
+def test_a_failed_probe_opens_it_for_twice_as_long_up_to_the_limit() -> None:
+    breaker = opened()
+    now = 100.0
+    for expected_ms in (200, 350, 350):
+        breaker.failed(admitted(breaker, now), now)
+        assert breaker.retry_after_ms(now) == expected_ms
+        now += expected_ms
+
+
+def test_a_probe_without_a_result_counts_as_failed() -> None:
+    breaker = opened()
+    probe = admitted(breaker, 100)
+
+    steps = breaker.advance(150)
+
+    assert [step.reason for step in steps] == ["a probe had no result after 50 ms"]
+    assert breaker.succeeded(probe, 151) == []
+    assert state(breaker) == "open"
+
+
+def test_results_from_before_the_opening_change_nothing() -> None:
+    breaker = CircuitBreaker(SETTINGS)
+    old = [admitted(breaker, 0) for _ in range(6)]
+    for ticket in old[:3]:
+        breaker.failed(ticket, 0)
+    breaker.advance(100)
+
+    breaker.failed(old[3], 100)
+    breaker.succeeded(old[4], 100)
+    breaker.succeeded(old[5], 100)
+
+    assert state(breaker) == "half-open"
+
+
+def closed_again(breaker: CircuitBreaker, now_ms: float) -> CircuitBreaker:
+    for _ in range(SETTINGS.successes_to_close):
+        breaker.succeeded(admitted(breaker, now_ms), now_ms)
+    assert state(breaker) == "closed"
+    return breaker
+
+
+def test_late_failures_open_neither_a_half_open_nor_a_closed_breaker() -> None:
+    breaker = CircuitBreaker(SETTINGS)
+    old = [admitted(breaker, 0) for _ in range(9)]
+    for ticket in old[:3]:
+        breaker.failed(ticket, 0)
+    breaker.advance(100)
+
+    for ticket in old[3:6]:
+        assert breaker.failed(ticket, 100) == []
+    closed_again(breaker, 100)
+    for ticket in old[6:]:
+        assert breaker.failed(ticket, 101) == []
+
+    assert state(breaker) == "closed"
+
+
+def test_a_closed_breaker_begins_anew() -> None:
+    breaker = closed_again(opened(), 100)
+
+    for _ in range(2):
+        assert breaker.failed(admitted(breaker, 110), 110) == []
+    breaker.failed(admitted(breaker, 110), 110)
+
+    assert state(breaker) == "open"
+    assert breaker.retry_after_ms(110) == 100
+
+
+def test_an_abandoned_probe_makes_room_for_another() -> None:
+    breaker = opened()
+    probe = admitted(breaker, 100)
+    admitted(breaker, 100)
+    assert breaker.admit(100)[0] is None
+
+    breaker.abandoned(probe, 101)
+
+    assert breaker.admit(102)[0] is not None
+
+
+def test_the_result_of_a_probe_counts_once() -> None:
+    breaker = opened()
+    probe = admitted(breaker, 100)
+    breaker.succeeded(probe, 101)
+    breaker.succeeded(probe, 102)
+
+    assert state(breaker) == "half-open"
+
+
+class BreakerRules(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.breaker = CircuitBreaker(SETTINGS)
+        self.now = 0.0
+        self.tickets: list[Ticket] = []
+        self.state = BreakerState.CLOSED
+
+    def follow(self, steps: list[BreakerStep]) -> None:
+        allowed = {("closed", "open"), ("open", "half-open"), ("half-open", "open"), ("half-open", "closed")}
+        for step in steps:
+            assert step.before is self.state
+            assert (step.before.value, step.after.value) in allowed
+            self.state = step.after
+
+    @rule(ms=st.sampled_from([0, 1, 10, 49, 50, 100, 200, 350, 1000]))
+    def wait(self, ms: int) -> None:
+        self.now += ms
+
+    @rule()
+    def admit(self) -> None:
+        expected = self.breaker.would_admit(self.now)
+        ticket, steps = self.breaker.admit(self.now)
+        assert (ticket is not None) == expected
+        self.follow(steps)
+        if ticket is not None:
+            assert ticket.probe == (self.state is BreakerState.HALF_OPEN)
+            self.tickets.append(ticket)
+
+    @precondition(lambda self: self.tickets)
+    @rule(data=st.data(), outcome=st.sampled_from(["succeeded", "failed", "abandoned"]), again=st.booleans())
+    def finish(self, data: st.DataObject, outcome: str, again: bool) -> None:
+        index = data.draw(st.integers(0, len(self.tickets) - 1))
+        ticket = self.tickets[index] if again else self.tickets.pop(index)
+        self.follow(getattr(self.breaker, outcome)(ticket, self.now))
+
+    @invariant()
+    def steps_tell_the_whole_story(self) -> None:
+        assert self.breaker.state is self.state
+        assert self.breaker.probes_under_way <= SETTINGS.probes
+        assert self.state is BreakerState.HALF_OPEN or self.breaker.probes_under_way == 0
+        assert 0 <= self.breaker.retry_after_ms(self.now) <= SETTINGS.open_max_ms
+
+    @invariant()
+    def it_never_stays_shut_for_good(self) -> None:
+        assert self.breaker.would_admit(self.now + SETTINGS.open_max_ms) or self.state is BreakerState.HALF_OPEN
+
+
+TestBreakerRules = BreakerRules.TestCase
+TestBreakerRules.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+@pytest.mark.parametrize("later", [0.0, -50.0])
+def test_a_clock_that_goes_backwards_is_taken_as_standing_still(later: float) -> None:
+    breaker = opened(1000)
+
+    assert breaker.admit(later) == (None, [])
+    assert breaker.retry_after_ms(later) == 100

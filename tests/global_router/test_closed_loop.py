@@ -1,0 +1,235 @@
+"""The closed loop, step by step in virtual time."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from global_router.core.closed_loop import CellKey, ClosedLoop, LoopStep, Spill, Verdict
+from global_router.core.grid import Grid, GridRequest
+from global_router.core.request_hints import RequestHints, Target
+from tests.global_router.documents import disagg, document
+
+KEY = CellKey("prefill", (0, 1), "p-cheap")
+"""Its target is the middle of 500 to 1000 ms."""
+LOOP = {
+    "window_ms": 1000,
+    "samples_min": 5,
+    "spill_after_ms": 300,
+    "return_after_ms": 600,
+    "return_below": 0.8,
+    "step_share": 0.25,
+    "share_max": 0.6,
+}
+
+
+def loop(raw: dict[str, Any] | None = None, **more: Any) -> ClosedLoop:
+    return ClosedLoop(document({**(raw or disagg()), "adapt": True, "closed_loop": {**LOOP, **more}}), cells_max=4)
+
+
+def run(
+    made: ClosedLoop, from_ms: int, until_ms: int, value_ms: float | None, key: CellKey = KEY, metric: str = "ttft"
+) -> list[LoopStep]:
+    """Observe a latency every 10 ms and evaluate every 50 ms."""
+    steps = []
+    for now in range(from_ms, until_ms, 10):
+        if value_ms is not None:
+            made.observe(key, metric, value_ms, now)
+        if now % 50 == 0:
+            steps += made.evaluate(now)
+    return steps
+
+
+def test_a_missed_target_spills_step_by_step_up_to_the_limit() -> None:
+    made = loop()
+
+    steps = run(made, 0, 3000, 751)
+
+    assert [step.share_after for step in steps] == [0.25, 0.5, 0.6]
+    assert made.share(KEY) == 0.6
+    first = steps[0]
+    assert (first.key, first.spill_pool, first.verdict) == (KEY, "p-fast", Verdict.MISSED)
+    assert (first.measured[0].metric, first.measured[0].p95_ms, first.measured[0].target_ms) == ("ttft", 751, 750)
+    assert first.reason == "missed for 300 ms"
+
+
+def test_a_target_that_is_just_met_is_not_missed() -> None:
+    assert run(loop(), 0, 3000, 750) == []
+
+
+@pytest.mark.parametrize(("outliers", "p95_ms"), [(1, 760), (2, 9000)])
+def test_the_percentile_is_the_nearest_rank(outliers: int, p95_ms: float) -> None:
+    made = loop(window_ms=10_000)
+    for number in range(20):
+        made.observe(KEY, "ttft", 9000 if number < outliers else 760, 0)
+    made.evaluate(0)
+
+    [step] = made.evaluate(300)
+
+    assert step.measured[0].p95_ms == p95_ms
+
+
+def test_each_step_waits_its_time_after_new_measurements() -> None:
+    steps = run(loop(), 0, 3000, 800)
+
+    gaps = [after.time_ms - before.time_ms for before, after in pairwise(steps)]
+    assert all(gap >= 300 for gap in gaps)
+
+
+def test_a_short_miss_does_nothing() -> None:
+    made = loop()
+
+    assert run(made, 0, 300, 800) == []
+    run(made, 300, 1400, 100)
+
+    assert made.share(KEY) == 0
+
+
+def test_between_met_and_missed_nothing_changes() -> None:
+    made = loop()
+    run(made, 0, 600, 800)
+    share = made.share(KEY)
+    assert share > 0
+
+    steps = run(made, 2000, 9000, 700)
+
+    assert steps == []
+    assert made.share(KEY) == share
+
+
+def test_a_met_target_returns_more_slowly_than_a_missed_one_spills() -> None:
+    made = loop()
+    run(made, 0, 3000, 800)
+
+    steps = run(made, 3000, 8000, 500)
+
+    assert [step.share_after for step in steps] == [0.35, 0.09999999999999998, 0]
+    assert all(step.verdict is Verdict.MET for step in steps)
+    assert made.share(KEY) == 0
+
+
+def test_a_cell_without_traffic_returns_too() -> None:
+    made = loop()
+    run(made, 0, 500, 800)
+    assert made.share(KEY) == 0.25
+
+    steps = run(made, 2000, 4000, None)
+
+    assert [(step.verdict, step.share_after) for step in steps] == [(Verdict.QUIET, 0)]
+
+
+def test_the_fastest_pool_says_once_that_nothing_is_faster() -> None:
+    key = CellKey("prefill", (0, 0), "p-fast")
+    made = loop()
+
+    steps = run(made, 0, 3000, 9999, key)
+
+    assert [(step.reason, step.share_after) for step in steps] == [("missed, and no pool is faster", 0)]
+    assert made.spill(key, 0.0) is None
+
+
+def test_a_draw_below_the_share_spills() -> None:
+    made = loop()
+    assert made.spill(KEY, 0.0) is None
+    run(made, 0, 400, 800)
+
+    assert made.spill(KEY, 0.2499) == Spill("p-fast", 0.25)
+    assert made.spill(KEY, 0.25) is None
+
+
+def test_an_aggregated_cell_is_judged_by_both_targets() -> None:
+    raw = {
+        "mode": "aggregated",
+        "aggregated": {
+            "pools": [{"name": "fast"}, {"name": "slow"}],
+            "ttft_min_ms": 0,
+            "ttft_max_ms": 1000,
+            "ttft_resolution": 1,
+            "itl_min_ms": 0,
+            "itl_max_ms": 20,
+            "itl_resolution": 1,
+            "mapping": [["slow"]],
+        },
+    }
+    key = CellKey("aggregated", (0, 0), "slow")
+    made = loop(raw)
+    for now in range(0, 1000, 10):
+        made.observe(key, "ttft", 100, now)
+        made.observe(key, "itl", 11, now)
+    made.evaluate(1000)
+
+    steps = run(made, 1000, 1400, 11, key, "itl")
+
+    assert [m.metric for m in steps[0].measured] == ["ttft", "itl"]
+    assert made.share(key) == 0.25
+
+
+def test_nothing_happens_unless_the_document_asks_for_it() -> None:
+    made = ClosedLoop(document(disagg()))
+
+    assert run(made, 0, 60_000, 99_999) == []
+    assert len(made) == 0
+
+
+def test_the_number_of_cells_is_bounded_and_forgetting_a_spilling_one_is_a_step() -> None:
+    made = loop()
+    run(made, 0, 400, 800)
+
+    steps = []
+    for cell in [(0, 0), (1, 0), (1, 1)]:
+        steps += made.observe(CellKey("prefill", cell, "p-fast"), "ttft", 1, 500)
+    steps += made.observe(CellKey("decode", (0, 1), "d-cheap"), "itl", 1, 500)
+
+    assert len(made) == 4
+    assert [(step.key, step.share_after, step.reason) for step in steps] == [(KEY, 0, "more than 4 cells are watched")]
+
+
+def test_steps_explain_themselves() -> None:
+    explained = run(loop(), 0, 400, 800)[0].explanation()
+
+    assert explained["pool"] == "p-cheap"
+    assert explained["measured"] == [{"metric": "ttft", "p95_ms": 800, "target_ms": 750.0, "samples": 36}]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    phases=st.lists(
+        st.tuples(st.sampled_from([None, 100.0, 600.0, 700.0, 751.0, 5000.0]), st.integers(1, 20)), max_size=12
+    ),
+    draw=st.floats(0, 1, exclude_max=True),
+)
+def test_shares_stay_in_their_bounds_and_follow_from_the_steps(
+    phases: list[tuple[float | None, int]], draw: float
+) -> None:
+    made, copy = loop(), loop()
+    now = 0
+    steps: list[LoopStep] = []
+    for value, length in phases:
+        new = run(made, now, now + 100 * length, value)
+        now += 100 * length
+        for step in new:
+            assert abs(step.share_after - step.share_before) <= LOOP["step_share"] + 1e-12
+            assert (step.share_after > step.share_before) == (step.verdict is Verdict.MISSED)
+            copy.apply(step)
+        steps += new
+        assert 0 <= made.share(KEY) <= LOOP["share_max"]
+        assert copy.share(KEY) == made.share(KEY)
+        assert (made.spill(KEY, draw) is not None) == (draw < made.share(KEY))
+    for before, after in pairwise(steps):
+        assert after.share_before == before.share_after
+        waited = LOOP["spill_after_ms"] if after.verdict is Verdict.MISSED else LOOP["return_after_ms"]
+        assert after.time_ms - before.time_ms >= waited
+
+
+def test_a_selection_that_an_override_changed_is_not_watched() -> None:
+    raw = disagg()
+    raw["prefill"]["priority_overrides"] = [{"min_priority": 1, "max_priority": 9, "target_pool": "p-fast"}]
+    grid = Grid(document(raw))
+    late = Target(900, "test")
+
+    assert CellKey.of(grid.select("prefill", GridRequest(1, RequestHints(late)))) == KEY
+    assert CellKey.of(grid.select("prefill", GridRequest(1, RequestHints(late, priority=5)))) is None

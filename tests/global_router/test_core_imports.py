@@ -1,0 +1,36 @@
+"""The core is pure: it imports itself, the contract, pydantic, numpy, and harmless parts of the library."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.global_router.documents import ROOT
+
+CORE = sorted((ROOT / "global_router" / "core").glob("*.py"))
+ALLOWED = {
+    "__future__", "collections", "dataclasses", "difflib", "enum", "global_router", "itertools", "json", "math",
+    "numpy", "pydantic", "re", "statistics", "types", "typing", "wire",
+}  # fmt: skip
+
+
+def imported(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name}: relative import"
+            names.add(node.module or "")
+    return names
+
+
+@pytest.mark.parametrize("path", CORE, ids=lambda path: path.stem)
+def test_a_module_of_the_core_has_no_sockets_clock_or_randomness(path: Path) -> None:
+    names = imported(path)
+
+    assert {name.split(".")[0] for name in names} <= ALLOWED
+    ours = {name for name in names if name.startswith("global_router")}
+    assert all(name.startswith("global_router.core.") for name in ours)

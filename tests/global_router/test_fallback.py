@@ -1,0 +1,104 @@
+"""The order in which pools are tried."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from global_router.core.fallback import PoolState, choose_available, fallback_order, retry_order
+from global_router.core.grid_document import Stage
+from tests.global_router.documents import document
+
+UP = PoolState.AVAILABLE
+
+
+def stage(ranks: dict[str, int], fallback: dict[str, Any] | None = None) -> Stage:
+    raw = {
+        "mode": "aggregated",
+        "accept": ["unreachable-pool"],
+        "aggregated": {
+            "pools": [{"name": name, "priority": rank} for name, rank in ranks.items()],
+            "ttft_min_ms": 0,
+            "ttft_max_ms": 1,
+            "ttft_resolution": 1,
+            "itl_min_ms": 0,
+            "itl_max_ms": 1,
+            "itl_resolution": 1,
+            "mapping": [[0]],
+            "fallback": fallback or {},
+        },
+    }
+    made = document(raw).aggregated
+    assert made is not None
+    return made
+
+
+RANKS = {"slow": 3, "fast": 0, "mid": 1, "also-mid": 1, "slowest": 9}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rule", "expected"),
+    [
+        ("mid", "faster-then-slower", ["mid", "also-mid", "fast", "slow", "slowest"]),
+        ("slowest", "faster-then-slower", ["slowest", "slow", "mid", "also-mid", "fast"]),
+        ("fast", "faster-then-slower", ["fast", "mid", "also-mid", "slow", "slowest"]),
+        ("mid", "faster-only", ["mid", "also-mid", "fast"]),
+        ("mid", "none", ["mid"]),
+    ],
+)
+def test_pools_follow_the_rule(chosen: str, rule: str, expected: list[str]) -> None:
+    order = fallback_order(stage(RANKS, {"rule": rule}), chosen)
+
+    assert [candidate.pool for candidate in order] == expected
+
+
+def test_an_explicit_order_is_exactly_that() -> None:
+    made = stage(RANKS, {"order": {"mid": ["slowest", "fast"], "fast": []}})
+
+    assert [candidate.pool for candidate in fallback_order(made, "mid")] == ["mid", "slowest", "fast"]
+    assert [candidate.pool for candidate in fallback_order(made, "fast")] == ["fast"]
+    assert len(fallback_order(made, "slow")) == 5
+
+
+def test_a_retry_goes_to_strictly_faster_pools_from_slow_to_fast() -> None:
+    made = stage(RANKS)
+
+    assert retry_order(made, "slowest") == ("slow", "mid", "also-mid", "fast")
+    assert retry_order(made, "mid") == ("fast",)
+    assert retry_order(made, "fast") == ()
+
+
+def test_the_first_available_pool_is_taken_and_the_others_are_explained() -> None:
+    order = fallback_order(stage(RANKS), "mid")
+    states = {"mid": PoolState.BREAKER_OPEN, "also-mid": PoolState.DRAINING, "fast": PoolState.SATURATED, "slow": UP}
+
+    choice = choose_available(order, states)
+
+    assert (choice.pool, choice.reason, choice.fell_back) == ("slow", "slower", True)
+    assert choice.explanation()["passed_over"] == [
+        {"pool": "mid", "state": "breaker-open"},
+        {"pool": "also-mid", "state": "draining"},
+        {"pool": "fast", "state": "saturated"},
+    ]
+
+
+def test_the_chosen_pool_is_no_fallback() -> None:
+    choice = choose_available(fallback_order(stage(RANKS), "mid"), {"mid": UP})
+
+    assert (choice.pool, choice.fell_back, choice.passed_over) == ("mid", False, ())
+
+
+@pytest.mark.parametrize(("state", "later"), [(PoolState.SATURATED, True), (PoolState.DOWN, False)])
+def test_without_any_pool_it_is_said_whether_waiting_helps(state: PoolState, later: bool) -> None:
+    choice = choose_available(fallback_order(stage(RANKS), "mid"), {"fast": state})
+
+    assert choice.pool is None
+    assert choice.may_have_room_later is later
+    assert len(choice.passed_over) == 5
+
+
+def test_a_pool_that_failed_this_request_is_not_tried_again() -> None:
+    order = fallback_order(stage(RANKS), "mid")
+
+    assert choose_available(order, dict.fromkeys(RANKS, UP), frozenset({"mid"})).pool == "also-mid"
