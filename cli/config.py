@@ -60,6 +60,18 @@ def build(
 
 
 @app.command()
+def rollback(
+    url: Annotated[str, typer.Option(help="Global router to talk to.", envvar="POOLGRID_URL")] = (
+        "http://127.0.0.1:8000"
+    ),
+) -> None:
+    """Put the previous document of a running global router in force. Status 1 when there is none, or no router."""
+    from cli.rollback import rollback as run
+
+    raise typer.Exit(run(url))
+
+
+@app.command()
 def schema() -> None:
     """Print the JSON Schema of pool-grid documents."""
     from global_router.config_commands import schema_text

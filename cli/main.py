@@ -13,6 +13,7 @@ from cli.options import with_settings
 from cli.service_process import run_service, say_ready
 from cli.up import UpSettings, run_up
 from frontend.settings import FrontendSettings
+from global_router.settings import GlobalRouterSettings
 from loadgen.settings import BenchSettings
 from router.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
 from router.settings import RouterSettings
@@ -54,12 +55,25 @@ def router(
     from router.bootstrap import Endpoints, serve
 
     def ready(endpoints: Endpoints) -> None:
-        say_ready(endpoints.http, *([f"ingest={endpoints.ingest}"] if endpoints.ingest else []))
+        ingest = [f"ingest={endpoints.ingest}"] if endpoints.ingest else []
+        say_ready(endpoints.http, *ingest, f"select={endpoints.select}")
 
     async def main(stop: asyncio.Event) -> None:
         await serve(settings, frontend, consolidator, stop, ready)
 
     run_service("router", log_level, main)
+
+
+@app.command("global-router")
+@with_settings(GlobalRouterSettings, FrontendSettings)
+def global_router(settings: GlobalRouterSettings, frontend: FrontendSettings, log_level: LogLevel = "info") -> None:
+    """Run a global router: the OpenAI HTTP API over several pools, chosen by a grid."""
+    from global_router.bootstrap import serve
+
+    async def main(stop: asyncio.Event) -> None:
+        await serve(settings, frontend, stop, say_ready)
+
+    run_service("global-router", log_level, main)
 
 
 @app.command()

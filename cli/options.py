@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import typer
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
 from runtime.settings import Settings
 
@@ -97,7 +98,7 @@ def _parameter(name: str, field: FieldInfo, default: Any, renamed: Mapping[str, 
 
 
 def _shown(default: Any) -> str | bool:
-    if default is None or default in ("", ()):
+    if default is None or default is PydanticUndefined or default in ("", ()):
         return False
     if isinstance(default, bool):
         return "on" if default else "off"
@@ -131,6 +132,6 @@ def _build(model: type[S], values: dict[str, Any], renamed: Mapping[str, str]) -
         for fault in error.errors():
             place = str(fault["loc"][0]) if fault["loc"] else ""
             where = option_name(place, renamed) if place else "options"
-            got = f" (got {fault['input']!r})" if place else ""
+            got = f" (got {fault['input']!r})" if place and fault["type"] != "missing" else ""
             typer.echo(f"{where}: {fault['msg'].removeprefix('Value error, ')}{got}", err=True)
         raise typer.Exit(2) from None

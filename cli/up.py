@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import signal
 import sys
 import tempfile
-from asyncio.subprocess import PIPE, Process
-from collections import deque
+from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from pydantic import Field
 
-from cli.service_process import PARENT_PIPE_VARIABLE, say_ready
+from cli.part import START_TIMEOUT_S, Part, PartFailed, part_environment, stop_parts
+from cli.service_process import say_ready
 from frontend.models import TINY_MODEL_PATH
 from frontend.prompt_model import ModelDirectoryError, PromptModel
 from runtime import lifecycle, logs
@@ -30,21 +29,24 @@ from runtime.settings import Settings
 
 log = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 60.0
-"""A part that is not ready by then is given up; on a loaded machine an interpreter may take ten seconds to start."""
-
-STOP_TIMEOUT_S = 10.0
-RESTARTS_MAX = 10
-RESTART_WINDOW_S = 60.0
-
 
 class UpSettings(Settings):
     """A pool of simulated workers on this machine."""
 
+    pools: Path | None = Field(
+        None,
+        description="Pool-grid document: run a whole fleet from it instead of one pool, each pool with a router and "
+        "the workers that its `simulate` describes, and a global router before them. The urls in it are not used.",
+    )
     workers: int = Field(4, ge=1, le=256, description="Simulated workers.")
     host: str = Field("127.0.0.1", description="Address that everything listens on.")
     port: int = Field(8000, ge=0, le=65535, description="Port of the OpenAI API; 0 takes any free one.")
-    speedup: float = Field(1.0, gt=0, le=1e6, description="How many times faster than real engines the workers are.")
+    speedup: float = Field(
+        1.0,
+        gt=0,
+        le=1e6,
+        description="How many times faster than real engines the workers are; with --pools, times the pool's own.",
+    )
     data_dir: Path | None = Field(
         None, description="Directory of the journal; by default a temporary one that ends with the pool."
     )
@@ -59,103 +61,6 @@ class UpSettings(Settings):
     log_level: str = Field("warning", description="Least severe log lines shown: debug, info, warning or error.")
 
 
-class PartFailed(RuntimeError):
-    """A part could not be started, or died too often."""
-
-
-class Part:
-    """One child process, started again when it dies."""
-
-    def __init__(self, name: str, arguments: list[str], environment: dict[str, str]) -> None:
-        self.name = name
-        self.arguments = arguments
-        self.ready_words: list[str] = []
-        self._environment = environment
-        self._process: Process | None = None
-        self._restarts: deque[float] = deque(maxlen=RESTARTS_MAX)
-        self._watch: asyncio.Task[None] | None = None
-        self.stopping = False
-
-    async def start(self) -> None:
-        """Start the process and wait until it says that it is ready."""
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "cli",
-            *self.arguments,
-            stdin=PIPE,
-            stdout=PIPE,
-            env=self._environment,
-            # Ctrl-C reaches this process only, which then ends its parts in order.
-            start_new_session=True,
-        )
-        assert self._process.stdout is not None
-        try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                line = (await self._process.stdout.readline()).decode().split()
-        except TimeoutError:
-            raise PartFailed(f"{self.name} was not ready within {START_TIMEOUT_S:.0f} s") from None
-        if not line or line[0] != "ready":
-            status = await self._process.wait()
-            raise PartFailed(f"{self.name} ended with status {status} before it was ready; its own words are above")
-        self.ready_words = line[1:]
-
-    def watch(self, failed: asyncio.Event) -> None:
-        """Start the process again whenever it dies; ``failed`` is set when it dies too often."""
-        self._watch = asyncio.ensure_future(self._keep_alive(failed))
-
-    async def _keep_alive(self, failed: asyncio.Event) -> None:
-        loop = asyncio.get_running_loop()
-        while not self.stopping:
-            assert self._process is not None
-            status = await self._process.wait()
-            if self.stopping:
-                return
-            now = loop.time()
-            if len(self._restarts) == RESTARTS_MAX and now - self._restarts[0] < RESTART_WINDOW_S:
-                log.error("%s died %d times within %.0f s: giving up", self.name, RESTARTS_MAX + 1, RESTART_WINDOW_S)
-                failed.set()
-                return
-            self._restarts.append(now)
-            log.warning("%s ended with status %s: starting it again", self.name, status)
-            try:
-                await self.start()
-            except PartFailed as error:
-                log.warning("%s", error)
-                await self._kill()
-
-    def word(self, key: str) -> str:
-        """Return what the ready line says about ``key`` (``key=value``)."""
-        for word in self.ready_words:
-            if word.startswith(f"{key}="):
-                return word.removeprefix(f"{key}=")
-        raise PartFailed(f"{self.name} did not say where its {key} is")
-
-    def ask_to_stop(self) -> None:
-        """Send SIGTERM."""
-        self.stopping = True
-        if self._process is not None and self._process.returncode is None:
-            self._process.terminate()
-
-    async def stopped(self) -> None:
-        """Wait for the end, and make it when it does not come."""
-        if self._watch is not None:
-            self._watch.cancel()
-        if self._process is None:
-            return
-        try:
-            async with asyncio.timeout(STOP_TIMEOUT_S):
-                await self._process.wait()
-        except TimeoutError:
-            log.warning("%s did not end within %.0f s: killing it", self.name, STOP_TIMEOUT_S)
-            await self._kill()
-
-    async def _kill(self) -> None:
-        if self._process is not None and self._process.returncode is None:
-            self._process.send_signal(signal.SIGKILL)
-            await self._process.wait()
-
-
 class LocalPool:
     """All parts of a pool on this machine."""
 
@@ -163,7 +68,7 @@ class LocalPool:
         self._settings = settings
         self._data_dir = data_dir
         self._model = model
-        self._environment = {**os.environ, PARENT_PIPE_VARIABLE: "1", "PYTHONUNBUFFERED": "1"}
+        self._environment = part_environment()
         self._consolidator: Part | None = None
         self._router: Part | None = None
         self._workers: list[Part] = []
@@ -195,7 +100,18 @@ class LocalPool:
         self._router, self._workers = started[0], list(started[1:])
         url = self._router.ready_words[0]
         self._router.arguments += ["--port", url.rpartition(":")[2]]
+        select = self._router.word("select").rpartition(":")[2]
+        self._router.arguments += ["--select-port", select]
+        await _until_workers_are_known(url, settings.workers)
         return url
+
+    def greeting(self, url: str) -> str:
+        """Return what a newcomer should know."""
+        return (
+            f"{self._settings.workers} simulated workers serve model {self._model.name!r}. "
+            f"Send requests to {url}/v1, for example:\n{example_request(url, self._model.name)}"
+            f"Watch them with: poolgrid top --url {url}    Stop with Ctrl-C.\n"
+        )
 
     def _worker_arguments(self, number: int) -> list[str]:
         settings = self._settings
@@ -225,10 +141,7 @@ class LocalPool:
     async def stop(self) -> None:
         """End everything in order."""
         for parts in ([self._router], self._workers, [self._consolidator]):
-            running = [part for part in parts if part is not None]
-            for part in running:
-                part.ask_to_stop()
-            await asyncio.gather(*(part.stopped() for part in running))
+            await stop_parts(parts)
 
 
 async def _until_workers_are_known(url: str, workers: int) -> None:
@@ -251,15 +164,53 @@ def run_up(settings: UpSettings) -> int:
     except (ValueError, ModelDirectoryError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
+    if settings.pools is not None:
+        return run_fleet(settings, settings.pools, model)
+    return _run(lambda directory: LocalPool(settings, settings.data_dir or directory, model))
+
+
+def run_fleet(settings: UpSettings, path: Path, model: PromptModel) -> int:
+    """Run the fleet of a pool-grid document; return the exit status."""
+    from cli.fleet import LocalFleet
+    from global_router.config_commands import read_document_file
+    from global_router.core.problems import GridDocumentError
+
+    try:
+        document = read_document_file(path).document
+    except GridDocumentError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return _run(lambda _: LocalFleet(settings, path, document, model))
+
+
+class Local(Protocol):
+    """What runs on this machine until it is told to stop."""
+
+    failed: asyncio.Event
+
+    async def start(self) -> str:
+        """Start every part; return the URL of the OpenAI API once it can serve."""
+        ...
+
+    def greeting(self, url: str) -> str:
+        """Return what a newcomer should know."""
+        ...
+
+    async def stop(self) -> None:
+        """End every part."""
+        ...
+
+
+def _run(make: Callable[[Path], Local]) -> int:
     status = 0
 
     async def main(stop: asyncio.Event) -> None:
         nonlocal status
         with tempfile.TemporaryDirectory(prefix="poolgrid-") as temporary:
-            pool = LocalPool(settings, settings.data_dir or Path(temporary), model)
+            pool = make(Path(temporary))
             stopping = asyncio.ensure_future(stop.wait())
             failing = asyncio.ensure_future(pool.failed.wait())
-            starting = asyncio.ensure_future(_start(pool, settings, model))
+            starting = asyncio.ensure_future(_start(pool))
             try:
                 await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
                 if starting.done():
@@ -279,14 +230,16 @@ def run_up(settings: UpSettings) -> int:
     return status
 
 
-async def _start(pool: LocalPool, settings: UpSettings, model: PromptModel) -> None:
-    url = await pool.start()
-    await _until_workers_are_known(url, settings.workers)
-    sys.stderr.write(
-        f"{settings.workers} simulated workers serve model {model.name!r}. Send requests to {url}/v1, for example:\n"
-        f"  curl {url}/v1/chat/completions -H 'content-type: application/json' "
-        f'-d \'{{"model": "{model.name}", "messages": [{{"role": "user", "content": "Hello"}}], "max_tokens": 32}}\'\n'
-        f"Watch them with: poolgrid top --url {url}    Stop with Ctrl-C.\n"
-    )
+async def _start(local: Local) -> None:
+    url = await local.start()
+    sys.stderr.write(local.greeting(url))
     sys.stderr.flush()
     say_ready(url)
+
+
+def example_request(url: str, model_name: str) -> str:
+    """Return a request that a newcomer can paste."""
+    return (
+        f"  curl {url}/v1/chat/completions -H 'content-type: application/json' "
+        f'-d \'{{"model": "{model_name}", "messages": [{{"role": "user", "content": "Hello"}}], "max_tokens": 32}}\'\n'
+    )

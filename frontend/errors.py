@@ -69,7 +69,7 @@ def refused(refusal: Refused) -> RequestError:
     headers: tuple[tuple[bytes, bytes], ...] = ()
     if refusal.retry_after_s is not None:
         headers = ((b"retry-after", str(max(1, math.ceil(refusal.retry_after_s))).encode()),)
-    return RequestError(refusal.status, refusal.code, str(refusal), headers=headers)
+    return RequestError(refusal.status, refusal.code, str(refusal), param=refusal.param, headers=headers)
 
 
 def quoted(value: object) -> str:

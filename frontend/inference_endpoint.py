@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
 from frontend.errors import RequestError, refused
 from frontend.metrics import FrontendMetrics
-from frontend.ports import InferenceBackend, Refused, StreamDelta
+from frontend.ports import HINT_HEADERS, InferenceBackend, Refused, StreamDelta
 from frontend.preparation import Job, Preparation, Prompt
 from frontend.request_ids import RequestIds
 from frontend.responses import DONE, AnswerEncoder, error_event, usage
@@ -85,9 +85,9 @@ class InferenceEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one POST."""
         arrived_ms = self._clock.monotonic_ms()
-        content_type, content_length, client_id = _headers(scope)
+        content_type, content_length, client_id, hint_headers = _headers(scope)
         wanted_id = self._request_ids.wanted(client_id)
-        exchange = _Exchange(self, wanted_id, arrived_ms, receive, send)
+        exchange = _Exchange(self, wanted_id, hint_headers, arrived_ms, receive, send)
         self._in_flight.inc()
         try:
             await exchange.run(content_type, content_length)
@@ -100,12 +100,19 @@ class _Exchange:
     """One request and its answer."""
 
     def __init__(
-        self, endpoint: InferenceEndpoint, wanted_id: str, arrived_ms: float, receive: Receive, send: Send
+        self,
+        endpoint: InferenceEndpoint,
+        wanted_id: str,
+        hint_headers: Mapping[str, str] | None,
+        arrived_ms: float,
+        receive: Receive,
+        send: Send,
     ) -> None:
         self._endpoint = endpoint
         self._metrics = endpoint._metrics
         self._clock = endpoint._clock
         self._wanted_id = wanted_id
+        self._hint_headers = hint_headers
         self._arrived_ms = arrived_ms
         self._receive = receive
         self._send = send
@@ -204,7 +211,7 @@ class _Exchange:
         return prompts
 
     async def _serve(self, job: Job, prompts: Sequence[Prompt], request_ids: list[str]) -> None:
-        requests = job.requests(prompts, request_ids)
+        requests = job.requests(prompts, request_ids, self._hint_headers)
         per_prompt = job.choices_per_prompt
         outputs = self._outputs
         for index, request in enumerate(requests):
@@ -336,11 +343,15 @@ class _Exchange:
         streams = [output.stream for output in self._outputs if output.stream is not None]
         workers = dict.fromkeys(stream.worker for stream in streams)
         reasons = dict.fromkeys(stream.decision_reason for stream in streams)
-        return [
+        headers = [
             (b"x-request-id", self._wanted_id.encode()),
             (b"x-poolgrid-worker", _header_value(list(workers))),
             (b"x-poolgrid-decision", _header_value(list(reasons))),
         ]
+        pools = [pool for pool in dict.fromkeys(stream.pool for stream in streams) if pool]
+        if pools:
+            headers.append((b"x-poolgrid-pool", _header_value(pools)))
+        return headers
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.status = status
@@ -452,9 +463,13 @@ async def _watch(receive: Receive, connection: _Connection, task: asyncio.Task[A
         task.cancel()
 
 
-def _headers(scope: Scope) -> tuple[bytes, bytes, bytes | None]:
+_HINT_HEADERS = {name.encode(): name for name in HINT_HEADERS}
+
+
+def _headers(scope: Scope) -> tuple[bytes, bytes, bytes | None, Mapping[str, str] | None]:
     content_type = content_length = b""
     request_id: bytes | None = None
+    hints: dict[str, str] | None = None
     for name, value in scope["headers"]:
         if name == b"content-type":
             content_type = value
@@ -462,7 +477,10 @@ def _headers(scope: Scope) -> tuple[bytes, bytes, bytes | None]:
             content_length = value
         elif name == b"x-request-id":
             request_id = value
-    return content_type, content_length, request_id
+        elif name in _HINT_HEADERS:
+            hints = hints or {}
+            hints[_HINT_HEADERS[name]] = value.decode("latin-1")
+    return content_type, content_length, request_id, hints
 
 
 def _header_value(values: list[str]) -> bytes:

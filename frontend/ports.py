@@ -6,11 +6,16 @@ into HTTP. Tokens cross this line as packed u32 little-endian bytes; text never 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from wire.requests import Sampling, TokenLogprobs
+
+HINT_HEADERS = ("x-ttft-target-ms", "x-itl-target-ms")
+"""Request headers that are handed to the router; a router that has no use for them ignores them."""
+
+NO_HINTS: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +31,9 @@ class InferenceRequest:
     lora_name: str = ""
     cache_salt: str = ""
     expected_output_tokens: int | None = None
+    hints: Mapping[str, Any] = field(default_factory=lambda: NO_HINTS)
+    """What the client asked of routing, as it came: ``nvext`` (the parts ``router`` and ``agent_hints``) and
+    ``headers`` (those of ``HINT_HEADERS``, by name in lower case). Either may be absent."""
 
 
 @dataclass(slots=True)
@@ -53,6 +61,11 @@ class TokenStream(Protocol):
         """Return the short reason code of the routing decision, for the response header."""
         ...
 
+    @property
+    def pool(self) -> str:
+        """Return the pools that serve, for the response header; empty where there is only one pool."""
+        ...
+
     async def next(self) -> list[StreamDelta]:
         """Wait until something is new and return all of it; after the finishing delta, an empty list.
 
@@ -68,11 +81,20 @@ class TokenStream(Protocol):
 class Refused(Exception):
     """The router will not serve the request now. ``status`` is the HTTP status that says so."""
 
-    def __init__(self, status: int, code: str, message: str, retry_after_s: float | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        retry_after_s: float | None = None,
+        param: str | None = None,
+    ) -> None:
         self.status = status
         self.code = code
         """Machine-readable reason, e.g. ``busy``, ``no_worker``, ``prompt_too_long``."""
         self.retry_after_s = retry_after_s
+        self.param = param
+        """The request's field that is wrong, when it is the client's fault."""
         super().__init__(message)
 
 

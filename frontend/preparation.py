@@ -14,7 +14,7 @@ import msgspec
 
 from frontend.chat_template import TemplateFailure
 from frontend.errors import RequestError, invalid, quoted, unsupported
-from frontend.ports import InferenceBackend, InferenceRequest, ServedModel
+from frontend.ports import NO_HINTS, InferenceBackend, InferenceRequest, ServedModel
 from frontend.prompt_model import PromptModel, PromptModels
 from frontend.schema import (
     JSON_NUMBER_MAX,
@@ -22,6 +22,7 @@ from frontend.schema import (
     CompletionBody,
     InferenceBody,
     Message,
+    Nvext,
     parse_chat,
     parse_completion,
 )
@@ -108,7 +109,9 @@ class Job:
         assert isinstance(body, CompletionBody), "there are two kinds of body"
         return [self._completion_prompt(body, prompt, param) for prompt, param in _prompts(body)]
 
-    def requests(self, prompts: Sequence[Prompt], request_ids: Sequence[str]) -> list[InferenceRequest]:
+    def requests(
+        self, prompts: Sequence[Prompt], request_ids: Sequence[str], headers: Mapping[str, str] | None = None
+    ) -> list[InferenceRequest]:
         """Return one request per prompt and choice, in the order of their ``index``; raises ``RequestError``."""
         body = self.body
         per_prompt = self.choices_per_prompt
@@ -117,6 +120,7 @@ class Job:
         hints = nvext.agent_hints if nvext is not None else None
         priority = hints.priority or 0 if hints is not None else 0
         expected = hints.osl if hints is not None else None
+        routing_hints = _hints(nvext, headers)
         cache_salt = body.cache_salt or (nvext.cache_salt if nvext is not None else None) or ""
         seed = body.seed
         if seed is None and len(request_ids) > 1:
@@ -139,6 +143,7 @@ class Job:
                         lora_name=self.lora_name,
                         cache_salt=cache_salt,
                         expected_output_tokens=expected,
+                        hints=routing_hints,
                     )
                 )
         return requests
@@ -398,6 +403,20 @@ def _arguments(arguments: str | dict[str, Any], where: str) -> Any:
         raise invalid(
             param, f"{param} is {quoted(arguments)}: allowed is a JSON object as a string ({error})"
         ) from None
+
+
+def _hints(nvext: Nvext | None, headers: Mapping[str, str] | None) -> Mapping[str, Any]:
+    """Return what the client asked of routing, for ``InferenceRequest.hints``."""
+    hints: dict[str, Any] = {}
+    if nvext is not None and (nvext.router is not None or nvext.agent_hints is not None):
+        agent = nvext.agent_hints
+        hints["nvext"] = {
+            "router": nvext.router,
+            "agent_hints": None if agent is None else {"priority": agent.priority, "osl": agent.osl},
+        }
+    if headers:
+        hints["headers"] = headers
+    return hints or NO_HINTS
 
 
 def _wrap_i64(value: int) -> int:

@@ -49,6 +49,8 @@ class Nvext(Struct, frozen=True):
     """Extensions by the name that the field's clients already send."""
 
     agent_hints: AgentHints | None = None
+    router: Any = None
+    """Latency targets; read (and refused, if they are wrong) by the router that has a use for them."""
     cache_salt: Annotated[str, Meta(max_length=IDENTIFIER_BYTES_MAX)] | None = None
     use_raw_prompt: Any = None
     token_data: Any = None

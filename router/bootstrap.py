@@ -24,9 +24,10 @@ from router.core.prefix_index import PrefixIndex
 from router.core.projection import Projection
 from router.core.selector import Selector
 from router.feeds import EmbeddedFeed, RemoteFeed
-from router.http_api import add_index_endpoint, add_router_endpoints, readiness
+from router.http_api import add_index_endpoint, add_pool_endpoint, add_router_endpoints, readiness
 from router.metrics import RouterMetrics, register_views
 from router.ports import JournalFeed
+from router.select_plane import SelectPlane
 from router.service import RouterService
 from router.settings import RouterSettings
 from runtime.clock import SystemClock
@@ -41,6 +42,8 @@ class Endpoints(NamedTuple):
     http: str
     ingest: str
     """Where workers push their events; empty when the consolidator runs elsewhere."""
+    select: str
+    """Where global routers ask for workers."""
 
 
 class PolicyError(ValueError):
@@ -110,7 +113,10 @@ async def serve(
     server = HttpServer(app, settings.host, settings.port, "port", settings.shutdown_timeout_ms)
     starting: asyncio.Task[None] | None = None
     stopping = asyncio.ensure_future(stop.wait())
+    plane: SelectPlane | None = None
     try:
+        plane = SelectPlane(context, settings.host, settings.select_port, service, selector, metrics, clock)
+        add_pool_endpoint(app, plane)
         # HTTP answers /live and /ready while the state is still being rebuilt; requests are refused until then.
         server.start()
         starting = asyncio.ensure_future(service.start())
@@ -118,13 +124,15 @@ async def serve(
         if starting.done():
             await starting
             log.info("router at %s, policy %s, journal offset %d", server.url, policy.name, projection.next_offset)
-            ready(Endpoints(server.url, embedded.ingest_endpoint if embedded is not None else ""))
+            ready(Endpoints(server.url, embedded.ingest_endpoint if embedded is not None else "", plane.endpoint))
             await stopping
     finally:
         stopping.cancel()
         if starting is not None:
             starting.cancel()
         await server.stop()
+        if plane is not None:
+            plane.close()
         await service.stop()
         context.destroy(linger=0)
         log.info("router has ended")

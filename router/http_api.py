@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any
 
+import msgspec
 from fastapi import FastAPI, Path, Query, Response
 
 from frontend.errors import RequestError
 from router.core.fleet import Worker
 from router.core.projection import Projection
+from router.select_plane import SelectPlane
 from router.service import RouterService
 from runtime.clock import Clock
 
@@ -95,6 +97,15 @@ def add_index_endpoint(app: FastAPI, service: RouterService) -> None:
                 for tier, hashes in service.projection.index.holdings(key).items():
                     lines.extend(f"{sequence_hash:016x} {tier.name.lower()}" for sequence_hash in hashes)
         return Response("\n".join(sorted(lines)), media_type="text/plain")
+
+
+def add_pool_endpoint(app: FastAPI, plane: SelectPlane) -> None:
+    """Add ``/v1/pool``: how a global router that knows this router's URL finds its select plane."""
+
+    @app.get("/v1/pool", tags=["router"])
+    async def pool() -> dict[str, Any]:
+        """Say where the select plane listens, and how the pool is."""
+        return {"select_endpoint": plane.endpoint, "status": msgspec.to_builtins(plane.status(0))}
 
 
 ReadyCheck = Callable[[], str | None]

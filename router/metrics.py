@@ -79,6 +79,12 @@ class RouterMetrics:
             ["kind"],
             registry=registry,
         )
+        self.select_asks = Counter(
+            "poolgrid_router_select_asks_total",
+            "Messages of global routers on the select plane, by kind and outcome.",
+            ["kind", "outcome"],
+            registry=registry,
+        )
         self.records_applied = Counter(
             "poolgrid_router_records_applied_total", "Journal records applied.", registry=registry
         )

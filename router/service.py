@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
 import zmq
 
+from dispatch.token_stream import PREFILLED, ActiveRequest, Dispatch
+from dispatch.worker_link import WorkerLink
 from frontend.ports import InferenceRequest, Refused, ServedModel, StreamDelta
 from router.admission import Admission
 from router.core.candidates import RoutingRequest
@@ -30,8 +32,6 @@ from router.core.stage_plan import DECODE_ROLES, PREFILL_ROLES, SECOND_LEG, WHOL
 from router.metrics import RouterMetrics
 from router.ports import JournalFeed
 from router.settings import RouterSettings
-from router.token_stream import PREFILLED, ActiveRequest, Dispatch
-from router.worker_link import WorkerLink
 from runtime.clock import Clock
 from wire.events import JournalRecord
 from wire.feed import BlockChain, WorkerState
@@ -492,6 +492,20 @@ class RouterService:
     def counts(self) -> tuple[int, int]:
         """Return how many requests are active and how many wait."""
         return len(self._active), len(self._admission)
+
+    @property
+    def unreachable(self) -> Mapping[WorkerKey, str]:
+        """Return the workers that the pool knows and this router cannot talk to."""
+        return self._unreachable
+
+    def retry_after_s(self) -> float:
+        """Return when a refused asker should come back."""
+        return self._admission.retry_after_s(self._clock.monotonic_ms())
+
+    def load_changed(self) -> None:
+        """Look whether waiting requests have room now; for whoever changed the ledger beside this service."""
+        if len(self._admission):
+            self._pump()
 
     def is_reachable(self, key: WorkerKey) -> bool:
         """Tell whether the request plane to a worker is up."""

@@ -15,6 +15,12 @@ class RouterSettings(Settings):
 
     host: str = Field("127.0.0.1", description="Address the HTTP server listens on; loopback unless told otherwise.")
     port: int = Field(8000, ge=0, le=65535, description="Port of the HTTP server; 0 takes any free one.")
+    select_port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="Port at which global routers ask this pool to select and reserve workers; 0 takes any free one.",
+    )
     feed_endpoint: str | None = Field(
         None,
         description="Feed of a consolidator that runs alone (tcp://host:port), with query_endpoint; without them, one "

@@ -21,6 +21,7 @@ from wire.feed import FromFeed, SnapshotPart, ToFeed
 from wire.ingest import FromConsolidator, ToConsolidator
 from wire.limits import FRAME_BYTES_MAX
 from wire.requests import FromWorker, Generate, TokenBatch, ToWorker
+from wire.selection import FromPool, Probe, Select, ToPool
 
 T = TypeVar("T")
 _encoder = msgspec.msgpack.Encoder()
@@ -107,6 +108,14 @@ def _check_from_feed(value: FromFeed) -> str | None:
     return None
 
 
+def _check_to_pool(value: ToPool) -> str | None:
+    if isinstance(value, Select):
+        return _check_hashes(value.sequence_hashes, "Select.sequence_hashes")
+    if isinstance(value, Probe):
+        return _check_hashes(value.sequence_hashes, "Probe.sequence_hashes")
+    return None
+
+
 event_batch: Codec[EventBatch] = Codec("an event batch", EventBatch, _check_events)
 journal_record: Codec[JournalRecord] = Codec("a journal record", JournalRecord, _check_events)
 to_worker: Codec[ToWorker] = Codec("a message to a worker", ToWorker, _check_to_worker)
@@ -115,3 +124,5 @@ to_consolidator: Codec[ToConsolidator] = Codec("a message to the consolidator", 
 from_consolidator: Codec[FromConsolidator] = Codec("a message from the consolidator", FromConsolidator, _no_check)
 to_feed: Codec[ToFeed] = Codec("a request to the feed", ToFeed, _no_check)
 from_feed: Codec[FromFeed] = Codec("an answer of the feed", FromFeed, _check_from_feed)
+to_pool: Codec[ToPool] = Codec("a message to a pool", ToPool, _check_to_pool)
+from_pool: Codec[FromPool] = Codec("an answer of a pool", FromPool, _no_check)

@@ -50,6 +50,18 @@ LOGPROBS_MAX = 64
 GUIDE_BYTES_MAX = 1024 * 1024
 """A JSON schema for guided decoding."""
 
+WORKERS_EXCLUDED_MAX = 1024
+"""Workers that one ``Select`` may exclude: every worker that failed a request, of a large pool."""
+
+REFUSAL_REASONS_MAX = 256
+"""Workers that one refusal explains; more of them nobody reads."""
+
+RENEWALS_MAX = 65_536
+"""Reservations in one ``Renew``; the sender splits."""
+
+POOL_MODELS_MAX = 1024
+"""Models that one pool may report."""
+
 U64_MAX = 2**64 - 1
 """Hashes, epochs, sequence numbers and offsets are unsigned 64-bit."""
 

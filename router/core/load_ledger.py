@@ -13,8 +13,8 @@ Sums live in arrays addressed by the worker's slot in the prefix index, so that 
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +34,8 @@ class Entry:
     """Prompt tokens still to be computed; 0 once the first token exists."""
     active_blocks: int
     confirmed: bool
-    reserved_ms: float
+    due_ms: float
+    """When it expires, as long as nobody confirmed it."""
 
 
 class LoadLedger:
@@ -46,7 +47,8 @@ class LoadLedger:
         self.requests: NDArray[np.int64] = np.zeros(INITIAL_SLOTS, np.int64)
         self._entries: dict[tuple[WorkerKey, str], Entry] = {}
         self._of_worker: dict[WorkerKey, dict[str, None]] = {}
-        self._unconfirmed: deque[tuple[float, WorkerKey, str]] = deque()
+        self._unconfirmed: list[tuple[float, WorkerKey, str]] = []
+        """A heap by due time; a renewed reservation has an older item too, which is passed over."""
         self._reservation_ttl_ms = reservation_ttl_ms
         self._max_entries = max_entries
         self.expired_reservations = 0
@@ -62,12 +64,33 @@ class LoadLedger:
                 array[:length] = getattr(self, name)
                 setattr(self, name, array)
 
+    def lease_ms(self, wanted_ms: float = 0.0) -> float:
+        """Return the lease that a reservation gets: what is wanted, at most the configured one; 0 wants that."""
+        return min(wanted_ms, self._reservation_ttl_ms) if wanted_ms > 0 else self._reservation_ttl_ms
+
     def reserve(
-        self, worker: WorkerKey, slot: int, request_id: str, prefill_tokens: int, active_blocks: int, now_ms: float
+        self,
+        worker: WorkerKey,
+        slot: int,
+        request_id: str,
+        prefill_tokens: int,
+        active_blocks: int,
+        now_ms: float,
+        lease_ms: float = 0.0,
     ) -> None:
         """Predict what a request will cost the worker that was chosen for it."""
-        self._put(worker, request_id, Entry(slot, prefill_tokens, active_blocks, False, now_ms))
-        self._unconfirmed.append((now_ms + self._reservation_ttl_ms, worker, request_id))
+        due_ms = now_ms + self.lease_ms(lease_ms)
+        self._put(worker, request_id, Entry(slot, prefill_tokens, active_blocks, False, due_ms))
+        heappush(self._unconfirmed, (due_ms, worker, request_id))
+
+    def renew(self, worker: WorkerKey, request_id: str, now_ms: float) -> bool:
+        """Begin the lease of an unconfirmed reservation anew; return False when there is none (any more)."""
+        entry = self._entries.get((worker, request_id))
+        if entry is None or entry.confirmed:
+            return False
+        entry.due_ms = now_ms + self._reservation_ttl_ms
+        heappush(self._unconfirmed, (entry.due_ms, worker, request_id))
+        return True
 
     def started(
         self, worker: WorkerKey, slot: int, request_id: str, prefill_tokens: int, active_blocks: int, now_ms: float
@@ -109,12 +132,12 @@ class LoadLedger:
     def expire(self, now_ms: float, held: frozenset[str] | set[str] = frozenset()) -> None:
         """Release reservations that no worker confirmed in time, except those that someone still ``held`` open."""
         while self._unconfirmed and self._unconfirmed[0][0] <= now_ms:
-            due_ms, worker, request_id = self._unconfirmed.popleft()
+            due_ms, worker, request_id = heappop(self._unconfirmed)
             entry = self._entries.get((worker, request_id))
-            if entry is None or entry.confirmed or entry.reserved_ms + self._reservation_ttl_ms > due_ms:
+            if entry is None or entry.confirmed or entry.due_ms > due_ms:
                 continue
             if request_id in held:
-                self._unconfirmed.append((now_ms + self._reservation_ttl_ms, worker, request_id))
+                self.renew(worker, request_id, now_ms)
                 continue
             self.release(worker, request_id)
             self.expired_reservations += 1

@@ -132,6 +132,15 @@ class Selector:
         missing = unavailable or {}
         return any(worker not in missing for worker in self._group(model, roles).workers)
 
+    def room(self, model: str, roles: tuple[Role, ...], missing: Mapping[WorkerKey, str]) -> tuple[int, int, int]:
+        """Return the workers of these roles that take requests, the requests on them, and how many they are given."""
+        group = self._group(model, roles)
+        ledger = self._projection.ledger
+        ledger.ensure_slot(int(group.slots.max(initial=0)))
+        rows = [row for row, worker in enumerate(group.workers) if worker not in missing]
+        slots = group.slots[rows]
+        return len(rows), int(ledger.requests[slots].sum()), int(group.limits[rows].sum())
+
     def best_overlap_blocks(self, model: str, roles: tuple[Role, ...], path: Sequence[int]) -> int:
         """Return the most leading blocks of a path that any worker of these roles holds."""
         group = self._group(model, roles)
@@ -140,10 +149,18 @@ class Selector:
             mask_of_group |= 1 << slot
         return next((depth for depth, mask in self._projection.index.find(path) if mask & mask_of_group), 0)
 
-    def book(self, decision: Decision, path: Sequence[int], now_ms: float, dispatch_id: str | None = None) -> None:
+    def book(
+        self,
+        decision: Decision,
+        path: Sequence[int],
+        now_ms: float,
+        dispatch_id: str | None = None,
+        lease_ms: float = 0.0,
+    ) -> None:
         """Enter a decision into the ledger (and, in approximate mode, into the index).
 
-        ``dispatch_id`` is the id that the worker will report; the request's own when it is not given.
+        ``dispatch_id`` is the id that the worker will report; the request's own when it is not given. ``lease_ms`` is
+        how long the entry stands unconfirmed; 0 is the ledger's own.
         """
         request = decision.request
         worker = decision.worker
@@ -152,7 +169,7 @@ class Selector:
             uncached = 0
         slot = self._projection.index.slot(worker)
         self._projection.ledger.reserve(
-            worker, slot, dispatch_id or request.request_id, uncached, request.blocks, now_ms
+            worker, slot, dispatch_id or request.request_id, uncached, request.blocks, now_ms, lease_ms
         )
         if self._approximate is not None:
             self._approximate.record(worker, path, now_ms)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -13,6 +13,7 @@ import pytest
 from loadgen.command import bench
 from loadgen.settings import BenchSettings
 from loadgen.statistics import Report
+from tests.e2e.disturbed_load import assert_unharmed, load_while
 from tests.e2e.expectation import Verifier
 from tests.e2e.processes import (
     Process,
@@ -34,34 +35,6 @@ TRACE = Path(__file__).parent.parent / "data" / "conversation_1000.jsonl"
 def pool() -> Iterator[Process]:
     with running_pool(workers=3) as up:
         yield up
-
-
-def load_while(url: str, disturb: Callable[[], None], requests: int = 400) -> Report:
-    """Run verified streaming load and disturb the pool in the middle of it."""
-    settings = BenchSettings(url=url, concurrency=16, isl=500, osl=100, requests=requests)
-    verify = Verifier(settings)
-    tokens_before = metric(url, "poolgrid_frontend_output_tokens_total")
-    disturbed = threading.Event()
-
-    def disturb_once_it_runs() -> None:
-        eventually(
-            "the load has begun", lambda: metric(url, "poolgrid_frontend_output_tokens_total") > tokens_before + 1000
-        )
-        disturb()
-        disturbed.set()
-
-    disturber = threading.Thread(target=disturb_once_it_runs)
-    disturber.start()
-    report = bench(settings, verify=verify)
-    disturber.join()
-    assert disturbed.is_set(), "nothing was disturbed"
-    assert verify.checked == requests
-    return report
-
-
-def assert_unharmed(report: Report) -> None:
-    assert report.errors == 0, report.errors_by_kind
-    assert report.wrong_texts == 0
 
 
 def test_the_trace_runs_with_every_text_right_and_far_more_reuse_than_round_robin(pool: Process) -> None:

@@ -56,6 +56,7 @@ class FakeStream:
     steps: list[Step]
     worker: str = "worker-0"
     decision_reason: str = "lowest_cost"
+    pool: str = ""
     cancels: int = 0
     on_waiting: Callable[[], None] = lambda: None
     """Called when ``next`` has nothing to give and waits: the moment for a test to act."""

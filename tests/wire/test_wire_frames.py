@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wire import codec, events, feed, ingest, limits, requests
+from wire import codec, events, feed, ingest, limits, requests, selection
 from wire.card import WorkerCard, WorkerLimits
 from wire.codec import Codec
 from wire.errors import DecodeError, LimitError
@@ -44,7 +44,7 @@ from wire.events import (
 )
 from wire.feed import BlockChain, Records, Replay, RequestState, SnapshotPart, TakeSnapshot, TooOld, WorkerState
 from wire.hashing import pack_hashes, pack_tokens
-from wire.identifiers import Role, Tier
+from wire.identifiers import Role, Stage, Tier
 from wire.ingest import Acknowledged, Goodbye, Heartbeat, Hello, Refused, Resend, Unknown, Welcome
 from wire.limits import FRAME_BYTES_MAX, U32_MAX, U64_MAX
 from wire.requests import (
@@ -57,6 +57,21 @@ from wire.requests import (
     TokenBatch,
     TokenDelta,
     TokenLogprobs,
+)
+from wire.selection import (
+    AskStatus,
+    ModelStatus,
+    PoolStatus,
+    Probe,
+    Probed,
+    Release,
+    Renew,
+    Reservation,
+    RoleStatus,
+    Select,
+    Selected,
+    SelectRefused,
+    WorkerRank,
 )
 
 GOLDEN_FILE = Path(__file__).with_name("golden_frames.txt")
@@ -178,6 +193,29 @@ GOLDEN: dict[tuple[str, str], Any] = {
         [WorkerState("w1", 0, 7, 42, SMALL_CARD, False, [RequestState("r-1", 100, 96, 7, True)], LOAD, True)],
         [(0, BlockChain(None, pack_hashes([5, 6]))), (0, BlockChain(6, pack_hashes([7]), Tier.HOST))],
     ),
+    ("to_pool", "select, smallest"): Select(1, "r-1", "tiny", Stage.WHOLE, 100),
+    ("to_pool", "select, every field"): Select(
+        2, "r-2~1", "tiny", Stage.DECODE, U32_MAX, pack_hashes([5, U64_MAX]), (WorkerRank("w1", 3),), 256, -2, 30_000
+    ),
+    ("to_pool", "probe"): Probe(3, "tiny", Stage.PREFILL, 100, pack_hashes([5])),
+    ("to_pool", "renew"): Renew((Reservation("r-1", WorkerRank("w1")), Reservation("r-2", WorkerRank("w2", 1)))),
+    ("to_pool", "release"): Release(Reservation("r-1", WorkerRank("w1"))),
+    ("to_pool", "ask status"): AskStatus(U64_MAX),
+    ("from_pool", "selected"): Selected(1, WorkerRank("w1"), "tcp://10.0.0.7:40001", 7, 3, 32, "lowest_cost", 30_000),
+    ("from_pool", "select refused"): SelectRefused(
+        2, "busy", "every worker is busy", 1.5, ((WorkerRank("w1"), "busy"), (WorkerRank("w2", 1), "draining"))
+    ),
+    ("from_pool", "probed, every field"): Probed(3, "", 2, 4, 32, 4096, 9),
+    ("from_pool", "probed, nobody there"): Probed(4, "no_worker"),
+    ("from_pool", "pool status"): PoolStatus(
+        5,
+        True,
+        (ModelStatus("tiny", 32, "xxh3-64/1337", 4096, (RoleStatus(Role.AGGREGATED, 2, 1, 0, 3, 64),), ("legal",)),),
+        4,
+        0.5,
+        2.0,
+    ),
+    ("from_pool", "pool status, not ready"): PoolStatus(6, False),
 }
 KEYS = list(GOLDEN)
 
@@ -227,7 +265,7 @@ class TestGoldenFrames:
         visit(list(GOLDEN.values()))
         defined = {
             value
-            for module in (events, feed, ingest, requests)
+            for module in (events, feed, ingest, requests, selection)
             for value in vars(module).values()
             if isinstance(value, type) and issubclass(value, msgspec.Struct) and value is not events.Event
         }
@@ -323,6 +361,8 @@ class TestChecks:
             ("journal_record", JournalRecord(0, "w", 0, 0, 0, 0, 0, [BlocksRemoved(b"1")]), "BlocksRemoved"),
             ("to_worker", Generate("r", b"12345", Sampling(1)), r"Generate\.token_ids: 5 bytes"),
             ("from_worker", TokenBatch(0, [TokenDelta("r", 0, b"1")]), r"TokenDelta\.token_ids: 1 bytes"),
+            ("to_pool", Select(1, "r", "m", Stage.WHOLE, 1, b"1"), r"Select\.sequence_hashes: 1 bytes"),
+            ("to_pool", Probe(1, "m", Stage.WHOLE, 1, b"123"), r"Probe\.sequence_hashes: 3 bytes"),
             (
                 "from_feed",
                 SnapshotPart(0, 0, 0, True, [], [(0, BlockChain(None, b"123"))]),
@@ -345,6 +385,15 @@ class TestChecks:
             ("to_consolidator", Goodbye("w", 0, 0, "x" * (limits.TEXT_CHARS_MAX + 1))),
             ("event_batch", _batch(*[CacheCleared()] * (limits.EVENTS_PER_BATCH_MAX + 1))),
             ("event_batch", _batch(BlocksStored(None, bytes(8 * limits.BLOCKS_PER_EVENT_MAX + 8)))),
+            (
+                "to_pool",
+                Select(1, "r", "m", Stage.WHOLE, 1, b"", (WorkerRank("w"),) * (limits.WORKERS_EXCLUDED_MAX + 1)),
+            ),
+            ("to_pool", Renew((Reservation("r", WorkerRank("w")),) * (limits.RENEWALS_MAX + 1))),
+            (
+                "from_pool",
+                SelectRefused(1, "busy", "", None, ((WorkerRank("w"), ""),) * (limits.REFUSAL_REASONS_MAX + 1)),
+            ),
             ("from_feed", Records(0, [b""] * (limits.REPLAY_RECORDS_MAX + 1), 0)),
         ],
         ids=lambda value: value if isinstance(value, str) else type(value).__name__,

@@ -57,6 +57,8 @@ class ActiveRequest:
         self.tried: dict[WorkerKey, str] = {}
         """Workers that failed this request, and how."""
         self.reason = ""
+        self.pool = ""
+        """The pools that serve it, where there are several; for the response header."""
         self.output = bytearray()
         self.finished = False
         self._served_by = ""
@@ -110,13 +112,16 @@ class ActiveRequest:
                 return dispatch
         return None
 
+    @property
+    def next_dispatch_id(self) -> str:
+        """Return the id that the next dispatch will have."""
+        return self.request.request_id if self.dispatches == 0 else f"{self.request.request_id}~{self.dispatches}"
+
     def begin_dispatch(self, worker: WorkerKey, endpoint: str, stage: Stage, reason: str) -> Generate:
         """Start the next dispatch and return the message for its worker: prompt plus what was already generated."""
         request = self.request
-        number = self.dispatches
+        dispatch = Dispatch(self.next_dispatch_id, self.dispatches, worker, endpoint, stage)
         self.dispatches += 1
-        dispatch_id = request.request_id if number == 0 else f"{request.request_id}~{number}"
-        dispatch = Dispatch(dispatch_id, number, worker, endpoint, stage)
         self.current = dispatch
         self._served_by = str(worker)
         self.reason = reason

@@ -1,0 +1,146 @@
+"""Picks the real things of a global router process: clock, sockets, HTTP. The only place that does."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable
+
+import httpx
+import zmq
+from prometheus_client import CollectorRegistry
+
+from dispatch.worker_links import WorkerLinks
+from frontend.app import create_app
+from frontend.prompt_model import PromptModel
+from frontend.settings import FrontendSettings
+from global_router.config_commands import read_document_file
+from global_router.configuration import Configuration
+from global_router.core.document_history import Reload
+from global_router.core.grid_document import GridDocument
+from global_router.core.problems import GridDocumentError
+from global_router.http_api import add_global_router_endpoints
+from global_router.metrics import GlobalRouterMetrics, register_views
+from global_router.pools import Discover, Pools, select_endpoint
+from global_router.service import GlobalRouterService
+from global_router.settings import GlobalRouterSettings
+from runtime.clock import SystemClock
+from runtime.http_server import HttpServer
+
+log = logging.getLogger(__name__)
+
+DISCOVER_TIMEOUT_S = 2.0
+"""A pool's router that takes longer to say where its select plane is counts as not there."""
+
+
+def discovery(client: httpx.AsyncClient) -> Discover:
+    """Return the way from a pool's URL to its select plane: ``GET /v1/pool``."""
+
+    async def discover(url: str) -> str:
+        if not url:
+            raise ValueError("the pool has no url: give one in the document, or --pool-url NAME=URL")
+        try:
+            answer = await client.get(f"{url}/v1/pool")
+            answer.raise_for_status()
+            return select_endpoint(url, answer.json())
+        except httpx.HTTPError as error:
+            raise OSError(f"asking {url}/v1/pool: {error or type(error).__name__}") from None
+
+    return discover
+
+
+def _check_urls(document: GridDocument, urls: dict[str, str]) -> None:
+    names = {pool.name for stage in document.stages.values() for pool in stage.pools}
+    unknown = sorted(set(urls) - names)
+    if unknown:
+        raise ValueError(f"pool_url names {', '.join(unknown)}; the document's pools are {', '.join(sorted(names))}")
+
+
+async def serve(
+    settings: GlobalRouterSettings, frontend: FrontendSettings, stop: asyncio.Event, ready: Callable[[str], None]
+) -> None:
+    """Run a global router until ``stop`` is set; ``ready`` is told its URL once every pool was looked for.
+
+    Pools that are missing then are used when they come. Raises ``OSError`` when the port cannot be bound,
+    ``ValueError`` with every problem of the document, ``ModelDirectoryError``.
+    """
+    clock = SystemClock()
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it reports each look for a pool
+    logging.getLogger("httpcore").setLevel(logging.WARNING)
+    try:
+        loaded = read_document_file(settings.config)
+    except GridDocumentError as error:
+        raise ValueError(str(error)) from None
+    for warning in loaded.warnings:
+        log.warning("%s: %s", settings.config, warning)
+    urls = settings.pool_urls()
+    _check_urls(loaded.document, urls)
+    prompt_model = PromptModel.load(frontend.model_path, frontend.model_name)
+    registry = CollectorRegistry()
+    metrics = GlobalRouterMetrics(registry)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, 65_536)  # two for each worker and pool
+    links = WorkerLinks(
+        context,
+        settings.worker_timeout_ms,
+        settings.link_idle_ms,
+        clock,
+        metrics.stream_faults.labels("undecodable").inc,
+    )
+    configuration = Configuration(loaded, settings.config, clock)
+    tasks: list[asyncio.Task[None]] = []
+    async with httpx.AsyncClient(timeout=DISCOVER_TIMEOUT_S, trust_env=False) as client:
+        pools = Pools(urls, context, discovery(client), clock, settings.status_interval_ms, settings.status_timeout_ms)
+        service = GlobalRouterService(settings, configuration, pools, links, metrics, clock)
+        links.attach(service)
+        register_views(registry, service)
+
+        def on_reload(outcome: Reload) -> None:
+            metrics.reloads.labels(outcome.outcome).inc()
+            pools.use(configuration.active.document)
+
+        configuration.listen(on_reload)
+        app = create_app(
+            service,
+            {prompt_model.name: prompt_model},
+            settings=frontend,
+            registry=registry,
+            ready=service.missing,
+            clock=clock,
+        )
+        add_global_router_endpoints(app, service, clock)
+        server = HttpServer(app, settings.host, settings.port, "port", settings.shutdown_timeout_ms)
+        hang_up = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hang_up.set)
+        try:
+            pools.use(loaded.document)
+            server.start()
+            tasks.append(asyncio.create_task(service.keep_house(), name="housekeeping"))
+            tasks.append(
+                asyncio.create_task(configuration.watch(settings.reload_interval_ms / 1000, hang_up), name="reload")
+            )
+            looking = asyncio.create_task(pools.first_look(), name="first look at the pools")
+            stopping = asyncio.create_task(_wait(stop), name="stop")
+            tasks += [looking, stopping]
+            await asyncio.wait({looking, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if not stop.is_set():
+                missing = [pool.name for pool in pools.all() if pool.status is None]
+                log.info("global router at %s, revision 1; pools missing: %s", server.url, ", ".join(missing) or "none")
+                ready(server.url)
+                await stopping
+        finally:
+            asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
+            await server.stop()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            service.stop()
+            links.close()
+            pools.close()
+            context.destroy(linger=0)
+            log.info("global router has ended")
+
+
+async def _wait(stop: asyncio.Event) -> None:
+    await stop.wait()

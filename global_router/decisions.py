@@ -1,0 +1,160 @@
+"""Why a request went where it went: one record over all its stages, pools, workers, moves and the end.
+
+A record grows while its request lives. ``explanation`` is everything; ``summary`` one line of facts.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+from global_router.core.closed_loop import Spill
+from global_router.core.fallback import FallbackChoice
+from global_router.core.grid import Selection
+from global_router.core.output_length import ExpectedOutput
+from global_router.core.request_hints import RequestHints
+
+
+@dataclass(slots=True)
+class Refusal:
+    """A pool that was asked for a worker and gave none, or whose worker could not be reached."""
+
+    pool: str
+    state: str
+    message: str
+
+
+@dataclass(slots=True)
+class Placement:
+    """One dispatch: what was wanted, what was passed over, where it went."""
+
+    stage: str
+    """The document's stage whose pools were looked at."""
+    work: str
+    """What the worker is asked to do: ``whole``, ``prefill`` or ``decode``."""
+    cause: str
+    """``first``, ``decode leg``, or why the request had to move."""
+    how: str
+    """How the pool was come to: ``grid``, ``override``, ``spill``, ``retry``, ``fallback`` or ``same-pool``."""
+    selection: Selection
+    spill: Spill | None
+    choice: FallbackChoice
+    refusals: tuple[Refusal, ...]
+    dispatch_id: str
+    pool: str
+    worker: str
+    pool_reason: str
+    overlap_blocks: int
+    block_size: int
+    select_ms: float
+
+    def explanation(self) -> dict[str, Any]:
+        """Return the placement as plain JSON."""
+        return {
+            "stage": self.stage,
+            "work": self.work,
+            "cause": self.cause,
+            "how": self.how,
+            "pool": self.pool,
+            "worker": self.worker,
+            "pool_reason": self.pool_reason,
+            "overlap_blocks": self.overlap_blocks,
+            "block_size": self.block_size,
+            "dispatch_id": self.dispatch_id,
+            "select_ms": round(self.select_ms, 3),
+            "selection": self.selection.explanation(),
+            "spill": None if self.spill is None else {"pool": self.spill.pool, "share": self.spill.share},
+            "fallback": self.choice.explanation(),
+            "refusals": [
+                {"pool": refusal.pool, "state": refusal.state, "message": refusal.message} for refusal in self.refusals
+            ],
+        }
+
+
+@dataclass(slots=True)
+class RequestDecision:
+    """The record of one request."""
+
+    request_id: str
+    time_ms: int
+    """Unix time of the arrival."""
+    model: str
+    isl: int
+    revision: int
+    """Revision of the document that it was served under."""
+    hints: RequestHints
+    expected: ExpectedOutput
+    placements: list[Placement] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    outcome: str = "under way"
+    """``under way``, a finish reason, or ``refused: code``."""
+    output_tokens: int = 0
+    ttft_ms: float | None = None
+    itl_ms: float | None = None
+
+    def summary(self) -> dict[str, Any]:
+        """Return one line of facts, for lists."""
+        return {
+            "request_id": self.request_id,
+            "time_ms": self.time_ms,
+            "model": self.model,
+            "isl": self.isl,
+            "revision": self.revision,
+            "pools": list(dict.fromkeys(placement.pool for placement in self.placements)),
+            "how": self.placements[-1].how if self.placements else None,
+            "workers": list(dict.fromkeys(placement.worker for placement in self.placements)),
+            "dispatches": len(self.placements),
+            "outcome": self.outcome,
+            "output_tokens": self.output_tokens,
+            "ttft_ms": None if self.ttft_ms is None else round(self.ttft_ms, 3),
+            "itl_ms": None if self.itl_ms is None else round(self.itl_ms, 3),
+        }
+
+    def explanation(self) -> dict[str, Any]:
+        """Return everything."""
+        hints = self.hints
+        return {
+            **self.summary(),
+            "hints": {
+                "ttft_target_ms": None if hints.ttft is None else hints.ttft.value_ms,
+                "itl_target_ms": None if hints.itl is None else hints.itl.value_ms,
+                "priority": hints.priority,
+                "osl": hints.osl,
+            },
+            "expected_output": {"tokens": self.expected.tokens, "source": self.expected.source},
+            "placements": [placement.explanation() for placement in self.placements],
+            "notes": self.notes,
+        }
+
+
+class RequestDecisions:
+    """The last records, by request id."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._records: OrderedDict[str, RequestDecision] = OrderedDict()
+
+    def add(self, record: RequestDecision) -> None:
+        """Keep a record, forgetting the oldest beyond the capacity; a second one of the same id replaces the first."""
+        self._records.pop(record.request_id, None)
+        self._records[record.request_id] = record
+        while len(self._records) > self._capacity:
+            self._records.popitem(last=False)
+
+    def get(self, request_id: str) -> RequestDecision | None:
+        """Return a request's record, if it is kept."""
+        return self._records.get(request_id)
+
+    def newest(self, limit: int) -> list[RequestDecision]:
+        """Return the last records, newest first."""
+        newest: list[RequestDecision] = []
+        for record in reversed(self._records.values()):
+            if len(newest) >= limit:
+                break
+            newest.append(record)
+        return newest
+
+    def __len__(self) -> int:
+        """Return how many records are kept."""
+        return len(self._records)

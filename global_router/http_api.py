@@ -1,0 +1,136 @@
+"""What the global router adds to the OpenAI surface: the pools, why requests went where they went, the document."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Path, Query
+
+from frontend.errors import RequestError
+from global_router.core.document_history import Reload
+from global_router.core.fallback import PoolState
+from global_router.core.grid_document import StageName
+from global_router.pools import PoolConnection
+from global_router.service import GlobalRouterService
+from runtime.clock import Clock
+from wire.selection import ModelStatus
+
+DECISIONS_LISTED_MAX = 1000
+STEPS_LISTED_MAX = 100
+
+
+def add_global_router_endpoints(app: FastAPI, service: GlobalRouterService, clock: Clock) -> None:
+    """Add ``/v1/pools``, ``/v1/decisions``, ``/v1/decisions/{request_id}``, ``/v1/config`` and its changes."""
+
+    @app.get("/v1/pools", tags=["global router"])
+    async def list_pools() -> dict[str, Any]:
+        """List every pool of the document in force: its state, its last status, its circuit breaker."""
+        active = service.configuration.active
+        in_flight = service.in_flight()
+        rows: list[dict[str, Any]] = []
+        for stage_name, stage in active.document.stages.items():
+            for pool in stage.pools:
+                connection = service.pools.get(pool.name)
+                if connection is not None:
+                    row = pool_row(connection, stage_name, in_flight.get(pool.name, 0), clock.monotonic_ms())
+                    rows.append({**row, "speed_rank": stage.speed_ranks()[pool.name]})
+        return {"object": "list", "revision": active.revision, "data": rows}
+
+    @app.get("/v1/decisions", tags=["global router"])
+    async def list_decisions(
+        limit: Annotated[int, Query(ge=1, le=DECISIONS_LISTED_MAX, description="How many, newest first.")] = 20,
+    ) -> dict[str, Any]:
+        """List the last requests, newest first: their pools, workers and outcome."""
+        return {"object": "list", "data": [record.summary() for record in service.decisions.newest(limit)]}
+
+    @app.get("/v1/decisions/{request_id}", tags=["global router"], responses={404: {"description": "Not kept"}})
+    async def explain(request_id: Annotated[str, Path(max_length=256)]) -> dict[str, Any]:
+        """Explain one request: cell, override, spill, fallback, refusals, worker, for each of its dispatches."""
+        record = service.decisions.get(request_id)
+        if record is None:
+            raise RequestError(
+                404,
+                "decision_not_found",
+                f"no decision about request {request_id!r} is kept; the last {len(service.decisions)} are",
+                param="request_id",
+            )
+        return record.explanation()
+
+    @app.get("/v1/config", tags=["global router"])
+    async def config() -> dict[str, Any]:
+        """Return the document in force, the last attempts to change it, and the last steps of the closed loop."""
+        configuration = service.configuration
+        active = configuration.active
+        return {
+            "revision": active.revision,
+            "source": active.source,
+            "document": active.document.model_dump(mode="json", exclude_defaults=True),
+            "reloads": [{"time_ms": time_ms, **outcome.explanation()} for time_ms, outcome in configuration.reloads],
+            "loop_steps": [step.explanation() for step in service.loop_steps[-STEPS_LISTED_MAX:]],
+        }
+
+    @app.post("/v1/config/reload", tags=["global router"], responses={409: {"description": "The file is no document"}})
+    async def reload() -> dict[str, Any]:
+        """Read the document's file now; what was in force stays when the file is not valid."""
+        outcome = await service.configuration.reload()
+        if outcome is None:
+            raise RequestError(
+                409, "document_unreadable", "reading the document: its file cannot be read; nothing changed"
+            )
+        if outcome.outcome == "refused":
+            lines = "; ".join(str(problem) for problem in outcome.problems)
+            raise RequestError(409, "document_refused", f"reading the document: {lines}. What was in force stays.")
+        return outcome.explanation()
+
+    @app.post("/v1/config/rollback", tags=["global router"], responses={409: {"description": "There is none before"}})
+    async def rollback() -> dict[str, Any]:
+        """Put the previous document in force, as a new revision."""
+        outcome: Reload = await service.configuration.rollback()
+        if outcome.outcome == "unchanged":
+            raise RequestError(
+                409, "no_previous_document", "rolling back: no earlier document is kept; nothing changed"
+            )
+        return outcome.explanation()
+
+
+def pool_row(pool: PoolConnection, stage: StageName, in_flight: int, now_ms: float) -> dict[str, Any]:
+    """Return what ``/v1/pools`` says of one pool."""
+    status = pool.status
+    state = pool.overall_state(now_ms)
+    return {
+        "name": pool.name,
+        "stage": stage,
+        "url": pool.url,
+        "state": state.value,
+        "reason": pool.last_error if state is PoolState.DOWN else "",
+        "select_endpoint": pool.endpoint,
+        "in_flight": in_flight,
+        "breaker": {
+            "state": pool.breaker.state.value,
+            "retry_after_ms": pool.breaker.retry_after_ms(now_ms),
+            "steps": [step.explanation() for step in pool.breaker_steps],
+        },
+        "saturation": None if status is None else status.saturation,
+        "waiting_requests": None if status is None else status.waiting_requests,
+        "models": [] if status is None else [_model_row(model) for model in status.models],
+    }
+
+
+def _model_row(model: ModelStatus) -> dict[str, Any]:
+    return {
+        "model": model.model,
+        "block_size": model.block_size,
+        "hash_spec": model.hash_spec,
+        "max_sequence_length": model.max_sequence_length,
+        "loras": list(model.loras),
+        "roles": {
+            role.role.name.lower(): {
+                "ready": role.ready,
+                "draining": role.draining,
+                "unreachable": role.unreachable,
+                "requests": role.requests,
+                "capacity": role.capacity,
+            }
+            for role in model.roles
+        },
+    }

@@ -1,0 +1,123 @@
+"""What the global router counts; ``docs/global_router.md`` explains each.
+
+Counters move where things happen; gauges that mirror state are read at scrape time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from global_router.core.fallback import PoolState
+
+SELECT_SECONDS_BUCKETS = (100e-6, 250e-6, 500e-6, 750e-6, 1e-3, 1.5e-3, 2.5e-3, 5e-3, 10e-3, 50e-3, 0.25, 1.0)
+
+
+class GlobalRouterMetrics:
+    """The global router's own series; requests and latencies are counted by the front end."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.dispatches = Counter(
+            "poolgrid_global_router_dispatches_total",
+            "Dispatches by pool, stage and how the pool was come to.",
+            ["pool", "stage", "how"],
+            registry=registry,
+        )
+        self.passed_over = Counter(
+            "poolgrid_global_router_passed_over_total",
+            "Times a pool was wanted and could not be used, by the reason.",
+            ["pool", "state"],
+            registry=registry,
+        )
+        self.select_seconds = Histogram(
+            "poolgrid_global_router_select_seconds",
+            "Time of one select-and-reserve at a pool's router, there and back.",
+            buckets=SELECT_SECONDS_BUCKETS,
+            registry=registry,
+        )
+        self.refused = Counter(
+            "poolgrid_global_router_refused_requests_total",
+            "Requests not served, by code.",
+            ["code"],
+            registry=registry,
+        )
+        self.moves = Counter(
+            "poolgrid_global_router_moves_total",
+            "Requests moved to another worker before or amid their output.",
+            ["cause"],
+            registry=registry,
+        )
+        self.breaker_steps = Counter(
+            "poolgrid_global_router_breaker_steps_total",
+            "Changes of a pool's circuit breaker, by the state after it.",
+            ["pool", "state"],
+            registry=registry,
+        )
+        self.loop_steps = Counter(
+            "poolgrid_global_router_loop_steps_total",
+            "Steps of the closed loop, by the pool whose traffic spills.",
+            ["pool"],
+            registry=registry,
+        )
+        self.reloads = Counter(
+            "poolgrid_global_router_reloads_total",
+            "Attempts to change the document, by outcome.",
+            ["outcome"],
+            registry=registry,
+        )
+        self.stream_faults = Counter(
+            "poolgrid_global_router_stream_faults_total",
+            "Worker output that was dropped: a hole or overlap in a stream, an unknown request, an undecodable frame.",
+            ["kind"],
+            registry=registry,
+        )
+
+
+class Viewed(Protocol):
+    """What the state metrics are read from."""
+
+    def pool_states(self) -> Mapping[str, PoolState]:
+        """Return the state of every pool."""
+        ...
+
+    def in_flight(self) -> Mapping[str, int]:
+        """Return the dispatches under way by pool."""
+        ...
+
+    def revision(self) -> int:
+        """Return the revision of the document in force."""
+        ...
+
+
+class StateCollector(Collector):
+    """Reads the global router's state when somebody scrapes."""
+
+    def __init__(self, viewed: Viewed) -> None:
+        self._viewed = viewed
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield what the state is now."""
+        pools = GaugeMetricFamily(
+            "poolgrid_global_router_pools", "1 for the state that a pool is in.", labels=["pool", "state"]
+        )
+        for name, state in dict(self._viewed.pool_states()).items():
+            for each in PoolState:
+                pools.add_metric([name, each.value], 1.0 if each is state else 0.0)
+        dispatched = GaugeMetricFamily(
+            "poolgrid_global_router_in_flight", "Dispatches under way by pool.", labels=["pool"]
+        )
+        for name, count in dict(self._viewed.in_flight()).items():
+            dispatched.add_metric([name], count)
+        yield from (pools, dispatched)
+        yield GaugeMetricFamily(
+            "poolgrid_global_router_revision", "Revision of the document in force.", value=self._viewed.revision()
+        )
+
+
+def register_views(registry: CollectorRegistry, viewed: Viewed) -> None:
+    """Have the state read at every scrape."""
+    registry.register(StateCollector(viewed))

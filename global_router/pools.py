@@ -1,0 +1,366 @@
+"""The pools as the global router sees them: a connection to each pool's router, its last status, its circuit breaker.
+
+Rules
+    1. One task per pool: find the select plane through the pool's URL (``/v1/pool``), connect, ask for the status every
+       ``status_interval_ms``. A connection that breaks, or is silent for ``status_timeout_ms``, is dropped and the pool
+       looked for again, at growing intervals: a router that comes back elsewhere behind its URL is found.
+    2. While there is no connection the pool has no status: it is down. Questions that were open when a connection broke
+       fail at once.
+    3. An answer that comes after its question was given up is undone: a worker that was reserved is released.
+    4. Pools are kept by name. A changed document adds, drops and moves them; what is under way is not touched, because
+       tokens go between us and the workers directly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from urllib.parse import urlsplit
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from global_router.core.circuit_breaker import BreakerStep, CircuitBreaker
+from global_router.core.fallback import PoolState
+from global_router.core.grid_document import CircuitBreakerSettings, GridDocument
+from global_router.pool_status import state_for
+from runtime.clock import Clock
+from runtime.zmq_socket import CallbackSocket
+from wire import codec
+from wire.errors import DecodeError
+from wire.identifiers import Stage
+from wire.limits import RENEWALS_MAX
+from wire.selection import (
+    AskStatus,
+    PoolStatus,
+    Probe,
+    Probed,
+    Release,
+    Renew,
+    Reservation,
+    Select,
+    Selected,
+    SelectRefused,
+    ToPool,
+)
+
+log = logging.getLogger(__name__)
+
+RETRY_MIN_S = 0.1
+RETRY_MAX_S = 2.0
+"""Between two attempts to find a pool that is not there; a pool that comes up is used two seconds later at most."""
+
+ASKS_OPEN_MAX = 100_000
+"""Questions open at one pool; far more than requests arrive within a select timeout. Beyond, the pool is lost."""
+
+Discover = Callable[[str], Awaitable[str]]
+"""Return the select plane's endpoint behind a pool's URL; raises ``OSError`` or ``ValueError``."""
+
+
+class PoolLost(Exception):
+    """A pool's router does not answer."""
+
+
+class PoolConnection:
+    """One pool: where it is, how it is, and the questions that are open there."""
+
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        breaker: CircuitBreakerSettings,
+        context: zmq.Context[zmq.Socket[bytes]],
+        discover: Discover,
+        clock: Clock,
+        status_interval_ms: float,
+        status_timeout_ms: float,
+        on_news: Callable[[], None],
+    ) -> None:
+        self.name = name
+        self.url = url
+        self.breaker = CircuitBreaker(breaker)
+        self.breaker_settings = breaker
+        self.breaker_steps: list[BreakerStep] = []
+        """The last changes, newest last."""
+        self.status: PoolStatus | None = None
+        self.last_error = "not looked for yet"
+        self.endpoint = ""
+        self.reached = asyncio.Event()
+        """Set once the first attempt to find the pool has ended, well or not."""
+        self._context = context
+        self._discover = discover
+        self._clock = clock
+        self._interval_s = status_interval_ms / 1000
+        self._timeout_ms = status_timeout_ms
+        self._on_news = on_news
+        self._socket: CallbackSocket | None = None
+        self._monitor: CallbackSocket | None = None
+        self._lost = asyncio.Event()
+        self._heard_ms = 0.0
+        self._ask = 0
+        self._asks: dict[int, tuple[asyncio.Future[Selected | SelectRefused | Probed], str]] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to look for the pool."""
+        self._task = asyncio.create_task(self._follow(), name=f"pool {self.name}")
+
+    def close(self) -> None:
+        """End the connection; open questions fail."""
+        if self._task is not None:
+            self._task.cancel()
+        self._disconnect("this router lets go of it", expected=True)
+
+    async def _follow(self) -> None:
+        pause_s = RETRY_MIN_S
+        while True:
+            try:
+                endpoint = await self._discover(self.url)
+                self._connect(endpoint)
+                await self._stay_connected()
+            except (OSError, ValueError, zmq.ZMQError) as error:
+                self.last_error = str(error) or type(error).__name__
+                log.debug("pool %s: %s", self.name, self.last_error)
+            if self._socket is not None:
+                pause_s = RETRY_MIN_S
+                self._disconnect(self.last_error)
+            self.reached.set()
+            await asyncio.sleep(pause_s)
+            pause_s = min(RETRY_MAX_S, 2 * pause_s)
+
+    async def _stay_connected(self) -> None:
+        """Ask for the status again and again; returns when the connection is of no use any more."""
+        while True:
+            self._ask += 1
+            self._send(AskStatus(self._ask))
+            try:
+                async with asyncio.timeout(self._interval_s):
+                    await self._lost.wait()
+            except TimeoutError:
+                silent_ms = self._clock.monotonic_ms() - self._heard_ms
+                if silent_ms > self._timeout_ms:
+                    self.last_error = f"silent for {silent_ms:.0f} ms, allowed are {self._timeout_ms:.0f}"
+                    return
+            else:
+                self.last_error = "connection lost"
+                return
+
+    def _connect(self, endpoint: str) -> None:
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, ASKS_OPEN_MAX)
+        socket.setsockopt(zmq.RCVHWM, 0)  # bounded by the questions that are open
+        socket.setsockopt(zmq.RECONNECT_IVL, -1)  # a lost pool is looked for behind its URL
+        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED)
+        self._lost.clear()
+        self._heard_ms = self._clock.monotonic_ms()
+        self.endpoint = endpoint
+        self._monitor = CallbackSocket(monitor, self._on_monitor)
+        self._socket = CallbackSocket(socket, self._on_frames)
+        socket.connect(endpoint)
+
+    def _disconnect(self, why: str, expected: bool = False) -> None:
+        if self._socket is not None and self._monitor is not None:
+            if self.status is not None and not expected:
+                log.warning("pool %s at %s is lost: %s", self.name, self.url, why)
+            self._socket.socket.disable_monitor()
+            self._monitor.close()
+            self._socket.close()
+            self._socket = self._monitor = None
+        self.status = None
+        self.endpoint = ""
+        asks, self._asks = self._asks, {}
+        for future, _ in asks.values():
+            if not future.done():
+                future.set_exception(PoolLost(f"pool {self.name}: {why}"))
+        self._on_news()
+
+    def _on_monitor(self, frames: list[bytes]) -> None:
+        parse_monitor_message(frames)
+        self._lost.set()
+
+    # -- messages --------------------------------------------------------------------------------------------------
+
+    def _send(self, message: ToPool) -> bool:
+        return self._socket is not None and self._socket.send([codec.to_pool.encode(message)])
+
+    def _on_frames(self, frames: list[bytes]) -> None:
+        try:
+            message = codec.from_pool.decode(frames[-1])
+        except DecodeError as error:
+            log.warning("from pool %s: %s; the frame was dropped", self.name, error)
+            return
+        self._heard_ms = self._clock.monotonic_ms()
+        if isinstance(message, PoolStatus):
+            if self.status is None and message.ready:
+                log.info("pool %s at %s is there", self.name, self.url)
+            self.status = message
+            self.last_error = ""
+            self.reached.set()
+            self._on_news()
+            return
+        future, request_id = self._asks.pop(message.ask, (None, ""))
+        if future is not None and not future.done():
+            future.set_result(message)
+        elif isinstance(message, Selected) and request_id:
+            self.release(Reservation(request_id, message.worker))
+
+    def next_ask(self) -> int:
+        """Return the number of the next question."""
+        self._ask += 1
+        return self._ask
+
+    async def select(self, message: Select, timeout_s: float) -> Selected | SelectRefused:
+        """Have a worker chosen and reserved; raises ``PoolLost``."""
+        answer = await self._question(message, message.request_id, timeout_s)
+        if isinstance(answer, Probed):
+            raise PoolLost(f"pool {self.name} answered a select with a probe")
+        return answer
+
+    async def probe(self, message: Probe, timeout_s: float) -> Probed:
+        """Ask what a select would find; raises ``PoolLost``."""
+        answer = await self._question(message, "", timeout_s)
+        if not isinstance(answer, Probed):
+            raise PoolLost(f"pool {self.name} answered a probe with a selection")
+        return answer
+
+    async def _question(
+        self, message: Select | Probe, request_id: str, timeout_s: float
+    ) -> Selected | SelectRefused | Probed:
+        future: asyncio.Future[Selected | SelectRefused | Probed] = asyncio.get_running_loop().create_future()
+        if len(self._asks) >= ASKS_OPEN_MAX or not self._send(message):
+            raise PoolLost(f"pool {self.name}: {self.last_error or 'too many questions are open'}")
+        self._asks[message.ask] = (future, request_id)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await future
+        except TimeoutError:
+            raise PoolLost(f"pool {self.name} did not answer within {1000 * timeout_s:.0f} ms") from None
+
+    def release(self, reservation: Reservation) -> None:
+        """Take a dispatch off the pool's books; a pool that is lost forgets it by itself."""
+        self._send(Release(reservation))
+
+    def renew(self, reservations: list[Reservation]) -> None:
+        """Keep reservations that no worker confirmed yet."""
+        for start in range(0, len(reservations), RENEWALS_MAX):
+            self._send(Renew(tuple(reservations[start : start + RENEWALS_MAX])))
+
+    # -- how it is -------------------------------------------------------------------------------------------------
+
+    def state(self, model: str, stage: Stage, now_ms: float) -> PoolState:
+        """Return whether the pool takes a request of a model and stage."""
+        state = state_for(self.status, model, stage)
+        if state in (PoolState.AVAILABLE, PoolState.SATURATED) and not self.breaker.would_admit(now_ms):
+            return PoolState.BREAKER_OPEN
+        return state
+
+    def overall_state(self, now_ms: float) -> PoolState:
+        """Return the best state of any model, for views."""
+        if self.status is None or not self.status.ready:
+            return PoolState.DOWN
+        states = {
+            self.state(model.model, stage, now_ms)
+            for model in self.status.models
+            for stage in (Stage.WHOLE, Stage.PREFILL, Stage.DECODE)
+        }
+        return next((state for state in PoolState if state in states), PoolState.DOWN)
+
+
+class Pools:
+    """All pools of the document in force."""
+
+    def __init__(
+        self,
+        urls: Mapping[str, str],
+        context: zmq.Context[zmq.Socket[bytes]],
+        discover: Discover,
+        clock: Clock,
+        status_interval_ms: float,
+        status_timeout_ms: float,
+    ) -> None:
+        self._urls = urls
+        self._context = context
+        self._discover = discover
+        self._clock = clock
+        self._interval_ms = status_interval_ms
+        self._timeout_ms = status_timeout_ms
+        self._pools: dict[str, PoolConnection] = {}
+        self._waiters: list[asyncio.Future[None]] = []
+
+    def use(self, document: GridDocument) -> None:
+        """Have exactly the pools of a document; a pool of the same name and URL keeps its connection."""
+        wanted: dict[str, str] = {}
+        for stage in document.stages.values():
+            for pool in stage.pools:
+                wanted[pool.name] = self._urls.get(pool.name, (pool.url or "").rstrip("/"))
+        for name in [each for each, pool in self._pools.items() if wanted.get(each) != pool.url]:
+            self._pools.pop(name).close()
+        for name, url in wanted.items():
+            pool_there = self._pools.get(name)
+            if pool_there is None:
+                made = PoolConnection(
+                    name,
+                    url,
+                    document.circuit_breaker,
+                    self._context,
+                    self._discover,
+                    self._clock,
+                    self._interval_ms,
+                    self._timeout_ms,
+                    self._news,
+                )
+                self._pools[name] = made
+                made.start()
+            elif pool_there.breaker_settings != document.circuit_breaker:
+                pool_there.breaker = CircuitBreaker(document.circuit_breaker)
+                pool_there.breaker_settings = document.circuit_breaker
+        self._pools = {name: self._pools[name] for name in wanted}
+
+    async def first_look(self) -> None:
+        """Wait until every pool was found, or not, for the first time."""
+        await asyncio.gather(*(pool.reached.wait() for pool in self._pools.values()))
+
+    async def news(self, timeout_s: float) -> None:
+        """Wait until any pool said something, or was lost; raises ``TimeoutError``."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        async with asyncio.timeout(timeout_s):
+            await waiter
+
+    def _news(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def get(self, name: str) -> PoolConnection | None:
+        """Return a pool of the document in force."""
+        return self._pools.get(name)
+
+    def all(self) -> list[PoolConnection]:
+        """Return the pools in the order of the document."""
+        return list(self._pools.values())
+
+    def close(self) -> None:
+        """End every connection."""
+        for pool in self._pools.values():
+            pool.close()
+        self._pools.clear()
+        self._news()
+
+
+def select_endpoint(url: str, answer: object) -> str:
+    """Return the endpoint of a ``/v1/pool`` answer: its port, at the host of the URL that we can reach.
+
+    Raises ``ValueError``.
+    """
+    endpoint = answer.get("select_endpoint") if isinstance(answer, dict) else None
+    if not isinstance(endpoint, str) or not endpoint.startswith("tcp://"):
+        raise ValueError(f"asking {url}/v1/pool: the answer names no select_endpoint; is it a pool's router?")
+    host = urlsplit(url).hostname or ""
+    port = endpoint.rpartition(":")[2]
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

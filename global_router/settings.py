@@ -1,0 +1,102 @@
+"""What can be set on a global router process; the pools and the grid are in the document that ``config`` names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field, field_validator
+
+from runtime.settings import Settings
+
+
+class GlobalRouterSettings(Settings):
+    """Pools' health, dispatch, reload and HTTP of one global router."""
+
+    config: Path = Field(
+        description="Pool-grid document: the pools and which of them serves which request; see docs/pool_grids.md."
+    )
+    host: str = Field("127.0.0.1", description="Address the HTTP server listens on; loopback unless told otherwise.")
+    port: int = Field(8000, ge=0, le=65535, description="Port of the HTTP server; 0 takes any free one.")
+    pool_url: tuple[str, ...] = Field(
+        (),
+        max_length=512,
+        description="NAME=URL: where the router of a pool listens, instead of the document's url. Repeat for more.",
+    )
+    status_interval_ms: float = Field(
+        250, ge=10, le=60_000, description="Time between two questions to a pool's router how its pool is."
+    )
+    status_timeout_ms: float = Field(
+        2_000,
+        ge=50,
+        le=600_000,
+        description="Age of a pool's last status from which on the pool counts as down, and its router is looked for "
+        "again; several status intervals, so that one late answer is no failure.",
+    )
+    select_timeout_ms: float = Field(
+        1_000,
+        ge=10,
+        le=60_000,
+        description="Longest wait for a pool's router to select a worker; then the next pool is asked. A selection "
+        "takes below 1 ms, so only a router that hangs is ever this late.",
+    )
+    probe_timeout_ms: float = Field(
+        50,
+        ge=1,
+        le=60_000,
+        description="Longest wait for the pools to say what they have cached (isl_basis uncached); a pool that is "
+        "later counts as having nothing.",
+    )
+    connect_timeout_ms: float = Field(
+        1_000,
+        ge=10,
+        le=60_000,
+        description="Longest wait for a connection to a worker; then another worker is asked for.",
+    )
+    worker_timeout_ms: float = Field(
+        5_000,
+        ge=100,
+        le=600_000,
+        description="Silence on the request plane after which a worker counts as unreachable.",
+    )
+    link_idle_ms: float = Field(
+        600_000, ge=1_000, le=86_400_000, description="A connection to a worker that was not used this long is closed."
+    )
+    migration_limit: int = Field(
+        3, ge=0, le=100, description="How often one request may move to another worker before the client sees an error."
+    )
+    move_timeout_ms: float = Field(
+        10_000,
+        ge=0,
+        le=3_600_000,
+        description="How long a request whose worker was lost may wait for a pool with room; then the client sees an "
+        "error. New requests do not wait: they are refused with 429 or 503.",
+    )
+    local_prefill_max_tokens: int = Field(
+        0,
+        ge=0,
+        le=4_194_304,
+        description="In a disaggregated fleet, a prompt of at most this many tokens is served whole by its decode "
+        "pool; 0 = never while a prefill pool can be used.",
+    )
+    reload_interval_ms: float = Field(
+        1_000, ge=10, le=3_600_000, description="Time between two looks whether the document's file has changed."
+    )
+    decision_log_length: int = Field(
+        10_000, ge=1, le=1_000_000, description="Decisions kept for /v1/decisions; the oldest is forgotten first."
+    )
+    shutdown_timeout_ms: float = Field(
+        5_000, ge=0, le=600_000, description="How long open responses may finish after SIGINT or SIGTERM."
+    )
+
+    @field_validator("pool_url")
+    @classmethod
+    def _name_and_url(cls, values: tuple[str, ...]) -> tuple[str, ...]:
+        for value in values:
+            name, _, url = value.partition("=")
+            if not name or not url.startswith(("http://", "https://")):
+                raise ValueError(f"{value!r} is not of the form NAME=http://host:port")
+        return values
+
+    def pool_urls(self) -> dict[str, str]:
+        """Return the given URLs by pool name; the last one of a name wins."""
+        return {name: url.rstrip("/") for name, _, url in (value.partition("=") for value in self.pool_url)}

@@ -1,0 +1,282 @@
+"""The pool's side of the select plane: global routers ask here for a worker, and get it reserved in one go.
+
+Rules
+    1. Select and book happen in one callback: two askers never see the same idle worker.
+    2. A reservation is an entry of the pool's load ledger like any other. The worker's events confirm it; without them
+       it expires with its lease. Nothing else of an asker is kept, so an asker that dies leaves nothing behind.
+    3. Whatever arrives is answered or dropped; an undecodable frame costs its sender the answer, nobody else anything.
+    4. An asker that does not read its answers loses them (``ROUTER`` drops at its high-water mark); it asks again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Protocol
+
+import zmq
+
+from router.core.candidates import RoutingRequest
+from router.core.decision import Decision, DecisionLog
+from router.core.projection import Projection
+from router.core.selector import NoWorker, Selector
+from router.core.stage_plan import DECODE_ROLES, PREFILL_ROLES, WHOLE_ROLES
+from router.metrics import RouterMetrics
+from runtime.clock import Clock
+from runtime.zmq_socket import CallbackSocket
+from wire import codec
+from wire.errors import DecodeError
+from wire.hashing import unpack_hashes
+from wire.identifiers import Role, Stage, WorkerId, WorkerKey
+from wire.limits import LORAS_PER_WORKER_MAX, POOL_MODELS_MAX, REFUSAL_REASONS_MAX, TEXT_CHARS_MAX
+from wire.selection import (
+    AskStatus,
+    FromPool,
+    ModelStatus,
+    PoolStatus,
+    Probe,
+    Probed,
+    Release,
+    Renew,
+    RoleStatus,
+    Select,
+    Selected,
+    SelectRefused,
+    WorkerRank,
+)
+
+log = logging.getLogger(__name__)
+
+ANSWERS_QUEUED_MAX = 10_000
+"""Answers that wait for one asker; far more than it has questions open."""
+
+EXCLUDED = "excluded by the asker"
+NOT_READY_RETRY_S = 1.0
+
+
+class PoolView(Protocol):
+    """What the select plane needs of the pool's router."""
+
+    ready: bool
+    projection: Projection
+    decisions: DecisionLog
+
+    @property
+    def unreachable(self) -> Mapping[WorkerKey, str]:
+        """Return the workers that the router cannot talk to, and why."""
+        ...
+
+    def counts(self) -> tuple[int, int]:
+        """Return active and waiting requests of the router itself."""
+        ...
+
+    def retry_after_s(self) -> float:
+        """Return when a refused asker should come back."""
+        ...
+
+    def load_changed(self) -> None:
+        """Take note that a worker may have room again."""
+        ...
+
+
+class SelectPlane:
+    """Answers global routers over one ROUTER socket."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        host: str,
+        port: int,
+        pool: PoolView,
+        selector: Selector,
+        metrics: RouterMetrics,
+        clock: Clock,
+    ) -> None:
+        """Bind ``host:port`` (0 = any free port); raises ``OSError`` that names the setting."""
+        self._pool = pool
+        self._selector = selector
+        self._metrics = metrics
+        self._clock = clock
+        socket = context.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, ANSWERS_QUEUED_MAX)
+        if ":" in host:
+            socket.setsockopt(zmq.IPV6, 1)
+        shown = f"[{host}]" if ":" in host else host
+        try:
+            socket.bind(f"tcp://{shown}:{port or '*'}")
+        except zmq.ZMQError as error:
+            socket.close()
+            raise OSError(
+                f"binding select_port: {host}:{port} cannot be used ({error.strerror}); "
+                "choose a free port, or 0 for any"
+            ) from error
+        self.endpoint: str = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._socket = CallbackSocket(socket, self._on_frames)
+
+    def close(self) -> None:
+        """Stop answering."""
+        self._socket.close()
+
+    def _on_frames(self, frames: list[bytes]) -> None:
+        try:
+            message = codec.to_pool.decode(frames[-1])
+        except DecodeError as error:
+            self._metrics.select_asks.labels("undecodable", "dropped").inc()
+            log.warning("on the select plane: %s; the frame was dropped", error)
+            return
+        answer: FromPool
+        if isinstance(message, Select):
+            answer = self.select(message)
+            outcome = answer.code if isinstance(answer, SelectRefused) else "selected"
+            self._metrics.select_asks.labels("select", outcome).inc()
+        elif isinstance(message, Probe):
+            answer = self.probe(message)
+            self._metrics.select_asks.labels("probe", answer.code or "found").inc()
+        elif isinstance(message, AskStatus):
+            answer = self.status(message.ask)
+        else:
+            self._on_reservation(message)
+            return
+        self._socket.send([frames[0], codec.from_pool.encode(answer)])
+
+    def _on_reservation(self, message: Renew | Release) -> None:
+        ledger = self._pool.projection.ledger
+        if isinstance(message, Renew):
+            now_ms = self._clock.monotonic_ms()
+            for reservation in message.reservations:
+                ledger.renew(_key(reservation.worker), reservation.request_id, now_ms)
+        else:
+            ledger.release(_key(message.reservation.worker), message.reservation.request_id)
+            self._pool.load_changed()
+
+    def select(self, message: Select) -> Selected | SelectRefused:
+        """Choose a worker and book it, or say why not."""
+        if not self._pool.ready:
+            return SelectRefused(
+                message.ask, "not_ready", "the pool's router is rebuilding its state", NOT_READY_RETRY_S
+            )
+        now_ms = self._clock.monotonic_ms()
+        path = unpack_hashes(message.sequence_hashes)
+        excluded = {_key(rank): EXCLUDED for rank in message.excluded}
+        try:
+            decision = self._decide(
+                message.request_id, message.model, message.stage, message.isl, path, excluded, message.priority
+            )
+        except NoWorker as none:
+            return self._refusal(message.ask, none)
+        lease_ms = self._pool.projection.ledger.lease_ms(message.lease_ms)
+        self._selector.book(decision, path, now_ms, message.request_id, lease_ms)
+        self._pool.decisions.add(decision)
+        self._metrics.decisions.labels(decision.policy, decision.choice.reason).inc()
+        worker = self._pool.projection.fleet.workers[decision.worker]
+        return Selected(
+            message.ask,
+            WorkerRank(decision.worker.worker_id, decision.worker.dp_rank),
+            worker.card.request_endpoint,
+            worker.epoch,
+            decision.overlap_blocks,
+            worker.card.block_size,
+            decision.choice.reason,
+            int(lease_ms),
+        )
+
+    def probe(self, message: Probe) -> Probed:
+        """Say what ``select`` would find; change nothing."""
+        if not self._pool.ready:
+            return Probed(message.ask, "not_ready")
+        path = unpack_hashes(message.sequence_hashes)
+        best = self._selector.best_overlap_blocks(message.model, self._roles(message.model, message.stage), path)
+        try:
+            decision = self._decide("", message.model, message.stage, message.isl, path, {}, 0)
+        except NoWorker as none:
+            code = "busy" if none.only_busy else "no_worker"
+            return Probed(message.ask, code, 0, best, self._block_size(message.model))
+        row = decision.choice.row
+        return Probed(
+            message.ask,
+            "",
+            decision.overlap_blocks,
+            best,
+            decision.request.block_size,
+            int(decision.candidates.prefill_tokens[row]),
+            int(decision.candidates.requests[row]),
+        )
+
+    def status(self, ask: int) -> PoolStatus:
+        """Return what the pool serves and how busy it is."""
+        if not self._pool.ready:
+            return PoolStatus(ask, False)
+        models: list[ModelStatus] = []
+        requests = capacity = 0
+        for name, workers in list(self._pool.projection.fleet.models().items())[:POOL_MODELS_MAX]:
+            roles: list[RoleStatus] = []
+            for role in Role:
+                serving = [worker for worker in workers if worker.card.role is role]
+                if not serving:
+                    continue
+                draining = sum(worker.draining for worker in serving)
+                ready, busy, room = self._selector.room(name, (role,), self._pool.unreachable)
+                roles.append(RoleStatus(role, ready, draining, len(serving) - draining - ready, busy, room))
+                requests += busy
+                capacity += room
+            card = workers[0].card
+            loras = sorted({lora for worker in workers for lora in worker.card.loras})[:LORAS_PER_WORKER_MAX]
+            longest = max(worker.card.limits.max_sequence_length for worker in workers)
+            models.append(ModelStatus(name, card.block_size, card.hash_spec, longest, tuple(roles), tuple(loras)))
+        return PoolStatus(
+            ask,
+            True,
+            tuple(models),
+            self._pool.counts()[1],
+            requests / capacity if capacity else 0.0,
+            self._pool.retry_after_s(),
+        )
+
+    def _decide(
+        self,
+        request_id: str,
+        model: str,
+        stage: Stage,
+        isl: int,
+        path: tuple[int, ...],
+        excluded: Mapping[WorkerKey, str],
+        priority: int,
+    ) -> Decision:
+        block_size = max(1, self._block_size(model))
+        request = RoutingRequest(request_id, model, isl, block_size, -(-isl // block_size), priority, stage)
+        unavailable = {**self._pool.unreachable, **excluded} if excluded else self._pool.unreachable
+        return self._selector.select(
+            request,
+            path,
+            self._clock.monotonic_ms(),
+            self._clock.wall_ms(),
+            unavailable,
+            roles=self._roles(model, stage),
+        )
+
+    def _roles(self, model: str, stage: Stage) -> tuple[Role, ...]:
+        """Return who can do a stage: workers of that role; an aggregated one can do all, a decode one the whole."""
+        own = {Stage.WHOLE: WHOLE_ROLES, Stage.PREFILL: PREFILL_ROLES, Stage.DECODE: DECODE_ROLES}[stage]
+        missing = self._pool.unreachable
+        if self._selector.available(model, own, missing):
+            return own
+        other = DECODE_ROLES if stage is Stage.WHOLE else WHOLE_ROLES
+        return other if self._selector.available(model, other, missing) else own
+
+    def _block_size(self, model: str) -> int:
+        workers = self._pool.projection.fleet.models().get(model)
+        return workers[0].card.block_size if workers else 0
+
+    def _refusal(self, ask: int, none: NoWorker) -> SelectRefused:
+        reasons = tuple(
+            (WorkerRank(worker.worker_id, worker.dp_rank), why[:TEXT_CHARS_MAX])
+            for worker, why in list(none.reasons.items())[:REFUSAL_REASONS_MAX]
+        )
+        code = "busy" if none.only_busy else "no_worker"
+        retry_after_s = self._pool.retry_after_s() if none.only_busy else None
+        return SelectRefused(ask, code, str(none)[:TEXT_CHARS_MAX], retry_after_s, reasons)
+
+
+def _key(rank: WorkerRank) -> WorkerKey:
+    return WorkerKey(WorkerId(rank.worker_id), rank.dp_rank)

@@ -1,0 +1,40 @@
+"""Verified load, disturbed in the middle: every text is checked, and nothing may be lost."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from loadgen.command import bench
+from loadgen.settings import BenchSettings
+from loadgen.statistics import Report
+from tests.e2e.expectation import Verifier
+from tests.e2e.processes import eventually, metric
+
+
+def load_while(url: str, disturb: Callable[[], None], requests: int = 400) -> Report:
+    """Run verified streaming load and disturb the pool in the middle of it."""
+    settings = BenchSettings(url=url, concurrency=16, isl=500, osl=100, requests=requests)
+    verify = Verifier(settings)
+    tokens_before = metric(url, "poolgrid_frontend_output_tokens_total")
+    disturbed = threading.Event()
+
+    def disturb_once_it_runs() -> None:
+        eventually(
+            "the load has begun", lambda: metric(url, "poolgrid_frontend_output_tokens_total") > tokens_before + 1000
+        )
+        disturb()
+        disturbed.set()
+
+    disturber = threading.Thread(target=disturb_once_it_runs)
+    disturber.start()
+    report = bench(settings, verify=verify)
+    disturber.join()
+    assert disturbed.is_set(), "nothing was disturbed"
+    assert verify.checked == requests
+    return report
+
+
+def assert_unharmed(report: Report) -> None:
+    assert report.errors == 0, report.errors_by_kind
+    assert report.wrong_texts == 0

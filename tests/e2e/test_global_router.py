@@ -1,0 +1,277 @@
+"""A fleet of real processes behind a global router: the grid decides, tokens go straight, and pools may fail."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from cli.main import app
+from tests.e2e.disturbed_load import assert_unharmed, load_while
+from tests.e2e.expectation import MODEL, expected_text
+from tests.e2e.processes import Process, eventually, metric, pool_is_quiet
+from wire.hashing import pack_tokens
+
+pytestmark = pytest.mark.e2e
+
+POOL_CONFIGS = Path(__file__).parents[2] / "pool_configs"
+FOUR_CLASSES = POOL_CONFIGS / "aggregated_four_classes.json"
+OTHERS = sorted(path for path in POOL_CONFIGS.glob("*.json") if path != FOUR_CLASSES)
+
+
+@contextmanager
+def running_fleet(path: Path) -> Iterator[Process]:
+    """Run `poolgrid up --pools` and end it in good order; nothing may be left behind."""
+    with Process("up", "--pools", str(path), "--port", "0", "--speedup", "20") as up:
+        up.wait_ready()
+        yield up
+        below = up.descendants()
+        status, errors = up.stop()
+        assert status == 0, errors
+        assert not [process for process in below if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Process]:
+    with running_fleet(FOUR_CLASSES) as up:
+        yield up
+
+
+def pools(url: str) -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for row in httpx.get(f"{url}/v1/pools").json()["data"]}
+
+
+def all_available(url: str) -> bool:
+    return all(
+        row["state"] == "available"
+        and all(role["unreachable"] == 0 for m in row["models"] for role in m["roles"].values())
+        for row in pools(url).values()
+    )
+
+
+def complete(url: str, tokens: list[int], max_tokens: int, **headers: str) -> httpx.Response:
+    body = {"model": "tiny", "prompt": tokens, "max_tokens": max_tokens}
+    return httpx.post(f"{url}/v1/completions", json=body, headers={k.replace("_", "-"): v for k, v in headers.items()})
+
+
+def listener(up: Process, url: str) -> psutil.Process:
+    """Return the child that listens where a URL points."""
+    port = int(url.rpartition(":")[2])
+    for child in up.descendants():
+        if any(each.laddr.port == port and each.status == psutil.CONN_LISTEN for each in child.net_connections("tcp")):
+            return child
+    raise AssertionError(f"no child of {up.arguments} listens at {url}")
+
+
+@pytest.mark.parametrize(
+    ("ttft", "itl", "pool"),
+    [("100", "10", "premium"), ("100", "90", "first-token"), ("3900", "10", "steady"), ("3900", "90", "batch")],
+)
+def test_a_request_lands_in_the_pool_that_the_grid_says(fleet: Process, ttft: str, itl: str, pool: str) -> None:
+    tokens = list(range(100, 400))
+    before = metric(fleet.url, "poolgrid_global_router_dispatches_total", pool=pool)
+
+    answer = complete(fleet.url, tokens, 24, x_ttft_target_ms=ttft, x_itl_target_ms=itl)
+
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-poolgrid-pool"] == pool
+    assert answer.headers["x-poolgrid-worker"].startswith(pool)
+    assert answer.json()["choices"][0]["text"] == expected_text(pack_tokens(tokens), 24)
+    assert metric(fleet.url, "poolgrid_global_router_dispatches_total", pool=pool) == before + 1
+    record = httpx.get(f"{fleet.url}/v1/decisions/{answer.headers['x-request-id']}").json()
+    assert record["outcome"] == "length"
+    assert record["output_tokens"] == 24
+    assert [(each["pool"], each["how"]) for each in record["placements"]] == [(pool, "grid")]
+    assert record["placements"][0]["selection"]["cell"] == [int(ttft == "3900"), int(itl == "90")]
+
+
+def test_tokens_and_prompts_do_not_pass_through_the_pools_router(fleet: Process) -> None:
+    answer = complete(fleet.url, list(range(500, 700)), 16)
+    pool = pools(fleet.url)[answer.headers["x-poolgrid-pool"]]["url"]
+
+    explained = httpx.get(f"{pool}/v1/decisions/{answer.headers['x-request-id']}").json()
+
+    assert explained["attempts"][0]["worker"] == answer.headers["x-poolgrid-worker"]
+    assert metric(pool, "poolgrid_frontend_output_tokens_total") == 0
+    eventually(
+        "every reservation has ended", lambda: all(pool_is_quiet(row["url"]) for row in pools(fleet.url).values())
+    )
+
+
+def test_a_repeated_prompt_finds_its_blocks_through_the_select_plane(fleet: Process) -> None:
+    tokens = list(range(1000, 1640))
+    first = complete(fleet.url, tokens, 2)
+    pool = pools(fleet.url)[first.headers["x-poolgrid-pool"]]["url"]
+    holder = first.headers["x-poolgrid-worker"]
+    eventually(
+        "the index knows the blocks", lambda: len(httpx.get(f"{pool}/v1/workers/{holder}/blocks").text) > 19 * 16
+    )
+
+    second = complete(fleet.url, tokens, 2)
+
+    assert second.headers["x-poolgrid-worker"] == holder
+    assert second.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 608
+
+
+@pytest.mark.parametrize(
+    ("nvext", "field"),
+    [
+        ({"router": {"ttft_target": -1}}, "nvext.router.ttft_target"),
+        ({"router": {"itl_target": True}}, "nvext.router.itl_target"),
+        ({"router": 5}, "nvext.router"),
+        ({"agent_hints": {"priority": 2**40}}, "nvext.agent_hints.priority"),
+    ],
+)
+def test_a_bad_hint_is_the_clients_error_and_names_the_field(fleet: Process, nvext: dict[str, Any], field: str) -> None:
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 1, "nvext": nvext}
+
+    answer = httpx.post(f"{fleet.url}/v1/completions", json=body)
+
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == field
+
+
+def test_a_worker_killed_under_load_costs_no_request_and_no_wrong_text(fleet: Process) -> None:
+    before = metric(fleet.url, "poolgrid_global_router_moves_total")
+
+    report = load_while(fleet.url, lambda: fleet.child("--worker-id", "batch-0").kill(), requests=200)
+
+    assert_unharmed(report)
+    assert metric(fleet.url, "poolgrid_global_router_moves_total") > before
+    eventually("the worker is back", lambda: all_available(fleet.url))
+
+
+def test_a_pools_router_killed_under_load_costs_nothing_and_the_fallback_shows(fleet: Process) -> None:
+    router = listener(fleet, pools(fleet.url)["batch"]["url"])
+
+    report = load_while(fleet.url, router.kill, requests=200)
+
+    assert_unharmed(report)
+    records = httpx.get(f"{fleet.url}/v1/decisions?limit=200").json()["data"]
+    fallen = [record for record in records if record["how"] == "fallback"]
+    assert fallen, "nothing fell back while the pool was down"
+    assert fallen[0]["pools"] != ["batch"]
+    assert metric(fleet.url, "poolgrid_global_router_passed_over_total", pool="batch", state="down") >= len(fallen)
+    eventually("the pool is back", lambda: all_available(fleet.url))
+    assert complete(fleet.url, [5, 6, 7], 1).headers["x-poolgrid-pool"] == "batch"
+
+
+def test_a_whole_pool_killed_under_load_costs_nothing(fleet: Process) -> None:
+    eventually("the fleet is whole", lambda: all_available(fleet.url))
+    row = pools(fleet.url)["batch"]
+
+    def kill_pool() -> None:
+        for process in (listener(fleet, row["url"]), *(fleet.child("--worker-id", f"batch-{n}") for n in (0, 1))):
+            process.kill()
+
+    report = load_while(fleet.url, kill_pool, requests=200)
+
+    assert_unharmed(report)
+    eventually("the fleet is whole again", lambda: all_available(fleet.url))
+    eventually("the books are balanced", lambda: all(pool_is_quiet(row["url"]) for row in pools(fleet.url).values()))
+
+
+@pytest.mark.parametrize("path", OTHERS, ids=lambda path: path.stem)
+def test_every_example_starts_serves_and_ends(path: Path) -> None:
+    with running_fleet(path) as up:
+        prompt = MODEL.encode("hello")
+        tokens = list(memoryview(prompt).cast("I"))
+
+        answer = complete(up.url, tokens, 8)
+
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["text"] == expected_text(prompt, 8)
+        assert set(answer.headers["x-poolgrid-pool"].split(",")) <= set(pools(up.url))
+
+
+def two_pools(urls: dict[str, str], cells: list[str]) -> str:
+    return json.dumps(
+        {
+            "mode": "aggregated",
+            "aggregated": {
+                "pools": [{"name": name, "url": url} for name, url in urls.items()],
+                "ttft_min_ms": 0,
+                "ttft_max_ms": 1000,
+                "ttft_resolution": 2,
+                "itl_min_ms": 0,
+                "itl_max_ms": 100,
+                "itl_resolution": 1,
+                "mapping": [[cells[0]], [cells[1]]],
+            },
+            "accept": ["unreachable-pool", "slower-pool-for-faster-target"],
+        }
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def test_a_pool_may_be_missing_at_the_start_and_documents_may_change_while_it_runs(tmp_path: Path) -> None:
+    document = tmp_path / "grid.json"
+    late_port = free_port()
+    vocabulary = ("--vocabulary-size", str(MODEL.vocab_size), "--speedup", "50", "--model", "tiny")
+    with Process("router", "--port", "0") as here:
+        here.wait_ready()
+        urls = {"late": f"http://127.0.0.1:{late_port}", "here": here.url}
+        document.write_text(two_pools(urls, ["late", "late"]))
+        with (
+            Process("worker", "--consolidator", here.word("ingest"), *vocabulary) as worker,
+            Process("global-router", "--config", str(document), "--port", "0", "--reload-interval-ms", "20") as router,
+        ):
+            worker.wait_ready()
+            router.wait_ready()
+            eventually("one pool is up", lambda: pools(router.url)["here"]["state"] == "available")
+            fallen = complete(router.url, [5, 6, 7], 3)
+
+            assert fallen.status_code == 200, fallen.text
+            assert fallen.headers["x-poolgrid-pool"] == "here"
+            assert fallen.headers["x-poolgrid-decision"].startswith("fallback")
+            assert pools(router.url)["late"]["state"] == "down"
+            assert "refused" in pools(router.url)["late"]["reason"] or "failed" in pools(router.url)["late"]["reason"]
+
+            document.write_text(two_pools(urls, ["here", "here"]))
+            eventually(
+                "the new document is in force", lambda: metric(router.url, "poolgrid_global_router_revision") == 2
+            )
+            assert complete(router.url, [5, 6, 7], 3).headers["x-poolgrid-decision"].startswith("grid")
+
+            document.write_text(two_pools(urls, ["here", "nowhere"]))
+            eventually(
+                "the broken one is refused",
+                lambda: metric(router.url, "poolgrid_global_router_reloads_total", outcome="refused") == 1,
+            )
+            assert complete(router.url, [5, 6, 7], 3).status_code == 200
+
+            rolled_back = CliRunner().invoke(app, ["config", "rollback", "--url", router.url])
+            assert rolled_back.exit_code == 0, rolled_back.output
+            assert "revision 3 is in force" in rolled_back.output
+            assert CliRunner().invoke(app, ["config", "rollback", "--url", router.url]).exit_code == 1
+            assert complete(router.url, [5, 6, 7], 3).headers["x-poolgrid-decision"].startswith("fallback")
+
+            with Process("router", "--port", str(late_port)) as found:
+                found.wait_ready()
+                with Process("worker", "--consolidator", found.word("ingest"), *vocabulary) as late_worker:
+                    late_worker.wait_ready()
+                    eventually("the late pool is up", lambda: pools(router.url)["late"]["state"] == "available")
+                    assert complete(router.url, [5, 6, 7], 3).headers["x-poolgrid-pool"] == "late"
+
+            eventually("the late pool is down", lambda: pools(router.url)["late"]["state"] == "down")
+            worker.kill()
+            eventually("nobody is left", lambda: httpx.get(f"{router.url}/ready").status_code == 503)
+            assert complete(router.url, [5, 6, 7], 3).status_code in (404, 503)
+
+            router.signal(signal.SIGTERM)
+            assert router.wait() == 0
