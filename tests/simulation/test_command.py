@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,11 @@ from tests.simulation.builders import CONVERSATION
 
 def simulate(*arguments: str | Path) -> Result:
     return CliRunner().invoke(app, ["simulate", *map(str, arguments)])
+
+
+def squeezed(text: str) -> str:
+    """Text without colours and white space: the console wraps lines wherever they reach its edge."""
+    return "".join(re.sub(r"\x1b\[[\d;]*m", "", text).split())
 
 
 def report(tmp_path: Path, *arguments: str, name: str = "out.json") -> dict[str, Any]:
@@ -102,7 +108,7 @@ def test_what_cannot_be_simulated_ends_with_status_2_and_says_why(
     done = simulate(*arguments, "--json", tmp_path / "out.json")
 
     assert done.exit_code == 2
-    assert "".join(words.split()) in "".join(done.stderr.split())
+    assert squeezed(words) in squeezed(done.stderr)
     assert not (tmp_path / "out.json").exists()
 
 
@@ -113,5 +119,11 @@ def test_a_broken_trace_names_file_and_line(tmp_path: Path) -> None:
     done = simulate(trace)
 
     assert done.exit_code == 2
-    # The console wraps long lines wherever they reach its edge.
-    assert "broken.jsonl,line2:" in "".join(done.stderr.split())
+    assert squeezed("broken.jsonl, line 2:") in squeezed(done.stderr)
+
+
+def test_a_report_that_cannot_be_written_is_said_before_the_work(tmp_path: Path) -> None:
+    done = simulate(CONVERSATION, "--json", tmp_path / "missing" / "out.json")
+
+    assert done.exit_code == 2
+    assert "nothingwassimulated" in squeezed(done.output)
