@@ -80,6 +80,8 @@ class Part:
         """Start the process and wait until it says that it is ready."""
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
+            # Not from the current directory, which may hold a package of the same name: from where this code is.
+            "-P",
             "-m",
             "cli",
             *self.arguments,
@@ -163,7 +165,14 @@ class LocalPool:
         self._settings = settings
         self._data_dir = data_dir
         self._model = model
-        self._environment = {**os.environ, PARENT_PIPE_VARIABLE: "1", "PYTHONUNBUFFERED": "1"}
+        root = str(Path(__file__).resolve().parents[1])
+        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+        self._environment = {
+            **os.environ,
+            PARENT_PIPE_VARIABLE: "1",
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONPATH": os.pathsep.join(paths),
+        }
         self._consolidator: Part | None = None
         self._router: Part | None = None
         self._workers: list[Part] = []
