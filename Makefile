@@ -1,15 +1,15 @@
 PYTHON ?= .venv/bin/python
+export PYTHON
 
-.PHONY: check lint types test format
+.PHONY: check lint types test format docs
 
-check: lint types test  ## everything CI runs
+check: lint types test  ## everything CI runs, in the environment that is there
 
 lint:
-	$(PYTHON) -m ruff check .
-	$(PYTHON) -m ruff format --check .
+	.ci/run lint
 
 types:
-	$(PYTHON) -m mypy
+	.ci/run types
 
 test:
 	$(PYTHON) -m pytest
@@ -17,3 +17,6 @@ test:
 format:
 	$(PYTHON) -m ruff check --fix .
 	$(PYTHON) -m ruff format .
+
+docs:  ## write the generated page
+	$(PYTHON) -m cli.configuration_page > docs/configuration.md

@@ -16,6 +16,7 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections import deque
 from collections.abc import Iterable
+from pathlib import Path
 
 from cli.service_process import PARENT_PIPE_VARIABLE
 
@@ -31,7 +32,14 @@ RESTART_WINDOW_S = 60.0
 
 def part_environment() -> dict[str, str]:
     """Return the environment of parts: ours, and the sign that standard input is a pipe from us."""
-    return {**os.environ, PARENT_PIPE_VARIABLE: "1", "PYTHONUNBUFFERED": "1"}
+    root = str(Path(__file__).resolve().parents[1])
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        **os.environ,
+        PARENT_PIPE_VARIABLE: "1",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
 
 
 class PartFailed(RuntimeError):
@@ -55,6 +63,8 @@ class Part:
         """Start the process and wait until it says that it is ready."""
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
+            # Not from the current directory, which may hold a package of the same name: from where this code is.
+            "-P",
             "-m",
             "cli",
             *self.arguments,

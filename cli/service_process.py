@@ -15,6 +15,7 @@ import threading
 from collections.abc import Awaitable, Callable
 
 import typer
+from prometheus_client import disable_created_metrics
 
 from runtime import lifecycle, logs
 
@@ -37,6 +38,7 @@ def run_service(name: str, log_level: str, main: Callable[[asyncio.Event], Await
     except ValueError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per counter, which nothing reads
     # Start-up objects live as long as the process: out of the collector's sight, they cost no pause later.
     gc.collect()
     gc.freeze()

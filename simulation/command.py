@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -37,6 +38,10 @@ def run_simulation(trace: Path, settings: SimulationSettings) -> int:
         timing = PolynomialTiming() if settings.timing_table is None else TableTiming.from_file(settings.timing_table)
     except (TraceError, TableError, OSError) as error:
         errors.print(f"simulating: {error}", markup=False)
+        return 2
+    out = settings.json_out
+    if out is not None and (out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK)):
+        errors.print(f"simulating: --json {out} cannot be written; nothing was simulated", markup=False)
         return 2
     workload = build_workload(rows, settings.speed, settings.block_size)
     roomy = workload.total_tokens // settings.block_size + 2 * len(rows) + 1
@@ -93,6 +98,6 @@ def run_simulation(trace: Path, settings: SimulationSettings) -> int:
         "policies": policies,
     }
     Console().print(result_table(workload.ideal_cached_token_ratio, policies))
-    if settings.json_out is not None:
-        settings.json_out.write_text(json.dumps(report, indent=2) + "\n")
+    if out is not None:
+        out.write_text(json.dumps(report, indent=2) + "\n")
     return 0

@@ -140,7 +140,6 @@ class SimulatedPool:
             result = self._result
             result.busy_ms += outcome.duration_ms
             result.steps += outcome.steps
-            result.output_tokens += outcome.decode_tokens
             result.preemptions += outcome.preemptions
             if outcome.decode_tokens:
                 result.itl_ms.append((outcome.duration_ms / outcome.steps, outcome.decode_tokens))
@@ -156,10 +155,9 @@ class SimulatedPool:
                 result.cached_tokens += fact.cached_tokens
             elif isinstance(fact, PrefillCompleted):
                 result.ttft_ms.append(now - self._arrived[fact.request_id].arrival_ms)
-                result.output_tokens += 1
             elif isinstance(fact, RequestFinished):
                 result.requests += 1
-                del self._arrived[fact.request_id]
+                result.output_tokens += self._arrived.pop(fact.request_id).osl
         self._tell(number, now, events)
 
     def _tell(self, number: int, now: float, events: list[AnyEvent]) -> None:

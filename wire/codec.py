@@ -20,7 +20,7 @@ from wire.events import BlocksReleased, BlocksRemoved, BlocksShared, BlocksStore
 from wire.feed import FromFeed, SnapshotPart, ToFeed
 from wire.ingest import FromConsolidator, ToConsolidator
 from wire.limits import FRAME_BYTES_MAX
-from wire.requests import FromWorker, Generate, TokenBatch, ToWorker
+from wire.requests import FromWorker, Generate, KvOffered, TokenBatch, ToWorker
 from wire.selection import FromPool, Probe, Select, ToPool
 
 T = TypeVar("T")
@@ -96,6 +96,8 @@ def _check_from_worker(value: FromWorker) -> str | None:
         for delta in value.deltas:
             if len(delta.token_ids) % 4:
                 return _check_tokens(delta.token_ids, "TokenDelta.token_ids")
+    elif isinstance(value, KvOffered):
+        return _check_hashes(value.sequence_hashes, "KvOffered.sequence_hashes")
     return None
 
 

@@ -88,3 +88,13 @@ class Role(IntEnum):
     PREFILL = 1
     DECODE = 2
     ENCODE = 3
+
+
+class Stage(IntEnum):
+    """Which part of a request a worker is asked to do."""
+
+    WHOLE = 0
+    PREFILL = 1
+    """Context only: compute the prompt, generate one token, keep the KV blocks for the decode worker."""
+    DECODE = 2
+    """Generation only: take the KV blocks that a prefill worker offers, go on after its first token."""

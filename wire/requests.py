@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from wire.identifiers import U32, U64, Identifier, Opaque, PackedTokens, Text
+from wire.identifiers import U32, U64, Identifier, Opaque, PackedHashes, PackedTokens, Stage, Text
 from wire.limits import GUIDE_BYTES_MAX, LOGPROBS_MAX, STOP_TOKENS_MAX, TOKEN_DELTAS_PER_BATCH_MAX
 
 
@@ -55,7 +55,9 @@ class Generate(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False)
     stop_token_ids: Annotated[tuple[U32, ...], Meta(max_length=STOP_TOKENS_MAX)] = ()
     routing: Routing = Routing()
     disaggregated_params: Opaque | None = None
+    """What the prefill worker returned; given to the decode worker unread."""
     multimodal: Opaque | None = None
+    stage: Stage = Stage.WHOLE
 
 
 class Cancel(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
@@ -70,7 +72,19 @@ class Ping(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
     nonce: U64
 
 
-ToWorker = Generate | Cancel | Ping
+class FetchKv(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
+    """From a decode worker to the prefill worker: what do you hold for this transfer? Keeps the offer alive."""
+
+    transfer_id: Identifier
+
+
+class ReleaseKv(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
+    """The transfer is over (done, or given up): the prefill worker may let go of the blocks. Needs no answer."""
+
+    transfer_id: Identifier
+
+
+ToWorker = Generate | Cancel | Ping | FetchKv | ReleaseKv
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -89,7 +103,8 @@ class TokenDelta(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Index of the first new token among this dispatch's output: a hole or an overlap shows loss or duplication."""
     token_ids: PackedTokens
     finish_reason: str | None = None
-    """``stop``, ``length``, ``cancelled`` or ``error``; ``None`` while the request goes on."""
+    """``stop``, ``length``, ``cancelled``, ``error``, or ``prefilled`` when a decode worker must go on; ``None`` while
+    the request goes on here."""
     cached_tokens: U32 | None = None
     """Prompt tokens that were reused; set on the first delta."""
     error: Text | None = None
@@ -115,4 +130,15 @@ class Pong(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
     draining: bool = False
 
 
-FromWorker = TokenBatch | Pong
+class KvOffered(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
+    """Answer to ``FetchKv``: the blocks that are kept for the transfer, or none when it is unknown (any more)."""
+
+    transfer_id: Identifier
+    known: bool
+    sequence_hashes: PackedHashes = b""
+    """Whole blocks of the prompt, in order."""
+    tail_tokens: U32 = 0
+    """Prompt tokens beyond the last whole block, whose KV is kept too."""
+
+
+FromWorker = TokenBatch | Pong | KvOffered

@@ -17,10 +17,12 @@ from workers.adapters.http_api import HttpApi
 from workers.adapters.sockets import RequestSocket
 from workers.core.push_stream import PushStream, PushTiming
 from workers.engines.simulated import RealTimeSimulatedEngine
+from workers.kv_fetcher import KvFetcher
 from workers.metrics import WorkerMetrics
 from workers.publisher import EventPublisher
-from workers.service import ServiceLimits, WorkerService
+from workers.service import KvExchange, ServiceLimits, WorkerService
 from workers.settings import WorkerSettings
+from workers.simulated.kv_transfer import KvSource
 from workers.simulated.timing import PolynomialTiming, ScaledTiming, TableTiming, TimingModel
 
 log = logging.getLogger(__name__)
@@ -35,7 +37,7 @@ def make_card(settings: WorkerSettings, request_port: int, http_port: int) -> Wo
         host = f"[{host}]"
     return WorkerCard(
         model=settings.model,
-        role=settings.role,
+        role=settings.card_role,
         block_size=settings.block_size,
         limits=settings.card_limits(),
         request_endpoint=f"tcp://{host}:{request_port}",
@@ -68,11 +70,12 @@ async def serve(
     clock = SystemClock()
     registry = CollectorRegistry()
     metrics = WorkerMetrics(registry)
-    engine = RealTimeSimulatedEngine(settings.engine_limits(), settings.vocabulary(), make_timing(settings), clock)
+    timing = make_timing(settings)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     epoch = time.time_ns()
     requests: RequestSocket | None = None
     publisher: EventPublisher | None = None
+    fetcher: KvFetcher | None = None
     http: HttpServer | None = None
     announcement: asyncio.Task[None] | None = None
     orderly = True
@@ -81,6 +84,21 @@ async def serve(
         api = HttpApi(registry)
         http = HttpServer(api, settings.host, settings.http_port, "http_port")
         card = make_card(settings, requests.port, http.port)
+        engine = RealTimeSimulatedEngine(
+            settings.engine_limits(),
+            settings.vocabulary(),
+            timing,
+            clock,
+            settings.transfer_model(),
+            KvSource(card.request_endpoint, settings.worker_id, epoch),
+        )
+        fetcher = KvFetcher(
+            context,
+            settings.kv_fetch_timeout_ms,
+            settings.max_waiting_requests + settings.max_batch_size,
+            clock,
+            metrics,
+        )
         service = WorkerService(
             settings.worker_id,
             epoch,
@@ -90,6 +108,7 @@ async def serve(
             ServiceLimits(settings.peer_lease_ms, settings.drain_timeout_ms),
             clock,
             metrics,
+            KvExchange(engine, fetcher),
         )
         api.show(service)
         publisher = EventPublisher(
@@ -119,6 +138,8 @@ async def serve(
     finally:
         if announcement is not None:
             announcement.cancel()
+        if fetcher is not None:
+            fetcher.close(orderly)
         if requests is not None:
             requests.close(orderly)
         if publisher is not None:

@@ -8,6 +8,7 @@ from wire.events import LoadReported
 from workers.engines.engine import EngineReport
 
 STEP_SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+TRANSFER_SECONDS_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 QUEUE_SECONDS_BUCKETS = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
@@ -50,6 +51,23 @@ class WorkerMetrics:
             buckets=QUEUE_SECONDS_BUCKETS,
             registry=registry,
         )
+        self.transfer_timeouts = counter(
+            "kv_transfer_timeouts_total", "Prefilled requests whose KV nobody came for in time."
+        )
+        self.kv_moved_bytes = counter("kv_moved_bytes_total", "Bytes of KV moved here from prefill workers.")
+        self.kv_present_blocks = counter(
+            "kv_present_blocks_total", "Blocks that were not moved because they were here already."
+        )
+        self.kv_fetch_failures = counter(
+            "kv_fetch_failures_total", "Decode requests that did not get their KV, by cause.", ("cause",)
+        )
+        self.transfer_seconds = Histogram(
+            "poolgrid_worker_kv_transfer_seconds",
+            "Duration of a KV transfer to this worker.",
+            buckets=TRANSFER_SECONDS_BUCKETS,
+            registry=registry,
+        )
+        self.kept_transfers = gauge("kept_transfers", "Prefilled requests whose blocks are kept for a decode worker.")
         self.running = gauge("running_requests", "Requests that hold blocks.")
         self.waiting = gauge("waiting_requests", "Requests that wait for a place in the batch.")
         self.queued_tokens = gauge("queued_prefill_tokens", "Prompt tokens accepted and not yet computed.")
@@ -74,6 +92,13 @@ class WorkerMetrics:
             self.preemptions.inc(report.preemptions)
         for wait_ms in report.queue_waits_ms:
             self.queue_seconds.observe(wait_ms / 1e3)
+        for arrival in report.arrivals:
+            self.kv_moved_bytes.inc(arrival.moved_bytes)
+            self.kv_present_blocks.inc(arrival.present_blocks)
+            self.transfer_seconds.observe(arrival.duration_ms / 1e3)
+        if report.expired:
+            self.transfer_timeouts.inc(report.expired)
+        self.kept_transfers.set(report.kept_transfers)
 
     def observe_load(self, load: LoadReported) -> None:
         """Show the engine's statistics."""

@@ -10,6 +10,10 @@ Rules:
    say. Never one per token.
 4. Draining: ``WorkerDraining`` goes out, new requests are refused as retryable, running ones finish. What is left at
    the drain timeout ends with a retryable error, so that routers continue it elsewhere.
+5. The role says which stages are taken. A prefill leg that ended with ``prefilled`` belongs to its peer until its KV is
+   taken, cancelled or expired; a drain waits for it. A new request with its id takes its place.
+6. A decode leg first has its KV asked for (``KvFetcher``); until the answer is here the engine knows nothing of it. The
+   source is let go of when the KV has arrived or the leg ends, whatever ended it.
 """
 
 from __future__ import annotations
@@ -27,11 +31,13 @@ from wire.card import WorkerCard
 from wire.errors import DecodeError
 from wire.events import AnyEvent, RequestFinished, SnapshotEnded, WorkerDraining
 from wire.hashing import unpack_hashes
+from wire.identifiers import Role, Stage
 from wire.limits import TEXT_CHARS_MAX
-from wire.requests import Cancel, Generate, Ping, Pong, TokenBatch, TokenDelta
+from wire.requests import Cancel, FetchKv, Generate, KvOffered, Ping, Pong, ReleaseKv, TokenBatch, TokenDelta
 from workers.adapters.sockets import RequestSocket
 from workers.core.refusal import RefusedError
-from workers.engines.engine import Engine, EngineReport
+from workers.engines.engine import Engine, EngineReport, KvHandover
+from workers.kv_fetcher import KvFetcher
 from workers.metrics import WorkerMetrics
 from workers.publisher import EventPublisher
 
@@ -45,6 +51,35 @@ HAND_OVER_TIMEOUT_S = 1.0
 
 LEASE_CHECKS = 4
 """Looks at the peers' leases per lease."""
+
+
+PREFILLED = "prefilled"
+"""Finish reason of a prefill leg whose request goes on elsewhere."""
+
+STAGES = {
+    Role.AGGREGATED: frozenset(Stage),
+    Role.PREFILL: frozenset({Stage.PREFILL}),
+    # A prompt that is short or cached is better computed where it decodes.
+    Role.DECODE: frozenset({Stage.DECODE, Stage.WHOLE}),
+    Role.ENCODE: frozenset[Stage](),
+}
+"""What each role takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What the engine's ``cancelled`` means when it was not the peer who asked for it."""
+
+    error: str
+    event_reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class KvExchange:
+    """The service's part in handing KV over, for an engine that needs one."""
+
+    handover: KvHandover
+    fetcher: KvFetcher
 
 
 @dataclass(slots=True)
@@ -77,6 +112,7 @@ class WorkerService:
         limits: ServiceLimits,
         clock: Clock,
         metrics: WorkerMetrics,
+        kv: KvExchange | None = None,
     ) -> None:
         self._worker_id = worker_id
         self._epoch = epoch
@@ -90,8 +126,15 @@ class WorkerService:
         self._peers: dict[bytes, Peer] = {}
         self._owners: dict[str, bytes | None] = {}
         """Whom each request that the engine has belongs to; ``None`` when nobody takes its tokens any more."""
-        self._handed_over: set[str] = set()
+        self._kv = kv
+        self._fetching: dict[str, Generate] = {}
+        """Decode legs whose KV was asked for, not answered yet."""
+        self._kept: set[str] = set()
+        """Prefill legs that have had their last delta and whose KV is kept."""
+        self._endings: dict[str, Ending] = {}
         """Requests that are cancelled so that another worker continues them."""
+        if kv is not None:
+            kv.fetcher.start(self._on_offered, self._on_fetch_failed)
         self._steps = 0
         self._draining = False
         self._empty = asyncio.Event()
@@ -114,9 +157,12 @@ class WorkerService:
             "worker_id": self._worker_id,
             "epoch": self._epoch,
             "model": self._card.model,
+            "role": self._card.role.name.lower(),
             "request_endpoint": self._card.request_endpoint,
             "running_requests": load.running_requests,
             "waiting_requests": load.waiting_requests,
+            "fetching_requests": len(self._fetching),
+            "kept_transfers": len(self._kept),
             "active_blocks": load.active_blocks,
             "cached_blocks": load.cached_blocks,
             "total_blocks": load.total_blocks,
@@ -161,7 +207,7 @@ class WorkerService:
         reason = f"the engine of {self._worker_id} failed: {error!r}"[:TEXT_CHARS_MAX]
         log.error("%s", reason)
         for request_id, owner in self._owners.items():
-            if owner is not None:
+            if owner is not None and request_id not in self._kept:
                 self._answer(owner, TokenDelta(request_id, 0, b"", "error", error=reason, retryable=True))
         assert self._publisher is not None
         await self._publisher.say_goodbye(reason, GOODBYE_TIMEOUT_S)
@@ -177,9 +223,9 @@ class WorkerService:
         publisher.publish([WorkerDraining()])
         if not await self._until_empty(self._limits.drain_timeout_ms / 1e3):
             log.warning("the drain timed out: handing over %d requests", len(self._owners))
+            ending = Ending(f"worker {self._worker_id} ended before the request did", "migrated")
             for request_id in list(self._owners):
-                self._handed_over.add(request_id)
-                self._engine.cancel(request_id)
+                self._end_elsewhere(request_id, ending)
             await self._until_empty(HAND_OVER_TIMEOUT_S)
         if not await publisher.say_goodbye("drained", GOODBYE_TIMEOUT_S):
             log.warning("the consolidator did not acknowledge the end; the lease will tell it")
@@ -209,13 +255,22 @@ class WorkerService:
             self._generate(peer_id, message)
         elif isinstance(message, Ping):
             self._send(peer_id, codec.from_worker.encode(Pong(message.nonce, self._epoch, self._draining)))
-        else:
+        elif isinstance(message, Cancel):
             self._cancel(peer_id, message)
+        elif isinstance(message, FetchKv):
+            self._offer(peer_id, message)
+        else:
+            self._release(message)
 
     def _generate(self, peer_id: bytes, request: Generate) -> None:
         try:
-            self._check(request)
-            self._engine.submit(request)
+            self._check(peer_id, request)
+            kv = self._kv
+            if kv is not None and request.stage is Stage.DECODE:
+                kv.fetcher.begin(request.request_id, kv.handover.wanted(request))
+                self._fetching[request.request_id] = request
+            else:
+                self._engine.submit(request)
         except RefusedError as refusal:
             self._metrics.refusals.labels(str(refusal.retryable).lower()).inc()
             self._answer(
@@ -239,10 +294,19 @@ class WorkerService:
         self._owners[request.request_id] = peer_id
         self._empty.clear()
 
-    def _check(self, request: Generate) -> None:
+    def _check(self, peer_id: bytes, request: Generate) -> None:
         """Refuse what the service itself cannot honour."""
+        if request.stage not in STAGES[self._card.role]:
+            raise RefusedError(
+                f"worker {self._worker_id} has the role {self._card.role.name.lower()}, it does not take the stage "
+                f"{request.stage.name.lower()}",
+                retryable=True,
+            )
         if self._draining:
             raise RefusedError(f"worker {self._worker_id} is draining and takes no new requests", retryable=True)
+        if request.request_id in self._kept and self._owners[request.request_id] == peer_id:
+            # Nobody dispatches a leg again while its first result is of use.
+            self._let_go(request.request_id)
         if request.request_id in self._owners:
             # When nobody owns it any more it is on its way out, and the id will be free in a moment.
             raise RefusedError(
@@ -263,15 +327,90 @@ class WorkerService:
             )
 
     def _cancel(self, peer_id: bytes, cancel: Cancel) -> None:
-        if self._owners.get(cancel.request_id) == peer_id:
-            self._engine.cancel(cancel.request_id)
+        request_id = cancel.request_id
+        if self._owners.get(request_id) != peer_id:
+            return
+        if request_id in self._fetching:
+            self._end_fetching(request_id, TokenDelta(request_id, 0, b"", "cancelled"), "cancelled")
+        else:
+            self._stop(request_id)
+
+    def _stop(self, request_id: str) -> None:
+        """Cancel what the engine has."""
+        if request_id in self._kept:
+            self._let_go(request_id)
+        else:
+            self._engine.cancel(request_id)
+
+    def _let_go(self, request_id: str) -> None:
+        """Cancel a kept prefill leg; its last delta is out, so it is forgotten at once."""
+        self._engine.cancel(request_id)
+        self._forget(request_id)
+
+    def _end_elsewhere(self, request_id: str, ending: Ending) -> None:
+        """End a request so that its router continues it on another worker."""
+        if request_id in self._fetching:
+            delta = TokenDelta(request_id, 0, b"", "error", error=ending.error[:TEXT_CHARS_MAX], retryable=True)
+            self._end_fetching(request_id, delta, ending.event_reason)
+            return
+        if request_id not in self._kept:
+            self._endings[request_id] = ending
+        self._stop(request_id)
+
+    # -- KV from and to other workers ----------------------------------------------------------------------------------
+
+    def _offer(self, peer_id: bytes, fetch: FetchKv) -> None:
+        offer = KvOffered(fetch.transfer_id, False) if self._kv is None else self._kv.handover.offer(fetch.transfer_id)
+        self._send(peer_id, codec.from_worker.encode(offer))
+
+    def _release(self, release: ReleaseKv) -> None:
+        if self._kv is not None:
+            self._kv.handover.release(release.transfer_id)
+
+    def _on_offered(self, request_id: str, offer: KvOffered) -> None:
+        assert self._kv is not None
+        request = self._fetching.pop(request_id)
+        try:
+            self._kv.handover.submit_offered(request, offer)
+        except RefusedError as refusal:
+            self._fetching[request_id] = request
+            if not refusal.retryable:
+                self._metrics.kv_fetch_failures.labels("wrong").inc()
+            reason = refusal.reason[:TEXT_CHARS_MAX]
+            delta = TokenDelta(request_id, 0, b"", "error", error=reason, retryable=refusal.retryable)
+            self._end_fetching(request_id, delta, "error")
+
+    def _on_fetch_failed(self, request_id: str, reason: str) -> None:
+        self._end_elsewhere(request_id, Ending(reason, "error"))
+
+    def _end_fetching(self, request_id: str, delta: TokenDelta, event_reason: str) -> None:
+        """End a decode leg that the engine does not know."""
+        assert self._kv is not None
+        assert self._publisher is not None
+        del self._fetching[request_id]
+        self._kv.fetcher.end(request_id)
+        assert delta.finish_reason is not None
+        self._metrics.finished.labels(delta.finish_reason).inc()
+        owner = self._owners[request_id]
+        self._forget(request_id)
+        self._publisher.publish([RequestFinished(request_id, event_reason)])
+        if owner is not None:
+            self._answer(owner, delta)
+        self._note_if_empty()
 
     # -- from the engine -----------------------------------------------------------------------------------------------
 
     def _deliver(self, report: EngineReport) -> None:
         self._steps += report.steps
-        if self._handed_over:
-            self._rewrite_handed_over(report)
+        if self._endings:
+            self._rewrite_endings(report)
+        # Before the deltas: what is kept anew in this report is not what was let go of.
+        for request_id in report.released:
+            if request_id in self._kept:
+                self._forget(request_id)
+        if self._kv is not None:
+            for arrival in report.arrivals:
+                self._kv.fetcher.end(arrival.request_id)
         by_peer: dict[bytes, list[TokenDelta]] = {}
         for delta in report.deltas:
             request_id = delta.request_id
@@ -285,37 +424,47 @@ class WorkerService:
                 deltas.append(delta)
             if delta.finish_reason is not None:
                 self._metrics.finished.labels(delta.finish_reason).inc()
-                self._forget(request_id)
+                if delta.finish_reason == PREFILLED and owner is not None:
+                    self._kept.add(request_id)
+                else:
+                    self._forget(request_id)
+                    if self._kv is not None:
+                        self._kv.fetcher.end(request_id)
         for peer_id, deltas in by_peer.items():
             self._send(peer_id, codec.from_worker.encode(TokenBatch(self._steps, deltas)))
         assert self._publisher is not None
         self._publisher.publish(report.events, report.load)
         self._metrics.observe_report(report)
         self._metrics.observe_load(report.load)
+        # Last, so that a drain finds everything published.
+        self._note_if_empty()
+
+    def _note_if_empty(self) -> None:
         if not self._owners:
-            # Last, so that a drain finds everything published.
             self._empty.set()
 
-    def _rewrite_handed_over(self, report: EngineReport) -> None:
+    def _rewrite_endings(self, report: EngineReport) -> None:
         """Turn the engine's ``cancelled`` into what it means here: go on elsewhere."""
-        handed_over = self._handed_over
-        error = f"worker {self._worker_id} ended before the request did"
+        endings = self._endings
         report.deltas = [
-            msgspec.structs.replace(delta, finish_reason="error", error=error, retryable=True)
-            if delta.finish_reason == "cancelled" and delta.request_id in handed_over
+            msgspec.structs.replace(
+                delta, finish_reason="error", error=endings[delta.request_id].error[:TEXT_CHARS_MAX], retryable=True
+            )
+            if delta.finish_reason == "cancelled" and delta.request_id in endings
             else delta
             for delta in report.deltas
         ]
         report.events = [
-            RequestFinished(event.request_id, "migrated")
-            if isinstance(event, RequestFinished) and event.reason == "cancelled" and event.request_id in handed_over
+            RequestFinished(event.request_id, endings[event.request_id].event_reason)
+            if isinstance(event, RequestFinished) and event.reason == "cancelled" and event.request_id in endings
             else event
             for event in report.events
         ]
 
     def _forget(self, request_id: str) -> None:
         owner = self._owners.pop(request_id, None)
-        self._handed_over.discard(request_id)
+        self._endings.pop(request_id, None)
+        self._kept.discard(request_id)
         if owner is not None:
             peer = self._peers.get(owner)
             if peer is not None:
@@ -339,7 +488,10 @@ class WorkerService:
         log.warning("a router with %d requests is gone (%s): cancelling them", len(peer.requests), why)
         for request_id in peer.requests:
             self._owners[request_id] = None
-            self._engine.cancel(request_id)
+            if request_id in self._fetching:
+                self._end_fetching(request_id, TokenDelta(request_id, 0, b"", "cancelled"), "cancelled")
+            else:
+                self._stop(request_id)
 
     def _watch_leases(self) -> None:
         if self._lease_timer is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
@@ -13,6 +13,15 @@ from wire.identifiers import Role
 from wire.limits import BLOCKS_PER_EVENT_MAX, IDENTIFIER_BYTES_MAX, LORAS_PER_WORKER_MAX
 from workers.core.outbox import OUTBOX_BYTES_DEFAULT, OUTBOX_BYTES_MIN
 from workers.simulated.engine import EngineLimits
+from workers.simulated.kv_transfer import (
+    KEPT_TRANSFERS_MAX_DEFAULT,
+    KV_BYTES_PER_TOKEN_DEFAULT,
+    KV_TRANSFER_GIGABYTES_PER_S_DEFAULT,
+    KV_TRANSFER_LATENCY_MS_DEFAULT,
+    KV_TRANSFER_TIMEOUT_MS_DEFAULT,
+    TIMEOUT_MS_MAX,
+    TransferModel,
+)
 from workers.simulated.next_token import Vocabulary
 from workers.simulated.timing import SPEEDUP_MAX
 
@@ -26,6 +35,11 @@ class WorkerSettings(Settings):
     model: Name = Field("simulated", description="Served model name, as clients write it.")
     consolidator: Name = Field(
         "tcp://127.0.0.1:5557", description="ZMQ endpoint at which the consolidator takes events in."
+    )
+    role: Literal["aggregated", "prefill", "decode", "encode"] = Field(
+        "aggregated",
+        description="What the worker does: whole requests and any leg, the prefill leg only, or the decode leg and "
+        "whole requests; encode is not built yet and refused.",
     )
     host: Name = Field("127.0.0.1", description="Address to bind; loopback unless told otherwise.")
     advertise_host: str = Field(
@@ -63,6 +77,44 @@ class WorkerSettings(Settings):
     timing_table: Path | None = Field(
         None, description="JSON file of measured step times, instead of the built-in formulas."
     )
+    kv_bytes_per_token: int = Field(
+        KV_BYTES_PER_TOKEN_DEFAULT,
+        ge=1,
+        le=2**30,
+        description="KV of one token, for the time a transfer takes; the default is Llama-3.1-8B's in 16 bit.",
+    )
+    kv_transfer_gigabytes_per_s: float = Field(
+        KV_TRANSFER_GIGABYTES_PER_S_DEFAULT,
+        gt=0.0,
+        le=1e6,
+        description="Bandwidth of a KV transfer, in 10^9 bytes per second; multiplied by speedup.",
+    )
+    kv_transfer_latency_ms: float = Field(
+        KV_TRANSFER_LATENCY_MS_DEFAULT,
+        ge=0.0,
+        le=60_000.0,
+        description="Set-up time of a KV transfer, whatever its size; divided by speedup.",
+    )
+    kv_transfer_timeout_ms: float = Field(
+        KV_TRANSFER_TIMEOUT_MS_DEFAULT,
+        ge=10.0,
+        le=TIMEOUT_MS_MAX,
+        description="How long a prefill worker keeps KV that no decode worker asks for; real time, whatever speedup.",
+    )
+    kept_transfers_max: int = Field(
+        KEPT_TRANSFERS_MAX_DEFAULT,
+        ge=1,
+        le=65_536,
+        description="Prefilled requests whose KV is kept at a time; at the bound prefill legs are refused as "
+        "retryable.",
+    )
+    kv_fetch_timeout_ms: float = Field(
+        2000.0,
+        ge=10.0,
+        le=TIMEOUT_MS_MAX,
+        description="How long a decode worker waits for a prefill worker's answer before the request fails as "
+        "retryable.",
+    )
     loras: tuple[Name, ...] = Field((), max_length=LORAS_PER_WORKER_MAX, description="LoRA adapters that are served.")
     peer_lease_ms: int = Field(
         10_000, ge=100, le=3_600_000, description="A router that is silent this long has its requests cancelled."
@@ -85,6 +137,8 @@ class WorkerSettings(Settings):
     def _check(self) -> Self:
         self.engine_limits()
         self.vocabulary()
+        if self.role == "encode":
+            raise ValueError("role is 'encode', which is not built yet; allowed are aggregated, prefill and decode")
         if self.host in ("0.0.0.0", "::", "*") and not self.advertise_host:
             raise ValueError(
                 f"host is {self.host!r}, which no router can connect to: set advertise_host to this machine's address"
@@ -117,7 +171,17 @@ class WorkerSettings(Settings):
         """Return the token ids that the simulated engine produces."""
         return Vocabulary(self.vocabulary_size, self.first_token_id, self.eos_token_id, self.eos_probability)
 
+    def transfer_model(self) -> TransferModel:
+        """Return how the simulated engine hands KV over."""
+        return TransferModel(
+            latency_ms=self.kv_transfer_latency_ms / self.speedup,
+            gigabytes_per_s=self.kv_transfer_gigabytes_per_s * self.speedup,
+            bytes_per_token=self.kv_bytes_per_token,
+            timeout_ms=self.kv_transfer_timeout_ms,
+            kept_max=self.kept_transfers_max,
+        )
+
     @property
-    def role(self) -> Role:
-        """What this worker does with a request."""
-        return Role.AGGREGATED
+    def card_role(self) -> Role:
+        """The role as the worker's card states it."""
+        return Role[self.role.upper()]

@@ -292,3 +292,33 @@ def test_many_workers_joining_and_leaving_reuse_bits() -> None:
 
     assert index.slot(A) < 3
     assert len(index) == 0
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_many_depths_on_a_long_path_are_each_found(seed: int) -> None:
+    """Paths that leave the index anywhere, with holders that end anywhere: bisecting and walking give the same."""
+    randomness = random.Random(seed)
+    index, model = PrefixIndex(), NaiveIndex()
+    names = [WorkerKey(WorkerId(f"w{number:02}")) for number in range(24)]
+    trunk = [randomness.getrandbits(64) for _ in range(200)]
+    for worker in names:
+        fork = randomness.randrange(1, 200)
+        path = trunk[:fork] + [randomness.getrandbits(64) for _ in range(randomness.randrange(20))]
+        at = 0
+        while at < len(path):
+            step = randomness.randrange(1, 60)
+            index.store(worker, path[at - 1] if at else None, path[at : at + step])
+            at += step
+        model.store(worker, path)
+        gone = randomness.sample(path, randomness.choice([0, 0, 3]) if len(path) > 3 else 0)
+        index.remove(worker, gone)
+        model.remove(worker, gone)
+
+    for _ in range(40):
+        length = randomness.randrange(1, 201)
+        asked = trunk[:length] + [randomness.getrandbits(64) for _ in range(randomness.choice([0, 5, 300]))]
+        found = {slot: depth for depth, mask in index.find(asked) for slot in range(24) if mask >> slot & 1}
+        expected = {index.slot(worker): model.overlap(asked, worker)[0] for worker in names}
+        assert found == {slot: depth for slot, depth in expected.items() if depth}
+        depths = [depth for depth, _ in index.find(asked)]
+        assert depths == sorted(set(depths), reverse=True)

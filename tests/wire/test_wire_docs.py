@@ -55,8 +55,8 @@ def test_no_row_speaks_of_what_does_not_exist() -> None:
     assert set(named) <= set(STRUCTS) | set(LIMITS)
 
 
-def test_tiers_and_roles_are_listed_with_their_numbers() -> None:
-    for member in (*identifiers.Tier, *identifiers.Role):
+def test_tiers_roles_and_stages_are_listed_with_their_numbers() -> None:
+    for member in (*identifiers.Tier, *identifiers.Role, *identifiers.Stage):
         assert f"{member.value} = {member.name.lower()}" in PAGE
 
 

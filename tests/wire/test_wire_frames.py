@@ -49,9 +49,12 @@ from wire.ingest import Acknowledged, Goodbye, Heartbeat, Hello, Refused, Resend
 from wire.limits import FRAME_BYTES_MAX, U32_MAX, U64_MAX
 from wire.requests import (
     Cancel,
+    FetchKv,
     Generate,
+    KvOffered,
     Ping,
     Pong,
+    ReleaseKv,
     Routing,
     Sampling,
     TokenBatch,
@@ -151,9 +154,12 @@ GOLDEN: dict[tuple[str, str], Any] = {
         routing=Routing(1, -2, "legal", "tenant-7", 1),
         disaggregated_params=b"\x00\xff",
         multimodal=b"\x01",
+        stage=Stage.DECODE,
     ),
     ("to_worker", "cancel"): Cancel("r-1"),
     ("to_worker", "ping"): Ping(5),
+    ("to_worker", "fetch kv"): FetchKv("7-12"),
+    ("to_worker", "release kv"): ReleaseKv("7-12"),
     ("from_worker", "token batch"): TokenBatch(
         9,
         [
@@ -170,9 +176,12 @@ GOLDEN: dict[tuple[str, str], Any] = {
                 disaggregated_params=b"\x00",
             ),
             TokenDelta("r-3", 0, b"", "error", error="out of blocks", retryable=True),
+            TokenDelta("r-4", 0, pack_tokens([14]), "prefilled", cached_tokens=0, disaggregated_params=b"\x01\x02"),
         ],
     ),
     ("from_worker", "pong"): Pong(5, 7, draining=True),
+    ("from_worker", "kv offered"): KvOffered("7-12", True, pack_hashes([1, U64_MAX]), 3),
+    ("from_worker", "kv not known"): KvOffered("7-12", False),
     ("to_consolidator", "hello"): Hello("w1", 0, 7, SMALL_CARD, 42, 10),
     ("to_consolidator", "heartbeat"): Heartbeat("w1", 0, 7, 42),
     ("to_consolidator", "goodbye"): Goodbye("w1", 0, 7, "drained"),
@@ -317,8 +326,9 @@ class TestEvolution:
         ("name", "value", "dropped"),
         [
             ("event_batch", _batch(CacheCleared()), 1),
-            ("to_worker", Generate("r-1", b"", Sampling(1)), 4),
+            ("to_worker", Generate("r-1", b"", Sampling(1)), 5),
             ("from_worker", Pong(1, 2), 1),
+            ("from_worker", KvOffered("t", True), 2),
             ("journal_record", JournalRecord(0, "w1", 0, 0, 0, 0, 0, []), 1),
         ],
     )
@@ -363,6 +373,7 @@ class TestChecks:
             ("from_worker", TokenBatch(0, [TokenDelta("r", 0, b"1")]), r"TokenDelta\.token_ids: 1 bytes"),
             ("to_pool", Select(1, "r", "m", Stage.WHOLE, 1, b"1"), r"Select\.sequence_hashes: 1 bytes"),
             ("to_pool", Probe(1, "m", Stage.WHOLE, 1, b"123"), r"Probe\.sequence_hashes: 3 bytes"),
+            ("from_worker", KvOffered("t", True, b"1234"), r"KvOffered\.sequence_hashes: 4 bytes"),
             (
                 "from_feed",
                 SnapshotPart(0, 0, 0, True, [], [(0, BlockChain(None, b"123"))]),
@@ -379,6 +390,10 @@ class TestChecks:
         [
             ("to_worker", Cancel("x" * (limits.IDENTIFIER_BYTES_MAX + 1))),
             ("to_worker", Ping(-1)),
+            ("to_worker", FetchKv("x" * (limits.IDENTIFIER_BYTES_MAX + 1))),
+            ("to_worker", ReleaseKv("x" * (limits.IDENTIFIER_BYTES_MAX + 1))),
+            ("from_worker", KvOffered("t", True, b"", U32_MAX + 1)),
+            ("from_worker", KvOffered("t", True, bytes(8 * limits.BLOCKS_PER_EVENT_MAX + 8))),
             ("to_worker", Generate("r", b"", Sampling(U32_MAX + 1))),
             ("to_worker", Generate("r", b"", Sampling(1, logprobs=limits.LOGPROBS_MAX + 1))),
             ("to_worker", Generate("r", b"", Sampling(1), stop_token_ids=(1,) * (limits.STOP_TOKENS_MAX + 1))),

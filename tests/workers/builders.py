@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from wire.events import BlocksRemoved, BlocksStored, CacheCleared
 from wire.hashing import pack_tokens, unpack_hashes
-from wire.identifiers import Tier
-from wire.requests import Generate, Routing, Sampling
+from wire.identifiers import Stage, Tier
+from wire.requests import Generate, KvOffered, Routing, Sampling, TokenDelta
 from workers.simulated.engine import SimulatedEngine, StepOutcome
+from workers.simulated.kv_transfer import read_ticket
 from workers.simulated.next_token import Vocabulary
 
 VOCABULARY = Vocabulary(size=1000, first_token_id=10)
@@ -31,6 +34,39 @@ def make_request(
         stop_token_ids=stop_token_ids,
         routing=Routing(priority=priority, cache_salt=cache_salt),
     )
+
+
+def prefill_leg(request: Generate) -> Generate:
+    return msgspec.structs.replace(request, stage=Stage.PREFILL)
+
+
+def decode_leg(request: Generate, prefilled: TokenDelta) -> Generate:
+    assert prefilled.disaggregated_params is not None
+    return msgspec.structs.replace(request, stage=Stage.DECODE, disaggregated_params=prefilled.disaggregated_params)
+
+
+def prefill(engine: SimulatedEngine, request: Generate, now_ms: float = 0.0) -> tuple[Generate, KvOffered, float]:
+    """Run a prefill leg on an idle engine; return the decode leg, the offer and the time of the first token."""
+    engine.submit(prefill_leg(request), now_ms)
+    outcomes = run_to_end(engine, now_ms)
+    (delta,) = (delta for outcome in outcomes for delta in outcome.deltas if delta.request_id == request.request_id)
+    assert delta.finish_reason == "prefilled"
+    leg = decode_leg(request, delta)
+    return leg, engine.offer(read_ticket(leg).transfer_id, outcomes[-1].ended_ms), outcomes[-1].ended_ms
+
+
+def run_through(engine: SimulatedEngine, now_ms: float = 0.0) -> list[StepOutcome]:
+    """Run until nothing happens any more, also by the passing of time."""
+    outcomes = []
+    while True:
+        outcome = engine.step(now_ms)
+        if outcome is not None:
+            outcomes.append(outcome)
+            now_ms = outcome.ended_ms
+        elif engine.next_moment_ms is not None:
+            now_ms = engine.next_moment_ms
+        else:
+            return outcomes
 
 
 def run_to_end(engine: SimulatedEngine, now_ms: float = 0.0, horizon_ms: float | None = None) -> list[StepOutcome]:

@@ -43,6 +43,9 @@ def test_every_metric_is_documented_with_its_help() -> None:
         ({"host": "0.0.0.0"}, "set advertise_host"),
         ({"speedup": 0}, "speedup"),
         ({"bloc_size": 4}, "bloc_size"),
+        ({"role": "encode"}, "role is 'encode', which is not built yet; allowed are aggregated, prefill and decode"),
+        ({"role": "prefil"}, "role"),
+        ({"kv_transfer_gigabytes_per_s": 0}, "kv_transfer_gigabytes_per_s"),
     ],
 )
 def test_impossible_settings_are_refused_naming_the_field(fields: dict[str, object], named: str) -> None:

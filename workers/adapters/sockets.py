@@ -1,4 +1,4 @@
-"""The worker's two ZMQ sockets: the request plane's ROUTER and the event stream's DEALER."""
+"""The worker's ZMQ sockets: the request plane's ROUTER, the event stream's DEALER, a DEALER per prefill worker."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ unread is stuck; it is treated as gone."""
 
 EVENT_HIGH_WATER_MARK = 10_000
 """Event batches in the socket. More stay in the outbox, and the consolidator's ``Resend`` brings them."""
+
+SOURCE_HIGH_WATER_MARK = 10_000
+"""Questions to one prefill worker that are on their way; each fetch has one at a time."""
 
 CLOSE_LINGER_MS = 1000
 """How long the last frames may take to leave at the end of an orderly life."""
@@ -107,6 +110,43 @@ class EventSocket:
 
     def send(self, frames: Sequence[bytes]) -> bool:
         """Send; ``False`` when the consolidator cannot be reached or takes no more just now."""
+        return self._socket.send(frames)
+
+    def close(self, orderly: bool) -> None:
+        """Close; an orderly end lets the last frames leave."""
+        if orderly:
+            self._socket.close_after_sending()
+        else:
+            self._socket.close()
+
+
+class SourceSocket:
+    """A DEALER socket towards the request plane of a prefill worker."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, on_frames: Callable[[list[bytes]], None]
+    ) -> None:
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, SOURCE_HIGH_WATER_MARK)
+        socket.setsockopt(zmq.RCVHWM, SOURCE_HIGH_WATER_MARK)
+        socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
+        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_INTERVAL_MS)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_INTERVAL_MAX_MS)
+        try:
+            if not endpoint.startswith("tcp://"):
+                raise zmq.ZMQError(zmq.EPROTONOSUPPORT)
+            socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            socket.close()
+            raise ValueError(
+                f"fetching KV: the prefill worker's endpoint {endpoint!r} cannot be used ({error}); "
+                "allowed are ZMQ endpoints such as tcp://127.0.0.1:40001"
+            ) from error
+        self._socket = LingeringSocket(socket, on_frames)
+
+    def send(self, frames: Sequence[bytes]) -> bool:
+        """Send; ``False`` when no more can be on its way. To a worker that is not there it waits in the socket."""
         return self._socket.send(frames)
 
     def close(self, orderly: bool) -> None:

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from wire.events import AnyEvent, BlocksStored, LoadReported
-from wire.requests import Generate, TokenDelta
+from wire.requests import Generate, KvOffered, TokenDelta
+from workers.core.kv_arrival import KvArrival
+from workers.core.kv_fetches import KvWanted
 
 
 @dataclass(slots=True)
@@ -15,7 +17,8 @@ class EngineReport:
     """What one engine step made visible, delivered once, in order."""
 
     deltas: list[TokenDelta]
-    """New tokens by request. The delta that has a finish reason is the request's last."""
+    """New tokens by request. The delta that has a finish reason is the request's last; after ``prefilled`` the engine
+    keeps the request's blocks until ``released`` names it or it is cancelled."""
     events: list[AnyEvent]
     """Cache and request events for the stream, in order."""
     load: LoadReported
@@ -25,6 +28,14 @@ class EngineReport:
     decode_tokens: int = 0
     preemptions: int = 0
     queue_waits_ms: list[float] = field(default_factory=list)
+    arrivals: list[KvArrival] = field(default_factory=list)
+    """KV that arrived from prefill workers."""
+    released: list[str] = field(default_factory=list)
+    """Prefilled requests whose blocks are no longer kept."""
+    expired: int = 0
+    """How many of those nobody came for."""
+    kept_transfers: int = 0
+    """Prefilled requests whose blocks are kept now."""
 
 
 class Engine(Protocol):
@@ -55,4 +66,24 @@ class Engine(Protocol):
 
     def restate(self) -> list[BlocksStored]:
         """Return everything in the cache, as reports have told it up to now, parents before children."""
+        ...
+
+
+class KvHandover(Protocol):
+    """What an engine needs of its worker to hand KV over; an engine that talks to its peers by itself has none."""
+
+    def wanted(self, request: Generate) -> KvWanted:
+        """Return where to ask before a request of the decode stage can run, or raise ``RefusedError``."""
+        ...
+
+    def submit_offered(self, request: Generate, offer: KvOffered) -> None:
+        """Take a request of the decode stage with its source's answer, or raise ``RefusedError`` and change nothing."""
+        ...
+
+    def offer(self, transfer_id: str) -> KvOffered:
+        """Return what is kept for a transfer, and keep it for the time-out from now on."""
+        ...
+
+    def release(self, transfer_id: str) -> None:
+        """Let go of what is kept for a transfer, if anything is."""
         ...

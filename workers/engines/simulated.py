@@ -11,11 +11,13 @@ from collections.abc import Callable
 
 from runtime.clock import Clock
 from wire.events import AnyEvent, BlocksStored, LoadReported
-from wire.requests import Generate
+from wire.requests import Generate, KvOffered
 from workers.core.event_translation import EventTranslator
+from workers.core.kv_fetches import KvWanted
 from workers.engines.engine import EngineReport
 from workers.simulated.cache_recorder import EngineRecorder
 from workers.simulated.engine import EngineLimits, SimulatedEngine
+from workers.simulated.kv_transfer import KvSource, TransferModel, read_ticket
 from workers.simulated.next_token import Vocabulary
 from workers.simulated.timing import TimingModel
 
@@ -24,12 +26,23 @@ LAG_FORGIVEN_MS = 250.0
 
 
 class RealTimeSimulatedEngine:
-    """``workers.engines.engine.Engine`` over ``workers.simulated``; its events take the path of a real engine's."""
+    """``workers.engines.engine.Engine`` over ``workers.simulated``; its events take the path of a real engine's.
 
-    def __init__(self, limits: EngineLimits, vocabulary: Vocabulary, timing: TimingModel, clock: Clock) -> None:
+    It is a ``KvHandover`` too: ``source`` is what tickets for decode workers say of this worker.
+    """
+
+    def __init__(
+        self,
+        limits: EngineLimits,
+        vocabulary: Vocabulary,
+        timing: TimingModel,
+        clock: Clock,
+        transfer: TransferModel | None = None,
+        source: KvSource | None = None,
+    ) -> None:
         self._recorder = EngineRecorder(limits.total_kv_blocks, limits.host_kv_blocks, limits.max_sequence_length)
         self._translator = EventTranslator(limits.block_size)
-        self._core = SimulatedEngine(limits, vocabulary, timing, self._recorder)
+        self._core = SimulatedEngine(limits, vocabulary, timing, self._recorder, transfer=transfer, source=source)
         self._clock = clock
         self._wake = asyncio.Event()
 
@@ -41,6 +54,25 @@ class RealTimeSimulatedEngine:
     def cancel(self, request_id: str) -> None:
         """Stop a request; the step under way still delivers what it made."""
         if self._core.cancel(request_id):
+            self._wake.set()
+
+    def wanted(self, request: Generate) -> KvWanted:
+        """Return where the KV of a request of the decode stage is, or raise ``RefusedError``."""
+        ticket = read_ticket(request)
+        return KvWanted(ticket.endpoint, ticket.transfer_id, ticket.timeout_ms)
+
+    def submit_offered(self, request: Generate, offer: KvOffered) -> None:
+        """Take a request of the decode stage, or raise ``RefusedError``."""
+        self._core.submit(request, self._clock.monotonic_ms(), offer=offer)
+        self._wake.set()
+
+    def offer(self, transfer_id: str) -> KvOffered:
+        """Return what is kept for a transfer, and keep it for the time-out from now on."""
+        return self._core.offer(transfer_id, self._clock.monotonic_ms())
+
+    def release(self, transfer_id: str) -> None:
+        """Let go of what is kept for a transfer."""
+        if self._core.release(transfer_id):
             self._wake.set()
 
     def load(self) -> LoadReported:
@@ -56,14 +88,12 @@ class RealTimeSimulatedEngine:
         return self._translator.restate()
 
     async def run(self, deliver: Callable[[EngineReport], None]) -> None:
-        """Step while there is work, else wait for it."""
+        """Step while there is work, else wait for it, or for the moment at which time alone brings some."""
         due_ms = self._clock.monotonic_ms()
         while True:
             outcome = self._core.step(due_ms)
             if outcome is None:
-                self._wake.clear()
-                await self._wake.wait()
-                due_ms = self._clock.monotonic_ms()
+                due_ms = await self._rest()
                 continue
             # Taken now, translated when it becomes visible: ``restate`` must not run ahead of the reports.
             cache_events = self._recorder.take()
@@ -83,6 +113,25 @@ class RealTimeSimulatedEngine:
                     decode_tokens=outcome.decode_tokens,
                     preemptions=outcome.preemptions,
                     queue_waits_ms=outcome.queue_waits_ms,
+                    arrivals=outcome.arrivals,
+                    released=outcome.released,
+                    expired=outcome.expired,
+                    kept_transfers=self._core.kept_transfers,
                 )
             )
             due_ms = max(outcome.ended_ms, self._clock.monotonic_ms() - LAG_FORGIVEN_MS)
+
+    async def _rest(self) -> float:
+        """Wait until there is something to do; return the time at which it is done."""
+        self._wake.clear()
+        moment_ms = self._core.next_moment_ms
+        if moment_ms is None:
+            await self._wake.wait()
+            return self._clock.monotonic_ms()
+        try:
+            async with asyncio.timeout(max(0.0, (moment_ms - self._clock.monotonic_ms()) / 1e3)):
+                await self._wake.wait()
+        except TimeoutError:
+            # The moment itself, however late the timer came: what follows is not late with it.
+            return max(moment_ms, self._clock.monotonic_ms() - LAG_FORGIVEN_MS)
+        return self._clock.monotonic_ms()

@@ -13,6 +13,11 @@ steps the caller may ``submit`` and ``cancel`` at will. In a step
 Because tokens are known ahead of time (``next_token``), so is the step at which anything but "one more token" happens
 to a decoding request. With ``horizon_ms`` one call runs over all the uneventful steps at once, and what it returns is
 what single steps would have added up to, to the bit.
+
+Disaggregation (``kv_transfer``): a request of the prefill stage ends with its first token; its blocks are *kept* until
+``release``, ``cancel`` or a time-out. A request of the decode stage comes with the offer of such blocks; once admitted
+it holds blocks of its own that fill while other requests' steps go on, and decodes from the first step that begins
+after that. Both end at moments that no step of this engine brings about: ``next_moment_ms`` says when to call again.
 """
 
 from __future__ import annotations
@@ -28,12 +33,14 @@ from wire.events import (
     RequestProgressed,
     RequestStarted,
 )
-from wire.identifiers import Tier
-from wire.requests import Generate, TokenDelta
+from wire.identifiers import Stage, Tier
+from wire.requests import Generate, KvOffered, TokenDelta
 from workers.core.cache_facts import chains, stored_chain
+from workers.core.kv_arrival import KvArrival
 from workers.core.refusal import RefusedError
 from workers.simulated.block_pool import BlockPool
 from workers.simulated.cache_recorder import CacheRecorder, SilentRecorder
+from workers.simulated.kv_transfer import KvSource, TransferModel, check_offer, make_offer, read_ticket, write_ticket
 from workers.simulated.next_token import Vocabulary
 from workers.simulated.scheduler import Scheduler
 from workers.simulated.sequence import Phase, Sequence
@@ -42,6 +49,10 @@ from workers.simulated.timing import PolynomialTiming, TimingModel
 Fact = RequestStarted | PrefillCompleted | RequestProgressed | RequestFinished
 
 CANCELLED = "cancelled"
+PREFILLED = "prefilled"
+"""Finish reason of a prefill leg whose request goes on elsewhere; of the request here, once its KV was taken."""
+EXPIRED = "expired"
+"""Nobody came for the KV of a prefill leg."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +109,12 @@ class StepOutcome:
     """How long each request that started in this step had waited."""
     preemptions: int
     """Requests that gave up their blocks."""
+    arrivals: list[KvArrival]
+    """Transfers to this engine that are complete."""
+    released: list[str]
+    """Requests whose blocks were kept and no longer are: taken, cancelled or expired."""
+    expired: int
+    """How many of those nobody came for."""
 
     @property
     def duration_ms(self) -> float:
@@ -109,7 +126,8 @@ class SimulatedEngine:
     """One engine rank. Pure: the same calls with the same arguments give the same results.
 
     ``recorder`` is told what happens to cached blocks; ``report_tokens=False`` leaves ``StepOutcome.deltas`` empty,
-    for callers that only want the facts.
+    for callers that only want the facts. ``transfer`` says how KV moves between engines, ``source`` what this one is
+    called in the tickets that it writes.
     """
 
     def __init__(
@@ -119,6 +137,8 @@ class SimulatedEngine:
         timing: TimingModel | None = None,
         recorder: CacheRecorder | None = None,
         report_tokens: bool = True,
+        transfer: TransferModel | None = None,
+        source: KvSource | None = None,
     ) -> None:
         self.limits = limits
         self.vocabulary = vocabulary or Vocabulary()
@@ -126,11 +146,14 @@ class SimulatedEngine:
         self._pool = BlockPool(
             limits.total_kv_blocks, limits.host_kv_blocks, limits.block_size, recorder or SilentRecorder()
         )
-        self._scheduler = Scheduler(self._pool, limits.max_batch_size)
+        self._transfer = transfer or TransferModel()
+        self._source = source or KvSource()
+        self._scheduler = Scheduler(self._pool, limits.max_batch_size, self._transfer.kept_max)
         self._report_tokens = report_tokens
         self._sequences: dict[str, Sequence] = {}
         self._due: list[tuple[int, int, Sequence]] = []  # a heap; entries that no longer hold are skipped
         self._plans = 0
+        self._moments: list[tuple[float, int, Sequence]] = []  # a heap by time; entries that no longer hold are skipped
         self._next_order = 0
         self._decode_steps = 0
         self._steps = 0
@@ -138,20 +161,46 @@ class SimulatedEngine:
         self._facts: list[Fact] = []
         self._queue_waits_ms: list[float] = []
         self._preemptions = 0
+        self._arrivals: list[KvArrival] = []
+        self._released: list[str] = []
+        self._expired = 0
 
     @property
     def active_requests(self) -> int:
-        """Requests accepted and not ended."""
+        """Requests accepted and not ended, kept ones included."""
         return len(self._sequences)
+
+    @property
+    def kept_transfers(self) -> int:
+        """Requests whose blocks are kept for a decode worker."""
+        return len(self._scheduler.kept)
+
+    @property
+    def next_moment_ms(self) -> float | None:
+        """When ``step`` has something to do though nobody calls: a transfer is complete, or a kept one expires."""
+        moments = self._moments
+        while moments:
+            moment_ms, _, sequence = moments[0]
+            if sequence.wake_ms == moment_ms:
+                return moment_ms
+            heappop(moments)
+        return None
 
     @property
     def steps(self) -> int:
         """Engine steps since the beginning."""
         return self._steps
 
-    def submit(self, request: Generate, now_ms: float, sequence_hashes: list[int] | None = None) -> None:
+    def submit(
+        self,
+        request: Generate,
+        now_ms: float,
+        sequence_hashes: list[int] | None = None,
+        offer: KvOffered | None = None,
+    ) -> None:
         """Accept a request, or raise ``RefusedError`` and change nothing.
 
+        A request of the decode stage needs the ``offer`` that its source made for it.
         ``sequence_hashes``, where the caller has them, are those of every whole block of the prompt, made with the
         request's own seed; they are computed otherwise. The list is read, never changed.
         """
@@ -165,17 +214,18 @@ class SimulatedEngine:
             raise RefusedError("the prompt has 0 tokens, allowed are integers from 1", retryable=False)
         if sampling.max_tokens < 1:
             raise RefusedError("max_tokens is 0, allowed are integers from 1", retryable=False)
-        length = isl + sampling.max_tokens
+        osl = 1 if request.stage is Stage.PREFILL else sampling.max_tokens
+        length = isl + osl
         if length > limits.max_sequence_length:
             raise RefusedError(
-                f"prompt and output are {isl} + {sampling.max_tokens} tokens, "
+                f"prompt and output are {isl} + {osl} tokens, "
                 f"allowed are at most {limits.max_sequence_length} (max_sequence_length)",
                 retryable=False,
             )
         blocks = -(-(length - 1) // limits.block_size)
         if blocks > limits.total_kv_blocks:
             raise RefusedError(
-                f"prompt and output are {isl} + {sampling.max_tokens} tokens and need {blocks} KV blocks, "
+                f"prompt and output are {isl} + {osl} tokens and need {blocks} KV blocks, "
                 f"this worker has {limits.total_kv_blocks}",
                 retryable=False,
             )
@@ -185,25 +235,60 @@ class SimulatedEngine:
                 f"{limits.max_waiting_requests} (max_waiting_requests)",
                 retryable=True,
             )
+        if request.stage is Stage.PREFILL and self.kept_transfers >= self._transfer.kept_max:
+            raise RefusedError(
+                f"the KV of {self.kept_transfers} requests is kept for decode workers, allowed are at most "
+                f"{self._transfer.kept_max} (kept_transfers_max)",
+                retryable=True,
+            )
         if sequence_hashes is not None and len(sequence_hashes) != isl // limits.block_size:
             raise ValueError(
                 f"submitting {request_id!r}: {len(sequence_hashes)} sequence hashes were given, "
                 f"the prompt has {isl // limits.block_size} whole blocks"
             )
         sequence = Sequence(request, self._next_order, now_ms, limits.block_size, self.vocabulary, sequence_hashes)
+        if request.stage is Stage.DECODE:
+            ticket = read_ticket(request)
+            check_offer(sequence, ticket, offer or KvOffered(ticket.transfer_id, known=False))
+            sequence.transfer_id = ticket.transfer_id
+        elif request.stage is Stage.PREFILL:
+            # The epoch makes it unique among this worker's lives, the order among its dispatches.
+            sequence.transfer_id = f"{self._source.epoch}-{self._next_order}"
         self._next_order += 1
         self._sequences[request_id] = sequence
         self._scheduler.enqueue(sequence)
 
     def cancel(self, request_id: str) -> bool:
-        """End a request now; its last delta and fact come with the next outcome. Say whether it was active."""
+        """End a request now; its last delta and fact come with the next outcome. Say whether it was active.
+
+        A kept request has had its last delta: its blocks are let go of, and only the fact follows.
+        """
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return False
+        if sequence.phase is Phase.KEPT:
+            self._let_go(sequence, CANCELLED)
+            return True
         self._deltas.append(
             TokenDelta(request_id, sequence.emitted_at(self._decode_steps), b"", finish_reason=CANCELLED)
         )
         self._end(sequence, CANCELLED)
+        return True
+
+    def offer(self, transfer_id: str, now_ms: float) -> KvOffered:
+        """Return what is kept for a transfer, and keep it for the time-out from now on."""
+        sequence = self._scheduler.kept.get(transfer_id)
+        if sequence is None:
+            return KvOffered(transfer_id, known=False)
+        self._wake_at(sequence, max(sequence.wake_ms, now_ms + self._transfer.timeout_ms))
+        return make_offer(sequence)
+
+    def release(self, transfer_id: str) -> bool:
+        """Let go of what is kept for a transfer; say whether there was anything."""
+        sequence = self._scheduler.kept.get(transfer_id)
+        if sequence is None:
+            return False
+        self._let_go(sequence, PREFILLED)
         return True
 
     def step(self, now_ms: float, horizon_ms: float | None = None) -> StepOutcome | None:
@@ -214,9 +299,12 @@ class SimulatedEngine:
         """
         scheduler = self._scheduler
         decoding = scheduler.decoding
+        if self._moments:
+            self._pass_moments(now_ms)
         chunks, prefill_tokens = self._schedule_prefill(now_ms)
         if not chunks and not decoding:
             if not self._deltas and not self._facts:
+                # Not even a released transfer: each has its fact.
                 return None
             return self._outcome(now_ms, now_ms, 0, 0, 0)
 
@@ -230,6 +318,9 @@ class SimulatedEngine:
             # What a cancellation left to tell must not wait for more than one step.
             if horizon_ms is not None and not chunks and not self._facts:
                 limit = self._next_due() - self._decode_steps
+                moment_ms = self.next_moment_ms
+                if moment_ms is not None and moment_ms < horizon_ms:
+                    horizon_ms = moment_ms
                 # Added up one by one, as single steps would: the same floats.
                 while steps < limit and ended < horizon_ms:
                     ended += duration
@@ -240,7 +331,7 @@ class SimulatedEngine:
 
         if decoding and self._report_tokens:
             self._report_decoded(steps)
-        self._finish_step(chunks)
+        self._finish_step(chunks, ended)
         return self._outcome(now_ms, ended, steps, prefill_tokens, decode_tokens)
 
     def load(self) -> LoadReported:
@@ -248,7 +339,7 @@ class SimulatedEngine:
         scheduler = self._scheduler
         pool = self._pool
         return LoadReported(
-            running_requests=scheduler.running_count,
+            running_requests=scheduler.running_count + len(scheduler.kept),
             waiting_requests=scheduler.waiting_count,
             prefill_tokens=scheduler.unprefilled_tokens,
             active_blocks=pool.active_blocks,
@@ -278,9 +369,39 @@ class SimulatedEngine:
             self._facts,
             self._queue_waits_ms,
             self._preemptions,
+            self._arrivals,
+            self._released,
+            self._expired,
         )
         self._deltas, self._facts, self._queue_waits_ms, self._preemptions = [], [], [], 0
+        self._arrivals, self._released, self._expired = [], [], 0
         return outcome
+
+    def _pass_moments(self, now_ms: float) -> None:
+        """Do what time alone brings: transfers that are complete go on, kept ones that nobody came for end."""
+        moments = self._moments
+        while moments and moments[0][0] <= now_ms:
+            moment_ms, _, sequence = heappop(moments)
+            if sequence.wake_ms != moment_ms:
+                continue
+            sequence.wake_ms = -1.0
+            if sequence.phase is Phase.KEPT:
+                self._expired += 1
+                self._let_go(sequence, EXPIRED)
+            else:
+                self._complete_transfer(sequence)
+
+    def _wake_at(self, sequence: Sequence, moment_ms: float) -> None:
+        """Let ``_pass_moments`` see to a transferring or kept sequence at this time, and no earlier one."""
+        if sequence.wake_ms == moment_ms:
+            return
+        sequence.wake_ms = moment_ms
+        self._plans += 1
+        heappush(self._moments, (moment_ms, self._plans, sequence))
+        scheduler = self._scheduler
+        if len(self._moments) > 4 * (len(scheduler.kept) + len(scheduler.transferring)) + 64:
+            self._moments = [entry for entry in self._moments if entry[2].wake_ms == entry[0]]
+            heapify(self._moments)
 
     def _schedule_prefill(self, now_ms: float) -> tuple[list[Sequence], int]:
         """Give the step's spare tokens to prompts; return those that get some, and the sum."""
@@ -292,11 +413,14 @@ class SimulatedEngine:
                 break
             spare -= self._compute(sequence, spare)
             chunks.append(sequence)
-        while spare and scheduler.waiting_count:
-            admitted = scheduler.admit()
+        while scheduler.waiting_count:
+            admitted = scheduler.admit(may_compute=spare > 0)
             if admitted is None:
                 break
             self._note_admission(admitted, now_ms)
+            if admitted.phase is Phase.TRANSFERRING:
+                self._begin_transfer(admitted, now_ms)
+                continue
             spare -= self._compute(admitted, spare)
             chunks.append(admitted)
         return chunks, budget - spare
@@ -313,8 +437,36 @@ class SimulatedEngine:
             return
         sequence.started = True
         sequence.cached_tokens = sequence.computed
+        # A transfer leaves nothing to compute: for readers of the stream the whole prompt is there.
+        cached = sequence.isl if sequence.phase is Phase.TRANSFERRING else sequence.computed
         self._queue_waits_ms.append(now_ms - sequence.arrival_ms)
-        self._facts.append(RequestStarted(sequence.request_id, sequence.isl, sequence.computed, sequence.held_blocks()))
+        self._facts.append(RequestStarted(sequence.request_id, sequence.isl, cached, sequence.held_blocks()))
+
+    def _begin_transfer(self, sequence: Sequence, now_ms: float) -> None:
+        block_size = sequence.block_size
+        sequence.present_blocks = sequence.shared
+        sequence.moved_blocks = -(-sequence.isl // block_size) - sequence.shared
+        sequence.transfer_ms = self._transfer.duration_ms(self._bytes_of(sequence.moved_blocks))
+        self._wake_at(sequence, now_ms + sequence.transfer_ms)
+
+    def _bytes_of(self, blocks: int) -> int:
+        return blocks * self.limits.block_size * self._transfer.bytes_per_token
+
+    def _complete_transfer(self, sequence: Sequence) -> None:
+        """Go on after the first token, which came with the KV."""
+        self._arrivals.append(
+            KvArrival(
+                sequence.request_id,
+                sequence.moved_blocks,
+                sequence.present_blocks,
+                self._bytes_of(sequence.moved_blocks),
+                sequence.transfer_ms,
+            )
+        )
+        # Should it ever give up its blocks, it is computed here: the source is not needed again.
+        sequence.stage = Stage.WHOLE
+        sequence.computed = sequence.isl
+        self._bring_next_token(sequence)
 
     def _next_due(self) -> int:
         """Return the first decode step at whose end something happens; some sequence must be decoding."""
@@ -343,7 +495,7 @@ class SimulatedEngine:
                 )
             )
 
-    def _finish_step(self, chunks: list[Sequence]) -> None:
+    def _finish_step(self, chunks: list[Sequence], ended_ms: float) -> None:
         """Do what the step's end brings: ends first (they free blocks), then first tokens, then full blocks."""
         now = self._decode_steps
         due = self._due
@@ -363,18 +515,44 @@ class SimulatedEngine:
                 filled.append(sequence)
         for sequence in chunks:
             if sequence.computed == sequence.target:
-                self._complete_prefill(sequence)
+                if sequence.stage is Stage.PREFILL:
+                    self._complete_prefill_stage(sequence, ended_ms)
+                else:
+                    self._bring_next_token(sequence)
         for sequence in filled:
             # One of those before it may have taken its blocks.
             if sequence.phase is Phase.DECODING:
                 self._store_full_blocks(sequence)
                 self._grow(sequence)
 
-    def _complete_prefill(self, sequence: Sequence) -> None:
-        scheduler = self._scheduler
-        scheduler.prefilling.remove(sequence)
-        scheduler.decoding[sequence.order] = sequence
-        sequence.phase = Phase.DECODING
+    def _complete_prefill_stage(self, sequence: Sequence, ended_ms: float) -> None:
+        """Deliver the one token of a prefill stage; keep the blocks unless it ends the request."""
+        stream = sequence.stream
+        stream.generate_to(1)
+        if stream.final == 1:
+            self._bring_next_token(sequence)
+            return
+        sequence.base_emitted = 1
+        self._store_full_blocks(sequence)
+        self._scheduler.keep(sequence)
+        self._wake_at(sequence, ended_ms + self._transfer.timeout_ms)
+        if self._report_tokens:
+            self._deltas.append(
+                TokenDelta(
+                    sequence.request_id,
+                    0,
+                    bytes(stream.output[:4]),
+                    PREFILLED,
+                    cached_tokens=sequence.cached_tokens,
+                    logprobs=None if sequence.logprobs is None else stream.logprobs(0, 1, sequence.logprobs),
+                    disaggregated_params=write_ticket(sequence, self._source, self._transfer.timeout_ms),
+                )
+            )
+        self._facts.append(PrefillCompleted(sequence.request_id))
+
+    def _bring_next_token(self, sequence: Sequence) -> None:
+        """Begin to decode (again), with the token that follows everything computed."""
+        self._scheduler.begin_decoding(sequence)
         stream = sequence.stream
         position = sequence.base_emitted
         stream.generate_to(position + 1)
@@ -439,8 +617,13 @@ class SimulatedEngine:
             sequence.shared = full
             sequence.private -= full - stored
 
+    def _let_go(self, sequence: Sequence, reason: str) -> None:
+        self._released.append(sequence.request_id)
+        self._end(sequence, reason)
+
     def _end(self, sequence: Sequence, reason: str) -> None:
         self._scheduler.remove(sequence)
         sequence.phase = Phase.ENDED
+        sequence.wake_ms = -1.0
         del self._sequences[sequence.request_id]
         self._facts.append(RequestFinished(sequence.request_id, reason))

@@ -1,5 +1,8 @@
 """One request inside the simulated engine: its tokens, its blocks and how far it is.
 
+A request of the prefill stage ends in ``KEPT``: it runs no more, its blocks stay for the decode worker. One of the
+decode stage begins in ``TRANSFERRING``: it holds blocks that fill from elsewhere, and has nothing to compute.
+
 Positions: of ``isl`` prompt tokens and the output, the KV of a token is computed by the step *after* the one that
 generated it. With ``emitted`` output tokens a decoding sequence therefore has ``isl + emitted - 1`` tokens of KV.
 """
@@ -9,6 +12,7 @@ from __future__ import annotations
 from enum import Enum
 
 from wire.hashing import TOKEN_BYTES, block_hashes, hash_seed, sequence_hashes
+from wire.identifiers import Stage
 from wire.requests import Generate
 from workers.simulated.next_token import TokenStream, Vocabulary
 
@@ -18,7 +22,9 @@ class Phase(Enum):
 
     WAITING = "waiting"
     PREFILLING = "prefilling"
+    TRANSFERRING = "transferring"
     DECODING = "decoding"
+    KEPT = "kept"
     ENDED = "ended"
 
 
@@ -38,16 +44,22 @@ class Sequence:
         "key",
         "logprobs",
         "max_tokens",
+        "moved_blocks",
         "order",
         "phase",
+        "present_blocks",
         "private",
         "prompt",
         "request_id",
         "seed",
         "shared",
+        "stage",
         "started",
         "stream",
         "target",
+        "transfer_id",
+        "transfer_ms",
+        "wake_ms",
     )
 
     def __init__(
@@ -64,6 +76,8 @@ class Sequence:
         self.isl = len(request.token_ids) // TOKEN_BYTES
         self.max_tokens = request.sampling.max_tokens
         self.logprobs = request.sampling.logprobs
+        self.stage = request.stage
+        """``DECODE`` only until the transfer: a request that gives up its blocks after it is computed here."""
         self.order = order
         self.key = (-request.routing.priority, order)
         """Scheduling order: higher priority first, then first come."""
@@ -92,6 +106,19 @@ class Sequence:
         self.due = 0
         """Decode step at whose end something happens to this sequence: a block is full, or it ends."""
 
+        self.transfer_id = ""
+        """Name of the hand-over of its KV, to or from this engine."""
+        self.wake_ms = -1.0
+        """While transferring: when the blocks are here. While kept: when they are let go of."""
+        self.transfer_ms = 0.0
+        self.moved_blocks = 0
+        self.present_blocks = 0
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens to compute that a waiting sequence stands for."""
+        return 0 if self.stage is Stage.DECODE else self.target
+
     def emitted_at(self, decode_steps: int) -> int:
         """Return how many output tokens exist after that many decode steps of the engine."""
         if self.phase is Phase.DECODING:
@@ -104,7 +131,7 @@ class Sequence:
 
     def blocks_to_prefill(self) -> int:
         """Return the blocks needed to compute ``target`` tokens and take the step after, where there is one."""
-        goes_on = self.base_emitted + 1 < self.max_tokens
+        goes_on = self.base_emitted + 1 < self.max_tokens and self.stage is not Stage.PREFILL
         return -(-(self.target + goes_on) // self.block_size)
 
     def restart(self, decode_steps: int) -> None:

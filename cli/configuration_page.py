@@ -1,0 +1,188 @@
+"""Prints ``docs/configuration.md`` from the settings models and the commands that take them.
+
+``python -m cli.configuration_page > docs/configuration.md``; a test fails while the committed page differs.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+
+import typer
+from pydantic.fields import FieldInfo
+from typer.core import TyperGroup
+
+from cli.main import app
+from cli.options import environment_name
+from cli.up import UpSettings
+from frontend.settings import FrontendSettings
+from loadgen.settings import BenchSettings
+from router.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
+from router.settings import RouterSettings
+from runtime.settings import Settings
+from simulation.settings import SimulationSettings
+from workers.settings import WorkerSettings
+
+SOURCE_ROOT = Path(__file__).parents[1]
+
+BOUNDS = (
+    ("ge", "≥"),
+    ("gt", ">"),
+    ("le", "≤"),
+    ("lt", "<"),
+    ("min_length", "length ≥"),
+    ("max_length", "length ≤"),
+)
+"""How the rules of a field are spelled, and how the page writes them."""
+
+
+class Section(NamedTuple):
+    """One table of the page: a settings model as one command takes it."""
+
+    title: str
+    command: str
+    models: tuple[type[Settings], ...]
+    text: str
+
+
+SECTIONS = (
+    Section("A whole pool on one machine", "up", (UpSettings,), "Everything else keeps its default."),
+    Section("Router", "router", (RouterSettings,), "Selection, admission, dispatch and HTTP."),
+    Section("OpenAI surface", "router", (FrontendSettings,), "Options of `poolgrid router` too."),
+    Section(
+        "Consolidator",
+        "consolidator",
+        (ConsolidatorSettings, ConsolidatorProcessSettings),
+        "All but `--http-port` are also options of `poolgrid router`, for the consolidator that runs inside it when "
+        "there is no `--feed-endpoint`; `--host` is then the router's own.",
+    ),
+    Section("Worker", "worker", (WorkerSettings,), "With the simulated engine."),
+    Section("Load generator", "bench", (BenchSettings,), "What the modes mean: [bench.md](bench.md)."),
+    Section("Simulator", "simulate", (SimulationSettings,), "What it prints: [simulate.md](simulate.md)."),
+)
+
+HEAD = """\
+# Configuration
+
+<!-- Generated: python -m cli.configuration_page > docs/configuration.md -->
+
+Every setting is declared once and has an option and an environment variable. The command line wins over the
+environment, the environment over the default. A value out of range ends the command with exit status 2 and a line that
+names the option. `poolgrid COMMAND --help` prints the same tables. A variable is the same for every command that has
+the setting, so set `POOLGRID_HOST` for one process, not for a machine.
+
+`up`, `router`, `worker` and `consolidator` write one line that begins with `ready` to standard output once they answer,
+and their log to standard error. `--log-level` (`POOLGRID_LOG_LEVEL`: debug, info, warning, error) is an option of each;
+the default is info, for `up` warning.
+"""
+
+
+def page() -> str:
+    """Return the whole page."""
+    return "\n".join([HEAD, *(_section(section) for section in SECTIONS), _top()])
+
+
+def _section(section: Section) -> str:
+    options = command_options(section.command)
+    lines = [
+        f"## {section.title}: `poolgrid {section.command}`",
+        section.text,
+        "",
+        "| option | environment | default | range | what it is |",
+        "|---|---|---|---|---|",
+    ]
+    fields: dict[str, FieldInfo] = {}
+    for model in section.models:
+        fields.update(model.model_fields)
+    for name, field in fields.items():
+        cells = (
+            f"`{options[name]}`",
+            f"`{environment_name(name)}`",
+            shown_default(field),
+            shown_range(field),
+            (field.description or "").replace("|", "\\|"),
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def _top() -> str:
+    lines = [
+        "## Live view: `poolgrid top`",
+        "",
+        "| option | environment | default | what it is |",
+        "|---|---|---|---|",
+    ]
+    for parameter in _parameters("top"):
+        if parameter.name == "help":
+            continue
+        variable = f"`{parameter.envvar}`" if parameter.envvar else "none"
+        default = "off" if parameter.default is False else f"`{parameter.default}`"
+        lines.append(f"| `{parameter.opts[0]}` | {variable} | {default} | {parameter.help} |")
+    return "\n".join([*lines, ""])
+
+
+def command_options(command: str) -> dict[str, str]:
+    """Return the options of a command by the name of the setting, as the command line really has them."""
+    options: dict[str, str] = {}
+    for parameter in _parameters(command):
+        if parameter.param_type_name == "option":
+            options[parameter.name] = "` `".join([*parameter.opts, *parameter.secondary_opts])
+    return options
+
+
+def _parameters(command: str) -> list[Any]:
+    group = typer.main.get_command(app)
+    assert isinstance(group, TyperGroup), "the application has commands"
+    return list(group.commands[command].params)
+
+
+def shown_default(field: FieldInfo) -> str:
+    """Return a field's default as a cell."""
+    value = field.get_default(call_default_factory=True)
+    if value is None:
+        return "none"
+    if value in ("", ()):
+        return "empty"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, Path):
+        # The installed place differs from machine to machine; what ships with poolgrid has the same name everywhere.
+        return f"the shipped `{value.relative_to(SOURCE_ROOT)}`" if value.is_relative_to(SOURCE_ROOT) else f"`{value}`"
+    return f"`{_number(value)}`"
+
+
+def shown_range(field: FieldInfo) -> str:
+    """Return the allowed values of a field as a cell: words, numbers, or lengths of a text."""
+    words = _literal(field.annotation)
+    if words:
+        return ", ".join(f"`{word}`" for word in words)
+    parts = [
+        f"{sign} {_number(bound, grouped=True)}"
+        for rule in field.metadata
+        for attribute, sign in BOUNDS
+        if (bound := getattr(rule, attribute, None)) is not None and (sign, bound) != ("length ≥", 0)
+    ]
+    return ", ".join(parts) or "any"
+
+
+def _literal(annotation: Any) -> tuple[str, ...]:
+    origin = get_origin(annotation)
+    if origin is Literal:
+        return tuple(str(word) for word in get_args(annotation))
+    if origin is Union or origin is Annotated:
+        return _literal(get_args(annotation)[0])
+    return ()
+
+
+def _number(value: Any, grouped: bool = False) -> str:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, int):
+        return f"{value:,}" if grouped else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

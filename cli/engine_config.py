@@ -1,0 +1,44 @@
+"""`poolgrid engine-config ...`: check and convert TensorRT-LLM engine configurations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help="Check and convert TensorRT-LLM engine configurations.", no_args_is_help=True)
+
+
+def _finish(text: str, status: int, out: Path | None = None) -> None:
+    if status == 0 and out is not None:
+        out.write_text(text, encoding="utf-8")
+    else:
+        typer.echo(text, nl=False, err=status != 0 and out is not None)
+    raise typer.Exit(status)
+
+
+@app.command()
+def check(
+    paths: Annotated[list[Path], typer.Argument(help="Engine configurations (YAML), or folders of them.")],
+) -> None:
+    """Check files against the TensorRT-LLM contract, and pairs against each other; status 1 when there are faults."""
+    from workers.trtllm.engine_config import check_command
+
+    _finish(*check_command(paths))
+
+
+@app.command()
+def convert(
+    file: Annotated[Path, typer.Argument(help="Engine configuration (YAML).")],
+    aggregated: Annotated[
+        bool, typer.Option("--aggregated", help="From decode-only to aggregated: block reuse on, transceiver gone.")
+    ] = False,
+    tensor_parallel_size: Annotated[int | None, typer.Option(min=1, help="Set the tensor parallel size.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write here instead of to standard output.")] = None,
+) -> None:
+    """Rewrite an engine configuration for another use."""
+    from workers.trtllm.engine_config import convert_command
+
+    text, status = convert_command(file, aggregated, tensor_parallel_size)
+    _finish(text, status, out)

@@ -1,0 +1,1 @@
+"""What is behind the fake's TensorRT-LLM surface: our simulated engine, and the traps."""

@@ -1,0 +1,232 @@
+"""KV cache events as TensorRT-LLM emits them, from what the simulated block pool says.
+
+Rules (``contract_1_2_1.json``, ``events._rules``; ``docs/trtllm.md``):
+
+1. One ``event_id`` sequence per rank, from 0, over all windows and types.
+2. Removals that follow each other in one window are one event.
+3. At a request's end its trailing partial block is stored too; small windows store only then.
+4. A move between GPU and host is ``updated`` with a null ``priority``; a new priority has a null ``cache_level``.
+5. The buffer keeps the newest events: the oldest are dropped, and only a hole in ``event_id`` says so.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from wire.hashing import unpack_tokens
+from wire.identifiers import Tier
+from workers.simulated.cache_recorder import Link
+
+from .block_key import MultimodalKey, block_key_hash
+
+_log = logging.getLogger("tensorrt_llm")
+
+DEFAULT_PRIORITY = 35
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """What enters a request's block hashes besides its tokens."""
+
+    cache_salt_id: int | None = None
+    lora_task_id: int | None = None
+    multimodal: tuple[MultimodalKey, ...] = ()
+    """Objects in the first block."""
+
+
+class EventBuffer:
+    """Events of all ranks until they are read, the oldest dropped beyond the maximum."""
+
+    def __init__(self, maximum: int, put: Callable[[dict[str, Any]], int], drop_oldest: Callable[[], None]) -> None:
+        self._maximum = maximum
+        self._put = put
+        self._drop_oldest = drop_oldest
+        self.dropped = 0
+
+    def append(self, event: dict[str, Any]) -> None:
+        if self._put(event) > self._maximum:
+            self._drop_oldest()
+            self.dropped += 1
+            _log.warning("The event queue has reached the max size of %d. Events have been discarded.", self._maximum)
+
+
+class RankEvents:
+    """Listens to one rank's block pool and speaks TensorRT-LLM; a ``CacheRecorder``."""
+
+    def __init__(
+        self,
+        block_size: int,
+        device_blocks: int,
+        host_blocks: int,
+        windows: Sequence[int],
+        partial_blocks_max: int,
+        rank: int | None,
+    ) -> None:
+        self._block_size = block_size
+        self._partial_max = partial_blocks_max
+        self._rank = rank
+        self._windows = sorted(windows, reverse=True)
+        self._window = self._windows[0]
+        self._next_id = 0
+        self._fresh: list[dict[str, Any]] = []
+        self._removed: list[int] = []
+        self._removed_window = self._window
+        self._tenants: dict[int, Tenant] = {}
+        self.names: dict[int, int] = {}
+        """Engine hash of each resident whole block, by sequence hash."""
+        self.levels: dict[int, int] = {}
+        """Cache level of each resident whole block, by engine hash."""
+        self.partial: OrderedDict[int, int | None] = OrderedDict()
+        """Resident partial blocks, each with its parent's sequence hash."""
+        self.small: dict[int, OrderedDict[int, None]] = {window: OrderedDict() for window in self._windows[1:]}
+        self._small_blocks = {window: max(2, device_blocks * window // self._window) for window in self._windows[1:]}
+        for window in self._windows:
+            self._emit({"type": "created", "num_blocks_per_cache_level": [device_blocks, host_blocks]}, window)
+
+    def register(self, seed: int, tenant: Tenant) -> None:
+        """Note what a wire hash seed stands for."""
+        self._tenants[seed] = tenant
+
+    def take(self) -> list[dict[str, Any]]:
+        """Return the events of an iteration."""
+        self._close()
+        events, self._fresh = self._fresh, []
+        return events
+
+    # what the block pool tells
+
+    def stored(
+        self, parent: int | None, hashes: Sequence[int], tokens: Callable[[], bytes], block_size: int, seed: int
+    ) -> None:
+        ids = unpack_tokens(tokens())
+        tenant = self._tenants[seed]
+        above = 0 if parent is None else self.names[parent]
+        parent_hash = above or None
+        blocks = []
+        for at, sequence_hash in enumerate(hashes):
+            part = ids[at * block_size : (at + 1) * block_size]
+            keys = tenant.multimodal if not above else ()
+            above = block_key_hash(part, above, tenant.cache_salt_id, tenant.lora_task_id, keys)
+            self.names[sequence_hash] = above
+            self.levels[above] = 0
+            blocks.append(_stored_block(above, part, keys))
+        self._emit({"type": "stored", "parent_hash": parent_hash, "blocks": blocks}, self._window)
+
+    def removed(self, hashes: Sequence[int], tier: Tier) -> None:
+        gone = set(hashes)
+        orphans = [name for name, parent in self.partial.items() if parent in gone]
+        for name in orphans:
+            del self.partial[name]
+        names = [self.names.pop(sequence_hash) for sequence_hash in hashes]
+        for name in names:
+            del self.levels[name]
+        self._remove(orphans + names, self._window)
+
+    def moved(self, links: Sequence[Link], source: Tier, target: Tier) -> None:
+        for sequence_hash, _ in links:
+            name = self.names[sequence_hash]
+            self.levels[name] = int(target)
+            self._update(name, cache_level=(int(source), int(target)))
+
+    # what the executor tells
+
+    def request_ended(
+        self, hashes: Sequence[int], tokens: Sequence[int], seed: int, priority: int | None = None
+    ) -> None:
+        """Store a finished request's trailing partial block, and its blocks in the small windows.
+
+        ``hashes`` are the sequence hashes of its whole blocks; ``tokens`` all its tokens but the last.
+        """
+        if any(sequence_hash not in self.names for sequence_hash in hashes):
+            return  # its blocks were needed already
+        size = self._block_size
+        tenant = self._tenants[seed]
+        chain = [(self.names[each], tuple(tokens[at * size : (at + 1) * size])) for at, each in enumerate(hashes)]
+        rest = tuple(tokens[len(hashes) * size :])
+        if rest:
+            parent = chain[-1][0] if chain else 0
+            keys = tenant.multimodal if not parent else ()
+            name = block_key_hash(rest, parent, tenant.cache_salt_id, tenant.lora_task_id, keys)
+            chain.append((name, rest))
+            if name not in self.partial:
+                self._emit(
+                    {"type": "stored", "parent_hash": parent or None, "blocks": [_stored_block(name, rest, keys)]},
+                    self._window,
+                )
+                self.partial[name] = hashes[-1] if hashes else None
+                if len(self.partial) > self._partial_max:
+                    self._remove([self.partial.popitem(last=False)[0]], self._window)
+        for window in self._windows[1:]:
+            self._store_small(window, chain, tenant)
+        if priority is not None and priority != DEFAULT_PRIORITY:
+            for sequence_hash in hashes:
+                self._update(self.names[sequence_hash], priority=(DEFAULT_PRIORITY, priority))
+
+    def _store_small(self, window: int, chain: Sequence[tuple[int, tuple[int, ...]]], tenant: Tenant) -> None:
+        pool = self.small[window]
+        run: list[dict[str, Any]] = []
+        above = parent = 0
+        for name, part in chain:
+            if name in pool:
+                if run:
+                    self._emit({"type": "stored", "parent_hash": parent or None, "blocks": run}, window)
+                run = []
+            else:
+                if not run:
+                    parent = above
+                pool[name] = None
+                run.append(_stored_block(name, part, tenant.multimodal if not above else ()))
+            above = name
+        if run:
+            self._emit({"type": "stored", "parent_hash": parent or None, "blocks": run}, window)
+        gone = [pool.popitem(last=False)[0] for _ in range(len(pool) - self._small_blocks[window])]
+        if gone:
+            self._remove(gone, window)
+
+    # events
+
+    def _update(
+        self, name: int, cache_level: tuple[int, int] | None = None, priority: tuple[int, int] | None = None
+    ) -> None:
+        def diff(change: tuple[int, int] | None) -> dict[str, Any] | None:
+            return change and {"type": "event_diff", "new_value": change[1], "old_value": change[0]}
+
+        data = {"type": "updated", "block_hash": name, "cache_level": diff(cache_level), "priority": diff(priority)}
+        self._emit(data, self._window)
+
+    def _remove(self, names: list[int], window: int) -> None:
+        if self._removed and self._removed_window != window:
+            self._close()
+        self._removed_window = window
+        self._removed += names
+
+    def _close(self) -> None:
+        if self._removed:
+            names, self._removed = self._removed, []
+            self._emit({"type": "removed", "block_hashes": names}, self._removed_window)
+
+    def _emit(self, data: dict[str, Any], window: int) -> None:
+        if self._removed:
+            self._close()
+        event: dict[str, Any] = {"event_id": self._next_id, "data": data, "window_size": window}
+        if self._rank is not None:
+            event["attention_dp_rank"] = self._rank
+        self._next_id += 1
+        self._fresh.append(event)
+
+
+def _stored_block(name: int, tokens: Sequence[int], keys: Sequence[MultimodalKey]) -> dict[str, Any]:
+    block: dict[str, Any] = {
+        "type": "stored_block",
+        "block_hash": name,
+        "tokens": [{"type": "unique_token", "token_id": token, "token_extra_id": 0} for token in tokens],
+        "cache_level": 0,
+        "priority": DEFAULT_PRIORITY,
+    }
+    if keys:
+        block["mm_keys"] = [{"type": "mm_key", "hash": digest.hex(), "start_offset": start} for digest, start in keys]
+    return block

@@ -1,0 +1,34 @@
+"""Multimodal inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def default_multimodal_input_loader(
+    *,
+    tokenizer: Any,
+    model_dir: str,
+    model_type: str,
+    modality: str,
+    prompts: list[str],
+    media: list[str] | list[list[str]] | None = None,
+    image_data_format: str = "pt",
+    num_frames: int = 8,
+    mm_embeddings: list[Any] | list[list[Any]] | None = None,
+    device: str = "cpu",
+) -> list[dict[str, Any]]:
+    """Return one input per prompt, with its media (loaded elsewhere) or its embeddings."""
+    if media is not None and mm_embeddings is not None:
+        raise ValueError("Only one of media or mm_embeddings can be given")
+    inputs = []
+    for at, prompt in enumerate(prompts):
+        made: dict[str, Any] = {"prompt": f"<image>{prompt}" if modality == "image" else prompt}
+        if mm_embeddings is not None:
+            given = mm_embeddings[at]
+            made["multi_modal_embeddings"] = {modality: given if isinstance(given, list) else [given]}
+        elif media is not None:
+            files = media[at]
+            made["multi_modal_data"] = {modality: files if isinstance(files, list) else [files]}
+        inputs.append(made)
+    return inputs

@@ -1,0 +1,447 @@
+# ruff: noqa: TID252 - relative, so that it imports as tensorrt_llm and as tests.fakes.tensorrt_llm
+"""``LLM`` on the PyTorch backend, with the constructor, the checks and the readers of 1.2.1."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import BaseModel
+from xxhash import xxh3_64_intdigest
+
+from wire.requests import Sampling
+
+from .._fake import behaviour as behaviours
+from .._fake.block_key import salt_id
+from .._fake.cache_events import Tenant
+from .._fake.executor import EngineShape, Executor, Request
+from ..bindings.executor import KvCacheRetentionConfig
+from ..disaggregated_params import DisaggregatedParams
+from ..executor.request import LoRARequest
+from ..executor.result import EmptyIterationResult, IterationResult, RequestOutput, Response
+from ..executor.utils import RequestError
+from ..sampling_params import SamplingParams
+from ..scheduling_params import SchedulingParams
+from .llm_args import TRTLLM_ENGINE_ONLY, AutoDeployConfig, KvCacheConfig, TorchLlmArgs
+
+_request_ids = count(1)
+_AUTODEPLOY_REJECTED = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "context_parallel_size",
+    "moe_cluster_parallel_size",
+    "moe_tensor_parallel_size",
+    "moe_expert_parallel_size",
+    "enable_attention_dp",
+    "cp_config",
+    "build_config",
+)
+
+
+class FakeTokenizer:
+    """UTF-8 bytes as token ids from 3; other ids are written as ``<id>``."""
+
+    eos_token_id = 2
+    pad_token_id = 2
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [3 + each for each in text.encode()]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(chr(each - 3) if 3 <= each < 131 else f"<{each}>" for each in token_ids)
+
+
+class BaseLLM:
+    """What all the fake's engines share."""
+
+    def __init__(
+        self,
+        model: str | Path,
+        tokenizer: Any = None,
+        tokenizer_mode: str = "auto",
+        skip_tokenizer_init: bool = False,
+        trust_remote_code: bool = False,
+        tensor_parallel_size: int = 1,
+        dtype: str = "auto",
+        revision: str | None = None,
+        tokenizer_revision: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        backend = kwargs.pop("backend", None) or "pytorch"
+        given: dict[str, Any] = {
+            "model": model,
+            "tokenizer": tokenizer,
+            "tokenizer_mode": tokenizer_mode,
+            "skip_tokenizer_init": skip_tokenizer_init,
+            "trust_remote_code": trust_remote_code,
+            "tensor_parallel_size": tensor_parallel_size,
+            "dtype": dtype,
+            "revision": revision,
+            "tokenizer_revision": tokenizer_revision,
+        }
+        self._executor: Executor | None = None
+        self.args = self._make_args(backend, given, kwargs)
+        self._llm_id = f"{socket.gethostname()}-{os.getpid()}-{time.monotonic_ns() // 1_000_000}"
+        self.tokenizer = None if skip_tokenizer_init else (tokenizer or FakeTokenizer())
+        chosen = behaviours.behaviour
+        executor = Executor(_shape(self.args, chosen), chosen)
+        self._executor = executor
+        self._submitted = False
+        self._events = IterationResult(executor.events)
+        self._stats = IterationResult(executor.stats)
+        self._finalizer = weakref.finalize(self, executor.shutdown)  # also at exit
+
+    def _make_args(self, backend: str, given: dict[str, Any], kwargs: dict[str, Any]) -> BaseModel:
+        name = type(self).__name__
+        if backend == "_autodeploy":
+            return _autodeploy_args(name, given, kwargs)
+        if backend != "pytorch":
+            raise ValueError(f"{name} has no backend {backend!r}")
+        wrong = [each for each in kwargs if each in TRTLLM_ENGINE_ONLY]
+        if wrong:
+            raise ValueError(
+                "The following arguments are specific to TensorRT backend and cannot be used with PyTorch backend: "
+                f"{wrong}."
+            )
+        for each in kwargs:
+            if each not in TorchLlmArgs.model_fields and each != "_mpi_session":
+                raise ValueError(f"{name} got invalid argument: {each}")
+        return TorchLlmArgs(**given, **kwargs, backend=backend)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.shutdown()
+
+    def __getstate__(self) -> Any:
+        raise RuntimeError("LLM object can not be pickled.")
+
+    @property
+    def llm_id(self) -> str:
+        return self._llm_id
+
+    def shutdown(self) -> None:
+        """Stop the executor; again is harmless."""
+        if self._executor is not None:
+            executor, self._executor = self._executor, None
+            self._finalizer.detach()
+            executor.shutdown()
+
+    def _check_health(self) -> bool:
+        return self._executor is not None and self._executor.alive
+
+    # requests
+
+    def generate(
+        self,
+        inputs: Any,
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest] | None = None,
+        prompt_adapter_request: Any = None,
+        kv_cache_retention_config: KvCacheRetentionConfig | Sequence[KvCacheRetentionConfig] | None = None,
+        disaggregated_params: DisaggregatedParams | Sequence[DisaggregatedParams] | None = None,
+        scheduling_params: SchedulingParams | list[SchedulingParams] | None = None,
+        cache_salt: str | Sequence[str] | None = None,
+    ) -> Any:
+        single = not isinstance(inputs, list) or (bool(inputs) and isinstance(inputs[0], int))
+        batch = [inputs] if single else inputs
+
+        def each(value: Any, at: int) -> Any:
+            return value[at] if isinstance(value, list | tuple) else value
+
+        results = [
+            self.generate_async(
+                one,
+                sampling_params=each(sampling_params, at),
+                lora_request=each(lora_request, at),
+                prompt_adapter_request=each(prompt_adapter_request, at),
+                streaming=False,
+                kv_cache_retention_config=each(kv_cache_retention_config, at),
+                disaggregated_params=each(disaggregated_params, at),
+                scheduling_params=each(scheduling_params, at),
+                cache_salt=each(cache_salt, at),
+            )
+            for at, one in enumerate(batch)
+        ]
+        done = [result.result() for result in results]
+        return done[0] if single else done
+
+    def generate_async(
+        self,
+        inputs: Any,
+        sampling_params: SamplingParams | None = None,
+        lora_request: LoRARequest | None = None,
+        prompt_adapter_request: Any = None,
+        streaming: bool = False,
+        kv_cache_retention_config: KvCacheRetentionConfig | None = None,
+        disaggregated_params: DisaggregatedParams | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        _postproc_params: Any = None,
+        scheduling_params: SchedulingParams | None = None,
+        cache_salt: str | None = None,
+    ) -> RequestOutput:
+        executor = self._executor
+        if executor is None or not executor.alive:
+            raise RuntimeError("LLM is shutting down")
+        sampling = self._prepare_sampling(sampling_params)
+        prompt, token_ids, media = self._prepare_input(inputs)
+        request_type = disaggregated_params.request_type if disaggregated_params else None
+        multimodal = self._check_disaggregation(disaggregated_params, media)
+        if request_type == "context_only":
+            sampling.max_tokens = 1  # on the caller's object, as 1.2.1 does
+        self._check_length(token_ids, request_type)
+        if sampling.guided_decoding is not None and not getattr(self.args, "guided_decoding_backend", None):
+            raise ValueError("guided_decoding needs guided_decoding_backend to be set on the engine")
+        encoder = bool(getattr(self.args, "mm_encoder_only", False))
+        result = RequestOutput(
+            next(_request_ids),
+            prompt,
+            token_ids,
+            sampling,
+            executor,
+            None if self.tokenizer is None else self.tokenizer.decode,
+            trace_headers,
+            sampling.return_perf_metrics or bool(getattr(self.args, "return_perf_metrics", False)),
+        )
+        salt = cache_salt or ""
+        digests = tuple((digest, 0) for digest in multimodal)
+        identity = "".join([salt, *(f"|{digest.hex()}" for digest in multimodal)])
+        request = Request(
+            id=result.id,
+            prompt=tuple(token_ids),
+            sampling=Sampling(
+                max_tokens=sampling.max_tokens,
+                seed=sampling.seed or 0,
+                min_tokens=sampling.min_tokens or 0,
+                ignore_eos=sampling.ignore_eos,
+                logprobs=sampling.logprobs,
+            ),
+            end_id=None if sampling.end_id is None or sampling.end_id < 0 else sampling.end_id,
+            stop_words=self._stop_words(sampling),
+            include_stop=sampling.include_stop_str_in_output,
+            n=sampling.n,
+            streaming=streaming,
+            put=result.queue.put,
+            lora_name=lora_request.lora_name if lora_request else "",
+            lora_id=lora_request.lora_int_id if lora_request else None,
+            tenant=Tenant(salt_id(salt) if salt else None, lora_request.lora_int_id if lora_request else None, digests),
+            salt=identity,
+            rank=scheduling_params.attention_dp_rank if scheduling_params else None,
+            request_type=request_type,
+            disaggregated=disaggregated_params,
+            decode_priority=(
+                kv_cache_retention_config.decode_retention_priority if kv_cache_retention_config else None
+            ),
+            encode=(lambda: _encoded(media, disaggregated_params)) if encoder else None,
+        )
+        if not self._submitted:
+            executor.events.bind()
+            executor.stats.bind()
+            self._submitted = True
+        self._events.mark_undone()
+        self._stats.mark_undone()
+        executor.submit(request)
+        return result
+
+    def _prepare_sampling(self, given: SamplingParams | None) -> SamplingParams:
+        if given is None:
+            given = SamplingParams()
+        elif not isinstance(given, SamplingParams):
+            raise TypeError(f"The sampling_params must be type SamplingParams or None, but got {type(given)}")
+        if given.end_id is None:
+            if self.tokenizer is None:
+                raise ValueError(
+                    "tokenizer is required to reset end_id if it is None, or you can explicitly specify the end_id "
+                    "for sampling_params"
+                )
+            given.end_id = self.tokenizer.eos_token_id
+            if given.pad_id is None:
+                given.pad_id = self.tokenizer.pad_token_id
+        for name in ("prompt_logprobs", "logits_processor"):
+            if getattr(given, name) is not None:
+                raise NotImplementedError(f"the fake has no {name}")
+        return given
+
+    def _stop_words(self, sampling: SamplingParams) -> dict[int, int | str]:
+        words: dict[int, int | str] = {each: each for each in sampling.stop_token_ids or ()}
+        stop = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop or []
+        for each in stop:
+            if self.tokenizer is None:
+                raise ValueError("tokenizer is required to use stop strings")
+            encoded = self.tokenizer.encode(each)
+            if len(encoded) != 1:
+                raise NotImplementedError(f"the fake has stop strings of one token only, {each!r} has {len(encoded)}")
+            words[encoded[0]] = each
+        return words
+
+    def _prepare_input(self, inputs: Any) -> tuple[str | None, list[int], dict[str, Any]]:
+        media: dict[str, Any] = {}
+        prompt: str | None = None
+        if isinstance(inputs, dict):
+            media = inputs.get("multi_modal_data") or inputs.get("multi_modal_embeddings") or {}
+            prompt, token_ids = inputs.get("prompt"), inputs.get("prompt_token_ids")
+            if token_ids is not None and media and prompt is None:
+                if self.tokenizer is None:
+                    raise ValueError("tokenizer is required to tokenize a multimodal prompt")
+                # Decoded and tokenized again: their number may change.
+                prompt, token_ids = self.tokenizer.decode(token_ids), None
+        elif isinstance(inputs, str):
+            prompt, token_ids = inputs, None
+        elif isinstance(inputs, list) and all(isinstance(each, int) for each in inputs):
+            token_ids = inputs
+        else:
+            raise TypeError(f"The inputs must be type str or list of int, but got {type(inputs)}")
+        if token_ids is None:
+            if prompt is None:
+                raise TypeError("The inputs must have a prompt or prompt_token_ids")
+            if self.tokenizer is None:
+                raise ValueError("tokenizer is required to tokenize string prompt")
+            token_ids = self.tokenizer.encode(prompt)
+        return prompt, list(token_ids), media
+
+    def _check_disaggregation(self, params: DisaggregatedParams | None, media: dict[str, Any]) -> list[bytes]:
+        """Check a request's disaggregated params; return the hashes of its media."""
+        if params is None or params.request_type is None:
+            return [_media_hash(each) for kind in sorted(media) for each in _as_list(media[kind])]
+        if (params.mrope_position_ids_handle is None) != (params.mrope_position_deltas_handle is None):
+            raise ValueError("mrope_position_ids_handle and mrope_position_deltas_handle must be both set or both None")
+        if params.request_type == "generation_only" and (media or params.multimodal_embedding_handles):
+            raise ValueError("Multimodal data is not allowed in generation_only requests")
+        transceiver = getattr(self.args, "cache_transceiver_config", None)
+        if params.request_type != "context_and_generation":
+            if transceiver is None or transceiver.backend is None:
+                raise RequestError("Disaggregated serving is not enabled")
+            if params.request_type == "context_only" and not getattr(self.args, "disable_overlap_scheduler", True):
+                raise RequestError("context_only requests need disable_overlap_scheduler")
+        if params.multimodal_hashes:
+            return [
+                b"".join((word & 0xFFFFFFFF).to_bytes(4, "big") for word in words) for words in params.multimodal_hashes
+            ]
+        return [_media_hash(each) for kind in sorted(media) for each in _as_list(media[kind])]
+
+    def _check_length(self, token_ids: list[int], request_type: str | None) -> None:
+        limit = getattr(self.args, "max_num_tokens", None)
+        chunked = bool(getattr(self.args, "enable_chunked_prefill", False))
+        if limit is not None and not chunked and request_type != "generation_only" and len(token_ids) > limit:
+            raise RequestError(
+                f"The sum of prompt length ({len(token_ids)}) and query length (0) exceeds max_num_tokens ({limit})"
+            )
+
+    # readers
+
+    def get_kv_cache_events(self, timeout: float | None = 2) -> list[dict[str, Any]]:
+        self._check_events()
+        self._events.set_timeout(timeout)
+        return self._events.get_results()
+
+    def get_kv_cache_events_async(self, timeout: float | None = 2) -> IterationResult:
+        self._check_events()
+        self._events.set_timeout(timeout)
+        return self._events
+
+    def _check_events(self) -> None:
+        ready = self._submitted and self._events_enabled()
+        assert ready, "KV Event IterationResult is not properly instantiated."
+
+    def _events_enabled(self) -> bool:
+        config: KvCacheConfig = self.args.kv_cache_config  # type: ignore[attr-defined]
+        return config.event_buffer_max_size > 0 and config.enable_block_reuse
+
+    def get_stats(self, timeout: float | None = 2) -> list[dict[str, Any]]:
+        if not self._submitted:
+            return []
+        self._stats.set_timeout(timeout)
+        return self._stats.get_results()
+
+    def get_stats_async(self, timeout: float | None = 2) -> IterationResult:
+        if not self._submitted:
+            return EmptyIterationResult()
+        self._stats.set_timeout(timeout)
+        return self._stats
+
+
+class LLM(BaseLLM):
+    """``LLM`` on the PyTorch backend, or with ``backend='_autodeploy'`` on AutoDeploy."""
+
+
+def _autodeploy_args(name: str, given: dict[str, Any], kwargs: dict[str, Any]) -> AutoDeployConfig:
+    values = {**given, **kwargs}
+    defaults = TorchLlmArgs(model="")
+    for each in _AUTODEPLOY_REJECTED:
+        if each in values and values[each] != getattr(defaults, each, None):
+            raise ValueError(f"AutoDeploy only supports parallelization via the `world_size` argument. Got {each}.")
+        values.pop(each, None)
+    for each in list(values):
+        if each not in AutoDeployConfig.model_fields:
+            if each in given:
+                values.pop(each)  # LLM's own parameters, which AutoDeploy ignores
+            else:
+                raise ValueError(f"{name} got invalid argument: {each}")
+    if values.get("max_beam_width", 1) != 1 or values.get("device", "cuda") != "cuda":
+        raise ValueError("AutoDeploy: max_beam_width and device are fixed")
+    return AutoDeployConfig(**values)
+
+
+def _shape(args: Any, behaviour: behaviours.Behaviour) -> EngineShape:
+    kv_cache: KvCacheConfig = args.kv_cache_config
+    attention_dp = bool(getattr(args, "enable_attention_dp", False))
+    tokens_per_block = getattr(args, "attn_page_size", kv_cache.tokens_per_block)
+    max_seq_len = args.max_seq_len or behaviour.model_max_seq_len
+    device = behaviour.device_blocks
+    if kv_cache.max_tokens is not None:
+        device = max(1, min(device, kv_cache.max_tokens // tokens_per_block))
+    return EngineShape(
+        ranks=args.tensor_parallel_size if attention_dp else 1,
+        attention_dp=attention_dp,
+        tokens_per_block=tokens_per_block,
+        enable_block_reuse=kv_cache.enable_block_reuse,
+        device_blocks=device,
+        host_blocks=(kv_cache.host_cache_size or 0) // behaviour.block_bytes,
+        max_batch_size=args.max_batch_size,
+        max_num_tokens=args.max_num_tokens or 8192,
+        max_seq_len=max_seq_len,
+        windows=tuple(sorted({min(each, max_seq_len) for each in kv_cache.max_attention_window or [max_seq_len]})),
+        event_buffer_max_size=kv_cache.event_buffer_max_size,
+        enable_iter_perf_stats=bool(getattr(args, "enable_iter_perf_stats", False)),
+        enable_iter_req_stats=bool(getattr(args, "enable_iter_req_stats", False)),
+        max_stats_len=getattr(args, "max_stats_len", 1000),
+        stream_interval=getattr(args, "stream_interval", 1),
+        kv_dtype=kv_cache.dtype,
+    )
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _media_hash(item: Any) -> bytes:
+    text = item if isinstance(item, bytes) else repr(item).encode()
+    return b"".join(xxh3_64_intdigest(text, seed).to_bytes(8, "big") for seed in range(4))
+
+
+def _encoded(media: dict[str, Any], params: DisaggregatedParams | None) -> Response:
+    """What an encoder answers: a handle per item, and its hash as 8 integers."""
+    items = [each for kind in sorted(media) for each in _as_list(media[kind])]
+    digests = [_media_hash(each) for each in items]
+    handles: Any = [
+        {"method_key": 1, "tensor_size": (576, 4096), "storage_handle": digest, "storage_size_bytes": 576 * 4096 * 2}
+        for digest in digests
+    ]
+    hashes = [[int.from_bytes(digest[at : at + 4], "big", signed=True) for at in range(0, 32, 4)] for digest in digests]
+    made = DisaggregatedParams(multimodal_embedding_handles=handles, multimodal_hashes=hashes)
+    if params is not None:
+        # 1.2.1's fault: with params in the encode request the handles come as a 1-tuple that holds the list.
+        made.multimodal_embedding_handles = (handles,)  # type: ignore[assignment]
+    return Response(
+        finish_reason="length",
+        mm_embedding_handle=handles[0] if handles else None,
+        disaggregated_params=made,
+    )

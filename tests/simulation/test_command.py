@@ -1,0 +1,129 @@
+"""`poolgrid simulate` as scripts call it: JSON keys, exit statuses, and the same figures every time."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from cli.main import app
+from simulation.command import SIMULATED_POLICIES
+from tests.simulation.builders import CONVERSATION
+
+
+def simulate(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, ["simulate", *map(str, arguments)])
+
+
+def squeezed(text: str) -> str:
+    """Text without colours and white space: the console wraps lines wherever they reach its edge."""
+    return "".join(re.sub(r"\x1b\[[\d;]*m", "", text).split())
+
+
+def report(tmp_path: Path, *arguments: str, name: str = "out.json") -> dict[str, Any]:
+    done = simulate(CONVERSATION, "--json", tmp_path / name, *arguments)
+    assert done.exit_code == 0, done.output
+    found: dict[str, Any] = json.loads((tmp_path / name).read_text())
+    return found
+
+
+def test_the_json_has_the_keys_that_scripts_read(tmp_path: Path) -> None:
+    found = report(tmp_path, "--requests", "60", "--workers", "3")
+
+    assert 0.0 < found["ideal_cached_token_ratio"] < 1.0
+    assert list(found["policies"]) == ["kv", "round-robin", "least-loaded"]
+    for policy in found["policies"].values():
+        assert set(policy) >= {
+            "cached_token_ratio", "ttft_ms", "itl_ms", "busy_ratio", "worker_tokens_max_over_mean"
+        }  # fmt: skip
+        assert policy["requests"] == 60
+        for latency in (policy["ttft_ms"], policy["itl_ms"]):
+            assert set(latency) == {"mean", "p50", "p90", "p99"}
+            assert 0.0 < latency["p50"] <= latency["p90"] <= latency["p99"]
+        assert 0.0 < policy["busy_ratio"] <= 1.0
+        assert policy["worker_tokens_max_over_mean"] >= 1.0
+    assert (found["requests"], found["workers"], found["speed"], found["trace"]) == (60, 3, 1.0, CONVERSATION.name)
+
+
+def test_the_same_command_writes_the_same_json(tmp_path: Path) -> None:
+    arguments = ("--requests", "150", "--workers", "4", "--policy", "kv,random", "--temperature", "0.2", "--speed", "3")
+
+    report(tmp_path, *arguments, name="first.json")
+    report(tmp_path, *arguments, name="second.json")
+
+    assert (tmp_path / "first.json").read_bytes() == (tmp_path / "second.json").read_bytes()
+
+
+def test_kv_reuses_more_than_round_robin_and_answers_sooner(tmp_path: Path) -> None:
+    policies = report(tmp_path, "--requests", "500", "--policy", "kv,round-robin")["policies"]
+
+    assert policies["kv"]["cached_token_ratio"] > 1.5 * policies["round-robin"]["cached_token_ratio"]
+    assert policies["kv"]["ttft_ms"]["mean"] < policies["round-robin"]["ttft_ms"]["mean"]
+
+
+def test_options_reach_the_policy_and_the_engines(tmp_path: Path) -> None:
+    base = ("--requests", "200", "--policy", "kv", "--speed", "4")
+    plain = report(tmp_path, *base)
+    blind = report(tmp_path, *base, "--device-weight", "0")
+    small = report(tmp_path, *base, "--blocks-per-worker", "2200")
+    table = tmp_path / "slow.json"
+    table.write_text('{"prefill": [[512, 500], [8192, 4000]], "decode": [[0, 50]]}')
+    slow = report(tmp_path, *base, "--timing-table", str(table))
+
+    assert blind["policies"]["kv"]["cached_token_ratio"] < plain["policies"]["kv"]["cached_token_ratio"]
+    assert small["policies"]["kv"]["cached_token_ratio"] < plain["policies"]["kv"]["cached_token_ratio"]
+    assert small["blocks_per_worker"] == 2200
+    assert slow["policies"]["kv"]["itl_ms"]["p50"] >= 50.0
+
+
+def test_the_table_names_every_policy() -> None:
+    done = simulate(CONVERSATION, "--requests", "20", "--policy", ",".join(SIMULATED_POLICIES))
+
+    assert done.exit_code == 0
+    assert "An infinite shared cache would reuse" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("no-such-file",), "no-such-file"),
+        ((CONVERSATION, "--policy", "best"), "policy 'best' is unknown, allowed are kv, round-robin"),
+        ((CONVERSATION, "--policy", "approximate"), "policy 'approximate' is unknown"),
+        ((CONVERSATION, "--policy", ""), "is unknown"),
+        ((CONVERSATION, "--requests", "5", "--blocks-per-worker", "3"), "blocks_per_worker is 3, the longest request"),
+        ((CONVERSATION, "--requests", "5", "--timing-table", "none.json"), "none.json"),
+        ((CONVERSATION, "--requests", "5", "--max-batch-size", "9000"), "max_num_tokens is 8192"),
+        ((CONVERSATION, "--workers", "0"), "--workers"),
+        ((CONVERSATION, "--speed", "0"), "--speed"),
+    ],
+)
+def test_what_cannot_be_simulated_ends_with_status_2_and_says_why(
+    arguments: Sequence[str | Path], words: str, tmp_path: Path
+) -> None:
+    done = simulate(*arguments, "--json", tmp_path / "out.json")
+
+    assert done.exit_code == 2
+    assert squeezed(words) in squeezed(done.stderr)
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_a_broken_trace_names_file_and_line(tmp_path: Path) -> None:
+    trace = tmp_path / "broken.jsonl"
+    trace.write_text(CONVERSATION.read_text().splitlines()[0] + '\n{"timestamp": 1}\n')
+
+    done = simulate(trace)
+
+    assert done.exit_code == 2
+    assert squeezed("broken.jsonl, line 2:") in squeezed(done.stderr)
+
+
+def test_a_report_that_cannot_be_written_is_said_before_the_work(tmp_path: Path) -> None:
+    done = simulate(CONVERSATION, "--json", tmp_path / "missing" / "out.json")
+
+    assert done.exit_code == 2
+    assert "nothingwassimulated" in squeezed(done.output)

@@ -1,0 +1,71 @@
+"""A workload's prompts share blocks exactly as the trace's rows share ids."""
+
+from __future__ import annotations
+
+from itertools import combinations, takewhile
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loadgen.trace import TRACE_BLOCK_TOKENS, TraceRow, ideal_cached_token_ratio, plan_trace, read_trace
+from simulation.workload import build_workload
+from tests.simulation.builders import CONVERSATION, row, traces
+from wire.hashing import block_hashes, sequence_hashes
+
+
+def common_lead(a: list[int] | tuple[int, ...], b: list[int] | tuple[int, ...]) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+
+
+@given(traces(), st.sampled_from([16, 64, 512]))
+@settings(max_examples=60, deadline=None)
+def test_two_prompts_share_the_whole_blocks_of_their_common_leading_ids(rows: list[TraceRow], block_size: int) -> None:
+    requests = build_workload(rows, 1.0, block_size).requests
+
+    for a, b in combinations(range(len(rows)), 2):
+        shared_tokens = min(
+            common_lead(rows[a].hash_ids, rows[b].hash_ids) * TRACE_BLOCK_TOKENS,
+            rows[a].input_length,
+            rows[b].input_length,
+        )
+        assert common_lead(requests[a].path, requests[b].path) == shared_tokens // block_size
+
+
+@given(traces(), st.sampled_from([16, 48, 64, 512, 1024]))
+@settings(max_examples=60, deadline=None)
+def test_a_path_is_what_hashing_the_prompt_gives(rows: list[TraceRow], block_size: int) -> None:
+    for request, trace_row in zip(build_workload(rows, 1.0, block_size).requests, rows, strict=True):
+        assert len(request.generate.token_ids) == 4 * trace_row.input_length
+        assert request.path == sequence_hashes(block_hashes(request.generate.token_ids, block_size))
+
+
+@given(traces(), st.sampled_from([0.5, 1.0, 8.0]))
+@settings(max_examples=60, deadline=None)
+def test_arrivals_are_divided_by_the_speed_and_everything_else_stays(rows: list[TraceRow], speed: float) -> None:
+    workload = build_workload(rows, speed, 64)
+
+    assert [request.arrival_ms for request in workload.requests] == [each.timestamp / speed for each in rows]
+    assert [request.isl for request in workload.requests] == [each.input_length for each in rows]
+    assert [request.osl for request in workload.requests] == [max(1, each.output_length) for each in rows]
+    assert workload.total_tokens == sum(request.isl + request.osl for request in workload.requests)
+    assert workload.longest == max(request.isl + request.osl for request in workload.requests)
+    assert len({request.request_id for request in workload.requests}) == len(rows)
+
+
+@given(traces())
+@settings(max_examples=60, deadline=None)
+def test_the_ideal_is_the_load_generators(rows: list[TraceRow]) -> None:
+    assert build_workload(rows, 1.0, 64).ideal_cached_token_ratio == ideal_cached_token_ratio(plan_trace(rows))
+
+
+def test_the_ideal_of_the_conversation_trace_is_the_published_one() -> None:
+    workload = build_workload(read_trace(CONVERSATION), 1.0, 64)
+
+    assert workload.ideal_cached_token_ratio == pytest.approx(0.2157, abs=5e-5)
+
+
+@pytest.mark.parametrize("speed", [0.0, -1.0])
+def test_a_speed_that_is_not_above_0_is_refused(speed: float) -> None:
+    with pytest.raises(ValueError, match=f"speed is {speed}, allowed are values above 0"):
+        build_workload([row(1)], speed, 64)

@@ -1,0 +1,227 @@
+"""The layout shows the architecture, and these rules keep it so: who may import whom, and what is banned where.
+
+``docs/architecture.md`` prints the same table; a test below compares the two.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "architecture.md"
+
+ANYTHING = ("",)
+
+MAY_IMPORT: dict[str, tuple[str, ...]] = {
+    "wire": (),
+    "runtime": ("wire",),
+    "frontend": ("wire", "runtime"),
+    "router.core": ("wire",),
+    "router.consolidator.core": ("wire",),
+    "router.consolidator": ("wire", "runtime"),
+    "router": ("wire", "runtime", "frontend"),
+    "global_router.core": ("wire",),
+    "global_router": ("wire", "runtime", "frontend"),
+    "workers.core": ("wire",),
+    "workers.simulated": ("wire", "workers.core"),
+    "workers": ("wire", "runtime"),
+    "simulation": ("wire", "runtime.settings", "router.core", "workers.simulated", "loadgen.trace"),
+    "loadgen": ("wire", "runtime"),
+    "cli": ANYTHING,
+}
+"""What a package may import besides itself. The longest name that matches a module counts."""
+
+NOT_SHIPPED = ("tests", "benchmarks")
+"""Packages that may import anything of ours, because nothing of ours may import them."""
+
+SERVICES = ("router", "global_router", "workers")
+"""Processes that meet in ``wire`` and never import each other."""
+
+PURE = ("wire", "router.core", "router.consolidator.core", "global_router.core", "workers.core", "workers.simulated")
+
+BANNED_IN_PURE = {
+    "asyncio": "a synchronous method; the shell calls it",
+    "zmq": "bytes in and bytes out; sockets live in the shell",
+    "socket": "bytes in and bytes out; sockets live in the shell",
+    "threading": "a synchronous method; the shell decides where it runs",
+    "time": "a time argument (now_ms)",
+    "datetime": "a time argument (time_ms)",
+    "random": "wire.hashing.stable_u64 of an id",
+    "secrets": "an id argument",
+    "uuid": "an id argument",
+    "logging": "a counter or a returned value; the shell logs",
+}
+
+ENGINE_LIBRARIES = ("tensorrt_llm", "torch")
+ENGINES = "workers.engines"
+
+BANNED_CALLS = {
+    "print": "a logger, or sys.stdout.write for an answer of a command",
+    "hash": "wire.hashing.stable_u64: hash() differs from process to process",
+    "time.sleep": "the event itself: wait for it",
+    "random.random": "random.Random(seed), or wire.hashing.stable_u64 of an id",
+    "random.randint": "random.Random(seed), or wire.hashing.stable_u64 of an id",
+    "random.choice": "random.Random(seed), or wire.hashing.stable_u64 of an id",
+    "random.shuffle": "random.Random(seed), or wire.hashing.stable_u64 of an id",
+    "random.seed": "random.Random(seed), or wire.hashing.stable_u64 of an id",
+    "datetime.utcnow": "runtime.clock",
+    "datetime.now": "runtime.clock",
+}
+
+OURS = {name.partition(".")[0] for name in MAY_IMPORT} | set(NOT_SHIPPED)
+
+
+def _is_in(module: str, package: str) -> bool:
+    return package == "" or module == package or module.startswith(package + ".")
+
+
+def _package_of(module: str) -> str | None:
+    """The entry of ``MAY_IMPORT`` that a module belongs to."""
+    found = [package for package in MAY_IMPORT if _is_in(module, package)]
+    return max(found, key=len) if found else None
+
+
+def _imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Every imported module with its line; ``from a import b`` counts as ``a.b``, so that submodules are seen."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                yield node.lineno, "." * node.level
+            else:
+                for alias in node.names:
+                    yield node.lineno, f"{node.module}.{alias.name}"
+
+
+def _may_import(package: str, imported: str) -> bool:
+    if imported.partition(".")[0] not in OURS:
+        return True
+    # A package may use itself; what lies inside it with rules of its own may not reach back up.
+    return any(_is_in(imported, allowed) for allowed in (package, *MAY_IMPORT[package]))
+
+
+def _call_name(node: ast.Call) -> str:
+    function = node.func
+    if isinstance(function, ast.Name):
+        return function.id
+    if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
+        return f"{function.value.id}.{function.attr}"
+    return ""
+
+
+def faults(module: str, source: str) -> list[str]:
+    """What a module's source does that the architecture does not allow, one line each."""
+    tree = ast.parse(source)
+    package = _package_of(module)
+    assert package is not None, f"{module} belongs to no package of MAY_IMPORT"
+    found = []
+    for line, imported in _imports(tree):
+        where = f"{module}:{line}"
+        top = imported.partition(".")[0]
+        if imported.startswith("."):
+            found.append(f"{where}: a relative import is banned here, use the full name")
+            continue
+        if not _may_import(package, imported):
+            allowed = ", ".join(MAY_IMPORT[package]) or "nothing of ours"
+            service = module.partition(".")[0]
+            if top in SERVICES and service in SERVICES and top != service:
+                found.append(f"{where}: {imported} is banned here, use wire: services never import each other")
+            else:
+                found.append(f"{where}: {imported} is banned here, use only what {package} may import: {allowed}")
+        if any(_is_in(module, pure) for pure in PURE) and top in BANNED_IN_PURE:
+            found.append(f"{where}: {imported} is banned here (a pure core), use {BANNED_IN_PURE[top]}")
+        if top in ENGINE_LIBRARIES and not _is_in(module, ENGINES):
+            found.append(f"{where}: {imported} is banned here, use an engine in {ENGINES}: only they import {top}")
+        if imported == "time.sleep":
+            found.append(f"{where}: time.sleep is banned here, use {BANNED_CALLS['time.sleep']}")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = _call_name(node)
+            if name in BANNED_CALLS:
+                found.append(f"{module}:{node.lineno}: {name}() is banned here, use {BANNED_CALLS[name]}")
+    return found
+
+
+def _modules() -> Iterator[tuple[str, Path]]:
+    for top in sorted({name.partition(".")[0] for name in MAY_IMPORT}):
+        for path in sorted((ROOT / top).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+
+
+def test_every_module_keeps_the_rules() -> None:
+    found = [fault for module, path in _modules() for fault in faults(module, path.read_text())]
+
+    assert not found, "\n".join(["", *found])
+
+
+def test_every_package_has_a_rule() -> None:
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+
+    assert not packages - OURS, f"say in MAY_IMPORT and docs/architecture.md what {sorted(packages - OURS)} may import"
+
+
+def test_the_page_prints_these_rules() -> None:
+    rows = re.findall(r"^\| `([\w/]+)/` \|.*\| ([^|]*) \|$", PAGE.read_text(), re.MULTILINE)
+    printed = {name.replace("/", "."): cell for name, cell in rows}
+
+    for package, allowed in MAY_IMPORT.items():
+        if not (ROOT / package.replace(".", "/")).exists():
+            continue
+        assert package in printed, f"docs/architecture.md has no row for `{package.replace('.', '/')}/`"
+        if allowed == ANYTHING:
+            assert printed[package] == "everything"
+        else:
+            assert set(re.findall(r"`([\w.]+)`", printed[package])) == set(allowed), (
+                f"docs/architecture.md on {package}"
+            )
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "words"),
+    [
+        ("wire.codec", "import runtime.clock", "use only what wire may import: nothing of ours"),
+        ("wire.codec", "from runtime import clock", "runtime.clock is banned here"),
+        ("frontend.app", "from router.core.cost import CostWeights", "use only what frontend may import"),
+        ("router.service", "def f():\n    from workers.settings import WorkerSettings", "services never import each"),
+        ("workers.service", "import router.service", "use wire: services never import each other"),
+        ("router.core.policy", "from router.settings import RouterSettings", "use only what router.core may import"),
+        ("router.consolidator.core.cursor", "from router.core.fleet import Fleet", "router.core.fleet"),
+        ("router.consolidator.service", "from router.service import RouterService", "router.service"),
+        ("simulation.pool", "from router.service import RouterService", "router.service.RouterService is banned here"),
+        ("loadgen.client", "import tests.e2e", "tests.e2e is banned here"),
+        ("router.core.cost", "import time", "use a time argument"),
+        ("workers.simulated.engine", "from random import Random", "use wire.hashing.stable_u64"),
+        ("workers.core.outbox", "import logging", "the shell logs"),
+        ("router.service", "import torch", "only they import torch"),
+        ("workers.service", "from tensorrt_llm.llmapi import LLM", "use an engine in workers.engines"),
+        ("router.service", "print('x')", "print() is banned here, use a logger"),
+        ("router.service", "import time\ntime.sleep(1)", "time.sleep() is banned here"),
+        ("router.service", "from time import sleep", "time.sleep is banned here"),
+        ("router.core.policy", "x = hash('a')", "use wire.hashing.stable_u64"),
+        ("router.service", "from . import metrics", "a relative import is banned here, use the full name"),
+    ],
+)
+def test_a_breach_is_found_and_named(module: str, source: str, words: str) -> None:
+    assert any(words in fault for fault in faults(module, source)), faults(module, source)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("wire.codec", "from wire.errors import DecodeError"),
+        ("router.service", "import time, zmq, asyncio, logging"),
+        ("workers.engines.trtllm", "import torch"),
+        ("workers.simulated.engine", "from workers.core.refusal import RefusedError"),
+        ("cli.main", "from simulation.command import run_simulation"),
+    ],
+)
+def test_what_is_allowed_is_not_complained_about(module: str, source: str) -> None:
+    assert faults(module, source) == []

@@ -1,0 +1,283 @@
+"""The pages say what the code does: every setting, metric, command and example, or a test here fails."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import typer
+import zmq
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import Metric
+from typer.core import TyperGroup
+
+from cli.configuration_page import SECTIONS, command_options, page
+from cli.main import app
+from frontend.metrics import FrontendMetrics
+from router.bootstrap import PolicyError, load_policy
+from router.consolidator.bootstrap import create as create_consolidator
+from router.consolidator.settings import ConsolidatorSettings
+from router.core.candidates import RoutingRequest
+from router.core.cost import CostWeights
+from router.core.load_ledger import LoadLedger
+from router.core.policy import POLICY_NAMES, Policy
+from router.core.prefix_index import PrefixIndex
+from router.core.projection import Projection
+from router.core.selector import Selector
+from router.feeds import EmbeddedFeed
+from router.metrics import RouterMetrics, register_views
+from router.service import RouterService
+from router.settings import RouterSettings
+from runtime.clock import SystemClock
+from runtime.settings import Settings
+from tests.router.fleet_builder import BLOCK_SIZE, Pool, stored, worker_key
+from wire.events import RequestStarted
+from workers.metrics import WorkerMetrics
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
+
+_group = typer.main.get_command(app)
+assert isinstance(_group, TyperGroup)
+COMMANDS = _group.commands
+
+
+def code_blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_configuration_page_is_what_the_settings_say() -> None:
+    committed = (DOCS / "configuration.md").read_text()
+
+    assert committed == page(), "run: python -m cli.configuration_page > docs/configuration.md"
+
+
+def _settings_models(base: type[Settings] = Settings) -> Iterator[type[Settings]]:
+    for model in base.__subclasses__():
+        if model.__module__.startswith("tests."):
+            continue
+        yield model
+        yield from _settings_models(model)
+
+
+COMMANDS_OF_OTHER_PAGES = ("global_router.", "workers.trtllm.")
+"""Settings of parts that have no command of their own here yet."""
+
+
+def test_every_settings_model_has_a_table() -> None:
+    shown = {model for section in SECTIONS for model in section.models}
+    found = {model for model in _settings_models() if not model.__module__.startswith(COMMANDS_OF_OTHER_PAGES)}
+
+    assert found <= shown, f"add to cli/configuration_page.py: {sorted(model.__name__ for model in found - shown)}"
+
+
+@pytest.mark.parametrize("command", sorted({section.command for section in SECTIONS}))
+def test_every_option_of_a_command_is_on_the_page(command: str) -> None:
+    text = (DOCS / "configuration.md").read_text()
+
+    for option in command_options(command).values():
+        if "--help" not in option:
+            assert f"`{option}`" in text, f"docs/configuration.md lacks {option} of poolgrid {command}"
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_command_is_in_the_readme_and_says_what_it_does() -> None:
+    readme = (ROOT / "README.md").read_text()
+
+    for name, command in COMMANDS.items():
+        assert f"`poolgrid {name}`" in readme, f"README.md does not name poolgrid {name}"
+        assert command.help, f"poolgrid {name} --help says nothing"
+
+
+def _printed_commands() -> Iterator[tuple[str, str]]:
+    for path in PAGES:
+        for block in code_blocks(path.read_text(), "sh"):
+            for line in block.replace("\\\n", " ").splitlines():
+                found = re.search(r"(?:^|&& |\s)(?:\.venv/bin/)?poolgrid (\S.*)$", line)
+                if found and not line.lstrip().startswith("#"):
+                    yield str(path.relative_to(ROOT)), found[1]
+
+
+@pytest.mark.parametrize(("where", "line"), sorted(set(_printed_commands())))
+def test_every_printed_command_parses(where: str, line: str) -> None:
+    arguments = shlex.split(line, comments=True)
+    command: Any = _group
+    while isinstance(command, TyperGroup):
+        name = arguments.pop(0)
+        assert name.startswith("-") or name in command.commands, f"{where}: poolgrid {line}: {name} is no command"
+        if name.startswith("-"):
+            return
+        command = command.commands[name]
+    if not {"--help", "-h"} & set(arguments):
+        try:
+            command.make_context(name, arguments)
+        except Exception as error:
+            # A page may speak of the reader's files; options and values must be right.
+            if "does not exist" not in str(error):
+                raise AssertionError(f"{where}: poolgrid {line}: {error}") from error
+
+
+# -- metrics -----------------------------------------------------------------------------------------------------------
+
+
+def _names(metrics: Iterator[Metric]) -> dict[str, str]:
+    return {metric.name + ("_total" if metric.type == "counter" else ""): metric.type for metric in metrics}
+
+
+async def _exported() -> dict[str, str]:
+    """Names and types of what real processes put into their registries."""
+    clock = SystemClock()
+    registry = CollectorRegistry()
+    WorkerMetrics(registry)
+    FrontendMetrics(registry)
+    metrics = RouterMetrics(registry)
+    projection = Projection(PrefixIndex(), LoadLedger())
+    settings = RouterSettings.model_validate({})
+    consolidator = create_consolidator(ConsolidatorSettings(), registry, clock)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    selector = Selector(projection, load_policy(settings))
+    service = RouterService(settings, projection, selector, EmbeddedFeed(consolidator), metrics, clock, context)
+    register_views(registry, service)
+    await service.start()
+    try:
+        return _names(iter(registry.collect()))
+    finally:
+        await service.stop()
+        context.term()
+
+
+def test_every_metric_is_on_the_page_with_its_type_and_nothing_else_is() -> None:
+    rows = re.findall(r"^\| `(poolgrid_\w+)` \| (\w+) \|", (DOCS / "metrics.md").read_text(), re.MULTILINE)
+    exported = asyncio.run(_exported())
+
+    assert len(rows) == len(dict(rows)), "docs/metrics.md has a metric twice"
+    assert dict(rows) == exported
+
+
+def test_metrics_that_pages_speak_of_exist() -> None:
+    exported = asyncio.run(_exported())
+
+    for path in PAGES:
+        for name in re.findall(r"\bpoolgrid_(?:router|worker|frontend|consolidator)_\w*[a-z]\b", path.read_text()):
+            assert name in exported, f"{path.relative_to(ROOT)} speaks of {name}"
+
+
+# -- policies ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def example_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Policy]:
+    """The policy that docs/policies.md prints, loaded the way a router does."""
+    text = (DOCS / "policies.md").read_text()
+    marked = re.search(r"<!-- example: (\w+)\.py -->\n```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    shown = re.search(r"--policy (\w+:\w+)", text)
+    assert marked is not None
+    assert shown is not None
+    (tmp_path / f"{marked[1]}.py").write_text(marked[2])
+    monkeypatch.syspath_prepend(tmp_path)
+    yield load_policy(RouterSettings.model_validate({"policy": shown[1]}))
+    sys.modules.pop(marked[1], None)
+
+
+def test_the_policy_example_reuses_unless_the_holder_has_a_long_queue(example_policy: Policy) -> None:
+    pool = Pool()
+    pool.join("a", "b")
+    path = list(range(100, 110))
+    request = RoutingRequest("r", "m", 10 * BLOCK_SIZE, BLOCK_SIZE, 10)
+    pool.say(worker_key("b"), stored(path[:8]))
+    selector = pool.selector(example_policy)
+
+    reused = selector.select(request, path, now_ms=0.0, time_ms=0)
+    pool.say(worker_key("b"), RequestStarted("long", 16_384 + 9 * BLOCK_SIZE, 0, 1))
+    avoided = selector.select(request, path, now_ms=0.0, time_ms=0)
+
+    assert (reused.worker, reused.policy) == (worker_key("b"), "reuse-unless-queued")
+    assert avoided.worker == worker_key("a")
+    assert avoided.choice.terms["queued_blocks"].tolist() == [0.0, 9.0]
+
+
+def test_a_policy_that_lacks_something_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("half_a_policy")
+    module.Half = type("Half", (), {"name": "half"})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "half_a_policy", module)
+
+    with pytest.raises(PolicyError, match="it lacks needs_overlap, choose"):
+        load_policy(RouterSettings.model_validate({"policy": "half_a_policy:Half"}))
+
+
+def test_every_policy_and_weight_is_on_the_page() -> None:
+    text = (DOCS / "policies.md").read_text()
+
+    for name in POLICY_NAMES:
+        assert f"| `{name}`" in text
+    for field, default in ((name, getattr(CostWeights(), name)) for name in CostWeights.__dataclass_fields__):
+        assert f"`{field}`" in text
+        assert f"{default:g}" in text
+
+
+# -- links and words ---------------------------------------------------------------------------------------------------
+
+
+def _anchor(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_between_pages_lead_somewhere(path: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", link):
+            continue
+        file, _, anchor = link.partition("#")
+        target = path.parent / file if file else path
+        assert target.exists(), f"{path.relative_to(ROOT)} links to {link}"
+        if anchor:
+            anchors = {_anchor(heading) for heading in re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)}
+            assert anchor in anchors, f"{path.relative_to(ROOT)} links to {link}"
+
+
+def test_files_that_pages_speak_of_exist() -> None:
+    for path in PAGES:
+        for name in re.findall(
+            r"`((?:docs|tests|benchmarks|router|workers|wire|cli)/[\w./-]+\.\w+)`", path.read_text()
+        ):
+            assert (ROOT / name).exists(), f"{path.relative_to(ROOT)} speaks of {name}"
+
+
+DECISIONS = sorted((DOCS / "decisions").glob("[0-9]*.md"))
+
+
+@pytest.mark.parametrize("path", DECISIONS, ids=lambda path: path.stem)
+def test_a_decision_has_the_parts_of_the_template_and_a_line_in_the_index(path: Path) -> None:
+    headings = re.findall(r"^## (.*)$", path.read_text(), re.MULTILINE)
+    number, title = re.findall(r"\A# (\d{4}): (.+)$", path.read_text(), re.MULTILINE)[0]
+
+    assert headings == re.findall(r"^## (.*)$", (DOCS / "decisions" / "template.md").read_text(), re.MULTILINE)
+    assert path.name.startswith(f"{number}-")
+    assert title
+    assert f"- [{number}]({path.name}): " in (DOCS / "decisions" / "README.md").read_text()
+
+
+def test_decisions_are_numbered_without_holes() -> None:
+    assert [int(path.name[:4]) for path in DECISIONS] == list(range(1, len(DECISIONS) + 1))
+
+
+def test_python_on_pages_is_python() -> None:
+    for path in PAGES:
+        for block in code_blocks(path.read_text(), "python"):
+            ast.parse(block)

@@ -1,0 +1,140 @@
+"""What the README tells a newcomer to type works as printed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shlex
+import stat
+import subprocess
+import tomllib
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.frontend.fake_backend import FakeBackend
+from tests.frontend.server import application, in_process, served_in_thread
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def marked(name: str) -> str:
+    """The code block between two marks."""
+    found = re.search(rf"<!-- {name} -->\n```\w+\n(.*?)\n```\n<!-- /{name} -->", README, re.DOTALL)
+    assert found is not None, f"README.md has no code block between the {name} marks"
+    return found[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "installed", "ends_with"),
+    [("run-command", ".", "poolgrid up"), ("test-command", ".[dev]", "python -m pytest")],
+)
+def test_each_of_the_two_commands_is_one_line_that_sets_up_and_runs(name: str, installed: str, ends_with: str) -> None:
+    make, install, run = (shlex.split(part) for part in marked(name).split(" && "))
+
+    assert make == ["python3", "-m", "venv", ".venv"]
+    assert install[:2] == [".venv/bin/pip", "install"]
+    assert install[-1] == installed
+    assert " ".join(run) == f".venv/bin/{ends_with}"
+
+
+def test_the_commands_install_what_they_run() -> None:
+    assert PROJECT["scripts"] == {"poolgrid": "cli.main:run"}
+    assert any(requirement.startswith("pytest") for requirement in PROJECT["optional-dependencies"]["dev"])
+
+
+def _curl() -> tuple[str, dict[str, str], str]:
+    """URL, headers and body of the printed curl."""
+    words = shlex.split(marked("curl").replace("\\\n", " "))
+    assert words[0] == "curl"
+    headers = dict(re.split(r":\s*", words[at + 1], maxsplit=1) for at, word in enumerate(words) if word == "-H")
+    return words[1], headers, words[words.index("-d") + 1]
+
+
+def test_the_printed_curl_is_answered() -> None:
+    url, headers, body = _curl()
+    base, path = url[: url.index("/v1")], url[url.index("/v1") :]
+
+    async def post() -> httpx.Response:
+        async with in_process(application(FakeBackend())) as client:
+            return await client.post(path, headers=headers, content=body)
+
+    answer = asyncio.run(post())
+
+    assert base == "http://127.0.0.1:8000"
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["message"]["content"] == "Hello, world!"
+
+
+def test_the_printed_client_gets_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    source = marked("client")
+
+    with served_in_thread(application(FakeBackend())) as url:
+        exec(compile(source.replace("http://127.0.0.1:8000", url), "README.md", "exec"), {})
+
+    assert "http://127.0.0.1:8000/v1" in source
+    assert capsys.readouterr().out == "Hello, world!"
+
+
+def _ci(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [ROOT / ".ci" / "run", *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_ci_runs_the_readmes_test_command(tmp_path: Path) -> None:
+    # Tools that only say how they were called, in a checkout that has nothing but the README and the script.
+    (tmp_path / "README.md").write_text(README)
+    (tmp_path / ".ci").mkdir()
+    script = tmp_path / ".ci" / "run"
+    script.write_text((ROOT / ".ci" / "run").read_text())
+    script.chmod(0o755)
+    tools = {"bin/python3": "mkdir -p .venv/bin && cp said/* .venv/bin/", "said/pip": "true", "said/python": "true"}
+    for name, action in tools.items():
+        tool = tmp_path / name
+        tool.parent.mkdir(exist_ok=True)
+        tool.write_text(f'#!/bin/sh\necho "{tool.name} $*" >> calls\n{action}\n')
+        tool.chmod(0o755)
+
+    done = subprocess.run(
+        [script],
+        env={"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "calls").read_text().splitlines() == [
+        "python3 -m venv .venv",
+        "pip install -q -e .[dev]",
+        "python -m pytest",
+        "python -m ruff check .",
+        "python -m ruff format --check .",
+        "python -m mypy",
+    ]
+    assert f"$ {marked('test-command')}" in done.stdout
+
+
+def test_ci_stops_at_the_first_failure_and_at_a_step_it_does_not_know() -> None:
+    failed = _ci("types", PYTHON="false")
+    unknown = _ci("typos")
+
+    assert failed.returncode == 1
+    assert "all passed" not in failed.stdout
+    assert unknown.returncode == 2
+    assert "step typos is unknown, allowed are tests, lint, types" in unknown.stderr
+
+
+def test_ci_is_executable() -> None:
+    assert (ROOT / ".ci" / "run").stat().st_mode & stat.S_IXUSR

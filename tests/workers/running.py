@@ -1,0 +1,96 @@
+"""A whole worker on real sockets, in this process, for tests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.workers.builders import VOCABULARY
+from tests.workers.fakes import PATIENCE_S, FakeConsolidator, FakeRouter, Journal, fake_router
+from wire.hashing import pack_tokens
+from wire.requests import Generate
+from workers import bootstrap
+from workers.settings import WorkerSettings
+from workers.simulated.next_token import expected_output
+
+
+def expected(request: Generate) -> bytes:
+    return pack_tokens(expected_output(request.token_ids, request.sampling, VOCABULARY))
+
+
+@dataclass
+class RunningWorker:
+    """A worker under test, with its consolidator and one router connection."""
+
+    journal: Journal
+    consolidator: FakeConsolidator
+    router: FakeRouter
+    stop: asyncio.Event
+    task: asyncio.Task[None]
+    http_url: str
+
+    @property
+    def request_endpoint(self) -> str:
+        return self.journal.cards[0].request_endpoint
+
+    async def get(self, path: str) -> httpx.Response:
+        async with httpx.AsyncClient() as client:
+            return await client.get(self.http_url + path)
+
+    async def metric(self, name: str, **labels: str) -> float:
+        text = (await self.get("/metrics")).text
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name == name and sample.labels == labels:
+                    return sample.value
+        raise AssertionError(f"no sample {name}{labels} in\n{text}")
+
+    async def ended(self) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            await self.task
+
+
+def make_settings(endpoint: str, **changes: object) -> WorkerSettings:
+    fields: dict[str, object] = {
+        "worker_id": "w0",
+        "model": "m",
+        "consolidator": endpoint,
+        "block_size": 4,
+        "total_kv_blocks": 256,
+        "max_batch_size": 8,
+        "max_num_tokens": 64,
+        "max_sequence_length": 4096,
+        "vocabulary_size": VOCABULARY.size,
+        "first_token_id": VOCABULARY.first_token_id,
+        "speedup": 50.0,
+        "heartbeat_ms": 50,
+    }
+    return WorkerSettings.model_validate(fields | changes)
+
+
+@asynccontextmanager
+async def running_worker(**changes: object) -> AsyncIterator[RunningWorker]:
+    journal = Journal()
+    async with FakeConsolidator(journal) as consolidator:
+        stop = asyncio.Event()
+        ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(
+            bootstrap.serve(make_settings(consolidator.endpoint, **changes), stop, ready.set_result)
+        )
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                either: set[asyncio.Future[Any]] = {task, ready}
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()
+            async with fake_router(journal.cards[0].request_endpoint) as router:
+                yield RunningWorker(journal, consolidator, router, stop, task, ready.result())
+        finally:
+            task.cancel()
+            await asyncio.wait({task})

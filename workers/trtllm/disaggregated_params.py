@@ -1,0 +1,151 @@
+"""Carries TensorRT-LLM's ``DisaggregatedParams`` from the worker that prefilled to the worker that decodes.
+
+The form is a msgpack map of the fields that are set (``opaque_state`` stays bytes), or the same in base64 where only
+text can travel. Nothing between the two workers looks inside.
+
+Rules:
+
+1. Fields are found on the installed class (``dataclasses.fields``), never by version number: 1.3 has more than 1.2.1.
+2. Decoding keeps only the fields that the installed class has, and says which it dropped.
+3. Bytes from another process are checked: shape, types, and the limits of the wire. A fault is a ``DecodeError``.
+4. Tuples inside handles come back as tuples: they hold shapes and storage keys that are compared as such.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import dataclasses
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import msgspec
+
+from wire.errors import DecodeError, LimitError
+from wire.limits import OPAQUE_BYTES_MAX
+
+CONTEXT_ONLY = "context_only"
+GENERATION_ONLY = "generation_only"
+REQUEST_TYPES = (CONTEXT_ONLY, GENERATION_ONLY, "context_and_generation")
+
+HASH_WORDS = 8
+"""Integers of one multimodal hash: 32 bytes as 8 of 32 bits."""
+
+_TUPLE = 1
+"""msgpack extension code of a tuple."""
+
+_WHAT = "disaggregated params"
+
+P = TypeVar("P")
+
+
+class Decoded(NamedTuple, Generic[P]):
+    """Params of the installed class, and the fields that it has no place for."""
+
+    params: P
+    dropped: tuple[str, ...]
+
+
+class _Known(msgspec.Struct, kw_only=True):
+    """The fields of 1.2.1 with their types; what later versions add is passed on unchecked."""
+
+    request_type: str | None = None
+    first_gen_tokens: list[int] | None = None
+    ctx_request_id: int | None = None
+    opaque_state: bytes | None = None
+    draft_tokens: list[int] | None = None
+    multimodal_embedding_handles: list[dict[str, Any]] | None = None
+    multimodal_hashes: list[list[int]] | None = None
+    mrope_position_ids_handle: dict[str, Any] | None = None
+    mrope_position_deltas_handle: dict[str, Any] | None = None
+
+
+def encode(params: Any) -> bytes:
+    """Return the msgpack form of a ``DisaggregatedParams``.
+
+    Raises ``TypeError`` naming the field whose value cannot travel (a tensor), ``LimitError`` when it is too large.
+    """
+    carried: dict[str, Any] = {}
+    for field in dataclasses.fields(params):
+        value = getattr(params, field.name)
+        if value is not None:
+            carried[field.name] = _outward(value, field.name)
+    try:
+        data = msgspec.msgpack.encode(carried)
+    except OverflowError as error:
+        raise TypeError(f"encoding {_WHAT}: an integer is beyond 64 bits: {error}") from None
+    if len(data) > OPAQUE_BYTES_MAX:
+        raise LimitError(f"size of {_WHAT}", len(data), OPAQUE_BYTES_MAX)
+    return data
+
+
+def decode(data: bytes | memoryview, params_class: type[P]) -> Decoded[P]:
+    """Return params of the installed class from their msgpack form; raise ``DecodeError`` saying what is wrong."""
+    if len(data) > OPAQUE_BYTES_MAX:
+        raise DecodeError(_WHAT, f"{len(data)} bytes, allowed are at most {OPAQUE_BYTES_MAX}")
+    try:
+        carried = msgspec.msgpack.decode(data, type=dict[str, Any], ext_hook=_inward)
+        # Bytes are bytes here: text in their place is not base64 to be decoded.
+        known = msgspec.convert(carried, _Known, builtin_types=(bytes,))
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise DecodeError(_WHAT, str(error)) from None
+    _check(known)
+    installed = {field.name for field in dataclasses.fields(params_class)}  # type: ignore[arg-type]
+    dropped = tuple(name for name in carried if name not in installed)
+    try:
+        params = params_class(**{name: value for name, value in carried.items() if name in installed})
+    except (TypeError, ValueError) as error:
+        raise DecodeError(_WHAT, f"TensorRT-LLM refuses them: {error}") from None
+    return Decoded(params, dropped)
+
+
+def encode_text(params: Any) -> str:
+    """Return the base64 form, for JSON and HTTP."""
+    return base64.b64encode(encode(params)).decode("ascii")
+
+
+def decode_text(text: str, params_class: type[P]) -> Decoded[P]:
+    """Return params of the installed class from their base64 form; raise ``DecodeError`` saying what is wrong."""
+    try:
+        data = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise DecodeError(_WHAT, f"not base64: {error}") from None
+    return decode(data, params_class)
+
+
+def _check(known: _Known) -> None:
+    if known.request_type is not None and known.request_type.lower() not in REQUEST_TYPES:
+        raise DecodeError(_WHAT, f"request_type is {known.request_type!r}, allowed are {', '.join(REQUEST_TYPES)}")
+    if (known.mrope_position_ids_handle is None) != (known.mrope_position_deltas_handle is None):
+        raise DecodeError(_WHAT, "one of the two mrope handles is there, allowed are both or none")
+    hashes, handles = known.multimodal_hashes, known.multimodal_embedding_handles
+    for at, each in enumerate(hashes or ()):
+        if len(each) != HASH_WORDS:
+            raise DecodeError(_WHAT, f"multimodal_hashes[{at}] has {len(each)} integers, allowed are {HASH_WORDS}")
+    # A context result keeps hashes and gives up the handles: only where both are there must they match.
+    if hashes is not None and handles is not None and len(hashes) != len(handles):
+        raise DecodeError(_WHAT, f"{len(hashes)} multimodal_hashes come with {len(handles)} handles")
+
+
+def _outward(value: Any, where: str) -> Any:
+    """Return a value in plain types, tuples as an extension."""
+    if value is None or isinstance(value, bool | int | float | str | bytes):
+        return value
+    if isinstance(value, bytearray | memoryview):
+        return bytes(value)
+    if isinstance(value, dict):
+        return {key: _outward(each, f"{where}.{key}") for key, each in value.items()}
+    if isinstance(value, list):
+        return [_outward(each, f"{where}[{at}]") for at, each in enumerate(value)]
+    if isinstance(value, tuple):
+        inner = [_outward(each, f"{where}[{at}]") for at, each in enumerate(value)]
+        return msgspec.msgpack.Ext(_TUPLE, msgspec.msgpack.encode(inner))
+    raise TypeError(f"encoding {_WHAT}: {where} is a {type(value).__name__}, which cannot travel between processes")
+
+
+def _inward(code: int, data: memoryview) -> Any:
+    if code != _TUPLE:
+        raise msgspec.ValidationError(f"extension {code} is unknown")
+    inner = msgspec.msgpack.decode(data, ext_hook=_inward)
+    if not isinstance(inner, list):
+        raise msgspec.ValidationError("a tuple holds no list")
+    return tuple(inner)

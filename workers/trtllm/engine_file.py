@@ -1,0 +1,117 @@
+"""Engine arguments from text: a YAML file (``--extra-engine-args``) or a JSON object (``--override-engine-args``).
+
+Stricter than the parsers alone: a key that is written twice, a YAML alias (a small file could grow without bound), a
+number that is not finite, text beyond ``FILE_BYTES_MAX`` or nested too deeply is refused with the place.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+FILE_BYTES_MAX = 1_048_576
+"""A real engine file has a few KB; an expert-load-balancer map, the largest thing in one, some 100 KB."""
+
+
+class EngineFileError(ValueError):
+    """Text does not hold engine arguments; the message names the file and the place."""
+
+    def __init__(self, where: str, detail: str) -> None:
+        super().__init__(f"reading engine arguments: {where}: {detail}")
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML without aliases and without keys that are written twice."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()  # type: ignore[no-untyped-call]
+            raise yaml.constructor.ConstructorError(
+                None, None, "aliases (*name) are not supported, write the value out", event.start_mark
+            )
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str | int):
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} is neither text nor an integer", key_node.start_mark
+                )
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} is written twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def parse_yaml(text: str, where: str) -> dict[str, Any]:
+    """Return the engine arguments of a YAML document (empty = none); ``where`` names it in errors."""
+    _check_size(text, where)
+    try:
+        value = yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise EngineFileError(where, f"{place}{error.problem or error.context or 'not YAML'}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise EngineFileError(where, str(error)) from None
+    except RecursionError:
+        raise EngineFileError(where, "it is nested too deeply") from None
+    return _top_level({} if value is None else value, where)
+
+
+def parse_json(text: str, where: str) -> dict[str, Any]:
+    """Return the engine arguments of a JSON object; ``where`` names it in errors."""
+    _check_size(text, where)
+
+    def no_constant(name: str) -> Any:
+        raise EngineFileError(where, f"{name} is not a number that JSON has")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in made:
+                raise EngineFileError(where, f"the key {key!r} is written twice")
+            made[key] = value
+        return made
+
+    try:
+        value = json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
+    except json.JSONDecodeError as error:
+        raise EngineFileError(where, f"line {error.lineno}, column {error.colno}: {error.msg}") from None
+    except RecursionError:
+        raise EngineFileError(where, "it is nested too deeply") from None
+    return _top_level(value, where)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return the engine arguments of a YAML file."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(FILE_BYTES_MAX + 1)
+        text = data.decode("utf-8")
+    except OSError as error:
+        raise EngineFileError(str(path), error.strerror or str(error)) from error
+    except UnicodeDecodeError as error:
+        raise EngineFileError(str(path), f"byte {error.start} is not UTF-8") from None
+    return parse_yaml(text, str(path))
+
+
+def _check_size(text: str, where: str) -> None:
+    if len(text) > FILE_BYTES_MAX:
+        raise EngineFileError(where, f"it is longer than {FILE_BYTES_MAX} bytes")
+
+
+def _top_level(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise EngineFileError(where, f"the top is a {type(value).__name__}, allowed is a mapping of arguments")
+    for key in value:
+        if not isinstance(key, str):
+            raise EngineFileError(where, f"the key {key!r} at the top is not text")
+    return value
