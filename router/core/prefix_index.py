@@ -154,13 +154,21 @@ class PrefixIndex:
         """Record that a chain of blocks became reusable: each continues the one before, the first ``parent``."""
         if not hashes:
             return
-        slot = self.slot(worker)
+        slot = self._slots.get(worker)
+        if slot is None:
+            slot = self.slot(worker)
         bit = 1 << slot
         if tier is not Tier.DEVICE:
             self._store_lower(slot, bit, hashes, tier)
         elif self._off_device:
             self._onboard(bit, hashes)
-        stored = self._store(bit, parent, hashes)
+        reach = self._reach
+        above = None if parent is None else reach.get(parent)
+        if self._orphans or hashes[0] in reach or (parent is not None and (above is None or not above.mask & bit)):
+            stored = self._store(bit, parent, hashes)
+        else:
+            # The usual case: a chain that nobody has yet, below blocks that this worker holds.
+            stored = len(hashes) if self._add_run(bit, above, parent, hashes) else 0
         self._held[slot] += stored
         counters = self.counters
         counters.blocks_stored += stored
@@ -168,7 +176,7 @@ class PrefixIndex:
             counters.repeated_stores += len(hashes) - stored
         if self._dead or self._sweeping:
             self._sweep_slice()
-        if len(self._reach) + len(self._orphans) > self._max_blocks:
+        if len(reach) + len(self._orphans) > self._max_blocks:
             self._evict(EVICTION_SLICE_BLOCKS + 4 * len(hashes))
 
     def remove(self, worker: WorkerKey, hashes: Sequence[int], tier: Tier = Tier.DEVICE) -> None:
@@ -348,9 +356,6 @@ class PrefixIndex:
                 return self._store_orphans(bit, parent, hashes)
         if self._orphans:
             return self._store_among_orphans(bit, parent, hashes)
-        if hashes[0] not in reach:
-            # The usual case: a chain that nobody has yet.
-            return len(hashes) if self._add_run(bit, above, parent, hashes) else 0
         at = 0
         stored = 0
         end = len(hashes)
@@ -391,7 +396,7 @@ class PrefixIndex:
             run = Run(parent, list(blocks), bit)
         before = len(reach)
         # One pass in C. It never overwrites, so the growth of the map tells whether every block was new.
-        deque(map(reach.setdefault, blocks, repeat(run)), maxlen=0)
+        _run_through(map(reach.setdefault, blocks, repeat(run)))
         if len(reach) - before != len(blocks):
             self._take_back(run, above, blocks)
             self.counters.contradictions += 1
@@ -675,6 +680,10 @@ class PrefixIndex:
         if self._off_device.get(sequence_hash, 0) & mask:
             _clear_bits(self._off_device, sequence_hash, mask)
         self.counters.evicted_blocks += 1
+
+
+_run_through = deque[object](maxlen=0).extend
+"""Exhausts an iterator in C and keeps nothing of it."""
 
 
 def slots_of(mask: int) -> Iterator[int]:
