@@ -152,7 +152,8 @@ def test_no_worker_is_503_and_too_many_requests_are_429_with_a_time_to_come_back
         router.wait_ready()
         body = {"model": "tiny", "prompt": "x", "max_tokens": 10_000}
         nobody = httpx.post(f"{router.url}/v1/completions", json=body)
-        assert nobody.status_code in (404, 503)
+        assert nobody.status_code == 503
+        assert nobody.json()["error"]["code"] == "no_worker"
 
         with Process(
             *("worker", "--model", "tiny", "--consolidator", router.word("ingest")),
