@@ -17,6 +17,7 @@ from cli.main import app
 from cli.options import environment_name
 from cli.up import UpSettings
 from frontend.settings import FrontendSettings
+from global_router.settings import GlobalRouterSettings
 from loadgen.settings import BenchSettings
 from router.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
 from router.settings import RouterSettings
@@ -51,6 +52,13 @@ SECTIONS = (
     Section("Router", "router", (RouterSettings,), "Selection, admission, dispatch and HTTP."),
     Section("OpenAI surface", "router", (FrontendSettings,), "Options of `poolgrid router` too."),
     Section(
+        "Global router",
+        "global-router",
+        (GlobalRouterSettings,),
+        "The document that `--config` names: [pool_grids.md](pool_grids.md). The options of the OpenAI surface are "
+        "options here too.",
+    ),
+    Section(
         "Consolidator",
         "consolidator",
         (ConsolidatorSettings, ConsolidatorProcessSettings),
@@ -72,9 +80,9 @@ environment, the environment over the default. A value out of range ends the com
 names the option. `poolgrid COMMAND --help` prints the same tables. A variable is the same for every command that has
 the setting, so set `POOLGRID_HOST` for one process, not for a machine.
 
-`up`, `router`, `worker` and `consolidator` write one line that begins with `ready` to standard output once they answer,
-and their log to standard error. `--log-level` (`POOLGRID_LOG_LEVEL`: debug, info, warning, error) is an option of each;
-the default is info, for `up` warning.
+`up`, `router`, `global-router`, `worker` and `consolidator` write one line that begins with `ready` to standard output
+once they answer, and their log to standard error. `--log-level` (`POOLGRID_LOG_LEVEL`: debug, info, warning, error) is
+an option of each; the default is info, for `up` warning.
 """
 
 

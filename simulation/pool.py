@@ -1,13 +1,13 @@
-"""A pool in virtual time: the router's own core in front of simulated engines, without a socket or a clock.
+"""Pools in virtual time: the router's own core in front of simulated engines, without a socket or a clock.
 
 The loop knows three kinds of moments, in this order when they coincide: an engine's step ends and its events reach the
 router; a request arrives and is routed; an idle engine begins a step. Nothing else happens, so a run is a function of
-workload, policy and limits.
+workload, policy and limits. Several pools can share one time; who chooses among them is the caller's business.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -22,7 +22,7 @@ from wire.card import WorkerCard, WorkerLimits
 from wire.events import AnyEvent, JournalRecord, PrefillCompleted, RequestFinished, RequestStarted, WorkerJoined
 from wire.identifiers import Role, WorkerId, WorkerKey
 from workers.simulated.cache_recorder import WireRecorder
-from workers.simulated.engine import EngineLimits, SimulatedEngine, StepOutcome
+from workers.simulated.engine import EngineLimits, Fact, SimulatedEngine, StepOutcome
 from workers.simulated.timing import PolynomialTiming, TimingModel
 
 MODEL = "simulated"
@@ -62,9 +62,11 @@ class SimulatedPool:
         workers: int,
         limits: EngineLimits,
         timing: TimingModel | None = None,
+        on_fact: Callable[[Fact, float], None] | None = None,
     ) -> None:
         self._workload = workload
         self._policy = policy
+        self._on_fact = on_fact
         self.projection = Projection(PrefixIndex(), LoadLedger(reservation_ttl_ms=float("inf")))
         self._selector = Selector(self.projection, policy, requests_per_worker_factor=UNLIMITED_QUEUE)
         self._keys = [WorkerKey(WorkerId(f"worker-{number:03}")) for number in range(workers)]
@@ -77,7 +79,7 @@ class SimulatedPool:
         self._seq = [0] * workers
         self._offset = 0
         self._arrived: dict[str, SimulatedRequest] = {}
-        self._result = RunResult(policy.name, worker_tokens=[0] * workers, worker_requests=[0] * workers)
+        self.result = RunResult(policy.name, worker_tokens=[0] * workers, worker_requests=[0] * workers)
         card_limits = WorkerLimits(
             limits.max_batch_size, limits.max_num_tokens, limits.total_kv_blocks, limits.max_sequence_length
         )
@@ -87,40 +89,16 @@ class SimulatedPool:
 
     def run(self, on_progress: Callable[[int], None] = lambda _: None) -> RunResult:
         """Play the whole workload; ``on_progress`` is called with the number of requests finished, now and then."""
-        requests = self._workload.requests
-        result = self._result
-        running: list[tuple[float, int, StepOutcome]] = []
-        idle = [True] * len(self.engines)
-        arrivals = 0
-        while arrivals < len(requests) or running:
-            next_arrival = requests[arrivals].arrival_ms if arrivals < len(requests) else float("inf")
-            if running and running[0][0] <= next_arrival:
-                now, number, outcome = heappop(running)
-                self._step_ended(number, now, outcome)
-                started = self._begin_step(number, now, next_arrival)
-                idle[number] = started is None
-                if started is not None:
-                    heappush(running, (started.ended_ms, number, started))
-                result.span_ms = now
-                if result.requests % 100 == 0:
-                    on_progress(result.requests)
-                continue
-            now = next_arrival
-            touched: list[int] = []
-            while arrivals < len(requests) and requests[arrivals].arrival_ms == now:
-                touched.append(self._arrive(requests[arrivals], now))
-                arrivals += 1
-            horizon = requests[arrivals].arrival_ms if arrivals < len(requests) else float("inf")
-            for number in touched:
-                if idle[number]:
-                    started = self._begin_step(number, now, horizon)
-                    if started is not None:
-                        idle[number] = False
-                        heappush(running, (started.ended_ms, number, started))
-        on_progress(result.requests)
-        return result
+        play_workload(self._workload, [self], lambda request, now: 0, on_progress)
+        return self.result
 
-    def _arrive(self, request: SimulatedRequest, now: float) -> int:
+    def best_overlap_tokens(self, request: SimulatedRequest) -> int:
+        """Return the prompt tokens that some worker of the pool holds, as the pool's router knows it; chooses nothing."""
+        blocks = self._selector.best_overlap_blocks(MODEL, (Role.AGGREGATED,), request.path)
+        return min(request.isl, blocks * self._workload.block_size)
+
+    def arrive(self, request: SimulatedRequest, now: float) -> int:
+        """Route a request and hand it to its engine; return the engine's number."""
         block_size = self._workload.block_size
         routing = RoutingRequest(request.request_id, MODEL, request.isl, block_size, -(-request.isl // block_size))
         decision = self._selector.select(routing, request.path, now, int(now))
@@ -128,16 +106,17 @@ class SimulatedPool:
         number = self._number[decision.worker]
         self._arrived[request.request_id] = request
         self.engines[number].submit(request.generate, now, request.path)
-        self._result.worker_tokens[number] += request.isl
-        self._result.worker_requests[number] += 1
-        self._result.prompt_tokens += request.isl
-        self._result.overlap_found_tokens += min(request.isl, decision.overlap_blocks * block_size)
+        self.result.worker_tokens[number] += request.isl
+        self.result.worker_requests[number] += 1
+        self.result.prompt_tokens += request.isl
+        self.result.overlap_found_tokens += min(request.isl, decision.overlap_blocks * block_size)
         return number
 
-    def _begin_step(self, number: int, now: float, horizon: float) -> StepOutcome | None:
+    def begin_step(self, number: int, now: float, horizon: float) -> StepOutcome | None:
+        """Let an idle engine begin; ``None`` when it has nothing to do."""
         outcome = self.engines[number].step(now, horizon)
         if outcome is not None:
-            result = self._result
+            result = self.result
             result.busy_ms += outcome.duration_ms
             result.steps += outcome.steps
             result.preemptions += outcome.preemptions
@@ -145,12 +124,16 @@ class SimulatedPool:
                 result.itl_ms.append((outcome.duration_ms / outcome.steps, outcome.decode_tokens))
         return outcome
 
-    def _step_ended(self, number: int, now: float, outcome: StepOutcome) -> None:
+    def step_ended(self, number: int, now: float, outcome: StepOutcome) -> None:
+        """Let the router and ``on_fact`` know what a step brought."""
         events: list[AnyEvent] = [*outcome.facts, *self._recorders[number].take()]
         if not events:
             return
-        result = self._result
+        result = self.result
+        result.span_ms = now
         for fact in outcome.facts:
+            if self._on_fact is not None:
+                self._on_fact(fact, now)
             if isinstance(fact, RequestStarted):
                 result.cached_tokens += fact.cached_tokens
             elif isinstance(fact, PrefillCompleted):
@@ -168,3 +151,50 @@ class SimulatedPool:
         self._offset += 1
         self._seq[number] += 1
         self.projection.apply(record, now)
+
+
+def play_workload(
+    workload: Workload,
+    pools: Sequence[SimulatedPool],
+    choose: Callable[[SimulatedRequest, float], int],
+    on_progress: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Play the whole workload over ``pools`` in one time; ``choose`` says which of them gets a request that arrives.
+
+    ``on_progress`` is called with the number of requests finished, now and then.
+    """
+    requests = workload.requests
+    running: list[tuple[float, int, int, StepOutcome]] = []
+    idle = [[True] * len(pool.engines) for pool in pools]
+    arrivals = 0
+
+    def begin(place: int, number: int, now: float, horizon: float) -> None:
+        started = pools[place].begin_step(number, now, horizon)
+        idle[place][number] = started is None
+        if started is not None:
+            heappush(running, (started.ended_ms, place, number, started))
+
+    def finished() -> int:
+        return sum(pool.result.requests for pool in pools)
+
+    while arrivals < len(requests) or running:
+        next_arrival = requests[arrivals].arrival_ms if arrivals < len(requests) else float("inf")
+        if running and running[0][0] <= next_arrival:
+            now, place, number, outcome = heappop(running)
+            before = pools[place].result.requests
+            pools[place].step_ended(number, now, outcome)
+            begin(place, number, now, next_arrival)
+            if pools[place].result.requests != before:
+                on_progress(finished())
+            continue
+        now = next_arrival
+        touched: list[tuple[int, int]] = []
+        while arrivals < len(requests) and requests[arrivals].arrival_ms == now:
+            place = choose(requests[arrivals], now)
+            touched.append((place, pools[place].arrive(requests[arrivals], now)))
+            arrivals += 1
+        horizon = requests[arrivals].arrival_ms if arrivals < len(requests) else float("inf")
+        for place, number in touched:
+            if idle[place][number]:
+                begin(place, number, now, horizon)
+    on_progress(finished())

@@ -22,6 +22,9 @@ from typer.core import TyperGroup
 from cli.configuration_page import SECTIONS, command_options, page
 from cli.main import app
 from frontend.metrics import FrontendMetrics
+from global_router.core.fallback import PoolState
+from global_router.metrics import GlobalRouterMetrics
+from global_router.metrics import register_views as register_pool_views
 from router.bootstrap import PolicyError, load_policy
 from router.consolidator.bootstrap import create as create_consolidator
 from router.consolidator.settings import ConsolidatorSettings
@@ -72,7 +75,7 @@ def _settings_models(base: type[Settings] = Settings) -> Iterator[type[Settings]
         yield from _settings_models(model)
 
 
-COMMANDS_OF_OTHER_PAGES = ("global_router.", "workers.trtllm.")
+COMMANDS_OF_OTHER_PAGES = ("global_router.core.", "workers.trtllm.")
 """Settings of parts that have no command of their own here yet."""
 
 
@@ -138,6 +141,19 @@ def _names(metrics: Iterator[Metric]) -> dict[str, str]:
     return {metric.name + ("_total" if metric.type == "counter" else ""): metric.type for metric in metrics}
 
 
+class NoPools:
+    """A global router that has nothing to show."""
+
+    def pool_states(self) -> dict[str, PoolState]:
+        return {}
+
+    def in_flight(self) -> dict[str, int]:
+        return {}
+
+    def revision(self) -> int:
+        return 1
+
+
 async def _exported() -> dict[str, str]:
     """Names and types of what real processes put into their registries."""
     clock = SystemClock()
@@ -152,6 +168,8 @@ async def _exported() -> dict[str, str]:
     selector = Selector(projection, load_policy(settings))
     service = RouterService(settings, projection, selector, EmbeddedFeed(consolidator), metrics, clock, context)
     register_views(registry, service)
+    GlobalRouterMetrics(registry)
+    register_pool_views(registry, NoPools())
     await service.start()
     try:
         return _names(iter(registry.collect()))
