@@ -1,0 +1,291 @@
+"""Connections to pools' routers over real sockets: found, asked, lost, found again elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+import zmq
+
+from global_router.core.fallback import PoolState
+from global_router.core.grid_document import CircuitBreakerSettings
+from global_router.pool_status import state_for
+from global_router.pools import PoolConnection, PoolLost, Pools, select_endpoint
+from runtime.clock import SystemClock
+from runtime.zmq_socket import CallbackSocket
+from tests.global_router.documents import aggregated, changed, document
+from tests.global_router.fake_fleet import status, workers_of
+from wire import codec
+from wire.identifiers import Role, Stage
+from wire.selection import (
+    AskStatus,
+    PoolStatus,
+    Probe,
+    Probed,
+    Release,
+    Reservation,
+    Select,
+    Selected,
+    SelectRefused,
+    ToPool,
+    WorkerRank,
+)
+
+SELECT = Select(0, "r", "m", Stage.WHOLE, 40)
+
+
+class PoolRouter:
+    """A pool's side of the select plane; ``silent`` kinds of messages are kept and not answered."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        socket = context.socket(zmq.ROUTER)
+        socket.bind("tcp://127.0.0.1:*")
+        self.endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.heard: list[ToPool] = []
+        self.kept: list[tuple[bytes, ToPool]] = []
+        self.silent: set[type] = set()
+        self.status = status(workers_of(Role.AGGREGATED))
+        self._news = asyncio.Event()
+        self._socket = CallbackSocket(socket, self._on_frames)
+
+    def _on_frames(self, frames: list[bytes]) -> None:
+        message = codec.to_pool.decode(frames[-1])
+        self.heard.append(message)
+        if type(message) in self.silent:
+            self.kept.append((frames[0], message))
+        else:
+            self.answer(frames[0], message)
+        self._news.set()
+
+    def answer(self, peer: bytes, message: ToPool) -> None:
+        if isinstance(message, AskStatus):
+            self._say(peer, PoolStatus(message.ask, True, self.status.models))
+        elif isinstance(message, Probe):
+            self._say(peer, Probed(message.ask, "", 3, 3, 16))
+        elif isinstance(message, Select):
+            self._say(peer, Selected(message.ask, WorkerRank("w"), "tcp://127.0.0.1:1", 1, 0, 16, "kv", 1000))
+
+    def _say(self, peer: bytes, message: PoolStatus | Probed | Selected | SelectRefused) -> None:
+        self._socket.send([peer, codec.from_pool.encode(message)])
+
+    async def until_heard(self, kind: type) -> ToPool:
+        while True:
+            for message in self.heard:
+                if isinstance(message, kind):
+                    return message
+            self._news.clear()
+            await self._news.wait()
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Scene:
+    """One connection and the pool router behind its URL, which may move."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self.context = context
+        self.router: PoolRouter | None = PoolRouter(context)
+        self.looks = 0
+        self._news = asyncio.Event()
+        self.pool = PoolConnection(
+            "p",
+            "http://pool",
+            CircuitBreakerSettings(),
+            context,
+            self._discover,
+            SystemClock(),
+            20,
+            400,
+            self._news.set,
+        )
+
+    async def _discover(self, url: str) -> str:
+        self.looks += 1
+        if self.router is None:
+            raise OSError("connection refused")
+        return self.router.endpoint
+
+    async def until(self, state: PoolState) -> None:
+        while self.pool.overall_state(0) is not state:
+            self._news.clear()
+            await self._news.wait()
+
+
+@asynccontextmanager
+async def scene() -> AsyncIterator[Scene]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    made = Scene(context)
+    made.pool.start()
+    try:
+        async with asyncio.timeout(20):
+            yield made
+    finally:
+        made.pool.close()
+        if made.router is not None:
+            made.router.close()
+        context.destroy(linger=0)
+
+
+def run(scenario: Callable[[Scene], Awaitable[None]]) -> None:
+    async def whole() -> None:
+        async with scene() as made:
+            await scenario(made)
+
+    asyncio.run(whole())
+
+
+def test_a_pool_is_found_asked_for_its_status_and_for_workers() -> None:
+    async def scenario(made: Scene) -> None:
+        await made.until(PoolState.AVAILABLE)
+
+        selected = await made.pool.select(SELECT, 5)
+        probed = await made.pool.probe(Probe(made.pool.next_ask(), "m", Stage.WHOLE, 40), 5)
+
+        assert isinstance(selected, Selected)
+        assert selected.worker == WorkerRank("w")
+        assert probed.overlap_blocks == 3
+
+    run(scenario)
+
+
+def test_a_question_that_is_open_when_the_pool_dies_fails_at_once_and_the_pool_is_down() -> None:
+    async def scenario(made: Scene) -> None:
+        await made.until(PoolState.AVAILABLE)
+        assert made.router is not None
+        made.router.silent = {Select}
+        asking = asyncio.create_task(made.pool.select(SELECT, 60))
+        await made.router.until_heard(Select)
+
+        made.router.close()
+        made.router = None
+        with pytest.raises(PoolLost, match="connection lost"):
+            await asking
+
+        assert made.pool.overall_state(0) is PoolState.DOWN
+        with pytest.raises(PoolLost):
+            await made.pool.select(SELECT, 60)
+
+    run(scenario)
+
+
+def test_a_pool_that_comes_back_elsewhere_is_found_behind_its_url() -> None:
+    async def scenario(made: Scene) -> None:
+        await made.until(PoolState.AVAILABLE)
+        assert made.router is not None
+        made.router.close()
+        made.router = None
+        await made.until(PoolState.DOWN)
+        made.router = PoolRouter(made.context)
+
+        await made.until(PoolState.AVAILABLE)
+
+        assert made.pool.endpoint == made.router.endpoint
+
+    run(scenario)
+
+
+def test_a_pool_that_is_silent_is_dropped_and_looked_for_again() -> None:
+    async def scenario(made: Scene) -> None:
+        await made.until(PoolState.AVAILABLE)
+        assert made.router is not None
+        made.router.silent = {AskStatus}
+
+        await made.until(PoolState.DOWN)
+        assert "silent for" in made.pool.last_error
+        made.router.silent = set()
+        await made.until(PoolState.AVAILABLE)
+        assert made.looks >= 2
+
+    run(scenario)
+
+
+def test_a_worker_that_is_reserved_too_late_is_released() -> None:
+    async def scenario(made: Scene) -> None:
+        await made.until(PoolState.AVAILABLE)
+        assert made.router is not None
+        made.router.silent = {Select}
+        with pytest.raises(PoolLost, match="did not answer within 10 ms"):
+            await made.pool.select(SELECT, 0.01)
+        await made.router.until_heard(Select)
+
+        for peer, message in made.router.kept:
+            made.router.answer(peer, message)
+
+        assert await made.router.until_heard(Release) == Release(Reservation("r", WorkerRank("w")))
+
+    run(scenario)
+
+
+def test_a_changed_document_adds_drops_and_moves_pools_and_keeps_the_others() -> None:
+    async def scenario() -> None:
+        looked: list[str] = []
+
+        async def discover(url: str) -> str:
+            looked.append(url)
+            raise OSError("nobody there")
+
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        pools = Pools({"c": "http://given"}, context, discover, SystemClock(), 20, 400)
+        raw = changed(aggregated(), ("aggregated", "pools", 0, "url"), "http://a:1/")
+        try:
+            pools.use(document(raw))
+            await pools.first_look()
+            before = {pool.name: pool for pool in pools.all()}
+            raw = changed(raw, ("aggregated", "pools", 0, "url"), "http://a:2")
+            pools.use(document(raw))
+            after = {pool.name: pool for pool in pools.all()}
+        finally:
+            pools.close()
+            context.destroy(linger=0)
+
+        assert {name: pool.url for name, pool in before.items()} == {"a": "http://a:1", "b": "", "c": "http://given"}
+        assert after["b"] is before["b"]
+        assert after["c"] is before["c"]
+        assert after["a"] is not before["a"]
+        assert after["a"].url == "http://a:2"
+        assert before["c"].last_error == "nobody there"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("url", "answer", "endpoint"),
+    [
+        ("http://10.0.0.1:8000", {"select_endpoint": "tcp://0.0.0.0:4001"}, "tcp://10.0.0.1:4001"),
+        ("http://pool.example:8000", {"select_endpoint": "tcp://127.0.0.1:4001"}, "tcp://pool.example:4001"),
+        ("http://[::1]:8000", {"select_endpoint": "tcp://[::]:4001"}, "tcp://[::1]:4001"),
+    ],
+)
+def test_the_select_plane_is_at_the_host_of_the_url(url: str, answer: object, endpoint: str) -> None:
+    assert select_endpoint(url, answer) == endpoint
+
+
+@pytest.mark.parametrize("answer", [None, [], {}, {"select_endpoint": 5}, {"select_endpoint": "http://x"}])
+def test_another_server_behind_the_url_is_a_clear_error(answer: object) -> None:
+    with pytest.raises(ValueError, match="is it a pool's router"):
+        select_endpoint("http://x", answer)
+
+
+@pytest.mark.parametrize(
+    ("roles", "stage", "state"),
+    [
+        ([], Stage.WHOLE, PoolState.DOWN),
+        ([workers_of(Role.AGGREGATED)], Stage.PREFILL, PoolState.AVAILABLE),
+        ([workers_of(Role.PREFILL)], Stage.DECODE, PoolState.DOWN),
+        ([workers_of(Role.PREFILL)], Stage.WHOLE, PoolState.DOWN),
+        ([workers_of(Role.DECODE)], Stage.WHOLE, PoolState.AVAILABLE),
+        ([workers_of(Role.DECODE, 2, 16)], Stage.DECODE, PoolState.SATURATED),
+        ([workers_of(Role.DECODE, 2, 16), workers_of(Role.AGGREGATED)], Stage.DECODE, PoolState.AVAILABLE),
+        ([workers_of(Role.DECODE, 0, 0, 2)], Stage.DECODE, PoolState.DRAINING),
+    ],
+)
+def test_what_a_pool_says_of_its_workers_decides_what_it_takes(roles: list, stage: Stage, state: PoolState) -> None:  # type: ignore[type-arg]
+    assert state_for(status(*roles), "m", stage) is state
+
+
+def test_a_pool_that_is_not_ready_is_down() -> None:
+    assert state_for(PoolStatus(1, False), "m", Stage.WHOLE) is PoolState.DOWN
+    assert state_for(None, "m", Stage.WHOLE) is PoolState.DOWN

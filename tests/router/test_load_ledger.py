@@ -1,0 +1,62 @@
+"""Reservations: they count from the choice on, and end by the worker's word, a release, or their lease."""
+
+from __future__ import annotations
+
+from router.core.load_ledger import LoadLedger
+from tests.router.fleet_builder import worker_key
+
+W = worker_key("w")
+
+
+def ledger_with(*leases_ms: float) -> LoadLedger:
+    ledger = LoadLedger(reservation_ttl_ms=1000)
+    for number, lease_ms in enumerate(leases_ms):
+        ledger.reserve(W, 0, f"r{number}", 100, 4, now_ms=0, lease_ms=lease_ms)
+    return ledger
+
+
+def left(ledger: LoadLedger) -> list[str]:
+    return [request_id for _, request_id in ledger.entries()]
+
+
+def test_each_reservation_has_its_own_lease_and_none_is_longer_than_the_configured_one() -> None:
+    ledger = ledger_with(0, 300, 5000)
+
+    ledger.expire(299)
+    assert left(ledger) == ["r0", "r1", "r2"]
+    ledger.expire(300)
+    assert left(ledger) == ["r0", "r2"]
+    ledger.expire(1000)
+    assert left(ledger) == []
+    assert (ledger.requests[0], ledger.prefill_tokens[0], ledger.expired_reservations) == (0, 0, 3)
+
+
+def test_a_renewed_reservation_begins_anew() -> None:
+    ledger = ledger_with(300)
+
+    assert ledger.renew(W, "r0", now_ms=200)
+    ledger.expire(1199)
+    assert left(ledger) == ["r0"]
+    ledger.expire(1200)
+    assert left(ledger) == []
+    assert not ledger.renew(W, "r0", now_ms=1200)
+
+
+def test_a_worker_that_has_started_a_request_needs_no_renewal() -> None:
+    ledger = ledger_with(300)
+    ledger.started(W, 0, "r0", 80, 5, now_ms=100)
+
+    assert not ledger.renew(W, "r0", now_ms=200)
+    ledger.expire(10_000)
+    assert left(ledger) == ["r0"]
+
+
+def test_what_somebody_holds_does_not_expire() -> None:
+    ledger = ledger_with(0, 0)
+
+    ledger.expire(1000, held={"r1"})
+    assert left(ledger) == ["r1"]
+    ledger.expire(1999)
+    assert left(ledger) == ["r1"]
+    ledger.expire(2000)
+    assert left(ledger) == []
