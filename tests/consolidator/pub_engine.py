@@ -5,6 +5,7 @@ The cache in it is real: blocks are named by an engine hash of its own, and ``tr
 
 from __future__ import annotations
 
+import select
 import struct
 from typing import Any
 
@@ -14,6 +15,8 @@ import zmq.asyncio
 
 from wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes
 from wire.identifiers import Tier
+
+BIND_ATTEMPTS = 500
 
 BLOCK = 4
 MEDIA = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.DISK: "DISK"}
@@ -97,6 +100,19 @@ class Cache:
         return {tier: set(held.values()) for tier, held in self.truth.items()}
 
 
+def bind_again(socket: zmq.Socket[Any], endpoint: str) -> None:
+    """Bind, also where another socket of this context was closed just now: ZMQ lets go of its port in the background."""
+    for _ in range(BIND_ATTEMPTS):
+        try:
+            socket.bind(endpoint)
+            return
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EADDRINUSE:
+                raise
+            select.select([], [], [], 0.01)
+    raise AssertionError(f"{endpoint} was never free again")
+
+
 class PubEngine:
     """The sockets of such an engine, with frames lost on demand."""
 
@@ -106,12 +122,12 @@ class PubEngine:
         self.pub = context.socket(zmq.XPUB)
         self.pub.setsockopt(zmq.LINGER, 0)
         self.pub.setsockopt(zmq.SNDHWM, 0)
-        self.pub.bind(endpoint)
+        bind_again(self.pub, endpoint)
         self.endpoint: str = self.pub.getsockopt_string(zmq.LAST_ENDPOINT)
         self.router = context.socket(zmq.ROUTER)
         self.router.setsockopt(zmq.LINGER, 0)
         self.router.setsockopt(zmq.SNDHWM, 0)
-        self.router.bind(replay or "tcp://127.0.0.1:*")
+        bind_again(self.router, replay or "tcp://127.0.0.1:*")
         self.replay_endpoint: str = self.router.getsockopt_string(zmq.LAST_ENDPOINT)
         self.keep = keep
         self.kept: list[tuple[int, bytes]] = []
