@@ -101,7 +101,7 @@ class Cache:
 
 
 def bind_again(socket: zmq.Socket[Any], endpoint: str) -> None:
-    """Bind, also where another socket of this context was closed just now: ZMQ lets go of its port in the background."""
+    """Bind, also where a socket of this context was closed just now: ZMQ lets go of its port in the background."""
     for _ in range(BIND_ATTEMPTS):
         try:
             socket.bind(endpoint)
