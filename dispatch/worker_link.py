@@ -9,6 +9,7 @@ Rules
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 
@@ -25,6 +26,9 @@ log = logging.getLogger(__name__)
 
 SEND_HIGH_WATER_MARK = 10_000
 """Messages queued towards one worker; far beyond the requests a worker is given, so it only fills when it is stuck."""
+
+FIRST_PING_RETRY_S = 0.005
+"""libzmq may tell of a connection a moment before it takes messages for it; the first ping is then tried again."""
 
 RECONNECT_INTERVAL_MS = 50
 RECONNECT_INTERVAL_MAX_MS = 1000
@@ -53,6 +57,9 @@ class WorkerLink:
         self._on_down = on_down
         self._on_undecodable = on_undecodable
         self._nonce = 0
+        self._retry: asyncio.TimerHandle | None = None
+        self._fresh_from = 1
+        """Answers to pings before this one are from before the connection broke, and prove nothing."""
         self._heard_ms = clock.monotonic_ms()
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
@@ -76,10 +83,21 @@ class WorkerLink:
         """Tell the worker to stop a request; a link that is down forgets its requests anyway."""
         self._socket.send([codec.to_worker.encode(Cancel(request_id))])
 
-    def ping(self) -> None:
-        """Keep the lease at the worker, and ask whether it lives."""
+    def ping(self) -> bool:
+        """Keep the lease at the worker, and ask whether it lives; return False when it could not be sent."""
         self._nonce += 1
-        self._socket.send([codec.to_worker.encode(Ping(self._nonce))])
+        return self._socket.send([codec.to_worker.encode(Ping(self._nonce))])
+
+    def _first_ping(self) -> None:
+        """Ping as soon as the new connection takes a message; its end ends the trying."""
+        self._retry = None
+        if not self.ping():
+            self._retry = asyncio.get_running_loop().call_later(FIRST_PING_RETRY_S, self._first_ping)
+
+    def _stop_trying(self) -> None:
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
 
     def check(self, now_ms: float) -> None:
         """Ping, and go down when the worker has been silent for too long; called at a fraction of the timeout."""
@@ -90,6 +108,7 @@ class WorkerLink:
     def close(self) -> None:
         """End the connection; nobody is told."""
         self.is_up = False
+        self._stop_trying()
         self._socket.socket.disable_monitor()
         self._monitor.close()
         self._socket.close()
@@ -103,7 +122,7 @@ class WorkerLink:
             return
         self._heard_ms = self._clock.monotonic_ms()
         if isinstance(message, Pong):
-            if not self.is_up and message.nonce == self._nonce:
+            if not self.is_up and message.nonce >= self._fresh_from:
                 self.is_up = True
                 self._on_up(self)
         elif isinstance(message, TokenBatch):
@@ -112,11 +131,15 @@ class WorkerLink:
     def _on_monitor(self, frames: list[bytes]) -> None:
         event = parse_monitor_message(frames)["event"]
         if event == zmq.EVENT_DISCONNECTED:
+            self._stop_trying()
+            self._fresh_from = self._nonce + 1
             self._go_down("connection lost")
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self.ping()
+            self._stop_trying()
+            self._first_ping()
 
     def _go_down(self, why: str) -> None:
         if self.is_up:
             self.is_up = False
+            self._fresh_from = self._nonce + 1
             self._on_down(self, why)

@@ -107,7 +107,6 @@ class WorkerLinks:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         waiters = self._waiters.setdefault(endpoint, [])
         waiters.append(waiter)
-        link.ping()
         try:
             async with asyncio.timeout(timeout_s):
                 await waiter

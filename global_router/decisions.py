@@ -23,6 +23,8 @@ class Refusal:
     pool: str
     state: str
     message: str
+    blames_pool: bool = False
+    """Whether it counts for the pool's circuit breaker: a busy pool, or a prompt too long for it, is no failure."""
 
 
 @dataclass(slots=True)

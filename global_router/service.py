@@ -416,8 +416,7 @@ class GlobalRouterService:
             self._note_breaker(pool, pool.breaker.abandoned(ticket, self._clock.monotonic_ms()))
             raise
         if isinstance(placed, Refusal):
-            failed = placed.state == PoolState.DOWN.value
-            result = pool.breaker.failed if failed else pool.breaker.abandoned
+            result = pool.breaker.failed if placed.blames_pool else pool.breaker.abandoned
             self._note_breaker(pool, result(ticket, self._clock.monotonic_ms()))
         return placed
 
@@ -444,12 +443,11 @@ class GlobalRouterService:
             try:
                 answer = await pool.select(select, self._settings.select_timeout_ms / 1000)
             except PoolLost as lost:
-                return Refusal(pool.name, PoolState.DOWN.value, str(lost))
+                return Refusal(pool.name, PoolState.DOWN.value, str(lost), blames_pool=True)
             select_ms = self._clock.monotonic_ms() - asked_ms
             self._metrics.select_seconds.observe(select_ms / 1000)
             if isinstance(answer, SelectRefused):
-                state = PoolState.SATURATED if answer.code == "busy" else PoolState.DRAINING
-                return Refusal(pool.name, state.value, answer.message)
+                return Refusal(pool.name, _state_of(answer).value, answer.message, answer.code == "not_ready")
             reservation = Reservation(select.request_id, answer.worker)
             try:
                 link = await self._links.up(answer.request_endpoint, self._settings.connect_timeout_ms / 1000)
@@ -473,7 +471,7 @@ class GlobalRouterService:
             pool.release(reservation)
             flight.excluded.setdefault(pool.name, []).append(answer.worker)
             flight.record.notes.append(f"worker {answer.worker.worker_id} of {pool.name} could not be reached")
-        return Refusal(pool.name, PoolState.DOWN.value, message)
+        return Refusal(pool.name, PoolState.DOWN.value, message, blames_pool=True)
 
     # -- tokens out ------------------------------------------------------------------------------------------------
 
@@ -743,6 +741,13 @@ def _distinct(order: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
     for candidate in order:
         kept.setdefault(candidate.pool, candidate)
     return tuple(kept.values())
+
+
+def _state_of(refusal: SelectRefused) -> PoolState:
+    """Return what a refusal says of the pool, for this request."""
+    if refusal.code == "busy":
+        return PoolState.SATURATED
+    return PoolState.DRAINING if any(why == "draining" for _, why in refusal.reasons) else PoolState.DOWN
 
 
 def _how(selection: Selection, spill: Spill | None, choice: FallbackChoice, first: tuple[Candidate, ...]) -> str:

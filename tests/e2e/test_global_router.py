@@ -255,6 +255,12 @@ def test_a_pool_may_be_missing_at_the_start_and_documents_may_change_while_it_ru
             )
             assert complete(router.url, [5, 6, 7], 3).status_code == 200
 
+            router.signal(signal.SIGHUP)
+            eventually(
+                "a signal reads the file again",
+                lambda: metric(router.url, "poolgrid_global_router_reloads_total", outcome="refused") == 2,
+            )
+
             rolled_back = CliRunner().invoke(app, ["config", "rollback", "--url", router.url])
             assert rolled_back.exit_code == 0, rolled_back.output
             assert "revision 3 is in force" in rolled_back.output

@@ -26,10 +26,11 @@ from tests.global_router.fake_fleet import (
 from wire.hashing import unpack_hashes
 from wire.identifiers import Role, Stage
 from wire.requests import Generate
-from wire.selection import SelectRefused
+from wire.selection import SelectRefused, WorkerRank
 
 BUSY = SelectRefused(0, "busy", "every worker is busy", 3.0)
 NO_WORKER = SelectRefused(0, "no_worker", "too long for every worker")
+LEAVING = SelectRefused(0, "no_worker", "all are leaving", None, ((WorkerRank("w"), "draining"),))
 
 
 def run(scenario: Callable[[], Awaitable[None]]) -> None:
@@ -181,11 +182,21 @@ class TestPoolsThatCannotBeUsed:
             (lambda pool: setattr(pool, "lost", True), "down"),
             (lambda pool: setattr(pool, "status", status(workers_of(Role.AGGREGATED, 2, 16))), "saturated"),
             (lambda pool: setattr(pool, "refuse", BUSY), "saturated"),
-            (lambda pool: setattr(pool, "refuse", NO_WORKER), "draining"),
+            (lambda pool: setattr(pool, "refuse", NO_WORKER), "down"),
+            (lambda pool: setattr(pool, "refuse", LEAVING), "draining"),
             (lambda pool: setattr(pool, "status", status(workers_of(Role.AGGREGATED, 0, 0, 1))), "draining"),
             (lambda pool: setattr(pool, "status", status(workers_of(Role.AGGREGATED), model="other")), "down"),
         ],
-        ids=["no status", "lost when asked", "full", "busy when asked", "no worker", "draining", "other model"],
+        ids=[
+            "no status",
+            "lost when asked",
+            "full",
+            "busy when asked",
+            "no worker",
+            "leaving",
+            "draining",
+            "other model",
+        ],
     )
     def test_the_next_in_order_serves_and_it_shows(self, break_pool: Callable[[Any], None], state: str) -> None:
         async def scenario() -> None:
@@ -244,6 +255,19 @@ class TestPoolsThatCannotBeUsed:
             assert (tokens, pool) == (right_answer(), "b")
             assert [len(select.excluded) for select in fleet.pool("a").selects] == [0, 1, 2]
             fleet.assert_nothing_is_left()
+
+        run(scenario)
+
+    def test_requests_that_a_pool_cannot_serve_do_not_open_its_breaker(self) -> None:
+        async def scenario() -> None:
+            fleet = FakeFleet(changed(aggregated(), ("circuit_breaker",), {"failures_to_open": 1}))
+            for refusal in (NO_WORKER, BUSY, LEAVING):
+                fleet.pool("a").refuse = refusal
+                assert (await answer(fleet, hints=targets(0, 0)))[2] == "b"
+            fleet.pool("a").refuse = None
+
+            assert (await answer(fleet, hints=targets(0, 0)))[2] == "a"
+            assert fleet.pool("a").breaker_steps == []
 
         run(scenario)
 

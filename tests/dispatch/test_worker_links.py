@@ -1,0 +1,186 @@
+"""Links to workers over real sockets: opened when first wanted, their end told, closed when nobody needs them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import zmq
+
+from dispatch import worker_links
+from dispatch.worker_links import Link, WorkerLinks
+from runtime.clock import SystemClock
+from runtime.zmq_socket import CallbackSocket
+from wire import codec
+from wire.requests import Generate, Ping, Pong, Sampling, TokenBatch, TokenDelta
+
+
+class Clock(SystemClock):
+    """The machine's clock, set forward at will."""
+
+    def __init__(self) -> None:
+        self.ahead_ms = 0.0
+
+    def monotonic_ms(self) -> float:
+        return super().monotonic_ms() + self.ahead_ms
+
+
+class Worker:
+    """A worker's side of the request plane: it answers pings, and every request with one token."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        socket = context.socket(zmq.ROUTER)
+        socket.bind("tcp://127.0.0.1:*")
+        self.endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.peers: set[bytes] = set()
+        self._socket = CallbackSocket(socket, self._on_frames)
+
+    def _on_frames(self, frames: list[bytes]) -> None:
+        message = codec.to_worker.decode(frames[-1])
+        self.peers.add(frames[0])
+        if isinstance(message, Ping):
+            self._socket.send([frames[0], codec.from_worker.encode(Pong(message.nonce, 1))])
+        elif isinstance(message, Generate):
+            batch = TokenBatch(0, [TokenDelta(message.request_id, 0, bytes(4), "length")])
+            self._socket.send([frames[0], codec.from_worker.encode(batch)])
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Owner:
+    def __init__(self) -> None:
+        self.batches: asyncio.Queue[TokenBatch] = asyncio.Queue()
+        self.downs: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+        self.held: set[str] = set()
+
+    def on_tokens(self, link: Link, batch: TokenBatch) -> None:
+        self.batches.put_nowait(batch)
+
+    def on_link_down(self, endpoint: str, why: str) -> None:
+        self.downs.put_nowait((endpoint, why))
+
+    def holds(self, endpoint: str) -> bool:
+        return endpoint in self.held
+
+
+class Scene:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self.worker = Worker(context)
+        self.owner = Owner()
+        self.clock = Clock()
+        self.links = WorkerLinks(context, 5_000, 60_000, self.clock, lambda: None)
+        self.links.attach(self.owner)
+
+
+@asynccontextmanager
+async def scene() -> AsyncIterator[Scene]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    made = Scene(context)
+    try:
+        async with asyncio.timeout(20):
+            yield made
+    finally:
+        made.links.close()
+        made.worker.close()
+        context.destroy(linger=0)
+
+
+def run(scenario: Callable[[Scene], Awaitable[None]]) -> None:
+    async def whole() -> None:
+        async with scene() as made:
+            await scenario(made)
+
+    asyncio.run(whole())
+
+
+def test_a_worker_that_is_met_for_the_first_time_is_connected_and_serves() -> None:
+    async def scenario(made: Scene) -> None:
+        link = await made.links.up(made.worker.endpoint, 10)
+
+        assert link is not None
+        assert link.generate(Generate("r", bytes(4), Sampling(1)))
+        assert (await made.owner.batches.get()).deltas[0].request_id == "r"
+
+    run(scenario)
+
+
+def test_many_who_want_the_same_worker_share_one_link() -> None:
+    async def scenario(made: Scene) -> None:
+        found = await asyncio.gather(*(made.links.up(made.worker.endpoint, 10) for _ in range(20)))
+
+        assert len(set(map(id, found))) == 1
+        assert found[0] is made.links.get(made.worker.endpoint)
+        assert len(made.worker.peers) == 1
+
+    run(scenario)
+
+
+def test_a_worker_that_is_not_there_is_given_up_in_time() -> None:
+    async def scenario(made: Scene) -> None:
+        made.worker.close()
+
+        assert await made.links.up(made.worker.endpoint, 0.02) is None
+        assert await made.links.up("no endpoint", 0.02) is None
+
+    run(scenario)
+
+
+def test_whoever_gives_up_waiting_leaves_the_others_waiting() -> None:
+    async def scenario(made: Scene) -> None:
+        impatient = asyncio.create_task(made.links.up(made.worker.endpoint, 10))
+        patient = asyncio.create_task(made.links.up(made.worker.endpoint, 10))
+        await asyncio.sleep(0)
+        impatient.cancel()
+
+        assert await patient is not None
+
+    run(scenario)
+
+
+def test_the_owner_is_told_when_a_worker_dies() -> None:
+    async def scenario(made: Scene) -> None:
+        link = await made.links.up(made.worker.endpoint, 10)
+        made.worker.close()
+
+        assert await made.owner.downs.get() == (made.worker.endpoint, "connection lost")
+        assert link is not None
+        assert not link.is_up
+        assert not link.generate(Generate("r", bytes(4), Sampling(1)))
+
+    run(scenario)
+
+
+def test_a_link_that_nobody_needs_is_closed_and_one_with_requests_stays() -> None:
+    async def scenario(made: Scene) -> None:
+        await made.links.up(made.worker.endpoint, 10)
+        made.clock.ahead_ms = 59_000
+        made.links.check()
+        assert len(made.links) == 1
+        made.clock.ahead_ms = 61_000
+        made.owner.held = {made.worker.endpoint}
+        made.links.check()
+        assert len(made.links) == 1
+        made.owner.held = set()
+        made.links.check()
+        assert len(made.links) == 0
+
+        assert await made.links.up(made.worker.endpoint, 10) is not None
+
+    run(scenario)
+
+
+def test_beyond_the_limit_no_further_worker_is_connected() -> None:
+    async def scenario(made: Scene) -> None:
+        await made.links.up(made.worker.endpoint, 10)
+        before = worker_links.LINKS_MAX
+        worker_links.LINKS_MAX = 1
+        try:
+            assert await made.links.up("tcp://127.0.0.1:1", 10) is None
+        finally:
+            worker_links.LINKS_MAX = before
+
+        assert len(made.links) == 1
+
+    run(scenario)
