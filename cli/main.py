@@ -138,6 +138,20 @@ def top(
     raise typer.Exit(watch(url, interval, once))
 
 
+@app.command()
+def explain(
+    request_id: Annotated[str, typer.Argument(help="The x-request-id of an answer.")],
+    url: Annotated[
+        str, typer.Option(help="Router or global router that served it.", envvar="POOLGRID_URL")
+    ] = "http://127.0.0.1:8000",
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Explain why a request went where it went: every candidate, every cost term, who was passed over and why."""
+    from cli.explain import explain as run_explain
+
+    raise typer.Exit(run_explain(request_id, url, as_json))
+
+
 def run() -> None:
     """Run the command line."""
     app()

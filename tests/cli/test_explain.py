@@ -1,0 +1,127 @@
+"""`poolgrid explain` shows what the routers kept, whoever answers, and says so when nobody does."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from cli.explain import explain, tree
+from router.core.candidates import RoutingRequest
+from router.core.policy import KvAware
+from tests.router.fleet_builder import Pool, stored
+from wire.events import WorkerDraining
+
+
+def router_answer() -> dict[str, Any]:
+    pool = Pool()
+    a, _, c = pool.join("a", "b", "c")
+    pool.say(a, stored([1, 2, 3]))
+    pool.say(c, WorkerDraining())
+    request = RoutingRequest("r-[red]1", "m", 160, 16, 10)
+    decision = pool.selector(KvAware()).select(request, [1, 2, 3, 4], 0.0, 0)
+    decision.realised_cached_tokens = 48
+    return {"request_id": "r-[red]1", "attempts": [json.loads(json.dumps(decision.explanation()))]}
+
+
+GLOBAL = {
+    "request_id": "r-[red]1", "model": "m", "isl": 160, "revision": 2, "outcome": "length", "output_tokens": 5,
+    "ttft_ms": 12.5, "itl_ms": None, "notes": ["a note"],
+    "hints": {"ttft_target_ms": 300, "itl_target_ms": None, "priority": None, "osl": None},
+    "expected_output": {"tokens": 64, "source": "learned"},
+    "placements": [{
+        "stage": "aggregated", "work": "whole", "cause": "first", "how": "fallback", "pool": "cheap", "worker": "a",
+        "pool_reason": "cheapest", "overlap_blocks": 3, "block_size": 16, "dispatch_id": "r-1", "select_ms": 0.4,
+        "selection": {"cell": [1, 0], "axes": [{"name": "ttft_ms", "value": 300}]},
+        "spill": {"pool": "fast", "share": 0.5}, "fallback": {"tried": ["fast"]},
+        "refusals": [{"pool": "fast", "state": "down", "message": "no route"}],
+    }],
+}  # fmt: skip
+
+
+def drawn(answer: Mapping[str, Any], of_pools: Mapping[str, Mapping[str, Any]] | None = None) -> str:
+    console = Console(width=160, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
+    with console.file:
+        console.print(tree(answer, of_pools))
+        return console.export_text()
+
+
+@contextmanager
+def serving(answers: Mapping[str, Any]) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            found = answers.get(self.path)
+            body = json.dumps(found if found is not None else {"error": {"message": "none is kept"}}).encode()
+            self.send_response(200 if found is not None else 404)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join(10)
+        server.server_close()
+
+
+def test_a_routers_decision_shows_every_candidate_term_and_filter() -> None:
+    text = drawn(router_answer())
+
+    assert "r-[red]1" in text, "what clients chose is never taken for markup"
+    assert "ISL 160 = 10 blocks, 3 believed to be there, 48 tokens really reused" in text
+    assert "adjusted_prefill" in text
+    assert "not c: draining" in text
+    assert "the runner-up would have cost 3.00 more" in text
+
+
+def test_a_global_decision_shows_cell_spill_fallback_refusal_and_the_pools_own_reasons() -> None:
+    text = drawn(GLOBAL, {"cheap": router_answer()})
+
+    for words in (
+        "whole (first): pool cheap by fallback, worker a",
+        "ttft_target_ms 300",
+        "cell: 1, 0",
+        "name: ttft_ms",
+        "share: 0.5",
+        "refused by fast: down, no route",
+        "reserved in 0.4 ms: cheapest, overlap 3 blocks of 16 tokens",
+        "not c: draining",
+        "a note",
+        "outcome: length, 5 tokens, TTFT 12.50 ms, ITL – ms",
+    ):
+        assert words in text
+
+
+def test_the_pools_are_asked_too(capsys: pytest.CaptureFixture[str]) -> None:
+    path = "/v1/decisions/r-%5Bred%5D1"
+    with (
+        serving({path: router_answer()}) as pool,
+        serving({path: GLOBAL, "/v1/pools": {"data": [{"name": "cheap", "url": pool}]}}) as url,
+    ):
+        assert explain("r-[red]1", url, as_json=True) == 0
+
+    found = json.loads(capsys.readouterr().out)
+    assert found["placements"] == GLOBAL["placements"]
+    assert found["pools"]["cheap"]["attempts"][0]["worker"] == "a"
+
+
+def test_what_is_not_kept_or_not_there_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving({}) as url:
+        assert explain("gone", url, as_json=False) == 1
+    assert "explaining 'gone': none is kept" in capsys.readouterr().err
+
+    assert explain("gone", url, as_json=False) == 1
+    assert "does not answer" in capsys.readouterr().err
