@@ -48,12 +48,13 @@ class RunResult:
     worker_tokens: list[int] = field(default_factory=list)
     """Prompt tokens sent to each worker."""
     worker_requests: list[int] = field(default_factory=list)
+    worker_busy_ms: list[float] = field(default_factory=list)
     preemptions: int = 0
     steps: int = 0
 
 
 class SimulatedPool:
-    """One run of one policy."""
+    """One run of one policy; ``timing`` is that of every worker, or a list of one for each."""
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class SimulatedPool:
         policy: Policy,
         workers: int,
         limits: EngineLimits,
-        timing: TimingModel | None = None,
+        timing: TimingModel | Sequence[TimingModel] | None = None,
         on_fact: Callable[[Fact, float], None] | None = None,
     ) -> None:
         self._workload = workload
@@ -72,14 +73,20 @@ class SimulatedPool:
         self._keys = [WorkerKey(WorkerId(f"worker-{number:03}")) for number in range(workers)]
         self._number = {key: number for number, key in enumerate(self._keys)}
         self._recorders = [WireRecorder() for _ in self._keys]
+        timings = timing if isinstance(timing, Sequence) else [timing or PolynomialTiming()] * workers
         self.engines = [
-            SimulatedEngine(limits, timing=timing or PolynomialTiming(), recorder=recorder, report_tokens=False)
-            for recorder in self._recorders
+            SimulatedEngine(limits, timing=own, recorder=recorder, report_tokens=False)
+            for own, recorder in zip(timings, self._recorders, strict=True)
         ]
         self._seq = [0] * workers
         self._offset = 0
         self._arrived: dict[str, SimulatedRequest] = {}
-        self.result = RunResult(policy.name, worker_tokens=[0] * workers, worker_requests=[0] * workers)
+        self.result = RunResult(
+            policy.name,
+            worker_tokens=[0] * workers,
+            worker_requests=[0] * workers,
+            worker_busy_ms=[0.0] * workers,
+        )
         card_limits = WorkerLimits(
             limits.max_batch_size, limits.max_num_tokens, limits.total_kv_blocks, limits.max_sequence_length
         )
@@ -93,7 +100,7 @@ class SimulatedPool:
         return self.result
 
     def best_overlap_tokens(self, request: SimulatedRequest) -> int:
-        """Return the prompt tokens that some worker of the pool holds, as the pool's router knows it; chooses nothing."""
+        """Return the most prompt tokens that a worker of the pool holds, as the pool's router knows; choose nothing."""
         blocks = self._selector.best_overlap_blocks(MODEL, (Role.AGGREGATED,), request.path)
         return min(request.isl, blocks * self._workload.block_size)
 
@@ -118,6 +125,7 @@ class SimulatedPool:
         if outcome is not None:
             result = self.result
             result.busy_ms += outcome.duration_ms
+            result.worker_busy_ms[number] += outcome.duration_ms
             result.steps += outcome.steps
             result.preemptions += outcome.preemptions
             if outcome.decode_tokens:
@@ -126,11 +134,11 @@ class SimulatedPool:
 
     def step_ended(self, number: int, now: float, outcome: StepOutcome) -> None:
         """Let the router and ``on_fact`` know what a step brought."""
+        result = self.result
+        result.span_ms = now
         events: list[AnyEvent] = [*outcome.facts, *self._recorders[number].take()]
         if not events:
             return
-        result = self.result
-        result.span_ms = now
         for fact in outcome.facts:
             if self._on_fact is not None:
                 self._on_fact(fact, now)

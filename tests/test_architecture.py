@@ -31,7 +31,14 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "workers.core": ("wire",),
     "workers.simulated": ("wire", "workers.core"),
     "workers": ("wire", "runtime"),
-    "simulation": ("wire", "runtime.settings", "router.core", "workers.simulated", "loadgen.trace"),
+    "simulation": (
+        "wire",
+        "runtime.settings",
+        "router.core",
+        "global_router.core",
+        "workers.simulated",
+        "loadgen.trace",
+    ),
     "loadgen": ("wire", "runtime"),
     "cli": ANYTHING,
 }
