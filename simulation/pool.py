@@ -93,7 +93,7 @@ class SimulatedPool:
         return self.result
 
     def best_overlap_tokens(self, request: SimulatedRequest) -> int:
-        """Return the prompt tokens that some worker of the pool holds, as the pool's router knows it; chooses nothing."""
+        """Return the prompt tokens that some worker holds, as the router knows it; chooses nothing."""
         blocks = self._selector.best_overlap_blocks(MODEL, (Role.AGGREGATED,), request.path)
         return min(request.isl, blocks * self._workload.block_size)
 
