@@ -33,7 +33,7 @@ from router.metrics import RouterMetrics
 from router.ports import JournalFeed
 from router.settings import RouterSettings
 from runtime.clock import Clock
-from wire.events import JournalRecord
+from wire.events import JournalRecord, RequestStarted
 from wire.feed import BlockChain, WorkerState
 from wire.hashing import block_hashes, hash_seed, sequence_hashes
 from wire.identifiers import Stage, WorkerKey
@@ -149,6 +149,10 @@ class RouterService:
         now_ms = self._clock.monotonic_ms()
         for record in records:
             self.projection.apply(record, now_ms)
+            for event in record.events:
+                # Also for requests that were only placed here, and whose tokens go past this router.
+                if isinstance(event, RequestStarted):
+                    self.decisions.realised(event.request_id, 0, event.cached_tokens)
         self._metrics.records_applied.inc(len(records))
         self._after_records()
 
