@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import msgspec
 from fastapi import FastAPI, Path, Query, Response
 
+from frontend.app import Readiness
 from frontend.errors import RequestError
 from router.core.fleet import Worker
 from router.core.projection import Projection
@@ -108,10 +108,7 @@ def add_pool_endpoint(app: FastAPI, plane: SelectPlane) -> None:
         return {"select_endpoint": plane.endpoint, "status": msgspec.to_builtins(plane.status(0))}
 
 
-ReadyCheck = Callable[[], str | None]
-
-
-def readiness(service: RouterService) -> ReadyCheck:
+def readiness(service: RouterService) -> Readiness:
     """Return the check behind ``/ready``: the router's state is that of the pool."""
 
     def missing() -> str | None:

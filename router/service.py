@@ -88,6 +88,8 @@ class RouterService:
         self._on_link: dict[str, dict[str, ActiveRequest]] = {}
         self._admission: Admission[_Waiting] = Admission(settings.queue_limit)
         self._fleet_version = -1
+        self._served: list[ServedModel] = []
+        self._served_version = -1
         self._pumping = False
         self._housekeeping: asyncio.Task[None] | None = None
         self._created_s = clock.wall_ms() // 1000
@@ -190,13 +192,20 @@ class RouterService:
     # -- requests in -----------------------------------------------------------------------------------------------
 
     def models(self) -> list[ServedModel]:
-        """Return the models that some worker serves now."""
-        served = []
-        for name, workers in self.projection.fleet.models().items():
-            length = max(worker.card.limits.max_sequence_length for worker in workers)
-            loras = tuple(sorted({lora for worker in workers for lora in worker.card.loras}))
-            served.append(ServedModel(name, self._created_s, length, loras))
-        return served
+        """Return the models that some worker serves now; the front end asks with every request."""
+        fleet = self.projection.fleet
+        if self._served_version != fleet.version:
+            self._served = [
+                ServedModel(
+                    name,
+                    self._created_s,
+                    max(worker.card.limits.max_sequence_length for worker in workers),
+                    tuple(sorted({lora for worker in workers for lora in worker.card.loras})),
+                )
+                for name, workers in fleet.models().items()
+            ]
+            self._served_version = fleet.version
+        return self._served
 
     async def submit(self, request: InferenceRequest) -> ActiveRequest:
         """Choose a worker and dispatch; waits for room if it must. Raises ``Refused``."""

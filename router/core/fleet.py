@@ -9,6 +9,7 @@ Rules
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from wire.card import WorkerCard
@@ -38,6 +39,8 @@ class Fleet:
 
     workers: dict[WorkerKey, Worker] = field(default_factory=dict)
     version: int = 0
+    _by_model: dict[str, list[Worker]] = field(default_factory=dict)
+    _by_model_version: int = -1
 
     def join(self, key: WorkerKey, epoch: int, card: WorkerCard) -> Worker:
         """Add a worker, or replace its previous life."""
@@ -58,18 +61,17 @@ class Fleet:
         if self.workers.pop(key, None) is not None:
             self.version += 1
 
-    def models(self) -> dict[str, list[Worker]]:
-        """Return the workers by served model name, in order of their keys."""
-        by_model: dict[str, list[Worker]] = {}
-        for key in sorted(self.workers):
-            worker = self.workers[key]
-            by_model.setdefault(worker.card.model, []).append(worker)
-        return by_model
+    def models(self) -> Mapping[str, Sequence[Worker]]:
+        """Return the workers by served model name, in order of their keys; sorted once per change of the fleet."""
+        if self._by_model_version != self.version:
+            by_model: dict[str, list[Worker]] = {}
+            for key in sorted(self.workers):
+                worker = self.workers[key]
+                by_model.setdefault(worker.card.model, []).append(worker)
+            self._by_model = by_model
+            self._by_model_version = self.version
+        return self._by_model
 
     def serving(self, model: str, roles: tuple[Role, ...] = (Role.AGGREGATED,)) -> list[Worker]:
         """Return the workers of one model and of any of ``roles``, in order of their keys, draining ones included."""
-        return [
-            self.workers[key]
-            for key in sorted(self.workers)
-            if self.workers[key].card.model == model and self.workers[key].card.role in roles
-        ]
+        return [worker for worker in self.models().get(model, ()) if worker.card.role in roles]
