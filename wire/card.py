@@ -45,3 +45,5 @@ class WorkerCard(msgspec.Struct, array_like=True, frozen=True):
     eos_token_ids: Annotated[tuple[U32, ...], Meta(max_length=STOP_TOKENS_MAX)] = ()
     vocabulary_size: U32 = 0
     """Token ids are below this; 0 = not known."""
+    endpoint_name: Identifier = ""
+    """``namespace.component.endpoint``: what the worker is called in a deployment; empty = it has no such name."""
