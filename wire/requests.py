@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from wire.identifiers import U32, U64, Identifier, Opaque, PackedHashes, PackedTokens, Stage, Text
+from wire.identifiers import U32, U64, Identifier, Media, Opaque, PackedHashes, PackedTokens, Stage, Text
 from wire.limits import (
     BAD_TOKENS_MAX,
     GUIDE_BYTES_MAX,
@@ -77,8 +77,9 @@ class Generate(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False)
     stop_token_ids: Annotated[tuple[U32, ...], Meta(max_length=STOP_TOKENS_MAX)] = ()
     routing: Routing = Routing()
     disaggregated_params: Opaque | None = None
-    """What the prefill worker returned; given to the decode worker unread."""
-    multimodal: Opaque | None = None
+    """What the leg before returned (encode → prefill or whole, prefill → decode); given on unread."""
+    multimodal: Media | None = None
+    """An encoded ``wire.multimodal.MultimodalInput``; never with a decode leg."""
     stage: Stage = Stage.WHOLE
 
 
@@ -125,8 +126,8 @@ class TokenDelta(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Index of the first new token among this dispatch's output: a hole or an overlap shows loss or duplication."""
     token_ids: PackedTokens
     finish_reason: str | None = None
-    """``stop``, ``length``, ``cancelled``, ``error``, or ``prefilled`` when a decode worker must go on; ``None`` while
-    the request goes on here."""
+    """``stop``, ``length``, ``cancelled``, ``error``; ``encoded`` or ``prefilled`` when another worker must go on with
+    ``disaggregated_params``; ``None`` while the request goes on here."""
     cached_tokens: U32 | None = None
     """Prompt tokens that were reused; set on the first delta."""
     error: Text | None = None

@@ -18,8 +18,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wire import codec, events, feed, ingest, limits, requests, selection
-from wire.card import WorkerCard, WorkerLimits
+from wire import codec, events, feed, ingest, limits, multimodal, requests, selection
+from wire.card import MediaSpec, WorkerCard, WorkerLimits
 from wire.codec import Codec
 from wire.errors import DecodeError, LimitError
 from wire.events import (
@@ -47,6 +47,7 @@ from wire.hashing import pack_hashes, pack_tokens
 from wire.identifiers import Role, Stage, Tier
 from wire.ingest import Acknowledged, Goodbye, Heartbeat, Hello, Refused, Resend, Unknown, Welcome
 from wire.limits import FRAME_BYTES_MAX, U32_MAX, U64_MAX
+from wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
 from wire.requests import (
     Cancel,
     FetchKv,
@@ -94,6 +95,7 @@ FULL_CARD = WorkerCard(
     engine="TensorRT-LLM 1.2.1",
     eos_token_ids=(2, 128_009),
     vocabulary_size=128_256,
+    media=MediaSpec(("image", "embeddings"), "<image>", 32_000, 576, U32_MAX),
     endpoint_name="poolgrid.decode.generate",
 )
 LOAD = LoadReported(3, 1, 4096, 700, 900, 1024, steps=12_345_678_901)
@@ -163,6 +165,9 @@ GOLDEN: dict[tuple[str, str], Any] = {
         multimodal=b"\x01",
         stage=Stage.DECODE,
     ),
+    ("to_worker", "generate, media of a request to encode"): Generate(
+        "r-3", pack_tokens([1]), Sampling(1), multimodal=b"\x00" * 8, stage=Stage.ENCODE
+    ),
     ("to_worker", "cancel"): Cancel("r-1"),
     ("to_worker", "ping"): Ping(5),
     ("to_worker", "fetch kv"): FetchKv("7-12"),
@@ -185,6 +190,7 @@ GOLDEN: dict[tuple[str, str], Any] = {
             ),
             TokenDelta("r-3", 0, b"", "error", error="out of blocks", retryable=True),
             TokenDelta("r-4", 0, pack_tokens([14]), "prefilled", cached_tokens=0, disaggregated_params=b"\x01\x02"),
+            TokenDelta("r-5", 0, b"", "encoded", disaggregated_params=b"\x03"),
         ],
     ),
     ("from_worker", "pong"): Pong(5, 7, draining=True),
@@ -227,12 +233,22 @@ GOLDEN: dict[tuple[str, str], Any] = {
     ("from_pool", "pool status"): PoolStatus(
         5,
         True,
-        (ModelStatus("tiny", 32, "xxh3-64/1337", 4096, (RoleStatus(Role.AGGREGATED, 2, 1, 0, 3, 64),), ("legal",)),),
+        (
+            ModelStatus("tiny", 32, "xxh3-64/1337", 4096, (RoleStatus(Role.AGGREGATED, 2, 1, 0, 3, 64),), ("legal",)),
+            ModelStatus("eyes", 32, "xxh3-64/1337", 4096, (), (), MediaSpec(("image",))),
+        ),
         4,
         0.5,
         2.0,
     ),
     ("from_pool", "pool status, not ready"): PoolStatus(6, False),
+    ("multimodal", "an image and embeddings"): MultimodalInput(
+        "USER: <image> and <image>?",
+        (
+            MediaItem(MediaKind.IMAGE, b"\x89PNG", "image/png", digest_media(b"\x89PNG"), 3, 576),
+            MediaItem(MediaKind.EMBEDDINGS, b"", "application/x-safetensors", digest_media(b"")),
+        ),
+    ),
 }
 KEYS = list(GOLDEN)
 
@@ -282,7 +298,7 @@ class TestGoldenFrames:
         visit(list(GOLDEN.values()))
         defined = {
             value
-            for module in (events, feed, ingest, requests, selection)
+            for module in (events, feed, ingest, multimodal, requests, selection)
             for value in vars(module).values()
             if isinstance(value, type) and issubclass(value, msgspec.Struct) and value is not events.Event
         }
