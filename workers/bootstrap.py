@@ -130,7 +130,7 @@ async def serve(
         http.start()
         announcement = asyncio.get_running_loop().create_task(_announce(publisher, card, ready))
         log.info("worker %s at %s, health at %s", settings.worker_id, card.request_endpoint, card.http_endpoint)
-        await service.run(publisher, stop)
+        await service.run([publisher], stop)
     except asyncio.CancelledError:
         # A second signal: nothing is waited for.
         orderly = False
