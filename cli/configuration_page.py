@@ -23,7 +23,7 @@ from router.consolidator.settings import ConsolidatorProcessSettings, Consolidat
 from router.settings import RouterSettings
 from runtime.settings import Settings
 from simulation.settings import SimulationSettings
-from workers.settings import WorkerSettings
+from workers.settings import EngineChoice, TrtllmWorkerSettings, WorkerProcessSettings, WorkerSettings
 
 SOURCE_ROOT = Path(__file__).parents[1]
 
@@ -65,7 +65,20 @@ SECTIONS = (
         "All but `--http-port` are also options of `poolgrid router`, for the consolidator that runs inside it when "
         "there is no `--feed-endpoint`; `--host` is then the router's own.",
     ),
-    Section("Worker", "worker", (WorkerSettings,), "With the simulated engine."),
+    Section(
+        "Worker",
+        "worker",
+        (EngineChoice, WorkerProcessSettings),
+        "What every worker has. The engine decides which of the two tables below applies besides; an option of the "
+        "other one is an error, its variable is ignored. Names that both have may differ in default and range.",
+    ),
+    Section("Worker with the simulated engine", "worker", (WorkerSettings,), "With `--engine simulated`."),
+    Section(
+        "Worker with TensorRT-LLM",
+        "worker",
+        (TrtllmWorkerSettings,),
+        "With `--engine trtllm`. What the engine gets, and what wins: [engine_configs.md](engine_configs.md).",
+    ),
     Section("Load generator", "bench", (BenchSettings,), "What the modes mean: [bench.md](bench.md)."),
     Section("Simulator", "simulate", (SimulationSettings,), "What it prints: [simulate.md](simulate.md)."),
 )
@@ -103,6 +116,10 @@ def _section(section: Section) -> str:
     fields: dict[str, FieldInfo] = {}
     for model in section.models:
         fields.update(model.model_fields)
+    if WorkerProcessSettings not in section.models:
+        for shared in WorkerProcessSettings.model_fields:
+            if any(issubclass(model, WorkerProcessSettings) for model in section.models):
+                fields.pop(shared, None)
     for name, field in fields.items():
         cells = (
             f"`{options[name]}`",

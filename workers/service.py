@@ -260,9 +260,7 @@ class WorkerService:
 
     async def _say_goodbye(self, reason: str) -> bool:
         """End every rank's stream; say whether all were acknowledged in time."""
-        return all(
-            await asyncio.gather(*(each.say_goodbye(reason, GOODBYE_TIMEOUT_S) for each in self._publishers))
-        )
+        return all(await asyncio.gather(*(each.say_goodbye(reason, GOODBYE_TIMEOUT_S) for each in self._publishers)))
 
     async def _until_empty(self, timeout_s: float) -> bool:
         try:

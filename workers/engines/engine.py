@@ -27,11 +27,11 @@ class RankReport:
 
 @dataclass(slots=True)
 class EngineReport:
-    """What one engine step (or one wake-up of an engine that steps elsewhere) made visible, delivered once, in order."""
+    """What one engine step made visible (one wake-up, if the engine steps elsewhere), delivered once, in order."""
 
     deltas: list[TokenDelta]
-    """New tokens by request, of all ranks. The delta that has a finish reason is the request's last; after ``prefilled`` the engine
-    keeps the request's blocks until ``released`` names it or it is cancelled."""
+    """New tokens by request, of all ranks. The delta that has a finish reason is the request's last; after
+    ``prefilled`` the engine keeps the request's blocks until ``released`` names it or it is cancelled."""
     ranks: dict[int, RankReport]
     """By rank; one of which there is nothing to say may be absent."""
     steps: int = 1
