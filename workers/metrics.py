@@ -82,6 +82,14 @@ class WorkerMetrics:
             buckets=TRANSFER_SECONDS_BUCKETS,
             registry=registry,
         )
+        self.engine_load_seconds = gauge("engine_load_seconds", "Time from the start of loading to the first token.")
+        self.engine_healthy = gauge("engine_healthy", "1 while the engine does its work, 0 while it does not.")
+        self.engine_silence_seconds = gauge(
+            "engine_silence_seconds", "How long no request in the engine has moved; 0 while there is none."
+        )
+        self.health_checks = counter(
+            "health_checks_total", "Generations of one token by the worker itself, by outcome.", ("outcome",)
+        )
         self.kept_transfers = gauge("kept_transfers", "Prefilled requests whose blocks are kept for a decode worker.")
         self.running = gauge("running_requests", "Requests that hold blocks.", rank)
         self.waiting = gauge("waiting_requests", "Requests that wait for a place in the batch.", rank)

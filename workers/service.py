@@ -60,11 +60,11 @@ PREFILLED = "prefilled"
 """Finish reason of a prefill leg whose request goes on elsewhere."""
 
 STAGES = {
-    Role.AGGREGATED: frozenset(Stage),
+    Role.AGGREGATED: frozenset({Stage.WHOLE, Stage.PREFILL, Stage.DECODE}),
     Role.PREFILL: frozenset({Stage.PREFILL}),
     # A prompt that is short or cached is better computed where it decodes.
     Role.DECODE: frozenset({Stage.DECODE, Stage.WHOLE}),
-    Role.ENCODE: frozenset[Stage](),
+    Role.ENCODE: frozenset({Stage.ENCODE}),
 }
 """What each role takes."""
 

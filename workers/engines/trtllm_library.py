@@ -1,7 +1,7 @@
 """What is used of the ``tensorrt_llm`` package, imported late: only a worker that drives it needs it.
 
-Names are asked for where 1.2.1 has them. What differs between versions is probed (parameters, fields), never guessed from
-version numbers.
+Names are asked for where 1.2.1 has them. What differs between versions is probed (parameters, fields), never guessed
+from version numbers.
 """
 
 from __future__ import annotations
@@ -54,8 +54,12 @@ def load_library() -> TrtllmLibrary:
         missing = error.name == "tensorrt_llm"
         raise LibraryMissingError(
             "starting --engine trtllm: "
-            + ("the package tensorrt_llm is not installed in this Python" if missing else f"tensorrt_llm fails: {error}")
-            + "; run the worker where TensorRT-LLM 1.2 is (NVIDIA's release container has it), or use --engine simulated"
+            + (
+                "the package tensorrt_llm is not installed in this Python"
+                if missing
+                else f"tensorrt_llm fails: {error}"
+            )
+            + "; run it where TensorRT-LLM 1.2 is (NVIDIA's release container has it), or use --engine simulated"
         ) from error
     version = str(getattr(package, "__version__", "unknown"))
 

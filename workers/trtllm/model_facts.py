@@ -37,9 +37,10 @@ def model_facts(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Mod
     ids: list[int] = []
     for place in (generation, *places):
         given = place.get("eos_token_id")
+        each: Any
         for each in given if isinstance(given, list) else [given]:
             if _is_u32(each) and each not in ids:
-                ids.append(each)
+                ids.append(int(each))
     kind = config.get("model_type")
     return ModelFacts(
         tuple(ids[:STOP_TOKENS_MAX]),

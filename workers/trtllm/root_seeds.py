@@ -1,7 +1,7 @@
 """Which tenant the first block of a chain belongs to: events name neither the cache salt nor the adapter. Pure.
 
-Both enter the engine's own hash, and the worker knows which requests it was given. So for each request with a salt or an
-adapter the engine's hash of its first block is computed and remembered with the wire's hash seed. A first block is then
+Both enter the engine's own hash, and the worker knows which requests it was given. So for each request with a salt or
+an adapter the engine's hash of its first block is computed and remembered with the wire's hash seed. A first block is
 
 1. one of those, by its hash;
 2. nobody's in particular, when no such request began with its tokens, or when its hash is that of the bare tokens;
