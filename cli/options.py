@@ -13,9 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-import click
 import typer
-from click.core import ParameterSource
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -98,22 +96,25 @@ def with_chosen_settings(
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
 
-        def run(**values: Any) -> Any:
+        def run(context: typer.Context, **values: Any) -> Any:
             given = {
                 name: value for name, value in values.items() if name in fields and value is not None and value != []
             }
             picked = {} if values[selector] is None else {selector: values[selector]}
             chosen = getattr(_build(choice, picked, {}), selector)
             model = models[chosen]
-            context = click.get_current_context()
             for name in given:
-                if name not in model.model_fields and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+                source = context.get_parameter_source(name)
+                if name not in model.model_fields and source is not None and source.name == "COMMANDLINE":
                     _refuse_option(name, f"{option_name(selector, {})} {chosen}", model)
             rest = {name: value for name, value in values.items() if name not in fields and name != selector}
             return command(_build(model, given, {}), **rest)
 
         parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
         field = choice.model_fields[selector]
+        # The command line's own parameter: it knows what was given there, and what in the environment.
+        of_typer = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+        parameters.insert(0, of_typer)
         parameters.append(_parameter(selector, field, field.default, {}))
         for name, by_choice in fields.items():
             parameters.append(_shared_parameter(name, by_choice, len(models), option_name(selector, {})))

@@ -29,6 +29,8 @@ class WorkerMetrics:
     """The collectors of one worker process, in the registry given."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+
         def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
             return Counter(f"poolgrid_worker_{name}", text, labels, registry=registry)
 
