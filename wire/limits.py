@@ -50,6 +50,12 @@ LOGPROBS_MAX = 64
 GUIDE_BYTES_MAX = 1024 * 1024
 """A JSON schema for guided decoding."""
 
+LOGITS_PROCESSORS_MAX = 8
+"""Logits processors of one request; each costs a pass over a row of logits per token."""
+
+LOGITS_ARGUMENT_BYTES_MAX = 1024 * 1024
+"""Arguments of one logits processor, as JSON: a list of half a large vocabulary fits."""
+
 WORKERS_EXCLUDED_MAX = 1024
 """Workers that one ``Select`` may exclude: every worker that failed a request, of a large pool."""
 

@@ -12,7 +12,22 @@ import msgspec
 from msgspec import Meta
 
 from wire.identifiers import U32, U64, Identifier, Opaque, PackedHashes, PackedTokens, Stage, Text
-from wire.limits import GUIDE_BYTES_MAX, LOGPROBS_MAX, STOP_TOKENS_MAX, TOKEN_DELTAS_PER_BATCH_MAX
+from wire.limits import (
+    GUIDE_BYTES_MAX,
+    LOGITS_ARGUMENT_BYTES_MAX,
+    LOGITS_PROCESSORS_MAX,
+    LOGPROBS_MAX,
+    STOP_TOKENS_MAX,
+    TOKEN_DELTAS_PER_BATCH_MAX,
+)
+
+
+class LogitsProcessorCall(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A logits processor that the worker's operator registered, with this request's arguments."""
+
+    name: Identifier
+    arguments: Annotated[bytes, Meta(max_length=LOGITS_ARGUMENT_BYTES_MAX)] = b""
+    """A JSON object; empty = no arguments."""
 
 
 class Sampling(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -33,6 +48,8 @@ class Sampling(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Alternatives to report per generated token: ``None`` = no log probabilities, 0 = the chosen token's only."""
     logit_bias: dict[int, float] | None = None
     guided_json: Annotated[bytes, Meta(max_length=GUIDE_BYTES_MAX)] | None = None
+    logits_processors: Annotated[tuple[LogitsProcessorCall, ...], Meta(max_length=LOGITS_PROCESSORS_MAX)] = ()
+    """Run one after the other on the logits of each token."""
 
 
 class Routing(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -52,6 +52,7 @@ from wire.requests import (
     FetchKv,
     Generate,
     KvOffered,
+    LogitsProcessorCall,
     Ping,
     Pong,
     ReleaseKv,
@@ -149,6 +150,10 @@ GOLDEN: dict[tuple[str, str], Any] = {
             logprobs=5,
             logit_bias={50256: -100.0},
             guided_json=b'{"type":"object"}',
+            logits_processors=(
+                LogitsProcessorCall("banned_tokens", b'{"token_ids":[7]}'),
+                LogitsProcessorCall("own"),
+            ),
         ),
         stop_token_ids=(2, 128_009),
         routing=Routing(1, -2, "legal", "tenant-7", 1),
