@@ -48,6 +48,9 @@ MEDIA_KINDS_MAX = 16
 REPLAY_RECORDS_MAX = 4096
 """Journal records in one answer to a replay request; the asker comes back for the rest."""
 
+SOURCES_PER_WORKER_MAX = 64
+"""Event sources of one worker rank that a snapshot may list; far more than anyone configures."""
+
 SNAPSHOT_CHAINS_PER_PART_MAX = 4096
 """Block chains in one part of a snapshot: a part stays below ``FRAME_BYTES_MAX`` with 2,048-block chains."""
 
@@ -68,6 +71,12 @@ GUIDE_CHOICES_MAX = 1024
 
 BAD_TOKENS_MAX = 1024
 """Token ids that one request may forbid."""
+
+LOGITS_PROCESSORS_MAX = 8
+"""Logits processors of one request; each costs a pass over a row of logits per token."""
+
+LOGITS_ARGUMENT_BYTES_MAX = 1024 * 1024
+"""Arguments of one logits processor, as JSON: a list of half a large vocabulary fits."""
 
 WORKERS_EXCLUDED_MAX = 1024
 """Workers that one ``Select`` may exclude: every worker that failed a request, of a large pool."""

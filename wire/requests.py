@@ -16,6 +16,8 @@ from wire.limits import (
     BAD_TOKENS_MAX,
     GUIDE_BYTES_MAX,
     GUIDE_CHOICES_MAX,
+    LOGITS_ARGUMENT_BYTES_MAX,
+    LOGITS_PROCESSORS_MAX,
     LOGPROBS_MAX,
     STOP_TOKENS_MAX,
     TOKEN_DELTAS_PER_BATCH_MAX,
@@ -23,6 +25,14 @@ from wire.limits import (
 
 Guide = Annotated[str, Meta(max_length=GUIDE_BYTES_MAX)]
 """What an output must keep to, in a language of the engine's guided decoding."""
+
+
+class LogitsProcessorCall(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A logits processor that the worker's operator registered, with this request's arguments."""
+
+    name: Identifier
+    arguments: Annotated[bytes, Meta(max_length=LOGITS_ARGUMENT_BYTES_MAX)] = b""
+    """A JSON object; empty = no arguments."""
 
 
 class Sampling(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -55,6 +65,8 @@ class Sampling(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Tokens that are never generated."""
     prompt_logprobs: Annotated[int, Meta(ge=0, le=LOGPROBS_MAX)] | None = None
     """Alternatives to report per prompt token, as ``logprobs`` for generated ones."""
+    logits_processors: Annotated[tuple[LogitsProcessorCall, ...], Meta(max_length=LOGITS_PROCESSORS_MAX)] = ()
+    """Run one after the other on the logits of each token."""
 
 
 class Routing(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -39,6 +39,9 @@ class WorkerMetrics:
 
         rank = ("dp_rank",)
 
+        self.logits_processor_failures = counter(
+            "logits_processor_failures_total", "Tokens for which a logits processor raised and was left out.", ("name",)
+        )
         self.requests = counter("requests_total", "Requests accepted by the engine.")
         self.refusals = counter(
             "refusals_total", "Requests refused, by whether a retry elsewhere may help.", ("retryable",)

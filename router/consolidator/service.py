@@ -122,6 +122,8 @@ class ConsolidatorService:
             pool = await loop.run_in_executor(None, self._journal.recover, settings.blocks_per_worker_max)
             self._core = Consolidator(pool, self.consolidator_id, settings.limits(), self._now())
             self._snapshot_offset = pool.offset
+            for line in self._journal.report:
+                log.warning("journal %s: %s", settings.data_dir, line)
             self._bind()
         except BaseException:
             self._journal.close()
@@ -411,7 +413,8 @@ class ConsolidatorService:
     def _watch_leases(self) -> None:
         due_ms = self.core.next_expiry_ms()
         wait_ms = self.settings.lease_ms if due_ms is None else max(1.0, due_ms - self._clock.monotonic_ms())
-        self._after("lease", min(wait_ms, self.settings.lease_ms), self._expire)
+        # A gap may open in the meantime: looked at often enough to find it in time.
+        self._after("lease", min(wait_ms, self.settings.lease_ms, self.settings.stale_after_ms), self._expire)
 
     def _expire(self) -> None:
         if not self._blocked:
