@@ -55,6 +55,11 @@ class RouterMetrics:
             buckets=QUEUE_SECONDS_BUCKETS,
             registry=registry,
         )
+        self.queue_evictions = Counter(
+            "poolgrid_router_queue_evictions_total",
+            "Waiting requests that gave way in a full queue.",
+            registry=registry,
+        )
         self.refused = Counter(
             "poolgrid_router_refused_requests_total",
             "Requests not served, by reason code.",
@@ -106,6 +111,11 @@ class Viewed(Protocol):
         """Return active and waiting requests."""
         ...
 
+    @property
+    def queued_prompt_tokens(self) -> int:
+        """Return the prompt tokens of the waiting requests."""
+        ...
+
 
 class StateCollector(Collector):
     """Reads the router's state when somebody scrapes."""
@@ -121,6 +131,7 @@ class StateCollector(Collector):
         for name, text, value in (
             ("active_requests", "Requests on workers.", active),
             ("queued_requests", "Requests waiting for a worker with room.", waiting),
+            ("queued_prompt_tokens", "Prompt tokens of the waiting requests.", self._viewed.queued_prompt_tokens),
             ("index_blocks", "Distinct blocks in the index.", len(index)),
             ("index_bytes", "Bytes that the index uses.", index.size_bytes()),
             ("index_evicted_blocks", "Blocks cut to stay in the byte budget.", index.counters.evicted_blocks),
