@@ -304,7 +304,7 @@ class GlobalRouterService:
         if path is None:
             request = flight.active.request
             seed = hash_seed(request.lora_name, request.cache_salt)
-            hashes = sequence_hashes(block_hashes(request.token_ids, served.block_size, seed))
+            hashes = self._paths.path(request.token_ids, served.block_size, seed)
             path = flight.paths[key] = pack_hashes(hashes[:BLOCKS_PER_EVENT_MAX])
         return path
 

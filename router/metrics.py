@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from dispatch.prompt_paths import PromptPaths
 from router.core.projection import Projection
 from wire.identifiers import WorkerKey
 
@@ -102,6 +103,7 @@ class Viewed(Protocol):
     """What the state metrics are read from."""
 
     projection: Projection
+    paths: PromptPaths
 
     def is_reachable(self, key: WorkerKey) -> bool:
         """Tell whether the request plane to a worker is up."""
@@ -137,6 +139,12 @@ class StateCollector(Collector):
             ("index_evicted_blocks", "Blocks cut to stay in the byte budget.", index.counters.evicted_blocks),
             ("index_contradictions", "Events that contradicted the index.", index.counters.contradictions),
             ("journal_offset", "Next journal offset to apply.", projection.next_offset),
+            ("path_cache_bytes", "Bytes that the hashes of prompt parts use.", self._viewed.paths.used_bytes),
+            (
+                "path_cache_reused_blocks",
+                "Prompt blocks whose hashes were not computed again.",
+                self._viewed.paths.reused_blocks,
+            ),
             (
                 "expired_reservations",
                 "Predictions that no worker confirmed in time.",

@@ -42,6 +42,8 @@ class HttpServer:
                 backlog=BACKLOG,
                 timeout_graceful_shutdown=max(1, round(self._stop_timeout_s)),
                 server_header=False,
+                # Nothing here asks who the client is, and one wrapper less runs for every message.
+                proxy_headers=False,
             )
         )
         self._task: asyncio.Task[None] | None = None
