@@ -127,7 +127,7 @@ class Bench:
         if peer == "ours":
             return True
         probe = f"import importlib.util as u, sys; sys.exit(u.find_spec({MODULE_OF[peer]!r}) is None)"
-        return subprocess.run([self._peer_python, "-c", probe], stderr=subprocess.DEVNULL).returncode == 0
+        return subprocess.run([self._peer_python, "-c", probe], stderr=subprocess.DEVNULL, check=False).returncode == 0
 
     def run(self, peer: str, tests: list[str]) -> dict[str, Any]:
         """Return the figures of every test for one peer."""
@@ -162,7 +162,7 @@ class Bench:
         profiler = None
         if self._profile:
             profiler = subprocess.Popen([*self._profile.split(), str(pid)])
-        answer = subprocess.run(command, capture_output=True, timeout=600)
+        answer = subprocess.run(command, capture_output=True, timeout=600, check=False)
         if profiler is not None:
             profiler.wait()
         if answer.returncode:
@@ -195,19 +195,13 @@ class Bench:
         level = ["--log-level", "warning"]
         consolidator = fleet.start("consolidator", [*ours, "consolidator", *level], self._side)
         words = fleet.ready_words(consolidator)
-        workers = [
-            fleet.start(
-                f"worker{number}",
-                [sys.executable, "-m", "benchmarks.http_worker", words["ingest"], f"worker-{number}", str(BLOCK_SIZE)],
-                self._side,
-            )
-            for number in range(ENGINES)
-        ]
-        del workers
+        for number in range(ENGINES):
+            command = [sys.executable, "-m", "benchmarks.http_worker", words["ingest"], f"worker-{number}"]
+            fleet.start(f"worker{number}", [*command, str(BLOCK_SIZE)], self._side)
+        planes = ["--feed-endpoint", words["feed"], "--query-endpoint", words["query"]]
         router = fleet.start(
             "router",
-            [*ours, "router", "--port", "0", "--feed-endpoint", words["feed"], "--query-endpoint", words["query"]]
-            + ["--model-path", str(self._model), "--model-name", MODEL, *level],
+            [*ours, "router", "--port", "0", *planes, "--model-path", str(self._model), "--model-name", MODEL, *level],
             self._peer,
         )
         url = fleet.ready_words(router)["http"]

@@ -15,6 +15,7 @@ import random
 import resource
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -74,10 +75,9 @@ class _Connection(asyncio.Protocol):
             self._load.failures.append(f"connection lost: {exc}")
 
     def data_received(self, data: bytes) -> None:
-        if not self._first:
-            # Of a stream the first body bytes count; the status line alone is no token.
-            if not self._load.spec.stream or b"data:" in data:
-                self._first = time.perf_counter()
+        # Of a stream the first body bytes count; the status line alone is no token.
+        if not self._first and (not self._load.spec.stream or b"data:" in data):
+            self._first = time.perf_counter()
         self._parser.feed_data(data)
 
     def on_body(self, body: bytes) -> None:
@@ -180,9 +180,8 @@ class Load:
         loop = asyncio.get_running_loop()
         transports = []
         for number in range(spec.concurrency + (spec.long_isl > 0)):
-            transport, _ = await loop.create_connection(
-                lambda number=number: _Connection(self, number, number == spec.concurrency), "127.0.0.1", spec.port
-            )
+            connection = partial(_Connection, self, number, number == spec.concurrency)
+            transport, _ = await loop.create_connection(connection, "127.0.0.1", spec.port)
             transports.append(transport)
         await asyncio.sleep(spec.warmup_s)
         before = {name: cpu_s(pid) for name, pid in spec.pids.items()}

@@ -1,4 +1,4 @@
-"""A mock worker on the real planes: as cheap as a mock HTTP server, so that the router in front of it is what saturates.
+"""A mock worker on the real planes: as cheap as a mock HTTP server, so that the router before it saturates.
 
     python -m benchmarks.http_worker CONSOLIDATOR_ENDPOINT WORKER_ID BLOCK_SIZE
 

@@ -205,7 +205,9 @@ class _Exchange:
     async def _tokenize(self, job: Job, body_bytes: int) -> list[Prompt]:
         pool = self._endpoint._tokenization
         began_ms = self._clock.monotonic_ms()
-        prompts = await pool.run(body_bytes if job.has_text else 0, job.tokenize)
+        fast = job.model.tokenizes_fast
+        size = body_bytes if job.has_text else 0
+        prompts = job.tokenize() if pool.is_short(size, fast) else await pool.run(size, job.tokenize, fast)
         job.forget_prompt()
         self._metrics.tokenization.observe((self._clock.monotonic_ms() - began_ms) / 1000)
         return prompts

@@ -27,6 +27,7 @@ import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Protocol
 
 from tokenizers import Tokenizer
@@ -82,7 +83,7 @@ class _Fastokens:
         if len(texts) == 1:
             return [flat]
         ends = struct.unpack(f"<{len(texts) + 1}Q", offsets)
-        return [flat[4 * begin : 4 * end] for begin, end in zip(ends, ends[1:], strict=False)]
+        return [flat[4 * begin : 4 * end] for begin, end in pairwise(ends)]
 
 
 class PromptEncoder:
@@ -100,7 +101,7 @@ class PromptEncoder:
         text = tokenizer.to_str()
         document = json.loads(text)
         self._reference: BatchEncoder = _Tokenizers(tokenizer)
-        self._encoder = self._reference
+        self._encoder: BatchEncoder = self._reference
         self.slow_because = ""
         """Why ``fastokens`` is not used; empty when it is."""
         contents = [str(added["content"]) for added in document.get("added_tokens") or []]
@@ -120,9 +121,7 @@ class PromptEncoder:
         """Prompt tokens that came from the cache, since the start."""
         self.encoded_tokens = 0
         """Prompt tokens that were computed."""
-        if cache_bytes <= 0:
-            self.delimiters = ()
-        elif self.delimiters and not self._cuts_agree(probe_texts[::8]):
+        if cache_bytes <= 0 or (self.delimiters and not self._cuts_agree(probe_texts[::8])):
             self.delimiters = ()
 
     @property
@@ -307,15 +306,17 @@ def _choose(tokenizer_json: str, reference: BatchEncoder, texts: Sequence[str]) 
 
 
 _PIECES = (
-    "", " ", "  ", "   ", "\t", "\n", "\r\n", "\n\n", " \n ", "\u00a0", "\u3000", "\u200b", "\u200d", "\ufeff", "\x00",
-    "\x1f", "\x7f", "\u0085", "\u2028", "a", "A", "ab", "Hello", "hello world", "don't", "DON'T", "I'Ll", "we'RE", "'s",
-    "ſ", "K", "0", "12", "1234567", "3.14", "-1e9", "!", "?!", "...", "->", "=>", "//", "/*", "{}", "[]", "()", "``",
-    "```py\n", "_", "__init__", "$x", "@", "#", "<", "<|", "|>", "</", "é", "e\u0301", "ñ", "ß", "İ", "ı", "ŉ", "ﬁ", "Å",
-    "\u1e9b\u0323", "\u0344", "Ω", "русский", "ελληνικά", "עברית", "العربية", "हिन्दी", "ไทย", "日本語", "中文字符", "한국어",
-    "\u1100\u1161", "ｆｕｌｌ", "①", "½", "²", "٣", "🙂", "👩‍👩‍👧", "🏳️‍🌈", "🇩🇪", "\U0001f9d1\U0001f3fd", "\U00010348", "\ue000",
-    "\ufffd", "\U0010ffff", "▁", "Ġ", "##", "##ing", "Ċ", "<0x0A>", "<unk>", "[UNK]", "[CLS]", "</s>", "<s>",
+    "", " ", "  ", "   ", "\t", "\n", "\r\n", "\n\n", " \n ", "\u00a0", "\u3000", "\u200b", "\u200d",
+    "\ufeff", "\x00", "\x1f", "\x7f", "\u0085", "\u2028", "a", "A", "ab", "Hello", "hello world", "don't",
+    "DON'T", "I'Ll", "we'RE", "'s", "ſ", "K", "0", "12", "1234567", "3.14", "-1e9", "!", "?!", "...", "->",
+    "=>", "//", "/*", "{}", "[]", "()", "``", "```py\n", "_", "__init__", "$x", "@", "#", "<", "<|", "|>",
+    "</", "é", "e\u0301", "ñ", "ß", "İ", "ı", "ŉ", "ﬁ", "Å", "\u1e9b\u0323", "\u0344", "Ω", "русский",
+    "ελληνικά", "עברית", "العربية", "हिन्दी", "ไทย", "日本語", "中文字符", "한국어", "\u1100\u1161",
+    "ｆｕｌｌ", "①", "½", "²", "٣", "🙂", "👩‍👩‍👧", "🏳️‍🌈", "🇩🇪", "\U0001f9d1\U0001f3fd",
+    "\U00010348", "\ue000", "\ufffd", "\U0010ffff", "▁", "Ġ", "##", "##ing", "Ċ", "<0x0A>", "<unk>",
+    "[UNK]", "[CLS]", "</s>", "<s>",
 )  # fmt: skip
-"""What tokenizers are known to treat in different ways: blanks, contractions, digits, marks, scripts, their own signs."""
+"""What tokenizers are known to treat in different ways: blanks, contractions, digits, marks, scripts, own signs."""
 
 PROBE_SEED = 20_260_101
 RANDOM_PROBES = 96

@@ -111,6 +111,11 @@ class PromptModel:
         encoding = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         return pack_tokens(encoding.ids)
 
+    @property
+    def tokenizes_fast(self) -> bool:
+        """Return whether a fast tokenizer does the work."""
+        return self.encoder is not None and self.encoder.is_fast
+
     def decode(self, packed: bytes) -> str:
         """Return the text of u32 little-endian token ids, special tokens left out."""
         detokenizer = self.detokenizer()

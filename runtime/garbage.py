@@ -16,7 +16,7 @@ YOUNG_COLLECTIONS = 20
 """Young collections between two of the middle generation."""
 
 MIDDLE_COLLECTIONS = 50
-"""Middle collections between two full ones: one in ten million objects. Cycles are rare, so this holds little memory."""
+"""Middle collections between two full ones: one in ten million objects. Cycles are rare: little waits for it."""
 
 
 def settle() -> None:

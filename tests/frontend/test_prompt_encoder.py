@@ -119,13 +119,12 @@ def word_piece(added: list[AddedToken]) -> Tokenizer:
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=400, special_tokens=["[UNK]", "[CLS]", "[SEP]"], show_progress=False
-    )
+    trainer = trainers.WordPieceTrainer(vocab_size=400, special_tokens=["[UNK]", "[CLS]", "[SEP]"], show_progress=False)
     tokenizer.train_from_iterator(CORPUS, trainer)
     tokenizer.add_tokens(added)
-    cls, sep = tokenizer.token_to_id("[CLS]"), tokenizer.token_to_id("[SEP]")
-    tokenizer.post_processor = processors.BertProcessing(("[SEP]", sep), ("[CLS]", cls))
+    tokenizer.post_processor = processors.BertProcessing(
+        ("[SEP]", tokenizer.token_to_id("[SEP]") or 0), ("[CLS]", tokenizer.token_to_id("[CLS]") or 0)
+    )
     return tokenizer
 
 
@@ -160,7 +159,7 @@ def answer(tokenizer: Tokenizer, text: str, add_special_tokens: bool = False) ->
 TOKENS = [str(token.content) for token in AWKWARD]
 fragments = st.one_of(
     st.sampled_from([*TOKENS, *(token[:-1] for token in TOKENS), *(token[1:] for token in TOKENS)]),
-    st.sampled_from([" ", "  ", "\n", "\t\n", "lazy", "quick QUICK", "it's", "1234", "é", "e\u0301", "🙂", "▁", "日本"]),
+    st.sampled_from([" ", "  ", "\n", "\t\n", "lazy", "quick QUICK", "it's", "1234", "é", "e\u0301", "🙂", "▁"]),
     st.text(max_size=12),
     # Long enough that the next delimiter is cut at.
     st.sampled_from(["word " * 60, "\n" * 300, " " * 257, "abc\u0301 " * 70]),
