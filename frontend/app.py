@@ -55,6 +55,10 @@ class _Application(FastAPI):
         self.direct: dict[str, InferenceEndpoint] = {}
         """Inference endpoints by path."""
 
+    def direct_endpoint(self, url: bytes) -> InferenceEndpoint | None:
+        """Return the endpoint that a server may call past this application, for ``runtime.http_protocol``."""
+        return None if self.user_middleware else self.direct.get(url.decode("latin-1"))
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection's request."""
         if scope["type"] == "http" and scope["method"] == "POST" and not self.user_middleware:

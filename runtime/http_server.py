@@ -13,6 +13,8 @@ from typing import Any
 
 import uvicorn
 
+from runtime.http_protocol import DirectProtocol
+
 BACKLOG = 2048
 """Connections that wait to be accepted; the kernel refuses more."""
 
@@ -36,6 +38,8 @@ class HttpServer:
         self._server = _Server(
             uvicorn.Config(
                 app,
+                http=DirectProtocol,
+                loop="none",
                 log_config=None,
                 access_log=False,
                 lifespan="off",
