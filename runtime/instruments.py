@@ -42,10 +42,6 @@ class _Instrument(Collector):
             child = self._children[values] = self._child()
         return child
 
-    def describe(self) -> Iterator[Metric]:
-        """Yield the empty family, so that a registry knows the names without collecting."""
-        return self.collect()
-
     def _child(self) -> Self:
         raise NotImplementedError
 
@@ -138,7 +134,7 @@ class Histogram(_Instrument):
             counts = list(child._counts)
             for bound, count in zip((*self._bounds, float("inf")), counts, strict=True):
                 seen += count
-                buckets.append((floatToGoString(bound), seen))
+                buckets.append((str(floatToGoString(bound)), seen))  # type: ignore[no-untyped-call]
             family.add_metric(values, buckets, child._sum)
         yield family
 

@@ -66,7 +66,7 @@ class CallbackSocket:
                 return
             try:
                 # Asking costs less than the exception of an empty queue, which most looks would end with.
-                if not self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]
+                if not self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[arg-type,operator]
                     return
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
