@@ -66,9 +66,7 @@ class RemoteFeed:
 
     async def start(self, reader: JournalReader) -> None:
         """Follow; returns when the first snapshot was delivered, however long the consolidator takes to come up."""
-        self._follower = FeedFollower(
-            *self._endpoints, _Listener(reader), self._clock, make_context=self._make_context
-        )
+        self._follower = FeedFollower(*self._endpoints, _Listener(reader), self._clock, make_context=self._make_context)
         await self._follower.start()
         await self._follower.wait_synced()
 

@@ -14,7 +14,6 @@ from random import Random
 
 from router.consolidator.ports import Disk
 
-
 SECTOR_BYTES = 512
 """What a disk writes as a whole."""
 

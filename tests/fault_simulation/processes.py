@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
+from typing import cast
 
 from prometheus_client import CollectorRegistry
 
@@ -207,7 +208,7 @@ class Store:
                 JournalSettings(segment_bytes=4_000, retention_bytes=12_000, retention_ms=600_000),
             )
         self.journal = journal
-        return WatchedJournal(journal, self._world.watcher, self._plan.name, consolidator_id)
+        return cast(Journal, WatchedJournal(journal, self._world.watcher, self._plan.name, consolidator_id))
 
     @property
     def machine_name(self) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 
 from router.consolidator.core.feed_reader import FeedState
 from router.consolidator.core.pool_state import WORKER_SOURCE, FrozenPool, PoolState
+from router.consolidator.journal.errors import JournalCorrupt
 from router.consolidator.journal.files import FileJournal, records_of
 from router.feeds import RemoteFeed
 from tests.fault_simulation.bounds import ledger_faults
@@ -179,13 +180,16 @@ def unsound_journal(store: Store) -> str | None:
         return None
     disk = store.disk()
     oldest = journal.oldest_offset
-    for expected, record in enumerate(records_of(disk), oldest):
-        if record.offset != expected:
-            return f"the journal has record {record.offset} where {expected} should be"
-    reopened = FileJournal(disk)
-    if reopened.next_offset != journal.next_offset:
-        return f"the journal reopens at {reopened.next_offset}, it is at {journal.next_offset}"
-    return differ("the journal, read again,", reopened.recover(BLOCKS_PER_WORKER_MAX), service.core.pool)
+    try:
+        for expected, record in enumerate(records_of(disk), oldest):
+            if record.offset != expected:
+                return f"the journal has record {record.offset} where {expected} should be"
+        reopened = FileJournal(disk)
+        if reopened.next_offset != journal.next_offset:
+            return f"the journal reopens at {reopened.next_offset}, it is at {journal.next_offset}"
+        return differ("the journal, read again,", reopened.recover(BLOCKS_PER_WORKER_MAX), service.core.pool)
+    except JournalCorrupt as error:
+        return f"the journal cannot be read again: {error}"
 
 
 def _differ(who: str, believed: set[tuple[int, Tier]], truth: set[tuple[int, Tier]]) -> str:

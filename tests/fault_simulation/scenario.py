@@ -18,7 +18,6 @@ PROFILES = ("calm", "lossy-network", "crashes", "disk", "slow-readers", "disaggr
 
 MODEL = "m"
 VOCABULARY_SIZE = 500
-PROBES_PER_ENTRANCE = 1
 
 FaultKind = Literal[
     "crash",
@@ -97,6 +96,8 @@ class RequestPlan:
     sampling: Sampling
     cancel_after_tokens: int | None = None
     cancel_after_s: float | None = None
+    attempt: int = 0
+    """Of a probe: how often it was refused before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +293,20 @@ def _faults(
     routers = [router for pool in pools for router in pool.routers]
     stores = [pool.routers[0] if pool.embedded else f"{pool.name}.consolidator" for pool in pools]
     everyone = [*workers, *workers, *routers, *stores, *(["global"] if global_router else [])]
+
+    def talks_to(name: str) -> list[str]:
+        """Return whom a machine has connections with."""
+        if name == "global":
+            return [*workers, *routers]
+        pool = next(pool for pool in pools if name.startswith(f"{pool.name}."))
+        own = [worker.name for worker in pool.workers]
+        if name in own:
+            # Prefill workers hand KV over to decode workers, wherever those are.
+            others = [worker for worker in workers if worker != name]
+            return [*pool.routers, stores[pools.index(pool)], *others, *(["global"] if global_router else [])]
+        peers = [*own, stores[pools.index(pool)], *pool.routers, *(["global"] if global_router else [])]
+        return [peer for peer in peers if peer != name]
+
     faults: list[Fault] = []
     removed: set[str] = set()
     for _ in range(rng.randint(*mix.count)):
@@ -317,7 +332,7 @@ def _faults(
             target = rng.choice(stores)
             for_s = min(left_s, rng.choice((0.1, 0.6, 2.0))) if kind != "power-failure" else 0.0
         elif kind in ("partition", "break"):
-            other = rng.choice([name for name in everyone if name != target] or [target])
+            other = rng.choice(talks_to(target))
             for_s = min(left_s, rng.choice((0.1, 0.7, 1.5, 3.0))) if kind == "partition" else 0.0
         elif kind == "pause":
             for_s = min(left_s, rng.choice((0.05, 0.4, 1.5)))

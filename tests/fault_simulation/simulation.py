@@ -40,13 +40,15 @@ from tests.fault_simulation.trace import Trace
 from tests.fault_simulation.virtual_loop import Life, StillBusy, VirtualLoop
 from tests.fault_simulation.watcher import LogWatcher, Watcher
 from wire.hashing import pack_tokens
-from wire.identifiers import Role
 from wire.requests import Sampling
 from workers.simulated.next_token import Vocabulary, expected_reply
 
 QUIET_WITHIN_S = 40.0
 LOOK_EVERY_S = 0.1
+AFTERMATH_S = 1.0
 ENTRANCE_WAIT_S = 0.1
+PROBE_AGAIN_S = 0.5
+PROBES_MAX = 60
 REFUSALS = frozenset({"busy", "no_worker", "not_ready"})
 ERRORS = (
     "moved ",
@@ -111,8 +113,8 @@ class Simulation:
         self.processes: dict[str, Process] = {}
         self.stores: dict[str, Store] = {}
         self.outcomes: list[Outcome] = []
-        self._mended = False
         self._joined = 0
+        self._probes_to_come = 0
         self._build()
 
     # -- what there is -------------------------------------------------------------------------------------------------
@@ -191,7 +193,8 @@ class Simulation:
         if not self._run(scenario.ends_s):
             return
         self._mend()
-        if not self._become_quiet():
+        # What is still on its way, and connections whose end somebody has yet to notice, count as faults.
+        if not self._run(scenario.ends_s + AFTERMATH_S) or not self._become_quiet():
             return
         for entrance in range(len(self.entrances)):
             self._probe(entrance)
@@ -250,6 +253,8 @@ class Simulation:
         for process in self.processes.values():
             if process.wanted and not process.alive:
                 return f"{process.name} is not running"
+        if self._probes_to_come:
+            return "a probe was refused and comes again"
         for outcome in self.outcomes:
             if not outcome.is_over:
                 return f"request {outcome.plan.request_id} has not ended, it runs at {outcome.life}"
@@ -350,6 +355,8 @@ class Simulation:
     def _come(self, plan: RequestPlan, outcome: Outcome | None = None) -> None:
         """A client comes; it tries again while the router it asks is not there."""
         if outcome is None:
+            if plan.attempt:
+                self._probes_to_come -= 1
             tokens, reason = expected_reply(plan.token_ids, plan.sampling, self.world.vocabulary)
             outcome = Outcome(plan, pack_tokens(tokens), reason)
             self.outcomes.append(outcome)
@@ -360,12 +367,12 @@ class Simulation:
         outcome.life = entrance.life
         self.loop.spawn(entrance.life, self._client(entrance, outcome))
 
-    def _probe(self, entrance: int) -> None:
-        """Send one more request, which must succeed."""
+    def _probe(self, entrance: int, attempt: int = 0) -> None:
+        """Send one more request, which must succeed; one that is refused comes again (a breaker may be open yet)."""
         rng = Random(f"{self.scenario.seed}/probe/{entrance}")
         prompt = [rng.randrange(3, VOCABULARY_SIZE) for _ in range(3 * self.scenario.block_size)]
-        plan = RequestPlan(f"probe{entrance}", 0.0, entrance, pack_tokens(prompt), Sampling(max_tokens=8))
-        self._come(plan)
+        name = f"probe{entrance}" + (f".{attempt}" if attempt else "")
+        self._come(RequestPlan(name, 0.0, entrance, pack_tokens(prompt), Sampling(max_tokens=8), attempt=attempt))
 
     async def _client(self, entrance: RouterProcess | GlobalRouterProcess, outcome: Outcome) -> None:
         plan = outcome.plan
@@ -389,7 +396,11 @@ class Simulation:
             stream = await entrance.service.submit(request)
         except Refused as refused:
             self._end(outcome, "refused")
-            if refused.code not in REFUSALS or self._is_strict(outcome):
+            if self.scenario.global_router and self._is_probe(outcome) and plan.attempt < PROBES_MAX:
+                again_s = self.loop.time() + PROBE_AGAIN_S
+                self._at(again_s, lambda: self._probe(plan.entrance, plan.attempt + 1))
+                self._probes_to_come += 1
+            elif refused.code not in REFUSALS or self._is_strict(outcome):
                 self.watcher.fail(f"request {plan.request_id} was refused: {refused.code}, {refused}")
             return
         except asyncio.CancelledError:
@@ -413,8 +424,11 @@ class Simulation:
             if plan.cancel_after_tokens is not None and len(outcome.tokens) // 4 >= plan.cancel_after_tokens:
                 leave()
 
+    def _is_probe(self, outcome: Outcome) -> bool:
+        return outcome.plan.request_id.startswith("probe")
+
     def _is_strict(self, outcome: Outcome) -> bool:
-        return self.scenario.strict or outcome.plan.request_id.startswith("probe")
+        return self.scenario.strict or self._is_probe(outcome)
 
     def _take(self, outcome: Outcome, delta: StreamDelta) -> None:
         plan = outcome.plan
@@ -454,11 +468,10 @@ def _document(scenario: Scenario) -> bytes:
     """Return the pool grid of a scenario: a cell for each pool."""
 
     def stage(names: list[str], rows: str, columns: str) -> dict[str, Any]:
-        unit = "" if rows == "context_length" else ""
         return {
             "pools": [{"name": name, "url": f"http://{name}", "priority": n} for n, name in enumerate(names)],
-            f"{rows}_min{unit}": 0,
-            f"{rows}_max{unit}": 200,
+            f"{rows}_min": 0,
+            f"{rows}_max": 200,
             f"{rows}_resolution": 2,
             f"{columns}_min_ms": 0,
             f"{columns}_max_ms": 1000,
@@ -493,6 +506,3 @@ def _document(scenario: Scenario) -> bytes:
 def play(seed: int, profile: str | None = None, keep_all: bool = False) -> Report:
     """Run the scenario of a seed."""
     return Simulation(make_scenario(seed, profile), keep_all).run()
-
-
-__all__ = ["Outcome", "Report", "Role", "Simulation", "play"]

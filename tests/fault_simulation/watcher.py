@@ -4,7 +4,7 @@ Rules that are watched
 
 1. Offsets have no holes: each append to a journal continues it, each router is given records in order and without
    holes behind its snapshot, and every record it is given is the one in the journal.
-2. An acknowledgement means "in the journal", and with ``fsync=always`` "durable".
+2. An acknowledgement (also a welcome is one) means "in the journal", and with ``fsync=always`` "durable".
 3. No request is sent to a worker that the router knows to be gone or draining.
 4. Every bound holds, and the sums of a ledger are the sums of its entries (``bounds.py``).
 5. Nothing raises what nobody expects.
@@ -15,9 +15,9 @@ A *reference fold* applies to each journal's records what the consolidator claim
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from router.consolidator.core.pool_state import WORKER_SOURCE, FrozenPool, PoolState
 from router.consolidator.ports import Journal
@@ -29,7 +29,7 @@ from wire import codec
 from wire.events import JournalRecord
 from wire.hashing import unpack_hashes
 from wire.identifiers import WorkerKey
-from wire.ingest import Acknowledged
+from wire.ingest import Acknowledged, Welcome
 
 if TYPE_CHECKING:
     from tests.fault_simulation.machine import Machine
@@ -133,7 +133,7 @@ class Watcher:
         if pipe.plane == "request":
             if from_client and b"Generate" in frames[-1][:12]:
                 self._on_dispatch(pipe)
-        elif pipe.plane == "ingest" and not from_client and b"Acknowledged" in frames[-1][:16]:
+        elif pipe.plane == "ingest" and not from_client:
             self._on_acknowledged(pipe, frames[-1])
 
     def _on_dispatch(self, pipe: Pipe) -> None:
@@ -151,7 +151,7 @@ class Watcher:
 
     def _on_acknowledged(self, pipe: Pipe, frame: bytes) -> None:
         message = codec.from_consolidator.decode(frame)
-        if not isinstance(message, Acknowledged):
+        if not isinstance(message, Acknowledged | Welcome):
             return
         history = self.histories.get(message.consolidator_id)
         key = WorkerKey(message.worker_id, message.dp_rank)  # type: ignore[arg-type]
@@ -192,38 +192,25 @@ def reload(frozen: FrozenPool) -> PoolState:
 
 
 class WatchedJournal:
-    """A journal that tells the watcher what is in it."""
+    """A journal that tells the watcher what is in it; everything else is the journal's own."""
 
     def __init__(self, journal: Journal, watcher: Watcher, pool: str, life: str) -> None:
-        self.journal = journal
+        self._journal = journal
         self._watcher = watcher
         self._pool = pool
         self._life = life
-        self.sync: Callable[[], None] = journal.sync
-        self.read = journal.read
-        self.write_snapshot = journal.write_snapshot
-        self.retain = journal.retain
-        self.sizes = journal.sizes
-        self.close = journal.close
 
-    @property
-    def next_offset(self) -> int:
-        """Return the offset of the next record."""
-        return self.journal.next_offset
-
-    @property
-    def oldest_offset(self) -> int:
-        """Return the offset of the oldest record still kept."""
-        return self.journal.oldest_offset
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._journal, name)
 
     def append(self, payloads: Sequence[bytes], now_ms: int) -> None:
         """Append, then tell."""
-        self.journal.append(payloads, now_ms)
+        self._journal.append(payloads, now_ms)
         self._watcher.on_append(self._life, payloads)
 
     def recover(self, blocks_per_worker_max: int) -> PoolState:
         """Recover, then tell."""
-        state = self.journal.recover(blocks_per_worker_max)
+        state = self._journal.recover(blocks_per_worker_max)
         self._watcher.on_recover(self._pool, self._life, state.freeze())
         return state
 
