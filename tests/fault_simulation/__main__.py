@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
 from tests.fault_simulation.planted import PLANTED, planted
 from tests.fault_simulation.scenario import PROFILES, Scenario, make_scenario
@@ -138,14 +137,13 @@ def first_catch(name: str, within: int = PLANTED_WITHIN_SEEDS) -> tuple[int, str
 
 def show_planted(console: Console) -> int:
     """Plant every bug and tell which seed catches it; return the exit status."""
-    table = Table("planted bug", "what it does", "profile", "caught by seed", "what was seen")
     missed = 0
     for name, bug in PLANTED.items():
         caught = first_catch(name)
         missed += caught is None
-        seed, saw = ("none", "") if caught is None else (str(caught[0]), caught[1])
-        table.add_row(name, bug.words, bug.profile, seed, saw[:160])
-    console.print(table)
+        seed, saw = ("no seed", "") if caught is None else (f"seed {caught[0]}", caught[1])
+        console.print(f"[bold]{name}[/]: {bug.words}", highlight=False, soft_wrap=True)
+        console.print(f"  {bug.profile}, {seed}: {saw[:200]}", markup=False, highlight=False, soft_wrap=True)
     return 1 if missed else 0
 
 

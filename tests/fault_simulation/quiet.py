@@ -6,7 +6,7 @@ failed, and that thing is what it failed on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 
 import numpy as np
 
@@ -50,7 +50,7 @@ def unquiet_worker(worker: WorkerProcess) -> str | None:
     load = engine.load()
     if load.running_requests or load.waiting_requests or load.active_blocks or load.prefill_tokens:
         return f"{worker.life} is busy: {load}"
-    rest = {
+    rest: dict[str, Sized] = {
         "requests": service._owners,
         "peers": service._peers,
         "fetches": service._fetching,
@@ -60,7 +60,7 @@ def unquiet_worker(worker: WorkerProcess) -> str | None:
     }
     for name, things in rest.items():
         if len(things):
-            return f"{worker.life} still has {name}: {list(things) if not name.endswith('fetcher') else len(things)}"
+            return f"{worker.life} still has {len(things)} {name}"
     if not stream.is_settled:
         return f"{worker.life} has {len(stream.outbox)} batches that are not acknowledged"
     return None

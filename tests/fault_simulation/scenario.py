@@ -209,6 +209,7 @@ def make_scenario(seed: int, profile: str | None = None) -> Scenario:
 
 def _pools(rng: Random, profile: str, disaggregated: bool, global_router: bool) -> tuple[PoolPlan, ...]:
     pools: list[PoolPlan] = []
+    names: tuple[str, ...]
     if global_router:
         names = ("prefill-a", "prefill-b", "decode-a", "decode-b") if disaggregated else ("a", "b")
         if disaggregated and rng.random() < 0.5:

@@ -102,7 +102,7 @@ class Simulation:
         self.scenario = scenario
         self._keep_all = keep_all
         self._rng = Random(f"{scenario.seed}/faults")
-        self.loop = VirtualLoop(Random(f"{scenario.seed}/threads"))
+        self.loop = VirtualLoop(Random(f"{scenario.seed}/threads"))  # type: ignore[abstract]
         self.trace = Trace(keep_all)
         self.watcher = Watcher(self.loop, self.trace)
         self.network = Network(self.loop, Random(f"{scenario.seed}/network"), self.trace, scenario.network)
@@ -143,9 +143,9 @@ class Simulation:
                 self._add(WorkerProcess(world, worker, self.stores[plan.name].ingest_endpoint))
         self.entrances: list[RouterProcess | GlobalRouterProcess] = list(entrances)
         if scenario.global_router:
-            router = GlobalRouterProcess(world, load_document(_document(scenario), "simulated"), by_pool)
-            self._add(router)
-            self.entrances = [router]
+            entrance = GlobalRouterProcess(world, load_document(_document(scenario), "simulated"), by_pool)
+            self._add(entrance)
+            self.entrances = [entrance]
 
     def _add(self, process: Process) -> None:
         self.processes[process.name] = process
@@ -201,9 +201,9 @@ class Simulation:
         if not self._become_quiet():
             return
         for store in self.stores.values():
-            fault = quiet.unsound_journal(store)
-            if fault is not None:
-                self.watcher.fail(fault)
+            unsound = quiet.unsound_journal(store)
+            if unsound is not None:
+                self.watcher.fail(unsound)
         for outcome in self.outcomes:
             self._judge_end(outcome)
 
@@ -456,7 +456,10 @@ class Simulation:
             self.watcher.fail(f"request {outcome.plan.request_id} ended twice: {outcome.ended}, {how}")
         outcome.ended = how
         self.trace.note(
-            self.loop.time(), "request", f"{outcome.plan.request_id} {how} {len(outcome.tokens) // 4}", outcome.tokens
+            self.loop.time(),
+            "request",
+            f"{outcome.plan.request_id} {how} {len(outcome.tokens) // 4}",
+            bytes(outcome.tokens),
         )
 
     def _judge_end(self, outcome: Outcome) -> None:
