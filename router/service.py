@@ -503,6 +503,10 @@ class RouterService:
             active.finish(delta)
 
     def _forget(self, active: ActiveRequest) -> None:
+        # First of all: its own end must not find it still waiting, and send it to a worker once more.
+        for queued in self._admission.resumed():
+            if queued.item.active is active:
+                self._admission.leave(queued)
         self._withdraw(active)
         if self._active.pop(active.request.request_id, None) is not None:
             self._drain.finished(self._clock.monotonic_ms())

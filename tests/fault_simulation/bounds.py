@@ -54,8 +54,9 @@ def router_faults(router: RouterProcess) -> str | None:
     service = router.service
     if not router.alive or service is None:
         return None
-    if len(service._admission) > router.settings.queue_limit:
-        return f"{router.life}: {len(service._admission)} requests wait"
+    waiting = len(service._admission) - len(service._admission.resumed())
+    if waiting > router.settings.queue_limit:
+        return f"{router.life}: {waiting} requests wait, those that moved left out"
     if len(service.decisions) > DECISIONS_KEPT:
         return f"{router.life}: {len(service.decisions)} decisions are kept"
     faults = ledger_faults(service.projection.ledger)

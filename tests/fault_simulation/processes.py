@@ -63,13 +63,14 @@ LEASE_MS = 1000
 PEER_LEASE_MS = 2000.0
 DRAIN_TIMEOUT_MS = 500.0
 KEPT_TRANSFERS_MAX = 6
+KV_FETCH_TIMEOUT_MS = 1_500.0
+"""Longer than a socket that lost its connection waits before it tries again."""
 MAX_WAITING_REQUESTS = 12
 DECISIONS_KEPT = 50
 BLOCKS_PER_WORKER_MAX = 1024
 
 _ROUTER_SETTINGS = RouterSettings(
     decision_log_length=DECISIONS_KEPT,
-    queue_timeout_ms=4_000,
     worker_timeout_ms=1_000,
     reservation_ttl_ms=3_000,
 )
@@ -296,6 +297,7 @@ class RouterProcess(Process):
         self._settings = _ROUTER_SETTINGS.model_copy(
             update={
                 "local_prefill_max_tokens": world.scenario.local_prefill_max_tokens,
+                "queue_timeout_ms": 60_000.0 if world.scenario.strict else 4_000.0,
                 "queue_limit": world.scenario.queue_limit,
                 "worker_queue_factor": world.scenario.worker_queue_factor,
                 "select_port": world.port(),
@@ -394,10 +396,12 @@ class WorkerProcess(Process):
             world.vocabulary,
             ScaledTiming(PolynomialTiming(), plan.speedup),
             clock,
-            TransferModel(timeout_ms=1_500.0, kept_max=KEPT_TRANSFERS_MAX),
+            TransferModel(timeout_ms=3_000.0, kept_max=KEPT_TRANSFERS_MAX),
             KvSource(card.request_endpoint, plan.name, epoch),
         )
-        self.fetcher = fetcher = KvFetcher(context, 400.0, MAX_WAITING_REQUESTS + plan.max_batch_size, clock, metrics)
+        self.fetcher = fetcher = KvFetcher(
+            context, KV_FETCH_TIMEOUT_MS, MAX_WAITING_REQUESTS + plan.max_batch_size, clock, metrics
+        )
         self.service = service = WorkerService(
             plan.name,
             epoch,

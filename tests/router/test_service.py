@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 import zmq
@@ -56,10 +58,25 @@ def card(endpoint: str) -> WorkerCard:
     return WorkerCard("m", Role.AGGREGATED, 16, WorkerLimits(8, 1024, 100, 1600), endpoint)
 
 
-def test_a_request_moves_to_a_worker_that_joins_in_the_turn_in_which_its_own_leaves(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its next place is chosen among workers that all have a link: the newcomer has one, and it is not up yet."""
+class Routed:
+    """A router whose only links are up when a test says so; ``sent`` has the endpoints that got a request."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], sent: list[str]) -> None:
+        settings = RouterSettings()
+        projection = Projection(PrefixIndex(), LoadLedger())
+        selector = Selector(projection, make_policy("kv", settings.cost_weights(), 0.0))
+        self.feed = ToldFeed()
+        metrics = RouterMetrics(CollectorRegistry())
+        self.service = RouterService(settings, projection, selector, self.feed, metrics, SystemClock(), context)
+        self.sent = sent
+
+    def bring_up(self, endpoint: str) -> None:
+        self.service._links[endpoint].is_up = True
+        self.service._on_link_up(self.service._links[endpoint])
+
+
+@asynccontextmanager
+async def routed() -> AsyncIterator[Routed]:
     sent: list[str] = []
 
     def generate(link: WorkerLink, message: Generate) -> bool:
@@ -67,34 +84,59 @@ def test_a_request_moves_to_a_worker_that_joins_in_the_turn_in_which_its_own_lea
             sent.append(link.endpoint)
         return link.is_up
 
-    monkeypatch.setattr(WorkerLink, "generate", generate)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    made = Routed(context, sent)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WorkerLink, "generate", generate)
+        await made.service.start()
+        try:
+            yield made
+        finally:
+            await made.service.stop()
+            context.destroy(linger=0)
+
+
+REQUEST = InferenceRequest("r", "m", pack_tokens(range(20)), Sampling(max_tokens=4))
+BEFORE, AFTER = "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"
+
+
+def test_a_request_moves_to_a_worker_that_joins_in_the_turn_in_which_its_own_leaves() -> None:
+    """Its next place is chosen among workers that all have a link: the newcomer has one, and it is not up yet."""
 
     async def scenario() -> None:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        settings = RouterSettings()
-        projection = Projection(PrefixIndex(), LoadLedger())
-        selector = Selector(projection, make_policy("kv", settings.cost_weights(), 0.0))
-        feed = ToldFeed()
-        metrics = RouterMetrics(CollectorRegistry())
-        service = RouterService(settings, projection, selector, feed, metrics, SystemClock(), context)
-        await service.start()
-        try:
-            before, after = "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"
-            feed.tell((OLD, WorkerJoined(card(before))))
-            service._links[before].is_up = True
-            service._on_link_up(service._links[before])
-            await service.submit(InferenceRequest("r", "m", pack_tokens(range(20)), Sampling(max_tokens=4)))
+        async with routed() as router:
+            service = router.service
+            router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
+            router.bring_up(BEFORE)
+            await service.submit(REQUEST)
 
-            feed.tell((OLD, WorkerLeft("drained")), (NEW, WorkerJoined(card(after))))
+            router.feed.tell((OLD, WorkerLeft("drained")), (NEW, WorkerJoined(card(AFTER))))
 
             assert service.counts() == (1, 1), "it waits for the newcomer to be reachable"
             assert set(service.unreachable) == {NEW}
-            service._links[after].is_up = True
-            service._on_link_up(service._links[after])
+            router.bring_up(AFTER)
             assert service.counts() == (1, 0)
-            assert sent == [before, after]
-        finally:
-            await service.stop()
-            context.destroy(linger=0)
+            assert router.sent == [BEFORE, AFTER]
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_is_cancelled_while_it_waits_to_move_on_ends_once_and_goes_nowhere() -> None:
+    async def scenario() -> None:
+        async with routed() as router:
+            service = router.service
+            router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
+            router.bring_up(BEFORE)
+            stream = await service.submit(REQUEST)
+            router.feed.tell((OLD, WorkerLeft("drained")), (NEW, WorkerJoined(card(AFTER))))
+            service._links[AFTER].is_up = True
+            service._note_reachability()
+
+            stream.cancel()
+
+            assert [delta.finish_reason for delta in await stream.next()] == ["cancelled"]
+            assert await stream.next() == []
+            assert service.counts() == (0, 0)
+            assert router.sent == [BEFORE]
 
     asyncio.run(scenario())
