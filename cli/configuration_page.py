@@ -77,7 +77,8 @@ SECTIONS = (
         "Worker with TensorRT-LLM",
         "worker",
         (TrtllmWorkerSettings,),
-        "With `--engine trtllm`. What the engine gets, and what wins: [engine_configs.md](engine_configs.md).",
+        "With `--engine trtllm`. `--print-engine-args` prints what the engine would get and where each value came from "
+        "([what wins](engine_configs.md)), and starts nothing.",
     ),
     Section("Load generator", "bench", (BenchSettings,), "What the modes mean: [bench.md](bench.md)."),
     Section("Simulator", "simulate", (SimulationSettings,), "What it prints: [simulate.md](simulate.md)."),

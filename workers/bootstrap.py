@@ -32,7 +32,6 @@ from workers.simulated.kv_transfer import KvSource
 from workers.simulated.timing import PolynomialTiming, ScaledTiming, TableTiming, TimingModel
 from workers.trtllm.engine_arguments import EngineArguments, resolve_files
 from workers.trtllm.engine_rules import look_up
-from workers.trtllm.metrics import TrtllmMetrics
 
 if TYPE_CHECKING:
     from workers.engines.trtllm import OpenedEngine
@@ -137,8 +136,9 @@ async def open_trtllm(settings: TrtllmWorkerSettings, around: Surroundings) -> A
         health_timeout_ms=settings.health_timeout_ms,
         progress_timeout_ms=settings.progress_timeout_ms,
     )
-    metrics = TrtllmMetrics(around.registry)
-    async with open_engine(arguments, settings.role, limits, around.clock, around.metrics, metrics) as opened:
+    async with open_engine(
+        arguments, settings.role, limits, around.clock, around.metrics, around.registry, settings.model_name
+    ) as opened:
         yield Opened(opened.engine, trtllm_card(settings, arguments, opened, around.request_port, around.http_port))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +23,6 @@ from workers.engines.trtllm_library import load_library
 from workers.metrics import WorkerMetrics
 from workers.simulated.next_token import Vocabulary, expected_output
 from workers.trtllm.engine_arguments import resolve_files
-from workers.trtllm.metrics import TrtllmMetrics
 from workers.trtllm.settings import TrtllmSettings
 
 PATIENCE_S = 20.0
@@ -76,7 +75,7 @@ class Told:
     async def turned(self, holds: Callable[[], Any]) -> None:
         """Wait for something that no report tells."""
         async with asyncio.timeout(PATIENCE_S):
-            while not holds():
+            while not holds():  # noqa: ASYNC110 - other threads bring it about, and tell nobody
                 await asyncio.sleep(0.001)
 
     def last(self, request_id: str) -> TokenDelta | None:
@@ -121,7 +120,7 @@ async def running_engine(
     registry = CollectorRegistry()
     metrics = WorkerMetrics(registry)
     async with open_engine(
-        resolve_files(chosen), role, limits or EngineLimits(), SystemClock(), metrics, TrtllmMetrics(registry)
+        resolve_files(chosen), role, limits or EngineLimits(), SystemClock(), metrics, registry, "served"
     ) as opened:
         told = Told(opened.engine, opened.engine._llm, metrics)
         if runs:
@@ -136,7 +135,7 @@ async def running_engine(
 
 def make_request(
     request_id: str = "r",
-    prompt: Iterable[int] = range(10),
+    prompt: Sequence[int] = range(10),
     max_tokens: int = 8,
     stage: Stage = Stage.WHOLE,
     stop_token_ids: tuple[int, ...] = (),

@@ -15,12 +15,12 @@ def test_a_request_gets_the_engines_tokens_once_and_in_order_and_its_events_tell
             last = await told.finish(request)
             assert last.finish_reason == "length"
             assert told.output("r") == expected(request)
-            assert [delta.cached_tokens for delta in told.deltas["r"]][0] == 0
+            assert told.deltas["r"][0].cached_tokens == 0
             events = told.events_of("r")
             assert isinstance(events[0], RequestStarted)
             assert events[1] == PrefillCompleted("r")
             assert events[-1] == RequestFinished("r", "length")
             blocks = [event.active_blocks for event in events if isinstance(event, RequestProgressed)]
-            assert ([events[0].active_blocks] + blocks)[-1] == 6
+            assert [events[0].active_blocks, *blocks][-1] == 6
 
     asyncio.run(scenario())

@@ -27,6 +27,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from prometheus_client import CollectorRegistry
+
 from runtime.clock import Clock
 from wire.errors import WireError
 from wire.events import (
@@ -46,6 +48,7 @@ from workers.core.refusal import RefusedError
 from workers.engines.engine import EngineReport, RankReport
 from workers.engines.model_files import read_model_facts
 from workers.engines.trtllm_calls import TrtllmCalls
+from workers.engines.trtllm_collector import EngineCollector
 from workers.engines.trtllm_feed import TrtllmFeed, WireCacheEvent
 from workers.engines.trtllm_library import REQUEST_ERRORS, TrtllmLibrary, load_library
 from workers.engines.trtllm_loading import end_engine, start_engine
@@ -167,9 +170,11 @@ class TrtllmEngine:
         clock: Clock,
         metrics: WorkerMetrics,
         trtllm_metrics: TrtllmMetrics,
+        collector: EngineCollector,
         load_media: MediaLoader | None = None,
     ) -> None:
         self._library = library
+        self._collector = collector
         self._llm = llm
         self._role = role
         self._limits = limits
@@ -180,7 +185,13 @@ class TrtllmEngine:
         self._transfers_kv = bool((arguments.values.get("cache_transceiver_config") or {}).get("backend"))
         self._dp_size = arguments.attention_dp_size
         self._feed = TrtllmFeed(
-            llm, self._dp_size, arguments.block_size, clock, trtllm_metrics, root_seed=self._calls.roots
+            llm,
+            self._dp_size,
+            arguments.block_size,
+            clock,
+            trtllm_metrics,
+            root_seed=self._calls.roots,
+            own_metrics=collector,
         )
         self._feeding: asyncio.Task[None] | None = None
         self._reads = arguments.publishes_kv_events or bool(arguments.values.get("enable_iter_perf_stats"))
@@ -561,6 +572,7 @@ class TrtllmEngine:
         self._progress[active.rank].left(request_id, now_ms)
         if error is None:
             self._note_proof(now_ms)
+            self._collector.observe_request(getattr(active.result, "metrics_dict", None) or {}, reason)
         self._pending.deltas.append(
             TokenDelta(
                 request_id,
@@ -779,8 +791,8 @@ async def open_engine(
     limits: EngineLimits,
     clock: Clock,
     metrics: WorkerMetrics,
-    trtllm_metrics: TrtllmMetrics,
-    library: TrtllmLibrary | None = None,
+    registry: CollectorRegistry,
+    served_model_name: str,
 ) -> AsyncIterator[OpenedEngine]:
     """Load a model and keep its engine until the end of the block; whatever ends it, the engine is shut down.
 
@@ -789,25 +801,30 @@ async def open_engine(
     """
     _check_adapters(arguments)
     started_ms = clock.monotonic_ms()
-    found: TrtllmLibrary = library if library is not None else await asyncio.to_thread(load_library)
-    log.info("starting TensorRT-LLM %s with %s", found.version, arguments.values.get("model"))
+    library = await asyncio.to_thread(load_library)
+    log.info("starting TensorRT-LLM %s with %s", library.version, arguments.values.get("model"))
     try:
-        llm = await start_engine(lambda: found.make_engine(arguments.values, role is Role.ENCODE), _shut_down)
+        llm = await start_engine(lambda: library.make_engine(arguments.values, role is Role.ENCODE), _shut_down)
     except Exception as error:
-        raise EngineBrokenError(f"starting TensorRT-LLM {found.version} failed: {error!r}") from error
+        raise EngineBrokenError(f"starting TensorRT-LLM {library.version} failed: {error!r}") from error
+    collector: EngineCollector | None = None
     try:
+        trtllm_metrics = TrtllmMetrics(registry)
+        collector = EngineCollector(registry, served_model_name, trtllm_metrics)
         facts = await asyncio.to_thread(read_model_facts, str(arguments.values["model"]))
-        engine = TrtllmEngine(found, llm, role, arguments, facts, limits, clock, metrics, trtllm_metrics)
+        engine = TrtllmEngine(library, llm, role, arguments, facts, limits, clock, metrics, trtllm_metrics, collector)
         try:
             await engine.begin()
             load_s = (clock.monotonic_ms() - started_ms) / 1e3
             metrics.engine_load_seconds.set(load_s)
             metrics.engine_healthy.set(1)
             log.info("the engine is ready after %.1f s", load_s)
-            yield OpenedEngine(engine, found.version, facts)
+            yield OpenedEngine(engine, library.version, facts)
         finally:
             await engine.close()
     finally:
+        if collector is not None:
+            collector.close()
         await end_engine(llm, _shut_down)
 
 

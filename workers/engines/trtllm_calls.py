@@ -45,6 +45,7 @@ class TrtllmCalls:
         self._llm = llm
         self._eos_token_ids = frozenset(facts.eos_token_ids)
         self._vocabulary_size = facts.vocabulary_size
+        self._measures = bool(arguments.values.get("enable_iter_perf_stats"))
         self._can_guide = bool(arguments.values.get("guided_decoding_backend"))
         self._accepted = parameters_of(llm.generate_async)
         self._dropped_fields: set[str] = set()
@@ -102,6 +103,9 @@ class TrtllmCalls:
         """Return a request's own ``SamplingParams``. Logits processors, once there are any, are attached here."""
         plan = plan_sampling(request, self._eos_token_ids, self._can_guide)
         arguments = plan.arguments
+        if self._measures:
+            # What TensorRT-LLM's own metrics are made of.
+            arguments["return_perf_metrics"] = True
         if plan.guide is not None:
             arguments["guided_decoding"] = self._library.guided_decoding_params(**plan.guide)
         if plan.logit_bias:
