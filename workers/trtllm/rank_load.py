@@ -45,6 +45,8 @@ class RankLoad:
 
     def entered(self, request_id: str, prompt_tokens: int, computes: bool) -> None:
         """Book a request that the engine was given."""
+        if not self._entries:
+            self._engine = None  # of the last step before it rested
         self._entries[request_id] = _Entry(prompt_tokens, 0, computes)
         if computes:
             self._prefill_tokens += prompt_tokens
@@ -101,8 +103,8 @@ class RankLoad:
     def report(self, cached_blocks: int) -> LoadReported:
         """Return the rank's load now.
 
-        The engine's statistics count only while it works: they are those of its last step, and an idle engine makes no
-        step. ``cached_blocks`` is what the cache events say.
+        The engine's statistics count only while it works, and from its first step on: they are those of its last step,
+        and an idle engine makes none. ``cached_blocks`` is what the cache events say.
         """
         if self._engine is not None and self._entries:
             return load_of(self._engine, cached_blocks, self._prefill_tokens)
