@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import httpx
 import pytest
@@ -72,6 +73,10 @@ def believed_and_held(pool: Pool, rank: int) -> tuple[str, str]:
     )
 
 
+def is_known(pool: Pool, rank: int) -> bool:
+    return len(set(believed_and_held(pool, rank))) == 1
+
+
 def test_disaggregated_answers_are_those_of_one_worker_token_for_token(pool: Pool) -> None:
     for at in range(2 * RANKS):
         prompt = [100 + (at * 131 + number) % 3000 for number in range(100 + 50 * at)]
@@ -83,9 +88,7 @@ def test_disaggregated_answers_are_those_of_one_worker_token_for_token(pool: Poo
     assert metric(pool.url, "poolgrid_router_legs_total", stage="prefill") == 2 * RANKS
     assert metric(pool.url, "poolgrid_router_legs_total", stage="decode") == 2 * RANKS
     for rank in range(RANKS):
-        eventually(
-            f"the router knows what rank {rank} holds", lambda rank=rank: len(set(believed_and_held(pool, rank))) == 1
-        )
+        eventually(f"the router knows what rank {rank} holds", partial(is_known, pool, rank))
     assert any(believed_and_held(pool, rank)[0] for rank in range(1, RANKS)), "other ranks than the first were used"
     eventually(
         "the prefill worker keeps nothing", lambda: metric(pool.prefill.url, "poolgrid_worker_kept_transfers") == 0
@@ -113,7 +116,8 @@ def test_short_prompts_stay_where_they_decode(pool: Pool) -> None:
     assert metric(pool.url, "poolgrid_router_legs_total", stage="prefill") == before
 
 
-def test_without_the_package_a_worker_says_what_is_missing() -> None:
+def test_without_the_package_a_worker_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     with Process(*COMMON) as worker:
         assert worker.wait() == 1
         _, errors = worker.stop()

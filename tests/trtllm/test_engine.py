@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,7 @@ def test_a_stop_token_is_the_last_token_of_the_output() -> None:
 
 def test_each_rank_of_attention_dp_is_addressed_and_has_its_own_events_and_load() -> None:
     async def scenario() -> None:
-        settings = {"tensor_parallel_size": 4, "enable_attention_dp": True}
+        settings: dict[str, Any] = {"tensor_parallel_size": 4, "enable_attention_dp": True}
         async with running_engine(**settings) as told:
             assert told.engine.dp_size == 4
             calls = hold(told)
@@ -164,12 +165,12 @@ def test_each_rank_of_attention_dp_is_addressed_and_has_its_own_events_and_load(
                 assert call["scheduling_params"].attention_dp_rank == rank
                 assert call["scheduling_params"].attention_dp_relax is False
             for rank in (0, 2, 3):
-                await told.until(lambda rank=rank: told.engine.load(rank).cached_blocks == 3)
+                await told.until(partial(lambda rank: told.engine.load(rank).cached_blocks == 3, rank))
                 stored = [event for event in told.events[rank] if isinstance(event, BlocksStored)]
                 held = [each for event in stored for each in unpack_hashes(event.sequence_hashes)]
                 request = told.events_of(f"r{rank}", rank)
-                prompt = pack_tokens([100 * rank + at for at in range(9)])
-                assert held[:2] == sequence_hashes(block_hashes(prompt, BLOCK))
+                packed = pack_tokens([100 * rank + at for at in range(9)])
+                assert held[:2] == sequence_hashes(block_hashes(packed, BLOCK))
                 assert request[-1] == RequestFinished(f"r{rank}", "length")
             assert not told.events_of("r2", 0)
             assert told.engine.load(1).cached_blocks == 0
@@ -408,7 +409,11 @@ def test_without_the_package_it_is_said_what_is_missing(monkeypatch: pytest.Monk
 
 def test_autodeploy_runs_with_what_it_does_not_take_left_out() -> None:
     async def scenario() -> None:
-        settings = {"backend": "_autodeploy", "publish_events_and_metrics": False, "tensor_parallel_size": 2}
+        settings: dict[str, Any] = {
+            "backend": "_autodeploy",
+            "publish_events_and_metrics": False,
+            "tensor_parallel_size": 2,
+        }
         async with running_engine(**settings, max_batch_size=8) as told:
             assert told.engine.dp_size == 1
             assert told.llm.args.world_size == 2

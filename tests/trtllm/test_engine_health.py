@@ -17,7 +17,7 @@ PROGRESS = EngineLimits(progress_timeout_ms=40.0)
 
 def test_an_idle_engine_generates_a_token_with_a_salt_of_its_own_on_every_rank() -> None:
     async def scenario() -> None:
-        settings = {"tensor_parallel_size": 2, "enable_attention_dp": True}
+        settings: dict[str, Any] = {"tensor_parallel_size": 2, "enable_attention_dp": True}
         async with running_engine(limits=QUICK, **settings) as told:
             calls: list[Any] = []
             original = told.llm.generate_async

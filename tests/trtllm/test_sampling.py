@@ -32,14 +32,15 @@ def test_defaults_of_openai_are_said_because_the_engines_differ() -> None:
 
 
 def test_greedy_stays_greedy() -> None:
-    for given in ({"temperature": 0.0}, {"top_k": 1}, {"top_p": 0.0}):
+    ways: list[dict[str, Any]] = [{"temperature": 0.0}, {"top_k": 1}, {"top_p": 0.0}]
+    for given in ways:
         made = plan(**given).arguments
         assert SamplingParams(**made)._greedy_decoding
         assert made["seed"] == 0
 
 
 def test_every_given_parameter_arrives() -> None:
-    given = {
+    given: dict[str, Any] = {
         "temperature": 0.5, "top_p": 0.9, "top_k": 40, "min_p": 0.05, "seed": 5, "frequency_penalty": 0.25,
         "presence_penalty": -0.25, "repetition_penalty": 1.1, "min_tokens": 3, "ignore_eos": True, "logprobs": 5,
         "prompt_logprobs": 2,
