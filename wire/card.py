@@ -62,3 +62,5 @@ class WorkerCard(msgspec.Struct, array_like=True, frozen=True):
     """Token ids are below this; 0 = not known."""
     media: MediaSpec = MediaSpec()
     """Media that it takes; the default takes none."""
+    endpoint_name: Identifier = ""
+    """``namespace.component.endpoint``: what the worker is called in a deployment; empty = it has no such name."""

@@ -61,7 +61,19 @@ LOGPROBS_MAX = 64
 """Alternatives per token; OpenAI's own limit is 20."""
 
 GUIDE_BYTES_MAX = 1024 * 1024
-"""A JSON schema for guided decoding."""
+"""A guide for guided decoding: a JSON schema, a regular expression, a grammar, a structural tag."""
+
+GUIDE_CHOICES_MAX = 1024
+"""Texts that a guided choice may offer."""
+
+BAD_TOKENS_MAX = 1024
+"""Token ids that one request may forbid."""
+
+LOGITS_PROCESSORS_MAX = 8
+"""Logits processors of one request; each costs a pass over a row of logits per token."""
+
+LOGITS_ARGUMENT_BYTES_MAX = 1024 * 1024
+"""Arguments of one logits processor, as JSON: a list of half a large vocabulary fits."""
 
 WORKERS_EXCLUDED_MAX = 1024
 """Workers that one ``Select`` may exclude: every worker that failed a request, of a large pool."""

@@ -53,6 +53,7 @@ from wire.requests import (
     FetchKv,
     Generate,
     KvOffered,
+    LogitsProcessorCall,
     Ping,
     Pong,
     ReleaseKv,
@@ -96,6 +97,7 @@ FULL_CARD = WorkerCard(
     eos_token_ids=(2, 128_009),
     vocabulary_size=128_256,
     media=MediaSpec(("image", "embeddings"), "<image>", 32_000, 576, U32_MAX),
+    endpoint_name="poolgrid.decode.generate",
 )
 LOAD = LoadReported(3, 1, 4096, 700, 900, 1024, steps=12_345_678_901)
 
@@ -151,6 +153,16 @@ GOLDEN: dict[tuple[str, str], Any] = {
             logprobs=5,
             logit_bias={50256: -100.0},
             guided_json=b'{"type":"object"}',
+            guided_regex="a+",
+            guided_grammar='root ::= "a"',
+            guided_choice=("yes", "no"),
+            structural_tag="{}",
+            bad_token_ids=(7, U32_MAX),
+            prompt_logprobs=0,
+            logits_processors=(
+                LogitsProcessorCall("banned_tokens", b'{"token_ids":[7]}'),
+                LogitsProcessorCall("own"),
+            ),
         ),
         stop_token_ids=(2, 128_009),
         routing=Routing(1, -2, "legal", "tenant-7", 1),
@@ -179,6 +191,7 @@ GOLDEN: dict[tuple[str, str], Any] = {
                 retryable=False,
                 logprobs=(TokenLogprobs(12, -0.5, ((12, -0.5), (99, -1.25))), TokenLogprobs(13, -2.0)),
                 disaggregated_params=b"\x00",
+                prompt_logprobs=(TokenLogprobs(2, -3.5),),
             ),
             TokenDelta("r-3", 0, b"", "error", error="out of blocks", retryable=True),
             TokenDelta("r-4", 0, pack_tokens([14]), "prefilled", cached_tokens=0, disaggregated_params=b"\x01\x02"),
@@ -467,6 +480,8 @@ def _value_spans(frame: bytes) -> Iterator[int]:
             at += 2 + frame[at + 1]
         elif code in (0xCA, 0xCB, 0xCC, 0xCD, 0xCE, 0xCF, 0xD0, 0xD1, 0xD2, 0xD3):
             at += 1 + {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}[code]
+        elif code == 0xDC:  # an array of more than 15 values
+            at += 3
         else:  # pragma: no cover - golden frames hold nothing else
             raise AssertionError(f"byte {code:#x} in a golden frame")
 
