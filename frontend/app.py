@@ -21,6 +21,8 @@ from starlette.routing import Route
 
 from frontend.errors import RequestError
 from frontend.inference_endpoint import InferenceEndpoint
+from frontend.media.loader import MediaLoader
+from frontend.media.metrics import MediaMetrics
 from frontend.metrics import FrontendMetrics
 from frontend.openapi import describe_inference
 from frontend.ports import InferenceBackend, ServedModel
@@ -72,10 +74,13 @@ def create_app(
                     yield
         finally:
             tokenization.close()
+            await media.close()
 
     app = FastAPI(title="poolgrid", summary="OpenAI API of a KV-cache-aware router", lifespan=whole_life)
     metrics = FrontendMetrics(registry)
     metrics.tokenizations_pending.set_function(lambda: tokenization.pending)
+    clock = clock or SystemClock()
+    media = MediaLoader(settings, MediaMetrics(registry), clock)
     preparation = Preparation(backend, models, settings)
     request_ids = RequestIds(secrets.token_hex(6) if id_prefix is None else id_prefix)
     for path, chat in (("/v1/chat/completions", True), ("/v1/completions", False)):
@@ -87,7 +92,8 @@ def create_app(
             request_ids=request_ids,
             metrics=metrics,
             settings=settings,
-            clock=clock or SystemClock(),
+            clock=clock,
+            media=media,
         )
         app.router.routes.insert(0, Route(path, endpoint, methods=["POST"], name=endpoint.name))
     describe_inference(app)

@@ -20,6 +20,8 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from frontend.errors import RequestError, refused
+from frontend.media.loader import MediaLoader
+from frontend.media.memory_budget import MediaLease
 from frontend.metrics import FrontendMetrics
 from frontend.ports import HINT_HEADERS, InferenceBackend, Refused, StreamDelta
 from frontend.preparation import Job, Preparation, Prompt
@@ -69,6 +71,7 @@ class InferenceEndpoint:
         metrics: FrontendMetrics,
         settings: FrontendSettings,
         clock: Clock,
+        media: MediaLoader,
     ) -> None:
         self.name = "chat_completions" if chat else "completions"
         """Value of the metrics' ``endpoint`` label."""
@@ -81,6 +84,7 @@ class InferenceEndpoint:
         self._in_flight = metrics.in_flight.labels(self.name)
         self._settings = settings
         self._clock = clock
+        self._media = media
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one POST."""
@@ -118,6 +122,7 @@ class _Exchange:
         self._send = send
         self._connection = _Connection()
         self._outputs: list[SequenceOutput] = []
+        self._lease: MediaLease | None = None
         self.status = CLIENT_LEFT
         self.streaming = False
 
@@ -136,6 +141,9 @@ class _Exchange:
             watcher = asyncio.ensure_future(_watch(self._receive, connection, task))
             job = self._endpoint._prepare(body)
             self.streaming = job.stream
+            if job.media:
+                self._lease = self._endpoint._media.lease()
+                job.items = await self._endpoint._media.load(job.media, self._lease)
             prompts = await self._tokenize(job, len(body))
             del body
             request_ids = self._endpoint._request_ids.claim(self._wanted_id, len(prompts) * job.choices_per_prompt)
@@ -161,6 +169,8 @@ class _Exchange:
             if watcher is not None:
                 watcher.cancel()
             self._give_up()
+            if self._lease is not None:
+                self._lease.close()
             if request_ids:
                 self._endpoint._request_ids.release(request_ids)
             self._count_tokens()

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from wire.card import MediaSpec
+from wire.multimodal import MultimodalInput
 from wire.requests import Sampling, TokenLogprobs
 
 HINT_HEADERS = ("x-ttft-target-ms", "x-itl-target-ms")
@@ -31,6 +33,8 @@ class InferenceRequest:
     lora_name: str = ""
     cache_salt: str = ""
     expected_output_tokens: int | None = None
+    multimodal: MultimodalInput | None = None
+    """Its media, with their places among ``token_ids``."""
     hints: Mapping[str, Any] = field(default_factory=lambda: NO_HINTS)
     """What the client asked of routing, as it came: ``nvext`` (the parts ``router`` and ``agent_hints``) and
     ``headers`` (those of ``HINT_HEADERS``, by name in lower case). Either may be absent."""
@@ -106,6 +110,8 @@ class ServedModel:
     created: int
     max_sequence_length: int
     loras: tuple[str, ...] = field(default=())
+    media: MediaSpec = MediaSpec()
+    """Media that it takes beside text."""
 
 
 class InferenceBackend(Protocol):

@@ -12,8 +12,10 @@ from typing import Any
 
 import msgspec
 
-from frontend.chat_template import TemplateFailure
+from frontend.chat_template import ChatTemplate, TemplateFailure
 from frontend.errors import RequestError, invalid, quoted, unsupported
+from frontend.media.conversation import find_media, shape_message, with_media
+from frontend.media.references import MediaReference
 from frontend.ports import NO_HINTS, InferenceBackend, InferenceRequest, ServedModel
 from frontend.prompt_model import PromptModel, PromptModels
 from frontend.schema import (
@@ -27,8 +29,10 @@ from frontend.schema import (
     parse_completion,
 )
 from frontend.settings import FrontendSettings
+from wire.card import MediaSpec
 from wire.hashing import TOKEN_BYTES, pack_tokens, stable_u64
 from wire.limits import LOGITS_ARGUMENT_BYTES_MAX
+from wire.multimodal import MediaItem, MultimodalInput
 from wire.requests import LogitsProcessorCall, Sampling
 
 COMPLETION_MAX_TOKENS_DEFAULT = 16
@@ -41,6 +45,7 @@ class Prompt:
 
     token_ids: bytes
     text: str = ""
+    multimodal: MultimodalInput | None = None
 
     @property
     def isl(self) -> int:
@@ -61,6 +66,10 @@ class Job:
     logprobs: int | None
     """Alternatives per token that the client wants; ``None`` = no log probabilities."""
     settings: FrontendSettings
+    media: tuple[MediaReference, ...] = ()
+    """Media that the messages name, in order."""
+    items: tuple[MediaItem, ...] = ()
+    """The same, loaded; the caller sets them before ``tokenize``."""
 
     @property
     def choices_per_prompt(self) -> int:
@@ -97,6 +106,7 @@ class Job:
 
     def forget_prompt(self) -> None:
         """Drop the parsed prompt, which can be far larger than the packed one, for the time of the generation."""
+        self.media = self.items = ()
         if isinstance(self.body, ChatBody):
             self.body.messages = []
         elif isinstance(self.body, CompletionBody):
@@ -144,19 +154,22 @@ class Job:
                         lora_name=self.lora_name,
                         cache_salt=cache_salt,
                         expected_output_tokens=expected,
+                        multimodal=prompt.multimodal,
                         hints=routing_hints,
                     )
                 )
         return requests
 
     def _chat_prompt(self, body: ChatBody) -> Prompt:
-        messages = [_message(message, index) for index, message in enumerate(body.messages)]
         tools = body.tools if body.tool_choice != "none" else None
         template = self.model.tool_template if tools and self.model.tool_template else self.model.template
         if template is None:
             raise invalid(
                 "model", f"{self.model.name} has no chat template: use /v1/completions", code="no_chat_template"
             )
+        messages = [
+            _message(message, index, template, self.served.media) for index, message in enumerate(body.messages)
+        ]
         variables: dict[str, Any] = dict(body.chat_template_kwargs or {})
         if body.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", body.reasoning_effort)
@@ -171,7 +184,11 @@ class Job:
             )
         except TemplateFailure as failure:
             raise invalid("messages", f"{failure}. The request was not run.", code="chat_template_error") from failure
-        return Prompt(self.model.encode(text, add_special_tokens=bool(body.add_special_tokens)))
+        special = bool(body.add_special_tokens)
+        if not self.items:
+            return Prompt(self.model.encode(text, add_special_tokens=special))
+        token_ids, multimodal = with_media(text, self.items, self.served.media, self.model, special)
+        return Prompt(token_ids, multimodal=multimodal)
 
     def _completion_prompt(self, body: CompletionBody, prompt: str | list[int], param: str) -> Prompt:
         if isinstance(prompt, str):
@@ -309,6 +326,7 @@ class Preparation:
             stops=self._stops(body.stop) if body.stop is not None else (),
             logprobs=logprobs,
             settings=self._settings,
+            media=find_media(body.messages, served.media, body.model) if isinstance(body, ChatBody) else (),
         )
 
     def _stops(self, stop: str | list[str]) -> tuple[str, ...]:
@@ -356,22 +374,10 @@ def _check_vocabulary(token_ids: Sequence[int], vocab_size: int, param: str) -> 
         raise invalid(place, f"{place} is {token_id}: allowed are token ids from 0 to {vocab_size - 1}")
 
 
-def _message(message: Message, index: int) -> Mapping[str, Any]:
-    """Return a message as templates expect it: text content as one string, call arguments as objects."""
+def _message(message: Message, index: int, template: ChatTemplate, media: MediaSpec) -> Mapping[str, Any]:
+    """Return a message as its template expects it: content in its form, call arguments as objects."""
     content = message.content
-    rendered: dict[str, Any] = {"role": message.role}
-    if isinstance(content, list):
-        texts: list[str] = []
-        for number, part in enumerate(content):
-            where = f"messages[{index}].content[{number}]"
-            if part.type not in ("text", "input_text"):
-                raise unsupported(f"{where}.type", f"only text parts are served (got {quoted(part.type)})")
-            if part.text is None:
-                raise invalid(f"{where}.text", f"{where}.text is missing: allowed is a string")
-            texts.append(part.text)
-        rendered["content"] = "".join(texts)
-    else:
-        rendered["content"] = content
+    rendered: dict[str, Any] = {"role": message.role, "content": shape_message(content, index, template, media)}
     if message.name is not None:
         rendered["name"] = message.name
     if message.reasoning_content is not None:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from pydantic import Field
 
+from frontend.media.settings import MediaSettings
 from frontend.models import TINY_MODEL_PATH
-from runtime.settings import Settings
 
 
-class FrontendSettings(Settings):
+class FrontendSettings(MediaSettings):
     """Settings of the OpenAI surface; the router's own settings include them."""
 
     model_path: Path = Field(
