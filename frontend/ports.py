@@ -35,6 +35,9 @@ class InferenceRequest:
     expected_output_tokens: int | None = None
     multimodal: MultimodalInput | None = None
     """Its media, with their places among ``token_ids``."""
+    tenant: str = ""
+    """Whose request it is; requests of one tenant share a queue's turns. Empty without API keys."""
+    tenant_weight: float = 1.0
     hints: Mapping[str, Any] = field(default_factory=lambda: NO_HINTS)
     """What the client asked of routing, as it came: ``nvext`` (the parts ``router`` and ``agent_hints``) and
     ``headers`` (those of ``HINT_HEADERS``, by name in lower case). Either may be absent."""
