@@ -113,7 +113,9 @@ def _check_from_feed(value: FromFeed) -> str | None:
 
 def _check_to_pool(value: ToPool) -> str | None:
     if isinstance(value, Select):
-        return _check_hashes(value.sequence_hashes, "Select.sequence_hashes")
+        return _check_hashes(value.sequence_hashes, "Select.sequence_hashes") or _check_hashes(
+            value.media_hashes, "Select.media_hashes"
+        )
     if isinstance(value, Probe):
         return _check_hashes(value.sequence_hashes, "Probe.sequence_hashes")
     return None
