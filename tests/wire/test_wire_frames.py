@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wire import codec, events, feed, ingest, limits, multimodal, requests, selection
+from wire import codec, events, feed, ingest, limits, multimodal, requests, selection, tensors
 from wire.card import MediaSpec, WorkerCard, WorkerLimits
 from wire.codec import Codec
 from wire.errors import DecodeError, LimitError
@@ -88,6 +88,15 @@ from wire.selection import (
     Selected,
     SelectRefused,
     WorkerRank,
+)
+from wire.tensors import (
+    FetchTensor,
+    NixlRegion,
+    ReleaseTensor,
+    TensorChunk,
+    TensorDescriptor,
+    TensorList,
+    TensorUnknown,
 )
 
 GOLDEN_FILE = Path(__file__).with_name("golden_frames.txt")
@@ -285,6 +294,18 @@ GOLDEN: dict[tuple[str, str], Any] = {
         2.0,
     ),
     ("from_pool", "pool status, not ready"): PoolStatus(6, False),
+    ("tensor_list", "a tensor of one image, by both ways"): TensorList(
+        (
+            TensorDescriptor("7-1", "image 0", "float16", (576, 4096), 4_718_592, "tcp://10.0.0.7:41001"),
+            TensorDescriptor(
+                "7-2", "image 1", "float32", (), 4, "tcp://10.0.0.7:41001", NixlRegion("e-7", b"\x00\x01", U64_MAX)
+            ),
+        )
+    ),
+    ("to_tensor_source", "fetch"): FetchTensor("7-1", 4_194_304, 524_288),
+    ("to_tensor_source", "release"): ReleaseTensor("7-1"),
+    ("from_tensor_source", "chunk"): TensorChunk("7-1", 4_194_304, b"\x00\x3c"),
+    ("from_tensor_source", "unknown"): TensorUnknown("7-1"),
     ("multimodal", "an image and embeddings"): MultimodalInput(
         "USER: <image> and <image>?",
         (
@@ -341,7 +362,7 @@ class TestGoldenFrames:
         visit(list(GOLDEN.values()))
         defined = {
             value
-            for module in (events, feed, ingest, multimodal, requests, selection)
+            for module in (events, feed, ingest, multimodal, requests, selection, tensors)
             for value in vars(module).values()
             if isinstance(value, type) and issubclass(value, msgspec.Struct) and value is not events.Event
         }
