@@ -21,7 +21,8 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from dispatch.prompt_path import media_hashes, media_kinds, prompt_path
+from dispatch.media_path import media_hashes, media_kinds, prompt_path
+from dispatch.prompt_paths import PromptPaths
 from dispatch.token_stream import ENCODED, PREFILLED, ActiveRequest, Dispatch
 from dispatch.worker_links import Link, Links
 from frontend.ports import InferenceRequest, Refused, ServedModel, StreamDelta
@@ -131,6 +132,7 @@ class GlobalRouterService:
         self._links = links
         self._metrics = metrics
         self._clock = clock
+        self._paths = PromptPaths()
         self._flights: dict[str, _Flight] = {}
         self._on_link: dict[str, dict[str, _Flight]] = {}
         self._created_s = clock.wall_ms() // 1000
@@ -309,7 +311,7 @@ class GlobalRouterService:
         key = (served.hash_spec, served.block_size)
         path = flight.paths.get(key)
         if path is None:
-            hashes = prompt_path(flight.active.request, served.block_size)
+            hashes = prompt_path(flight.active.request, served.block_size, self._paths)
             path = flight.paths[key] = pack_hashes(hashes[:BLOCKS_PER_EVENT_MAX])
         return path
 

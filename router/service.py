@@ -20,7 +20,8 @@ from time import perf_counter
 
 import zmq
 
-from dispatch.prompt_path import media_hashes, media_kinds, prompt_path
+from dispatch.media_path import media_hashes, media_kinds, prompt_path
+from dispatch.prompt_paths import PromptPaths
 from dispatch.token_stream import ENCODED, PREFILLED, ActiveRequest, Dispatch
 from dispatch.worker_link import WorkerLink
 from frontend.ports import InferenceRequest, Refused, ServedModel, StreamDelta
@@ -87,6 +88,7 @@ class RouterService:
     ) -> None:
         self.projection = projection
         self.decisions = DecisionLog(settings.decision_log_length)
+        self.paths = PromptPaths(settings.path_cache_bytes)
         self.ready = False
         self._settings = settings
         self._selector = selector
@@ -182,10 +184,9 @@ class RouterService:
         workers = self.projection.fleet.workers
         self._endpoint_of = {key: worker.card.request_endpoint for key, worker in workers.items()}
         wanted = set(self._endpoint_of.values())
-        for endpoint in [each for each in self._links if each not in wanted]:
-            link = self._links.pop(endpoint)
-            link.close()
-            self._fail_over(endpoint, "the worker left the pool")
+        gone = [each for each in self._links if each not in wanted]
+        for endpoint in gone:
+            self._links.pop(endpoint).close()
         for endpoint in self._endpoint_of.values():
             if endpoint not in self._links:
                 self._on_link.setdefault(endpoint, {})
@@ -200,6 +201,9 @@ class RouterService:
                     self._metrics.stream_faults.labels("undecodable").inc,
                 )
         self._note_reachability()
+        # Last: what moves is placed among the workers that are there now, and each of those has its link.
+        for endpoint in gone:
+            self._fail_over(endpoint, "the worker left the pool")
 
     # -- requests in -----------------------------------------------------------------------------------------------
 
@@ -243,7 +247,7 @@ class RouterService:
         block_size = self._block_size(request.model)
         if block_size == 0:
             return []
-        return prompt_path(request, block_size)
+        return prompt_path(request, block_size, self.paths)
 
     def _block_size(self, model: str) -> int:
         workers = self.projection.fleet.models().get(model)
@@ -535,6 +539,10 @@ class RouterService:
             active.finish(delta)
 
     def _forget(self, active: ActiveRequest) -> None:
+        # First of all: its own end must not find it still waiting, and send it to a worker once more.
+        for queued in self._admission.resumed():
+            if queued.item.active is active:
+                self._admission.leave(queued)
         self._withdraw(active)
         if self._active.pop(active.request.request_id, None) is not None:
             self._drain.finished(self._clock.monotonic_ms())
