@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -56,6 +56,23 @@ class RouterSettings(Settings):
     decision_log_length: int = Field(
         10_000, ge=1, le=1_000_000, description="Decisions kept for /v1/decisions; the oldest is forgotten first."
     )
+    router_id: str = Field(
+        "router",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
+        description="Name of this router among those of its pool; its decisions are kept under it.",
+    )
+    record_decisions: bool = Field(
+        True,
+        description="With a data_dir, write every decision and what it depended on to decisions/ROUTER_ID there, for "
+        "poolgrid replay, what-if and explain; segments and retention are the journal's.",
+    )
+    decision_queue_limit: int = Field(
+        20_000,
+        ge=100,
+        le=10_000_000,
+        description="Inputs of decisions that may wait to be written, about three seconds of a busy router; beyond it "
+        "they are dropped, and the journal says how many.",
+    )
     worker_queue_factor: float = Field(
         2.0,
         gt=0,
@@ -65,6 +82,25 @@ class RouterSettings(Settings):
     )
     queue_limit: int = Field(
         1024, ge=0, le=1_000_000, description="Requests that may wait for a worker; one more is answered 429."
+    )
+    queue_prompt_tokens: int = Field(
+        4_194_304,
+        ge=0,
+        le=2**40,
+        description="Prompt tokens that may wait, over all requests; beyond it the lowest priority is answered 429. "
+        "The default is 4,096 for each of the requests that may wait, and 16 MiB of memory.",
+    )
+    queue_order: Literal["arrival", "shortest-uncached-work-first"] = Field(
+        "arrival",
+        description="Order within a priority and tenant: first come first served, or the fewest prompt tokens to "
+        "compute first, with aging.",
+    )
+    queue_aging_tokens_per_s: float = Field(
+        4_000,
+        gt=0,
+        le=1e9,
+        description="With shortest-uncached-work-first: how much work a second of waiting makes up for. A prompt with "
+        "60,000 tokens more than another is overtaken only when the other comes less than 15 s later.",
     )
     queue_timeout_ms: float = Field(
         30_000, gt=0, le=3_600_000, description="Longest wait for a worker; then the request is answered 429."

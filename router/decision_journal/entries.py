@@ -66,6 +66,24 @@ class LedgerEntry(msgspec.Struct, array_like=True, frozen=True, gc=False):
     due_ms: float
 
 
+class OpenChoice(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A choice whose start is awaited, for the cross-check of the worker's stream."""
+
+    worker_id: str
+    dp_rank: int
+    dispatch_id: str
+    path: bytes
+    block_size: int
+
+
+class CheckWindow(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What counts for the cross-check of one worker's stream: predicted, realised, disagreeing tokens."""
+
+    worker_id: str
+    dp_rank: int
+    requests: list[tuple[int, int, int]]
+
+
 class Checkpoint(Entry, frozen=True):
     """All of the router's state that the pool's journal before ``offset`` does not tell."""
 
@@ -75,9 +93,12 @@ class Checkpoint(Entry, frozen=True):
     fresh: bool
     """The router has just begun: it knows nothing at all, not even what is before ``offset``."""
     complete: bool
-    """False when something is missing: beliefs of the approximate policy, the count of a policy that keeps its own."""
+    """False when something is missing: what the router believes of workers that are known by its own choices alone."""
     ledger: list[LedgerEntry]
     policy_count: int | None = None
+    """What a policy that counts had counted."""
+    open_choices: list[OpenChoice] = []
+    windows: list[CheckWindow] = []
 
 
 class InputsLost(Entry, frozen=True):
@@ -141,6 +162,7 @@ class DecisionMade(Entry, frozen=True):
     has_costs: bool
     terms: tuple[str, ...]
     filtered: list[tuple[int, str]]
+    untrusted: list[tuple[int, str]] = []
 
 
 class DecisionBooked(Entry, frozen=True):
@@ -262,6 +284,7 @@ def decision_of(made: DecisionMade, workers: Sequence[WorkerKey]) -> Decision:
         Candidates(tuple(workers[number] for number in numbers), *matrix[:features]),
         {workers[number]: why for number, why in made.filtered},
         made.attempt,
+        untrusted={workers[number]: why for number, why in made.untrusted},
     )
 
 
@@ -310,4 +333,5 @@ def made_of(
         choice.costs is not None,
         tuple(choice.terms),
         [(number_of[worker], why) for worker, why in decision.filtered.items()],
+        [(number_of[worker], why) for worker, why in decision.untrusted.items()],
     )

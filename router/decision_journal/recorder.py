@@ -26,12 +26,14 @@ from router.core.policy import Policy
 from router.core.projection import Projection
 from router.decision_journal.entries import (
     Checkpoint,
+    CheckWindow,
     DecisionBooked,
     Entry,
     EntryReleased,
     InputsLost,
     LeaseRenewed,
     LedgerEntry,
+    OpenChoice,
     OverlapRealised,
     RecordsApplied,
     RequestEnded,
@@ -46,7 +48,7 @@ from router.decision_journal.entries import (
 from router.decision_journal.segments import DecisionSegments
 from runtime.clock import Clock
 from wire.events import JournalRecord
-from wire.hashing import stable_u64
+from wire.hashing import pack_hashes, stable_u64
 from wire.identifiers import Role, WorkerKey
 
 log = logging.getLogger(__name__)
@@ -103,14 +105,46 @@ class RecorderCounters:
 
 
 @dataclass(slots=True)
+class _Draft:
+    """A checkpoint as the loop takes it; the thread packs it."""
+
+    offset: int
+    now_ms: float
+    time_ms: int
+    fresh: bool
+    complete: bool
+    ledger: list[LedgerEntry] = field(default_factory=list)
+    policy_count: int | None = None
+    open_choices: list[tuple[WorkerKey, str, Sequence[int], int]] = field(default_factory=list)
+    windows: list[tuple[WorkerKey, list[tuple[int, int, int]]]] = field(default_factory=list)
+
+    def checkpoint(self) -> Checkpoint:
+        """Return the entry."""
+        return Checkpoint(
+            self.offset,
+            self.now_ms,
+            self.time_ms,
+            self.fresh,
+            self.complete,
+            self.ledger,
+            self.policy_count,
+            [
+                OpenChoice(worker.worker_id, worker.dp_rank, dispatch_id, pack_hashes(path), block_size)
+                for worker, dispatch_id, path, block_size in self.open_choices
+            ],
+            [CheckWindow(worker.worker_id, worker.dp_rank, window) for worker, window in self.windows],
+        )
+
+
+@dataclass(slots=True)
 class _Batch:
     """What one trip to the writing thread is to do."""
 
     inputs: list[_Input]
-    begin: Checkpoint | None = None
+    begin: _Draft | None = None
     """Begin a segment with this before the inputs."""
     lost: InputsLost | None = None
-    then_begin: Checkpoint | None = None
+    then_begin: _Draft | None = None
     """Begin a segment with this behind the inputs."""
 
 
@@ -149,7 +183,7 @@ class DecisionRecorder:
     def start(self) -> None:
         """Begin to write; the router must not have done anything yet."""
         self._executor = ThreadPoolExecutor(1, "decision-journal")
-        self._flush()
+        self.flush()
 
     async def stop(self) -> None:
         """Write what waits, make it durable, let go of the directory."""
@@ -160,7 +194,7 @@ class DecisionRecorder:
             await asyncio.wait({self._writing})
         self._timer = None
         if not self._broken or self._retry_at_ms <= self.clock.monotonic_ms():
-            self._flush()
+            self.flush()
             while self._writing is not None:
                 await asyncio.wait({self._writing})
         executor, self._executor = self._executor, None
@@ -175,6 +209,11 @@ class DecisionRecorder:
     def pending(self) -> int:
         """Return how many inputs wait to be written."""
         return len(self._pending)
+
+    @property
+    def is_writing(self) -> bool:
+        """Tell whether the thread is at work."""
+        return self._writing is not None
 
     # -- Witness ---------------------------------------------------------------------------------------------------
 
@@ -257,9 +296,9 @@ class DecisionRecorder:
 
     def _schedule(self, delay_ms: float) -> None:
         if self._executor is not None and not self._stopping:
-            self._timer = asyncio.get_running_loop().call_later(delay_ms / 1000, self._flush)
+            self._timer = asyncio.get_running_loop().call_later(delay_ms / 1000, self.flush)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         """Hand what waits to the thread; what came before is written by then."""
         self._timer = None
         if self._executor is None or self._writing is not None:
@@ -308,18 +347,17 @@ class DecisionRecorder:
             self._timer.cancel()
         self._schedule(RETRY_MS)
 
-    def _checkpoint(self) -> Checkpoint:
-        count: int | None = None
-        counts = hasattr(self.policy, "checkpoint")
-        if counts:
-            count = self.policy.checkpoint()  # type: ignore[attr-defined]
-        ledger = [] if self._fresh else self.projection.ledger.entries().items()
-        return Checkpoint(
-            0 if self._fresh else self.projection.next_offset,
+    def _checkpoint(self) -> _Draft:
+        if self._fresh:
+            return _Draft(0, self.clock.monotonic_ms(), self.clock.wall_ms(), True, True)
+        policy, trust = self.policy, self.projection.trust
+        count: int | None = policy.checkpoint() if hasattr(policy, "checkpoint") else None
+        return _Draft(
+            self.projection.next_offset,
             self.clock.monotonic_ms(),
             self.clock.wall_ms(),
-            self._fresh,
-            self._fresh or not self.is_approximate,
+            False,
+            not self.is_approximate and not trust.untrusted,
             [
                 LedgerEntry(
                     worker.worker_id,
@@ -330,9 +368,11 @@ class DecisionRecorder:
                     entry.confirmed,
                     entry.due_ms,
                 )
-                for (worker, request_id), entry in ledger
+                for (worker, request_id), entry in self.projection.ledger.entries().items()
             ],
             count,
+            trust.open_choices(),
+            trust.windows(),
         )
 
     # -- the thread ------------------------------------------------------------------------------------------------
@@ -354,8 +394,9 @@ class DecisionRecorder:
         if self._flushes % SYNC_EVERY_FLUSHES == 0:
             segments.sync()
 
-    def _begin(self, checkpoint: Checkpoint, lost: InputsLost | None, now_ms: int) -> None:
+    def _begin(self, draft: _Draft, lost: InputsLost | None, now_ms: int) -> None:
         self._numbers.clear()
+        checkpoint = draft.checkpoint()
         head: list[Entry] = [self.noted, checkpoint] if lost is None else [self.noted, lost, checkpoint]
         self.segments.begin([encoder.encode(entry) for entry in head], now_ms)
 
@@ -364,7 +405,7 @@ class DecisionRecorder:
             out.append(encoder.encode(RecordsApplied(item.to_offset, item.now_ms, item.check)))
         elif isinstance(item, _Decided):
             decision = item.decision
-            self._name([*decision.candidates.workers, *decision.filtered, *item.unavailable], out)
+            self._name([*decision.candidates.workers, *decision.filtered, *item.unavailable, *decision.untrusted], out)
             out.append(
                 encoder.encode(made_of(decision, item.path, item.now_ms, item.unavailable, item.roles, self._numbers))
             )

@@ -49,6 +49,7 @@ from router.decision_journal.entries import (
 )
 from router.decision_journal.reader import ReadRemarks, StoredEntry, stored_entries
 from wire.events import JournalRecord
+from wire.hashing import unpack_hashes
 from wire.identifiers import Role, WorkerId, WorkerKey
 
 PROGRESS_EVERY_ENTRIES = 200
@@ -193,7 +194,7 @@ class Replay:
         if not self._blind:
             return  # the state is known; the checkpoint is for those who begin here
         if not checkpoint.complete:
-            self._blind = "the beliefs of the approximate policy are not in a checkpoint"
+            self._blind = "a checkpoint lacks what the router believed by its own choices alone"
             return
         self._selector = self._make()
         if not self._load_pool(checkpoint.offset, checkpoint.now_ms):
@@ -205,6 +206,14 @@ class Replay:
             state = LedgerState(index.slot(key), each.prefill_tokens, each.active_blocks, each.confirmed, each.due_ms)
             restored.append((key, each.request_id, state))
         self._projection.ledger.restore(restored)
+        self._projection.trust.restore(
+            [
+                (WorkerKey(WorkerId(each.worker_id), each.dp_rank), each.dispatch_id, unpack_hashes(each.path),
+                 each.block_size)
+                for each in checkpoint.open_choices
+            ],
+            [(WorkerKey(WorkerId(each.worker_id), each.dp_rank), each.requests) for each in checkpoint.windows],
+        )  # fmt: skip
         policy = self._selector.policy
         if checkpoint.policy_count is not None and hasattr(policy, "restore"):
             policy.restore(checkpoint.policy_count)
