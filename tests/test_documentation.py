@@ -47,6 +47,7 @@ from tests.consolidator.journal_builder import FakeDisk
 from tests.router.fleet_builder import BLOCK_SIZE, Pool, stored, worker_key
 from wire.events import RequestStarted
 from workers.metrics import WorkerMetrics
+from workers.trtllm.metrics import TrtllmMetrics
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -162,6 +163,7 @@ async def _exported() -> dict[str, str]:
     clock = SystemClock()
     registry = CollectorRegistry()
     WorkerMetrics(registry)
+    TrtllmMetrics(registry)
     FrontendMetrics(registry)
     metrics = RouterMetrics(registry)
     projection = Projection(PrefixIndex(), LoadLedger())
