@@ -290,7 +290,7 @@ def _refuse_torn(disk: ReadOnlyDirectory, torn: TornTail | None, what: str) -> N
             torn.position,
             torn.offset,
             f"a torn tail: {torn.detail}",
-            f"records before {torn.offset} are sound; the next process that opens the directory for writing cuts {what}",
+            f"records before {torn.offset} are sound; the next process that opens the directory to write cuts {what}",
         )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ REQUESTS = 150
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The data_dir of a pool that lost a worker under load and got it back."""
     directory = tmp_path_factory.mktemp("recorded")
     with running_pool("--data-dir", str(directory), workers=3) as up:
@@ -30,7 +29,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         assert metric(up.url, "poolgrid_router_migrations_total") > 0
         eventually("the worker is back", lambda: len(ready_workers(up.url)) == 3)
         assert metric(up.url, "poolgrid_router_unrecorded_decisions_total") == 0
-    yield directory
+    return directory
 
 
 def poolgrid(*arguments: object) -> tuple[int, str]:
