@@ -23,6 +23,7 @@ from router.core.prefix_index import PrefixIndex
 from router.core.projection import Projection
 from router.core.selector import Selector
 from router.decision_journal.opening import open_recorder
+from router.dry_run import add_route_endpoint
 from router.feeds import EmbeddedFeed, RemoteFeed
 from router.http_api import add_index_endpoint, add_pool_endpoint, add_router_endpoints, readiness
 from router.metrics import DecisionRecordCollector, RouterMetrics, register_views
@@ -93,6 +94,7 @@ async def serve(
     )
     add_router_endpoints(app, service, clock)
     add_index_endpoint(app, service)
+    add_route_endpoint(app, service, frontend.max_body_bytes)
     server = HttpServer(app, settings.host, settings.port, "port", settings.shutdown_timeout_ms)
     starting: asyncio.Task[None] | None = None
     stopping = asyncio.ensure_future(stop.wait())

@@ -25,7 +25,7 @@ from dispatch.worker_link import WorkerLink
 from frontend.ports import InferenceRequest, Refused, ServedModel, StreamDelta
 from router.core.admission_queue import AdmissionQueue, QueuedRequest, QueueOrder
 from router.core.candidates import RoutingRequest
-from router.core.decision import DecisionLog
+from router.core.decision import Decision, DecisionLog
 from router.core.drain_rate import DrainRate
 from router.core.projection import Projection
 from router.core.selector import NoWorker, Selector
@@ -336,6 +336,31 @@ class RouterService:
             dispatched.set_result(None)
         return True
 
+    def preview(self, request: InferenceRequest) -> Decision:
+        """Return the decision that a request would get now; nothing is booked, sent, counted or recorded.
+
+        Raises ``Refused`` where the request would be refused, or would wait.
+        """
+        if not self.ready:
+            raise Refused(503, "not_ready", "the router is still rebuilding its state; try again")
+        active = ActiveRequest(request, self._path(request), lambda _: None)
+        block_size = self._block_size(request.model)
+        leg = self._next_leg(active, block_size)
+        try:
+            return self._selector.select(
+                _routing(active, block_size, leg),
+                active.path,
+                self._clock.monotonic_ms(),
+                self._clock.wall_ms(),
+                self._unreachable,
+                roles=leg.roles,
+                dry_run=True,
+            )
+        except NoWorker as none:
+            if none.only_busy:
+                raise Refused(429, "busy", str(none), self.retry_after_s()) from None
+            raise Refused(503, "no_worker", str(none)) from None
+
     def _next_leg(self, active: ActiveRequest, block_size: int) -> Leg:
         """Return what the next worker is to do: the decode leg after a prefill, else what the plan says."""
         if active.disaggregated_params is not None:
@@ -365,16 +390,7 @@ class RouterService:
             active.path = self._path(request)
         leg = self._next_leg(active, block_size)
         while True:
-            tokens = len(request.token_ids) // 4 + active.emitted_tokens
-            routing = RoutingRequest(
-                request.request_id,
-                request.model,
-                tokens,
-                max(1, block_size),
-                -(-tokens // max(1, block_size)),
-                request.priority,
-                leg.stage,
-            )
+            routing = _routing(active, block_size, leg)
             unavailable = {**self._unreachable, **active.tried} if active.tried else self._unreachable
             try:
                 decision = self._selector.select(
@@ -399,8 +415,8 @@ class RouterService:
         metrics.decisions.labels(decision.policy, reason).inc()
         metrics.legs.labels(leg.stage.name.lower(), leg.reason).inc()
         if decision.attempt == 0:
-            metrics.prompt_tokens.inc(tokens)
-            metrics.overlap_found_tokens.inc(min(tokens, decision.overlap_blocks * max(1, block_size)))
+            metrics.prompt_tokens.inc(routing.isl)
+            metrics.overlap_found_tokens.inc(min(routing.isl, decision.overlap_blocks * max(1, block_size)))
         metrics.decision_seconds.observe(perf_counter() - started)
         return True
 
@@ -580,3 +596,13 @@ class RouterService:
         """Tell whether the request plane to a worker is up."""
         link = self._links.get(self._endpoint_of.get(key, ""))
         return link is not None and link.is_up
+
+
+def _routing(active: ActiveRequest, block_size: int, leg: Leg) -> RoutingRequest:
+    """Return what a policy may know of a request: what it was given and has generated so far is one prompt."""
+    request = active.request
+    tokens = len(request.token_ids) // 4 + active.emitted_tokens
+    size = max(1, block_size)
+    return RoutingRequest(
+        request.request_id, request.model, tokens, size, -(-tokens // size), request.priority, leg.stage
+    )

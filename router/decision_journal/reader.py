@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,6 +26,9 @@ from wire.identifiers import WorkerId, WorkerKey
 
 DIRECTORY = "decisions"
 """Where the decision journals lie within a data_dir: one directory per router, named by its id."""
+
+
+PROGRESS_EVERY_ENTRIES = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +95,20 @@ class RecordedDecision:
     settings: RouterSettingsNoted | None
 
 
-def decisions_about(disk: Disk, request_id: str) -> list[RecordedDecision]:
-    """Return a request's decisions, first attempt first, with what the workers then really reused."""
+def decisions_about(
+    disk: Disk, request_id: str, on_progress: Callable[[int], None] = lambda _: None
+) -> list[RecordedDecision]:
+    """Return a request's decisions, first attempt first, with what the workers then really reused.
+
+    ``on_progress`` is told the bytes of entries read, now and then.
+    """
     found: list[RecordedDecision] = []
     settings: RouterSettingsNoted | None = None
-    for stored in stored_entries(disk):
+    done = 0
+    for count, stored in enumerate(stored_entries(disk)):
+        done += stored.size
+        if count % PROGRESS_EVERY_ENTRIES == 0:
+            on_progress(done)
         entry = stored.entry
         if isinstance(entry, RouterSettingsNoted):
             settings = entry
