@@ -22,7 +22,7 @@ from router.core.decision import Decision
 from router.core.policy import Choice
 from wire.events import JournalRecord
 from wire.hashing import pack_hashes, unpack_hashes
-from wire.identifiers import Role, Stage, WorkerKey
+from wire.identifiers import Role, WorkerKey
 
 DECISIONS = SegmentKind(
     b"PGRIDDEC",
@@ -136,14 +136,8 @@ class WorkersNamed(Entry, frozen=True):
 class DecisionMade(Entry, frozen=True):
     """One choice: its inputs, its candidates, every term, and what was chosen."""
 
-    request_id: str
-    """Also the seed of ties and samples."""
-    model: str
-    isl: int
-    block_size: int
-    blocks: int
-    priority: int
-    stage: int
+    request: RoutingRequest
+    """All that a policy may know of it, by name; its id is also the seed of ties and samples."""
     path: bytes
     """Sequence hashes of the prompt's whole blocks, packed."""
     now_ms: float
@@ -269,14 +263,14 @@ def decision_of(made: DecisionMade, workers: Sequence[WorkerKey]) -> Decision:
     rows = made.rows
     width = len(_FEATURE_COLUMNS) + made.has_costs + len(made.terms)
     if len(data) != rows * (4 + 8 * width):
-        raise ValueError(f"decision about {made.request_id}: {len(data)} bytes of columns, needed {rows} rows")
+        raise ValueError(f"decision about {made.request.request_id}: {len(data)} bytes of columns, needed {rows} rows")
     numbers = np.frombuffer(data, "<u4", rows)
     matrix = np.frombuffer(data, "<f8", rows * width, 4 * rows).reshape(width, rows)
     features = len(_FEATURE_COLUMNS)
     costs = matrix[features] if made.has_costs else None
     terms = {name: matrix[features + made.has_costs + at] for at, name in enumerate(made.terms)}
     return Decision(
-        request_of(made),
+        made.request,
         made.time_ms,
         made.policy,
         made.offset,
@@ -285,13 +279,6 @@ def decision_of(made: DecisionMade, workers: Sequence[WorkerKey]) -> Decision:
         {workers[number]: why for number, why in made.filtered},
         made.attempt,
         untrusted={workers[number]: why for number, why in made.untrusted},
-    )
-
-
-def request_of(made: DecisionMade) -> RoutingRequest:
-    """Return the request that a decision was about."""
-    return RoutingRequest(
-        made.request_id, made.model, made.isl, made.block_size, made.blocks, made.priority, Stage(made.stage)
     )
 
 
@@ -309,15 +296,9 @@ def made_of(
     number_of: Mapping[WorkerKey, int],
 ) -> DecisionMade:
     """Return the entry of a decision; ``number_of`` knows every worker in it."""
-    request, choice, candidates = decision.request, decision.choice, decision.candidates
+    choice, candidates = decision.choice, decision.candidates
     return DecisionMade(
-        request.request_id,
-        request.model,
-        request.isl,
-        request.block_size,
-        request.blocks,
-        request.priority,
-        int(request.stage),
+        decision.request,
         pack_hashes(path),
         now_ms,
         decision.time_ms,

@@ -112,7 +112,7 @@ def decisions_about(
         entry = stored.entry
         if isinstance(entry, RouterSettingsNoted):
             settings = entry
-        elif isinstance(entry, DecisionMade) and entry.request_id == request_id:
+        elif isinstance(entry, DecisionMade) and entry.request.request_id == request_id:
             found.append(RecordedDecision(decision_of(entry, stored.workers), stored, settings))
         elif isinstance(entry, OverlapRealised) and entry.request_id == request_id:
             for recorded in found:

@@ -44,7 +44,6 @@ from router.decision_journal.entries import (
     decision_of,
     made_of,
     path_of,
-    request_of,
     stream_check,
 )
 from router.decision_journal.reader import ReadRemarks, StoredEntry, stored_entries
@@ -280,15 +279,15 @@ class Replay:
 
     def _derive(self, stored: StoredEntry, made: DecisionMade, selector: Selector) -> Difference | None:
         def difference(what: str, recorded: Any, derived: Any) -> Difference:
-            return Difference(stored.file, stored.number, made.request_id, made.attempt, what, recorded, derived)
+            return Difference(
+                stored.file, stored.number, made.request.request_id, made.attempt, what, recorded, derived
+            )
 
         path = path_of(made)
         unavailable = {stored.workers[number]: why for number, why in made.unavailable}
         roles = tuple(Role(role) for role in made.roles)
         try:
-            derived = selector.select(
-                request_of(made), path, made.now_ms, made.time_ms, unavailable, made.attempt, roles
-            )
+            derived = selector.select(made.request, path, made.now_ms, made.time_ms, unavailable, made.attempt, roles)
         except NoWorker as none:
             return difference("the decision", made.reason, f"no worker: {none}")
         self._last, self._path = derived, path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
 
 import msgspec
@@ -119,7 +120,9 @@ def tampered(disk: FakeDisk, change: Callable[[DecisionMade], DecisionMade]) -> 
 CHANGES: dict[str, Callable[[DecisionMade], DecisionMade]] = {
     "another worker": lambda made: msgspec.structs.replace(made, row=(made.row + 1) % made.rows),
     "another reason": lambda made: msgspec.structs.replace(made, reason="because"),
-    "another prompt length": lambda made: msgspec.structs.replace(made, isl=made.isl + 77),
+    "another prompt length": lambda made: msgspec.structs.replace(
+        made, request=dataclasses.replace(made.request, isl=made.request.isl + 77)
+    ),
     "another offset": lambda made: msgspec.structs.replace(made, offset=1),
     "another prompt": lambda made: msgspec.structs.replace(made, path=b""),
     "one more filtered out": lambda made: msgspec.structs.replace(made, filtered=[*made.filtered, (0, "busy")]),
