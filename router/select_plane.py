@@ -197,7 +197,7 @@ class SelectPlane:
         path = unpack_hashes(message.sequence_hashes)
         best = self._selector.best_overlap_blocks(message.model, self._roles(message.model, message.stage), path)
         try:
-            decision = self._decide("", message.model, message.stage, message.isl, path, {}, 0)
+            decision = self._decide("", message.model, message.stage, message.isl, path, {}, 0, dry_run=True)
         except NoWorker as none:
             code = "busy" if none.only_busy else "no_worker"
             return Probed(message.ask, code, 0, best, self._block_size(message.model))
@@ -257,6 +257,7 @@ class SelectPlane:
         priority: int,
         media: tuple[int, ...] = (),
         media_kinds: tuple[str, ...] = (),
+        dry_run: bool = False,
     ) -> Decision:
         block_size = max(1, self._block_size(model))
         request = RoutingRequest(
@@ -270,6 +271,7 @@ class SelectPlane:
             self._clock.wall_ms(),
             unavailable,
             roles=self._roles(model, stage),
+            dry_run=dry_run,
         )
 
     def _roles(self, model: str, stage: Stage) -> tuple[Role, ...]:
