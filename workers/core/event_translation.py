@@ -212,6 +212,8 @@ class EventTranslator:
                     continue
                 self._windows_known = True
             if isinstance(event, Stored):
+                if len(event.blocks) == 1 and not self._incomplete and self._store_one(event):
+                    continue
                 self._store(event)
             elif isinstance(event, Removed):
                 self._remove(event)
@@ -281,6 +283,25 @@ class EventTranslator:
         for present in self._present.values():
             present.clear()
         self._facts = CacheFacts()
+
+    def _store_one(self, event: Stored) -> bool:
+        """Do what ``_store`` does for the usual event, a new whole block on a known parent; say whether it was one."""
+        (block,) = event.blocks
+        above = event.parent_hash
+        engine_hash = block.block_hash
+        if above is None or len(block.tokens) != self._stride or block.multimodal or engine_hash in self._blocks:
+            return False
+        known = self._blocks.get(above)
+        if known is None or engine_hash in self._swallowed or self._remembered:
+            return False
+        parent = known.sequence_hash
+        seed = known.seed
+        (sequence_hash,) = sequence_hashes(block_hashes(block.tokens, self._block_size, seed), parent)
+        tier = _tier(block.cache_level)
+        entry = self._blocks[engine_hash] = _Block(sequence_hash, parent, above, seed, tier)
+        if self._arrive(entry):
+            self._facts.stored(parent, (sequence_hash,), tier)
+        return True
 
     def _store(self, event: Stored) -> None:
         blocks = event.blocks
