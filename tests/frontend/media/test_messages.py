@@ -124,7 +124,7 @@ def test_all_choices_of_a_request_share_its_media() -> None:
 @pytest.mark.parametrize(
     ("content", "media", "refusal"),
     [
-        ([image_part()], MediaSpec(), (400, "media_not_supported", "messages[0].content[0]")),
+        ([image_part()], MediaSpec(), (400, "media_not_supported", "messages[0].content[0].type")),
         (
             [{"type": "image_url", "image_url": {"url": "https://media.test/x.safetensors"}}],
             MediaSpec(("image",)),
