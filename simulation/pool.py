@@ -1,5 +1,8 @@
 """Pools in virtual time: the router's own core in front of simulated engines, without a socket or a clock.
 
+A pool may have several routers: each has a projection of its own of the same stream, requests come to them in turn, and
+what an engine says reaches them ``event_delay_ms`` later. What a router has chosen it knows at once, the others do not.
+
 The loop knows three kinds of moments, in this order when they coincide: an engine's step ends and its events reach the
 router; a request arrives and is routed; an idle engine begins a step. Nothing else happens, so a run is a function of
 workload, policy and limits. Several pools can share one time; who chooses among them is the caller's business.
@@ -7,10 +10,12 @@ workload, policy and limits. Several pools can share one time; who chooses among
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
+from router.core.approximate_index import ApproximateIndex
 from router.core.candidates import RoutingRequest
 from router.core.load_ledger import LoadLedger
 from router.core.policy import Policy
@@ -19,7 +24,15 @@ from router.core.projection import Projection
 from router.core.selector import Selector
 from simulation.workload import SimulatedRequest, Workload
 from wire.card import WorkerCard, WorkerLimits
-from wire.events import AnyEvent, JournalRecord, PrefillCompleted, RequestFinished, RequestStarted, WorkerJoined
+from wire.events import (
+    AnyEvent,
+    JournalRecord,
+    PrefillCompleted,
+    RequestFinished,
+    RequestQueued,
+    RequestStarted,
+    WorkerJoined,
+)
 from wire.identifiers import Role, WorkerId, WorkerKey
 from workers.simulated.cache_recorder import WireRecorder
 from workers.simulated.engine import EngineLimits, Fact, SimulatedEngine, StepOutcome
@@ -28,6 +41,9 @@ from workers.simulated.timing import PolynomialTiming, TimingModel
 MODEL = "simulated"
 UNLIMITED_QUEUE = 10**9
 """Nothing is refused in a simulation: how requests pile up is what it measures."""
+
+APPROXIMATE_TTL_MS = 1e12
+"""Separate routers never forget their own choices: the best case for them."""
 
 
 @dataclass(slots=True)
@@ -53,6 +69,26 @@ class RunResult:
     steps: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class RouterFleet:
+    """The routers of one pool."""
+
+    routers: int = 1
+    event_delay_ms: float = 0.0
+    """From an engine to every router."""
+    separate: bool = False
+    """Each router knows its own choices only, and no events of caches."""
+    mirrored: bool = True
+    """A prediction in flight counts once per router; see ``router.core.load_ledger``."""
+
+    def make_state(self) -> tuple[Projection, ApproximateIndex | None]:
+        """Return what one more router knows at the start."""
+        index = PrefixIndex()
+        ledger = LoadLedger(reservation_ttl_ms=float("inf"), routers=self.routers if self.mirrored else 1)
+        approximate = ApproximateIndex(index, APPROXIMATE_TTL_MS) if self.separate else None
+        return Projection(index, ledger, index_blocks=not self.separate), approximate
+
+
 class SimulatedPool:
     """One run of one policy; ``timing`` is that of every worker, or a list of one for each."""
 
@@ -64,12 +100,21 @@ class SimulatedPool:
         limits: EngineLimits,
         timing: TimingModel | Sequence[TimingModel] | None = None,
         on_fact: Callable[[Fact, float], None] | None = None,
+        routers: RouterFleet | None = None,
     ) -> None:
         self._workload = workload
         self._policy = policy
         self._on_fact = on_fact
-        self.projection = Projection(PrefixIndex(), LoadLedger(reservation_ttl_ms=float("inf")))
-        self._selector = Selector(self.projection, policy, requests_per_worker_factor=UNLIMITED_QUEUE)
+        fleet = routers or RouterFleet()
+        self._event_delay_ms = fleet.event_delay_ms
+        self._selectors = [
+            Selector(projection, policy, requests_per_worker_factor=UNLIMITED_QUEUE, approximate=approximate)
+            for projection, approximate in (fleet.make_state() for _ in range(fleet.routers))
+        ]
+        self._projections = [selector.projection for selector in self._selectors]
+        self._under_way: deque[tuple[float, JournalRecord]] = deque()
+        """Records that the routers have not received yet, in order."""
+        self._turn = 0
         self._keys = [WorkerKey(WorkerId(f"worker-{number:03}")) for number in range(workers)]
         self._number = {key: number for number, key in enumerate(self._keys)}
         self._recorders = [WireRecorder() for _ in self._keys]
@@ -93,26 +138,39 @@ class SimulatedPool:
         for number in range(workers):
             card = WorkerCard(MODEL, Role.AGGREGATED, limits.block_size, card_limits, f"inproc://{number}")
             self._tell(number, 0.0, [WorkerJoined(card)])
+        self._deliver(float("inf"))
 
     def run(self, on_progress: Callable[[int], None] = lambda _: None) -> RunResult:
         """Play the whole workload; ``on_progress`` is called with the number of requests finished, now and then."""
         play_workload(self._workload, [self], lambda request, now: 0, on_progress)
+        self._deliver(float("inf"))
         return self.result
+
+    @property
+    def projection(self) -> Projection:
+        """Return what the first router knows."""
+        return self._projections[0]
 
     def best_overlap_tokens(self, request: SimulatedRequest) -> int:
         """Return the most prompt tokens that a worker of the pool holds, as the pool's router knows; choose nothing."""
-        blocks = self._selector.best_overlap_blocks(MODEL, (Role.AGGREGATED,), request.path)
+        blocks = self._selectors[0].best_overlap_blocks(MODEL, (Role.AGGREGATED,), request.path)
         return min(request.isl, blocks * self._workload.block_size)
 
     def arrive(self, request: SimulatedRequest, now: float) -> int:
         """Route a request and hand it to its engine; return the engine's number."""
         block_size = self._workload.block_size
         routing = RoutingRequest(request.request_id, MODEL, request.isl, block_size, -(-request.isl // block_size))
-        decision = self._selector.select(routing, request.path, now, int(now))
-        self._selector.book(decision, request.path, now)
+        self._deliver(now)
+        selector = self._selectors[self._turn % len(self._selectors)]
+        self._turn += 1
+        decision = selector.select(routing, request.path, now, int(now))
+        selector.book(decision, request.path, now)
         number = self._number[decision.worker]
         self._arrived[request.request_id] = request
         self.engines[number].submit(request.generate, now, request.path)
+        if len(self._selectors) > 1:
+            # Workers say at once what they took in; a lone router knows it anyway.
+            self._tell(number, now, [RequestQueued(request.request_id, request.isl)])
         self.result.worker_tokens[number] += request.isl
         self.result.worker_requests[number] += 1
         self.result.prompt_tokens += request.isl
@@ -158,7 +216,16 @@ class SimulatedPool:
         )
         self._offset += 1
         self._seq[number] += 1
-        self.projection.apply(record, now)
+        self._under_way.append((now + self._event_delay_ms, record))
+        if not self._event_delay_ms:
+            self._deliver(now)
+
+    def _deliver(self, now: float) -> None:
+        """Let the routers have what has reached them by now."""
+        while self._under_way and self._under_way[0][0] <= now:
+            due, record = self._under_way.popleft()
+            for projection in self._projections:
+                projection.apply(record, min(due, now))
 
 
 def play_workload(

@@ -77,6 +77,11 @@ class Selector:
         self._groups_version = -1
 
     @property
+    def projection(self) -> Projection:
+        """Return the state that is selected over."""
+        return self._projection
+
+    @property
     def policy(self) -> Policy:
         """Return the policy in use."""
         return self._policy
