@@ -89,7 +89,7 @@ def run_simulation(trace: Path, settings: SimulationSettings) -> int:
                 limits,
                 timing,
                 routers=RouterFleet(
-                    settings.routers, settings.event_delay_ms, settings.separate_routers, settings.mirror_predictions
+                    settings.routers, settings.event_delay_ms, settings.separate_routers, settings.crowding_retries
                 ),
             )
             result = pool.run(lambda done, task=task: progress.update(task, completed=done))  # type: ignore[misc]

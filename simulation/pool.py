@@ -10,6 +10,7 @@ workload, policy and limits. Several pools can share one time; who chooses among
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from heapq import heappop, heappush
 
 from router.core.approximate_index import ApproximateIndex
 from router.core.candidates import RoutingRequest
-from router.core.load_ledger import LoadLedger
+from router.core.load_ledger import CROWDING_RETRIES, LoadLedger
 from router.core.policy import Policy
 from router.core.prefix_index import PrefixIndex
 from router.core.projection import Projection
@@ -29,11 +30,11 @@ from wire.events import (
     JournalRecord,
     PrefillCompleted,
     RequestFinished,
-    RequestQueued,
     RequestStarted,
     WorkerJoined,
 )
 from wire.identifiers import Role, WorkerId, WorkerKey
+from workers.core.booked_prefill import BookedPrefill
 from workers.simulated.cache_recorder import WireRecorder
 from workers.simulated.engine import EngineLimits, Fact, SimulatedEngine, StepOutcome
 from workers.simulated.timing import PolynomialTiming, TimingModel
@@ -66,6 +67,8 @@ class RunResult:
     worker_requests: list[int] = field(default_factory=list)
     worker_busy_ms: list[float] = field(default_factory=list)
     preemptions: int = 0
+    crowded: int = 0
+    """Choices that a worker refused because other routers had sent it more than the router knew."""
     steps: int = 0
 
 
@@ -78,13 +81,13 @@ class RouterFleet:
     """From an engine to every router."""
     separate: bool = False
     """Each router knows its own choices only, and no events of caches."""
-    mirrored: bool = True
-    """A prediction in flight counts once per router; see ``router.core.load_ledger``."""
+    crowding_retries: int = CROWDING_RETRIES
+    """How often a worker may refuse a request because others were quicker; see ``workers.core.booked_prefill``."""
 
     def make_state(self) -> tuple[Projection, ApproximateIndex | None]:
         """Return what one more router knows at the start."""
         index = PrefixIndex()
-        ledger = LoadLedger(reservation_ttl_ms=float("inf"), routers=self.routers if self.mirrored else 1)
+        ledger = LoadLedger(reservation_ttl_ms=float("inf"))
         approximate = ApproximateIndex(index, APPROXIMATE_TTL_MS) if self.separate else None
         return Projection(index, ledger, index_blocks=not self.separate), approximate
 
@@ -115,6 +118,9 @@ class SimulatedPool:
         self._under_way: deque[tuple[float, JournalRecord]] = deque()
         """Records that the routers have not received yet, in order."""
         self._turn = 0
+        # A lone router knows what its workers have; it is never refused.
+        self._crowding_retries = fleet.crowding_retries if fleet.routers > 1 else 0
+        self._books = [BookedPrefill() for _ in range(workers)]
         self._keys = [WorkerKey(WorkerId(f"worker-{number:03}")) for number in range(workers)]
         self._number = {key: number for number, key in enumerate(self._keys)}
         self._recorders = [WireRecorder() for _ in self._keys]
@@ -144,7 +150,15 @@ class SimulatedPool:
         """Play the whole workload; ``on_progress`` is called with the number of requests finished, now and then."""
         play_workload(self._workload, [self], lambda request, now: 0, on_progress)
         self._deliver(float("inf"))
+        for projection in self._projections:
+            # What workers said of other routers' requests ends by itself; reservations never do.
+            projection.ledger.expire(sys.float_info.max)
         return self.result
+
+    @property
+    def projections(self) -> Sequence[Projection]:
+        """Return what each router knows."""
+        return self._projections
 
     @property
     def projection(self) -> Projection:
@@ -163,18 +177,25 @@ class SimulatedPool:
         self._deliver(now)
         selector = self._selectors[self._turn % len(self._selectors)]
         self._turn += 1
-        decision = selector.select(routing, request.path, now, int(now))
+        ledger = selector.projection.ledger
+        ledger.expire(now)
+        for remaining in reversed(range(self._crowding_retries + 1)):
+            decision = selector.select(routing, request.path, now, int(now))
+            number = self._number[decision.worker]
+            booked = self._books[number].crowding(decision.prefill_tokens if remaining else None)
+            if booked is None:
+                break
+            self.result.crowded += 1
+            ledger.crowded(decision.worker, selector.projection.index.slot(decision.worker), booked, now)
         selector.book(decision, request.path, now)
-        number = self._number[decision.worker]
+        overlap_tokens = min(request.isl, decision.overlap_blocks * block_size)
+        self._books[number].accept(request.request_id, request.isl - overlap_tokens)
         self._arrived[request.request_id] = request
         self.engines[number].submit(request.generate, now, request.path)
-        if len(self._selectors) > 1:
-            # Workers say at once what they took in; a lone router knows it anyway.
-            self._tell(number, now, [RequestQueued(request.request_id, request.isl)])
         self.result.worker_tokens[number] += request.isl
         self.result.worker_requests[number] += 1
         self.result.prompt_tokens += request.isl
-        self.result.overlap_found_tokens += min(request.isl, decision.overlap_blocks * block_size)
+        self.result.overlap_found_tokens += overlap_tokens
         return number
 
     def begin_step(self, number: int, now: float, horizon: float) -> StepOutcome | None:
@@ -197,6 +218,7 @@ class SimulatedPool:
         events: list[AnyEvent] = [*outcome.facts, *self._recorders[number].take()]
         if not events:
             return
+        self._books[number].observe(events)
         for fact in outcome.facts:
             if self._on_fact is not None:
                 self._on_fact(fact, now)

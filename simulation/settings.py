@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from router.core.load_ledger import CROWDING_RETRIES
 from runtime.settings import Settings
 
 
@@ -36,9 +37,11 @@ class SimulationSettings(Settings):
     separate_routers: bool = Field(
         False, description="The routers know nothing but their own choices: what a shared stream is compared with."
     )
-    mirror_predictions: bool = Field(
-        True,
-        description="What a router has in flight counts once per router, as the router's own --routers option does.",
+    crowding_retries: int = Field(
+        CROWDING_RETRIES,
+        ge=0,
+        le=100,
+        description="How often a worker may refuse a request because other routers were quicker.",
     )
     event_delay_ms: float = Field(
         0.0, ge=0.0, le=60_000.0, description="How long a worker's events take to reach the routers."

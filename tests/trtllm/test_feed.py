@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
-from workers.engines.trtllm_feed import FeedLimits, TrtllmFeed
-from workers.trtllm.metrics import TrtllmMetrics
-from workers.trtllm.statistics import EngineStatistics
 
 from runtime.clock import SystemClock
 from tests.fakes.tensorrt_llm import LLM, SamplingParams, SchedulingParams
@@ -24,6 +21,9 @@ from tests.workers.builders import fold
 from wire.events import BlocksStored, CacheCleared
 from wire.hashing import unpack_hashes
 from wire.identifiers import Tier
+from workers.engines.trtllm_feed import FeedLimits, TrtllmFeed
+from workers.trtllm.metrics import TrtllmMetrics
+from workers.trtllm.statistics import EngineStatistics
 
 BLOCK = 4
 PATIENCE_S = 60

@@ -6,11 +6,11 @@ import copy
 from typing import Any
 
 import pytest
-from workers.trtllm.statistics import EngineStatistics, load_of, parse_statistics
 
 from tests.trtllm.facts import facts
 from wire.errors import DecodeError
 from wire.events import LoadReported
+from workers.trtllm.statistics import EngineStatistics, load_of, parse_statistics
 
 EXAMPLE: dict[str, Any] = facts()["iteration_stats_example"]
 
