@@ -6,6 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from dispatch.prompt_paths import BUDGET_BYTES
 from router.core.cost import CostWeights
 from runtime.settings import Settings
 
@@ -53,8 +54,31 @@ class RouterSettings(Settings):
     index_budget_bytes: int = Field(
         4 * 1024**3, ge=1024, description="Memory the prefix index may use; beyond it the oldest paths are cut."
     )
+    path_cache_bytes: int = Field(
+        BUDGET_BYTES,
+        ge=0,
+        le=1024**4,
+        description="Memory for the sequence hashes of prompt parts that come again; 0 computes all of them each time.",
+    )
     decision_log_length: int = Field(
         10_000, ge=1, le=1_000_000, description="Decisions kept for /v1/decisions; the oldest is forgotten first."
+    )
+    router_id: str = Field(
+        "router",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
+        description="Name of this router among those of its pool; its decisions are kept under it.",
+    )
+    record_decisions: bool = Field(
+        True,
+        description="With a data_dir, write every decision and what it depended on to decisions/ROUTER_ID there, for "
+        "poolgrid replay, what-if and explain; segments and retention are the journal's.",
+    )
+    decision_queue_limit: int = Field(
+        20_000,
+        ge=100,
+        le=10_000_000,
+        description="Inputs of decisions that may wait to be written, about three seconds of a busy router; beyond it "
+        "they are dropped, and the journal says how many.",
     )
     worker_queue_factor: float = Field(
         2.0,
