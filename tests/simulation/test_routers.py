@@ -21,7 +21,8 @@ def conversations() -> Workload:
 def play(workload: Workload, fleet: RouterFleet) -> RunResult:
     pool = SimulatedPool(workload, make_policy("kv"), 8, limits(workload), routers=fleet)
     result = pool.run()
-    assert_books_balance(workload, pool, result)
+    if not fleet.separate:  # which know nothing of what engines hold
+        assert_books_balance(workload, pool, result)
     return result
 
 
