@@ -10,6 +10,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -19,11 +20,13 @@ from prometheus_client.exposition import choose_encoder
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.routing import Route
 
-from frontend.errors import RequestError
+from frontend.access.gate import AccessGate, caller_of
+from frontend.access.watched_key_file import WatchedKeyFile
+from frontend.errors import RequestError, refused
 from frontend.inference_endpoint import InferenceEndpoint
 from frontend.metrics import FrontendMetrics
 from frontend.openapi import describe_inference
-from frontend.ports import InferenceBackend, ServedModel
+from frontend.ports import InferenceBackend, Refused, ServedModel
 from frontend.preparation import Preparation, model_not_found
 from frontend.prompt_model import PromptModels
 from frontend.request_ids import RequestIds
@@ -76,6 +79,8 @@ def create_app(
     app = FastAPI(title="poolgrid", summary="OpenAI API of a KV-cache-aware router", lifespan=whole_life)
     metrics = FrontendMetrics(registry)
     metrics.tokenizations_pending.set_function(lambda: tokenization.pending)
+    if settings.api_keys is not None:
+        _add_gate(app, settings.api_keys, settings, metrics, clock or SystemClock())
     preparation = Preparation(backend, models, settings)
     request_ids = RequestIds(secrets.token_hex(6) if id_prefix is None else id_prefix)
     for path, chat in (("/v1/chat/completions", True), ("/v1/completions", False)):
@@ -94,23 +99,38 @@ def create_app(
     _add_models(app, backend, preparation)
     _add_health(app, backend, ready)
     _add_metrics(app, registry)
-    _add_error_shape(app)
+    _add_error_shape(app, metrics)
     return app
+
+
+def _add_gate(app: FastAPI, path: Path, settings: FrontendSettings, metrics: FrontendMetrics, clock: Clock) -> None:
+    """Let nobody in without an API key of the file at ``path``; raises ``OSError`` or ``KeyFileError``."""
+    keys = WatchedKeyFile(
+        path, settings.api_keys_check_ms, clock, lambda outcome: metrics.key_reloads.labels(outcome).inc()
+    )
+    metrics.keys_stale.set_function(lambda: float(keys.stale))
+    app.add_middleware(AccessGate, keys=keys, metrics=metrics, clock=clock, metrics_need_key=settings.metrics_need_key)
 
 
 def _add_models(app: FastAPI, backend: InferenceBackend, preparation: Preparation) -> None:
     @app.get("/v1/models", tags=["models"])
-    async def list_models() -> dict[str, Any]:
+    async def list_models(request: Request) -> dict[str, Any]:
         """List the models and LoRA adapters that can be asked for now."""
         data: list[dict[str, Any]] = []
         for served in backend.models():
             data.append(_model_card(served))
             data.extend(_model_card(served, lora) for lora in served.loras)
+        caller = caller_of(request.scope)
+        if caller is not None:
+            data = [card for card in data if caller.may_use(card["id"])]
         return {"object": "list", "data": data}
 
     @app.get("/v1/models/{model_id:path}", tags=["models"])
-    async def get_model(model_id: str) -> dict[str, Any]:
+    async def get_model(request: Request, model_id: str) -> dict[str, Any]:
         """Describe one model."""
+        caller = caller_of(request.scope)
+        if caller is not None:
+            caller.check_model(model_id)
         found = preparation.served(model_id)
         if found is None:
             raise model_not_found(model_id, [served.name for served in backend.models()])
@@ -169,11 +189,16 @@ def _add_metrics(app: FastAPI, registry: CollectorRegistry) -> None:
         return Response(body, headers={"content-type": content_type})
 
 
-def _add_error_shape(app: FastAPI) -> None:
+def _add_error_shape(app: FastAPI, metrics: FrontendMetrics) -> None:
     """Give OpenAI's error shape also to what FastAPI itself refuses: unknown paths, wrong methods."""
 
-    async def on_request_error(_: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestError), "registered for this type only"
+    async def on_request_error(request: Request, error: Exception) -> Response:
+        if isinstance(error, Refused):
+            error = refused(error)
+        assert isinstance(error, RequestError), "registered for these types only"
+        if error.is_refusal:
+            caller = caller_of(request.scope)
+            metrics.refused(error.code, caller.tenant if caller is not None else "")
         headers = {name.decode(): value.decode() for name, value in error.headers}
         return Response(error.body(), error.status, headers, media_type="application/json")
 
@@ -184,5 +209,6 @@ def _add_error_shape(app: FastAPI) -> None:
         return Response(shaped.body(), error.status_code, error.headers, media_type="application/json")
 
     app.add_exception_handler(RequestError, on_request_error)
+    app.add_exception_handler(Refused, on_request_error)
     app.add_exception_handler(StarletteHTTPException, on_http_exception)
     app.add_exception_handler(HTTPException, on_http_exception)

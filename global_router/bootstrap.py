@@ -6,6 +6,7 @@ import asyncio
 import logging
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import httpx
 import zmq
@@ -57,6 +58,16 @@ def _check_urls(document: GridDocument, urls: dict[str, str]) -> None:
         raise ValueError(f"pool_url names {', '.join(unknown)}; the document's pools are {', '.join(sorted(names))}")
 
 
+def _pool_headers(path: Path | None) -> dict[str, str]:
+    """Return what opens the pools' routers; raises ``OSError``, and ``ValueError`` for an empty file."""
+    if path is None:
+        return {}
+    key = path.read_text().strip()
+    if not key:
+        raise ValueError(f"reading pool_api_key: {path} is empty; put an operator's key of the pools there")
+    return {"authorization": f"Bearer {key}"}
+
+
 async def serve(
     settings: GlobalRouterSettings, frontend: FrontendSettings, stop: asyncio.Event, ready: Callable[[str], None]
 ) -> None:
@@ -90,7 +101,9 @@ async def serve(
     )
     configuration = Configuration(loaded, settings.config, clock)
     tasks: list[asyncio.Task[None]] = []
-    async with httpx.AsyncClient(timeout=DISCOVER_TIMEOUT_S, trust_env=False) as client:
+    async with httpx.AsyncClient(
+        timeout=DISCOVER_TIMEOUT_S, trust_env=False, headers=_pool_headers(settings.pool_api_key)
+    ) as client:
         pools = Pools(urls, context, discovery(client), clock, settings.status_interval_ms, settings.status_timeout_ms)
         service = GlobalRouterService(settings, configuration, pools, links, metrics, clock)
         links.attach(service)
