@@ -378,11 +378,7 @@ class RouterService:
                     return False
                 raise
             link = self._links[self._endpoint_of[decision.worker]]
-            reason = (
-                decision.choice.reason
-                if leg.stage is Stage.WHOLE
-                else f"{leg.stage.name.lower()}-{decision.choice.reason}"
-            )
+            reason = decision.reason if leg.stage is Stage.WHOLE else f"{leg.stage.name.lower()}-{decision.reason}"
             generate = active.begin_dispatch(decision.worker, link.endpoint, leg.stage, reason)
             if link.generate(generate):
                 break
