@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Annotated
 
 import msgspec
 import typer
+import zmq.auth
 
 from frontend.access import key_file
 from frontend.access.key_file import Key, KeyFileError, Tenant
@@ -123,3 +126,32 @@ def check(file: KeyFile) -> None:
     document = _read(file)
     keys = sum(len(tenant.keys) for tenant in document.tenants.values())
     typer.echo(f"{file}: {len(document.tenants)} tenants with {keys} keys")
+
+
+@app.command()
+def curve(
+    directory: Annotated[Path, typer.Argument(help="Where the two files go; it is made if it is not there.")],
+    name: Annotated[str, typer.Option(help="Name of the key pair.")] = "poolgrid",
+) -> None:
+    """Make a CURVE key pair for the ZMQ planes: NAME.key_secret for --curve-key, NAME.key for everybody."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
+        typer.echo(f"--name is {name!r}: allowed are 1 to 64 letters, digits, '.', '_', '-'", err=True)
+        raise typer.Exit(2)
+    there = [path for path in (directory / f"{name}.key", directory / f"{name}.key_secret") if path.exists()]
+    if there:
+        typer.echo(f"{there[0]} exists already; nothing was written", err=True)
+        raise typer.Exit(1)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        # The file is private from its first byte on.
+        before = os.umask(0o077)
+        try:
+            public, secret = zmq.auth.create_certificates(directory, name)
+        finally:
+            os.umask(before)
+        os.chmod(public, 0o644)
+    except OSError as error:
+        typer.echo(f"writing to {directory}: {error.strerror}", err=True)
+        raise typer.Exit(1) from None
+    typer.echo(f"{secret}")
+    typer.echo(f"public key: {public}", err=True)

@@ -28,6 +28,7 @@ from global_router.service import GlobalRouterService
 from global_router.settings import GlobalRouterSettings
 from runtime.clock import SystemClock
 from runtime.http_server import HttpServer
+from runtime.planes import CurveKeys, PlaneContext, PlaneMetrics
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +91,9 @@ async def serve(
     prompt_model = PromptModel.load(frontend.model_path, frontend.model_name)
     registry = CollectorRegistry()
     metrics = GlobalRouterMetrics(registry)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context = PlaneContext.make(CurveKeys.load(settings), PlaneMetrics(registry))
+    for exposure in settings.exposures(settings.host, http=True, planes="", keyed=frontend.api_keys is not None):
+        log.warning("%s", exposure)
     context.set(zmq.MAX_SOCKETS, 65_536)  # two for each worker and pool
     links = WorkerLinks(
         context,

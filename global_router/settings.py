@@ -6,10 +6,10 @@ from pathlib import Path
 
 from pydantic import Field, field_validator
 
-from runtime.settings import Settings
+from runtime.security import SecuritySettings
 
 
-class GlobalRouterSettings(Settings):
+class GlobalRouterSettings(SecuritySettings):
     """Pools' health, dispatch, reload and HTTP of one global router."""
 
     config: Path = Field(

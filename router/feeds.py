@@ -8,6 +8,7 @@ from router.consolidator.feed_follower import FeedFollower
 from router.consolidator.service import ConsolidatorService
 from router.ports import JournalReader
 from runtime.clock import Clock
+from runtime.planes import MakeContext
 from wire.events import JournalRecord
 from wire.feed import BlockChain, WorkerState
 
@@ -49,14 +50,15 @@ class EmbeddedFeed:
 class RemoteFeed:
     """A consolidator in another process, shared with other routers."""
 
-    def __init__(self, feed_endpoint: str, query_endpoint: str, clock: Clock) -> None:
+    def __init__(self, feed_endpoint: str, query_endpoint: str, clock: Clock, make_context: MakeContext) -> None:
         self._endpoints = (feed_endpoint, query_endpoint)
         self._clock = clock
+        self._make_context = make_context
         self._follower: FeedFollower | None = None
 
     async def start(self, reader: JournalReader) -> None:
         """Follow; returns when the first snapshot was delivered, however long the consolidator takes to come up."""
-        self._follower = FeedFollower(*self._endpoints, _Listener(reader), self._clock)
+        self._follower = FeedFollower(*self._endpoints, _Listener(reader), self._clock, make_context=self._make_context)
         await self._follower.start()
         await self._follower.wait_synced()
 

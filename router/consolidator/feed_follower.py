@@ -13,6 +13,7 @@ from router.consolidator.core.feed_frames import decode_feed
 from router.consolidator.core.feed_reader import Deliver, FeedEffect, FeedReader, FeedState, Snapshot
 from router.consolidator.ports import PoolListener
 from runtime.clock import Clock
+from runtime.planes import MakeContext, watch_as_client
 from wire import codec
 from wire.errors import DecodeError
 from wire.feed import FEED_TOPIC
@@ -37,16 +38,18 @@ class FeedFollower:
         listener: PoolListener,
         clock: Clock,
         answer_timeout_ms: float = 1000.0,
+        make_context: MakeContext = zmq.Context,
     ) -> None:
         self._endpoints = (feed_endpoint, query_endpoint)
         self._listener = listener
         self._clock = clock
         self._reader = FeedReader(answer_timeout_ms)
-        self._context: zmq.Context[Any] = zmq.Context()
+        self._context = make_context()
         self._subscription: zmq.Socket[bytes] = self._socket(zmq.SUB)
         self._subscription.setsockopt(zmq.RCVHWM, FEED_QUEUE_MAX)
         self._subscription.setsockopt(zmq.SUBSCRIBE, FEED_TOPIC)
         self._query: zmq.Socket[bytes] = self._socket(zmq.DEALER)
+        watch_as_client(self._query, "the consolidator's query plane")
         self._query.setsockopt(zmq.SNDHWM, 16)  # one question stands at a time
         self._subscription_inbox = Inbox(self._subscription, self._on_feed)
         self._query_inbox = Inbox(self._query, self._on_answers)

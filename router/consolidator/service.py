@@ -31,6 +31,7 @@ from router.consolidator.pub_shell import PubShell, load_sources
 from router.consolidator.settings import ConsolidatorSettings
 from router.consolidator.snapshot_parts import cut_snapshot
 from runtime.clock import Clock
+from runtime.planes import MakeContext, name_plane
 from wire import codec
 from wire.errors import DecodeError, WireError
 from wire.events import JournalRecord
@@ -71,6 +72,7 @@ class ConsolidatorService:
         clock: Clock,
         open_journal: Callable[[], Journal],
         consolidator_id: str | None = None,
+        make_context: MakeContext = zmq.Context,
     ) -> None:
         self.settings = settings
         self.consolidator_id = consolidator_id or os.urandom(8).hex()
@@ -82,6 +84,7 @@ class ConsolidatorService:
         self._registry = registry
         self._collector = ConsolidatorCollector(self)
         self._open_journal = open_journal
+        self._make_context = make_context
         self._core: Consolidator | None = None
         self._listeners: list[tuple[PoolListener, int]] = []
         self._context: zmq.Context[Any] | None = None
@@ -152,7 +155,7 @@ class ConsolidatorService:
 
     def _bind(self) -> None:
         settings = self.settings
-        context = self._context = zmq.Context()
+        context = self._context = self._make_context()
         self._ingest = self._socket(context, zmq.ROUTER)
         self._ingest.setsockopt(zmq.RCVHWM, INGEST_QUEUE_MAX)
         self._feed = self._socket(context, zmq.PUB)
@@ -160,6 +163,8 @@ class ConsolidatorService:
         self._query = self._socket(context, zmq.ROUTER)
         self._query.setsockopt(zmq.SNDHWM, ANSWER_QUEUE_MAX)
         self._query.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        for socket, plane in ((self._ingest, "ingest"), (self._feed, "feed"), (self._query, "query")):
+            name_plane(socket, plane)
         self.ingest_endpoint = _bind(self._ingest, settings.host, settings.ingest_port, "ingest_port")
         self.feed_endpoint = _bind(self._feed, settings.host, settings.feed_port, "feed_port")
         self.query_endpoint = _bind(self._query, settings.host, settings.query_port, "query_port")
