@@ -40,6 +40,7 @@ from router.metrics import RouterMetrics, register_views
 from router.service import RouterService
 from router.settings import RouterSettings
 from runtime.clock import SystemClock
+from runtime.planes import PlaneMetrics
 from runtime.settings import Settings
 from tests.router.fleet_builder import BLOCK_SIZE, Pool, stored, worker_key
 from wire.events import RequestStarted
@@ -160,6 +161,7 @@ async def _exported() -> dict[str, str]:
     clock = SystemClock()
     registry = CollectorRegistry()
     WorkerMetrics(registry)
+    PlaneMetrics(registry)
     TrtllmMetrics(registry)
     FrontendMetrics(registry)
     metrics = RouterMetrics(registry)

@@ -100,7 +100,7 @@ async def answered(peer: Peer) -> None:
 
 async def until(check: Callable[[], bool]) -> None:
     async with asyncio.timeout(TIMEOUT_S):
-        while not check():
+        while not check():  # noqa: ASYNC110 - what another thread of ZMQ does comes with no event
             await asyncio.sleep(0.005)
 
 
