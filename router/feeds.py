@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import zmq
 
 from router.consolidator.feed_follower import FeedFollower
 from router.consolidator.service import ConsolidatorService
 from router.ports import JournalReader
 from runtime.clock import Clock
-from runtime.planes import MakeContext
 from wire.events import JournalRecord
 from wire.feed import BlockChain, WorkerState
 
@@ -50,7 +52,13 @@ class EmbeddedFeed:
 class RemoteFeed:
     """A consolidator in another process, shared with other routers."""
 
-    def __init__(self, feed_endpoint: str, query_endpoint: str, clock: Clock, make_context: MakeContext) -> None:
+    def __init__(
+        self,
+        feed_endpoint: str,
+        query_endpoint: str,
+        clock: Clock,
+        make_context: Callable[[], zmq.Context[Any]] = zmq.Context,
+    ) -> None:
         self._endpoints = (feed_endpoint, query_endpoint)
         self._clock = clock
         self._make_context = make_context

@@ -176,10 +176,9 @@ class RouterService:
         workers = self.projection.fleet.workers
         self._endpoint_of = {key: worker.card.request_endpoint for key, worker in workers.items()}
         wanted = set(self._endpoint_of.values())
-        for endpoint in [each for each in self._links if each not in wanted]:
-            link = self._links.pop(endpoint)
-            link.close()
-            self._fail_over(endpoint, "the worker left the pool")
+        gone = [each for each in self._links if each not in wanted]
+        for endpoint in gone:
+            self._links.pop(endpoint).close()
         for endpoint in self._endpoint_of.values():
             if endpoint not in self._links:
                 self._on_link.setdefault(endpoint, {})
@@ -194,6 +193,9 @@ class RouterService:
                     self._metrics.stream_faults.labels("undecodable").inc,
                 )
         self._note_reachability()
+        # Last: what moves is placed among the workers that are there now, and each of those has its link.
+        for endpoint in gone:
+            self._fail_over(endpoint, "the worker left the pool")
 
     # -- requests in -----------------------------------------------------------------------------------------------
 
@@ -501,6 +503,10 @@ class RouterService:
             active.finish(delta)
 
     def _forget(self, active: ActiveRequest) -> None:
+        # First of all: its own end must not find it still waiting, and send it to a worker once more.
+        for queued in self._admission.resumed():
+            if queued.item.active is active:
+                self._admission.leave(queued)
         self._withdraw(active)
         if self._active.pop(active.request.request_id, None) is not None:
             self._drain.finished(self._clock.monotonic_ms())

@@ -31,7 +31,7 @@ from router.consolidator.pub_shell import PubShell, load_sources
 from router.consolidator.settings import ConsolidatorSettings
 from router.consolidator.snapshot_parts import cut_snapshot
 from runtime.clock import Clock
-from runtime.planes import MakeContext, name_plane
+from runtime.planes import name_plane
 from wire import codec
 from wire.errors import DecodeError, WireError
 from wire.events import JournalRecord
@@ -72,7 +72,7 @@ class ConsolidatorService:
         clock: Clock,
         open_journal: Callable[[], Journal],
         consolidator_id: str | None = None,
-        make_context: MakeContext = zmq.Context,
+        make_context: Callable[[], zmq.Context[Any]] = zmq.Context,
     ) -> None:
         self.settings = settings
         self.consolidator_id = consolidator_id or os.urandom(8).hex()
@@ -84,9 +84,9 @@ class ConsolidatorService:
         self._registry = registry
         self._collector = ConsolidatorCollector(self)
         self._open_journal = open_journal
-        self._make_context = make_context
         self._core: Consolidator | None = None
         self._listeners: list[tuple[PoolListener, int]] = []
+        self._make_context = make_context
         self._context: zmq.Context[Any] | None = None
         self._counts = dict.fromkeys(
             (
