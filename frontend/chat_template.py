@@ -69,6 +69,8 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = strftime_now
+        self.source = source
+        """The template as it came, which shows the special tokens that prompts will have."""
         try:
             self._template = environment.from_string(source)
         except TemplateError as error:

@@ -88,7 +88,12 @@ async def serve(
         log.warning("%s: %s", settings.config, warning)
     urls = settings.pool_urls()
     _check_urls(loaded.document, urls)
-    prompt_model = PromptModel.load(frontend.model_path, frontend.model_name)
+    prompt_model = PromptModel.load(
+        frontend.model_path,
+        frontend.model_name,
+        tokenization_cache_bytes=frontend.tokenization_cache_bytes,
+        fast_tokenizer=frontend.fast_tokenizer,
+    )
     registry = CollectorRegistry()
     metrics = GlobalRouterMetrics(registry)
     context = PlaneContext.make(CurveKeys.load(settings), PlaneMetrics(registry))

@@ -93,7 +93,12 @@ async def serve(
     for warning in settings.exposures(settings.host, http=True, planes=planes, keyed=frontend.api_keys is not None):
         log.warning("%s", warning)
     policy = load_policy(settings)
-    prompt_model = PromptModel.load(frontend.model_path, frontend.model_name)
+    prompt_model = PromptModel.load(
+        frontend.model_path,
+        frontend.model_name,
+        tokenization_cache_bytes=frontend.tokenization_cache_bytes,
+        fast_tokenizer=frontend.fast_tokenizer,
+    )
     index = PrefixIndex(settings.index_budget_bytes)
     ledger = LoadLedger(settings.reservation_ttl_ms)
     approximate = ApproximateIndex(index, settings.approximate_ttl_ms) if settings.policy == POLICY_NAMES[1] else None

@@ -20,6 +20,7 @@ from time import perf_counter
 
 import zmq
 
+from dispatch.prompt_paths import PromptPaths
 from dispatch.token_stream import PREFILLED, ActiveRequest, Dispatch
 from dispatch.worker_link import WorkerLink
 from frontend.ports import InferenceRequest, Refused, ServedModel, StreamDelta
@@ -36,7 +37,7 @@ from router.settings import RouterSettings
 from runtime.clock import Clock
 from wire.events import JournalRecord, RequestStarted
 from wire.feed import BlockChain, WorkerState
-from wire.hashing import block_hashes, hash_seed, sequence_hashes
+from wire.hashing import hash_seed
 from wire.identifiers import Stage, WorkerKey
 from wire.requests import TokenBatch
 
@@ -76,6 +77,7 @@ class RouterService:
     ) -> None:
         self.projection = projection
         self.decisions = DecisionLog(settings.decision_log_length)
+        self.paths = PromptPaths(settings.path_cache_bytes)
         self.ready = False
         self._settings = settings
         self._selector = selector
@@ -239,7 +241,7 @@ class RouterService:
         if block_size == 0:
             return []
         seed = hash_seed(request.lora_name, request.cache_salt)
-        return sequence_hashes(block_hashes(request.token_ids, block_size, seed))
+        return self.paths.path(request.token_ids, block_size, seed)
 
     def _block_size(self, model: str) -> int:
         workers = self.projection.fleet.models().get(model)

@@ -7,6 +7,7 @@ forgetting it. Without ``--api-keys`` there is no gate, and nothing here costs a
 from __future__ import annotations
 
 from enum import Enum
+from typing import NamedTuple
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -59,22 +60,24 @@ def path_class(path: str, metrics_need_key: bool) -> PathClass:
     return PathClass.OPERATOR
 
 
+class GateKeys(NamedTuple):
+    """What a gate judges by."""
+
+    watched: WatchedKeyFile
+    metrics: FrontendMetrics
+    clock: Clock
+    metrics_need_key: bool
+
+
 class AccessGate:
     """ASGI middleware: authenticates, counts requests in and out, and puts the ``Caller`` into the scope."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        keys: WatchedKeyFile,
-        metrics: FrontendMetrics,
-        clock: Clock,
-        metrics_need_key: bool,
-    ) -> None:
+    body_bytes_max = 64 * 1024
+    """Larger bodies are not gathered before the key was looked at (``runtime.http_protocol``)."""
+
+    def __init__(self, app: ASGIApp, keys: GateKeys) -> None:
         self._app = app
-        self._keys = keys
-        self._metrics = metrics
-        self._clock = clock
-        self._metrics_need_key = metrics_need_key
+        self._keys, self._metrics, self._clock, self._metrics_need_key = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let one request through, or refuse it."""
@@ -130,7 +133,8 @@ class AccessGate:
             headers.append((b"www-authenticate", b'Bearer realm="poolgrid"'))
         # The body stays unread; the server skips it. Closing instead could reset the connection under the answer.
         await send({"type": "http.response.start", "status": error.status, "headers": headers})
-        await send({"type": "http.response.body", "body": body if scope["method"] != "HEAD" else b""})
+        sent = body if scope["method"] != "HEAD" else b""
+        await send({"type": "http.response.body", "body": sent, "more_body": False})
 
 
 def caller_of(scope: Scope) -> Caller | None:

@@ -24,8 +24,9 @@ from frontend.access.key_file import Key, KeyDocument, KeyFileError, Tenant
 from frontend.access.token_bucket import TokenBucket
 from frontend.metrics import OTHER_TENANTS, TENANT_LABELS_MAX, FrontendMetrics
 from frontend.ports import Refused, ServedModel
+from runtime.http_server import HttpServer
 from tests.frontend.fake_backend import FakeBackend, speak
-from tests.frontend.server import application, served
+from tests.frontend.server import application
 
 KEY = "pg-of-acme"
 OTHER = "pg-of-other"
@@ -77,8 +78,13 @@ async def running(path: Path | None, backend: FakeBackend | None = None, **setti
     registry = CollectorRegistry()
     backend = backend or FakeBackend()
     app = application(backend, registry=registry, api_keys=path, **settings)
-    async with served(app) as port, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
-        yield Served(client, registry, backend)
+    server = HttpServer(app, "127.0.0.1", 0, "port")
+    server.start()
+    try:
+        async with httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=30) as client:
+            yield Served(client, registry, backend)
+    finally:
+        await server.stop()
 
 
 @pytest.fixture
