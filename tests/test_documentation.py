@@ -43,6 +43,7 @@ from router.policy_loading import PolicyError, load_policy
 from router.service import RouterService
 from router.settings import RouterSettings
 from runtime.clock import SystemClock
+from runtime.planes import PlaneMetrics
 from runtime.settings import Settings
 from tests.consolidator.journal_builder import FakeDisk
 from tests.router.fleet_builder import BLOCK_SIZE, Pool, stored, worker_key
@@ -164,6 +165,7 @@ async def _exported() -> dict[str, str]:
     clock = SystemClock()
     registry = CollectorRegistry()
     WorkerMetrics(registry)
+    PlaneMetrics(registry)
     TrtllmMetrics(registry)
     FrontendMetrics(registry)
     MediaMetrics(registry)

@@ -109,7 +109,7 @@ def with_media(
 
 def _reference(part: ContentPart, where: str, spec: MediaSpec, model: str) -> MediaReference:
     if not spec.kinds:
-        words = f"model {quoted(model)} takes text only, not {quoted(part.type)}"
+        words = f"{quoted(part.type)} is not supported by model {quoted(model)}, which takes text only"
         raise _refused(f"{where}.type", MediaRefused("media_not_supported", words))
     value: Any = part.image_url
     param = f"{where}.image_url" if isinstance(value, str) else f"{where}.image_url.url"
