@@ -173,6 +173,8 @@ class DecisionRecorder:
     _lost: int = 0
     _lost_decisions: int = 0
     _retry_at_ms: float = 0.0
+    _owed: bool = False
+    """The last checkpoint was not complete; another one follows as soon as it can be."""
     _flushes: int = 0
     _stopping: bool = False
     _numbers: dict[WorkerKey, int] = field(default_factory=dict)
@@ -310,7 +312,7 @@ class DecisionRecorder:
             batch.begin = self._checkpoint()
             if self._lost:
                 batch.lost = InputsLost(self._lost, self._lost_decisions, self.clock.wall_ms(), self._broken)
-        elif self.segments.tail_bytes >= self.segment_bytes:
+        elif self.segments.tail_bytes >= self.segment_bytes or (self._owed and not self.projection.trust.untrusted):
             batch.then_begin = self._checkpoint()
         elif not inputs:
             return
@@ -351,6 +353,7 @@ class DecisionRecorder:
         if self._fresh:
             return _Draft(0, self.clock.monotonic_ms(), self.clock.wall_ms(), True, True)
         policy, trust = self.policy, self.projection.trust
+        self._owed = bool(trust.untrusted) and not self.is_approximate
         count: int | None = policy.checkpoint() if hasattr(policy, "checkpoint") else None
         return _Draft(
             self.projection.next_offset,
