@@ -18,7 +18,6 @@ import zmq
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 from typer.core import TyperGroup
-from workers.trtllm.metrics import TrtllmMetrics
 
 from cli.configuration_page import SECTIONS, command_options, page
 from cli.main import app
@@ -48,6 +47,7 @@ from tests.consolidator.journal_builder import FakeDisk
 from tests.router.fleet_builder import BLOCK_SIZE, Pool, stored, worker_key
 from wire.events import RequestStarted
 from workers.metrics import WorkerMetrics
+from workers.trtllm.metrics import TrtllmMetrics
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
