@@ -24,6 +24,7 @@ import msgspec
 from router.core.decision import Decision
 from router.core.policy import Policy
 from router.core.projection import Projection
+from router.core.stream_trust import OpenChoice as AwaitedChoice
 from router.decision_journal.entries import (
     Checkpoint,
     CheckWindow,
@@ -115,7 +116,7 @@ class _Draft:
     complete: bool
     ledger: list[LedgerEntry] = field(default_factory=list)
     policy_count: int | None = None
-    open_choices: list[tuple[WorkerKey, str, Sequence[int], int]] = field(default_factory=list)
+    open_choices: list[AwaitedChoice] = field(default_factory=list)
     windows: list[tuple[WorkerKey, list[tuple[int, int, int]]]] = field(default_factory=list)
 
     def checkpoint(self) -> Checkpoint:
@@ -129,8 +130,8 @@ class _Draft:
             self.ledger,
             self.policy_count,
             [
-                OpenChoice(worker.worker_id, worker.dp_rank, dispatch_id, pack_hashes(path), block_size)
-                for worker, dispatch_id, path, block_size in self.open_choices
+                OpenChoice(worker.worker_id, worker.dp_rank, dispatch_id, pack_hashes(path), block_size, blocks)
+                for worker, dispatch_id, path, block_size, blocks in self.open_choices
             ],
             [CheckWindow(worker.worker_id, worker.dp_rank, window) for worker, window in self.windows],
         )
