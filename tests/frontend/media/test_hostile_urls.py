@@ -308,7 +308,7 @@ def test_the_media_of_a_request_are_bounded_by_number_and_by_bytes() -> None:
         async with loading(media_memory_mb=1, media_image_formats=("BMP",)) as media:
             error = await media.refused(*[data_url(noise)] * 3)
             assert (error.status, error.code) == (429, "media_busy")
-            assert dict(error.headers) == {b"retry-after": b"1"}
+            assert dict(error.headers)[b"retry-after"] == b"1"
 
     asyncio.run(run())
 
