@@ -10,6 +10,7 @@ import typer
 
 from cli.config import app as config_app
 from cli.engine_config import app as engine_config_app
+from cli.journal import app as journal_app
 from cli.options import with_settings
 from cli.service_process import run_service, say_ready
 from cli.up import UpSettings, run_up
@@ -32,6 +33,7 @@ app = typer.Typer(
 
 app.add_typer(config_app, name="config")
 app.add_typer(engine_config_app, name="engine-config")
+app.add_typer(journal_app, name="journal")
 
 LogLevel = Annotated[
     str, typer.Option(help="Least severe log lines shown: debug, info, warning or error.", envvar="POOLGRID_LOG_LEVEL")

@@ -28,7 +28,8 @@ from frontend.schema import (
 )
 from frontend.settings import FrontendSettings
 from wire.hashing import TOKEN_BYTES, pack_tokens, stable_u64
-from wire.requests import Sampling
+from wire.limits import LOGITS_ARGUMENT_BYTES_MAX
+from wire.requests import LogitsProcessorCall, Sampling
 
 COMPLETION_MAX_TOKENS_DEFAULT = 16
 """OpenAI's default of ``max_tokens`` for completions; a chat answer may fill the context instead."""
@@ -233,6 +234,7 @@ class Job:
             ignore_eos=bool(body.ignore_eos),
             logprobs=self.logprobs,
             logit_bias=body.logit_bias or None,
+            logits_processors=_logits_processors(body) if body.logits_processors else (),
         )
 
 
@@ -417,6 +419,18 @@ def _hints(nvext: Nvext | None, headers: Mapping[str, str] | None) -> Mapping[st
     if headers:
         hints["headers"] = headers
     return hints or NO_HINTS
+
+
+def _logits_processors(body: InferenceBody) -> tuple[LogitsProcessorCall, ...]:
+    """Return the processors that a body asks for; which names exist is for the worker to say."""
+    calls = []
+    for index, entry in enumerate(body.logits_processors or ()):
+        arguments = msgspec.json.encode(entry.arguments)
+        if len(arguments) > LOGITS_ARGUMENT_BYTES_MAX:
+            param = f"logits_processors[{index}].arguments"
+            raise invalid(param, f"{param} is {len(arguments)} bytes of JSON: allowed are {LOGITS_ARGUMENT_BYTES_MAX}")
+        calls.append(LogitsProcessorCall(entry.name, arguments))
+    return tuple(calls)
 
 
 def _wrap_i64(value: int) -> int:

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from frontend.errors import RequestError, invalid, quoted, unsupported
-from wire.limits import IDENTIFIER_BYTES_MAX, STOP_TOKENS_MAX, U32_MAX
+from wire.limits import IDENTIFIER_BYTES_MAX, LOGITS_PROCESSORS_MAX, STOP_TOKENS_MAX, U32_MAX
 
 LOGPROBS_PER_TOKEN_MAX = 20
 """OpenAI's limit of ``top_logprobs``."""
@@ -59,6 +59,13 @@ class Nvext(Struct, frozen=True):
     greed_sampling: Any = None
 
 
+class LogitsProcessor(Struct):
+    """A logits processor that the workers' operator registered."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=IDENTIFIER_BYTES_MAX)]
+    arguments: dict[str, Any] = {}
+
+
 class InferenceBody(Struct, kw_only=True):
     """The fields that both endpoints share."""
 
@@ -89,6 +96,7 @@ class InferenceBody(Struct, kw_only=True):
     add_special_tokens: bool | None = None
     cache_salt: Annotated[str, Meta(max_length=IDENTIFIER_BYTES_MAX)] | None = None
     nvext: Nvext | None = None
+    logits_processors: Annotated[list[LogitsProcessor], Meta(max_length=LOGITS_PROCESSORS_MAX)] | None = None
     # Known elsewhere, refused here when they ask for something: see REFUSED.
     response_format: Any = None
     guided_json: Any = None
@@ -101,7 +109,6 @@ class InferenceBody(Struct, kw_only=True):
     include_stop_str_in_output: Any = None
     skip_special_tokens: Any = None
     return_token_ids: Any = None
-    logits_processors: Any = None
 
 
 class ContentPart(Struct):
@@ -187,7 +194,6 @@ REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "include_stop_str_in_output": ((False,), "a stop string is never part of the output"),
     "skip_special_tokens": ((True,), "special tokens are never part of the output"),
     "return_token_ids": ((False,), "answers are text"),
-    "logits_processors": ((), "no code is taken from requests"),
 }
 """Fields of both endpoints that are refused, with the values that ask for nothing (``null`` always does) and why."""
 
@@ -228,6 +234,10 @@ ALLOWED: Mapping[str, str] = {
     "n": "an integer from 1",
     "stop": "a string or a list of strings",
     "stop_token_ids": f"a list of at most {STOP_TOKENS_MAX // 2} token ids",
+    "logits_processors": f'a list of at most {LOGITS_PROCESSORS_MAX} objects such as {{"name": "banned_tokens", '
+    '"arguments": {"token_ids": [7]}}',
+    "logits_processors.name": "the name of a processor that the workers have",
+    "logits_processors.arguments": "an object",
     "max_tokens": "an integer from 1",
     "max_completion_tokens": "an integer from 1",
     "min_tokens": "an integer from 0",

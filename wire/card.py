@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from wire.hashing import HASH_SPEC
 from wire.identifiers import U32, Identifier, Role
-from wire.limits import LORAS_PER_WORKER_MAX, STOP_TOKENS_MAX
+from wire.limits import LORAS_PER_WORKER_MAX, MEDIA_KINDS_MAX, STOP_TOKENS_MAX
 
 
 class WorkerLimits(msgspec.Struct, array_like=True, frozen=True):
@@ -21,6 +21,21 @@ class WorkerLimits(msgspec.Struct, array_like=True, frozen=True):
     total_kv_blocks: U32
     max_sequence_length: U32
     host_kv_blocks: U32 = 0
+
+
+class MediaSpec(msgspec.Struct, array_like=True, frozen=True):
+    """Which media a model takes, and how they appear among its tokens."""
+
+    kinds: Annotated[tuple[Identifier, ...], Meta(max_length=MEDIA_KINDS_MAX)] = ()
+    """``image``, ``embeddings`` (``wire.multimodal.MediaKind``); empty = text only."""
+    placeholder: Identifier = ""
+    """How one item is written in the prompt text, e.g. ``<image>``; empty = as the chat template writes it."""
+    placeholder_token_id: U32 | None = None
+    """The token that the placeholder becomes; ``None`` = not known, or several tokens."""
+    tokens_per_image: U32 = 0
+    """Tokens that every image takes; 0 = it depends on the image, or is not known."""
+    filler_token_id: U32 | None = None
+    """The token that stands for an image ``tokens_per_image`` times; ``None`` = the placeholder's own."""
 
 
 class WorkerCard(msgspec.Struct, array_like=True, frozen=True):
@@ -45,3 +60,7 @@ class WorkerCard(msgspec.Struct, array_like=True, frozen=True):
     eos_token_ids: Annotated[tuple[U32, ...], Meta(max_length=STOP_TOKENS_MAX)] = ()
     vocabulary_size: U32 = 0
     """Token ids are below this; 0 = not known."""
+    media: MediaSpec = MediaSpec()
+    """Media that it takes; the default takes none."""
+    endpoint_name: Identifier = ""
+    """``namespace.component.endpoint``: what the worker is called in a deployment; empty = it has no such name."""

@@ -20,6 +20,7 @@ from wire.events import BlocksReleased, BlocksRemoved, BlocksShared, BlocksStore
 from wire.feed import FromFeed, SnapshotPart, ToFeed
 from wire.ingest import FromConsolidator, ToConsolidator
 from wire.limits import FRAME_BYTES_MAX
+from wire.multimodal import MultimodalInput
 from wire.requests import FromWorker, Generate, KvOffered, TokenBatch, ToWorker
 from wire.selection import FromPool, Probe, Select, ToPool
 
@@ -128,3 +129,4 @@ to_feed: Codec[ToFeed] = Codec("a request to the feed", ToFeed, _no_check)
 from_feed: Codec[FromFeed] = Codec("an answer of the feed", FromFeed, _check_from_feed)
 to_pool: Codec[ToPool] = Codec("a message to a pool", ToPool, _check_to_pool)
 from_pool: Codec[FromPool] = Codec("an answer of a pool", FromPool, _no_check)
+multimodal: Codec[MultimodalInput] = Codec("the media of a request", MultimodalInput, _no_check)

@@ -14,6 +14,7 @@ from msgspec import Meta
 from wire.limits import (
     BLOCKS_PER_EVENT_MAX,
     IDENTIFIER_BYTES_MAX,
+    MULTIMODAL_BYTES_MAX,
     OPAQUE_BYTES_MAX,
     PROMPT_TOKENS_MAX,
     TEXT_CHARS_MAX,
@@ -31,6 +32,9 @@ Identifier = Annotated[str, Meta(max_length=IDENTIFIER_BYTES_MAX)]
 
 Opaque = Annotated[bytes, Meta(max_length=OPAQUE_BYTES_MAX)]
 """Bytes that only their producer and their final consumer understand."""
+
+Media = Annotated[bytes, Meta(max_length=MULTIMODAL_BYTES_MAX)]
+"""An encoded ``wire.multimodal.MultimodalInput``."""
 
 Text = Annotated[str, Meta(max_length=TEXT_CHARS_MAX)]
 """Words for people: a reason, an error message."""
@@ -98,3 +102,5 @@ class Stage(IntEnum):
     """Context only: compute the prompt, generate one token, keep the KV blocks for the decode worker."""
     DECODE = 2
     """Generation only: take the KV blocks that a prefill worker offers, go on after its first token."""
+    ENCODE = 3
+    """Media only: compute their embeddings and keep them for the worker that computes the prompt."""

@@ -32,6 +32,19 @@ LORAS_PER_WORKER_MAX = 4096
 OPAQUE_BYTES_MAX = 16 * 1024 * 1024
 """Disaggregation parameters, opaque to everyone but the two engines."""
 
+MULTIMODAL_BYTES_MAX = 56 * 1024 * 1024
+"""All media of one request, encoded (``Generate.multimodal``): one file of 50 MiB and its prompt text, with room in the
+frame for a prompt of 1 M tokens and its sampling. A sender checks the frame as a whole."""
+
+MEDIA_ITEMS_MAX = 256
+"""Media in one request, a conversation's earlier ones included; engines give up long before."""
+
+PROMPT_CHARS_MAX = 16 * 1024 * 1024
+"""Rendered prompt text beside the token ids of a multimodal request; about four characters a token."""
+
+MEDIA_KINDS_MAX = 16
+"""Kinds of media that a card lists."""
+
 REPLAY_RECORDS_MAX = 4096
 """Journal records in one answer to a replay request; the asker comes back for the rest."""
 
@@ -48,7 +61,19 @@ LOGPROBS_MAX = 64
 """Alternatives per token; OpenAI's own limit is 20."""
 
 GUIDE_BYTES_MAX = 1024 * 1024
-"""A JSON schema for guided decoding."""
+"""A guide for guided decoding: a JSON schema, a regular expression, a grammar, a structural tag."""
+
+GUIDE_CHOICES_MAX = 1024
+"""Texts that a guided choice may offer."""
+
+BAD_TOKENS_MAX = 1024
+"""Token ids that one request may forbid."""
+
+LOGITS_PROCESSORS_MAX = 8
+"""Logits processors of one request; each costs a pass over a row of logits per token."""
+
+LOGITS_ARGUMENT_BYTES_MAX = 1024 * 1024
+"""Arguments of one logits processor, as JSON: a list of half a large vocabulary fits."""
 
 WORKERS_EXCLUDED_MAX = 1024
 """Workers that one ``Select`` may exclude: every worker that failed a request, of a large pool."""
@@ -68,3 +93,4 @@ U64_MAX = 2**64 - 1
 assert BLOCKS_PER_EVENT_MAX * 8 < FRAME_BYTES_MAX
 assert PROMPT_TOKENS_MAX * 4 < FRAME_BYTES_MAX
 assert OPAQUE_BYTES_MAX < FRAME_BYTES_MAX
+assert MULTIMODAL_BYTES_MAX < FRAME_BYTES_MAX

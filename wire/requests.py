@@ -11,8 +11,28 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from wire.identifiers import U32, U64, Identifier, Opaque, PackedHashes, PackedTokens, Stage, Text
-from wire.limits import GUIDE_BYTES_MAX, LOGPROBS_MAX, STOP_TOKENS_MAX, TOKEN_DELTAS_PER_BATCH_MAX
+from wire.identifiers import U32, U64, Identifier, Media, Opaque, PackedHashes, PackedTokens, Stage, Text
+from wire.limits import (
+    BAD_TOKENS_MAX,
+    GUIDE_BYTES_MAX,
+    GUIDE_CHOICES_MAX,
+    LOGITS_ARGUMENT_BYTES_MAX,
+    LOGITS_PROCESSORS_MAX,
+    LOGPROBS_MAX,
+    STOP_TOKENS_MAX,
+    TOKEN_DELTAS_PER_BATCH_MAX,
+)
+
+Guide = Annotated[str, Meta(max_length=GUIDE_BYTES_MAX)]
+"""What an output must keep to, in a language of the engine's guided decoding."""
+
+
+class LogitsProcessorCall(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A logits processor that the worker's operator registered, with this request's arguments."""
+
+    name: Identifier
+    arguments: Annotated[bytes, Meta(max_length=LOGITS_ARGUMENT_BYTES_MAX)] = b""
+    """A JSON object; empty = no arguments."""
 
 
 class Sampling(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -33,6 +53,20 @@ class Sampling(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Alternatives to report per generated token: ``None`` = no log probabilities, 0 = the chosen token's only."""
     logit_bias: dict[int, float] | None = None
     guided_json: Annotated[bytes, Meta(max_length=GUIDE_BYTES_MAX)] | None = None
+    """A JSON schema. At most one of the guides is set."""
+    guided_regex: Guide | None = None
+    guided_grammar: Guide | None = None
+    """A grammar in EBNF."""
+    guided_choice: Annotated[tuple[Guide, ...], Meta(max_length=GUIDE_CHOICES_MAX)] | None = None
+    """The output is one of these texts."""
+    structural_tag: Guide | None = None
+    """JSON: texts that begin a guided part, and the schema of each."""
+    bad_token_ids: Annotated[tuple[U32, ...], Meta(max_length=BAD_TOKENS_MAX)] = ()
+    """Tokens that are never generated."""
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=LOGPROBS_MAX)] | None = None
+    """Alternatives to report per prompt token, as ``logprobs`` for generated ones."""
+    logits_processors: Annotated[tuple[LogitsProcessorCall, ...], Meta(max_length=LOGITS_PROCESSORS_MAX)] = ()
+    """Run one after the other on the logits of each token."""
 
 
 class Routing(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -55,8 +89,9 @@ class Generate(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False)
     stop_token_ids: Annotated[tuple[U32, ...], Meta(max_length=STOP_TOKENS_MAX)] = ()
     routing: Routing = Routing()
     disaggregated_params: Opaque | None = None
-    """What the prefill worker returned; given to the decode worker unread."""
-    multimodal: Opaque | None = None
+    """What the leg before returned (encode → prefill or whole, prefill → decode); given on unread."""
+    multimodal: Media | None = None
+    """An encoded ``wire.multimodal.MultimodalInput``; never with a decode leg."""
     stage: Stage = Stage.WHOLE
 
 
@@ -103,8 +138,8 @@ class TokenDelta(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Index of the first new token among this dispatch's output: a hole or an overlap shows loss or duplication."""
     token_ids: PackedTokens
     finish_reason: str | None = None
-    """``stop``, ``length``, ``cancelled``, ``error``, or ``prefilled`` when a decode worker must go on; ``None`` while
-    the request goes on here."""
+    """``stop``, ``length``, ``cancelled``, ``error``; ``encoded`` or ``prefilled`` when another worker must go on with
+    ``disaggregated_params``; ``None`` while the request goes on here."""
     cached_tokens: U32 | None = None
     """Prompt tokens that were reused; set on the first delta."""
     error: Text | None = None
@@ -113,6 +148,8 @@ class TokenDelta(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Whether another worker may succeed where this one failed."""
     logprobs: tuple[TokenLogprobs, ...] | None = None
     disaggregated_params: Opaque | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    """Of the prompt's tokens from the second on; with the first delta, when asked for."""
 
 
 class TokenBatch(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):

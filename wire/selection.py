@@ -19,6 +19,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from wire.card import MediaSpec
 from wire.identifiers import U32, U64, Identifier, PackedHashes, Role, Stage, Text
 from wire.limits import (
     LORAS_PER_WORKER_MAX,
@@ -163,6 +164,8 @@ class ModelStatus(msgspec.Struct, array_like=True, frozen=True):
     max_sequence_length: U32
     roles: Annotated[tuple[RoleStatus, ...], Meta(max_length=len(Role))]
     loras: Annotated[tuple[Identifier, ...], Meta(max_length=LORAS_PER_WORKER_MAX)] = ()
+    media: MediaSpec = MediaSpec()
+    """Media that it takes, as its workers' cards say."""
 
 
 class PoolStatus(msgspec.Struct, array_like=True, frozen=True, tag=True):

@@ -22,6 +22,9 @@ class WorkerMetrics:
         def gauge(name: str, text: str) -> Gauge:
             return Gauge(f"poolgrid_worker_{name}", text, registry=registry)
 
+        self.logits_processor_failures = counter(
+            "logits_processor_failures_total", "Tokens for which a logits processor raised and was left out.", ("name",)
+        )
         self.requests = counter("requests_total", "Requests accepted by the engine.")
         self.refusals = counter(
             "refusals_total", "Requests refused, by whether a retry elsewhere may help.", ("retryable",)

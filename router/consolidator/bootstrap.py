@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -18,8 +17,6 @@ from router.consolidator.service import ConsolidatorService
 from router.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
 from runtime.clock import Clock, SystemClock
 from runtime.http_server import HttpServer
-
-log = logging.getLogger(__name__)
 
 
 class Endpoints(NamedTuple):
@@ -37,15 +34,12 @@ def open_journal(settings: ConsolidatorSettings) -> Journal:
         return MemoryJournal(settings.memory_journal_bytes)
     disk = PosixDisk(settings.data_dir)
     try:
-        journal = FileJournal(
+        return FileJournal(
             disk, JournalSettings(settings.segment_bytes, settings.retention_bytes, settings.retention_ms)
         )
     except BaseException:
         disk.close()
         raise
-    for line in journal.report:
-        log.warning("journal %s: %s", settings.data_dir, line)
-    return journal
 
 
 def create(settings: ConsolidatorSettings, registry: CollectorRegistry, clock: Clock) -> ConsolidatorService:

@@ -29,6 +29,11 @@ class Journal(Protocol):
     """
 
     @property
+    def report(self) -> list[str]:
+        """Return what opening and ``recover`` found and did, for the log."""
+        ...
+
+    @property
     def next_offset(self) -> int:
         """Return the offset of the next record."""
         ...

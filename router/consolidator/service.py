@@ -122,6 +122,8 @@ class ConsolidatorService:
             pool = await loop.run_in_executor(None, self._journal.recover, settings.blocks_per_worker_max)
             self._core = Consolidator(pool, self.consolidator_id, settings.limits(), self._now())
             self._snapshot_offset = pool.offset
+            for line in self._journal.report:
+                log.warning("journal %s: %s", settings.data_dir, line)
             self._bind()
         except BaseException:
             self._journal.close()

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from router.consolidator.core.feed_frames import FeedFrame, decode_feed, encode_alive, encode_record
 from router.consolidator.core.feed_reader import Deliver, FeedEffect, FeedReader, FeedState, Snapshot
-from tests.consolidator.test_journal import encoded
+from tests.consolidator.journal_builder import encoded
 from wire.feed import Records, Replay, SnapshotPart, TakeSnapshot, TooOld
 
 

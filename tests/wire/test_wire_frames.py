@@ -18,8 +18,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wire import codec, events, feed, ingest, limits, requests, selection
-from wire.card import WorkerCard, WorkerLimits
+from wire import codec, events, feed, ingest, limits, multimodal, requests, selection
+from wire.card import MediaSpec, WorkerCard, WorkerLimits
 from wire.codec import Codec
 from wire.errors import DecodeError, LimitError
 from wire.events import (
@@ -47,11 +47,13 @@ from wire.hashing import pack_hashes, pack_tokens
 from wire.identifiers import Role, Stage, Tier
 from wire.ingest import Acknowledged, Goodbye, Heartbeat, Hello, Refused, Resend, Unknown, Welcome
 from wire.limits import FRAME_BYTES_MAX, U32_MAX, U64_MAX
+from wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
 from wire.requests import (
     Cancel,
     FetchKv,
     Generate,
     KvOffered,
+    LogitsProcessorCall,
     Ping,
     Pong,
     ReleaseKv,
@@ -94,6 +96,8 @@ FULL_CARD = WorkerCard(
     engine="TensorRT-LLM 1.2.1",
     eos_token_ids=(2, 128_009),
     vocabulary_size=128_256,
+    media=MediaSpec(("image", "embeddings"), "<image>", 32_000, 576, U32_MAX),
+    endpoint_name="poolgrid.decode.generate",
 )
 LOAD = LoadReported(3, 1, 4096, 700, 900, 1024, steps=12_345_678_901)
 
@@ -149,12 +153,25 @@ GOLDEN: dict[tuple[str, str], Any] = {
             logprobs=5,
             logit_bias={50256: -100.0},
             guided_json=b'{"type":"object"}',
+            guided_regex="a+",
+            guided_grammar='root ::= "a"',
+            guided_choice=("yes", "no"),
+            structural_tag="{}",
+            bad_token_ids=(7, U32_MAX),
+            prompt_logprobs=0,
+            logits_processors=(
+                LogitsProcessorCall("banned_tokens", b'{"token_ids":[7]}'),
+                LogitsProcessorCall("own"),
+            ),
         ),
         stop_token_ids=(2, 128_009),
         routing=Routing(1, -2, "legal", "tenant-7", 1),
         disaggregated_params=b"\x00\xff",
         multimodal=b"\x01",
         stage=Stage.DECODE,
+    ),
+    ("to_worker", "generate, media of a request to encode"): Generate(
+        "r-3", pack_tokens([1]), Sampling(1), multimodal=b"\x00" * 8, stage=Stage.ENCODE
     ),
     ("to_worker", "cancel"): Cancel("r-1"),
     ("to_worker", "ping"): Ping(5),
@@ -174,9 +191,11 @@ GOLDEN: dict[tuple[str, str], Any] = {
                 retryable=False,
                 logprobs=(TokenLogprobs(12, -0.5, ((12, -0.5), (99, -1.25))), TokenLogprobs(13, -2.0)),
                 disaggregated_params=b"\x00",
+                prompt_logprobs=(TokenLogprobs(2, -3.5),),
             ),
             TokenDelta("r-3", 0, b"", "error", error="out of blocks", retryable=True),
             TokenDelta("r-4", 0, pack_tokens([14]), "prefilled", cached_tokens=0, disaggregated_params=b"\x01\x02"),
+            TokenDelta("r-5", 0, b"", "encoded", disaggregated_params=b"\x03"),
         ],
     ),
     ("from_worker", "pong"): Pong(5, 7, draining=True),
@@ -219,12 +238,22 @@ GOLDEN: dict[tuple[str, str], Any] = {
     ("from_pool", "pool status"): PoolStatus(
         5,
         True,
-        (ModelStatus("tiny", 32, "xxh3-64/1337", 4096, (RoleStatus(Role.AGGREGATED, 2, 1, 0, 3, 64),), ("legal",)),),
+        (
+            ModelStatus("tiny", 32, "xxh3-64/1337", 4096, (RoleStatus(Role.AGGREGATED, 2, 1, 0, 3, 64),), ("legal",)),
+            ModelStatus("eyes", 32, "xxh3-64/1337", 4096, (), (), MediaSpec(("image",))),
+        ),
         4,
         0.5,
         2.0,
     ),
     ("from_pool", "pool status, not ready"): PoolStatus(6, False),
+    ("multimodal", "an image and embeddings"): MultimodalInput(
+        "USER: <image> and <image>?",
+        (
+            MediaItem(MediaKind.IMAGE, b"\x89PNG", "image/png", digest_media(b"\x89PNG"), 3, 576),
+            MediaItem(MediaKind.EMBEDDINGS, b"", "application/x-safetensors", digest_media(b"")),
+        ),
+    ),
 }
 KEYS = list(GOLDEN)
 
@@ -274,7 +303,7 @@ class TestGoldenFrames:
         visit(list(GOLDEN.values()))
         defined = {
             value
-            for module in (events, feed, ingest, requests, selection)
+            for module in (events, feed, ingest, multimodal, requests, selection)
             for value in vars(module).values()
             if isinstance(value, type) and issubclass(value, msgspec.Struct) and value is not events.Event
         }
@@ -451,6 +480,8 @@ def _value_spans(frame: bytes) -> Iterator[int]:
             at += 2 + frame[at + 1]
         elif code in (0xCA, 0xCB, 0xCC, 0xCD, 0xCE, 0xCF, 0xD0, 0xD1, 0xD2, 0xD3):
             at += 1 + {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}[code]
+        elif code == 0xDC:  # an array of more than 15 values
+            at += 3
         else:  # pragma: no cover - golden frames hold nothing else
             raise AssertionError(f"byte {code:#x} in a golden frame")
 

@@ -214,6 +214,11 @@ class SimulatedEngine:
             raise RefusedError("the prompt has 0 tokens, allowed are integers from 1", retryable=False)
         if sampling.max_tokens < 1:
             raise RefusedError("max_tokens is 0, allowed are integers from 1", retryable=False)
+        if sampling.logits_processors:
+            raise RefusedError(
+                "logits_processors are set, and the simulated engine has no logits; a TensorRT-LLM worker takes them",
+                retryable=False,
+            )
         osl = 1 if request.stage is Stage.PREFILL else sampling.max_tokens
         length = isl + osl
         if length > limits.max_sequence_length:

@@ -106,6 +106,12 @@ class TrtllmSettings(Settings):
     guided_decoding_backend: Literal["xgrammar", "llguidance"] | None = Field(
         None, description="Library behind guided decoding; empty = such requests are refused."
     )
+    logits_processors: tuple[str, ...] = Field(
+        (),
+        max_length=256,
+        description="Logits processors that requests may name besides the built-in ones, as "
+        "NAME=package.module:factory; the modules are imported at the start.",
+    )
     trust_remote_code: bool = Field(False, description="Run Python code that comes with the model.")
     load_format: Literal["auto", "dummy", "vision_only"] = Field(
         "auto", description="How weights are loaded; dummy = none, random weights."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Iterable
@@ -36,7 +37,7 @@ class PosixDisk:
 
     def names(self) -> list[str]:
         """Return the names of all files, sorted."""
-        return sorted(entry.name for entry in os.scandir(self.directory) if entry.is_file())
+        return _names(self.directory)
 
     def size(self, name: str) -> int:
         """Return the size of a file in bytes."""
@@ -44,19 +45,7 @@ class PosixDisk:
 
     def read(self, name: str, at: int, length: int) -> bytes:
         """Return up to ``length`` bytes from position ``at``."""
-        descriptor = os.open(self.directory / name, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            parts: list[bytes] = []
-            while length > 0:
-                part = os.pread(descriptor, length, at)
-                if not part:
-                    break
-                parts.append(part)
-                at += len(part)
-                length -= len(part)
-            return parts[0] if len(parts) == 1 else b"".join(parts)
-        finally:
-            os.close(descriptor)
+        return _read(self.directory / name, at, length)
 
     def append(self, name: str, data: bytes) -> None:
         """Write at the end of a file, creating it."""
@@ -123,3 +112,87 @@ class PosixDisk:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+class ReadOnlyDirectory:
+    """A journal's directory for those who only look: takes no lock, changes nothing.
+
+    What a running process writes meanwhile is seen or not; what it removes is a ``FileNotFoundError``.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        if not directory.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "is not a directory", str(directory))
+
+    def is_in_use(self) -> bool:
+        """Tell whether some process writes this journal now."""
+        try:
+            descriptor = os.open(self.directory / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
+
+    def names(self) -> list[str]:
+        """Return the names of all files, sorted; those that are still being written are left out."""
+        return [name for name in _names(self.directory) if not name.endswith(_TEMPORARY)]
+
+    def size(self, name: str) -> int:
+        """Return the size of a file in bytes."""
+        return os.stat(self.directory / name).st_size
+
+    def read(self, name: str, at: int, length: int) -> bytes:
+        """Return up to ``length`` bytes from position ``at``."""
+        return _read(self.directory / name, at, length)
+
+    def append(self, name: str, data: bytes) -> None:
+        """Refuse."""
+        raise self._refusal(name)
+
+    def truncate(self, name: str, size: int) -> None:
+        """Refuse."""
+        raise self._refusal(name)
+
+    def sync(self, name: str) -> None:
+        """Refuse."""
+        raise self._refusal(name)
+
+    def write_atomically(self, name: str, parts: Iterable[bytes]) -> int:
+        """Refuse."""
+        raise self._refusal(name)
+
+    def remove(self, name: str) -> None:
+        """Refuse."""
+        raise self._refusal(name)
+
+    def close(self) -> None:
+        """Do nothing: nothing is held."""
+
+    def _refusal(self, name: str) -> OSError:
+        return OSError(errno.EROFS, "this journal was opened for reading", str(self.directory / name))
+
+
+def _names(directory: Path) -> list[str]:
+    return sorted(entry.name for entry in os.scandir(directory) if entry.is_file())
+
+
+def _read(path: Path, at: int, length: int) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        parts: list[bytes] = []
+        while length > 0:
+            part = os.pread(descriptor, length, at)
+            if not part:
+                break
+            parts.append(part)
+            at += len(part)
+            length -= len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+    finally:
+        os.close(descriptor)

@@ -253,6 +253,17 @@ class PoolState:
             ],
         )
 
+    def facts(self) -> object:
+        """Return all that the fold knows, in a form that two states can be compared by; not a copy."""
+        return self.offset, [
+            (
+                worker.state(),
+                sorted((name, at.epoch, at.next_seq) for name, at in worker.cursors.items()),
+                {(tier, source): held for tier, source, held in worker.presence.freeze() if held},
+            )
+            for _, worker in sorted(self.workers.items())
+        ]
+
     @classmethod
     def load(
         cls,

@@ -24,20 +24,24 @@ from router.consolidator.journal.errors import JournalCorrupt
 from router.consolidator.journal.framing import (
     FILE_HEADER,
     SEGMENT_MAGIC,
-    VERSION,
     Fault,
     file_header,
     frame,
-    header_check,
     payload_at,
     scan,
 )
+from router.consolidator.journal.stored_records import (
+    SUFFIX,
+    corrupt,
+    created_ms_of,
+    offset_of,
+    stored_records,
+    understand,
+)
 from router.consolidator.ports import Disk
-from wire import codec
 from wire.errors import DecodeError
 from wire.events import JournalRecord
 
-SUFFIX = ".segment"
 SNAPSHOTS_KEPT = 2
 """The newest, and one more in case the newest is damaged."""
 
@@ -74,8 +78,9 @@ class FileJournal:
         self._dirty: list[str] = []
         self._mend = False
         self._lock = threading.Lock()
-        self.report: list[str] = []
-        """What opening found and did, for the log."""
+        self._report: list[str] = []
+        self.unknown: dict[str, int] = {}
+        """Kinds of records and events that a later version wrote and ``recover`` passed over, and how many of each."""
         self._open()
 
     # Opening
@@ -83,18 +88,18 @@ class FileJournal:
     def _open(self) -> None:
         for name in self._disk.names():
             if name.endswith(SUFFIX):
-                self._segments.append(_Segment(name, _number(name, SUFFIX), 0, self._disk.size(name)))
+                self._segments.append(_Segment(name, offset_of(name), 0, self._disk.size(name)))
             elif name.endswith(snapshot_file.SUFFIX):
-                self._snapshots.append(_number(name, snapshot_file.SUFFIX))
+                self._snapshots.append(offset_of(name, snapshot_file.SUFFIX))
         for position, segment in enumerate(self._segments):
             last = position == len(self._segments) - 1
             if last and segment.size < FILE_HEADER.size:
                 # The segment was being created: no record was ever in it.
-                self.report.append(f"{segment.name}: cut an unfinished header of {segment.size} bytes")
+                self._report.append(f"{segment.name}: cut an unfinished header of {segment.size} bytes")
                 self._disk.remove(segment.name)
                 self._segments.pop()
                 break
-            segment.created_ms = _read_header(segment, self._disk.read(segment.name, 0, FILE_HEADER.size))
+            segment.created_ms = created_ms_of(segment.name, self._disk.read(segment.name, 0, FILE_HEADER.size))
         if self._segments:
             self._cut_torn_tail(self._segments[-1])
             tail = self._segments[-1]
@@ -107,10 +112,10 @@ class FileJournal:
         positions, end, damage = scan(data, FILE_HEADER.size, segment.first)
         if damage is not None:
             if damage.fault is Fault.CORRUPT:
-                raise _corrupt(segment.name, damage.position, damage.number, damage.detail)
+                raise corrupt(segment.name, damage.position, damage.number, damage.detail)
             self._disk.truncate(segment.name, end)
             self._disk.sync(segment.name)
-            self.report.append(
+            self._report.append(
                 f"{segment.name}: cut a torn tail of {segment.size - end} bytes at byte {end}, "
                 f"record {damage.number} ({damage.detail})"
             )
@@ -124,6 +129,8 @@ class FileJournal:
         while pool.offset < self._next:
             for payload in self.read(pool.offset, 10_000, 64 * 1024 * 1024):
                 pool.apply(self._decode(payload, pool.offset))
+        for kind, count in self.unknown.items():
+            self._report.append(f"{count} of the unknown kind {kind} were passed over: a later version wrote them")
         return pool
 
     def _newest_state(self, blocks_per_worker_max: int) -> PoolState:
@@ -134,7 +141,7 @@ class FileJournal:
                 pool = snapshot_file.load(name, self._disk.read(name, 0, self._disk.size(name)), blocks_per_worker_max)
             except JournalCorrupt as error:
                 damaged = error
-                self.report.append(f"{error}; going back to the snapshot before it")
+                self._report.append(f"{error}; going back to the snapshot before it")
                 continue
             if offset > self._next:
                 self._go_on_from(offset)
@@ -155,7 +162,7 @@ class FileJournal:
 
     def _go_on_from(self, offset: int) -> None:
         """Let go of segments that end before a snapshot: their last records were not durable when the power failed."""
-        self.report.append(
+        self._report.append(
             f"{snapshot_file.name_of(offset)} reaches beyond the last record kept, {self._next - 1}; "
             f"the journal goes on from record {offset}"
         )
@@ -165,16 +172,21 @@ class FileJournal:
         self._next = offset
 
     def _decode(self, payload: bytes, offset: int) -> JournalRecord:
-        segment = self._segment_of(offset)
         try:
-            record = codec.journal_record.decode(payload)
+            understood = understand(payload, offset)
         except DecodeError as error:
-            raise _corrupt(
+            segment = self._segment_of(offset)
+            raise corrupt(
                 segment.name, 0, offset, f"the checksum holds and the record does not decode ({error})"
             ) from None
-        if record.offset != offset:
-            raise _corrupt(segment.name, 0, offset, f"the record says that its offset is {record.offset}")
-        return record
+        for kind in understood.unknown:
+            self.unknown[kind] = self.unknown.get(kind, 0) + 1
+        return understood.record
+
+    @property
+    def report(self) -> list[str]:
+        """Return what opening and ``recover`` found and did, for the log."""
+        return self._report
 
     # Appending
 
@@ -264,7 +276,7 @@ class FileJournal:
             index = from_offset - segment.first
             if index >= segment.records:
                 following = self._segment_after(segment)
-                raise _corrupt(
+                raise corrupt(
                     segment.name, segment.size, from_offset, f"records {from_offset} to {following - 1} are missing"
                 )
             positions = segment.positions
@@ -294,7 +306,7 @@ class FileJournal:
         data = self._disk.read(segment.name, 0, segment.size)
         positions, _end, damage = scan(data, FILE_HEADER.size, segment.first)
         if damage is not None:
-            raise _corrupt(segment.name, damage.position, damage.number, damage.detail)
+            raise corrupt(segment.name, damage.position, damage.number, damage.detail)
         segment.positions = positions
         segment.records = len(positions)
 
@@ -310,6 +322,16 @@ class FileJournal:
             if frozen.offset not in self._snapshots:
                 bisect.insort(self._snapshots, frozen.offset)
             old, self._snapshots = self._snapshots[:-SNAPSHOTS_KEPT], self._snapshots[-SNAPSHOTS_KEPT:]
+        for offset in old:
+            self._disk.remove(snapshot_file.name_of(offset))
+
+    def keep_newest_snapshot(self) -> None:
+        """Remove the snapshots before the newest, so that ``retain`` may drop what only they needed.
+
+        For ``compact``, which has just checked the newest; a running consolidator keeps one more in reserve.
+        """
+        with self._lock:
+            old, self._snapshots = self._snapshots[:-1], self._snapshots[-1:]
         for offset in old:
             self._disk.remove(snapshot_file.name_of(offset))
 
@@ -348,71 +370,14 @@ def records_of(disk: Disk) -> Iterator[JournalRecord]:
 
     Changes nothing: everything before the damage is yielded first.
     """
-    names = [name for name in disk.names() if name.endswith(SUFFIX)]
-    expected: int | None = None
-    for name in names:
-        last = name == names[-1]
-        segment = _Segment(name, _number(name, SUFFIX), 0, disk.size(name))
-        if last and segment.size < FILE_HEADER.size:
-            return
-        data = disk.read(name, 0, segment.size)
-        _read_header(segment, data)
-        if expected is not None and segment.first != expected:
-            raise _corrupt(name, 0, expected, f"records {expected} to {segment.first - 1} are missing")
-        positions, _end, damage = scan(data, FILE_HEADER.size, segment.first)
-        for number, position in enumerate(positions, segment.first):
-            try:
-                record = codec.journal_record.decode(payload_at(data, position))
-            except DecodeError as error:
-                raise _corrupt(name, position, number, f"the record does not decode ({error})") from None
-            if record.offset != number:
-                raise _corrupt(name, position, number, f"the record says that its offset is {record.offset}")
-            yield record
-        if damage is not None and not (last and damage.fault is Fault.TORN):
-            raise _corrupt(name, damage.position, damage.number, damage.detail)
-        expected = segment.first + len(positions)
+    for stored in stored_records(disk):
+        yield stored.record
 
 
 def verify(disk: Disk, blocks_per_worker_max: int) -> int:
     """Check every byte of a journal, snapshots included; return the number of records or raise ``JournalCorrupt``."""
-    count = sum(1 for _ in records_of(disk))
+    count = sum(1 for _ in stored_records(disk))
     for name in disk.names():
         if name.endswith(snapshot_file.SUFFIX):
             snapshot_file.load(name, disk.read(name, 0, disk.size(name)), blocks_per_worker_max)
     return count
-
-
-def _number(name: str, suffix: str) -> int:
-    text = name.removesuffix(suffix)
-    if not text.isdigit():
-        raise JournalCorrupt(name, 0, 0, "its name is not an offset", "remove the file: the journal did not write it")
-    return int(text)
-
-
-def _read_header(segment: _Segment, data: bytes) -> int:
-    if len(data) < FILE_HEADER.size:
-        raise _corrupt(segment.name, 0, segment.first, f"{len(data)} bytes, a header has {FILE_HEADER.size}")
-    magic, version, check, first, created_ms = FILE_HEADER.unpack_from(data)
-    if magic != SEGMENT_MAGIC or check != header_check(magic, version, first, created_ms) or first != segment.first:
-        raise _corrupt(segment.name, 0, segment.first, f"the header says {magic!r}, first record {first}")
-    if version != VERSION:
-        raise JournalCorrupt(
-            segment.name,
-            8,
-            segment.first,
-            f"format version {version}, this poolgrid reads version {VERSION}",
-            "use the poolgrid that wrote it, or another data_dir",
-        )
-    created: int = created_ms
-    return created
-
-
-def _corrupt(name: str, position: int, offset: int, detail: str) -> JournalCorrupt:
-    return JournalCorrupt(
-        name,
-        position,
-        offset,
-        detail,
-        f"records before {offset} are sound; restore the file from a copy, or move it and everything later out of the "
-        "directory to go on from there (workers restate what is then missing)",
-    )

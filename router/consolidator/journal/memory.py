@@ -22,6 +22,11 @@ class MemoryJournal:
         self._next = 0
 
     @property
+    def report(self) -> list[str]:
+        """Return nothing: there is nothing to find."""
+        return []
+
+    @property
     def next_offset(self) -> int:
         """Return the offset of the next record."""
         return self._next

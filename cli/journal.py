@@ -1,0 +1,461 @@
+"""`poolgrid journal ...`: look into a journal's directory, check it, shrink it, take its records elsewhere.
+
+All but ``compact`` only read, take no lock, and may run while a consolidator writes the journal. Rows go to standard
+output, progress and remarks to standard error. Exit status: 0; 1 when the journal is not sound or what was asked for is
+not in it; 2 for wrong arguments.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from router.consolidator.adapters.posix_disk import DirectoryInUse, PosixDisk, ReadOnlyDirectory
+from router.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX, PoolState
+from router.consolidator.journal.as_of import (
+    NotKept,
+    load_snapshot,
+    next_offset,
+    offset_at,
+    reaches_back_to,
+    snapshot_offsets,
+    state_at,
+)
+from router.consolidator.journal.errors import JournalCorrupt
+from router.consolidator.journal.files import FileJournal, JournalSettings
+from router.consolidator.journal.inspection import Verified, check_journal, survey
+from router.consolidator.journal.record_rows import (
+    ParquetUnavailable,
+    chosen_events,
+    record_row,
+    write_parquet,
+)
+from router.consolidator.journal.stored_records import StoredRecord, stored_records
+from router.consolidator.settings import ConsolidatorSettings
+from wire.identifiers import Tier
+
+app = typer.Typer(help="List, print, check, shrink and export the journal of a pool.", no_args_is_help=True)
+
+Directory = Annotated[Path, typer.Argument(help="Directory of the journal (a consolidator's data_dir).")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+From = Annotated[
+    str | None, typer.Option("--from", help="First record: an offset, or a time (2026-11-21T14:00:00, UTC).")
+]
+To = Annotated[str | None, typer.Option("--to", help="Record after the last: an offset, or a time (UTC).")]
+Types = Annotated[list[str] | None, typer.Option("--type", help="Only events of this kind; may be given again.")]
+WorkerOption = Annotated[str | None, typer.Option("--worker", help="Only this worker: an id, or id/rank.")]
+
+_SETTINGS = ConsolidatorSettings()
+
+
+class UsageError(ValueError):
+    """An argument cannot be used."""
+
+
+@contextmanager
+def journal_errors() -> Iterator[None]:
+    """Turn what can go wrong with a journal into a line on standard error and an exit status."""
+    try:
+        yield
+    except JournalCorrupt as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+    except (NotKept, ParquetUnavailable) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+    except (UsageError, NotADirectoryError) as error:
+        text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        typer.echo(f"reading a journal: {text}", err=True)
+        raise typer.Exit(2) from None
+    except BrokenPipeError:
+        # Whoever read our rows has seen enough; nothing more can be written, not even at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(0) from None
+    except OSError as error:
+        typer.echo(f"reading a journal: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+def open_directory(directory: Path) -> ReadOnlyDirectory:
+    """Return a journal's directory for reading; refuses one without a journal in it."""
+    disk = ReadOnlyDirectory(directory)
+    if not any(name.endswith((".segment", ".snapshot")) for name in disk.names()):
+        raise UsageError(f"{directory} has no segment and no snapshot in it: it is no journal")
+    return disk
+
+
+def offset_or_time(text: str) -> tuple[int | None, int | None]:
+    """Return an offset, or a Unix time in milliseconds; times without a zone are UTC."""
+    if text.isdigit():
+        return int(text), None
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise UsageError(
+            f"{text!r} is neither an offset nor a time; allowed are integers and times like 2026-11-21T14:00:00"
+        ) from None
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=UTC)
+    return None, int(moment.timestamp() * 1000)
+
+
+def resolve(disk: ReadOnlyDirectory, text: str) -> int:
+    """Return the offset that an offset or a time means."""
+    offset, time_ms = offset_or_time(text)
+    if offset is not None:
+        return offset
+    assert time_ms is not None
+    return offset_at(disk, time_ms)
+
+
+def clock_time(time_ms: int) -> str:
+    """Return a Unix time in milliseconds as people write it, UTC."""
+    return datetime.fromtimestamp(time_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S") if time_ms else "–"
+
+
+@contextmanager
+def progress_bar(what: str, total: int, as_bytes: bool = True) -> Iterator[Callable[[int], None]]:
+    """Show progress on standard error when somebody looks; yields what to call with how much is done."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(
+        *((*columns, DownloadColumn()) if as_bytes else columns),
+        console=Console(stderr=True),
+        disable=not sys.stderr.isatty(),
+        transient=True,
+    ) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda done: progress.update(task, completed=done)
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if number == 0 else "right", no_wrap=number == 0)
+    return table
+
+
+@app.command("ls")
+def list_files(directory: Directory, as_json: AsJson = False) -> None:
+    """List segments and snapshots with their offsets, times and sizes, and the streams that are in them."""
+    with journal_errors():
+        disk = open_directory(directory)
+        found = survey(disk)
+        try:
+            streams = _streams(state_at(disk, next_offset(disk), BLOCKS_PER_WORKER_MAX))
+            problem = ""
+        except (JournalCorrupt, NotKept) as error:
+            streams, problem = [], str(error)
+        in_use = disk.is_in_use()
+    if as_json:
+        segments = [{name: getattr(each, name) for name in each.__dataclass_fields__} for each in found.segments]
+        snapshots = [{name: getattr(each, name) for name in each.__dataclass_fields__} for each in found.snapshots]
+        answer = {"directory": str(directory), "in_use": in_use, "segments": segments, "snapshots": snapshots}
+        typer.echo(json.dumps({**answer, "streams": streams, "problem": problem}, indent=2))
+        return
+    console = Console()
+    files = _table("file", "records from", "to before", "begun (UTC)", "size")
+    for segment in found.segments:
+        name = f"{segment.file} [yellow]({segment.damage})[/]" if segment.damage else segment.file
+        row = (str(segment.first_offset), str(segment.next_offset), clock_time(segment.created_ms))
+        files.add_row(name, *row, _size(segment.bytes))
+    for snapshot in found.snapshots:
+        files.add_row(snapshot.file, "–", str(snapshot.offset), "–", _size(snapshot.bytes))
+    console.print(files)
+    if streams:
+        table = _table("worker", "source", "epoch", "next seq", "blocks", "requests")
+        for stream in streams:
+            table.add_row(
+                *(str(stream[key]) for key in ("worker", "source", "epoch", "next_seq", "blocks", "requests"))
+            )
+        console.print(table)
+    console.print(f"{_size(found.bytes)} in {len(found.segments)} segments and {len(found.snapshots)} snapshots")
+    if in_use:
+        console.print("a running process writes this journal")
+    if problem:
+        console.print(f"[yellow]not sound:[/] {problem}", highlight=False)
+
+
+def _streams(pool: PoolState) -> list[dict[str, Any]]:
+    return [
+        {
+            "worker": str(key),
+            "source": source,
+            "epoch": cursor.epoch,
+            "next_seq": cursor.next_seq,
+            "blocks": sum(worker.presence.counts()),
+            "requests": len(worker.requests),
+        }
+        for key, worker in sorted(pool.workers.items())
+        for source, cursor in sorted(worker.cursors.items())
+    ]
+
+
+@app.command()
+def cat(
+    directory: Directory,
+    first: From = None,
+    to: To = None,
+    types: Types = None,
+    worker: WorkerOption = None,
+) -> None:
+    """Print records as JSON lines."""
+    with journal_errors():
+        disk = open_directory(directory)
+        unknown: dict[str, int] = {}
+        extra = 0
+        for stored in _chosen(disk, first, to, worker):
+            for kind in stored.understood.unknown:
+                unknown[kind] = unknown.get(kind, 0) + 1
+            extra += stored.understood.extra_fields
+            events = chosen_events(stored.record, types or ())
+            if events or not types:
+                sys.stdout.write(json.dumps(record_row(stored, events)) + "\n")
+        sys.stdout.flush()
+    _say_unknown(unknown, extra)
+
+
+def _chosen(disk: ReadOnlyDirectory, first: str | None, to: str | None, worker: str | None) -> Iterator[StoredRecord]:
+    from_offset = 0 if first is None else resolve(disk, first)
+    to_offset = None if to is None else resolve(disk, to)
+    for stored in stored_records(disk, from_offset, count_fields=True, to_offset=to_offset):
+        record = stored.record
+        if worker is None or worker in (record.worker_id, f"{record.worker_id}/{record.dp_rank}"):
+            yield stored
+
+
+def _say_unknown(unknown: dict[str, int], extra_fields: int) -> None:
+    for kind, count in sorted(unknown.items()):
+        typer.echo(f"skipped {count} of the unknown kind {kind}: a later version wrote them", err=True)
+    if extra_fields:
+        typer.echo(f"skipped {extra_fields} trailing fields that this version does not know", err=True)
+
+
+@app.command()
+def verify(directory: Directory, as_json: AsJson = False) -> None:
+    """Check every byte, and every snapshot against the records; status 1 with file, offset and remedy if not sound."""
+    with journal_errors():
+        disk = open_directory(directory)
+        total = survey_bytes(disk)
+        try:
+            with progress_bar("verifying", total) as on_progress:
+                found = check_journal(disk, BLOCKS_PER_WORKER_MAX, on_progress)
+            if found.torn is not None and not disk.is_in_use():
+                torn = found.torn
+                raise JournalCorrupt(
+                    torn.file,
+                    torn.position,
+                    torn.offset,
+                    f"a torn tail: {torn.detail}",
+                    f"records before {torn.offset} are sound; the next process that opens the journal for writing cuts "
+                    "the tail, which was never acknowledged under fsync=always",
+                )
+        except JournalCorrupt as error:
+            if as_json:
+                fault = {name: getattr(error, name) for name in ("file", "position", "offset", "detail", "remedy")}
+                typer.echo(json.dumps({"sound": False, **fault}, indent=2))
+            raise
+    if as_json:
+        typer.echo(json.dumps({"sound": True, **_verified_row(found)}, indent=2))
+    else:
+        typer.echo(
+            f"sound: {found.records} records, {found.snapshots} snapshots ({found.compared_snapshots} of them compared "
+            f"with the records before), {_size(total)}"
+        )
+        if found.torn is not None:
+            typer.echo(f"the last record of {found.torn.file} is being written")
+    _say_unknown(found.unknown, found.extra_fields)
+
+
+def survey_bytes(disk: ReadOnlyDirectory) -> int:
+    """Return the size of all files of a journal."""
+    return sum(disk.size(name) for name in disk.names() if name.endswith((".segment", ".snapshot")))
+
+
+def _verified_row(found: Verified) -> dict[str, Any]:
+    return {
+        "records": found.records,
+        "snapshots": found.snapshots,
+        "compared_snapshots": found.compared_snapshots,
+        "unknown": found.unknown,
+        "extra_fields": found.extra_fields,
+        "being_written": found.torn is not None,
+    }
+
+
+@app.command()
+def compact(
+    directory: Directory,
+    retention_bytes: Annotated[
+        int, typer.Option(min=0, help="Keep the newest segments up to this size; 0 keeps only the open one.")
+    ] = _SETTINGS.retention_bytes,
+    retention_ms: Annotated[
+        int, typer.Option(min=0, help="Keep segments that are younger than this (milliseconds).")
+    ] = _SETTINGS.retention_ms,
+) -> None:
+    """Write a snapshot at the end, check it, and drop what it covers beyond retention; refuses a journal in use."""
+    with journal_errors():
+        before = survey_bytes(open_directory(directory))
+        try:
+            disk = PosixDisk(directory)
+        except DirectoryInUse as error:
+            typer.echo(f"{error}; nothing was changed", err=True)
+            raise typer.Exit(1) from None
+        try:
+            journal = FileJournal(disk, JournalSettings(_SETTINGS.segment_bytes, retention_bytes, retention_ms))
+            with progress_bar("folding", 1, as_bytes=False):
+                pool = journal.recover(BLOCKS_PER_WORKER_MAX)
+            for line in journal.report:
+                typer.echo(line, err=True)
+            if pool.offset not in snapshot_offsets(disk):
+                journal.write_snapshot(pool.freeze())
+            if load_snapshot(disk, pool.offset, BLOCKS_PER_WORKER_MAX).facts() != pool.facts():
+                raise JournalCorrupt(
+                    f"{pool.offset:020d}.snapshot",
+                    0,
+                    pool.offset,
+                    "the snapshot just written does not read back as the state it was made of",
+                    "nothing was removed; check the disk",
+                )
+            journal.keep_newest_snapshot()
+            removed = journal.retain(int(time.time() * 1000))
+        finally:
+            disk.close()
+        after = survey_bytes(ReadOnlyDirectory(directory))
+    typer.echo(f"{removed} segments removed, {_size(before)} before, {_size(after)} after, offset {pool.offset}")
+
+
+@app.command()
+def export(
+    directory: Directory,
+    out: Annotated[Path, typer.Argument(help="File to write.")],
+    format_: Annotated[str, typer.Option("--format", help="jsonl (a record a line) or parquet (an event a row).")],
+    first: From = None,
+    to: To = None,
+    worker: WorkerOption = None,
+) -> None:
+    """Write records to a file for other tools; the file appears when it is whole."""
+    if format_ not in ("jsonl", "parquet"):
+        typer.echo(f"--format: {format_!r} is unknown, allowed are jsonl and parquet", err=True)
+        raise typer.Exit(2)
+    unfinished = out.with_name(out.name + ".unfinished")
+    with journal_errors():
+        disk = open_directory(directory)
+        try:
+            with progress_bar("exporting", survey_bytes(disk)) as on_progress:
+                stored = _told(_chosen(disk, first, to, worker), on_progress)
+                if format_ == "parquet":
+                    what = f"{write_parquet(stored, unfinished)} events"
+                else:
+                    what = f"{_write_lines(stored, unfinished)} records"
+            os.replace(unfinished, out)
+        finally:
+            unfinished.unlink(missing_ok=True)
+    typer.echo(f"{what} in {out}, {_size(out.stat().st_size)}")
+
+
+def _told(stored: Iterable[StoredRecord], on_progress: Callable[[int], None]) -> Iterator[StoredRecord]:
+    done = 0
+    for number, each in enumerate(stored):
+        done += each.size
+        if number % 1000 == 0:
+            on_progress(done)
+        yield each
+
+
+def _write_lines(stored: Iterable[StoredRecord], out: Path) -> int:
+    count = 0
+    with out.open("w", encoding="utf-8") as file:
+        for each in stored:
+            file.write(json.dumps(record_row(each)) + "\n")
+            count += 1
+    return count
+
+
+@app.command()
+def state(
+    directory: Directory,
+    at: Annotated[
+        str | None, typer.Option(help="State before this offset, or at this time (UTC); the end when not given.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the pool as it was at any moment the journal reaches: members, blocks by worker and tier, load."""
+    with journal_errors():
+        disk = open_directory(directory)
+        offset = next_offset(disk) if at is None else resolve(disk, at)
+        begin = reaches_back_to(disk)
+        with progress_bar("folding", max(1, offset - begin), as_bytes=False) as on_progress:
+            pool = state_at(disk, offset, BLOCKS_PER_WORKER_MAX, lambda reached: on_progress(reached - begin))
+    rows = [_worker_row(pool, key) for key in sorted(pool.workers)]
+    if as_json:
+        typer.echo(json.dumps({"offset": pool.offset, "workers": rows}, indent=2))
+        return
+    table = _table("worker", "model", "role", "state", *(f"{tier.name.lower()} blocks" for tier in Tier), "requests",
+                   "prefill tok", "active blocks")  # fmt: skip
+    for row in rows:
+        blocks = row["blocks"]
+        table.add_row(
+            row["worker"],
+            row["model"],
+            row["role"],
+            row["state"],
+            *(str(blocks[tier.name.lower()]) for tier in Tier),
+            str(len(row["requests"])),
+            str(row["prefill_tokens"]),
+            str(row["active_blocks"]),
+        )
+    console = Console()
+    console.print(table)
+    console.print(f"state before record {pool.offset}, {len(rows)} worker ranks")
+
+
+def _worker_row(pool: PoolState, key: Any) -> dict[str, Any]:
+    worker = pool.workers[key]
+    counts = worker.presence.counts()
+    requests = list(worker.requests.values())
+    load = worker.load
+    return {
+        "worker": str(key),
+        "worker_id": key.worker_id,
+        "dp_rank": key.dp_rank,
+        "epoch": worker.epoch,
+        "model": worker.card.model,
+        "role": worker.card.role.name.lower(),
+        "state": "draining" if worker.draining else "restating" if worker.restating else "ready",
+        "blocks": {tier.name.lower(): counts[tier] for tier in Tier},
+        "prefill_tokens": sum(each.isl - each.cached_tokens for each in requests if each.prefilling),
+        "active_blocks": sum(each.active_blocks for each in requests),
+        "running_requests": load.running_requests if load else 0,
+        "waiting_requests": load.waiting_requests if load else 0,
+        "requests": [
+            {
+                "request_id": each.request_id,
+                "isl": each.isl,
+                "cached_tokens": each.cached_tokens,
+                "active_blocks": each.active_blocks,
+                "prefilling": each.prefilling,
+            }
+            for each in requests
+        ],
+    }

@@ -1,0 +1,177 @@
+"""`poolgrid journal ...` on real directories."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cli.main import app
+from router.consolidator.adapters.posix_disk import PosixDisk
+from tests.consolidator.journal_builder import encoded, fold, write
+from tests.consolidator.test_journal_inspection import from_the_future
+
+RUNNER = CliRunner()
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A closed journal of 40 records in several segments, with one snapshot."""
+    disk = PosixDisk(tmp_path / "journal")
+    journal = write(disk, 30, segment_bytes=500)
+    journal.write_snapshot(fold(30).freeze())
+    while journal.next_offset < 40:
+        journal.append(encoded(journal.next_offset, 2), 50_000)
+    journal.close()
+    return tmp_path / "journal"
+
+
+def run(*arguments: object, status: int = 0) -> str:
+    result = RUNNER.invoke(app, ["journal", *map(str, arguments)])
+    assert result.exit_code == status, result.output
+    return result.stdout if status == 0 else result.stderr
+
+
+def lines(*arguments: object) -> list[dict[str, object]]:
+    return [json.loads(line) for line in run(*arguments).splitlines()]
+
+
+def test_ls_names_every_file_and_every_stream(directory: Path) -> None:
+    answer = json.loads(run("ls", directory, "--json"))
+
+    assert answer["segments"][0]["first_offset"] == 0
+    assert answer["segments"][-1]["next_offset"] == 40
+    assert [snapshot["offset"] for snapshot in answer["snapshots"]] == [30]
+    assert [(row["worker"], row["source"], row["epoch"], row["next_seq"]) for row in answer["streams"]] == [
+        ("w", "worker", 1, 39)
+    ]
+    assert answer["streams"][0]["blocks"] == 78
+    assert "00000000000000000030.snapshot" in run("ls", directory)
+
+
+def test_cat_prints_records_chosen_by_offset_time_kind_and_worker(directory: Path) -> None:
+    every = lines("cat", directory)
+
+    assert [row["offset"] for row in every] == list(range(40))
+    assert every[3]["events"] == [
+        {
+            "type": "BlocksStored",
+            "parent": None,
+            "sequence_hashes": ["0000000000000006", "0000000000000007"],
+            "tier": "device",
+        }
+    ]
+    assert [row["offset"] for row in lines("cat", directory, "--from", "10", "--to", "13")] == [10, 11, 12]
+    # Record n is recorded at 2,000 + n ms.
+    assert [row["offset"] for row in lines("cat", directory, "--from", "1970-01-01T00:00:02.036")] == [37, 38, 39]
+    assert [row["offset"] for row in lines("cat", directory, "--type", "WorkerJoined")] == [0]
+    assert lines("cat", directory, "--worker", "somebody") == []
+    assert len(lines("cat", directory, "--worker", "w/0")) == 40
+    assert "neither an offset nor a time" in run("cat", directory, "--from", "yesterday", status=2)
+
+
+def test_verify_is_silent_about_nothing(directory: Path) -> None:
+    assert run("verify", directory).startswith("sound: 40 records, 1 snapshots (1 of them compared")
+
+    damaged = sorted(directory.glob("*.segment"))[1]
+    data = bytearray(damaged.read_bytes())
+    data[100] ^= 1
+    damaged.write_bytes(data)
+
+    said = run("verify", directory, status=1)
+    first = int(damaged.name.split(".")[0])
+    assert f"journal file {damaged.name}, byte" in said
+    assert f"record {first}" in said
+    assert "restore the file from a copy" in said
+    assert len(lines("cat", directory, "--to", first)) == first
+
+
+def test_verify_names_a_torn_tail_unless_the_journal_is_being_written(directory: Path) -> None:
+    last = sorted(directory.glob("*.segment"))[-1]
+    last.write_bytes(last.read_bytes()[:-3])
+
+    assert "a torn tail" in run("verify", directory, status=1)
+
+    disk = PosixDisk(directory)
+    assert "is being written" in run("verify", directory)
+    disk.close()
+
+
+def test_compact_drops_what_a_snapshot_covers_and_refuses_a_journal_in_use(directory: Path) -> None:
+    disk = PosixDisk(directory)
+    assert "nothing was changed" in run("compact", directory, "--retention-bytes", 0, status=1)
+    disk.close()
+    before = json.loads(run("state", directory, "--json"))
+
+    run("compact", directory, "--retention-bytes", 0)
+
+    assert len(list(directory.glob("*.segment"))) == 1
+    assert [path.name for path in directory.glob("*.snapshot")] == [f"{40:020d}.snapshot"]
+    assert json.loads(run("state", directory, "--json")) == before
+    run("verify", directory)
+    assert "reaches back to" in run("state", directory, "--at", 3, status=1)
+
+
+def test_compact_keeps_what_retention_keeps(directory: Path) -> None:
+    names = sorted(path.name for path in directory.glob("*.segment"))
+
+    # 1970 is long ago for the age limit; the size limit is not reached, so age alone decides.
+    run("compact", directory, "--retention-ms", 10**15)
+
+    assert sorted(path.name for path in directory.glob("*.segment")) == names
+
+
+def test_state_at_an_offset_and_at_a_time(directory: Path) -> None:
+    at_offset = json.loads(run("state", directory, "--at", 21, "--json"))
+    at_time = json.loads(run("state", directory, "--at", "1970-01-01T00:00:02.020Z", "--json"))
+
+    assert at_offset == at_time
+    assert at_offset["offset"] == 21
+    assert at_offset["workers"][0]["blocks"] == {"device": 40, "host": 0, "disk": 0}
+    assert "40" in run("state", directory, "--at", 21)
+    assert "ends before" in run("state", directory, "--at", 41, status=1)
+
+
+def test_export_writes_json_lines_and_parquet(directory: Path, tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    run("export", directory, tmp_path / "out.jsonl", "--format", "jsonl")
+    run("export", directory, tmp_path / "out.parquet", "--format", "parquet", "--from", 1)
+
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert rows == lines("cat", directory)
+    table = parquet.read_table(tmp_path / "out.parquet")
+    assert table.num_rows == 39
+    assert table.column("sequence_hashes")[0].as_py() == [2, 3]
+    assert set(table.column("type").to_pylist()) == {"BlocksStored"}
+
+
+def test_export_without_pyarrow_says_what_to_install_and_writes_nothing(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+
+    assert "pip install pyarrow" in run("export", directory, tmp_path / "x", "--format", "parquet", status=1)
+    assert not list(tmp_path.glob("x*"))
+
+
+def test_records_from_the_future_are_shown_and_counted(directory: Path) -> None:
+    disk = PosixDisk(directory)
+    journal = write(disk, 40)
+    journal.append(from_the_future(40), 0)
+    journal.close()
+
+    result = RUNNER.invoke(app, ["journal", "cat", str(directory), "--from", "40"])
+
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [row.get("unknown") for row in rows] == [["LeaseGranted"], ["BlocksPinned"], None]
+    assert rows[2]["extra_fields"] == 3
+    assert "skipped 1 of the unknown kind LeaseGranted" in result.stderr
+    assert json.loads(run("verify", directory, "--json"))["unknown"] == {"LeaseGranted": 1, "BlocksPinned": 1}
+
+
+def test_what_is_no_journal_is_refused(tmp_path: Path) -> None:
+    assert "it is no journal" in run("ls", tmp_path, status=2)
+    assert "is not a directory" in run("verify", tmp_path / "absent", status=2)

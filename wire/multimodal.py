@@ -1,0 +1,92 @@
+"""The media of a request, as they travel in ``Generate.multimodal``: resolved, checked, hashed, in prompt order.
+
+The front end makes a ``MultimodalInput``; routers pass it on; a worker decodes it (``wire.codec.multimodal``). Nothing
+in it is a reference any more: a worker never opens a URL or a path that a client wrote.
+
+``media_hash`` is the 32-byte BLAKE3 digest of the raw bytes as they were fetched. Its first eight bytes, little-endian,
+are the u64 that enters the hashes of the KV blocks that the item's tokens touch (``wire.hashing``): equal media share
+cached blocks, different media never do, however alike the tokens are that stand for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Annotated
+
+import msgspec
+from blake3 import blake3
+from msgspec import Meta
+
+from wire.identifiers import U32, Identifier
+from wire.limits import MEDIA_ITEMS_MAX, MULTIMODAL_BYTES_MAX, PROMPT_CHARS_MAX
+
+MEDIA_HASH_BYTES = 32
+"""Length of a BLAKE3 digest."""
+
+
+class MediaKind(StrEnum):
+    """What the bytes of an item are."""
+
+    IMAGE = "image"
+    """An encoded picture, as ``media_type`` says (PNG, JPEG, …)."""
+    EMBEDDINGS = "embeddings"
+    """A file of precomputed embeddings: ``.safetensors`` or ``.pt``, as ``media_type`` says."""
+
+
+class MediaItem(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """One medium of a prompt."""
+
+    kind: MediaKind
+    data: Annotated[bytes, Meta(max_length=MULTIMODAL_BYTES_MAX)]
+    """The raw bytes; empty after an encode leg, whose ``disaggregated_params`` stand for them."""
+    media_type: Identifier
+    """``image/png``, ``application/x-safetensors``, … by content, never by what a client or server claimed."""
+    media_hash: Annotated[bytes, Meta(min_length=MEDIA_HASH_BYTES, max_length=MEDIA_HASH_BYTES)]
+    """BLAKE3 of the raw bytes."""
+    first_token: U32 = 0
+    """Position among ``Generate.token_ids`` of the first token that stands for the item."""
+    token_count: U32 = 0
+    """How many tokens stand for it; 0 = not known before the engine has looked at it."""
+
+
+class MultimodalInput(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
+    """What a multimodal engine is given beside the token ids."""
+
+    prompt_text: Annotated[str, Meta(max_length=PROMPT_CHARS_MAX)]
+    """The rendered prompt, with one placeholder per item as the model's chat template writes it."""
+    items: Annotated[tuple[MediaItem, ...], Meta(min_length=1, max_length=MEDIA_ITEMS_MAX)]
+    """In the order of their placeholders."""
+
+
+def digest_media(data: bytes | memoryview) -> bytes:
+    """Return the BLAKE3 digest of a medium's raw bytes (32 bytes)."""
+    return blake3(data).digest()
+
+
+def media_hash_u64(media_hash: bytes) -> int:
+    """Return the u64 that stands for a medium in block hashes: the digest's first 8 bytes, little-endian."""
+    return int.from_bytes(media_hash[:8], "little")
+
+
+def media_hashes_of_blocks(items: Sequence[MediaItem], block_size: int) -> dict[int, list[int]]:
+    """Map each block's position to the u64 hashes of the items whose tokens touch it.
+
+    ``block_size`` is in tokens. Items of unknown ``token_count`` touch nothing: see ``known_tokens``.
+    """
+    touched: dict[int, list[int]] = {}
+    for item in items:
+        if item.token_count:
+            last = item.first_token + item.token_count - 1
+            for block in range(item.first_token // block_size, last // block_size + 1):
+                touched.setdefault(block, []).append(media_hash_u64(item.media_hash))
+    return touched
+
+
+def known_tokens(items: Sequence[MediaItem], prompt_tokens: int) -> int:
+    """Return how many leading tokens of a prompt are those that the engine will see.
+
+    That is all ``prompt_tokens`` of them, unless the token count of an item is not known: from there on the engine
+    counts differently, and no block may be hashed.
+    """
+    return min((item.first_token for item in items if item.token_count == 0), default=prompt_tokens)
