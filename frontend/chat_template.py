@@ -73,6 +73,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except TemplateError as error:
             raise TemplateFailure(f"compiling the chat template: {error}") from error
+        self.source = source
         self._special_tokens = dict(special_tokens or {})
 
     def render(

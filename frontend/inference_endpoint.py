@@ -24,7 +24,7 @@ from frontend.metrics import FrontendMetrics
 from frontend.ports import HINT_HEADERS, InferenceBackend, Refused, StreamDelta
 from frontend.preparation import Job, Preparation, Prompt
 from frontend.request_ids import RequestIds
-from frontend.responses import DONE, AnswerEncoder, error_event, usage
+from frontend.responses import AnswerEncoder, usage
 from frontend.sequence_output import SequenceOutput
 from frontend.settings import FrontendSettings
 from frontend.tokenization import TokenizationPool
@@ -118,6 +118,7 @@ class _Exchange:
         self._send = send
         self._connection = _Connection()
         self._outputs: list[SequenceOutput] = []
+        self._encoder: AnswerEncoder | None = None
         self.status = CLIENT_LEFT
         self.streaming = False
 
@@ -218,7 +219,7 @@ class _Exchange:
             output = SequenceOutput(
                 index,
                 request,
-                job.model,
+                job.output_model,
                 job.stops,
                 collect=not job.stream,
                 echo=prompts[index // per_prompt].text,
@@ -227,14 +228,8 @@ class _Exchange:
             output.stream = await self._endpoint._backend.submit(request)
         for prompt in prompts:
             self._metrics.isl.observe(prompt.isl)
-        encoder = AnswerEncoder(
-            chat=job.chat,
-            request_id=_base_id(request_ids),
-            model_name=job.body.model,
-            created_s=self._clock.wall_ms() // 1000,
-            model=job.model,
-            include_usage=job.include_usage,
-        )
+        encoder = job.encoder(prompts, _base_id(request_ids), self._clock.wall_ms() // 1000)
+        self._encoder = encoder
         pumps = _Pumps(outputs) if len(outputs) > 1 else None
         try:
             if job.stream:
@@ -254,6 +249,9 @@ class _Exchange:
     ) -> None:
         await self._start(200, [*self._response_headers(), *_STREAM_HEADERS])
         send = self._send
+        opening = encoder.begin()
+        if opening:
+            await send({"type": "http.response.body", "body": opening, "more_body": True})
         unfinished = len(self._outputs)
         while unfinished:
             parts: list[bytes] = []
@@ -274,9 +272,7 @@ class _Exchange:
                 await send({"type": "http.response.body", "body": b"".join(parts), "more_body": True})
             if failed is not None:
                 raise _generation_failed(failed)
-        if job.include_usage:
-            parts.append(encoder.usage_chunk(self._usage(job, prompts)))
-        parts.append(DONE)
+        parts.append(encoder.end(self._usage(job, prompts)))
         await self._end(b"".join(parts))
 
     async def _whole(
@@ -368,7 +364,8 @@ class _Exchange:
         try:
             if self._connection.started:
                 self.status = error.status
-                await self._end(error_event(body))
+                assert self._encoder is not None, "a stream has begun, so there is an encoder"
+                await self._end(self._encoder.error(error))
                 return
             headers = [
                 (b"content-type", b"application/json"),

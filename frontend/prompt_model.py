@@ -9,8 +9,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from frontend.detokenization import (
     CONTEXT_TOKENS,
     ByteLevelDetokenizer,
     Detokenizer,
+    MarkedDetokenizer,
     WindowDetokenizer,
     byte_level_alphabet,
 )
@@ -48,6 +49,8 @@ class PromptModel:
     """Template for requests with tools, when the model has one of its own."""
     byte_table: tuple[bytes, ...] | None = field(default=None, repr=False)
     """Bytes of every token of a byte-level tokenizer, special tokens empty; ``None`` for other kinds."""
+    shown_tokens: Mapping[int, str] = field(default_factory=dict, repr=False)
+    """Special tokens that output shows by their text: none, but for models made by ``showing``."""
 
     @classmethod
     def load(cls, path: Path | str, name: str = "") -> PromptModel:
@@ -100,7 +103,28 @@ class PromptModel:
         """Return a fresh incremental decoder for what follows ``prompt`` (u32 little-endian)."""
         if self.byte_table is not None:
             return ByteLevelDetokenizer(self.byte_table)
-        return WindowDetokenizer(self.tokenizer, unpack_tokens(prompt[-4 * CONTEXT_TOKENS :]))
+        window = WindowDetokenizer(self.tokenizer, unpack_tokens(prompt[-4 * CONTEXT_TOKENS :]))
+        return MarkedDetokenizer(window, self.shown_tokens) if self.shown_tokens else window
+
+    def showing(self, markers: Collection[str]) -> PromptModel:
+        """Return this model with output that shows those ``markers`` which are special tokens; itself, if none is."""
+        special = {
+            token_id: added.content
+            for token_id, added in self.tokenizer.get_added_tokens_decoder().items()
+            if added.special and added.content in markers
+        }
+        if not special:
+            return self
+        table = self.byte_table
+        if table is not None:
+            table = tuple(
+                special[token_id].encode() if token_id in special else raw for token_id, raw in enumerate(table)
+            )
+        return replace(self, byte_table=table, shown_tokens=special)
+
+    def added_tokens(self) -> frozenset[str]:
+        """Return the tokens that were added to the vocabulary: markers of formats are among them."""
+        return frozenset(added.content for added in self.tokenizer.get_added_tokens_decoder().values())
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return what one token stands for, special tokens by their name, for log probabilities."""

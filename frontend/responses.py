@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from frontend.errors import RequestError
 from frontend.prompt_model import PromptModel
 from frontend.sequence_output import PlacedLogprobs, SequenceOutput
 
@@ -45,11 +46,6 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dic
     }
 
 
-def error_event(body: bytes) -> bytes:
-    """Return the event that ends a stream in which something went wrong."""
-    return b"data: " + body + b"\n\n"
-
-
 class AnswerEncoder:
     """Encodes everything one request is answered with."""
 
@@ -58,6 +54,7 @@ class AnswerEncoder:
     ) -> None:
         self._chat = chat
         self._model = model
+        self._include_usage = include_usage
         self._envelope: dict[str, Any] = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{request_id}",
             "object": "chat.completion.chunk" if chat else "text_completion",
@@ -71,6 +68,18 @@ class AnswerEncoder:
         self._middle_plain = self._close + b'null,"finish_reason":'
         self._plain = self._middle_plain + b"null" + self._suffix
         self._heads: dict[int, bytes] = {}
+
+    def begin(self) -> bytes:
+        """Return what a stream begins with, before there is any output."""
+        return b""
+
+    def end(self, counts: dict[str, Any]) -> bytes:
+        """Return what a complete stream ends with."""
+        return self.usage_chunk(counts) + DONE if self._include_usage else DONE
+
+    def error(self, error: RequestError) -> bytes:
+        """Return the event that ends a stream in which something went wrong."""
+        return b"data: " + error.body() + b"\n\n"
 
     def role(self, index: int) -> bytes:
         """Return the first chunk of a chat choice; completions have none."""

@@ -52,6 +52,8 @@ class Nvext(Struct, frozen=True):
     router: Any = None
     """Latency targets; read (and refused, if they are wrong) by the router that has a use for them."""
     cache_salt: Annotated[str, Meta(max_length=IDENTIFIER_BYTES_MAX)] | None = None
+    guided_decoding: Any = None
+    """A guide, by kind (``json``, ``regex``, ``grammar``, ``choice``)."""
     use_raw_prompt: Any = None
     token_data: Any = None
     backend_instance_id: Any = None
@@ -97,13 +99,15 @@ class InferenceBody(Struct, kw_only=True):
     cache_salt: Annotated[str, Meta(max_length=IDENTIFIER_BYTES_MAX)] | None = None
     nvext: Nvext | None = None
     logits_processors: Annotated[list[LogitsProcessor], Meta(max_length=LOGITS_PROCESSORS_MAX)] | None = None
-    # Known elsewhere, refused here when they ask for something: see REFUSED.
+    # Guides towards structured output: see guides.py.
     response_format: Any = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
+    structural_tag: Any = None
     structured_outputs: Any = None
+    # Known elsewhere, refused here when they ask for something: see REFUSED.
     use_beam_search: Any = None
     prompt_logprobs: Any = None
     include_stop_str_in_output: Any = None
@@ -154,10 +158,11 @@ class ChatBody(InferenceBody, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     documents: list[dict[str, Any]] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    continue_final_message: Any = None
     chat_template: Any = None
     functions: Any = None
     function_call: Any = None
@@ -180,15 +185,7 @@ class CompletionBody(InferenceBody, kw_only=True):
     prompt_embeds: Any = None
 
 
-_GUIDED = "guided decoding is not served yet"
-
 REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
-    "response_format": (({"type": "text"},), _GUIDED),
-    "guided_json": ((), _GUIDED),
-    "guided_regex": ((), _GUIDED),
-    "guided_choice": ((), _GUIDED),
-    "guided_grammar": ((), _GUIDED),
-    "structured_outputs": ((), _GUIDED),
     "use_beam_search": ((False,), "sequences are sampled; use n"),
     "prompt_logprobs": ((), "engines report log probabilities of generated tokens only"),
     "include_stop_str_in_output": ((False,), "a stop string is never part of the output"),
@@ -199,8 +196,6 @@ REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
 
 REFUSED_CHAT: Mapping[str, tuple[tuple[object, ...], str]] = {
     **REFUSED,
-    "tool_choice": (("none", "auto"), "a tool call cannot be enforced yet; allowed are none and auto"),
-    "continue_final_message": ((False,), "the template ends every message"),
     "chat_template": ((), "the model's own template is used; no template is taken from requests"),
     "functions": (([],), "use tools"),
     "function_call": (("none", "auto"), "use tools and tool_choice"),
@@ -263,6 +258,8 @@ ALLOWED: Mapping[str, str] = {
     "text": "a string",
     "add_special_tokens": "true or false",
     "add_generation_prompt": "true or false",
+    "continue_final_message": "true or false",
+    "parallel_tool_calls": "true or false",
     "reasoning_effort": "a string",
     "content": "a string, a list of text parts or null",
     "nvext": "an object",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
@@ -75,4 +76,14 @@ class FrontendSettings(Settings):
         ge=1024,
         le=1024 * 1024 * 1024,
         description="Most characters that a chat template may render; a template that loops is stopped there.",
+    )
+    reasoning_parser: Literal["auto", "none", "deepseek_r1", "qwen3", "granite", "mistral", "harmony"] = Field(
+        default="auto",
+        description="Which format's reasoning is told apart from content; auto = from the model's template and tokens.",
+    )
+    tool_call_parser: Literal[
+        "auto", "none", "hermes", "llama3_json", "mistral", "pythonic", "deepseek_v3", "granite", "harmony"
+    ] = Field(
+        default="auto",
+        description="In which format the model writes tool calls; auto = from the model's template and tokens.",
     )

@@ -8,7 +8,7 @@
 Rules
 - A call is announced (``Kind.CALL``) once its name is known and its arguments have begun as a JSON object; from then on
   the arguments are passed on as they come.
-- ``failed`` means that the text is no such call, or no longer. ``raw`` then gives back what was taken and is in no piece.
+- ``failed`` means that the text is no such call, or no longer. ``raw`` then returns what was taken and is in no piece.
 - The verdict falls at the same character however the text was cut.
 """
 
@@ -401,5 +401,8 @@ def _literal(node: ast.expr) -> Any:
     if isinstance(node, ast.List | ast.Tuple):
         return [_literal(item) for item in node.elts]
     if isinstance(node, ast.Dict):
-        return {str(ast.literal_eval(key or node)): _literal(value) for key, value in zip(node.keys, node.values, strict=True)}
+        return {
+            str(ast.literal_eval(key or node)): _literal(value)
+            for key, value in zip(node.keys, node.values, strict=True)
+        }
     return ast.literal_eval(node)

@@ -114,11 +114,17 @@ class OutputFormat:
         """Return whether answers to a request need a parser at all."""
         return bool(self.reasoning) or (tools is not None and (bool(self.tools) or tools.guided))
 
-    def parser(self, tools: ToolUse | None, prompt_end: str = "", guided_json: bool = False) -> OutputParser | None:
+    def parser(
+        self,
+        tools: ToolUse | None,
+        prompt_end: str = "",
+        guided_json: bool = False,
+        continued: str | None = None,
+    ) -> OutputParser | None:
         """Return a fresh parser for one answer, or ``None`` when it is all content.
 
         ``prompt_end`` is the end of the rendered prompt (``PROMPT_END_CHARS``); ``guided_json`` says that the engine
-        was told to write JSON.
+        was told to write JSON; ``continued`` is what the assistant has said already, when the answer goes on with it.
         """
         if not self.active(tools):
             return None
@@ -137,7 +143,11 @@ class OutputFormat:
         if not self.reasoning or self.reasoning == HARMONY:
             return calls
         known = _REASONING[self.reasoning]
-        begins = begins_after(prompt_end, known.opener, known.closer) or known.begins
+        if continued is None:
+            begins = begins_after(prompt_end, known.opener, known.closer) or known.begins
+        else:
+            inside = continued.rfind(known.opener) > continued.rfind(known.closer)
+            begins = Begins.REASONING if inside else Begins.CONTENT
         reasoning = known.make(begins, guided_json or guided_calls)
         return reasoning if calls is None else ReasoningThenCalls(reasoning, calls)
 

@@ -10,7 +10,7 @@ Rules
 - Without the markers the text is content; so is a header that no message follows.
 
 The grammar is read here as text and not by the ``openai-harmony`` package, whose parser takes token ids of its own
-vocabulary, fetches that from the network, and raises on output that breaks the format. The tests compare the two.
+vocabulary, fetches that from the network, and raises on output that breaks the format.
 """
 
 from __future__ import annotations

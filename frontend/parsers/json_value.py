@@ -11,7 +11,7 @@ import re
 DEPTH_MAX = 200
 
 NUMBER_CHARS_MAX = 512
-"""A longer number is no argument of anything; it also bounds the work, for a number is looked at again per character."""
+"""A longer number is no argument of anything; the bound also limits the work: it is looked at again per character."""
 
 _SPACE = " \t\n\r"
 _STRING_RUN = re.compile(r'[^"\\\x00-\x1f]*')

@@ -60,10 +60,9 @@ class MarkedReasoning:
     def finish(self) -> list[Piece]:
         """Return what was held back."""
         kind = Kind.REASONING if self._state == self._reasoning else Kind.CONTENT
+        rest = self._buffer
         if kind is Kind.REASONING:
-            rest = self._space.feed(self._buffer) + self._space.release()
-        else:
-            rest = self._buffer
+            rest = self._space.feed(rest) + self._space.release()
         self._buffer = ""
         self._out.append(Piece(kind, rest))
         return self._taken()

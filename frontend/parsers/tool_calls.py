@@ -275,10 +275,8 @@ def mistral(known: Collection[str]) -> ToolCalls:
 
 
 def pythonic(known: Collection[str]) -> ToolCalls:
-    """``[f(x=1), g()]`` as the whole answer, or between ``<|python_start|>`` and ``<|python_end|>``: Llama 3.2 and 4."""
-    return ToolCalls(
-        lambda _: PythonCall(known), openers=("<|python_start|>",), closers=("<|python_end|>",), bare=True
-    )
+    """``[f(x=1), g()]`` as the whole answer, or in ``<|python_start|>…<|python_end|>``: Llama 3.2 and 4."""
+    return ToolCalls(lambda _: PythonCall(known), openers=("<|python_start|>",), closers=("<|python_end|>",), bare=True)
 
 
 _DEEPSEEK_HEAD = re.compile(

@@ -71,8 +71,36 @@ FORMATS = [
 ]
 FRAGMENTS = sorted(
     {marker for output in FORMATS for marker in output.markers(TOOLS)}
-    | {'{"name": "', "get_time", '"', ', "arguments": ', "{}", "{", "}", "[", "]", ", ", ";", "(", ")", "q=1", "\n", " "}
-    | {"analysis", "final", "commentary to=functions.f", "assistant", "```json\n", "```", "function", "text", "é😀", "\\"}
+    | {
+        '{"name": "',
+        "get_time",
+        '"',
+        ', "arguments": ',
+        "{}",
+        "{",
+        "}",
+        "[",
+        "]",
+        ", ",
+        ";",
+        "(",
+        ")",
+        "q=1",
+        "\n",
+        " ",
+    }
+    | {
+        "analysis",
+        "final",
+        "commentary to=functions.f",
+        "assistant",
+        "```json\n",
+        "```",
+        "function",
+        "text",
+        "é😀",
+        "\\",
+    }
 )
 
 

@@ -167,9 +167,7 @@ TRANSCRIPTS: list[Transcript] = [
         f"[TOOL_CALLS]get_weather[ARGS]{PARIS}[TOOL_CALLS]get_time[CALL_ID]a1B2c3D4e[ARGS]{{}}",
         Answer(calls=(("get_weather", PARIS), ("get_time", "{}"))),
     ),
-    Transcript(
-        "mistral: names without a marker", MISTRAL, '[TOOL_CALLS]f{"a": 1}', Answer(calls=(("f", '{"a": 1}'),))
-    ),
+    Transcript("mistral: names without a marker", MISTRAL, '[TOOL_CALLS]f{"a": 1}', Answer(calls=(("f", '{"a": 1}'),))),
     Transcript("mistral: an empty list", MISTRAL, "[TOOL_CALLS][]", Answer("[TOOL_CALLS][]")),
     Transcript(
         "mistral: a list that the limit cut",
@@ -207,7 +205,9 @@ TRANSCRIPTS: list[Transcript] = [
     Transcript("pythonic: positional", PYTHONIC, '[search("x")]', Answer('[search("x")]')),
     Transcript("pythonic: not literal", PYTHONIC, "[search(q=open('x'))]", Answer("[search(q=open('x'))]")),
     Transcript("pythonic: not Python", PYTHONIC, "[search(q=1 2)]", Answer("[search(q=1 2)]")),
-    Transcript("pythonic: cut", PYTHONIC, "[get_time(), search(q='", Answer(", search(q='", calls=(("get_time", "{}"),))),
+    Transcript(
+        "pythonic: cut", PYTHONIC, "[get_time(), search(q='", Answer(", search(q='", calls=(("get_time", "{}"),))
+    ),
     # deepseek
     Transcript(
         "deepseek v3: two calls",
@@ -259,13 +259,17 @@ TRANSCRIPTS: list[Transcript] = [
     Transcript("r1: with one", R1, "<think>\nHmm.\n</think>\n\nYes.", Answer("Yes.", "Hmm."), None),
     Transcript("r1: nothing thought", R1, "<think>\n\n</think>\n\nYes.", Answer("Yes."), None),
     Transcript("r1: cut while thinking", R1, "<think>Hmm </thi", Answer("", "Hmm </thi"), None),
-    Transcript("r1: closed by the prompt", R1, "Yes. </think>", Answer("Yes. </think>"), None, "<｜Assistant｜></think>"),
+    Transcript(
+        "r1: closed by the prompt", R1, "Yes. </think>", Answer("Yes. </think>"), None, "<｜Assistant｜></think>"
+    ),
     Transcript("r1: guided JSON", R1, '{"a": 1}', Answer('{"a": 1}'), None, "<think>\n", True),
     Transcript("r1: guided JSON after thinking", R1, "Hm</think>{}", Answer("{}", "Hm"), None, "<think>\n", True),
     Transcript("qwen3: none", QWEN3, "Yes. <think>", Answer("Yes. <think>")),
     Transcript("qwen3: only white space", QWEN3, " \n ", Answer(" \n ")),
     Transcript("qwen3: half a tag", QWEN3, " <thin", Answer(" <thin")),
-    Transcript("qwen3: opened by the prompt", QWEN3, "Hm</think>Yes", Answer("Yes", "Hm"), TOOLS, "assistant\n<think>\n"),
+    Transcript(
+        "qwen3: opened by the prompt", QWEN3, "Hm</think>Yes", Answer("Yes", "Hm"), TOOLS, "assistant\n<think>\n"
+    ),
     Transcript(
         "qwen3: reasoning, content and a call",
         QWEN3,
@@ -332,9 +336,7 @@ TRANSCRIPTS: list[Transcript] = [
         "<|channel|>analysis to=python<|message|>1+1<|call|>",
         Answer("", "1+1"),
     ),
-    Transcript(
-        "harmony: an endless header", HARMONY, "<|channel|>" + "x" * 1100, Answer("<|channel|>" + "x" * 1100)
-    ),
+    Transcript("harmony: an endless header", HARMONY, "<|channel|>" + "x" * 1100, Answer("<|channel|>" + "x" * 1100)),
     Transcript(
         "harmony: reasoning as content",
         OutputFormat(tools="harmony"),
