@@ -38,10 +38,20 @@ TIMEOUT_S = 5.0
 BAR_CELLS = 10
 _STATE_STYLES = {"ready": "green", "draining": "yellow", "unreachable": "red", "stale": "red"}
 
+_STREAM_STYLES = {"live": "green", "syncing": "yellow", "replaying": "yellow", "snapshotting": "yellow"}
+
 WIDE_COLUMNS = 120
 """Terminals narrower than this leave the optional columns out."""
 
 R = TypeVar("R")
+
+
+class StreamView(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a worker's event stream can be trusted."""
+
+    state: str = ""
+    trusted: bool = True
+    disagreement: float = 0.0
 
 
 class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +73,7 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     requests_total: int = 0
     event_lag_ms: float | None = None
     last_event_ms_ago: float | None = None
+    stream: StreamView = StreamView()
 
 
 class DecisionRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,6 +136,14 @@ def milliseconds(value: float | None) -> str:
     return f"{value / 60_000:.0f} min"
 
 
+def stream_cell(stream: StreamView) -> Text:
+    """Return the state of a stream, and when it is not believed, that its overlap is predicted."""
+    if stream.trusted:
+        return Text(stream.state, style=_STREAM_STYLES.get(stream.state, ""))
+    word = stream.state if stream.state == "stale" else f"suspect {stream.disagreement:.0%}"
+    return Text(word, style="red")
+
+
 @dataclass(frozen=True, slots=True)
 class Column(Generic[R]):
     """A column, its cell for a row, and whether a narrow terminal can do without it."""
@@ -140,6 +159,7 @@ WORKER_COLUMNS: tuple[Column[WorkerRow], ...] = (
     Column("model", lambda row: Text(row.model), False, optional=True),
     Column("role", lambda row: Text(row.role), False, optional=True),
     Column("state", lambda row: Text(row.state, style=_STATE_STYLES.get(row.state, "")), False),
+    Column("stream", lambda row: stream_cell(row.stream), False),
     Column("run", lambda row: f"{row.running_requests:,}"),
     Column("wait", lambda row: f"{row.waiting_requests:,}"),
     Column("KV in use", lambda row: usage_bar(row.active_blocks, row.total_blocks)),

@@ -31,6 +31,9 @@ class InferenceRequest:
     lora_name: str = ""
     cache_salt: str = ""
     expected_output_tokens: int | None = None
+    tenant: str = ""
+    """Whose request it is; requests of one tenant share a queue's turns. Empty without API keys."""
+    tenant_weight: float = 1.0
     hints: Mapping[str, Any] = field(default_factory=lambda: NO_HINTS)
     """What the client asked of routing, as it came: ``nvext`` (the parts ``router`` and ``agent_hints``) and
     ``headers`` (those of ``HINT_HEADERS``, by name in lower case). Either may be absent."""

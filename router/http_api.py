@@ -82,6 +82,26 @@ def worker_row(projection: Projection, worker: Worker, reachable: bool, now_ms: 
         "event_lag_ms": max(0, lag_ms) if lag_ms is not None else None,
         "last_event_ms_ago": max(0, now_ms - worker.last_recorded_ms) if worker.last_recorded_ms else None,
         "http_endpoint": worker.card.http_endpoint,
+        "stream": stream_row(projection, worker),
+    }
+
+
+def stream_row(projection: Projection, worker: Worker) -> dict[str, Any]:
+    """Return how far a worker's event stream can be trusted, and the numbers of the cross-check."""
+    trust = projection.trust
+    state, reason = trust.stream(worker.key)
+    check = trust.checks.get(worker.key)
+    why = trust.untrusted.get(worker.key)
+    return {
+        "state": state.name.lower(),
+        "reason": reason,
+        "trusted": why is None,
+        "untrusted_because": why,
+        "sources": {name: stream.state.name.lower() for name, stream in sorted(worker.streams.items())},
+        "checked_requests": len(check) if check else 0,
+        "predicted_tokens": check.predicted_tokens if check else 0,
+        "realised_tokens": check.realised_tokens if check else 0,
+        "disagreement": round(check.disagreement, 4) if check else 0.0,
     }
 
 

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from router.core.projection import Projection
-from wire.identifiers import WorkerKey
+from wire.identifiers import StreamState, WorkerKey
 
 DECISION_SECONDS_BUCKETS = (10e-6, 25e-6, 50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 50e-3)
 QUEUE_SECONDS_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
@@ -53,6 +53,11 @@ class RouterMetrics:
             "poolgrid_router_queue_seconds",
             "Time requests waited for a worker with room.",
             buckets=QUEUE_SECONDS_BUCKETS,
+            registry=registry,
+        )
+        self.queue_evictions = Counter(
+            "poolgrid_router_queue_evictions_total",
+            "Waiting requests that gave way in a full queue.",
             registry=registry,
         )
         self.refused = Counter(
@@ -106,6 +111,11 @@ class Viewed(Protocol):
         """Return active and waiting requests."""
         ...
 
+    @property
+    def queued_prompt_tokens(self) -> int:
+        """Return the prompt tokens of the waiting requests."""
+        ...
+
 
 class StateCollector(Collector):
     """Reads the router's state when somebody scrapes."""
@@ -121,6 +131,7 @@ class StateCollector(Collector):
         for name, text, value in (
             ("active_requests", "Requests on workers.", active),
             ("queued_requests", "Requests waiting for a worker with room.", waiting),
+            ("queued_prompt_tokens", "Prompt tokens of the waiting requests.", self._viewed.queued_prompt_tokens),
             ("index_blocks", "Distinct blocks in the index.", len(index)),
             ("index_bytes", "Bytes that the index uses.", index.size_bytes()),
             ("index_evicted_blocks", "Blocks cut to stay in the byte budget.", index.counters.evicted_blocks),
@@ -134,6 +145,26 @@ class StateCollector(Collector):
         ):
             yield GaugeMetricFamily(f"poolgrid_router_{name}", text, value=value)
         states = {"ready": 0, "draining": 0, "unreachable": 0}
+        trust = projection.trust
+        yield GaugeMetricFamily(
+            "poolgrid_router_untrusted_workers",
+            "Workers whose overlap is predicted from the router's own choices, because their stream is not believed.",
+            value=len(trust.untrusted),
+        )
+        yield CounterMetricFamily(
+            "poolgrid_router_suspect_verdicts",
+            "Times a worker reused so much more or less than its events said that they are not believed.",
+            value=trust.verdicts,
+        )
+        disagreement = GaugeMetricFamily(
+            "poolgrid_router_overlap_disagreement",
+            "Share of tokens that the index and the worker disagree about, over its last requests.",
+            labels=["worker"],
+        )
+        for key, check in list(trust.checks.items()):
+            disagreement.add_metric([str(key)], check.disagreement)
+        yield disagreement
+        streams = dict.fromkeys((state.name.lower() for state in StreamState), 0)
         lag = GaugeMetricFamily(
             "poolgrid_router_event_lag_seconds", "Age of a worker's last batch when recorded.", labels=["worker"]
         )
@@ -143,6 +174,7 @@ class StateCollector(Collector):
         # A copy: scrapes run beside the loop that owns the fleet.
         for key, worker in list(projection.fleet.workers.items()):
             reachable = self._viewed.is_reachable(key)
+            streams[trust.stream(key)[0].name.lower()] += 1
             states["draining" if worker.draining else "ready" if reachable else "unreachable"] += 1
             if worker.last_event_ms:
                 lag.add_metric([str(key)], max(0, worker.last_recorded_ms - worker.last_event_ms) / 1000)
@@ -150,7 +182,12 @@ class StateCollector(Collector):
         workers = GaugeMetricFamily("poolgrid_router_workers", "Workers by state.", labels=["state"])
         for state, count in states.items():
             workers.add_metric([state], count)
-        yield from (lag, held, workers)
+        stream_states = GaugeMetricFamily(
+            "poolgrid_router_streams", "Workers by the state of their event stream.", labels=["state"]
+        )
+        for state, count in streams.items():
+            stream_states.add_metric([state], count)
+        yield from (lag, held, workers, stream_states)
 
 
 def register_views(registry: CollectorRegistry, viewed: Viewed) -> None:

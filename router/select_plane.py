@@ -168,7 +168,7 @@ class SelectPlane:
         lease_ms = self._pool.projection.ledger.lease_ms(message.lease_ms)
         self._selector.book(decision, path, now_ms, message.request_id, lease_ms)
         self._pool.decisions.add(decision)
-        self._metrics.decisions.labels(decision.policy, decision.choice.reason).inc()
+        self._metrics.decisions.labels(decision.policy, decision.reason).inc()
         worker = self._pool.projection.fleet.workers[decision.worker]
         return Selected(
             message.ask,
@@ -177,7 +177,7 @@ class SelectPlane:
             worker.epoch,
             decision.overlap_blocks,
             worker.card.block_size,
-            decision.choice.reason,
+            decision.reason,
             int(lease_ms),
         )
 

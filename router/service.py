@@ -3,7 +3,7 @@
 Rules
     1. All state is touched from one event loop, in callbacks that never await: a decision is read, booked and sent in
        one go.
-    2. A request is in exactly one place: waiting in ``Admission``, or on one worker. It ends exactly once.
+    2. A request is in exactly one place: waiting in ``AdmissionQueue``, or on one worker. It ends exactly once.
     3. A worker that is lost, refuses, or breaks its stream costs the client nothing while another worker can go on: the
        request moves with prompt + output so far, at most ``migration_limit`` times.
     4. What an ended request still has on a worker is cancelled there; output for unknown requests is answered by a
@@ -23,9 +23,10 @@ import zmq
 from dispatch.token_stream import PREFILLED, ActiveRequest, Dispatch
 from dispatch.worker_link import WorkerLink
 from frontend.ports import InferenceRequest, Refused, ServedModel, StreamDelta
-from router.admission import Admission
+from router.core.admission_queue import AdmissionQueue, QueuedRequest, QueueOrder
 from router.core.candidates import RoutingRequest
 from router.core.decision import DecisionLog
+from router.core.drain_rate import DrainRate
 from router.core.projection import Projection
 from router.core.selector import NoWorker, Selector
 from router.core.stage_plan import DECODE_ROLES, PREFILL_ROLES, SECOND_LEG, WHOLE_ROLES, Leg, first_leg
@@ -41,6 +42,9 @@ from wire.requests import TokenBatch
 
 log = logging.getLogger(__name__)
 
+PROMPT_ROLES = tuple(dict.fromkeys((*WHOLE_ROLES, *PREFILL_ROLES)))
+"""Who may hold a prompt's prefix where it would be computed."""
+
 UNREACHABLE = "unreachable"
 """Filter reason of a worker that the pool knows and this router cannot talk to."""
 
@@ -53,7 +57,6 @@ class _Waiting:
     """A request in the admission queue."""
 
     active: ActiveRequest
-    entered_ms: float
     dispatched: asyncio.Future[None] | None
     """Resolved when the request is on a worker; ``None`` for a migrating request, whose client reads its stream."""
 
@@ -86,7 +89,11 @@ class RouterService:
         """Workers whose link is down; renewed whenever a link or the fleet changes."""
         self._active: dict[str, ActiveRequest] = {}
         self._on_link: dict[str, dict[str, ActiveRequest]] = {}
-        self._admission: Admission[_Waiting] = Admission(settings.queue_limit)
+        self._queue_order = QueueOrder(settings.queue_order)
+        self._admission: AdmissionQueue[_Waiting] = AdmissionQueue(
+            settings.queue_limit, settings.queue_prompt_tokens, self._queue_order, settings.queue_aging_tokens_per_s
+        )
+        self._drain = DrainRate()
         self._fleet_version = -1
         self._served: list[ServedModel] = []
         self._served_version = -1
@@ -129,11 +136,10 @@ class RouterService:
             }
             self.projection.ledger.expire(now_ms, held)
             overdue_ms = now_ms - self._settings.queue_timeout_ms
-            for waiting in [
-                each for each in self._admission if each.dispatched is None and each.entered_ms < overdue_ms
-            ]:
-                self._admission.leave(waiting)
-                self._end(waiting.active, StreamDelta(b"", "error", error="no other worker had room in time"))
+            for queued in self._admission.resumed():
+                if queued.entered_ms < overdue_ms:
+                    self._admission.leave(queued)
+                    self._end(queued.item.active, StreamDelta(b"", "error", error="no other worker had room in time"))
             self._pump()
 
     # -- the journal -----------------------------------------------------------------------------------------------
@@ -218,7 +224,7 @@ class RouterService:
         self._metrics.hash_seconds.observe(perf_counter() - started)
         active = ActiveRequest(request, path, self._on_client_cancel)
         try:
-            if not len(self._admission) and self._dispatch(active, started):
+            if not self._admission.waiting(request.model) and self._dispatch(active, started):
                 return active
         except NoWorker as none:
             raise self._refusal(503, "no_worker", str(none)) from None
@@ -240,11 +246,18 @@ class RouterService:
     async def _wait_for_room(self, active: ActiveRequest) -> None:
         now_ms = self._clock.monotonic_ms()
         dispatched: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiting = _Waiting(active, now_ms, dispatched)
-        if not self._admission.enter(waiting):
-            raise self._busy(
-                f"{len(self._admission)} requests are waiting already, allowed are {self._settings.queue_limit}"
+        queued = self._queued(_Waiting(active, dispatched), now_ms)
+        for victim in self._admission.enter(queued):
+            refusal = self._busy(
+                f"{len(self._admission)} requests with {self._admission.prompt_tokens} prompt tokens are waiting, "
+                f"allowed are {self._settings.queue_limit} with {self._settings.queue_prompt_tokens}"
             )
+            if victim is queued:
+                raise refusal
+            waiter = victim.item.dispatched
+            if waiter is not None and not waiter.done():
+                self._metrics.queue_evictions.inc()
+                waiter.set_exception(refusal)
         try:
             async with asyncio.timeout(self._settings.queue_timeout_ms / 1000):
                 await dispatched
@@ -256,36 +269,65 @@ class RouterService:
             active.cancel()
             raise
         finally:
-            self._admission.leave(waiting)
+            self._admission.leave(queued)
             self._metrics.queue_seconds.observe((self._clock.monotonic_ms() - now_ms) / 1000)
 
+    def _queued(self, waiting: _Waiting, now_ms: float) -> QueuedRequest[_Waiting]:
+        """Return a place in the queue; one without a future is that of a request whose client is served already."""
+        active = waiting.active
+        request = active.request
+        prompt_tokens = len(request.token_ids) // 4
+        uncached = prompt_tokens
+        if self._queue_order is QueueOrder.SHORTEST_UNCACHED_WORK_FIRST and active.path:
+            overlap = self._selector.best_overlap_blocks(request.model, PROMPT_ROLES, active.path)
+            uncached = max(0, prompt_tokens - overlap * self._block_size(request.model))
+        return QueuedRequest(
+            waiting,
+            lane=request.model,
+            tenant=request.tenant,
+            weight=request.tenant_weight,
+            priority=request.priority,
+            prompt_tokens=prompt_tokens,
+            uncached_tokens=uncached,
+            entered_ms=now_ms,
+            resumed=waiting.dispatched is None,
+        )
+
     def _pump(self) -> None:
-        """Dispatch waiting requests, in order, while workers have room."""
+        """Dispatch waiting requests while workers have room: resumed ones, then the head of each model's lane."""
         if self._pumping:
             return
         self._pumping = True
         try:
-            while (waiting := self._admission.head()) is not None:
-                active = waiting.active
-                if active.finished or (waiting.dispatched is not None and waiting.dispatched.done()):
-                    self._admission.leave(waiting)
-                    continue
-                try:
-                    if not self._dispatch(active, perf_counter()):
-                        return
-                except NoWorker as none:
-                    self._admission.leave(waiting)
-                    refusal = self._refusal(503, "no_worker", str(none))
-                    if waiting.dispatched is not None:
-                        waiting.dispatched.set_exception(refusal)
-                    else:
-                        self._end(active, StreamDelta(b"", "error", error=str(none)))
-                    continue
-                self._admission.leave(waiting)
-                if waiting.dispatched is not None:
-                    waiting.dispatched.set_result(None)
+            for queued in self._admission.resumed():
+                # Each by itself: what one of them has tried already may be just right for the next.
+                self._try_queued(queued)
+            for lane in self._admission.lanes():
+                while (head := self._admission.head(lane)) is not None and self._try_queued(head):
+                    pass
         finally:
             self._pumping = False
+
+    def _try_queued(self, queued: QueuedRequest[_Waiting]) -> bool:
+        """Dispatch a waiting request; return False when it goes on waiting, because every worker is busy."""
+        active, dispatched = queued.item.active, queued.item.dispatched
+        if active.finished or (dispatched is not None and dispatched.done()):
+            self._admission.leave(queued)
+            return True
+        try:
+            if not self._dispatch(active, perf_counter()):
+                return False
+        except NoWorker as none:
+            self._admission.leave(queued)
+            if dispatched is not None:
+                dispatched.set_exception(self._refusal(503, "no_worker", str(none)))
+            else:
+                self._end(active, StreamDelta(b"", "error", error=str(none)))
+            return True
+        self._admission.leave(queued, dispatched=True)
+        if dispatched is not None:
+            dispatched.set_result(None)
+        return True
 
     def _next_leg(self, active: ActiveRequest, block_size: int) -> Leg:
         """Return what the next worker is to do: the decode leg after a prefill, else what the plan says."""
@@ -336,11 +378,7 @@ class RouterService:
                     return False
                 raise
             link = self._links[self._endpoint_of[decision.worker]]
-            reason = (
-                decision.choice.reason
-                if leg.stage is Stage.WHOLE
-                else f"{leg.stage.name.lower()}-{decision.choice.reason}"
-            )
+            reason = decision.reason if leg.stage is Stage.WHOLE else f"{leg.stage.name.lower()}-{decision.reason}"
             generate = active.begin_dispatch(decision.worker, link.endpoint, leg.stage, reason)
             if link.generate(generate):
                 break
@@ -450,8 +488,7 @@ class RouterService:
         except NoWorker as none:
             self._end(active, StreamDelta(b"", "error", error=f"{why}; {none}"))
             return
-        if not self._admission.enter(_Waiting(active, self._clock.monotonic_ms(), None)):
-            self._end(active, StreamDelta(b"", "error", error=f"{why}; every other worker is busy"))
+        self._admission.enter(self._queued(_Waiting(active, None), self._clock.monotonic_ms()))
 
     # -- the end of a request --------------------------------------------------------------------------------------
 
@@ -466,7 +503,11 @@ class RouterService:
     def _forget(self, active: ActiveRequest) -> None:
         self._withdraw(active)
         if self._active.pop(active.request.request_id, None) is not None:
-            self._admission.finished(self._clock.monotonic_ms())
+            self._drain.finished(self._clock.monotonic_ms())
+            request = active.request
+            self._admission.charge(
+                request.model, request.tenant, request.tenant_weight, request.priority, active.emitted_tokens
+            )
         if len(self._admission):
             self._pump()
 
@@ -498,7 +539,7 @@ class RouterService:
         return Refused(status, code, message, retry_after_s)
 
     def _busy(self, message: str) -> Refused:
-        return self._refusal(429, "busy", message, self._admission.retry_after_s(self._clock.monotonic_ms()))
+        return self._refusal(429, "busy", message, self.retry_after_s())
 
     # -- views -----------------------------------------------------------------------------------------------------
 
@@ -507,13 +548,18 @@ class RouterService:
         return len(self._active), len(self._admission)
 
     @property
+    def queued_prompt_tokens(self) -> int:
+        """Return the prompt tokens of the waiting requests."""
+        return self._admission.prompt_tokens
+
+    @property
     def unreachable(self) -> Mapping[WorkerKey, str]:
         """Return the workers that the pool knows and this router cannot talk to."""
         return self._unreachable
 
     def retry_after_s(self) -> float:
         """Return when a refused asker should come back."""
-        return self._admission.retry_after_s(self._clock.monotonic_ms())
+        return self._drain.retry_after_s(len(self._admission), self._clock.monotonic_ms())
 
     def load_changed(self) -> None:
         """Look whether waiting requests have room now; for whoever changed the ledger beside this service."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -65,6 +65,25 @@ class RouterSettings(Settings):
     )
     queue_limit: int = Field(
         1024, ge=0, le=1_000_000, description="Requests that may wait for a worker; one more is answered 429."
+    )
+    queue_prompt_tokens: int = Field(
+        4_194_304,
+        ge=0,
+        le=2**40,
+        description="Prompt tokens that may wait, over all requests; beyond it the lowest priority is answered 429. "
+        "The default is 4,096 for each of the requests that may wait, and 16 MiB of memory.",
+    )
+    queue_order: Literal["arrival", "shortest-uncached-work-first"] = Field(
+        "arrival",
+        description="Order within a priority and tenant: first come first served, or the fewest prompt tokens to "
+        "compute first, with aging.",
+    )
+    queue_aging_tokens_per_s: float = Field(
+        4_000,
+        gt=0,
+        le=1e9,
+        description="With shortest-uncached-work-first: how much work a second of waiting makes up for. A prompt with "
+        "60,000 tokens more than another is overtaken only when the other comes less than 15 s later.",
     )
     queue_timeout_ms: float = Field(
         30_000, gt=0, le=3_600_000, description="Longest wait for a worker; then the request is answered 429."

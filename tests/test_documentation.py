@@ -44,6 +44,7 @@ from runtime.settings import Settings
 from tests.router.fleet_builder import BLOCK_SIZE, Pool, stored, worker_key
 from wire.events import RequestStarted
 from workers.metrics import WorkerMetrics
+from workers.trtllm.metrics import TrtllmMetrics
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -159,6 +160,7 @@ async def _exported() -> dict[str, str]:
     clock = SystemClock()
     registry = CollectorRegistry()
     WorkerMetrics(registry)
+    TrtllmMetrics(registry)
     FrontendMetrics(registry)
     metrics = RouterMetrics(registry)
     projection = Projection(PrefixIndex(), LoadLedger())

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from wire.card import WorkerCard
-from wire.identifiers import U32, U64, Identifier, PackedHashes, Text, Tier, WorkerId, WorkerKey
+from wire.identifiers import U32, U64, Identifier, PackedHashes, StreamState, Text, Tier, WorkerId, WorkerKey
 from wire.limits import EVENTS_PER_BATCH_MAX
 
 
@@ -128,6 +128,14 @@ class BlocksReleased(Event, frozen=True):
     tier: Tier = Tier.DEVICE
 
 
+class StreamStateChanged(Event, frozen=True):
+    """The consolidator says how far the stream of one of the worker's sources can be trusted from here on."""
+
+    source: Identifier
+    state: StreamState
+    reason: Text = ""
+
+
 AnyEvent = (
     WorkerJoined
     | WorkerDraining
@@ -144,6 +152,7 @@ AnyEvent = (
     | SnapshotEnded
     | BlocksShared
     | BlocksReleased
+    | StreamStateChanged
 )
 
 

@@ -16,8 +16,8 @@ from msgspec import Meta
 
 from wire.card import WorkerCard
 from wire.events import LoadReported
-from wire.identifiers import U32, U64, Identifier, PackedHashes, Tier
-from wire.limits import REPLAY_RECORDS_MAX, SNAPSHOT_CHAINS_PER_PART_MAX
+from wire.identifiers import U32, U64, Identifier, PackedHashes, StreamState, Text, Tier
+from wire.limits import REPLAY_RECORDS_MAX, SNAPSHOT_CHAINS_PER_PART_MAX, SOURCES_PER_WORKER_MAX
 
 FEED_TOPIC = b"poolgrid"
 offset_frame = struct.Struct(">Q")
@@ -73,6 +73,14 @@ class RequestState(msgspec.Struct, array_like=True, frozen=True, gc=False):
     prefilling: bool
 
 
+class SourceStream(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """The stream of one source of a worker; see ``wire.streams``."""
+
+    source: Identifier
+    state: StreamState
+    reason: Text = ""
+
+
 class WorkerState(msgspec.Struct, array_like=True, frozen=True):
     """Everything the stream says of one worker rank, without its blocks."""
 
@@ -86,6 +94,7 @@ class WorkerState(msgspec.Struct, array_like=True, frozen=True):
     load: LoadReported | None = None
     restating: bool = False
     """Between ``SnapshotBegan`` and ``SnapshotEnded``."""
+    streams: Annotated[list[SourceStream], Meta(max_length=SOURCES_PER_WORKER_MAX)] = []
 
 
 class SnapshotPart(msgspec.Struct, array_like=True, frozen=True, tag=True):

@@ -85,6 +85,17 @@ class Tier(IntEnum):
     DISK = 2
 
 
+class StreamState(IntEnum):
+    """How far a source's event stream can be trusted; ``wire.streams`` says what each means."""
+
+    SYNCING = 0
+    LIVE = 1
+    REPLAYING = 2
+    SNAPSHOTTING = 3
+    STALE = 4
+    GONE = 5
+
+
 class Role(IntEnum):
     """What a worker does with a request."""
 

@@ -48,6 +48,9 @@ MEDIA_KINDS_MAX = 16
 REPLAY_RECORDS_MAX = 4096
 """Journal records in one answer to a replay request; the asker comes back for the rest."""
 
+SOURCES_PER_WORKER_MAX = 64
+"""Event sources of one worker rank that a snapshot may list; far more than anyone configures."""
+
 SNAPSHOT_CHAINS_PER_PART_MAX = 4096
 """Block chains in one part of a snapshot: a part stays below ``FRAME_BYTES_MAX`` with 2,048-block chains."""
 

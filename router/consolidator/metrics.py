@@ -27,6 +27,7 @@ COUNTERS: dict[str, str] = {
     "left": "Worker ranks that left, for any reason.",
     "lease_expiries": "Worker ranks that left because they were silent for the lease.",
     "lost_requests": "Requests closed because their end was lost with a gap.",
+    "stale": "Worker ranks whose blocks were not trusted any more, because a gap stayed open.",
     "undecodable_frames": "Frames that did not decode and were dropped.",
     "journal_append_errors": "Appends to the journal that failed and were tried again.",
     "journal_snapshot_errors": "Journal snapshots that could not be written.",

@@ -13,11 +13,12 @@ from zmq.utils.monitor import parse_monitor_message
 
 from router.consolidator.adapters.inbox import Inbox
 from router.consolidator.core.consolidator import Consolidator, Turn
+from router.consolidator.core.pool_state import WORKER_SOURCE
 from router.consolidator.core.pub_source import AskReplay, Leave, NewLife, PubEffect, PubFollower, SourceState
 from runtime.clock import Clock
 from wire.card import WorkerCard, WorkerLimits
 from wire.feed import offset_frame
-from wire.identifiers import WorkerId, WorkerKey
+from wire.identifiers import StreamState, WorkerId, WorkerKey
 from wire.limits import FRAME_BYTES_MAX
 
 if TYPE_CHECKING:
@@ -126,6 +127,8 @@ class PubShell:
         )
         self._timer: asyncio.TimerHandle | None = None
         self._paused = False
+        self._told = StreamState.SYNCING
+        """What the pool was last told of the stream."""
         self.refused: str | None = None
         """Why the pool does not take this engine, if so."""
         self._subscription: zmq.Socket[bytes] = context.socket(zmq.SUB)
@@ -263,8 +266,11 @@ class PubShell:
                     asked = effect
                 elif self.refused is None:
                     core.take(effect, turn)
+            state, reason = self._follower.health
+            core.note_stream(self.source.key, WORKER_SOURCE, state, reason, turn)
 
-        if effects:
+        if effects or self._follower.health[0] is not self._told:
+            self._told = self._follower.health[0]
             self._service.take_turn(work)
         if asked is not None:
             self._ask(asked)

@@ -413,7 +413,8 @@ class ConsolidatorService:
     def _watch_leases(self) -> None:
         due_ms = self.core.next_expiry_ms()
         wait_ms = self.settings.lease_ms if due_ms is None else max(1.0, due_ms - self._clock.monotonic_ms())
-        self._after("lease", min(wait_ms, self.settings.lease_ms), self._expire)
+        # A gap may open in the meantime: looked at often enough to find it in time.
+        self._after("lease", min(wait_ms, self.settings.lease_ms, self.settings.stale_after_ms), self._expire)
 
     def _expire(self) -> None:
         if not self._blocked:

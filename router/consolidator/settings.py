@@ -34,6 +34,13 @@ class ConsolidatorSettings(Settings):
     resend_retry_ms: int = Field(
         default=200, ge=10, le=60_000, description="Wait before missing batches are asked for again (milliseconds)."
     )
+    stale_after_ms: int = Field(
+        default=2000,
+        ge=50,
+        le=3_600_000,
+        description="How long missing batches may stay missing before the worker's blocks are not trusted any more "
+        "(milliseconds).",
+    )
     segment_bytes: int = Field(
         default=64 * MIB, ge=64 * 1024, le=4096 * MIB, description="Size at which a journal segment is closed."
     )
@@ -89,6 +96,7 @@ class ConsolidatorSettings(Settings):
             blocks_per_worker_max=self.blocks_per_worker_max,
             lease_ms=self.lease_ms,
             resend_retry_ms=self.resend_retry_ms,
+            stale_after_ms=self.stale_after_ms,
         )
 
 

@@ -7,6 +7,7 @@ the policy's arrays and turns them into readable rows only when somebody asks.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,11 +33,18 @@ class Decision:
     """0 for the first dispatch, n for the n-th migration."""
     realised_cached_tokens: int | None = None
     """What the worker then really reused."""
+    untrusted: Mapping[WorkerKey, str] = field(default_factory=dict)
+    """Workers whose overlap is what the router's own choices predict, because their stream is not believed, and why."""
 
     @property
     def worker(self) -> WorkerKey:
         """Return the chosen worker."""
         return self.candidates.workers[self.choice.row]
+
+    @property
+    def reason(self) -> str:
+        """Return the short reason code; it says so when the chosen worker's overlap was predicted."""
+        return f"{self.choice.reason}-predicted" if self.worker in self.untrusted else self.choice.reason
 
     @property
     def overlap_blocks(self) -> int:
@@ -61,7 +69,7 @@ class Decision:
             "time_ms": self.time_ms,
             "stage": self.request.stage.name.lower(),
             "policy": self.policy,
-            "reason": self.choice.reason,
+            "reason": self.reason,
             "worker": str(self.worker),
             "isl": self.request.isl,
             "isl_blocks": self.request.blocks,
@@ -98,6 +106,7 @@ class Decision:
             "margin": self.margin(),
             "rows": rows,
             "filtered": {str(worker): why for worker, why in self.filtered.items()},
+            "untrusted": {str(worker): why for worker, why in self.untrusted.items()},
         }
 
 

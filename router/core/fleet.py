@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 
 from wire.card import WorkerCard
 from wire.events import LoadReported
-from wire.identifiers import Role, WorkerKey
+from wire.feed import SourceStream
+from wire.identifiers import Role, StreamState, WorkerKey
+from wire.streams import CONSOLIDATOR_SOURCE
 
 
 @dataclass(slots=True)
@@ -31,6 +33,13 @@ class Worker:
     last_recorded_ms: int = 0
     """Wall clock of the consolidator when it accepted that batch."""
     requests_total: int = 0
+    streams: dict[str, SourceStream] = field(default_factory=dict)
+    """Of each source, how far its stream can be trusted."""
+
+    def source_is_new(self, source: str) -> bool:
+        """Tell whether a batch of this source is the first that says something of its stream."""
+        stream = self.streams.get(source)
+        return source != CONSOLIDATOR_SOURCE and (stream is None or stream.state is StreamState.SYNCING)
 
 
 @dataclass(slots=True)

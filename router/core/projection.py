@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from router.core.fleet import Fleet
+from router.core.fleet import Fleet, Worker
 from router.core.load_ledger import LoadLedger
 from router.core.prefix_index import PrefixIndex
+from router.core.stream_trust import StreamTrust
 from wire.events import (
+    AnyEvent,
     BlocksRemoved,
     BlocksStored,
     CacheCleared,
@@ -23,13 +25,16 @@ from wire.events import (
     RequestProgressed,
     RequestStarted,
     SnapshotBegan,
+    SnapshotEnded,
+    StreamStateChanged,
     WorkerDraining,
     WorkerJoined,
     WorkerLeft,
 )
-from wire.feed import BlockChain, WorkerState
+from wire.feed import BlockChain, SourceStream, WorkerState
 from wire.hashing import unpack_hashes
-from wire.identifiers import WorkerId, WorkerKey
+from wire.identifiers import StreamState, WorkerId, WorkerKey
+from wire.streams import after, after_batch
 
 
 class Projection:
@@ -39,6 +44,7 @@ class Projection:
         self.fleet = Fleet()
         self.index = index
         self.ledger = ledger
+        self.trust = StreamTrust(index)
         self.next_offset = 0
         """Every record below this offset has been applied."""
         self._index_blocks = index_blocks
@@ -65,18 +71,25 @@ class Projection:
                 )
                 if worker is not None:
                     worker.requests_total += 1
+                self.trust.started(key, event.request_id, event.cached_tokens)
             elif isinstance(event, PrefillCompleted):
                 self.ledger.prefill_completed(key, event.request_id)
             elif isinstance(event, RequestProgressed):
                 self.ledger.progressed(key, event.request_id, event.active_blocks)
             elif isinstance(event, RequestFinished):
                 self.ledger.release(key, event.request_id)
+                self.trust.not_started(key, event.request_id)
             elif isinstance(event, LoadReported):
                 if worker is not None:
                     worker.load = event
             elif isinstance(event, CacheCleared | SnapshotBegan):
                 if self._index_blocks:
                     index.clear(key)
+                if worker is not None and isinstance(event, SnapshotBegan):
+                    self._note_stream(worker, record.source, event)
+            elif isinstance(event, SnapshotEnded | StreamStateChanged):
+                if worker is not None:
+                    self._note_stream(worker, record.source, event)
             elif isinstance(event, WorkerJoined):
                 self._forget(key)
                 worker = self.fleet.join(key, record.epoch, event.card)
@@ -88,6 +101,8 @@ class Projection:
                 self.fleet.leave(key)
                 worker = None
         if worker is not None:
+            if worker.source_is_new(record.source):
+                self._note_stream(worker, record.source, None)
             worker.last_event_ms = record.time_ms
             worker.last_recorded_ms = record.recorded_ms
 
@@ -110,6 +125,8 @@ class Projection:
             self.ledger.ensure_slot(slot)
             if state.draining:
                 self.fleet.drain(key)
+            worker.streams = {stream.source: stream for stream in state.streams}
+            self.trust.note_streams(key, state.streams)
             for request in state.requests:
                 prefill = request.isl - request.cached_tokens if request.prefilling else 0
                 self.ledger.started(key, slot, request.request_id, prefill, request.active_blocks, now_ms)
@@ -118,6 +135,18 @@ class Projection:
                 self.index.store(keys[position], chain.parent, unpack_hashes(chain.sequence_hashes), chain.tier)
         self.next_offset = next_offset
 
+    def _note_stream(self, worker: Worker, source: str, event: AnyEvent | None) -> None:
+        """Fold what an event (or ``None``, any batch at all) says of a stream; ``wire.streams`` has the rules."""
+        if isinstance(event, StreamStateChanged):
+            worker.streams[event.source] = SourceStream(event.source, event.state, event.reason)
+        else:
+            known = worker.streams.get(source)
+            state = known.state if known is not None else StreamState.SYNCING
+            state = after_batch(state) if event is None else after(state, source, event)
+            worker.streams[source] = SourceStream(source, state)
+        self.trust.note_streams(worker.key, worker.streams.values())
+
     def _forget(self, key: WorkerKey) -> None:
         self.index.drop(key)
         self.ledger.drop(key)
+        self.trust.forget(key)

@@ -98,6 +98,7 @@ class Selector:
         """
         group = self._group(request.model, roles)
         projection = self._projection
+        untrusted = projection.trust.untrusted if self._approximate is None else {}
         projection.ledger.ensure_slot(int(group.slots.max(initial=0)))
         if self._approximate is not None:
             self._approximate.expire(now_ms)
@@ -111,6 +112,8 @@ class Selector:
         host = disk = np.zeros(len(group.workers))
         if self._policy.needs_overlap and path:
             host, disk = self._fill_overlap(group, path, device)
+            if untrusted:
+                self._predict_overlap(group, path, untrusted, now_ms, device, host, disk)
         candidates = Candidates(
             tuple(group.workers[row] for row in rows) if len(rows) < len(group.workers) else group.workers,
             ledger.prefill_tokens[slots].astype(np.float64),
@@ -122,7 +125,15 @@ class Selector:
         )
         choice = self._policy.choose(request, candidates)
         return Decision(
-            request, time_ms, self._policy.name, projection.next_offset, choice, candidates, filtered, attempt
+            request,
+            time_ms,
+            self._policy.name,
+            projection.next_offset,
+            choice,
+            candidates,
+            filtered,
+            attempt,
+            untrusted={worker: why for worker, why in untrusted.items() if worker in group.row_of_worker},
         )
 
     def available(
@@ -173,6 +184,10 @@ class Selector:
         )
         if self._approximate is not None:
             self._approximate.record(worker, path, now_ms)
+        else:
+            self._projection.trust.chosen(
+                worker, dispatch_id or request.request_id, path, request.block_size, request.stage, now_ms
+            )
 
     def _eligible(
         self,
@@ -218,6 +233,23 @@ class Selector:
                 held[: len(bits)] = bits
                 device[held[group.slots]] = depth
         return host, disk
+
+    def _predict_overlap(
+        self,
+        group: _Group,
+        path: Sequence[int],
+        untrusted: Mapping[WorkerKey, str],
+        now_ms: float,
+        device: FloatArray,
+        host: FloatArray,
+        disk: FloatArray,
+    ) -> None:
+        """Put the router's own predictions in the place of an overlap that is not believed."""
+        for worker in untrusted:
+            row = group.row_of_worker.get(worker)
+            if row is not None:
+                device[row] = self._projection.trust.predicted(worker, path, now_ms).device
+                host[row] = disk[row] = 0.0
 
     def _group(self, model: str, roles: tuple[Role, ...]) -> _Group:
         fleet = self._projection.fleet

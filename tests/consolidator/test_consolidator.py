@@ -24,12 +24,13 @@ from wire.events import (
     RequestStarted,
     SnapshotBegan,
     SnapshotEnded,
+    StreamStateChanged,
     WorkerDraining,
     WorkerJoined,
     WorkerLeft,
 )
 from wire.hashing import unpack_hashes
-from wire.identifiers import Tier, WorkerId, WorkerKey
+from wire.identifiers import StreamState, Tier, WorkerId, WorkerKey
 from wire.ingest import (
     Acknowledged,
     FromConsolidator,
@@ -157,7 +158,7 @@ def test_a_gap_is_asked_for_once_and_again_only_after_the_retry_time() -> None:
     assert bench.say(batch([stored([6])], 3)) == []
     bench.now_ms = 250
     assert bench.say(batch([stored([7])], 4)) == [Resend("w", 0, 1, 0)]
-    assert len(bench.records) == 1
+    assert bench.told() == ["WorkerJoined", "StreamStateChanged"]
     assert bench.core.tally.gaps == 1
 
 
@@ -430,3 +431,90 @@ def test_a_large_snapshot_in_one_batch_stays_within_the_record_limit() -> None:
     assert len(bench.records[-1].events) <= 65_536
     assert isinstance(bench.records[-1].events[0], BlocksStored)
     same(folded(bench.records), bench.core.pool)
+
+
+def state_of(bench: Bench) -> StreamState:
+    """Return the stream's state, which the fold of the records must know too."""
+    state = bench.core.pool.workers[W].stream("worker").state
+    assert folded(bench.records).workers[W].stream("worker").state is state
+    return state
+
+
+def test_a_stream_is_followed_from_joining_to_a_gap_that_is_filled() -> None:
+    bench = Bench()
+    bench.say(hello())
+    assert state_of(bench) is StreamState.SYNCING
+    bench.say(batch([stored([1])], 0))
+    assert state_of(bench) is StreamState.LIVE
+    bench.say(batch([stored([3])], 2))
+    assert state_of(bench) is StreamState.REPLAYING
+    bench.say(batch([stored([2])], 1))
+    assert state_of(bench) is StreamState.REPLAYING, "batch 2 is known to exist and is still missing"
+    bench.say(batch([stored([3])], 2))
+    assert state_of(bench) is StreamState.LIVE
+    assert bench.told().count("StreamStateChanged") == 2
+
+
+def test_a_gap_that_nobody_fills_makes_the_stream_stale_in_the_stated_time_and_its_filling_heals_it() -> None:
+    bench = Bench(stale_after_ms=2000, lease_ms=10_000)
+    bench.say(hello())
+    bench.say(batch([stored([3])], 2))
+    assert bench.core.next_expiry_ms() == 2000
+    bench.now_ms = 1999
+    bench.expire()
+    assert state_of(bench) is StreamState.REPLAYING
+    bench.now_ms = 2000
+    bench.expire()
+    assert state_of(bench) is StreamState.STALE
+    assert "batches from 0 are missing" in bench.core.pool.workers[W].stream("worker").reason
+    assert bench.core.next_expiry_ms() == 10_000, "the lease is next; staleness is told once"
+
+    for seq in range(3):
+        bench.say(batch([stored([seq + 1])], seq))
+    assert state_of(bench) is StreamState.LIVE
+
+
+def test_a_stale_worker_that_restates_its_cache_is_live_again() -> None:
+    bench = Bench(stale_after_ms=2000, lease_ms=10_000)
+    bench.say(hello())
+    bench.say(batch([stored([3])], 2))
+    bench.now_ms = 2000
+    bench.expire()
+    bench.say(batch([SnapshotBegan(), stored([1])], 5))
+    assert state_of(bench) is StreamState.SNAPSHOTTING
+    bench.say(batch([SnapshotEnded()], 6))
+    assert state_of(bench) is StreamState.LIVE
+
+
+def test_a_heartbeat_shows_a_batch_lost_at_the_end_and_later_that_nothing_is_missing() -> None:
+    bench = Bench()
+    bench.say(hello())
+    bench.say(Heartbeat("w", 0, 1, 1))
+    assert state_of(bench) is StreamState.REPLAYING
+    bench.say(batch([stored([1])], 0))
+    assert state_of(bench) is StreamState.LIVE
+
+
+def test_a_new_life_begins_with_a_stream_of_its_own() -> None:
+    bench = Bench(stale_after_ms=2000, lease_ms=10_000)
+    bench.say(hello())
+    bench.say(batch([stored([3])], 2))
+    bench.now_ms = 2000
+    bench.expire()
+    bench.say(hello(epoch=2))
+    assert state_of(bench) is StreamState.SYNCING
+
+
+def test_a_snapshot_of_the_pool_keeps_the_health_of_its_streams() -> None:
+    bench = Bench()
+    bench.say(hello())
+    bench.say(batch([stored([3])], 2))
+    assert reload(bench.core.pool.freeze()).workers[W].stream("worker").state is StreamState.REPLAYING
+
+
+def test_no_source_may_write_of_its_own_health() -> None:
+    bench = Bench()
+    bench.say(hello())
+    bench.say(batch([StreamStateChanged("worker", StreamState.STALE)], 0))
+    assert state_of(bench) is StreamState.LIVE
+    assert bench.core.tally.ignored_events == 1

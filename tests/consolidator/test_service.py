@@ -44,7 +44,7 @@ from wire.events import (
 )
 from wire.feed import BlockChain, WorkerState
 from wire.hashing import unpack_hashes
-from wire.identifiers import Tier
+from wire.identifiers import StreamState, Tier
 from wire.ingest import Hello, Refused, Unknown, Welcome
 
 View = dict[str, dict[Tier, set[int]]]
@@ -516,11 +516,15 @@ def test_a_pub_engine_that_cannot_replay_is_degraded_and_claims_nothing_false(tm
         await reader.until(lambda: new in reader.view["e"][Tier.DEVICE])
 
         assert shell.degraded
+        stream = service.core.pool.workers[shell.source.key].stream("worker")
+        assert stream.state is StreamState.STALE
+        assert "events were lost" in stream.reason
         for tier in Tier:
             assert reader.view["e"][tier] <= cache.held()[tier]
         await engine.publish([cache.clear(), cache.store([1, 2, 3, 4])])
         await reader.until(lambda: reader.view["e"] == cache.held())
         assert not shell.degraded
+        assert service.core.pool.workers[shell.source.key].stream("worker").state is StreamState.LIVE
         engine.close()
         await service.stop()
 

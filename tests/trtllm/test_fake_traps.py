@@ -595,6 +595,48 @@ def test_what_the_translator_makes_of_the_events_is_what_the_engine_holds(small_
     asyncio.run(scenario())
 
 
+def behave(monkeypatch: pytest.MonkeyPatch, **values: Any) -> None:
+    monkeypatch.setattr(behaviours, "behaviour", replace(behaviours.behaviour, **values))
+
+
+def test_the_serializer_crashes_on_a_null_diff_when_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    behave(monkeypatch, null_diff_crash=True)
+
+    async def scenario() -> None:
+        with make() as llm:
+            keep = KvCacheRetentionConfig([], decode_retention_priority=80)
+            await finish(llm, [1, 2, 3, 4, 5], 1, kv_cache_retention_config=keep)
+            settle(llm)
+            with pytest.raises(RequestError, match="NoneType"):
+                llm.generate_async([1, 2, 3], sampling())
+            await finish(llm, [6, 7, 8, 9, 10], 1)
+            ids = [event["event_id"] for event in await drain(llm)]
+            assert ids != list(range(len(ids))), "the events that were with it are lost, and leave a gap"
+
+    asyncio.run(scenario())
+
+
+def test_a_late_notification_is_an_index_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    behave(monkeypatch, late_notifications=1)
+
+    async def scenario() -> None:
+        with make() as llm:
+            await finish(llm, [1, 2, 3, 4, 5])
+            settle(llm)
+            with pytest.raises(IndexError):
+                await read_all(llm.get_kv_cache_events_async(0))
+            assert await drain(llm) == []
+
+    asyncio.run(scenario())
+
+
+def test_the_engine_behind_can_tell_what_it_holds() -> None:
+    with make() as llm:
+        llm.generate([1, 2, 3, 4, 5, 6, 7, 8, 9], sampling(1))
+        (chain,) = llm.resident_blocks(0)
+        assert len(unpack_hashes(chain.sequence_hashes)) == 2
+
+
 # disaggregation
 
 
@@ -709,6 +751,30 @@ def test_a_cancellation_during_the_transfer_waits_for_the_transfer() -> None:
             executor.open_transfers()
             await result
             assert result.outputs[0].finish_reason == "cancelled"
+
+    asyncio.run(scenario())
+
+
+def test_failed_transfers_may_keep_their_blocks_until_nothing_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    behave(monkeypatch, leak_failed_transfers=True, device_blocks=4)
+
+    async def scenario() -> None:
+        prefill, decode = pair()
+        with prefill, decode:
+            executor = executor_of(decode)
+            executor.transfers_open.clear()
+            for at in range(2):
+                prompt = [10 * at + each for each in range(8)]
+                made = replace(await prefilled(prefill, prompt), request_type="generation_only")
+                result = decode.generate_async(prompt, sampling(), disaggregated_params=made)
+                result.abort()
+                await result
+                assert result.outputs[0].finish_reason == "cancelled"
+            executor.open_transfers()
+            wedged = decode.generate_async([1, 2, 3], sampling())
+            settle(decode)
+            assert not wedged.queue._items, "no block is left"
+            assert decode._check_health(), "and the engine says that it is well"
 
     asyncio.run(scenario())
 

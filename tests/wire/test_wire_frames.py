@@ -38,13 +38,24 @@ from wire.events import (
     RequestStarted,
     SnapshotBegan,
     SnapshotEnded,
+    StreamStateChanged,
     WorkerDraining,
     WorkerJoined,
     WorkerLeft,
 )
-from wire.feed import BlockChain, Records, Replay, RequestState, SnapshotPart, TakeSnapshot, TooOld, WorkerState
+from wire.feed import (
+    BlockChain,
+    Records,
+    Replay,
+    RequestState,
+    SnapshotPart,
+    SourceStream,
+    TakeSnapshot,
+    TooOld,
+    WorkerState,
+)
 from wire.hashing import pack_hashes, pack_tokens
-from wire.identifiers import Role, Stage, Tier
+from wire.identifiers import Role, Stage, StreamState, Tier
 from wire.ingest import Acknowledged, Goodbye, Heartbeat, Hello, Refused, Resend, Unknown, Welcome
 from wire.limits import FRAME_BYTES_MAX, U32_MAX, U64_MAX
 from wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
@@ -118,6 +129,9 @@ GOLDEN: dict[tuple[str, str], Any] = {
     ("event_batch", "blocks removed from the host tier"): _batch(BlocksRemoved(pack_hashes([9]), Tier.HOST)),
     ("event_batch", "blocks shared and released by one of several sources"): _batch(
         BlocksShared(pack_hashes([9])), BlocksReleased(pack_hashes([9]), Tier.HOST)
+    ),
+    ("event_batch", "a stream is not trusted any more"): _batch(
+        StreamStateChanged("worker", StreamState.STALE, "batches from 7 are missing")
     ),
     ("event_batch", "cache cleared"): _batch(CacheCleared()),
     ("event_batch", "life of a request"): _batch(
@@ -218,7 +232,20 @@ GOLDEN: dict[tuple[str, str], Any] = {
         102,
         0,
         True,
-        [WorkerState("w1", 0, 7, 42, SMALL_CARD, False, [RequestState("r-1", 100, 96, 7, True)], LOAD, True)],
+        [
+            WorkerState(
+                "w1",
+                0,
+                7,
+                42,
+                SMALL_CARD,
+                False,
+                [RequestState("r-1", 100, 96, 7, True)],
+                LOAD,
+                True,
+                [SourceStream("worker", StreamState.LIVE)],
+            )
+        ],
         [(0, BlockChain(None, pack_hashes([5, 6]))), (0, BlockChain(6, pack_hashes([7]), Tier.HOST))],
     ),
     ("to_pool", "select, smallest"): Select(1, "r-1", "tiny", Stage.WHOLE, 100),

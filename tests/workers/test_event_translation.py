@@ -111,12 +111,109 @@ def test_a_hole_in_the_event_ids_voids_everything_and_is_told() -> None:
     translator = EventTranslator(BLOCK_SIZE)
     translator.translate([stored(0, None, block(901, 0))])
 
-    translation = translator.translate([stored(4, 901, block(902, 4)), stored(5, None, block(903, 0))])
+    translation = translator.translate([stored(4, 999, block(904, 4)), stored(5, None, block(903, 8))])
 
+    other = sequence_hashes(block_hashes(pack_tokens(range(8, 12)), BLOCK_SIZE))
     assert translation.lost == 3
-    assert translation.events == [CacheCleared(), BlocksStored(None, pack_hashes(NAMES[:1]))]
-    assert translator.counts.lost_events == 3
-    assert fold(translator.restate())[Tier.DEVICE] == {NAMES[0]}
+    assert translation.events == [CacheCleared(), BlocksStored(None, pack_hashes(other))]
+    assert (translator.counts.lost_events, translator.counts.gaps) == (3, 1)
+    assert translator.is_incomplete
+    assert fold(translator.restate())[Tier.DEVICE] == set(other)
+
+
+def test_after_a_loss_a_child_proves_that_its_whole_prefix_is_there() -> None:
+    """Fails when names from before the loss are not remembered: what hangs off them could never be named again."""
+    translator = EventTranslator(BLOCK_SIZE)
+    translator.translate([stored(0, None, block(901, 0), block(902, 4), block(903, 8))])
+
+    translation = translator.translate([stored(2, 902, block(905, 12))])
+
+    name = sequence_hashes(block_hashes(pack_tokens(range(12, 16)), BLOCK_SIZE), NAMES[1])
+    assert fold(translation.events)[Tier.DEVICE] == {*NAMES[:2], *name}, "903 may be gone"
+    assert translator.remembered_blocks == 1
+    assert translator.counts.recalled_blocks == 2
+
+
+def test_after_a_loss_a_move_proves_that_a_block_is_there_and_on_which_tier() -> None:
+    translator = EventTranslator(BLOCK_SIZE)
+    translator.translate([stored(0, None, block(901, 0), block(902, 4))])
+
+    translation = translator.translate([moved(5, 902, 0, 1)])
+
+    assert translation.events == [CacheCleared(), BlocksStored(NAMES[0], pack_hashes(NAMES[1:2]), Tier.HOST)]
+
+
+def test_after_a_loss_what_is_remembered_is_disproved_by_its_removal() -> None:
+    """Fails when a removal does not reach what is remembered: the child of a later namesake would bring it back."""
+    translator = EventTranslator(BLOCK_SIZE)
+    translator.translate([stored(0, None, block(901, 0), block(902, 4))])
+
+    translation = translator.translate([removed(9, 902, 901), stored(10, 902, block(903, 8))])
+
+    assert translation.events == [CacheCleared()]
+    assert (translator.remembered_blocks, translator.counts.orphaned_blocks) == (0, 1)
+
+
+def test_a_priority_a_partial_child_or_reuse_from_the_host_prove_nothing() -> None:
+    for on_device, event in (
+        (True, Updated(event_id=5, window_size=WINDOW, block_hash=901, priority=Diff(35, 80))),
+        (True, stored(5, 901, block(902, 4, count=2))),
+    ):
+        translator = EventTranslator(BLOCK_SIZE, reuse_is_on_device=on_device)
+        translator.translate([stored(0, None, block(901, 0))])
+        assert translator.translate([event]).events == [CacheCleared()]
+    translator = EventTranslator(BLOCK_SIZE, reuse_is_on_device=False)
+    translator.translate([stored(0, None, block(901, 0))])
+    told = translator.translate([stored(5, 901, block(902, 4))]).events
+    assert told == [CacheCleared(), BlocksStored(NAMES[0], pack_hashes(NAMES[1:2]))]
+
+
+def test_a_rank_is_complete_again_when_the_cache_has_turned_over_and_no_orphan_is_left() -> None:
+    translator = EventTranslator(BLOCK_SIZE)
+    translator.translate([Created(event_id=0, window_size=WINDOW, num_blocks_per_cache_level=(2, 1))])
+    assert not translator.is_incomplete
+    translator.translate([stored(3, 555, block(901, 0))])
+    assert translator.is_incomplete
+
+    translator.translate([removed(4, 1, 2, 3)])
+    assert translator.is_incomplete, "901 hangs off something unknown"
+    translator.translate([removed(5, 901)])
+
+    assert not translator.is_incomplete
+
+
+def test_without_created_events_nothing_is_named_until_all_windows_have_been_seen() -> None:
+    """Fails when the largest window seen so far is believed: blocks of a small pool would count as reusable."""
+    translator = EventTranslator(BLOCK_SIZE, windows=2)
+
+    small = translator.translate([stored(7, None, block(901, 0), window=32)])
+    large = translator.translate([stored(8, None, block(902, 0))])
+
+    assert small.events == [CacheCleared()]
+    assert large.events == [BlocksStored(None, pack_hashes(NAMES[:1]))]
+    assert translator.is_incomplete
+
+
+def test_the_first_block_of_a_chain_may_need_a_seed_that_nobody_knows() -> None:
+    seeds = {901: hash_seed("", "salt"), 902: None}
+    translator = EventTranslator(BLOCK_SIZE, root_seed=lambda first: seeds[first.block_hash])
+
+    translation = translator.translate(
+        [stored(0, None, block(901, 0)), stored(1, None, block(902, 0)), stored(2, 902, block(903, 4)), removed(3, 903)]
+    )
+
+    salted = sequence_hashes(block_hashes(pack_tokens(range(4)), BLOCK_SIZE, hash_seed("", "salt")))
+    assert translation.events == [BlocksStored(None, pack_hashes(salted))]
+    assert translator.counts.foreign_blocks == 2
+
+
+def test_claims_are_given_up_when_nobody_knows_what_happened() -> None:
+    translator = EventTranslator(BLOCK_SIZE)
+    translator.translate([stored(0, None, block(901, 0))])
+
+    assert translator.lose() == CacheCleared()
+    assert translator.is_incomplete
+    assert fold(translator.translate([stored(1, 901, block(902, 4))]).events)[Tier.DEVICE] == set(NAMES[:2])
 
 
 def test_an_engine_that_starts_over_is_empty() -> None:

@@ -5,17 +5,30 @@ Rules:
 1. An engine hash means nothing outside its engine. Sequence hashes are recomputed from the tokens in the events, on
    the parent's; the map from one to the other holds exactly the blocks that the engine holds.
 2. A partial block (fewer tokens than a block) and whatever follows it in its event is not for routers; its engine hash
-   is kept only to swallow its removal. So are blocks that hang off something unknown, which cannot be named.
-3. Only the largest attention window counts: its blocks are the ones that decide about reuse of a whole prefix.
-4. ``event_id`` grows by 1. A hole means that the engine dropped events: the map is void, the translation says so
-   (``lost``), and ``CacheCleared`` goes out before anything later does.
-5. Two engine blocks can have one sequence hash (for instance salted and unsalted, where the engine does not tell the
-   salt): it is stored when the first comes to a tier and removed when the last leaves.
+   is kept only to swallow its removal. So are blocks that cannot be named: those that depend on more than their
+   tokens, those of a tenant that nobody told of, and those that hang off something unknown.
+3. Only the largest attention window counts: its blocks are the ones that decide about reuse of a whole prefix. The
+   windows are learnt from the ``created`` events with which an engine begins. Where those are lost, nothing is named
+   until as many windows have been seen as are configured.
+4. ``event_id`` grows by 1. A hole means that the engine dropped events: ``CacheCleared`` goes out before anything later
+   does, the translation says how many were lost, and the rank is *incomplete*. An ``event_id`` that went backwards is
+   an engine that started over: empty, and complete again.
+5. After a loss blocks are relearned one by one, each on evidence and never on hope. What was named before is
+   *remembered*, not claimed: an engine hash stands for the block's content, so its name is as true as ever, but whether
+   the block is still there is not known. The engine proves it by storing it again, by moving it to a level, or by
+   storing a child on it (the child's request holds the whole prefix, so its ancestors are there too, on the device).
+   ``removed`` disproves it. A block that was stored in the hole has no name; it and what hangs off it stay unclaimed
+   until the engine evicts and stores them again. So after a loss claims may be missing, but none is wrong.
+6. A rank is complete again when as many blocks have been removed since the loss as the cache has room for, and no
+   block with an unknown parent is left. Blocks that still are unknown then are ones that nothing was ever built on.
+7. Two engine blocks can have one sequence hash (for instance when two tenants' prompts are named alike): it is stored
+   when the first comes to a tier and removed when the last leaves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
 
 import msgspec
 
@@ -23,18 +36,35 @@ from wire.events import BlocksRemoved, BlocksStored, CacheCleared
 from wire.hashing import BASE_SEED, TOKEN_BYTES, block_hashes, sequence_hashes
 from wire.identifiers import Tier
 from workers.core.cache_facts import CacheFacts, chains, stored_chain
-from workers.core.engine_events import AnyEngineEvent, Created, Removed, Stored, Updated
+from workers.core.engine_events import AnyEngineEvent, Created, Removed, Stored, StoredBlock, Updated
 
 TIER_OF_LEVEL = (Tier.DEVICE, Tier.HOST, Tier.DISK)
 
+REMEMBERED_BLOCKS_MAX = 524_288
+"""Names that are kept over a loss (about 100 MB); more than the cache has room for are never kept. Beyond it the oldest
+are forgotten: their blocks come back only when the engine stores them again."""
+
+RootSeed = Callable[[StoredBlock], int | None]
+"""Says which seed (LoRA and salt) the first block of a chain was hashed with; ``None`` = nobody knows."""
+
 
 class _Block(msgspec.Struct, gc=False):
-    """What the translator knows of one resident engine block."""
+    """What the translator knows of one engine block."""
 
     sequence_hash: int
     parent: int | None
+    above: int | None
+    """Engine hash of the parent."""
     seed: int
     tier: Tier
+
+
+class _Unnamed(Enum):
+    """Why a block has no sequence hash, although its place in the tree is known."""
+
+    PARTIAL = "partial"
+    MULTIMODAL = "multimodal"
+    FOREIGN = "foreign"
 
 
 class Counts(msgspec.Struct, frozen=True):
@@ -45,8 +75,16 @@ class Counts(msgspec.Struct, frozen=True):
     """Blocks whose parent the engine never named: they cannot be given a sequence hash."""
     multimodal_blocks: int
     """Blocks that depend on more than their tokens, in a form that our hashes do not cover."""
+    foreign_blocks: int
+    """Blocks of a LoRA adapter or cache salt that nobody told of."""
     other_window_events: int
     lost_events: int
+    gaps: int
+    """Holes in the event ids: times that events were lost."""
+    restarts: int
+    """Times that the engine started over."""
+    recalled_blocks: int
+    """Blocks that came back after a loss because the engine proved that they are there."""
 
 
 class Translation(msgspec.Struct, frozen=True):
@@ -60,20 +98,42 @@ class EventTranslator:
     """Translates the events of one engine rank; owns the map from engine hashes to sequence hashes.
 
     The map is bounded by what the engine holds: its whole blocks, plus one entry for each of its partial or
-    unnameable blocks until their removal.
+    unnameable blocks until their removal; after a loss by as much again.
+
+    ``windows`` is the number of different attention windows that are configured. ``reuse_is_on_device`` says that the
+    engine brings a block to the device before it builds on it (TensorRT-LLM's ``onboard_blocks``); without it a child
+    does not prove where its ancestors are, and they are not claimed for it.
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        windows: int = 1,
+        root_seed: RootSeed | None = None,
+        reuse_is_on_device: bool = True,
+    ) -> None:
         self._block_size = block_size
         self._stride = block_size * TOKEN_BYTES
+        self._windows = windows
+        self._root_seed = root_seed
+        self._reuse_is_on_device = reuse_is_on_device
         self._blocks: dict[int, _Block] = {}
-        self._swallowed: set[int] = set()
+        self._remembered: dict[int, _Block] = {}
+        self._swallowed: dict[int, _Unnamed] = {}
+        self._orphans: set[int] = set()
         self._copies: dict[tuple[int, Tier], int] = {}  # only where more than one engine block has a sequence hash
         self._present: dict[Tier, set[int]] = {tier: set() for tier in TIER_OF_LEVEL}
         self._facts = CacheFacts()
         self._next_event_id = 0
         self._window = 0
-        self._partial = self._orphaned = self._multimodal = self._other_window = self._lost = 0
+        self._window_sizes: set[int] = set()
+        self._windows_known = False
+        self._capacity = 0
+        self._incomplete = False
+        self._removed_since_loss = 0
+        self._unnamed = dict.fromkeys(_Unnamed, 0)
+        self._orphaned = self._other_window = self._lost = 0
+        self._gaps = self._restarts = self._recalled = 0
 
     @property
     def resident_blocks(self) -> int:
@@ -81,9 +141,33 @@ class EventTranslator:
         return len(self._blocks)
 
     @property
+    def is_incomplete(self) -> bool:
+        """Whether the engine may hold whole blocks that are not claimed because events were lost."""
+        return self._incomplete
+
+    @property
+    def remembered_blocks(self) -> int:
+        """Blocks from before a loss of which nobody knows whether they are still there."""
+        return len(self._remembered)
+
+    def blocks_on(self, tier: Tier) -> int:
+        """Return how many different blocks a tier holds."""
+        return len(self._present[tier])
+
+    @property
     def counts(self) -> Counts:
         """What did not become a wire event."""
-        return Counts(self._partial, self._orphaned, self._multimodal, self._other_window, self._lost)
+        return Counts(
+            self._unnamed[_Unnamed.PARTIAL],
+            self._orphaned,
+            self._unnamed[_Unnamed.MULTIMODAL],
+            self._unnamed[_Unnamed.FOREIGN],
+            self._other_window,
+            self._lost,
+            self._gaps,
+            self._restarts,
+            self._recalled,
+        )
 
     def translate(self, events: Iterable[AnyEngineEvent]) -> Translation:
         """Return the wire events that say the same, and how many engine events were lost on the way."""
@@ -91,23 +175,41 @@ class EventTranslator:
         lost = 0
         for event in events:
             expected = self._next_event_id
-            self._next_event_id = event.event_id + 1
-            if event.event_id != expected:
-                # Backwards is a restarted engine: as empty as if everything had been lost.
-                lost += max(1, event.event_id - expected)
-                self._forget()
+            event_id = event.event_id
+            self._next_event_id = event_id + 1
+            if event_id != expected:
+                if event_id < expected:
+                    self._start_over()
+                    lost += event_id
+                else:
+                    lost += event_id - expected
+                if event_id:
+                    self._lose()
                 out.append(CacheCleared())
-            if event.window_size > self._window:
-                if self._blocks:
-                    # What was said so far was about a window that does not decide.
-                    self._forget()
-                    out.append(CacheCleared())
-                self._window = event.window_size
+            window = event.window_size
+            if window != self._window:
+                self._window_sizes.add(window)
+                if window > self._window:
+                    if self._blocks:
+                        # What was said so far was about a window that does not decide.
+                        self._forget()
+                        out.append(CacheCleared())
+                    self._window = window
             if isinstance(event, Created):
+                if not event_id:
+                    self._windows_known = True
+                if window == self._window:
+                    self._capacity = sum(event.num_blocks_per_cache_level)
                 continue
-            if event.window_size < self._window:
+            if window < self._window:
                 self._other_window += 1
                 continue
+            if not self._windows_known:
+                if len(self._window_sizes) < self._windows:
+                    self._other_window += 1
+                    self._incomplete = True
+                    continue
+                self._windows_known = True
             if isinstance(event, Stored):
                 self._store(event)
             elif isinstance(event, Removed):
@@ -116,7 +218,14 @@ class EventTranslator:
                 self._update(event)
         self._lost += lost
         out += self._facts.take()
+        if self._incomplete:
+            self._incomplete = bool(self._orphans or not self._capacity or self._removed_since_loss < self._capacity)
         return Translation(out, lost)
+
+    def lose(self) -> CacheCleared:
+        """Give up every claim, because it cannot be known what happened; return what to tell. Names are remembered."""
+        self._lose()
+        return CacheCleared()
 
     def restate(self) -> list[BlocksStored]:
         """Return everything that is resident as ``BlocksStored``, parents before children, tier by tier."""
@@ -133,52 +242,94 @@ class EventTranslator:
                 events += stored_chain(parent, hashes, tier)
         return events
 
+    def _lose(self) -> None:
+        remembered = self._remembered
+        for engine_hash, block in self._blocks.items():
+            remembered.pop(engine_hash, None)  # what is taken in last is forgotten last
+            remembered[engine_hash] = block
+        most = min(self._capacity or REMEMBERED_BLOCKS_MAX, REMEMBERED_BLOCKS_MAX)
+        for engine_hash in list(remembered)[: max(0, len(remembered) - most)]:
+            del remembered[engine_hash]
+        self._forget()
+        self._gaps += 1
+        self._incomplete = True
+        self._removed_since_loss = 0
+
+    def _start_over(self) -> None:
+        """Be as empty as an engine that has just started."""
+        self._forget()
+        self._remembered.clear()
+        self._window = self._capacity = 0
+        self._window_sizes.clear()
+        self._windows_known = self._incomplete = False
+        self._restarts += 1
+
     def _forget(self) -> None:
-        self._blocks.clear()
+        self._blocks = {}
         self._swallowed.clear()
+        self._orphans.clear()
         self._copies.clear()
         for present in self._present.values():
             present.clear()
         self._facts = CacheFacts()
 
     def _store(self, event: Stored) -> None:
+        blocks = event.blocks
+        if not blocks:
+            return
+        above = event.parent_hash
         parent: int | None = None
-        seed = BASE_SEED if event.hash_seed is None else event.hash_seed
-        if event.parent_hash is not None:
-            known = self._blocks.get(event.parent_hash)
+        evidence = False
+        if above is not None:
+            known = self._blocks.get(above)
             if known is None:
-                self._orphaned += len(event.blocks)
-                self._swallowed.update(block.block_hash for block in event.blocks)
-                return
+                known = self._remembered.get(above)
+                if known is None:
+                    self._swallow_descendants(above, blocks)
+                    return
+                evidence = True
             parent = known.sequence_hash
             seed = known.seed
+        elif event.hash_seed is not None:
+            seed = event.hash_seed
+        elif self._root_seed is None:
+            seed = BASE_SEED
+        else:
+            told = self._root_seed(blocks[0]) if self._is_whole(blocks[0]) else BASE_SEED
+            if told is None:
+                self._swallow(blocks, _Unnamed.FOREIGN)
+                return
+            seed = told
         whole = 0
-        for block in event.blocks:
-            if len(block.tokens) != self._stride or block.multimodal:
+        for block in blocks:
+            if not self._is_whole(block):
                 break
             whole += 1
-        if whole < len(event.blocks):
-            if event.blocks[whole].multimodal:
-                self._multimodal += len(event.blocks) - whole
-            else:
-                self._partial += len(event.blocks) - whole
-            self._swallowed.update(block.block_hash for block in event.blocks[whole:])
+        if whole < len(blocks):
+            self._swallow(blocks[whole:], _Unnamed.MULTIMODAL if blocks[whole].multimodal else _Unnamed.PARTIAL)
         if not whole:
             return
-        tokens = b"".join(block.tokens for block in event.blocks[:whole])
+        if evidence and self._reuse_is_on_device:
+            assert above is not None
+            self._recall_prefix(above)
+        tokens = blocks[0].tokens if whole == 1 else b"".join([block.tokens for block in blocks[:whole]])
         named = sequence_hashes(block_hashes(tokens, self._block_size, seed), parent)
         run: list[int] = []
         run_parent, run_tier = parent, Tier.DEVICE
-        for block, sequence_hash in zip(event.blocks, named, strict=False):
+        for block, sequence_hash in zip(blocks, named, strict=False):
             tier = _tier(block.cache_level)
-            again = self._blocks.get(block.block_hash)
+            engine_hash = block.block_hash
+            again = self._blocks.get(engine_hash)
             if again is not None and self._depart(again):
                 self._flush(run, run_parent, run_tier)
                 run, run_parent = [], parent
                 self._facts.removed((again.sequence_hash,), again.tier)
-            entry = _Block(sequence_hash, parent, seed, tier)
-            self._swallowed.discard(block.block_hash)
-            self._blocks[block.block_hash] = entry
+            entry = _Block(sequence_hash, parent, above, seed, tier)
+            self._swallowed.pop(engine_hash, None)
+            self._orphans.discard(engine_hash)
+            if self._remembered:
+                self._remembered.pop(engine_hash, None)
+            self._blocks[engine_hash] = entry
             if self._arrive(entry):
                 if run and run_tier is not tier:
                     self._flush(run, run_parent, run_tier)
@@ -189,25 +340,86 @@ class EventTranslator:
                 self._flush(run, run_parent, run_tier)
                 run, run_parent = [], sequence_hash
             parent = sequence_hash
+            above = engine_hash
         self._flush(run, run_parent, run_tier)
+
+    def _is_whole(self, block: StoredBlock) -> bool:
+        return len(block.tokens) == self._stride and not block.multimodal
+
+    def _swallow(self, blocks: Sequence[StoredBlock], why: _Unnamed) -> None:
+        self._unnamed[why] += len(blocks)
+        for block in blocks:
+            self._drop_claim(block.block_hash)
+            self._swallowed[block.block_hash] = why
+
+    def _swallow_descendants(self, above: int, blocks: tuple[StoredBlock, ...]) -> None:
+        """Keep the names of blocks whose parent has no sequence hash, until their removal."""
+        why = self._swallowed.get(above)
+        if why is not None:
+            self._swallow(blocks, why)
+            return
+        self._orphaned += len(blocks)
+        self._incomplete = True
+        for block in blocks:
+            self._drop_claim(block.block_hash)
+            self._orphans.add(block.block_hash)
+
+    def _drop_claim(self, engine_hash: int) -> None:
+        """Forget a block that turned out to be something else."""
+        block = self._blocks.pop(engine_hash, None)
+        if block is not None and self._depart(block):
+            self._facts.removed((block.sequence_hash,), block.tier)
+        if self._remembered:
+            self._remembered.pop(engine_hash, None)
+
+    def _recall_prefix(self, engine_hash: int) -> None:
+        """Claim a remembered block and its remembered ancestors, which the engine has just built on."""
+        prefix: list[tuple[int, _Block]] = []
+        at: int | None = engine_hash
+        while at is not None:
+            block = self._remembered.pop(at, None)
+            if block is None:
+                break
+            prefix.append((at, block))
+            at = block.above
+        for name, block in reversed(prefix):
+            self._recall(name, block, Tier.DEVICE)
+
+    def _recall(self, engine_hash: int, block: _Block, tier: Tier) -> None:
+        block.tier = tier
+        self._recalled += 1
+        self._blocks[engine_hash] = block
+        if self._arrive(block):
+            self._facts.stored(block.parent, (block.sequence_hash,), tier)
 
     def _flush(self, run: list[int], parent: int | None, tier: Tier) -> None:
         if run:
             self._facts.stored(parent, run, tier)
 
     def _remove(self, event: Removed) -> None:
+        if self._incomplete:
+            self._removed_since_loss += len(event.block_hashes)
         for engine_hash in event.block_hashes:
             block = self._blocks.pop(engine_hash, None)
-            if block is None:
-                self._swallowed.discard(engine_hash)
-            elif self._depart(block):
-                self._facts.removed((block.sequence_hash,), block.tier)
+            if block is not None:
+                if self._depart(block):
+                    self._facts.removed((block.sequence_hash,), block.tier)
+                continue
+            self._swallowed.pop(engine_hash, None)
+            self._orphans.discard(engine_hash)
+            self._remembered.pop(engine_hash, None)
 
     def _update(self, event: Updated) -> None:
-        block = self._blocks.get(event.block_hash)
-        if block is None or event.cache_level is None:
+        if event.cache_level is None:
             return
-        source, target = block.tier, _tier(event.cache_level.new_value)
+        target = _tier(event.cache_level.new_value)
+        block = self._blocks.get(event.block_hash)
+        if block is None:
+            block = self._remembered.pop(event.block_hash, None)
+            if block is not None:
+                self._recall(event.block_hash, block, target)
+            return
+        source = block.tier
         if source is target:
             return
         left = self._depart(block)

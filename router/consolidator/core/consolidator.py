@@ -12,7 +12,9 @@ Rules for this file:
 4. A gap is never skipped. The only batch accepted out of turn is one that restates the whole cache
    (``SnapshotBegan`` first); requests that were open before it are finished with reason ``lost``, because their end may
    have been among the missing batches. A worker restates the requests it still has with ``RequestStarted``.
-5. A rank that is silent for the lease leaves the pool. Ranks attached by configuration hold their lease by connection.
+5. A stream's health (``wire.streams``) is part of the state: a gap makes it ``REPLAYING``, a gap that nobody fills for
+   ``stale_after_ms`` makes it ``STALE``, and a stream that has caught up is ``LIVE`` again. Each is a record.
+6. A rank that is silent for the lease leaves the pool. Ranks attached by configuration hold their lease by connection.
 
 What may join: see ``_objection``. Limits: ``ConsolidatorLimits``.
 """
@@ -43,11 +45,12 @@ from wire.events import (
     RequestFinished,
     SnapshotBegan,
     SnapshotEnded,
+    StreamStateChanged,
     WorkerJoined,
     WorkerLeft,
 )
 from wire.hashing import HASH_SPEC
-from wire.identifiers import WorkerId, WorkerKey
+from wire.identifiers import StreamState, WorkerId, WorkerKey
 from wire.ingest import (
     Acknowledged,
     FromConsolidator,
@@ -93,6 +96,8 @@ class ConsolidatorLimits:
     """Silence after which a rank has left."""
     resend_retry_ms: int = 200
     """How long an answer to ``Resend`` may take before it is asked again."""
+    stale_after_ms: int = 2000
+    """How long a gap may stay open before the rank's blocks are not trusted any more: ten attempts to fill it."""
 
 
 @dataclass(slots=True)
@@ -112,6 +117,7 @@ class Tally:
     left: int = 0
     lease_expiries: int = 0
     lost_requests: int = 0
+    stale: int = 0
 
 
 @dataclass(slots=True)
@@ -137,6 +143,9 @@ class _Link:
     """Attached by configuration: no lease, and nobody may take its name."""
     asked_seq: int = -1
     asked_ms: float = 0.0
+    behind_seq: int = -1
+    """The latest batch that is known to exist; the stream has a hole until it is taken in."""
+    behind_since_ms: float = 0.0
     lag_ms: int = 0
 
 
@@ -265,6 +274,8 @@ class Consolidator:
         verdict = cursor.judge_announcement(heartbeat.epoch, heartbeat.next_seq)
         if verdict is Verdict.GAP:
             self._ask_again(worker, heartbeat.next_seq, peer, turn)
+        elif verdict is Verdict.NEXT:
+            self._caught_up(worker, turn)
         elif verdict is Verdict.BACKWARDS:
             # Only a Hello carries the card that a new life needs.
             self.tally.unknown += 1
@@ -330,12 +341,30 @@ class Consolidator:
     # Leases
 
     def next_expiry_ms(self) -> float | None:
-        """Return the monotonic time at which the first lease runs out, if nothing is heard until then."""
+        """Return the monotonic time at which the first lease runs out or the first gap has been open for too long."""
         heard = [link.heard_ms for link in self._links.values() if not link.attached]
-        return min(heard) + self.limits.lease_ms if heard else None
+        due = [min(heard) + self.limits.lease_ms] if heard else []
+        due += [link.behind_since_ms + self.limits.stale_after_ms for _, link in self._behind()]
+        return min(due, default=None)
+
+    def _behind(self) -> list[tuple[WorkerKey, _Link]]:
+        """Return the ranks that were asked to fill a hole and have not; few, if any."""
+        return [
+            (key, link)
+            for key, link in self._links.items()
+            if link.behind_seq >= 0 and self.pool.workers[key].stream(WORKER_SOURCE).state is StreamState.REPLAYING
+        ]
 
     def expire(self, turn: Turn) -> None:
-        """Let the ranks go whose lease has run out."""
+        """Let the ranks go whose lease has run out, and stop trusting those whose gap nobody fills."""
+        open_since = turn.now.monotonic_ms - self.limits.stale_after_ms
+        for key, link in self._behind():
+            if link.behind_since_ms <= open_since:
+                wanted = self.pool.workers[key].cursors[WORKER_SOURCE].next_seq
+                reason = f"batches from {wanted} are missing and were not sent for {self.limits.stale_after_ms} ms"
+                self.tally.stale += 1
+                turn.remarks.append(f"worker {key} is stale: {reason}")
+                self.note_stream(key, WORKER_SOURCE, StreamState.STALE, reason, turn)
         deadline = turn.now.monotonic_ms - self.limits.lease_ms
         for key in sorted(key for key, link in self._links.items() if not link.attached and link.heard_ms <= deadline):
             self.tally.lease_expiries += 1
@@ -345,6 +374,21 @@ class Consolidator:
         """Start every lease anew: after a time in which the consolidator itself did not listen."""
         for link in self._links.values():
             link.heard_ms = now.monotonic_ms
+
+    def note_stream(self, key: WorkerKey, source: str, state: StreamState, reason: str, turn: Turn) -> None:
+        """Write how far the stream of a source can be trusted, if that is news."""
+        worker = self.pool.workers.get(key)
+        if worker is None or worker.stream(source).state is state:
+            return
+        events: list[AnyEvent] = [StreamStateChanged(source, state, reason[:TEXT_CHARS_MAX])]
+        worker.observe(CONSOLIDATOR_SOURCE, events)
+        self._record(key, worker.epoch, 0, turn.now.wall_ms, events, CONSOLIDATOR_SOURCE, turn)
+
+    def _caught_up(self, worker: Worker, turn: Turn) -> None:
+        """Note that nothing is missing of what a rank is known to have sent."""
+        self._links[worker.key].behind_seq = -1
+        if worker.stream(WORKER_SOURCE).state in (StreamState.REPLAYING, StreamState.STALE):
+            self.note_stream(worker.key, WORKER_SOURCE, StreamState.LIVE, "", turn)
 
     def lags_ms(self) -> dict[WorkerKey, int]:
         """Return, per rank, how long its last batch took from its clock to ours."""
@@ -374,6 +418,8 @@ class Consolidator:
             cursor.next_seq = batch.seq
         elif verdict is Verdict.GAP:
             self._ask_again(worker, batch.seq, peer, turn)
+            link = self._links[worker.key]
+            link.behind_seq = max(link.behind_seq, batch.seq)
             return False
         else:
             tally.refused += 1
@@ -394,8 +440,11 @@ class Consolidator:
         cursor.advance()
         tally.batches += 1
         tally.events += len(batch.events)
+        worker.observe(batch.source, events)
         self._record(worker.key, batch.epoch, batch.seq, batch.time_ms, events, batch.source, turn)
         link = self._links[worker.key]
+        if batch.source == WORKER_SOURCE and cursor.next_seq > link.behind_seq and not link.attached:
+            self._caught_up(worker, turn)
         link.lag_ms = max(0, turn.now.wall_ms - batch.time_ms)
         turn.acknowledge[worker.key] = peer
         return True
@@ -451,6 +500,12 @@ class Consolidator:
         else:
             self.tally.gaps += 1
             turn.remarks.append(f"worker {worker.key}: batches {wanted} to {seen_seq - 1} are missing, asking again")
+        if link.behind_seq < 0:
+            link.behind_since_ms = now_ms
+            if worker.stream(WORKER_SOURCE).state is not StreamState.STALE:
+                reason = f"batches {wanted} to {seen_seq - 1} are missing"
+                self.note_stream(worker.key, WORKER_SOURCE, StreamState.REPLAYING, reason, turn)
+        link.behind_seq = max(link.behind_seq, seen_seq - 1)
         link.asked_seq = wanted
         link.asked_ms = now_ms
         self.tally.resends += 1
@@ -533,7 +588,7 @@ class Consolidator:
             turn.replies.append((peer, Refused(*key, reason=reason[:TEXT_CHARS_MAX])))
 
 
-_NOT_FOR_SOURCES = frozenset({WorkerJoined, WorkerLeft, BlocksShared, BlocksReleased})
+_NOT_FOR_SOURCES = frozenset({WorkerJoined, WorkerLeft, BlocksShared, BlocksReleased, StreamStateChanged})
 """Events that only the consolidator itself may write."""
 
 

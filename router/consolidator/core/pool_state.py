@@ -16,6 +16,7 @@ What a record does to a worker rank:
     WorkerLeft                   the rank is forgotten, blocks, requests and cursors included
     Blocks*, CacheCleared        ``presence``
     SnapshotBegan, SnapshotEnded the blocks are void; ``restating`` in between
+    StreamStateChanged           the stream of the source it names; what other events imply is in ``wire.streams``
     RequestStarted               the request is listed (the oldest goes when more than ``REQUESTS_PER_WORKER_MAX``)
     PrefillCompleted, Progressed the request, when it is listed, changes
     RequestFinished              the request is no longer listed
@@ -42,22 +43,22 @@ from wire.events import (
     RequestStarted,
     SnapshotBegan,
     SnapshotEnded,
+    StreamStateChanged,
     WorkerDraining,
     WorkerJoined,
     WorkerLeft,
 )
-from wire.feed import BlockChain, RequestState, WorkerState
+from wire.feed import BlockChain, RequestState, SourceStream, WorkerState
 from wire.hashing import pack_hashes
-from wire.identifiers import Tier, WorkerId, WorkerKey
+from wire.identifiers import StreamState, Tier, WorkerId, WorkerKey
+from wire.streams import CONSOLIDATOR_SOURCE as CONSOLIDATOR_SOURCE
+from wire.streams import after, after_batch
 
 REQUESTS_PER_WORKER_MAX = 65_536
 """Unfinished requests remembered per rank, far above any engine's batch and queue; beyond it the oldest goes."""
 
 BLOCKS_PER_WORKER_MAX = 4 * 1024 * 1024
 """Blocks remembered per rank over all tiers and sources. Beyond it new chains are not taken in, and that is counted."""
-
-CONSOLIDATOR_SOURCE = "consolidator"
-"""Source of the records that the consolidator writes on its own account."""
 
 WORKER_SOURCE = "worker"
 """Source of what a worker pushes about itself."""
@@ -66,7 +67,7 @@ WORKER_SOURCE = "worker"
 class Worker:
     """All that the stream says of one worker rank."""
 
-    __slots__ = ("card", "cursors", "draining", "epoch", "key", "load", "presence", "requests", "restating")
+    __slots__ = ("card", "cursors", "draining", "epoch", "key", "load", "presence", "requests", "restating", "streams")
 
     def __init__(self, key: WorkerKey, epoch: int, card: WorkerCard, blocks_max: int = BLOCKS_PER_WORKER_MAX) -> None:
         self.key = key
@@ -78,6 +79,26 @@ class Worker:
         self.requests: dict[str, RequestState] = {}
         self.presence = Presence(blocks_max)
         self.cursors: dict[str, Cursor] = {WORKER_SOURCE: Cursor(epoch)}
+        self.streams: dict[str, SourceStream] = {WORKER_SOURCE: SourceStream(WORKER_SOURCE, StreamState.SYNCING)}
+
+    def stream(self, source: str) -> SourceStream:
+        """Return how far the stream of a source can be trusted; a source that was not heard of yet is syncing."""
+        return self.streams.get(source) or SourceStream(source, StreamState.SYNCING)
+
+    def observe(self, source: str, events: Iterable[AnyEvent]) -> None:
+        """Note what a record says of the stream of its source (and of any that it names)."""
+        stream = self.stream(source)
+        state, reason = stream.state, stream.reason
+        if source != CONSOLIDATOR_SOURCE:
+            state = after_batch(state)
+        for event in events:
+            kind = type(event)
+            if kind is SnapshotBegan or kind is SnapshotEnded:
+                state, reason = after(state, source, event), ""
+            elif isinstance(event, StreamStateChanged):
+                self.streams[event.source] = SourceStream(event.source, event.state, event.reason)
+        if source != CONSOLIDATOR_SOURCE and state is not stream.state:
+            self.streams[source] = SourceStream(source, state, reason)
 
     def apply(self, source: str, event: AnyEvent) -> None:
         """Apply one event of a journal record that is about this worker."""
@@ -133,6 +154,7 @@ class Worker:
             requests=list(self.requests.values()),
             load=self.load,
             restating=self.restating,
+            streams=[stream for _, stream in sorted(self.streams.items())],
         )
 
 
@@ -224,8 +246,10 @@ class PoolState:
             elif isinstance(event, WorkerLeft):
                 self.workers.pop(key, None)
                 worker = None
-            elif worker is not None:
+            elif worker is not None and type(event) is not StreamStateChanged:
                 worker.apply(record.source, event)
+        if worker is not None:
+            worker.observe(record.source, record.events)
         if worker is not None and record.source != CONSOLIDATOR_SOURCE:
             cursor = worker.cursors.get(record.source)
             if cursor is None:
@@ -282,6 +306,7 @@ class PoolState:
             worker.draining = state.draining
             worker.restating = state.restating
             worker.load = state.load
+            worker.streams = {stream.source: stream for stream in state.streams}
             worker.requests = {request.request_id: request for request in state.requests}
             worker.cursors = {at.source: Cursor(at.epoch, at.next_seq) for at in entry.positions}
             pool.workers[worker.key] = worker

@@ -40,7 +40,7 @@ from xxhash import xxh3_64_intdigest
 from router.consolidator.core.pub_dialects import EngineTranslator, decode_pub
 from wire.errors import DecodeError
 from wire.events import AnyEvent, CacheCleared, EventBatch
-from wire.identifiers import WorkerKey
+from wire.identifiers import StreamState, WorkerKey
 from wire.limits import EVENTS_PER_BATCH_MAX
 
 PENDING_FRAMES_MAX = 20_000
@@ -109,6 +109,8 @@ class PubFollower:
         self._lease_ms = lease_ms
         self.state = SourceState.ABSENT
         self.degraded = False
+        self._lost = ""
+        """What made it degraded."""
         self._epoch = 0
         self._epoch_floor = epoch_floor
         """Epochs up to here are taken by earlier lives, perhaps of an earlier process of ours."""
@@ -135,6 +137,17 @@ class PubFollower:
             ),
             0,
         )
+
+    @property
+    def health(self) -> tuple[StreamState, str]:
+        """Return how far the stream can be trusted, and why."""
+        if self.state is SourceState.ABSENT:
+            return StreamState.STALE, "the connection to the engine is lost"
+        if self.degraded:
+            return StreamState.STALE, self._lost
+        if self.state is SourceState.REPLAYING:
+            return StreamState.REPLAYING, f"a replay from frame {self._asked} is awaited"
+        return StreamState.LIVE, ""
 
     # Inputs
 
@@ -312,6 +325,7 @@ class PubFollower:
         self._begin_life(f"events were lost: {reason}", wall_ms, effects)
         self._next = continue_at
         self.degraded = True
+        self._lost = f"events were lost: {reason}"
 
     def _begin_life(self, reason: str, wall_ms: int, effects: list[PubEffect]) -> None:
         self._epoch = self._epoch_floor = max(self._epoch_floor + 1, wall_ms)

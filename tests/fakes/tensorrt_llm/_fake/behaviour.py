@@ -28,6 +28,13 @@ class Behaviour:
     """0 = as fast as the machine goes; above, steps take the simulated time divided by it."""
     partial_blocks_max: int = 64
     """Partial blocks that are kept; the oldest is removed beyond."""
+    null_diff_crash: bool = False
+    """The event serializer fails on a null diff, as before the fix on main: the events that were with it are lost, and
+    the next request is refused with the error."""
+    late_notifications: int = 0
+    """So many reads that find no event raise ``IndexError`` in place of ``asyncio.QueueEmpty``."""
+    leak_failed_transfers: bool = False
+    """A request that is cancelled while its KV is on its way keeps its blocks for ever."""
 
 
 def from_environment() -> Behaviour:

@@ -12,7 +12,7 @@ import datetime
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from wire.events import RequestStarted
 from wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes, unpack_tokens
@@ -30,6 +30,8 @@ from .behaviour import Behaviour
 from .cache_events import EventBuffer, RankEvents, Tenant
 
 IDENTIFIER_OF_NO_REUSE = "no-reuse"
+
+Seen = TypeVar("Seen")
 
 
 class _NoTime:
@@ -113,6 +115,7 @@ class Executor:
         self.shape = shape
         self._behaviour = behaviour
         self.events = AsyncQueue()
+        self.events.late_notifications = behaviour.late_notifications
         self.stats = AsyncQueue()
         self.buffer = EventBuffer(
             shape.event_buffer_max_size * (shape.ranks if shape.attention_dp else 1),
@@ -164,6 +167,10 @@ class Executor:
         self._reused = self._missed = 0
         self._now_ms = 0.0
         self.failure: BaseException | None = None
+        self.background_errors: list[str] = []
+        """Faults of the threads that carry events; the next request is refused with them."""
+        self._wedged = False
+        """Requests wait for blocks that nobody will free."""
         self._publish()
         self._thread = threading.Thread(target=self._run, name="fake-tensorrt-llm", daemon=True)
         self._thread.start()
@@ -214,6 +221,20 @@ class Executor:
         self._post(taken.set)
         taken.wait()
 
+    def leak(self, blocks: int, rank: int = 0) -> None:
+        """Take blocks out of use for ever, as a failed KV transfer does; what is idle is evicted for them."""
+        self._post(lambda: self._leak(blocks, rank))
+
+    def look(self, call: Callable[[], Seen]) -> Seen:
+        """Return what ``call`` sees between two iterations."""
+        if not self._running.is_set() or not self._thread.is_alive():
+            return call()  # paused by the caller, or over
+        self.pause()
+        try:
+            return call()
+        finally:
+            self.resume()
+
     def open_transfers(self) -> None:
         """Let KV transfers finish that ``transfers_open.clear()`` held up."""
         self.transfers_open.set()
@@ -253,7 +274,7 @@ class Executor:
                 for action in actions:
                     action()
                 self._finish_transfers()
-                self._iterate()
+                self._wedged = not self._iterate()
         except BaseException as error:
             with self._changed:
                 self.failure = error
@@ -265,7 +286,7 @@ class Executor:
         return not self._running.is_set()
 
     def _busy(self) -> bool:
-        return any(engine.active_requests for engine in self.engines) or (
+        return (not self._wedged and any(engine.active_requests for engine in self.engines)) or (
             bool(self._transferring) and self.transfers_open.is_set()
         )
 
@@ -356,6 +377,11 @@ class Executor:
 
     def _cancel(self, request_id: int) -> None:
         if request_id in self._transferring:
+            if self._behaviour.leak_failed_transfers:
+                request = self._transferring.pop(request_id)
+                self._leak(-(-len(request.prompt) // self.shape.tokens_per_block), request.rank or 0)
+                self._close(request, Response(finish_reason="cancelled"))
+                return
             # The KV is on its way: it must arrive before it can be given up.
             self._cancelled_transfers.append(request_id)
             return
@@ -364,7 +390,14 @@ class Executor:
                 if sequence.request.id == request_id:
                     self.engines[rank].cancel(name)
 
-    def _iterate(self) -> None:
+    def _leak(self, blocks: int, rank: int) -> None:
+        pool = self.engines[rank]._pool
+        for _ in range(blocks):
+            if not pool.reserve():
+                break
+
+    def _iterate(self) -> bool:
+        """Step every rank; say whether any had something that it could do."""
         duration = 0.0
         worked = False
         scheduled = 0
@@ -391,7 +424,7 @@ class Executor:
                 first_rank_steps = outcome.steps
                 context_requests = sum(1 for delta in outcome.deltas if delta.position == 0)
         if not worked:
-            return
+            return False
         self._publish()
         if first_rank_steps:
             self._iteration += 1
@@ -400,12 +433,18 @@ class Executor:
         if duration and self._behaviour.speedup > 0:
             with self._changed:
                 self._changed.wait_for(lambda: self._stopping, duration / 1e3)
+        return True
 
     def _publish(self) -> None:
         for recorder in self.recorders:
-            for event in recorder.take():
-                if self.shape.event_buffer_max_size and self.shape.enable_block_reuse:
-                    self.buffer.append(event)
+            events = recorder.take()
+            if not (self.shape.event_buffer_max_size and self.shape.enable_block_reuse):
+                continue
+            if self._behaviour.null_diff_crash and any(_has_null_diff(event["data"]) for event in events):
+                self.background_errors.append("'NoneType' object has no attribute 'new_value'")
+                continue
+            for event in events:
+                self.buffer.append(event)
 
     def _deliver(self, rank: int, delta: TokenDelta) -> None:
         sequence = self._sequences[rank].get(delta.request_id)
@@ -534,6 +573,10 @@ class Executor:
             stats["requestStats"] = [_request_stats(each) for each in self._sequences[0].values()]
         if self.stats.put(stats) > self.shape.max_stats_len:
             self.stats.drop_oldest()
+
+
+def _has_null_diff(data: dict[str, Any]) -> bool:
+    return data["type"] == "updated" and (data["cache_level"] is None or data["priority"] is None)
 
 
 def _reseeded(sampling: Sampling, seed: int) -> Sampling:

@@ -15,6 +15,7 @@ from typing import Any, Self
 from pydantic import BaseModel
 from xxhash import xxh3_64_intdigest
 
+from wire.events import BlocksStored
 from wire.requests import Sampling
 
 from .._fake import behaviour as behaviours
@@ -191,6 +192,8 @@ class BaseLLM:
         executor = self._executor
         if executor is None or not executor.alive:
             raise RuntimeError("LLM is shutting down")
+        if executor.background_errors:
+            raise RequestError(executor.background_errors.pop(0))
         sampling = self._prepare_sampling(sampling_params)
         prompt, token_ids, media = self._prepare_input(inputs)
         request_type = disaggregated_params.request_type if disaggregated_params else None
@@ -366,6 +369,14 @@ class BaseLLM:
             return EmptyIterationResult()
         self._stats.set_timeout(timeout)
         return self._stats
+
+    # not TensorRT-LLM's: it cannot tell
+
+    def resident_blocks(self, rank: int = 0) -> list[BlocksStored]:
+        """Return what a rank's cache really holds, for tests that compare."""
+        executor = self._executor
+        assert executor is not None
+        return executor.look(executor.engines[rank].resident_blocks)
 
 
 class LLM(BaseLLM):

@@ -20,6 +20,8 @@ class AsyncQueue:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake = asyncio.Event()
         self._tainted = False
+        self.late_notifications = 0
+        """So many reads that find nothing raise ``IndexError``: they were told of an item that is gone."""
 
     def bind(self) -> None:
         """Remember the event loop that runs now, if any."""
@@ -54,6 +56,9 @@ class AsyncQueue:
         """Return an item or raise ``asyncio.QueueEmpty``."""
         with self._changed:
             if not self._items:
+                if self.late_notifications:
+                    self.late_notifications -= 1
+                    raise IndexError("pop from an empty deque")
                 raise asyncio.QueueEmpty
             return self._items.popleft()
 

@@ -1,0 +1,30 @@
+"""How fast requests finish, and so when whoever was refused should come back. Pure: times are arguments."""
+
+from __future__ import annotations
+
+from collections import deque
+
+DRAIN_WINDOW = 64
+"""Finished requests that the rate is measured over."""
+
+RETRY_AFTER_MIN_S = 1.0
+RETRY_AFTER_MAX_S = 60.0
+
+
+class DrainRate:
+    """The rate at which requests left workers lately."""
+
+    def __init__(self) -> None:
+        self._finished_ms: deque[float] = deque(maxlen=DRAIN_WINDOW)
+
+    def finished(self, now_ms: float) -> None:
+        """Note that a request left a worker."""
+        self._finished_ms.append(now_ms)
+
+    def retry_after_s(self, ahead: int, now_ms: float) -> float:
+        """Return when a client with ``ahead`` requests before it should come back, in whole seconds."""
+        if len(self._finished_ms) < 2:
+            return RETRY_AFTER_MIN_S
+        span_s = max(0.001, (now_ms - self._finished_ms[0]) / 1000)
+        per_second = len(self._finished_ms) / span_s
+        return float(round(min(RETRY_AFTER_MAX_S, max(RETRY_AFTER_MIN_S, (ahead + 1) / per_second))))

@@ -1,0 +1,129 @@
+"""Which workers' overlap is believed, and what stands in for it where it is not.
+
+Rules
+    1. A worker is untrusted while its stream is ``STALE`` (the consolidator says so) or ``suspect`` (``OverlapCheck``
+       says so). Everyone else is trusted, whatever happened before.
+    2. From the moment a worker is untrusted, the router's own choices for it are recorded, and its overlap is what they
+       predict, for ``ttl_ms`` each. What the index says of it meanwhile is kept up to date and not used.
+    3. A worker that is trusted again, or leaves, loses its predictions.
+    4. It is a fold like the projection it belongs to: events, choices and their times decide, nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from router.core.approximate_index import ApproximateIndex
+from router.core.overlap_check import OverlapCheck
+from router.core.prefix_index import PrefixIndex, TierOverlap
+from wire.feed import SourceStream
+from wire.identifiers import Stage, StreamState, WorkerKey
+from wire.streams import worst
+
+PENDING_MAX = 16_384
+"""Chosen requests whose start is awaited for the cross-check; beyond it the oldest is not checked."""
+
+PREDICTION_TTL_MS = 120_000.0
+"""How long a choice is believed to be in the cache of an untrusted worker, as in approximate mode."""
+
+PREDICTION_BUDGET_BYTES = 64 * 1024 * 1024
+"""Memory of the predictions: half a million blocks; beyond it the oldest paths are cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A chosen request that its worker has not started yet."""
+
+    path: Sequence[int]
+    block_size: int
+
+
+class StreamTrust:
+    """The trust in every worker's stream, over one prefix index."""
+
+    def __init__(self, index: PrefixIndex) -> None:
+        self._index = index
+        self._states: dict[WorkerKey, tuple[StreamState, str]] = {}
+        self._checks: dict[WorkerKey, OverlapCheck] = {}
+        self._pending: OrderedDict[tuple[WorkerKey, str], _Pending] = OrderedDict()
+        self._predictions = ApproximateIndex(PrefixIndex(PREDICTION_BUDGET_BYTES), PREDICTION_TTL_MS)
+        self.untrusted: dict[WorkerKey, str] = {}
+        """Workers whose overlap is not believed, and why."""
+        self.verdicts = 0
+        """How often a worker became suspect."""
+
+    # Facts
+
+    def note_streams(self, worker: WorkerKey, streams: Iterable[SourceStream]) -> None:
+        """Take what the journal says of a worker's streams."""
+        listed = list(streams)
+        state = worst([stream.state for stream in listed])
+        reason = next((stream.reason for stream in listed if stream.state is state), "")
+        self._states[worker] = (state, reason)
+        self._judge(worker)
+
+    def forget(self, worker: WorkerKey) -> None:
+        """Forget a worker that left, or whose life ended."""
+        self._states.pop(worker, None)
+        self._checks.pop(worker, None)
+        self._judge(worker)
+
+    def started(self, worker: WorkerKey, request_id: str, cached_tokens: int) -> None:
+        """Compare what a worker reused with what the index says of it now, for a request that was chosen here."""
+        pending = self._pending.pop((worker, request_id), None)
+        if pending is None:
+            return
+        overlap = self._index.overlap(pending.path, worker)
+        predicted = (overlap.device + overlap.host + overlap.disk) * pending.block_size
+        check = self._checks.get(worker)
+        if check is None:
+            check = self._checks[worker] = OverlapCheck()
+        if check.add(predicted, cached_tokens, pending.block_size):
+            self.verdicts += check.is_suspect
+            self._judge(worker)
+
+    def not_started(self, worker: WorkerKey, request_id: str) -> None:
+        """Await a request no longer: it ended before it started."""
+        self._pending.pop((worker, request_id), None)
+
+    def _judge(self, worker: WorkerKey) -> None:
+        state, reason = self._states.get(worker, (StreamState.SYNCING, ""))
+        check = self._checks.get(worker)
+        if state is StreamState.STALE:
+            self.untrusted[worker] = f"stale: {reason}"
+        elif check is not None and check.is_suspect:
+            self.untrusted[worker] = f"suspect: {check.says()}"
+        elif self.untrusted.pop(worker, None) is not None:
+            self._predictions.drop(worker)
+
+    # Choices
+
+    def chosen(
+        self, worker: WorkerKey, request_id: str, path: Sequence[int], block_size: int, stage: Stage, now_ms: float
+    ) -> None:
+        """Note a choice: its start will be checked, and for an untrusted worker it is what it holds from now on."""
+        if not path or stage is Stage.DECODE or stage is Stage.ENCODE:
+            return
+        self._pending[(worker, request_id)] = _Pending(path, block_size)
+        while len(self._pending) > PENDING_MAX:
+            self._pending.popitem(last=False)
+        if worker in self.untrusted:
+            self._predictions.record(worker, path, now_ms)
+
+    def predicted(self, worker: WorkerKey, path: Sequence[int], now_ms: float) -> TierOverlap:
+        """Return what the router's own choices say of an untrusted worker."""
+        self._predictions.expire(now_ms)
+        return self._predictions.index.overlap(path, worker)
+
+    # Views
+
+    def stream(self, worker: WorkerKey) -> tuple[StreamState, str]:
+        """Return the state of a worker's stream and why."""
+        return self._states.get(worker, (StreamState.SYNCING, ""))
+
+    @property
+    def checks(self) -> Mapping[WorkerKey, OverlapCheck]:
+        """Return the cross-checks of the workers that have any."""
+        return self._checks

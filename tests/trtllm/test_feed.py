@@ -1,0 +1,556 @@
+"""Events and statistics are read out of the fake completely, in time, and never wrongly; each test names its trap."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from runtime.clock import SystemClock
+from tests.fakes.tensorrt_llm import LLM, SamplingParams, SchedulingParams
+from tests.fakes.tensorrt_llm._fake import behaviour as behaviours
+from tests.fakes.tensorrt_llm._fake.executor import Executor
+from tests.fakes.tensorrt_llm.executor import RequestError
+from tests.fakes.tensorrt_llm.llmapi import KvCacheConfig
+from tests.workers.builders import fold
+from wire.events import BlocksStored, CacheCleared
+from wire.hashing import unpack_hashes
+from wire.identifiers import Tier
+from workers.engines.trtllm_feed import FeedLimits, TrtllmFeed
+from workers.trtllm.metrics import TrtllmMetrics
+from workers.trtllm.statistics import EngineStatistics
+
+BLOCK = 4
+PATIENCE_S = 60
+"""How long a slow machine may take for what takes milliseconds."""
+
+QUICK = FeedLimits(pause_min_ms=1, pause_max_ms=2, idle_pause_max_ms=5)
+Held = dict[Tier, set[int]]
+
+
+def behave(monkeypatch: pytest.MonkeyPatch, **values: Any) -> None:
+    monkeypatch.setattr(behaviours, "behaviour", replace(behaviours.behaviour, **values))
+
+
+@pytest.fixture
+def small_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU with room for a few blocks, so that things are evicted."""
+    behave(monkeypatch, device_blocks=12, block_bytes=1)
+
+
+def make(**arguments: Any) -> LLM:
+    cache = {"event_buffer_max_size": 10_000, "tokens_per_block": BLOCK, **arguments.pop("kv_cache_config", {})}
+    return LLM(
+        "m",
+        skip_tokenizer_init=True,
+        kv_cache_config=KvCacheConfig(**cache),
+        **{"enable_iter_perf_stats": True, **arguments},
+    )
+
+
+def executor_of(llm: LLM) -> Executor:
+    assert llm._executor is not None
+    return llm._executor
+
+
+async def finish(llm: LLM, prompt: list[int], max_tokens: int = 4, rank: int | None = None) -> None:
+    where = SchedulingParams(attention_dp_rank=rank, attention_dp_relax=False)
+    await llm.generate_async(prompt, SamplingParams(max_tokens=max_tokens, end_id=-1), scheduling_params=where)
+
+
+def truth(llm: LLM, rank: int = 0) -> Held:
+    """What a rank of the fake holds; the requests must be done."""
+    return fold(llm.resident_blocks(rank))
+
+
+class Reading:
+    """A feed that runs, and what a reader of it believes."""
+
+    def __init__(self, llm: Any, ranks: int = 1, limits: FeedLimits = QUICK, clock: Any = None, **more: Any) -> None:
+        self.registry = CollectorRegistry()
+        self.feed = TrtllmFeed(llm, ranks, BLOCK, clock or SystemClock(), TrtllmMetrics(self.registry), limits, **more)
+        self.held: list[Held] = [{tier: set() for tier in Tier} for _ in range(ranks)]
+        self.told: list[object] = []
+        self.loads: list[tuple[int, EngineStatistics]] = []
+        self._changed = asyncio.Event()
+        self.task = asyncio.get_running_loop().create_task(self.feed.run(self._on_cache, self._on_load))
+
+    def _on_cache(self, rank: int, events: Any) -> None:
+        self.told += events
+        fold(events, self.held[rank])
+        restated = fold(self.feed.restate(rank))
+        assert restated == self.held[rank], "a restatement says what was said"
+        self._changed.set()
+
+    def _on_load(self, rank: int, statistics: EngineStatistics) -> None:
+        self.loads.append((rank, statistics))
+        self._changed.set()
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Wait until something holds that changes when something is read."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not holds():
+                self._changed.clear()
+                waiting = asyncio.ensure_future(self._changed.wait())
+                await asyncio.wait({waiting, self.task}, return_when=asyncio.FIRST_COMPLETED)
+                waiting.cancel()
+                if self.task.done():
+                    self.task.result()
+
+    async def until_exact(self, llm: LLM) -> None:
+        await self.until(lambda: all(held == truth(llm, rank) for rank, held in enumerate(self.held)))
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.registry.get_sample_value(f"poolgrid_trtllm_{name}", labels) or 0.0
+
+    async def stop(self) -> None:
+        self.task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self.task
+
+
+@contextlib.asynccontextmanager
+async def reading(llm: Any, ranks: int = 1, **more: Any) -> AsyncIterator[Reading]:
+    made = Reading(llm, ranks, **more)
+    try:
+        yield made
+    finally:
+        await made.stop()
+
+
+def prompts(count: int, seed: int = 7) -> Iterator[list[int]]:
+    """Prompts that share prefixes, of 4 to 15 tokens."""
+    for at in range(count):
+        yield [(at * seed + each) % 40 if each > 4 else at % 3 for each in range(4 + at * 5 % 12)]
+
+
+# -- what is read is the truth -----------------------------------------------------------------------------------------
+
+
+def test_the_index_is_the_truth_after_a_load_with_host_offload(small_cache: None) -> None:
+    async def scenario() -> None:
+        with make(kv_cache_config={"host_cache_size": 8}) as llm:
+            async with reading(llm) as made:
+                for at, prompt in enumerate(prompts(40)):
+                    await finish(llm, prompt, 1 + at % 7)
+                await made.until_exact(llm)
+                assert made.held[0][Tier.HOST]
+                assert made.metric("incomplete", dp_rank="0") == 0
+                assert made.feed.describe()["ranks"][0]["state"] == "exact"  # type: ignore[index]
+
+    asyncio.run(scenario())
+
+
+def test_the_index_is_the_truth_of_the_largest_of_several_windows(small_cache: None) -> None:
+    """Fails when the events of other windows count: the small window gives up blocks that the large one keeps."""
+
+    async def scenario() -> None:
+        with make(max_seq_len=48, kv_cache_config={"max_attention_window": [8, 8, 48]}) as llm:
+            async with reading(llm) as made:
+                for at, prompt in enumerate(prompts(40)):
+                    await finish(llm, prompt, 1 + at % 7)
+                await made.until_exact(llm)
+                assert made.held[0][Tier.DEVICE]
+
+    asyncio.run(scenario())
+
+
+def test_each_attention_dp_rank_has_an_index_of_its_own(small_cache: None) -> None:
+    """Fails when one cursor serves all ranks: their event ids are apart, and every event would look like a hole."""
+
+    async def scenario() -> None:
+        with make(tensor_parallel_size=4, enable_attention_dp=True) as llm:
+            async with reading(llm, ranks=4) as made:
+                for at, prompt in enumerate(prompts(60)):
+                    await finish(llm, prompt, 1 + at % 7, rank=at * 7 % 4)
+                await made.until_exact(llm)
+                assert all(held[Tier.DEVICE] for held in made.held)
+                assert made.held[0] != made.held[1]
+                assert not any(isinstance(event, CacheCleared) for event in made.told)
+                await made.until(lambda: bool(made.loads))
+                assert {rank for rank, _ in made.loads} == {0}, "1.2 reports rank 0 only"
+
+    asyncio.run(scenario())
+
+
+def test_after_dropped_events_no_block_is_claimed_that_is_not_there_and_all_are_learnt_again(
+    small_cache: None,
+) -> None:
+    """Fails when a hole in the event ids is not noticed: what was removed in it would be claimed for ever."""
+
+    async def scenario() -> None:
+        with make(kv_cache_config={"event_buffer_max_size": 40, "host_cache_size": 4}) as llm:
+            async with reading(llm) as made:
+                await finish(llm, [1, 2, 3, 4, 5])
+                await made.until_exact(llm)
+                for prompt in prompts(40):
+                    # Without a turn of the loop, so that nobody reads.
+                    llm.generate(prompt, SamplingParams(max_tokens=3, end_id=-1))
+                await made.until(lambda: made.metric("kv_event_gaps_total", dp_rank="0") > 0)
+                assert made.metric("kv_events_lost_total", dp_rank="0") > 0
+                assert made.metric("incomplete", dp_rank="0") == 1
+                for at in range(20):
+                    await finish(llm, [1000 + at * 20 + each for each in range(9)], 2)
+                    await asyncio.sleep(0.005)
+                    held = truth(llm)
+                    await made.until(lambda: all(made.held[0][tier] <= held[tier] for tier in Tier))  # noqa: B023
+                await made.until_exact(llm)
+                assert made.metric("incomplete", dp_rank="0") == 0
+                assert made.metric("kv_event_gaps_total", dp_rank="0") == 1
+
+    asyncio.run(scenario())
+
+
+# -- the traps of reading ----------------------------------------------------------------------------------------------
+
+
+def test_reading_begins_before_the_first_request() -> None:
+    """Fails when the ``AssertionError`` before the first request ends the feed, or is taken for a failure."""
+
+    async def scenario() -> None:
+        with make() as llm:
+            async with reading(llm) as made:
+                await asyncio.sleep(0.02)
+                assert not made.task.done()
+                await finish(llm, [1, 2, 3, 4, 5])
+                made.feed.wake()
+                await made.until_exact(llm)
+                assert made.held[0][Tier.DEVICE]
+                assert made.metric("reader_errors_total", reader="events") == 0
+
+    asyncio.run(scenario())
+
+
+def test_events_after_the_last_request_are_read_too(small_cache: None) -> None:
+    """Fails when a timeout above 0 is used: the reader is done on expiry, until the next request."""
+
+    async def scenario() -> None:
+        with make(kv_cache_config={"host_cache_size": 8}) as llm:
+            async with reading(llm) as made:
+                await finish(llm, [1, 2, 3, 4, 5], 1)
+                await made.until_exact(llm)
+                for _ in range(3):  # each time after readings that found nothing
+                    await asyncio.sleep(0.02)
+                    executor = executor_of(llm)
+                    executor.pause()
+                    recorder = executor.recorders[0]
+                    (name,) = recorder.names
+                    tiers = (Tier.DEVICE, Tier.HOST)
+                    source, target = tiers if name in made.held[0][Tier.DEVICE] else tiers[::-1]
+                    recorder.moved([(name, None)], source, target)
+                    executor._publish()
+                    executor.resume()
+                    await made.until(lambda: name in made.held[0][target])  # noqa: B023 - awaited here
+
+    asyncio.run(scenario())
+
+
+def test_a_late_notification_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when ``IndexError`` is not caught as "nothing there"."""
+    behave(monkeypatch, late_notifications=5)
+
+    async def scenario() -> None:
+        with make() as llm:
+            async with reading(llm) as made:
+                await finish(llm, [1, 2, 3, 4, 5])
+                await made.until_exact(llm)
+                while executor_of(llm).events.late_notifications:  # noqa: ASYNC110 - nothing else tells
+                    await asyncio.sleep(0.001)
+                assert made.metric("reader_errors_total", reader="events") == 0
+
+    async def patient() -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            await scenario()
+
+    asyncio.run(patient())
+
+
+def test_a_crash_of_the_serializer_costs_a_rank_its_index_and_nothing_else(
+    small_cache: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails when the loss of an iteration's events is not noticed, or ends the feed."""
+    behave(monkeypatch, null_diff_crash=True)
+
+    async def scenario() -> None:
+        with make(kv_cache_config={"host_cache_size": 8}) as llm:
+            async with reading(llm) as made:
+                refused = 0
+                for prompt in [*prompts(30), *prompts(3, seed=1)]:
+                    try:
+                        await finish(llm, prompt)
+                    except RequestError:
+                        refused += 1
+                assert refused
+                await made.until(lambda: made.metric("kv_event_gaps_total", dp_rank="0") > 0)
+                assert not made.task.done()
+
+    asyncio.run(scenario())
+
+
+class ScriptedLlm:
+    """Readers that do as told: items are given, exceptions raised; an empty script is an empty queue."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+        self.statistics: list[Any] = []
+        self.endless: dict[str, Any] | None = None
+        self.readings = 0
+
+    def get_kv_cache_events_async(self, timeout: float | None = 2) -> AsyncIterator[dict[str, Any]]:
+        self.readings += 1
+        return self._read(self.events, timeout)
+
+    def get_stats_async(self, timeout: float | None = 2) -> AsyncIterator[dict[str, Any]]:
+        return self._read(self.statistics, timeout)
+
+    async def _read(self, script: list[Any], timeout: float | None) -> AsyncIterator[Any]:
+        assert timeout is not None
+        assert timeout <= 0, "a reader with a timeout is done on expiry"
+        while script or self.endless is not None:
+            item = script.pop(0) if script else self.endless
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+        raise asyncio.QueueEmpty
+
+
+class ManualClock:
+    """Time that a test moves."""
+
+    def __init__(self) -> None:
+        self.now_ms = 0.0
+
+    def wall_ms(self) -> int:
+        return int(self.now_ms)
+
+    def monotonic_ms(self) -> float:
+        return self.now_ms
+
+
+def stored(event_id: int, engine_hash: int, first: int, parent: int | None = None, **more: Any) -> dict[str, Any]:
+    tokens = [{"type": "unique_token", "token_id": first + at, "token_extra_id": 0} for at in range(BLOCK)]
+    block = {
+        "type": "stored_block",
+        "block_hash": engine_hash,
+        "tokens": tokens,
+        "cache_level": 0,
+        "priority": 35,
+        **more.pop("block", {}),
+    }
+    return {
+        "event_id": event_id,
+        "data": {"type": "stored", "parent_hash": parent, "blocks": [block]},
+        "window_size": 64,
+        **more,
+    }
+
+
+def blocks_in(told: list[object]) -> int:
+    return sum(len(unpack_hashes(each.sequence_hashes)) for each in told if isinstance(each, BlocksStored))
+
+
+async def turns(llm: ScriptedLlm, count: int = 3) -> None:
+    """Wait for a number of readings from now on."""
+    before = llm.readings
+    async with asyncio.timeout(PATIENCE_S):
+        while llm.readings < before + count:  # noqa: ASYNC110 - the feed must not notice that it is watched
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("nothing", [asyncio.QueueEmpty(), TimeoutError(), IndexError("pop from an empty deque")])
+def test_all_ways_to_say_that_nothing_is_there_are_no_failure(nothing: Exception) -> None:
+    """Fails when one of them is not caught as such."""
+
+    async def scenario() -> None:
+        llm = ScriptedLlm()
+        llm.events = [stored(0, 1, 0), nothing, stored(1, 2**63 + 1, 4, parent=1), nothing]
+        llm.statistics = [nothing, {"iter": 3}]
+        async with reading(llm) as made:
+            await made.until(lambda: blocks_in(made.told) == 2 and bool(made.loads))
+            assert made.metric("reader_errors_total", reader="events") == 0
+            assert made.metric("reader_errors_total", reader="statistics") == 0
+
+    asyncio.run(scenario())
+
+
+def test_an_endless_flood_of_events_leaves_the_loop_its_turns() -> None:
+    """Fails when a turn has no bound: reading what is there never suspends."""
+
+    async def scenario() -> None:
+        llm = ScriptedLlm()
+        llm.endless = {"event_id": 0, "data": {"type": "created", "num_blocks_per_cache_level": [1]}, "window_size": 1}
+        async with reading(llm) as made:
+            await turns(llm, 5)
+            assert not made.task.done()
+
+    asyncio.run(scenario())
+
+
+def test_a_reader_that_fails_is_tried_again_and_costs_the_index_only_after_long() -> None:
+    """Fails when an error ends the feed, or when claims are kept that nobody can vouch for any more."""
+
+    async def scenario() -> None:
+        llm, clock = ScriptedLlm(), ManualClock()
+        llm.events = [stored(0, 1, 0)]
+        async with reading(llm, clock=clock) as made:
+            await made.until(lambda: blocks_in(made.told) == 1)
+            llm.events = [RuntimeError("broken pipe") for _ in range(100_000)]
+            await turns(llm)
+            assert made.held[0][Tier.DEVICE]
+            assert made.feed.describe()["readers"]["events"] == "RuntimeError: broken pipe"  # type: ignore[index]
+            clock.now_ms = QUICK.failing_clears_ms
+            await made.until(lambda: made.told[-1] == CacheCleared())
+            assert made.feed.describe()["ranks"][0]["state"] == "incomplete"  # type: ignore[index]
+            llm.events = [stored(1, 2, 4, parent=1)]
+            await made.until(lambda: len(made.held[0][Tier.DEVICE]) == 2)
+            assert made.told.count(CacheCleared()) == 1
+            assert made.feed.describe()["readers"] == {"events": "ok", "statistics": "ok"}
+
+    asyncio.run(scenario())
+
+
+def test_assertions_after_the_first_request_are_a_failure_that_shows() -> None:
+    """Events are not enabled, or the reader has no loop: nobody would notice otherwise."""
+
+    async def scenario() -> None:
+        llm = ScriptedLlm()
+        llm.events = [AssertionError("KV Event IterationResult is not properly instantiated.") for _ in range(100_000)]
+        async with reading(llm) as made:
+            await turns(llm)
+            assert made.metric("reader_errors_total", reader="events") == 0
+            made.feed.wake()
+            await turns(llm)
+            assert made.metric("reader_errors_total", reader="events") > 0
+
+    asyncio.run(scenario())
+
+
+def test_an_event_of_a_wrong_shape_is_dropped_and_clears_its_rank() -> None:
+    """Fails when it ends the feed, or when what it said is forgotten silently."""
+
+    async def scenario() -> None:
+        llm = ScriptedLlm()
+        llm.events = [stored(0, 1, 0), stored(1, 2, 4, block={"tokens": None}), stored(2, 3, 8)]
+        async with reading(llm) as made:
+            await made.until(lambda: bool(made.held[0][Tier.DEVICE]))
+            assert made.told.count(CacheCleared()) == 1
+            assert len(made.held[0][Tier.DEVICE]) == 1
+            assert made.metric("undecodable_items_total", reader="events") == 1
+            assert made.metric("kv_events_lost_total", dp_rank="0") == 1
+
+    asyncio.run(scenario())
+
+
+def test_an_event_or_statistics_of_no_rank_of_ours_is_dropped() -> None:
+    async def scenario() -> None:
+        llm = ScriptedLlm()
+        llm.events = [stored(0, 1, 0, attention_dp_rank=7), stored(0, 1, 0), stored(0, 1, 0, attention_dp_rank=1)]
+        llm.statistics = [{"iter": 1, "attentionDpRank": 9}, {"iter": None}, {"iter": "x"}]
+        async with reading(llm, ranks=2) as made:
+            await made.until(lambda: bool(made.held[1][Tier.DEVICE]) and bool(made.loads))
+            assert not made.held[0][Tier.DEVICE]
+            assert made.metric("undecodable_items_total", reader="events") == 2
+            assert made.metric("undecodable_items_total", reader="statistics") == 2
+
+    asyncio.run(scenario())
+
+
+def test_an_idle_feed_reads_seldom_and_a_request_wakes_it() -> None:
+    """Fails when ``wake`` does nothing: the test would wait for an hour."""
+
+    async def scenario() -> None:
+        llm = ScriptedLlm()
+        limits = FeedLimits(
+            pause_min_ms=1, pause_max_ms=1, pause_growth=1e9, idle_after_ms=0, idle_pause_max_ms=3_600_000
+        )
+        async with reading(llm, limits=limits) as made:
+            await turns(llm, 1)
+            await asyncio.sleep(0.02)
+            llm.events = [stored(0, 1, 0)]
+            made.feed.wake()
+            await made.until(lambda: blocks_in(made.told) == 1)
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_has_one_reader() -> None:
+    """Fails when two may read: each would lack what the other has read."""
+
+    async def scenario() -> None:
+        llm = ScriptedLlm()
+        async with reading(llm) as made:
+            await turns(llm, 1)
+            second = Reading(llm)
+            with pytest.raises(RuntimeError, match="has a reader already"):
+                await second.task
+            assert not made.task.done()
+        async with reading(llm):
+            await turns(llm, 1)
+
+    asyncio.run(scenario())
+
+
+def test_a_synchronous_read_by_someone_else_shows_as_a_failing_reader() -> None:
+    async def scenario() -> None:
+        with make() as llm:
+            async with reading(llm) as made:
+                await finish(llm, [1, 2, 3, 4, 5])
+                await made.until_exact(llm)
+                llm.get_kv_cache_events(0.001)
+                await finish(llm, [6, 7, 8, 9])  # until then the reader is done, and gives nothing
+                async with asyncio.timeout(PATIENCE_S):
+                    while "MixedSyncAsync" not in str(made.feed.describe()):  # noqa: ASYNC110 - nothing else tells
+                        await asyncio.sleep(0.001)
+
+    asyncio.run(scenario())
+
+
+def test_what_the_engine_cannot_tell_is_not_made_up() -> None:
+    async def scenario() -> None:
+        async with reading(ScriptedLlm()) as made:
+            with pytest.raises(NotImplementedError, match="cannot say"):
+                made.feed.resident(0)
+        with make() as llm:
+            async with reading(llm) as made:
+                await finish(llm, [1, 2, 3, 4, 5])
+                await made.until_exact(llm)
+                assert fold(made.feed.resident(0)) == made.held[0]
+                assert made.feed.cached_blocks(0) == len(made.held[0][Tier.DEVICE])
+
+    asyncio.run(scenario())
+
+
+# -- statistics --------------------------------------------------------------------------------------------------------
+
+
+def test_statistics_become_loads_and_metrics() -> None:
+    async def scenario() -> None:
+        with make() as llm:
+            async with reading(llm) as made:
+                await finish(llm, [1, 2, 3, 4, 5, 6, 7, 8, 9], 6)
+                await finish(llm, [1, 2, 3, 4, 5, 6, 7, 8, 9], 6)
+                total = executor_of(llm)._iteration
+                await made.until(lambda: bool(made.loads) and made.loads[-1][1].iteration == total)
+                assert made.metric("iteration_seconds_count", dp_rank="0") == total
+                assert made.metric("kv_blocks_total", dp_rank="0") == 1024
+                assert made.metric("kv_hit_rate", dp_rank="0") > 0
+                assert made.metric("kv_events_total", dp_rank="0") > 0
+                assert made.metric("indexed_blocks", dp_rank="0", tier="device") == len(made.held[0][Tier.DEVICE])
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_without_statistics_is_none_the_worse() -> None:
+    async def scenario() -> None:
+        with make(enable_iter_perf_stats=False) as llm:
+            async with reading(llm) as made:
+                await finish(llm, [1, 2, 3, 4, 5])
+                await made.until_exact(llm)
+                assert made.loads == []
+
+    asyncio.run(scenario())

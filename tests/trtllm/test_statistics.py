@@ -1,0 +1,66 @@
+"""Iteration statistics: the documented example, what may be missing or null, and what the stream says of them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from tests.trtllm.facts import facts
+from wire.errors import DecodeError
+from wire.events import LoadReported
+from workers.trtllm.statistics import EngineStatistics, load_of, parse_statistics
+
+EXAMPLE: dict[str, Any] = facts()["iteration_stats_example"]
+
+
+def example(**changes: Any) -> dict[str, Any]:
+    return {**copy.deepcopy(EXAMPLE), **changes}
+
+
+def test_the_documented_example_is_read() -> None:
+    read = parse_statistics(EXAMPLE)
+
+    assert (read.iteration, read.active_requests, read.queued_requests, read.rank) == (154, 1, 0, 0)
+    assert read.iteration_latency_ms == pytest.approx(7.00688)
+    assert read.kv_cache is not None
+    assert (read.kv_cache.max_num_blocks, read.kv_cache.used_num_blocks) == (101256, 3)
+    assert read.kv_cache.cache_hit_rate == pytest.approx(0.00128)
+    assert load_of(read, cached_blocks=40) == LoadReported(1, 0, 0, 3, 40, 101256, 154)
+
+
+def test_parts_may_be_null_or_absent_and_keys_unknown() -> None:
+    """Fails when a part is taken for granted: 1.2 sends null for what the engine does not do."""
+    nothings: list[dict[str, Any] | None] = [None, {}]
+    for nothing in nothings:
+        read = parse_statistics(example(kvCacheStats=nothing, inflightBatchingStats=nothing, novelty={"a": 1}))
+        assert load_of(read, 0) == LoadReported(1, 0, 0, 0, 0, 0, 154)
+    assert parse_statistics({}) == EngineStatistics()
+    sparse = example(iterLatencyMS=None, kvCacheStats={"usedNumBlocks": 5, "maxNumBlocks": None, "cacheHitRate": None})
+    assert load_of(parse_statistics(sparse), 0).active_blocks == 5
+
+
+def test_later_versions_name_the_rank_and_the_tokens_that_wait() -> None:
+    batch = {**EXAMPLE["inflightBatchingStats"], "numPausedRequests": 1, "numCtxTokens": 7, "numQueuedCtxTokens": 100}
+    read = parse_statistics(
+        example(attentionDpRank=3, numActiveRequests=4, numQueuedRequests=2, inflightBatchingStats=batch)
+    )
+
+    load = load_of(read, 0)
+
+    assert read.rank == 3
+    assert (load.running_requests, load.waiting_requests, load.prefill_tokens) == (3, 3, 107)
+    assert load_of(read, 0, prefill_tokens=9).prefill_tokens == 9
+
+
+def test_values_out_of_range_are_cut_to_what_the_wire_allows() -> None:
+    load = load_of(parse_statistics(example(numActiveRequests=-1, numQueuedRequests=2**40, iter=-5)), 0)
+
+    assert (load.running_requests, load.waiting_requests, load.steps) == (0, 2**32 - 1, 0)
+
+
+@pytest.mark.parametrize(("key", "value"), [("iter", "x"), ("kvCacheStats", [1]), ("iterLatencyMS", {})])
+def test_a_wrong_type_is_a_decode_error_that_names_the_key(key: str, value: object) -> None:
+    with pytest.raises(DecodeError, match=key):
+        parse_statistics(example(**{key: value}))
