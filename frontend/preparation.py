@@ -217,6 +217,7 @@ class Job:
                 add_generation_prompt=body.add_generation_prompt is not False and final is None,
                 variables=variables,
                 max_chars=self.settings.max_prompt_chars,
+                limit_ms=self.settings.template_time_limit_ms,
             )
         except TemplateFailure as failure:
             raise invalid("messages", f"{failure}. The request was not run.", code="chat_template_error") from failure

@@ -53,8 +53,9 @@ class PromptModel:
     """Special tokens that output shows by their text: none, but for models made by ``showing``."""
 
     @classmethod
-    def load(cls, path: Path | str, name: str = "") -> PromptModel:
-        """Read a model directory; raises ``ModelDirectoryError``. ``name`` defaults to the directory's."""
+    def load(cls, path: Path | str, name: str = "", chat_template: Path | None = None) -> PromptModel:
+        """Read a model directory; raises ``ModelDirectoryError``. ``name`` defaults to the directory's;
+        ``chat_template`` is a Jinja file that is used in place of the model's own templates."""
         directory = Path(path)
         if not directory.is_dir():
             raise ModelDirectoryError(f"loading model directory {directory}: it is not a directory")
@@ -73,7 +74,7 @@ class PromptModel:
         config = _read_json(directory / "config.json")
         generation_config = _read_json(directory / "generation_config.json")
         special_tokens = _special_tokens(tokenizer_config)
-        template, tool_template = _templates(directory, tokenizer_config, special_tokens)
+        template, tool_template = _templates(directory, tokenizer_config, special_tokens, chat_template)
         where = directory / "config.json"
         vocab_size = max(tokenizer.get_vocab_size(), _limit(config, ("vocab_size",), where) or 0)
         max_length = _limit(config, ("max_position_embeddings", "n_positions", "max_sequence_length"), where)
@@ -200,10 +201,15 @@ def _eos_token_ids(
 
 
 def _templates(
-    directory: Path, tokenizer_config: Mapping[str, Any], special_tokens: Mapping[str, str]
+    directory: Path,
+    tokenizer_config: Mapping[str, Any],
+    special_tokens: Mapping[str, str],
+    override: Path | None,
 ) -> tuple[ChatTemplate | None, ChatTemplate | None]:
     """Return the model's chat template and, when it has several by name, the one for tools."""
-    file = directory / "chat_template.jinja"
+    file = directory / "chat_template.jinja" if override is None else override
+    if override is not None and not file.is_file():
+        raise ModelDirectoryError(f"loading chat template {file}: it is not a file")
     source = file.read_text(encoding="utf-8") if file.is_file() else tokenizer_config.get("chat_template")
     where = file if file.is_file() else directory / "tokenizer_config.json"
     if source is None:

@@ -24,6 +24,17 @@ class FrontendSettings(Settings):
         max_length=256,
         description="Name that clients ask for; empty = the name of the model directory.",
     )
+    chat_template: Path | None = Field(
+        default=None,
+        description="Jinja file to use in place of the model's own chat template; empty = the model's.",
+    )
+    template_time_limit_ms: float = Field(
+        default=2000.0,
+        gt=0,
+        le=60_000,
+        description="Longest rendering of a chat template, answered 400 above it: a hundred times what a conversation "
+        "of 10,000 messages takes.",
+    )
     max_body_bytes: int = Field(
         default=32 * 1024 * 1024,
         ge=1024,

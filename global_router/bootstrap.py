@@ -76,7 +76,7 @@ async def serve(
         log.warning("%s: %s", settings.config, warning)
     urls = settings.pool_urls()
     _check_urls(loaded.document, urls)
-    prompt_model = PromptModel.load(frontend.model_path, frontend.model_name)
+    prompt_model = PromptModel.load(frontend.model_path, frontend.model_name, frontend.chat_template)
     registry = CollectorRegistry()
     metrics = GlobalRouterMetrics(registry)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -84,7 +84,7 @@ async def serve(
     registry = CollectorRegistry()
     metrics = RouterMetrics(registry)
     policy = load_policy(settings)
-    prompt_model = PromptModel.load(frontend.model_path, frontend.model_name)
+    prompt_model = PromptModel.load(frontend.model_path, frontend.model_name, frontend.chat_template)
     index = PrefixIndex(settings.index_budget_bytes)
     ledger = LoadLedger(settings.reservation_ttl_ms)
     approximate = ApproximateIndex(index, settings.approximate_ttl_ms) if settings.policy == POLICY_NAMES[1] else None
