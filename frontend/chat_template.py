@@ -1,9 +1,9 @@
 """Render chat messages with the model's own template, the way Hugging Face tokenizers do it, in a sandbox.
 
-The template comes with the model; the messages come from anywhere. So it runs in a sandbox with bounds on steps, time and
-text (``template_sandbox.py``), and the output is bounded while it is produced. Template globals and filters are those
-that published templates use: ``raise_exception``, ``strftime_now``, ``tojson`` without HTML escaping, loop controls and
-``{% generation %}``.
+The template comes with the model; the messages come from anywhere. So it runs in a sandbox with bounds on steps, time
+and text (``template_sandbox.py``), and the output is bounded while it is produced. Template globals and filters are
+those that published templates use: ``raise_exception``, ``strftime_now``, ``tojson`` without HTML escaping, loop
+controls and ``{% generation %}``.
 """
 
 from __future__ import annotations

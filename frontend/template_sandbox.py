@@ -1,7 +1,8 @@
 """Where chat templates run: Jinja's immutable sandbox, with bounds on steps, time and text.
 
 A template comes with a model and meets whatever clients send, so neither may hang or swell the process. Counted is
-whatever can repeat or grow: turns of loops, calls and filters (steps), and the text that is made (characters). Sizes are checked before an operation makes them, because one operation can make gigabytes: ``*``, ``**``, ``+``, ``~``,
+whatever can repeat or grow: turns of loops, calls and filters (steps), and the text that is made (characters).
+Sizes are checked before an operation makes them, because one operation can make gigabytes: ``*``, ``**``, ``+``, ``~``,
 ``%``, ``format``, ``replace``, ``join`` and whatever takes a width. What Jinja would work out while compiling is worked
 out while rendering, where it counts.
 """
