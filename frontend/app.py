@@ -17,6 +17,7 @@ from fastapi.exceptions import HTTPException
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
 from frontend.errors import RequestError
@@ -30,6 +31,9 @@ from frontend.request_ids import RequestIds
 from frontend.settings import FrontendSettings
 from frontend.tokenization import TokenizationPool
 from runtime.clock import Clock, SystemClock
+
+EXPOSED_HEADERS = ("x-request-id", "x-poolgrid-worker", "x-poolgrid-decision", "x-poolgrid-pool", "retry-after")
+"""Response headers that scripts of other origins may read."""
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
@@ -90,6 +94,14 @@ def create_app(
             clock=clock or SystemClock(),
         )
         app.router.routes.insert(0, Route(path, endpoint, methods=["POST"], name=endpoint.name))
+    if settings.cors_allow_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.cors_allow_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=list(EXPOSED_HEADERS),
+        )
     describe_inference(app)
     _add_models(app, backend, preparation)
     _add_health(app, backend, ready)

@@ -49,7 +49,10 @@ def inflate(body: bytes, encoding: str, limit: int) -> bytes:
             body = member.unused_data
     except zlib.error as error:
         raise RequestError(
-            400, "invalid_encoding", f"reading the request body: it is not valid gzip: {error}", param="content-encoding"
+            400,
+            "invalid_encoding",
+            f"reading the request body: it is not valid gzip: {error}",
+            param="content-encoding",
         ) from None
     return b"".join(parts)
 

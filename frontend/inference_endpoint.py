@@ -14,12 +14,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
+from frontend.compression import accepts_gzip, compressed, inflate
 from frontend.errors import RequestError, refused
+from frontend.keep_alive import KeepAlive
 from frontend.metrics import FrontendMetrics
 from frontend.ports import HINT_HEADERS, InferenceBackend, Refused, StreamDelta
 from frontend.preparation import Job, Preparation, Prompt
@@ -81,16 +85,18 @@ class InferenceEndpoint:
         self._in_flight = metrics.in_flight.labels(self.name)
         self._settings = settings
         self._clock = clock
+        self._gzip_bytes = settings.gzip_response_bytes or sys.maxsize
+        """Shortest answer that is compressed."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one POST."""
         arrived_ms = self._clock.monotonic_ms()
-        content_type, content_length, client_id, hint_headers = _headers(scope)
-        wanted_id = self._request_ids.wanted(client_id)
-        exchange = _Exchange(self, wanted_id, hint_headers, arrived_ms, receive, send)
+        headers = _Headers(scope)
+        wanted_id = self._request_ids.wanted(headers.request_id)
+        exchange = _Exchange(self, wanted_id, headers, arrived_ms, receive, send)
         self._in_flight.inc()
         try:
-            await exchange.run(content_type, content_length)
+            await exchange.run()
         finally:
             self._in_flight.dec()
             self._metrics.answered(self.name, exchange.status, exchange.streaming)
@@ -103,7 +109,7 @@ class _Exchange:
         self,
         endpoint: InferenceEndpoint,
         wanted_id: str,
-        hint_headers: Mapping[str, str] | None,
+        headers: _Headers,
         arrived_ms: float,
         receive: Receive,
         send: Send,
@@ -112,7 +118,7 @@ class _Exchange:
         self._metrics = endpoint._metrics
         self._clock = endpoint._clock
         self._wanted_id = wanted_id
-        self._hint_headers = hint_headers
+        self._headers = headers
         self._arrived_ms = arrived_ms
         self._receive = receive
         self._send = send
@@ -122,7 +128,7 @@ class _Exchange:
         self.status = CLIENT_LEFT
         self.streaming = False
 
-    async def run(self, content_type: bytes, content_length: bytes) -> None:
+    async def run(self) -> None:
         """Answer; raises only what is a bug or the end of the process."""
         connection = self._connection
         watcher: asyncio.Task[None] | None = None
@@ -130,11 +136,13 @@ class _Exchange:
         task = asyncio.current_task()
         assert task is not None, "ASGI servers call applications in a task"
         try:
-            body = await self._read_body(content_type, content_length)
+            body = await self._read_body(self._headers.content_type, self._headers.content_length)
             if body is None:
                 self._left()
                 return
             watcher = asyncio.ensure_future(_watch(self._receive, connection, task))
+            if self._headers.content_encoding:
+                body = await self._inflate(body)
             job = self._endpoint._prepare(body)
             self.streaming = job.stream
             prompts = await self._tokenize(job, len(body))
@@ -203,6 +211,11 @@ class _Exchange:
             if not message.get("more_body", False):
                 return b"".join(parts)
 
+    async def _inflate(self, body: bytes) -> bytes:
+        limit = self._endpoint._settings.max_body_bytes
+        encoding = self._headers.content_encoding.decode("latin-1").strip().lower()
+        return await self._endpoint._tokenization.run(len(body), partial(inflate, body, encoding, limit))
+
     async def _tokenize(self, job: Job, body_bytes: int) -> list[Prompt]:
         pool = self._endpoint._tokenization
         began_ms = self._clock.monotonic_ms()
@@ -212,7 +225,7 @@ class _Exchange:
         return prompts
 
     async def _serve(self, job: Job, prompts: Sequence[Prompt], request_ids: list[str]) -> None:
-        requests = job.requests(prompts, request_ids, self._hint_headers)
+        requests = job.requests(prompts, request_ids, self._headers.hints)
         per_prompt = job.choices_per_prompt
         outputs = self._outputs
         for index, request in enumerate(requests):
@@ -248,10 +261,26 @@ class _Exchange:
         pumps: _Pumps | None,
     ) -> None:
         await self._start(200, [*self._response_headers(), *_STREAM_HEADERS])
-        send = self._send
         opening = encoder.begin()
         if opening:
-            await send({"type": "http.response.body", "body": opening, "more_body": True})
+            await self._send({"type": "http.response.body", "body": opening, "more_body": True})
+        interval_s = self._endpoint._settings.keep_alive_interval_s
+        keep_alive = KeepAlive(self._write, interval_s) if interval_s else None
+        try:
+            await self._events(job, prompts, encoder, pumps, keep_alive)
+        finally:
+            if keep_alive is not None:
+                keep_alive.close()
+
+    async def _events(
+        self,
+        job: Job,
+        prompts: Sequence[Prompt],
+        encoder: AnswerEncoder,
+        pumps: _Pumps | None,
+        keep_alive: KeepAlive | None,
+    ) -> None:
+        send = self._send
         unfinished = len(self._outputs)
         while unfinished:
             parts: list[bytes] = []
@@ -270,8 +299,12 @@ class _Exchange:
                     parts.append(encoder.chunk(output.index, output.take_text(), output.take_logprobs(), finish_reason))
             if parts and (unfinished or failed is not None):
                 await send({"type": "http.response.body", "body": b"".join(parts), "more_body": True})
+                if keep_alive is not None:
+                    keep_alive.wrote = True
             if failed is not None:
                 raise _generation_failed(failed)
+        if keep_alive is not None:
+            keep_alive.close()
         parts.append(encoder.end(self._usage(job, prompts)))
         await self._end(b"".join(parts))
 
@@ -290,8 +323,14 @@ class _Exchange:
                     if output.finish_reason == "error":
                         raise _generation_failed(output)
         body = encoder.whole(self._outputs, self._usage(job, prompts))
-        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-        await self._start(200, [*self._response_headers(), *headers])
+        headers = [*self._response_headers(), (b"content-type", b"application/json")]
+        if len(body) >= self._endpoint._gzip_bytes:
+            headers.append((b"vary", b"accept-encoding"))
+            if accepts_gzip(self._headers.accept_encoding):
+                body = compressed(body)
+                headers.append((b"content-encoding", b"gzip"))
+        headers.append((b"content-length", b"%d" % len(body)))
+        await self._start(200, headers)
         await self._end(body)
 
     async def _next(self, pumps: _Pumps | None) -> Arrivals:
@@ -353,6 +392,10 @@ class _Exchange:
         self.status = status
         self._connection.started = True
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def _write(self, body: bytes) -> None:
+        if not self._connection.done:
+            await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def _end(self, body: bytes) -> None:
         self._connection.done = True
@@ -463,21 +506,29 @@ async def _watch(receive: Receive, connection: _Connection, task: asyncio.Task[A
 _HINT_HEADERS = {name.encode(): name for name in HINT_HEADERS}
 
 
-def _headers(scope: Scope) -> tuple[bytes, bytes, bytes | None, Mapping[str, str] | None]:
-    content_type = content_length = b""
-    request_id: bytes | None = None
-    hints: dict[str, str] | None = None
-    for name, value in scope["headers"]:
-        if name == b"content-type":
-            content_type = value
-        elif name == b"content-length":
-            content_length = value
-        elif name == b"x-request-id":
-            request_id = value
-        elif name in _HINT_HEADERS:
-            hints = hints or {}
-            hints[_HINT_HEADERS[name]] = value.decode("latin-1")
-    return content_type, content_length, request_id, hints
+class _Headers:
+    """The request headers that matter here."""
+
+    __slots__ = ("accept_encoding", "content_encoding", "content_length", "content_type", "hints", "request_id")
+
+    def __init__(self, scope: Scope) -> None:
+        self.content_type = self.content_length = self.content_encoding = self.accept_encoding = b""
+        self.request_id: bytes | None = None
+        self.hints: dict[str, str] | None = None
+        for name, value in scope["headers"]:
+            if name == b"content-type":
+                self.content_type = value
+            elif name == b"content-length":
+                self.content_length = value
+            elif name == b"x-request-id":
+                self.request_id = value
+            elif name == b"accept-encoding":
+                self.accept_encoding = value
+            elif name == b"content-encoding":
+                self.content_encoding = value
+            elif name in _HINT_HEADERS:
+                self.hints = self.hints or {}
+                self.hints[_HINT_HEADERS[name]] = value.decode("latin-1")
 
 
 def _header_value(values: list[str]) -> bytes:

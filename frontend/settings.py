@@ -88,6 +88,24 @@ class FrontendSettings(Settings):
         le=1024 * 1024 * 1024,
         description="Most characters that a chat template may render; a template that loops is stopped there.",
     )
+    keep_alive_interval_s: float = Field(
+        default=15.0,
+        ge=0,
+        le=3600,
+        description="A stream that was silent for so long carries a comment, which clients skip and proxies take for a "
+        "sign of life; 0 = never. Read time-outs are 30 s and more.",
+    )
+    gzip_response_bytes: int = Field(
+        default=4096,
+        ge=0,
+        le=1024 * 1024 * 1024,
+        description="Whole answers of at least so many bytes are sent as gzip to clients that take it; 0 = never. "
+        "Shorter ones fit into a few packets anyway. Streams are never compressed.",
+    )
+    cors_allow_origins: tuple[str, ...] = Field(
+        default=(),
+        description="Origins of web pages that may call the API from a browser, or *; none = no CORS headers.",
+    )
     reasoning_parser: Literal["auto", "none", "deepseek_r1", "qwen3", "granite", "mistral", "harmony"] = Field(
         default="auto",
         description="Which format's reasoning is told apart from content; auto = from the model's template and tokens.",
