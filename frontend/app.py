@@ -82,11 +82,15 @@ def create_app(
     metrics.tokenizations_pending.set_function(lambda: tokenization.pending)
     preparation = Preparation(backend, models, settings)
     request_ids = RequestIds(secrets.token_hex(6) if id_prefix is None else id_prefix)
-    for path, chat in (("/v1/chat/completions", True), ("/v1/completions", False)):
+    for name, path, prepare in (
+        ("chat_completions", "/v1/chat/completions", preparation.chat),
+        ("completions", "/v1/completions", preparation.completion),
+        ("responses", "/v1/responses", preparation.responses),
+    ):
         endpoint = InferenceEndpoint(
-            chat=chat,
+            name=name,
+            prepare=prepare,
             backend=backend,
-            preparation=preparation,
             tokenization=tokenization,
             request_ids=request_ids,
             metrics=metrics,

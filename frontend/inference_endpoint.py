@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from frontend.errors import RequestError, refused
 from frontend.keep_alive import KeepAlive
 from frontend.metrics import FrontendMetrics
 from frontend.ports import HINT_HEADERS, InferenceBackend, Refused, StreamDelta
-from frontend.preparation import Job, Preparation, Prompt
+from frontend.preparation import Job, Prompt
 from frontend.request_ids import RequestIds
 from frontend.responses import AnswerEncoder, usage
 from frontend.sequence_output import SequenceOutput
@@ -65,19 +65,18 @@ class InferenceEndpoint:
     def __init__(
         self,
         *,
-        chat: bool,
+        name: str,
+        prepare: Callable[[bytes], Job],
         backend: InferenceBackend,
-        preparation: Preparation,
         tokenization: TokenizationPool,
         request_ids: RequestIds,
         metrics: FrontendMetrics,
         settings: FrontendSettings,
         clock: Clock,
     ) -> None:
-        self.name = "chat_completions" if chat else "completions"
+        self.name = name
         """Value of the metrics' ``endpoint`` label."""
-        self._prepare = preparation.chat if chat else preparation.completion
-        self._chat = chat
+        self._prepare = prepare
         self._backend = backend
         self._tokenization = tokenization
         self._request_ids = request_ids

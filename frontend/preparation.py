@@ -21,6 +21,9 @@ from frontend.parsers.pieces import OutputParser
 from frontend.ports import NO_HINTS, InferenceBackend, InferenceRequest, ServedModel
 from frontend.prompt_model import PromptModel, PromptModels
 from frontend.responses import AnswerEncoder
+from frontend.responses_api.conversation import chat_body
+from frontend.responses_api.encoder import ResponsesEncoder
+from frontend.responses_api.schema import REFUSED_RESPONSES, ResponsesBody
 from frontend.schema import (
     JSON_NUMBER_MAX,
     ChatBody,
@@ -28,8 +31,10 @@ from frontend.schema import (
     InferenceBody,
     Message,
     Nvext,
+    parse,
     parse_chat,
     parse_completion,
+    refuse,
 )
 from frontend.settings import FrontendSettings
 from frontend.tools import tool_use
@@ -58,7 +63,10 @@ class Prompt:
 
 @dataclass(slots=True)
 class Job:
-    """What one body asks for, checked, with its prompts still text."""
+    """What one body asks for, checked, with its prompts still text.
+
+    A Responses body comes as the chat body that means the same, and beside it (``responses``) as it is.
+    """
 
     chat: bool
     body: InferenceBody
@@ -76,6 +84,7 @@ class Job:
     output_format: OutputFormat | None = None
     """How the output is taken apart; ``None`` = it is content as it is."""
     tool_use: ToolUse | None = None
+    responses: ResponsesBody | None = None
 
     @property
     def choices_per_prompt(self) -> int:
@@ -95,6 +104,8 @@ class Job:
     @property
     def prompt_param(self) -> str:
         """Return the field that the prompt came from."""
+        if self.responses is not None:
+            return "input"
         return "messages" if self.chat else "prompt"
 
     @property
@@ -127,6 +138,15 @@ class Job:
 
     def encoder(self, prompts: Sequence[Prompt], request_id: str, created_s: int) -> AnswerEncoder:
         """Return what turns output into the bytes of the answer."""
+        if self.responses is not None:
+            return ResponsesEncoder(
+                self.responses,
+                request_id=request_id,
+                created_s=created_s,
+                model=self.output_model,
+                parser=None if self.output_format is None else self._parser(prompts[0]),
+                short_ids=self._short_ids,
+            )
         envelope: dict[str, Any] = {
             "model_name": self.body.model,
             "created_s": created_s,
@@ -138,9 +158,14 @@ class Job:
         return ParsedChatEncoder(
             request_id=request_id,
             new_parser=lambda _: self._parser(prompts[0]),
-            short_ids=self.output_format.tools == "mistral",
+            short_ids=self._short_ids,
             **envelope,
         )
+
+    @property
+    def _short_ids(self) -> bool:
+        """Return whether ids of tool calls must be those of Mistral's templates."""
+        return self.output_format is not None and self.output_format.tools == "mistral"
 
     def _parser(self, prompt: Prompt) -> OutputParser:
         assert self.output_format is not None, "only asked for formats that need one"
@@ -292,6 +317,9 @@ class Job:
         )
 
 
+_responses_decoder = msgspec.json.Decoder(ResponsesBody)
+
+
 class Preparation:
     """Checks bodies against what is served now."""
 
@@ -305,7 +333,17 @@ class Preparation:
 
     def chat(self, raw: bytes) -> Job:
         """Check the body of a chat request; raises ``RequestError``."""
-        body = parse_chat(raw)
+        return self._chat(parse_chat(raw))
+
+    def responses(self, raw: bytes) -> Job:
+        """Check the body of a Responses request; raises ``RequestError``."""
+        body = parse(_responses_decoder, raw)
+        refuse(body, REFUSED_RESPONSES)
+        job = self._chat(chat_body(body))
+        job.responses = body
+        return job
+
+    def _chat(self, body: ChatBody) -> Job:
         wanted: int | None = None
         if body.logprobs:
             wanted = body.top_logprobs or 0

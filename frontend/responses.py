@@ -26,14 +26,17 @@ _encode = msgspec.json.Encoder().encode
 def encode_text(text: str) -> bytes:
     """Return ``text`` as a JSON string that has no line separator of any kind in it."""
     encoded = _encode(text)
-    if not text.isascii():
-        # UTF-8 is self-synchronizing: these byte runs are exactly U+0085, U+2028 and U+2029.
-        encoded = (
-            encoded.replace(b"\xc2\x85", b"\\u0085")
-            .replace(b"\xe2\x80\xa8", b"\\u2028")
-            .replace(b"\xe2\x80\xa9", b"\\u2029")
-        )
-    return encoded
+    return encoded if text.isascii() else escape_line_ends(encoded)
+
+
+def escape_line_ends(encoded: bytes) -> bytes:
+    """Return JSON with the line separators escaped that JSON allows inside strings."""
+    # UTF-8 is self-synchronizing: these byte runs are exactly U+0085, U+2028 and U+2029.
+    return (
+        encoded.replace(b"\xc2\x85", b"\\u0085")
+        .replace(b"\xe2\x80\xa8", b"\\u2028")
+        .replace(b"\xe2\x80\xa9", b"\\u2029")
+    )
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:

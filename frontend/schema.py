@@ -269,6 +269,15 @@ ALLOWED: Mapping[str, str] = {
     "continue_final_message": "true or false",
     "parallel_tool_calls": "true or false",
     "reasoning_effort": "a string",
+    "input": "a string or a list of items",
+    "instructions": "a string",
+    "max_output_tokens": "an integer from 1",
+    "text.format": "an object with the type text, json_object or json_schema",
+    "reasoning": 'an object such as {"effort": "low"}',
+    "effort": "a string",
+    "metadata": "an object",
+    "user": "a string",
+    "tokens": "a list of token ids",
     "content": "a string, a list of text parts or null",
     "nvext": "an object",
     "nvext.agent_hints.priority": "a signed 32-bit integer",
@@ -276,7 +285,7 @@ ALLOWED: Mapping[str, str] = {
 }
 """What each field may be, in words, for its error message."""
 
-Body = TypeVar("Body", ChatBody, CompletionBody)
+Body = TypeVar("Body", bound=Struct)
 
 _chat_decoder = msgspec.json.Decoder(ChatBody)
 _completion_decoder = msgspec.json.Decoder(CompletionBody)
@@ -287,19 +296,20 @@ _MISSING = re.compile(r"missing required field `(.*)`")
 
 def parse_chat(body: bytes) -> ChatBody:
     """Parse a chat body; raises ``RequestError``."""
-    parsed = _parse(_chat_decoder, body)
-    _refuse(parsed, REFUSED_CHAT)
+    parsed = parse(_chat_decoder, body)
+    refuse(parsed, REFUSED_CHAT)
     return parsed
 
 
 def parse_completion(body: bytes) -> CompletionBody:
     """Parse a completion body; raises ``RequestError``."""
-    parsed = _parse(_completion_decoder, body)
-    _refuse(parsed, REFUSED_COMPLETION)
+    parsed = parse(_completion_decoder, body)
+    refuse(parsed, REFUSED_COMPLETION)
     return parsed
 
 
-def _parse(decoder: msgspec.json.Decoder[Body], body: bytes) -> Body:
+def parse(decoder: msgspec.json.Decoder[Body], body: bytes) -> Body:
+    """Parse a body; raises ``RequestError`` that names the field which does not fit."""
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
@@ -314,7 +324,8 @@ def _parse(decoder: msgspec.json.Decoder[Body], body: bytes) -> Body:
         ) from None
 
 
-def _refuse(parsed: InferenceBody, refusals: Mapping[str, tuple[tuple[object, ...], str]]) -> None:
+def refuse(parsed: Any, refusals: Mapping[str, tuple[tuple[object, ...], str]]) -> None:
+    """Refuse by name what a body asks for and is not served."""
     for name, (inert, reason) in refusals.items():
         value = getattr(parsed, name)
         if value is not None and value not in inert:
