@@ -1,7 +1,7 @@
 PYTHON ?= .venv/bin/python
 export PYTHON
 
-.PHONY: check lint types test format docs
+.PHONY: check lint types test format docs soak
 
 check: lint types test  ## everything CI runs, in the environment that is there
 
@@ -20,3 +20,9 @@ format:
 
 docs:  ## write the generated page
 	$(PYTHON) -m cli.configuration_page > docs/configuration.md
+
+SEEDS ?= 0..4999
+JOBS ?= 2
+
+soak:  ## thousands of seeds of the fault simulation, each under every profile: make soak SEEDS=0..999 JOBS=8
+	$(PYTHON) -m tests.fault_simulation --seeds $(SEEDS) --all-profiles --jobs $(JOBS) --keep

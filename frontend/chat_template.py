@@ -72,11 +72,12 @@ class ChatTemplate:
         environment.filters["tojson"] = environment.bounded(_to_json)
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = strftime_now
+        self.source = source
+        """The template as it came, which shows the special tokens that prompts will have."""
         try:
             self._template = environment.from_string(source)
         except TemplateError as error:
             raise TemplateFailure(f"compiling the chat template: {error}") from error
-        self.source = source
         self._environment = environment
         self._special_tokens = dict(special_tokens or {})
 

@@ -1,8 +1,9 @@
 """The two inference endpoints, as plain ASGI: one request from its body to the last byte of its answer.
 
 Rules of this file
-- One watcher task per request waits for the client to leave; when it does, the request's own task is cancelled,
-  wherever it is (admission, tokenization, waiting for tokens, writing), and its streams are cancelled on the way out.
+- When the client leaves, the request's own task is cancelled, wherever it is (admission, tokenization, waiting for
+  tokens, writing), and its streams are cancelled on the way out. Our own server calls when that happens
+  (``runtime.http_protocol``); under any other ASGI server one watcher task per request waits for it.
 - A request with one sequence has no further task. One with several has a pump per sequence, for its whole life.
 - Everything that arrived since the last wake-up goes out in one write; writing awaits the connection's own flow
   control, and what arrives meanwhile stays with the backend, bounded by ``max_tokens``.
@@ -33,6 +34,8 @@ from frontend.sequence_output import SequenceOutput
 from frontend.settings import FrontendSettings
 from frontend.tokenization import TokenizationPool
 from runtime.clock import Clock
+from runtime.http_protocol import CONNECTION
+from runtime.http_protocol import Connection as DirectConnection
 from wire.hashing import TOKEN_BYTES
 
 log = logging.getLogger(__name__)
@@ -86,13 +89,17 @@ class InferenceEndpoint:
         self._clock = clock
         self._gzip_bytes = settings.gzip_response_bytes or sys.maxsize
         """Shortest answer that is compressed."""
+        self.body_bytes_max = settings.max_body_bytes
+        """Largest body that a server may gather before it calls."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one POST."""
         arrived_ms = self._clock.monotonic_ms()
         headers = _Headers(scope)
         wanted_id = self._request_ids.wanted(headers.request_id)
-        exchange = _Exchange(self, wanted_id, headers, arrived_ms, receive, send)
+        extensions = scope.get("extensions")
+        direct = extensions.get(CONNECTION) if extensions else None
+        exchange = _Exchange(self, wanted_id, headers, arrived_ms, receive, send, direct)
         self._in_flight.inc()
         try:
             await exchange.run()
@@ -112,7 +119,9 @@ class _Exchange:
         arrived_ms: float,
         receive: Receive,
         send: Send,
+        direct: DirectConnection | None,
     ) -> None:
+        self._direct = direct
         self._endpoint = endpoint
         self._metrics = endpoint._metrics
         self._clock = endpoint._clock
@@ -139,7 +148,10 @@ class _Exchange:
             if body is None:
                 self._left()
                 return
-            watcher = asyncio.ensure_future(_watch(self._receive, connection, task))
+            if self._direct is None:
+                watcher = asyncio.ensure_future(_watch(self._receive, connection, task))
+            else:
+                self._direct.on_left = partial(_leave, connection, task)
             if self._headers.content_encoding:
                 body = await self._inflate(body)
             job = self._endpoint._prepare(body)
@@ -168,6 +180,8 @@ class _Exchange:
             connection.done = True
             if watcher is not None:
                 watcher.cancel()
+            if self._direct is not None:
+                self._direct.on_left = None
             self._give_up()
             if request_ids:
                 self._endpoint._request_ids.release(request_ids)
@@ -188,6 +202,9 @@ class _Exchange:
             )
         if content_length.isdigit() and int(content_length) > limit:
             raise _too_large(content_length.decode(), limit)
+        if self._direct is not None:
+            whole, self._direct.body = self._direct.body, b""
+            return whole
         message = await self._receive()
         if message["type"] == "http.disconnect":
             return None
@@ -218,7 +235,9 @@ class _Exchange:
     async def _tokenize(self, job: Job, body_bytes: int) -> list[Prompt]:
         pool = self._endpoint._tokenization
         began_ms = self._clock.monotonic_ms()
-        prompts = await pool.run(body_bytes if job.has_text else 0, job.tokenize)
+        fast = job.model.tokenizes_fast
+        size = body_bytes if job.has_text else 0
+        prompts = job.tokenize() if pool.is_short(size, fast) else await pool.run(size, job.tokenize, fast)
         job.forget_prompt()
         self._metrics.tokenization.observe((self._clock.monotonic_ms() - began_ms) / 1000)
         return prompts
@@ -497,6 +516,11 @@ async def _watch(receive: Receive, connection: _Connection, task: asyncio.Task[A
     """Wait until the client leaves, then cancel the request's task."""
     while (await receive())["type"] != "http.disconnect":
         pass  # a server may repeat the end of the body
+    _leave(connection, task)
+
+
+def _leave(connection: _Connection, task: asyncio.Task[Any]) -> None:
+    """Cancel the request of a client that has left, unless it has its answer."""
     if not connection.done:
         connection.left = True
         task.cancel()

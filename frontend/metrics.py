@@ -5,7 +5,15 @@ Every value is observed at boundaries: once per request, or once per wake-up of 
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from frontend.ports import InferenceBackend
+from frontend.prompt_model import PromptModels
+from runtime.instruments import Counter, Gauge, Histogram
 
 TTFT_BUCKETS_S = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.15, 0.25, 0.4, 0.6, 1.0, 1.6, 2.5, 4.0, 6.0, 10.0, 30.0, 120.0,
@@ -104,6 +112,8 @@ class FrontendMetrics:
             "Clients that left before their answer was complete",
             registry=registry,
         )
+        self.tokenizers = TokenizationCollector()
+        registry.register(self.tokenizers)
         self._requests_by_labels: dict[tuple[str, int, bool], Counter] = {}
 
     def answered(self, endpoint: str, status: int, streaming: bool) -> None:
@@ -114,3 +124,39 @@ class FrontendMetrics:
             counter = self.requests.labels(endpoint, str(status), "true" if streaming else "false")
             self._requests_by_labels[key] = counter
         counter.inc()
+
+
+class TokenizationCollector(Collector):
+    """Reads, when somebody scrapes, what the tokenizers of the served models computed and what they did not have to."""
+
+    def __init__(self) -> None:
+        self._shown: tuple[InferenceBackend, PromptModels] | None = None
+
+    def show(self, backend: InferenceBackend, models: PromptModels) -> None:
+        """Read from these from now on."""
+        self._shown = backend, models
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the counts per model."""
+        tokens = CounterMetricFamily(
+            "poolgrid_frontend_tokenized_tokens",
+            "Prompt tokens by whether they were computed or came from the cache of prompt segments.",
+            labels=["model", "source"],
+        )
+        used = GaugeMetricFamily(
+            "poolgrid_frontend_tokenization_cache_bytes", "Bytes that the cache of segments uses.", labels=["model"]
+        )
+        fast = GaugeMetricFamily(
+            "poolgrid_frontend_fast_tokenizer",
+            "1 when fastokens tokenizes prompts, 0 when tokenizers does (the log says why).",
+            labels=["model"],
+        )
+        backend, models = self._shown if self._shown is not None else (None, {})
+        for served in list(backend.models()) if backend is not None else ():
+            model = models.get(served.name)
+            if model is not None and model.encoder is not None:
+                tokens.add_metric([served.name, "computed"], model.encoder.encoded_tokens)
+                tokens.add_metric([served.name, "cache"], model.encoder.reused_tokens)
+                used.add_metric([served.name], model.encoder.cache_used_bytes)
+                fast.add_metric([served.name], float(model.encoder.is_fast))
+        yield from (tokens, used, fast)

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from frontend.models import TINY_MODEL_PATH
+from frontend.prompt_encoder import CACHE_BYTES_DEFAULT
 from runtime.settings import Settings
 
 
@@ -54,7 +55,18 @@ class FrontendSettings(Settings):
         ge=0,
         le=1024 * 1024,
         description="Request bodies up to this size are tokenized on the event loop (about 1 ms); longer ones go to "
-        "a tokenizer thread, whose hand-over costs about 0.1 ms.",
+        "a tokenizer thread, whose hand-over costs about 0.1 ms. Sixteen times this where fastokens does the work.",
+    )
+    tokenization_cache_bytes: int = Field(
+        default=CACHE_BYTES_DEFAULT,
+        ge=0,
+        le=1024**4,
+        description="Memory for the token ids of prompt segments that come again (earlier turns of a conversation); "
+        "0 tokenizes everything each time.",
+    )
+    fast_tokenizer: bool = Field(
+        default=True,
+        description="Use the fastokens package where it is installed and agrees with tokenizers on every probe.",
     )
     tokenizer_queue: int = Field(
         default=256,

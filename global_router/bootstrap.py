@@ -76,7 +76,13 @@ async def serve(
         log.warning("%s: %s", settings.config, warning)
     urls = settings.pool_urls()
     _check_urls(loaded.document, urls)
-    prompt_model = PromptModel.load(frontend.model_path, frontend.model_name, frontend.chat_template)
+    prompt_model = PromptModel.load(
+        frontend.model_path,
+        frontend.model_name,
+        chat_template=frontend.chat_template,
+        tokenization_cache_bytes=frontend.tokenization_cache_bytes,
+        fast_tokenizer=frontend.fast_tokenizer,
+    )
     registry = CollectorRegistry()
     metrics = GlobalRouterMetrics(registry)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -6,7 +6,8 @@ Rules
        looked for again, at growing intervals: a router that comes back elsewhere behind its URL is found.
     2. While there is no connection the pool has no status: it is down. Questions that were open when a connection broke
        fail at once.
-    3. An answer that comes after its question was given up is undone: a worker that was reserved is released.
+    3. An answer that comes after its question was given up is undone: a worker that was reserved is released. After
+       ``LATE_ANSWER_MS`` it is no longer waited for.
     4. Pools are kept by name. A changed document adds, drops and moves them; what is under way is not touched, because
        tokens go between us and the workers directly.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from urllib.parse import urlsplit
 
@@ -53,6 +55,10 @@ RETRY_MAX_S = 2.0
 
 ASKS_OPEN_MAX = 100_000
 """Questions open at one pool; far more than requests arrive within a select timeout. Beyond, the pool is lost."""
+
+LATE_ANSWER_MS = 10_000.0
+"""How long an answer is waited for after its question was given up, to undo it. By then a pool that is this late has
+long let the reservation end with its lease, and what was asked must not pile up."""
 
 Discover = Callable[[str], Awaitable[str]]
 """Return the select plane's endpoint behind a pool's URL; raises ``OSError`` or ``ValueError``."""
@@ -100,6 +106,8 @@ class PoolConnection:
         self._heard_ms = 0.0
         self._ask = 0
         self._asks: dict[int, tuple[asyncio.Future[Selected | SelectRefused | Probed], str]] = {}
+        self._given_up: deque[tuple[float, int]] = deque()
+        """When questions were given up that have no answer yet, oldest first."""
         self._task: asyncio.Task[None] | None = None
 
     # -- life ------------------------------------------------------------------------------------------------------
@@ -134,6 +142,7 @@ class PoolConnection:
     async def _stay_connected(self) -> None:
         """Ask for the status again and again; returns when the connection is of no use any more."""
         while True:
+            self._forget_given_up()
             self._ask += 1
             self._send(AskStatus(self._ask))
             try:
@@ -172,6 +181,7 @@ class PoolConnection:
             self._socket = self._monitor = None
         self.status = None
         self.endpoint = ""
+        self._given_up.clear()
         asks, self._asks = self._asks, {}
         for future, _ in asks.values():
             if not future.done():
@@ -239,6 +249,14 @@ class PoolConnection:
                 return await future
         except TimeoutError:
             raise PoolLost(f"pool {self.name} did not answer within {1000 * timeout_s:.0f} ms") from None
+        finally:
+            if message.ask in self._asks:
+                self._given_up.append((self._clock.monotonic_ms(), message.ask))
+
+    def _forget_given_up(self) -> None:
+        before_ms = self._clock.monotonic_ms() - LATE_ANSWER_MS
+        while self._given_up and self._given_up[0][0] < before_ms:
+            self._asks.pop(self._given_up.popleft()[1], None)
 
     def release(self, reservation: Reservation) -> None:
         """Take a dispatch off the pool's books; a pool that is lost forgets it by itself."""

@@ -21,6 +21,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from dispatch.prompt_paths import PromptPaths
 from dispatch.token_stream import PREFILLED, ActiveRequest, Dispatch
 from dispatch.worker_links import Link, Links
 from frontend.ports import InferenceRequest, Refused, ServedModel, StreamDelta
@@ -45,7 +46,7 @@ from global_router.pool_status import model_status
 from global_router.pools import PoolConnection, PoolLost, Pools
 from global_router.settings import GlobalRouterSettings
 from runtime.clock import Clock
-from wire.hashing import HASH_SPEC, block_hashes, hash_seed, pack_hashes, sequence_hashes, stable_u64
+from wire.hashing import HASH_SPEC, hash_seed, pack_hashes, stable_u64
 from wire.identifiers import Stage, WorkerId, WorkerKey
 from wire.limits import BLOCKS_PER_EVENT_MAX, WORKERS_EXCLUDED_MAX
 from wire.requests import TokenBatch, TokenDelta
@@ -127,6 +128,7 @@ class GlobalRouterService:
         self._links = links
         self._metrics = metrics
         self._clock = clock
+        self._paths = PromptPaths()
         self._flights: dict[str, _Flight] = {}
         self._on_link: dict[str, dict[str, _Flight]] = {}
         self._created_s = clock.wall_ms() // 1000
@@ -304,7 +306,7 @@ class GlobalRouterService:
         if path is None:
             request = flight.active.request
             seed = hash_seed(request.lora_name, request.cache_salt)
-            hashes = sequence_hashes(block_hashes(request.token_ids, served.block_size, seed))
+            hashes = self._paths.path(request.token_ids, served.block_size, seed)
             path = flight.paths[key] = pack_hashes(hashes[:BLOCKS_PER_EVENT_MAX])
         return path
 

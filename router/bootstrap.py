@@ -84,7 +84,13 @@ async def serve(
     registry = CollectorRegistry()
     metrics = RouterMetrics(registry)
     policy = load_policy(settings)
-    prompt_model = PromptModel.load(frontend.model_path, frontend.model_name, frontend.chat_template)
+    prompt_model = PromptModel.load(
+        frontend.model_path,
+        frontend.model_name,
+        chat_template=frontend.chat_template,
+        tokenization_cache_bytes=frontend.tokenization_cache_bytes,
+        fast_tokenizer=frontend.fast_tokenizer,
+    )
     index = PrefixIndex(settings.index_budget_bytes)
     ledger = LoadLedger(settings.reservation_ttl_ms)
     approximate = ApproximateIndex(index, settings.approximate_ttl_ms) if settings.policy == POLICY_NAMES[1] else None

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import zmq
 
 from router.consolidator.feed_follower import FeedFollower
 from router.consolidator.service import ConsolidatorService
@@ -49,14 +52,21 @@ class EmbeddedFeed:
 class RemoteFeed:
     """A consolidator in another process, shared with other routers."""
 
-    def __init__(self, feed_endpoint: str, query_endpoint: str, clock: Clock) -> None:
+    def __init__(
+        self,
+        feed_endpoint: str,
+        query_endpoint: str,
+        clock: Clock,
+        make_context: Callable[[], zmq.Context[Any]] = zmq.Context,
+    ) -> None:
         self._endpoints = (feed_endpoint, query_endpoint)
         self._clock = clock
+        self._make_context = make_context
         self._follower: FeedFollower | None = None
 
     async def start(self, reader: JournalReader) -> None:
         """Follow; returns when the first snapshot was delivered, however long the consolidator takes to come up."""
-        self._follower = FeedFollower(*self._endpoints, _Listener(reader), self._clock)
+        self._follower = FeedFollower(*self._endpoints, _Listener(reader), self._clock, make_context=self._make_context)
         await self._follower.start()
         await self._follower.wait_synced()
 

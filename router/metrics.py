@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from dispatch.prompt_paths import PromptPaths
 from router.core.projection import Projection
+from runtime.instruments import Counter, Histogram
 from wire.identifiers import StreamState, WorkerKey
 
 DECISION_SECONDS_BUCKETS = (10e-6, 25e-6, 50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 50e-3)
@@ -102,6 +104,7 @@ class Viewed(Protocol):
     """What the state metrics are read from."""
 
     projection: Projection
+    paths: PromptPaths
 
     def is_reachable(self, key: WorkerKey) -> bool:
         """Tell whether the request plane to a worker is up."""
@@ -137,6 +140,12 @@ class StateCollector(Collector):
             ("index_evicted_blocks", "Blocks cut to stay in the byte budget.", index.counters.evicted_blocks),
             ("index_contradictions", "Events that contradicted the index.", index.counters.contradictions),
             ("journal_offset", "Next journal offset to apply.", projection.next_offset),
+            ("path_cache_bytes", "Bytes that the hashes of prompt parts use.", self._viewed.paths.used_bytes),
+            (
+                "path_cache_reused_blocks",
+                "Prompt blocks whose hashes were not computed again.",
+                self._viewed.paths.reused_blocks,
+            ),
             (
                 "expired_reservations",
                 "Predictions that no worker confirmed in time.",

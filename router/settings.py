@@ -6,6 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from dispatch.prompt_paths import BUDGET_BYTES
 from router.core.cost import CostWeights
 from runtime.settings import Settings
 
@@ -52,6 +53,12 @@ class RouterSettings(Settings):
     )
     index_budget_bytes: int = Field(
         4 * 1024**3, ge=1024, description="Memory the prefix index may use; beyond it the oldest paths are cut."
+    )
+    path_cache_bytes: int = Field(
+        BUDGET_BYTES,
+        ge=0,
+        le=1024**4,
+        description="Memory for the sequence hashes of prompt parts that come again; 0 computes all of them each time.",
     )
     decision_log_length: int = Field(
         10_000, ge=1, le=1_000_000, description="Decisions kept for /v1/decisions; the oldest is forgotten first."

@@ -13,6 +13,8 @@ from typing import Any
 
 import uvicorn
 
+from runtime.http_protocol import DirectProtocol
+
 BACKLOG = 2048
 """Connections that wait to be accepted; the kernel refuses more."""
 
@@ -36,12 +38,16 @@ class HttpServer:
         self._server = _Server(
             uvicorn.Config(
                 app,
+                http=DirectProtocol,
+                loop="none",
                 log_config=None,
                 access_log=False,
                 lifespan="off",
                 backlog=BACKLOG,
                 timeout_graceful_shutdown=max(1, round(self._stop_timeout_s)),
                 server_header=False,
+                # Nothing here asks who the client is, and one wrapper less runs for every message.
+                proxy_headers=False,
             )
         )
         self._task: asyncio.Task[None] | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import zmq
@@ -37,12 +38,13 @@ class FeedFollower:
         listener: PoolListener,
         clock: Clock,
         answer_timeout_ms: float = 1000.0,
+        make_context: Callable[[], zmq.Context[Any]] = zmq.Context,
     ) -> None:
         self._endpoints = (feed_endpoint, query_endpoint)
         self._listener = listener
         self._clock = clock
         self._reader = FeedReader(answer_timeout_ms)
-        self._context: zmq.Context[Any] = zmq.Context()
+        self._context: zmq.Context[Any] = make_context()
         self._subscription: zmq.Socket[bytes] = self._socket(zmq.SUB)
         self._subscription.setsockopt(zmq.RCVHWM, FEED_QUEUE_MAX)
         self._subscription.setsockopt(zmq.SUBSCRIBE, FEED_TOPIC)

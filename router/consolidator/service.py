@@ -71,6 +71,7 @@ class ConsolidatorService:
         clock: Clock,
         open_journal: Callable[[], Journal],
         consolidator_id: str | None = None,
+        make_context: Callable[[], zmq.Context[Any]] = zmq.Context,
     ) -> None:
         self.settings = settings
         self.consolidator_id = consolidator_id or os.urandom(8).hex()
@@ -84,6 +85,7 @@ class ConsolidatorService:
         self._open_journal = open_journal
         self._core: Consolidator | None = None
         self._listeners: list[tuple[PoolListener, int]] = []
+        self._make_context = make_context
         self._context: zmq.Context[Any] | None = None
         self._counts = dict.fromkeys(
             (
@@ -152,7 +154,7 @@ class ConsolidatorService:
 
     def _bind(self) -> None:
         settings = self.settings
-        context = self._context = zmq.Context()
+        context = self._context = self._make_context()
         self._ingest = self._socket(context, zmq.ROUTER)
         self._ingest.setsockopt(zmq.RCVHWM, INGEST_QUEUE_MAX)
         self._feed = self._socket(context, zmq.PUB)

@@ -98,6 +98,46 @@ def collect(records: Iterable[JournalRecord], found: list[JournalRecord]) -> Non
         found.append(sound)  # noqa: PERF402
 
 
+def test_a_segment_of_which_nothing_was_durable_is_cut_and_reported() -> None:
+    disk = FakeDisk()
+    journal = write(disk, 30, segment_bytes=500)
+    last = disk.names()[-1]
+    size = len(disk.files[last])
+    disk.files[last][:] = bytes(size)
+
+    reopened = FileJournal(disk)
+
+    assert reopened.next_offset == int(last.removesuffix(".segment")) < journal.next_offset
+    assert last not in disk.files
+    assert reopened.report == [f"{last}: cut {size} bytes, all of them zero"]
+
+
+def test_the_records_before_a_segment_of_zeros_are_read_without_complaint() -> None:
+    disk = FakeDisk()
+    write(disk, 30, segment_bytes=500)
+    last = disk.names()[-1]
+    disk.files[last][:] = bytes(len(disk.files[last]))
+
+    assert [record.offset for record in records_of(disk)] == list(range(int(last.removesuffix(".segment"))))
+
+
+def test_a_segment_is_durable_before_the_next_begins() -> None:
+    disk = FakeDisk()
+    write(disk, 30, segment_bytes=500)
+
+    assert set(disk.names()[:-1]) <= set(disk.synced)
+
+
+def test_what_a_killed_process_left_is_durable_before_it_counts() -> None:
+    disk = FakeDisk()
+    write(disk, 3)
+    disk.synced.clear()
+
+    FileJournal(disk)
+
+    assert disk.synced == disk.names()
+
+
 def test_a_flipped_byte_anywhere_is_detected_and_located_and_all_before_it_is_usable() -> None:
     whole = FakeDisk()
     write(whole, 12, segment_bytes=250)

@@ -219,6 +219,29 @@ def test_a_worker_that_is_reserved_too_late_is_released() -> None:
     run(scenario)
 
 
+def test_a_question_that_was_given_up_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("global_router.pools.LATE_ANSWER_MS", 30.0)
+
+    async def scenario(made: Scene) -> None:
+        await made.until(PoolState.AVAILABLE)
+        assert made.router is not None
+        made.router.silent = {Select}
+        with pytest.raises(PoolLost, match="did not answer within 10 ms"):
+            await made.pool.select(SELECT, 0.01)
+        assert made.pool._asks
+
+        while made.pool._asks:
+            made._news.clear()
+            await made._news.wait()  # statuses go on coming, and with each the pool looks
+
+        for peer, message in made.router.kept:
+            made.router.answer(peer, message)
+        made.router.silent = set()
+        assert isinstance(await made.pool.select(Select(made.pool.next_ask(), "s", "m", Stage.WHOLE, 40), 10), Selected)
+
+    run(scenario)
+
+
 def test_a_changed_document_adds_drops_and_moves_pools_and_keeps_the_others() -> None:
     async def scenario() -> None:
         looked: list[str] = []

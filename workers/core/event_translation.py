@@ -222,6 +222,14 @@ class EventTranslator:
             self._incomplete = bool(self._orphans or not self._capacity or self._removed_since_loss < self._capacity)
         return Translation(out, lost)
 
+    def learn_capacity(self, blocks: int) -> None:
+        """Take from elsewhere how many blocks all levels have room for, where the engine's own word was lost.
+
+        Without either a rank that lost events stays incomplete until the engine starts over.
+        """
+        if not self._capacity:
+            self._capacity = blocks
+
     def lose(self) -> CacheCleared:
         """Give up every claim, because it cannot be known what happened; return what to tell. Names are remembered."""
         self._lose()

@@ -34,6 +34,7 @@ from router.consolidator.journal.stored_records import (
     SUFFIX,
     corrupt,
     created_ms_of,
+    is_all_zeros,
     offset_of,
     stored_records,
     understand,
@@ -99,10 +100,18 @@ class FileJournal:
                 self._disk.remove(segment.name)
                 self._segments.pop()
                 break
+            if last and is_all_zeros(self._disk, segment.name):
+                # Power failed before anything of it was durable: the file has its length and none of its data.
+                self._report.append(f"{segment.name}: cut {segment.size} bytes, all of them zero")
+                self._disk.remove(segment.name)
+                self._segments.pop()
+                break
             segment.created_ms = created_ms_of(segment.name, self._disk.read(segment.name, 0, FILE_HEADER.size))
         if self._segments:
-            self._cut_torn_tail(self._segments[-1])
             tail = self._segments[-1]
+            self._cut_torn_tail(tail)
+            # A process that was killed may have left it in the system's memory only, and what it holds counts from now.
+            self._disk.sync(tail.name)
             self._next = tail.first + tail.records
         elif self._snapshots:
             self._next = self._snapshots[-1]
@@ -114,7 +123,6 @@ class FileJournal:
             if damage.fault is Fault.CORRUPT:
                 raise corrupt(segment.name, damage.position, damage.number, damage.detail)
             self._disk.truncate(segment.name, end)
-            self._disk.sync(segment.name)
             self._report.append(
                 f"{segment.name}: cut a torn tail of {segment.size - end} bytes at byte {end}, "
                 f"record {damage.number} ({damage.detail})"
@@ -234,6 +242,7 @@ class FileJournal:
             tail = self._segments[-1]
             if tail.size < self._settings.segment_bytes and tail.first + tail.records == self._next:
                 return tail
+            self._close_segment(tail)
         name = f"{self._next:020d}{SUFFIX}"
         # A failed attempt may have left a part of a header behind.
         if name in self._disk.names():
@@ -243,6 +252,14 @@ class FileJournal:
         segment = _Segment(name, self._next, now_ms, len(header), 0)
         self._segments.append(segment)
         return segment
+
+    def _close_segment(self, segment: _Segment) -> None:
+        """Make a segment durable before the next begins: only the last one may be torn when the power fails."""
+        # Also when nothing of it is ours: a process that was killed may have left it in the system's memory only.
+        self._disk.sync(segment.name)
+        with self._lock:
+            if segment.name in self._dirty:
+                self._dirty.remove(segment.name)
 
     def sync(self) -> None:
         """Make everything appended so far durable; may be called from another thread."""

@@ -145,6 +145,11 @@ def offset_of(name: str, suffix: str = SUFFIX) -> int:
     return int(text)
 
 
+def is_all_zeros(disk: Disk, name: str) -> bool:
+    """Say whether a file has a length and no data: power failed before anything of it was durable."""
+    return not any(disk.read(name, 0, FILE_HEADER.size)) and not any(disk.read(name, 0, disk.size(name)))
+
+
 def created_ms_of(name: str, data: bytes, magic: bytes = SEGMENT_MAGIC) -> int:
     """Check a segment's header and return when it was created, Unix milliseconds."""
     first = offset_of(name)
@@ -206,6 +211,10 @@ def stored_records(
         if last and size < FILE_HEADER.size:
             if torn is not None:
                 torn.append(TornTail(name, 0, first, f"{size} of {FILE_HEADER.size} bytes of a header"))
+            return
+        if last and is_all_zeros(disk, name):
+            if torn is not None:
+                torn.append(TornTail(name, 0, first, f"{size} bytes, all of them zero"))
             return
         created_ms_of(name, data)
         positions, end, damage = scan(data, FILE_HEADER.size, first)

@@ -1,0 +1,186 @@
+"""Bugs of our own making, to see whether the simulation finds them: the test of the test.
+
+Each replaces one method of a core or shell while it is planted; nothing of this is reachable from the product. Three
+were real: the simulation found them before they were planted here (``a-segment-closes-unsynced``,
+``zeros-are-corruption``, ``questions-pile-up``).
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from dispatch.token_stream import ActiveRequest
+from global_router.pools import PoolConnection
+from router.consolidator.core.consolidator import Consolidator
+from router.consolidator.core.cursor import Cursor, Verdict
+from router.consolidator.core.feed_reader import FeedReader
+from router.consolidator.journal import files
+from router.consolidator.journal.files import FileJournal
+from router.consolidator.service import ConsolidatorService
+from router.core.load_ledger import LoadLedger
+from router.core.prefix_index import PrefixIndex
+from wire.ingest import Hello
+
+
+@dataclass(frozen=True, slots=True)
+class Planted:
+    """A bug: what it replaces by what, and the profile that should find it."""
+
+    words: str
+    profile: str
+    owner: Any
+    method: str
+    broken: Callable[..., Any]
+
+
+def _skip_the_hole(self: FeedReader, now_ms: float) -> list[Any]:
+    self.holes += 1
+    self.next_offset = max(self.next_offset, self._goal - 1)
+    payload = self._kept.pop(self.next_offset, None)
+    return [] if payload is None else self._deliver([payload], now_ms)
+
+
+def _duplicates_are_news(self: Cursor, epoch: int, seq: int) -> Verdict:
+    if epoch != self.epoch:
+        return Verdict.NEW_EPOCH if epoch > self.epoch else Verdict.OLD_EPOCH
+    return Verdict.NEXT if seq <= self.next_seq else Verdict.GAP
+
+
+_hello = Consolidator._hello
+
+
+def _forget_the_epoch(self: Consolidator, peer: bytes, hello: Hello, turn: Any) -> None:
+    worker = next((w for k, w in self.pool.workers.items() if k.worker_id == hello.worker_id), None)
+    if worker is not None and hello.epoch > worker.epoch:
+        worker.epoch = hello.epoch
+        worker.cursors["worker"].begin(hello.epoch)
+    _hello(self, peer, hello, turn)
+
+
+_stall = ConsolidatorService._stall
+
+
+def _acknowledge_anyway(self: ConsolidatorService, turn: Any, payloads: list[bytes], error: OSError) -> None:
+    replies = list(turn.replies)
+    _stall(self, turn, payloads, error)
+    turn.records, records = [], turn.records
+    self._emit(turn, [])
+    turn.records, turn.replies = records, replies
+
+
+def _never_expire(self: LoadLedger, now_ms: float, held: Iterable[str] = ()) -> None:
+    pass
+
+
+def _keep_the_dead(self: PrefixIndex, worker: Any) -> None:
+    pass
+
+
+_accept = ActiveRequest.accept
+
+
+def _accept_any_position(self: ActiveRequest, dispatch: Any, delta: Any) -> bool:
+    dispatch.position = delta.position
+    dispatch.repeated = b""
+    return _accept(self, dispatch, delta)
+
+
+_append = FileJournal.append
+
+
+def _leave_the_rest_of_a_failed_write(self: FileJournal, payloads: Sequence[bytes], now_ms: int) -> None:
+    try:
+        _append(self, payloads, now_ms)
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            self._mend = False
+        raise
+
+
+def _close_unsynced(self: FileJournal, segment: Any) -> None:
+    pass
+
+
+def _zeros_are_not_nothing(disk: Any, name: str) -> bool:
+    return False
+
+
+def _keep_every_question(self: PoolConnection) -> None:
+    pass
+
+
+PLANTED: dict[str, Planted] = {
+    "a-replay-is-skipped": Planted(
+        "a reader that finds a hole goes on behind it", "lossy-network", FeedReader, "_close_hole", _skip_the_hole
+    ),
+    "a-batch-is-applied-twice": Planted(
+        "a batch that was taken in before is taken in again",
+        "lossy-network",
+        Cursor,
+        "judge_batch",
+        _duplicates_are_news,
+    ),
+    "an-epoch-is-forgotten": Planted(
+        "a new life of a worker goes on where the old one was", "crashes", Consolidator, "_hello", _forget_the_epoch
+    ),
+    "acknowledged-before-stored": Planted(
+        "batches are acknowledged although the journal could not be written",
+        "disk",
+        ConsolidatorService,
+        "_stall",
+        _acknowledge_anyway,
+    ),
+    "a-failed-write-is-not-cut-back": Planted(
+        "what a failed append left behind stays in the journal",
+        "disk",
+        FileJournal,
+        "append",
+        _leave_the_rest_of_a_failed_write,
+    ),
+    "a-reservation-never-expires": Planted(
+        "predictions that no worker confirms count for ever", "everything", LoadLedger, "expire", _never_expire
+    ),
+    "a-dead-worker-keeps-its-blocks": Planted(
+        "the index does not forget a worker that left", "crashes", PrefixIndex, "drop", _keep_the_dead
+    ),
+    "any-position-is-accepted": Planted(
+        "a decode leg's repeated first token is given to the client twice",
+        "disaggregated",
+        ActiveRequest,
+        "accept",
+        _accept_any_position,
+    ),
+    "a-segment-closes-unsynced": Planted(
+        "the next segment begins before the last one is durable", "disk", FileJournal, "_close_segment", _close_unsynced
+    ),
+    "zeros-are-corruption": Planted(
+        "a segment of which nothing was durable stops the journal from opening",
+        "disk",
+        files,
+        "is_all_zeros",
+        _zeros_are_not_nothing,
+    ),
+    "questions-pile-up": Planted(
+        "questions to a pool that were given up are kept for ever",
+        "pools",
+        PoolConnection,
+        "_forget_given_up",
+        _keep_every_question,
+    ),
+}
+
+
+@contextmanager
+def planted(name: str) -> Iterator[Planted]:
+    """Have a bug for a while."""
+    bug = PLANTED[name]
+    right = getattr(bug.owner, bug.method)
+    setattr(bug.owner, bug.method, bug.broken)
+    try:
+        yield bug
+    finally:
+        setattr(bug.owner, bug.method, right)

@@ -1,0 +1,497 @@
+"""The processes of a run: the real services, put together as their ``bootstrap`` modules do, without HTTP.
+
+Each class is one machine's process over all its lives: ``start`` begins a life, ``kill`` ends it as ``kill -9`` does,
+``stop`` asks it to end in good order. HTTP, the tokenizer and signal handling are left out; a client calls the
+router's ``submit`` directly. Timeouts are shorter than the defaults, so that a run sees them pass.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from random import Random
+from typing import cast
+
+from prometheus_client import CollectorRegistry
+
+from dispatch.worker_links import WorkerLinks
+from global_router.configuration import Configuration
+from global_router.core.document_reader import LoadedDocument
+from global_router.metrics import GlobalRouterMetrics
+from global_router.pools import Pools
+from global_router.service import GlobalRouterService
+from global_router.settings import GlobalRouterSettings
+from router.consolidator.journal.files import FileJournal, JournalSettings
+from router.consolidator.journal.memory import MemoryJournal
+from router.consolidator.ports import Disk, Journal
+from router.consolidator.service import ConsolidatorService
+from router.consolidator.settings import ConsolidatorSettings
+from router.core.load_ledger import LoadLedger
+from router.core.policy import make_policy
+from router.core.prefix_index import PrefixIndex
+from router.core.projection import Projection
+from router.core.selector import Selector
+from router.feeds import EmbeddedFeed, RemoteFeed
+from router.metrics import RouterMetrics
+from router.ports import JournalFeed, JournalReader
+from router.select_plane import SelectPlane
+from router.service import RouterService
+from router.settings import RouterSettings
+from runtime.clock import Clock
+from tests.fault_simulation.machine import Machine
+from tests.fault_simulation.network import Network
+from tests.fault_simulation.scenario import MODEL, VOCABULARY_SIZE, PoolPlan, Scenario, WorkerPlan
+from tests.fault_simulation.virtual_loop import Life, VirtualLoop
+from tests.fault_simulation.watcher import WatchedJournal, Watcher
+from wire.card import WorkerCard, WorkerLimits
+from wire.events import JournalRecord
+from wire.feed import BlockChain, WorkerState
+from workers.adapters.sockets import RequestSocket
+from workers.core.push_stream import PushStream, PushTiming
+from workers.engines.simulated import RealTimeSimulatedEngine
+from workers.kv_fetcher import KvFetcher
+from workers.metrics import WorkerMetrics
+from workers.publisher import EventPublisher
+from workers.service import KvExchange, ServiceLimits, WorkerService
+from workers.simulated.engine import EngineLimits
+from workers.simulated.kv_transfer import KvSource, TransferModel
+from workers.simulated.next_token import Vocabulary
+from workers.simulated.timing import PolynomialTiming, ScaledTiming
+
+LEASE_MS = 1000
+PEER_LEASE_MS = 2000.0
+DRAIN_TIMEOUT_MS = 500.0
+KEPT_TRANSFERS_MAX = 6
+KV_FETCH_TIMEOUT_MS = 1_500.0
+"""Longer than a socket that lost its connection waits before it tries again."""
+MAX_WAITING_REQUESTS = 12
+DECISIONS_KEPT = 50
+BLOCKS_PER_WORKER_MAX = 1024
+
+_ROUTER_SETTINGS = RouterSettings(
+    decision_log_length=DECISIONS_KEPT,
+    worker_timeout_ms=1_000,
+    reservation_ttl_ms=3_000,
+)
+
+
+class World:
+    """What processes share: time, network, seed, scenario, and who watches."""
+
+    def __init__(
+        self, scenario: Scenario, loop: VirtualLoop, network: Network, watcher: Watcher, vocabulary: Vocabulary
+    ) -> None:
+        self.scenario = scenario
+        self.loop = loop
+        self.network = network
+        self.watcher = watcher
+        self.vocabulary = vocabulary
+        self.lives: list[Life] = []
+        self.ports = 0
+        self.on_end: Callable[[Process], None] = lambda process: None
+
+    def port(self) -> int:
+        """Return a port that nobody else has."""
+        self.ports += 1
+        return 10_000 + self.ports
+
+
+class Process:
+    """A machine's process over all its lives."""
+
+    kind = ""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world = world
+        self.machine = Machine(name, world.loop, Random(f"{world.scenario.seed}/{name}"))
+        self.name = name
+        self.life: Life | None = None
+        self.wanted = True
+        """It is started again when it has ended."""
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def alive(self) -> bool:
+        """Say whether a life is under way."""
+        return self.life is not None and not self.life.dead
+
+    def start(self) -> None:
+        """Begin a life."""
+        assert not self.alive
+        machine = self.machine
+        machine.lives += 1
+        self.life = life = Life(machine.name, self.kind, machine.lives)
+        self.world.lives.append(life)
+        self.world.watcher.note("start", str(life))
+        self._task = self.world.loop.spawn(life, self._live(life))
+
+    async def _live(self, life: Life) -> None:
+        try:
+            await self.run(life)
+        except OSError as error:
+            self.world.watcher.note("exit", f"{life} {error}")
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            self.world.watcher.fail(f"{life} ended with {error!r}")
+        self._ended(life)
+
+    def _ended(self, life: Life) -> None:
+        if not life.dead:
+            life.dead = True
+            self.world.watcher.note("end", str(life))
+            self.world.network.kill(life)
+            self.world.on_end(self)
+
+    async def run(self, life: Life) -> None:
+        """Be the process, from start to end."""
+        raise NotImplementedError
+
+    def kill(self) -> None:
+        """End at once."""
+        if self.life is not None and not self.life.dead:
+            self.life.dead = True
+            self.world.watcher.note("kill", str(self.life))
+            self.world.network.kill(self.life)
+            self.world.on_end(self)
+
+
+class Store:
+    """What a consolidator needs on whichever machine it runs."""
+
+    def __init__(self, world: World, plan: PoolPlan, machine: Machine) -> None:
+        self._world = world
+        self._plan = plan
+        self._machine = machine
+        self._settings = ConsolidatorSettings.model_construct(
+            **{
+                **ConsolidatorSettings().model_dump(),
+                "ingest_port": world.port(),
+                "feed_port": world.port(),
+                "query_port": world.port(),
+                "lease_ms": LEASE_MS,
+                "snapshot_every_records": world.scenario.snapshot_every_records,
+                "fsync": plan.fsync,
+                "append_retry_ms": 100,
+                "keepalive_ms": 300,
+                "blocks_per_worker_max": BLOCKS_PER_WORKER_MAX,
+            }
+        )
+        self.ingest_endpoint = f"tcp://127.0.0.1:{self._settings.ingest_port}"
+        self.feed_endpoint = f"tcp://127.0.0.1:{self._settings.feed_port}"
+        self.query_endpoint = f"tcp://127.0.0.1:{self._settings.query_port}"
+        self.service: ConsolidatorService | None = None
+        self.journal: Journal | None = None
+
+    def make(self) -> ConsolidatorService:
+        """Return the service of a new life."""
+        consolidator_id = f"{self._machine.name}/{self._machine.lives}"
+        self.journal = None
+        self.service = ConsolidatorService(
+            self._settings,
+            CollectorRegistry(),
+            self._machine,
+            lambda: self._open(consolidator_id),
+            consolidator_id,
+            self._world.network.context,
+        )
+        return self.service
+
+    def _open(self, consolidator_id: str) -> Journal:
+        scenario = self._world.scenario
+        journal: Journal
+        if self._plan.journal == "memory":
+            journal = MemoryJournal(scenario.memory_journal_bytes)
+        else:
+            journal = FileJournal(
+                self._machine.disk.open(),
+                JournalSettings(segment_bytes=4_000, retention_bytes=12_000, retention_ms=600_000),
+            )
+        self.journal = journal
+        return cast(Journal, WatchedJournal(journal, self._world.watcher, self._plan.name, consolidator_id))
+
+    @property
+    def machine_name(self) -> str:
+        """Return where it runs."""
+        return self._machine.name
+
+    @property
+    def memory_journal_bytes(self) -> int:
+        """Return the bound of a journal in memory."""
+        return self._world.scenario.memory_journal_bytes
+
+    def disk(self) -> Disk:
+        """Return the journal's directory."""
+        return self._machine.disk.open()
+
+    @property
+    def offset(self) -> int | None:
+        """Return the next offset, once it is known."""
+        service = self.service
+        return service.core.pool.offset if service is not None and service._core is not None else None
+
+
+class ConsolidatorProcess(Process):
+    """``poolgrid consolidator``."""
+
+    kind = "consolidator"
+
+    def __init__(self, world: World, plan: PoolPlan) -> None:
+        super().__init__(world, f"{plan.name}.consolidator")
+        self.store = Store(world, plan, self.machine)
+
+    async def run(self, life: Life) -> None:
+        """Serve for ever."""
+        service = self.store.make()
+        await service.start()
+        await asyncio.Event().wait()
+
+
+class WatchedFeed:
+    """A feed whose records the watcher sees before the router does."""
+
+    def __init__(self, feed: JournalFeed, watcher: Watcher, router: RouterProcess) -> None:
+        self._feed = feed
+        self._watcher = watcher
+        self._router = router
+        self._reader: JournalReader | None = None
+
+    async def start(self, reader: JournalReader) -> None:
+        """Follow, with the watcher in between."""
+        self._reader = reader
+        await self._feed.start(self)
+
+    async def stop(self) -> None:
+        """Stop following."""
+        await self._feed.stop()
+
+    def on_snapshot(
+        self, next_offset: int, workers: Sequence[WorkerState], chains: Sequence[tuple[int, BlockChain]]
+    ) -> None:
+        """Pass a snapshot on."""
+        assert self._reader is not None
+        self._watcher.on_snapshot(self._router, next_offset)
+        self._reader.on_snapshot(next_offset, workers, chains)
+
+    def on_records(self, records: Sequence[JournalRecord]) -> None:
+        """Pass records on."""
+        assert self._reader is not None
+        self._watcher.on_records(self._router, records)
+        self._reader.on_records(records)
+
+
+class RouterProcess(Process):
+    """``poolgrid router``, with the consolidator inside or elsewhere."""
+
+    kind = "router"
+
+    def __init__(self, world: World, plan: PoolPlan, name: str, store: Store | None) -> None:
+        super().__init__(world, name)
+        self.plan = plan
+        self.store = store or Store(world, plan, self.machine)
+        self.embedded = store is None
+        self.service: RouterService | None = None
+        self.feed: JournalFeed | None = None
+        self.select_endpoint = ""
+        self._settings = _ROUTER_SETTINGS.model_copy(
+            update={
+                "local_prefill_max_tokens": world.scenario.local_prefill_max_tokens,
+                "queue_timeout_ms": 60_000.0 if world.scenario.strict else 4_000.0,
+                "queue_limit": world.scenario.queue_limit,
+                "worker_queue_factor": world.scenario.worker_queue_factor,
+                "select_port": world.port(),
+            }
+        )
+
+    @property
+    def settings(self) -> RouterSettings:
+        """Return the settings."""
+        return self._settings
+
+    async def run(self, life: Life) -> None:
+        """Serve for ever."""
+        world, settings, clock = self.world, self._settings, self.machine
+        metrics = RouterMetrics(CollectorRegistry())
+        ledger = LoadLedger(settings.reservation_ttl_ms)
+        projection = Projection(PrefixIndex(settings.index_budget_bytes), ledger)
+        policy = make_policy("kv", settings.cost_weights(), settings.temperature)
+        selector = Selector(projection, policy, settings.worker_queue_factor, None)
+        feed: JournalFeed
+        if self.embedded:
+            feed = EmbeddedFeed(self.store.make())
+        else:
+            feed = RemoteFeed(
+                self.store.feed_endpoint, self.store.query_endpoint, clock, make_context=world.network.context
+            )
+        self.feed = feed
+        context = world.network.context()
+        service = RouterService(
+            settings, projection, selector, WatchedFeed(feed, world.watcher, self), metrics, clock, context
+        )
+        self.service = service
+        plane = SelectPlane(context, settings.host, settings.select_port, service, selector, metrics, clock)
+        self.select_endpoint = plane.endpoint
+        await service.start()
+        await asyncio.Event().wait()
+
+    @property
+    def ready(self) -> bool:
+        """Say whether requests may be sent here."""
+        return self.alive and self.service is not None and self.service.ready
+
+
+class WorkerProcess(Process):
+    """``poolgrid worker`` with the simulated engine."""
+
+    kind = "worker"
+
+    def __init__(self, world: World, plan: WorkerPlan, ingest_endpoint: str) -> None:
+        super().__init__(world, plan.name)
+        self.plan = plan
+        self._ingest_endpoint = ingest_endpoint
+        self._port = world.port()
+        self._stop: asyncio.Event | None = None
+        self.service: WorkerService | None = None
+        self.engine: RealTimeSimulatedEngine | None = None
+        self.stream: PushStream | None = None
+        self.fetcher: KvFetcher | None = None
+        self.epoch = 0
+        self.card: WorkerCard | None = None
+
+    async def run(self, life: Life) -> None:
+        """Serve until stopped, and drain."""
+        world, plan, clock = self.world, self.plan, self.machine
+        network = world.network
+        metrics = WorkerMetrics(CollectorRegistry())
+        context = network.context()
+        self.epoch = epoch = clock.wall_ms() * 1_000_000 + clock.lives
+        requests = RequestSocket(context, "127.0.0.1", self._port if plan.same_port else world.port())
+        limits = EngineLimits(
+            block_size=world.scenario.block_size,
+            total_kv_blocks=plan.total_kv_blocks,
+            host_kv_blocks=plan.host_kv_blocks,
+            max_batch_size=plan.max_batch_size,
+            max_num_tokens=64,
+            max_sequence_length=plan.total_kv_blocks * world.scenario.block_size,
+            max_waiting_requests=MAX_WAITING_REQUESTS,
+        )
+        self.card = card = WorkerCard(
+            model=MODEL,
+            role=plan.role,
+            block_size=limits.block_size,
+            limits=WorkerLimits(
+                limits.max_batch_size,
+                limits.max_num_tokens,
+                limits.total_kv_blocks,
+                limits.max_sequence_length,
+                limits.host_kv_blocks,
+            ),
+            request_endpoint=f"tcp://127.0.0.1:{requests.port}",
+            eos_token_ids=(2,),
+            vocabulary_size=VOCABULARY_SIZE,
+        )
+        self.engine = engine = RealTimeSimulatedEngine(
+            limits,
+            world.vocabulary,
+            ScaledTiming(PolynomialTiming(), plan.speedup),
+            clock,
+            TransferModel(timeout_ms=3_000.0, kept_max=KEPT_TRANSFERS_MAX),
+            KvSource(card.request_endpoint, plan.name, epoch),
+        )
+        self.fetcher = fetcher = KvFetcher(
+            context, KV_FETCH_TIMEOUT_MS, MAX_WAITING_REQUESTS + plan.max_batch_size, clock, metrics
+        )
+        self.service = service = WorkerService(
+            plan.name,
+            epoch,
+            card,
+            engine,
+            requests,
+            ServiceLimits(PEER_LEASE_MS, DRAIN_TIMEOUT_MS),
+            clock,
+            metrics,
+            KvExchange(engine, fetcher),
+        )
+        self.stream = PushStream(
+            plan.name,
+            0,
+            epoch,
+            card,
+            PushTiming(heartbeat_ms=300.0, silence_ms=1_500.0, refused_retry_ms=200.0, refused_retry_max_ms=2_000.0),
+            world.scenario.outbox_bytes,
+        )
+        publisher = EventPublisher(
+            context, self._ingest_endpoint, self.stream, service.restate, clock, metrics, load_interval_ms=100
+        )
+        self._stop = asyncio.Event()
+        try:
+            await service.run(publisher, self._stop)
+        finally:
+            fetcher.close(orderly=True)
+            requests.close(orderly=True)
+            publisher.close(orderly=True)
+
+    def drain(self) -> None:
+        """Ask it to end in good order."""
+        if self.alive and self._stop is not None:
+            self.world.watcher.note("drain", str(self.life))
+            self._stop.set()
+
+
+class GlobalRouterProcess(Process):
+    """``poolgrid global-router`` over the pools of the scenario."""
+
+    kind = "global"
+
+    def __init__(self, world: World, document: LoadedDocument, routers: dict[str, RouterProcess]) -> None:
+        super().__init__(world, "global")
+        self._document = document
+        self._routers = routers
+        self.service: GlobalRouterService | None = None
+        self.links: WorkerLinks | None = None
+        self._ready = False
+
+    async def run(self, life: Life) -> None:
+        """Serve for ever."""
+        clock: Clock = self.machine
+        self._ready = False
+        settings = GlobalRouterSettings(
+            config=Path("simulated"),
+            status_interval_ms=100,
+            status_timeout_ms=600,
+            select_timeout_ms=300,
+            connect_timeout_ms=300,
+            worker_timeout_ms=1_000,
+            link_idle_ms=2_000,
+            move_timeout_ms=4_000,
+            local_prefill_max_tokens=self.world.scenario.local_prefill_max_tokens,
+            decision_log_length=DECISIONS_KEPT,
+        )
+        metrics = GlobalRouterMetrics(CollectorRegistry())
+        context = self.world.network.context()
+        self.links = links = WorkerLinks(
+            context, settings.worker_timeout_ms, settings.link_idle_ms, clock, lambda: None
+        )
+        configuration = Configuration(self._document, settings.config, clock)
+        urls = {name: f"http://{name}" for name in self._routers}
+        pools = Pools(urls, context, self._discover, clock, settings.status_interval_ms, settings.status_timeout_ms)
+        self.service = service = GlobalRouterService(settings, configuration, pools, links, metrics, clock)
+        links.attach(service)
+        pools.use(self._document.document)
+        housekeeping = asyncio.create_task(service.keep_house())
+        await pools.first_look()
+        self._ready = True
+        await housekeeping
+
+    async def _discover(self, url: str) -> str:
+        router = self._routers[url.removeprefix("http://")]
+        await asyncio.sleep(0.002)
+        if not router.alive or not router.select_endpoint:
+            raise OSError(f"asking {url}/v1/pool: connection refused")
+        return router.select_endpoint
+
+    @property
+    def ready(self) -> bool:
+        """Say whether requests may be sent here."""
+        return self.alive and self._ready and self.service is not None and self.service.missing() is None
