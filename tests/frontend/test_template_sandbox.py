@@ -25,7 +25,7 @@ def render(source: str, limit_ms: float = 60_000) -> str:
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "steps|takes too long"),
         (
             "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-            "takes too long",
+            "steps|takes too long",
         ),
         ("{{ 'a' * 999999999999 }}", "characters"),
         ("{{ 999999999999 * 'a' }}", "characters"),
