@@ -34,6 +34,7 @@ from router.settings import RouterSettings
 from runtime.clock import SystemClock
 from runtime.http_server import HttpServer
 from runtime.planes import CurveKeys, PlaneContext, PlaneMetrics
+from runtime.tls import Tls
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ async def serve(
     prompt_model = PromptModel.load(
         frontend.model_path,
         frontend.model_name,
+        chat_template=frontend.chat_template,
         tokenization_cache_bytes=frontend.tokenization_cache_bytes,
         fast_tokenizer=frontend.fast_tokenizer,
     )
@@ -110,7 +112,7 @@ async def serve(
     add_router_endpoints(app, service, clock)
     add_index_endpoint(app, service)
     add_route_endpoint(app, service, frontend.max_body_bytes)
-    server = HttpServer(app, settings.host, settings.port, "port", settings.shutdown_timeout_ms)
+    server = HttpServer(app, settings.host, settings.port, "port", settings.shutdown_timeout_ms, Tls.load(settings))
     starting: asyncio.Task[None] | None = None
     stopping = asyncio.ensure_future(stop.wait())
     plane: SelectPlane | None = None
