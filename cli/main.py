@@ -141,16 +141,37 @@ def top(
 
 
 @app.command()
+def replay(
+    directory: Annotated[Path, typer.Argument(help="Directory of the pool's journal (a data_dir).")],
+    decisions: Annotated[
+        Path | None, typer.Option(help="Where the decisions are, when not in `decisions` below the journal.")
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Status 1 also when a decision cannot be derived.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Derive every recorded decision again from the journal and compare bit for bit; status 1 at a difference."""
+    from cli.replay import replay as run_replay
+
+    raise typer.Exit(run_replay(directory, decisions, strict, as_json))
+
+
+@app.command()
 def explain(
     request_id: Annotated[str, typer.Argument(help="The x-request-id of an answer.")],
     url: Annotated[
         str, typer.Option(help="Router or global router that served it.", envvar="POOLGRID_URL")
     ] = "http://127.0.0.1:8000",
+    journal: Annotated[
+        Path | None, typer.Option(help="Read a data_dir with recorded decisions, instead of asking a router.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Explain why a request went where it went: every candidate, every cost term, who was passed over and why."""
     from cli.explain import explain as run_explain
+    from cli.explain import explain_from_journal
 
+    if journal is not None:
+        raise typer.Exit(explain_from_journal(request_id, journal, as_json))
     raise typer.Exit(run_explain(request_id, url, as_json))
 
 

@@ -89,6 +89,7 @@ class LocalPool:
             [
                 *("router", "--host", settings.host, "--port", str(settings.port), "--policy", settings.policy),
                 *("--model-path", str(settings.model_path), "--queue-limit", str(settings.queue_limit)),
+                *("--data-dir", str(self._data_dir)),
                 *("--feed-endpoint", self._consolidator.word("feed")),
                 *("--query-endpoint", self._consolidator.word("query"), *common),
             ],

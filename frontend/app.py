@@ -106,6 +106,8 @@ def create_app(
     metrics.tokenizers.show(backend, models)
     metrics.tokenizations_pending.set_function(lambda: tokenization.pending)
     preparation = Preparation(backend, models, settings)
+    # For endpoints of the routers that take the same bodies.
+    app.state.preparation, app.state.tokenization = preparation, tokenization
     request_ids = RequestIds(secrets.token_hex(6) if id_prefix is None else id_prefix)
     for path, chat in (("/v1/chat/completions", True), ("/v1/completions", False)):
         endpoint = InferenceEndpoint(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 from collections.abc import Callable
 from typing import NamedTuple
@@ -19,13 +18,16 @@ from router.consolidator.service import ConsolidatorService
 from router.consolidator.settings import ConsolidatorSettings
 from router.core.approximate_index import ApproximateIndex
 from router.core.load_ledger import LoadLedger
-from router.core.policy import POLICY_NAMES, Policy, make_policy
+from router.core.policy import POLICY_NAMES
 from router.core.prefix_index import PrefixIndex
 from router.core.projection import Projection
 from router.core.selector import Selector
+from router.decision_journal.opening import open_recorder
+from router.dry_run import add_route_endpoint
 from router.feeds import EmbeddedFeed, RemoteFeed
 from router.http_api import add_index_endpoint, add_pool_endpoint, add_router_endpoints, readiness
-from router.metrics import RouterMetrics, register_views
+from router.metrics import DecisionRecordCollector, RouterMetrics, register_views
+from router.policy_loading import load_policy
 from router.ports import JournalFeed
 from router.select_plane import SelectPlane
 from router.service import RouterService
@@ -44,29 +46,6 @@ class Endpoints(NamedTuple):
     """Where workers push their events; empty when the consolidator runs elsewhere."""
     select: str
     """Where global routers ask for workers."""
-
-
-class PolicyError(ValueError):
-    """A policy cannot be used."""
-
-
-def load_policy(settings: RouterSettings) -> Policy:
-    """Return the policy that the settings name; raises ``PolicyError``."""
-    if ":" not in settings.policy:
-        try:
-            return make_policy(settings.policy, settings.cost_weights(), settings.temperature)
-        except ValueError as error:
-            raise PolicyError(f"{error}, or module:Class") from None
-    module_name, _, class_name = settings.policy.partition(":")
-    try:
-        policy = getattr(importlib.import_module(module_name), class_name)()
-    except Exception as error:
-        raise PolicyError(f"loading policy {settings.policy!r}: {type(error).__name__}: {error}") from error
-    missing = [name for name in ("name", "needs_overlap", "choose") if not hasattr(policy, name)]
-    if missing:
-        raise PolicyError(f"loading policy {settings.policy!r}: it lacks {', '.join(missing)}; see docs/policies.md")
-    loaded: Policy = policy
-    return loaded
 
 
 async def serve(
@@ -102,9 +81,14 @@ async def serve(
     else:
         embedded = create_consolidator(consolidator, registry, clock)
         feed = EmbeddedFeed(embedded)
+    recorder = open_recorder(settings, consolidator, projection, policy, clock)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     service = RouterService(settings, projection, selector, feed, metrics, clock, context)
     register_views(registry, service)
+    if recorder is not None:
+        service.record = recorder
+        selector.watch(recorder)
+        registry.register(DecisionRecordCollector(recorder))
     app = create_app(
         service,
         {prompt_model.name: prompt_model},
@@ -115,6 +99,7 @@ async def serve(
     )
     add_router_endpoints(app, service, clock)
     add_index_endpoint(app, service)
+    add_route_endpoint(app, service, frontend.max_body_bytes)
     server = HttpServer(app, settings.host, settings.port, "port", settings.shutdown_timeout_ms)
     starting: asyncio.Task[None] | None = None
     stopping = asyncio.ensure_future(stop.wait())
@@ -124,6 +109,8 @@ async def serve(
         add_pool_endpoint(app, plane)
         # HTTP answers /live and /ready while the state is still being rebuilt; requests are refused until then.
         server.start()
+        if recorder is not None:
+            recorder.start()
         starting = asyncio.ensure_future(service.start())
         await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
@@ -139,5 +126,7 @@ async def serve(
         if plane is not None:
             plane.close()
         await service.stop()
+        if recorder is not None:
+            await recorder.stop()
         context.destroy(linger=0)
         log.info("router has ended")

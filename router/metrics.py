@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from dispatch.prompt_paths import PromptPaths
 from router.core.projection import Projection
+from router.decision_journal.recorder import DecisionRecorder
 from runtime.instruments import Counter, Histogram
 from wire.identifiers import StreamState, WorkerKey
 
@@ -202,3 +203,31 @@ class StateCollector(Collector):
 def register_views(registry: CollectorRegistry, viewed: Viewed) -> None:
     """Have the state read at every scrape."""
     registry.register(StateCollector(viewed))
+
+
+class DecisionRecordCollector(Collector):
+    """Reads what became of the decisions that were to be recorded."""
+
+    def __init__(self, recorder: DecisionRecorder) -> None:
+        self._recorder = recorder
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield what the recorder counted."""
+        recorder = self._recorder
+        counters = recorder.counters
+        for name, text, count in (
+            ("recorded_decisions", "Decisions written to the decision journal.", counters.written_decisions),
+            (
+                "unrecorded_decisions",
+                "Decisions the decision journal lacks, and says so.",
+                counters.lost_decisions,
+            ),
+            ("decision_journal_errors", "Writes to the decision journal that failed.", counters.failed_writes),
+        ):
+            yield CounterMetricFamily(f"poolgrid_router_{name}", text, value=count)
+        for name, text, value in (
+            ("decision_journal_failing", "1 while the decision journal cannot be written.", bool(recorder.failing)),
+            ("decision_journal_bytes", "Size of the decision journal.", recorder.segments.sizes()[1]),
+            ("decision_journal_pending", "Inputs of decisions that wait to be written.", recorder.pending),
+        ):
+            yield GaugeMetricFamily(f"poolgrid_router_{name}", text, value=float(value))

@@ -1,4 +1,4 @@
-"""What the router needs from the outside: a journal to follow."""
+"""What the router needs from the outside: a journal to follow, and somewhere to keep its decisions."""
 
 from __future__ import annotations
 
@@ -20,6 +20,18 @@ class JournalReader(Protocol):
 
     def on_records(self, records: Sequence[JournalRecord]) -> None:
         """Apply records that follow on what was applied before, without holes."""
+        ...
+
+
+class DecisionRecord(Protocol):
+    """Keeps what came of decisions; what led to them it hears as a ``Witness``."""
+
+    def realised(self, request_id: str, attempt: int, cached_tokens: int) -> None:
+        """Note what the chosen worker really reused."""
+        ...
+
+    def ended(self, request_id: str, output_tokens: int) -> None:
+        """Note that a request is over."""
         ...
 
 

@@ -188,7 +188,7 @@ class SelectPlane:
         path = unpack_hashes(message.sequence_hashes)
         best = self._selector.best_overlap_blocks(message.model, self._roles(message.model, message.stage), path)
         try:
-            decision = self._decide("", message.model, message.stage, message.isl, path, {}, 0)
+            decision = self._decide("", message.model, message.stage, message.isl, path, {}, 0, dry_run=True)
         except NoWorker as none:
             code = "busy" if none.only_busy else "no_worker"
             return Probed(message.ask, code, 0, best, self._block_size(message.model))
@@ -242,6 +242,7 @@ class SelectPlane:
         path: tuple[int, ...],
         excluded: Mapping[WorkerKey, str],
         priority: int,
+        dry_run: bool = False,
     ) -> Decision:
         block_size = max(1, self._block_size(model))
         request = RoutingRequest(request_id, model, isl, block_size, -(-isl // block_size), priority, stage)
@@ -253,6 +254,7 @@ class SelectPlane:
             self._clock.wall_ms(),
             unavailable,
             roles=self._roles(model, stage),
+            dry_run=dry_run,
         )
 
     def _roles(self, model: str, stage: Stage) -> tuple[Role, ...]:

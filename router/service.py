@@ -26,13 +26,13 @@ from dispatch.worker_link import WorkerLink
 from frontend.ports import InferenceRequest, Refused, ServedModel, StreamDelta
 from router.core.admission_queue import AdmissionQueue, QueuedRequest, QueueOrder
 from router.core.candidates import RoutingRequest
-from router.core.decision import DecisionLog
+from router.core.decision import Decision, DecisionLog
 from router.core.drain_rate import DrainRate
 from router.core.projection import Projection
 from router.core.selector import NoWorker, Selector
 from router.core.stage_plan import DECODE_ROLES, PREFILL_ROLES, SECOND_LEG, WHOLE_ROLES, Leg, first_leg
 from router.metrics import RouterMetrics
-from router.ports import JournalFeed
+from router.ports import DecisionRecord, JournalFeed
 from router.settings import RouterSettings
 from runtime.clock import Clock
 from wire.events import JournalRecord, RequestStarted
@@ -77,6 +77,8 @@ class RouterService:
     ) -> None:
         self.projection = projection
         self.decisions = DecisionLog(settings.decision_log_length)
+        self.record: DecisionRecord | None = None
+        """Where decisions are kept beyond ``decisions``; whoever sets it also has the selector watched by it."""
         self.paths = PromptPaths(settings.path_cache_bytes)
         self.ready = False
         self._settings = settings
@@ -162,9 +164,14 @@ class RouterService:
             for event in record.events:
                 # Also for requests that were only placed here, and whose tokens go past this router.
                 if isinstance(event, RequestStarted):
-                    self.decisions.realised(event.request_id, 0, event.cached_tokens)
+                    self._realised(event.request_id, event.cached_tokens)
         self._metrics.records_applied.inc(len(records))
         self._after_records()
+
+    def _realised(self, dispatch_id: str, cached_tokens: int) -> None:
+        decision = self.decisions.realised(dispatch_id, cached_tokens)
+        if decision is not None and self.record is not None:
+            self.record.realised(decision.request.request_id, decision.attempt, cached_tokens)
 
     def _after_records(self) -> None:
         if self.projection.fleet.version != self._fleet_version:
@@ -333,6 +340,31 @@ class RouterService:
             dispatched.set_result(None)
         return True
 
+    def preview(self, request: InferenceRequest) -> Decision:
+        """Return the decision that a request would get now; nothing is booked, sent, counted or recorded.
+
+        Raises ``Refused`` where the request would be refused, or would wait.
+        """
+        if not self.ready:
+            raise Refused(503, "not_ready", "the router is still rebuilding its state; try again")
+        active = ActiveRequest(request, self._path(request), lambda _: None)
+        block_size = self._block_size(request.model)
+        leg = self._next_leg(active, block_size)
+        try:
+            return self._selector.select(
+                _routing(active, block_size, leg),
+                active.path,
+                self._clock.monotonic_ms(),
+                self._clock.wall_ms(),
+                self._unreachable,
+                roles=leg.roles,
+                dry_run=True,
+            )
+        except NoWorker as none:
+            if none.only_busy:
+                raise Refused(429, "busy", str(none), self.retry_after_s()) from None
+            raise Refused(503, "no_worker", str(none)) from None
+
     def _next_leg(self, active: ActiveRequest, block_size: int) -> Leg:
         """Return what the next worker is to do: the decode leg after a prefill, else what the plan says."""
         if active.disaggregated_params is not None:
@@ -362,16 +394,7 @@ class RouterService:
             active.path = self._path(request)
         leg = self._next_leg(active, block_size)
         while True:
-            tokens = len(request.token_ids) // 4 + active.emitted_tokens
-            routing = RoutingRequest(
-                request.request_id,
-                request.model,
-                tokens,
-                max(1, block_size),
-                -(-tokens // max(1, block_size)),
-                request.priority,
-                leg.stage,
-            )
+            routing = _routing(active, block_size, leg)
             unavailable = {**self._unreachable, **active.tried} if active.tried else self._unreachable
             try:
                 decision = self._selector.select(
@@ -396,8 +419,8 @@ class RouterService:
         metrics.decisions.labels(decision.policy, reason).inc()
         metrics.legs.labels(leg.stage.name.lower(), leg.reason).inc()
         if decision.attempt == 0:
-            metrics.prompt_tokens.inc(tokens)
-            metrics.overlap_found_tokens.inc(min(tokens, decision.overlap_blocks * max(1, block_size)))
+            metrics.prompt_tokens.inc(routing.isl)
+            metrics.overlap_found_tokens.inc(min(routing.isl, decision.overlap_blocks * max(1, block_size)))
         metrics.decision_seconds.observe(perf_counter() - started)
         return True
 
@@ -418,9 +441,10 @@ class RouterService:
             if delta.finish_reason == "error" and delta.retryable:
                 self._move(active, delta.error or "the worker refused the request")
                 continue
-            if delta.cached_tokens is not None and dispatch.number == 0 and active.emitted_tokens == 0:
-                self._metrics.overlap_realised_tokens.inc(delta.cached_tokens)
-                self.decisions.realised(active.request.request_id, 0, delta.cached_tokens)
+            if delta.cached_tokens is not None:
+                self._realised(delta.request_id, delta.cached_tokens)
+                if dispatch.number == 0 and active.emitted_tokens == 0:
+                    self._metrics.overlap_realised_tokens.inc(delta.cached_tokens)
             if delta.finish_reason == "cancelled":
                 self._move(active, "the worker cancelled the request")
             elif not active.accept(dispatch, delta):
@@ -513,6 +537,8 @@ class RouterService:
         if self._active.pop(active.request.request_id, None) is not None:
             self._drain.finished(self._clock.monotonic_ms())
             request = active.request
+            if self.record is not None:
+                self.record.ended(request.request_id, active.emitted_tokens)
             self._admission.charge(
                 request.model, request.tenant, request.tenant_weight, request.priority, active.emitted_tokens
             )
@@ -578,3 +604,13 @@ class RouterService:
         """Tell whether the request plane to a worker is up."""
         link = self._links.get(self._endpoint_of.get(key, ""))
         return link is not None and link.is_up
+
+
+def _routing(active: ActiveRequest, block_size: int, leg: Leg) -> RoutingRequest:
+    """Return what a policy may know of a request: what it was given and has generated so far is one prompt."""
+    request = active.request
+    tokens = len(request.token_ids) // 4 + active.emitted_tokens
+    size = max(1, block_size)
+    return RoutingRequest(
+        request.request_id, request.model, tokens, size, -(-tokens // size), request.priority, leg.stage
+    )

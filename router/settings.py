@@ -63,6 +63,23 @@ class RouterSettings(Settings):
     decision_log_length: int = Field(
         10_000, ge=1, le=1_000_000, description="Decisions kept for /v1/decisions; the oldest is forgotten first."
     )
+    router_id: str = Field(
+        "router",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
+        description="Name of this router among those of its pool; its decisions are kept under it.",
+    )
+    record_decisions: bool = Field(
+        True,
+        description="With a data_dir, write every decision and what it depended on to decisions/ROUTER_ID there, for "
+        "poolgrid replay, what-if and explain; segments and retention are the journal's.",
+    )
+    decision_queue_limit: int = Field(
+        20_000,
+        ge=100,
+        le=10_000_000,
+        description="Inputs of decisions that may wait to be written, about three seconds of a busy router; beyond it "
+        "they are dropped, and the journal says how many.",
+    )
     worker_queue_factor: float = Field(
         2.0,
         gt=0,

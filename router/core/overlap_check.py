@@ -14,6 +14,7 @@ This is how a stream that never fills is found: the engine reuses what the index
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 WINDOW = 64
 """Requests that count: a few seconds of a busy worker, so that the verdict follows a stream that breaks or heals."""
@@ -32,7 +33,7 @@ class OverlapCheck:
 
     __slots__ = ("_window", "disagreeing_tokens", "is_suspect", "predicted_tokens", "realised_tokens", "weight_tokens")
 
-    def __init__(self) -> None:
+    def __init__(self, window: Iterable[tuple[int, int, int]] = ()) -> None:
         self._window: deque[tuple[int, int, int]] = deque()
         self.predicted_tokens = 0
         """Sum over the window."""
@@ -40,6 +41,12 @@ class OverlapCheck:
         self.disagreeing_tokens = 0
         self.weight_tokens = 0
         self.is_suspect = False
+        for predicted, realised, disagreeing in window:
+            self._enter(predicted, realised, disagreeing)
+
+    def window(self) -> list[tuple[int, int, int]]:
+        """Return what counts: predicted, realised and disagreeing tokens of each request, oldest first."""
+        return list(self._window)
 
     def __len__(self) -> int:
         """Return the number of requests that count."""

@@ -39,7 +39,10 @@ class Choice:
 
 
 class Policy(Protocol):
-    """Chooses a worker."""
+    """Chooses a worker.
+
+    One that counts also has ``checkpoint() -> int`` and ``restore(count)``, so that a replay can begin in the middle.
+    """
 
     @property
     def name(self) -> str:
@@ -134,6 +137,14 @@ class RoundRobin:
         row = self._turn % len(candidates)
         self._turn += 1
         return Choice(row, "turn")
+
+    def checkpoint(self) -> int:
+        """Return what was counted."""
+        return self._turn
+
+    def restore(self, turn: int) -> None:
+        """Go on from what another one had counted."""
+        self._turn = turn
 
 
 class Random:

@@ -7,6 +7,7 @@ worker.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ from router.core.fleet import Worker
 from router.core.policy import Policy
 from router.core.prefix_index import PrefixIndex, slots_of
 from router.core.projection import Projection
+from router.core.witness import Witness
 from wire.identifiers import Role, Stage, WorkerKey
 
 FEW_WORKERS = 8
@@ -75,6 +77,11 @@ class Selector:
         self._approximate = approximate
         self._groups: dict[tuple[str, tuple[Role, ...]], _Group] = {}
         self._groups_version = -1
+        self._witness: Witness | None = None
+
+    def watch(self, witness: Witness | None) -> None:
+        """Have a witness told of everything that decisions depend on, from now on: here, in projection and ledger."""
+        self._witness = self._projection.witness = self._projection.ledger.witness = witness
 
     @property
     def policy(self) -> Policy:
@@ -90,11 +97,13 @@ class Selector:
         unavailable: Mapping[WorkerKey, str] | None = None,
         attempt: int = 0,
         roles: tuple[Role, ...] = (Role.AGGREGATED,),
+        dry_run: bool = False,
     ) -> Decision:
         """Choose a worker for a request whose prompt has the sequence hashes ``path``.
 
         ``now_ms`` is monotonic, ``time_ms`` wall clock for the record; ``unavailable`` names workers that the caller
-        knows it cannot use, and why. Raises ``NoWorker``.
+        knows it cannot use, and why. A ``dry_run`` leaves no trace: a policy that counts is asked on a copy, and no
+        witness is told. Raises ``NoWorker``.
         """
         group = self._group(request.model, roles)
         projection = self._projection
@@ -123,11 +132,12 @@ class Selector:
             host[rows],
             disk[rows],
         )
-        choice = self._policy.choose(request, candidates)
-        return Decision(
+        policy = copy.deepcopy(self._policy) if dry_run else self._policy
+        choice = policy.choose(request, candidates)
+        decision = Decision(
             request,
             time_ms,
-            self._policy.name,
+            policy.name,
             projection.next_offset,
             choice,
             candidates,
@@ -135,6 +145,9 @@ class Selector:
             attempt,
             untrusted={worker: why for worker, why in untrusted.items() if worker in group.row_of_worker},
         )
+        if self._witness is not None and not dry_run:
+            self._witness.decided(decision, path, now_ms, unavailable or {}, roles)
+        return decision
 
     def available(
         self, model: str, roles: tuple[Role, ...], unavailable: Mapping[WorkerKey, str] | None = None
@@ -188,6 +201,8 @@ class Selector:
             self._projection.trust.chosen(
                 worker, dispatch_id or request.request_id, path, request.block_size, request.stage, now_ms
             )
+        if self._witness is not None:
+            self._witness.booked(decision, dispatch_id or request.request_id, now_ms, lease_ms)
 
     def _eligible(
         self,

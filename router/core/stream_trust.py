@@ -117,6 +117,28 @@ class StreamTrust:
         self._predictions.expire(now_ms)
         return self._predictions.index.overlap(path, worker)
 
+    # For a state that goes on elsewhere
+
+    def open_choices(self) -> list[tuple[WorkerKey, str, Sequence[int], int]]:
+        """Return the choices whose start is awaited: worker, dispatch, path, block size."""
+        return [(key[0], key[1], pending.path, pending.block_size) for key, pending in self._pending.items()]
+
+    def windows(self) -> list[tuple[WorkerKey, list[tuple[int, int, int]]]]:
+        """Return what counts for each worker's cross-check."""
+        return [(worker, check.window()) for worker, check in self._checks.items()]
+
+    def restore(
+        self,
+        open_choices: Iterable[tuple[WorkerKey, str, Sequence[int], int]],
+        windows: Iterable[tuple[WorkerKey, Iterable[tuple[int, int, int]]]],
+    ) -> None:
+        """Go on from ``open_choices`` and ``windows`` of a state in which every worker was trusted."""
+        self._pending.clear()
+        self._pending.update(
+            ((worker, request_id), _Pending(path, block_size)) for worker, request_id, path, block_size in open_choices
+        )
+        self._checks = {worker: OverlapCheck(window) for worker, window in windows}
+
     # Views
 
     def stream(self, worker: WorkerKey) -> tuple[StreamState, str]:
