@@ -21,6 +21,7 @@ from global_router.settings import GlobalRouterSettings
 from loadgen.settings import BenchSettings
 from router.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
 from router.settings import RouterSettings
+from runtime.security import SecuritySettings
 from runtime.settings import Settings
 from simulation.settings import SimulationSettings
 from workers.settings import WorkerSettings
@@ -66,6 +67,12 @@ SECTIONS = (
         "there is no `--feed-endpoint`; `--host` is then the router's own.",
     ),
     Section("Worker", "worker", (WorkerSettings,), "With the simulated engine."),
+    Section(
+        "Closing the sockets",
+        "router",
+        (SecuritySettings,),
+        "The same options of `router`, `global-router`, `worker` and `consolidator`: [security.md](security.md).",
+    ),
     Section("Load generator", "bench", (BenchSettings,), "What the modes mean: [bench.md](bench.md)."),
     Section("Simulator", "simulate", (SimulationSettings,), "What it prints: [simulate.md](simulate.md)."),
 )

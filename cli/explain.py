@@ -19,6 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.tree import Tree
 
+from cli.api_key import api_key_headers
 from cli.journal import journal_errors, progress_bar, survey_bytes
 from router.consolidator.adapters.posix_disk import ReadOnlyDirectory
 from router.decision_journal.reader import decision_directories, decisions_about
@@ -168,7 +169,7 @@ def explain(request_id: str, url: str, as_json: bool) -> int:
     """Print why a request went where it went; return 1 when the router keeps nothing of it or does not answer."""
     path = f"/v1/decisions/{quote(request_id, safe='')}"
     try:
-        with httpx.Client(timeout=TIMEOUT_S) as client:
+        with httpx.Client(timeout=TIMEOUT_S, headers=api_key_headers()) as client:
             found = client.get(f"{url.rstrip('/')}{path}")
             if found.status_code != 200:
                 sys.stderr.write(f"explaining {request_id!r}: {_message(found)}\n")

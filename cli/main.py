@@ -11,6 +11,7 @@ import typer
 from cli.config import app as config_app
 from cli.engine_config import app as engine_config_app
 from cli.journal import app as journal_app
+from cli.keys import app as keys_app
 from cli.options import with_settings
 from cli.service_process import run_service, say_ready
 from cli.up import UpSettings, run_up
@@ -33,6 +34,7 @@ app = typer.Typer(
 
 app.add_typer(config_app, name="config")
 app.add_typer(engine_config_app, name="engine-config")
+app.add_typer(keys_app, name="keys")
 app.add_typer(journal_app, name="journal")
 
 LogLevel = Annotated[

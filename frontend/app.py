@@ -10,6 +10,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -20,11 +21,13 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from frontend.errors import RequestError
+from frontend.access.gate import AccessGate, GateKeys, caller_of
+from frontend.access.watched_key_file import WatchedKeyFile
+from frontend.errors import RequestError, refused
 from frontend.inference_endpoint import InferenceEndpoint
 from frontend.metrics import FrontendMetrics
 from frontend.openapi import describe_inference
-from frontend.ports import InferenceBackend, ServedModel
+from frontend.ports import InferenceBackend, Refused, ServedModel
 from frontend.preparation import Preparation, model_not_found
 from frontend.prompt_model import PromptModels
 from frontend.request_ids import RequestIds
@@ -52,16 +55,20 @@ class _Application(FastAPI):
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(**fields)
-        self.direct: dict[str, InferenceEndpoint] = {}
-        """Inference endpoints by path."""
+        self.direct: dict[str, InferenceEndpoint | AccessGate] = {}
+        """Inference endpoints by path, each behind the gate when there is one."""
 
-    def direct_endpoint(self, url: bytes) -> InferenceEndpoint | None:
+    def _is_short(self) -> bool:
+        gate: object = AccessGate
+        return all(each.cls is gate for each in self.user_middleware)
+
+    def direct_endpoint(self, url: bytes) -> InferenceEndpoint | AccessGate | None:
         """Return the endpoint that a server may call past this application, for ``runtime.http_protocol``."""
-        return None if self.user_middleware else self.direct.get(url.decode("latin-1"))
+        return self.direct.get(url.decode("latin-1")) if self._is_short() else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection's request."""
-        if scope["type"] == "http" and scope["method"] == "POST" and not self.user_middleware:
+        if scope["type"] == "http" and scope["method"] == "POST" and self._is_short():
             endpoint = self.direct.get(scope["path"])
             if endpoint is not None:
                 await endpoint(scope, receive, send)
@@ -105,6 +112,10 @@ def create_app(
     metrics = FrontendMetrics(registry)
     metrics.tokenizers.show(backend, models)
     metrics.tokenizations_pending.set_function(lambda: tokenization.pending)
+    keys = None
+    if settings.api_keys is not None:
+        keys = _watched_keys(settings.api_keys, settings, metrics, clock or SystemClock())
+        app.add_middleware(AccessGate, keys=keys)
     preparation = Preparation(backend, models, settings)
     # For endpoints of the routers that take the same bodies.
     app.state.preparation, app.state.tokenization = preparation, tokenization
@@ -121,28 +132,43 @@ def create_app(
             clock=clock or SystemClock(),
         )
         app.router.routes.insert(0, Route(path, endpoint, methods=["POST"], name=endpoint.name))
-        app.direct[path] = endpoint
+        app.direct[path] = endpoint if keys is None else AccessGate(endpoint, keys)
     describe_inference(app)
     _add_models(app, backend, preparation)
     _add_health(app, backend, ready)
     _add_metrics(app, registry)
-    _add_error_shape(app)
+    _add_error_shape(app, metrics)
     return app
+
+
+def _watched_keys(path: Path, settings: FrontendSettings, metrics: FrontendMetrics, clock: Clock) -> GateKeys:
+    """Return the keys that let clients in; raises ``OSError`` or ``KeyFileError``."""
+    watched = WatchedKeyFile(
+        path, settings.api_keys_check_ms, clock, lambda outcome: metrics.key_reloads.labels(outcome).inc()
+    )
+    metrics.keys_stale.set_function(lambda: float(watched.stale))
+    return GateKeys(watched, metrics, clock, settings.metrics_need_key)
 
 
 def _add_models(app: FastAPI, backend: InferenceBackend, preparation: Preparation) -> None:
     @app.get("/v1/models", tags=["models"])
-    async def list_models() -> dict[str, Any]:
+    async def list_models(request: Request) -> dict[str, Any]:
         """List the models and LoRA adapters that can be asked for now."""
         data: list[dict[str, Any]] = []
         for served in backend.models():
             data.append(_model_card(served))
             data.extend(_model_card(served, lora) for lora in served.loras)
+        caller = caller_of(request.scope)
+        if caller is not None:
+            data = [card for card in data if caller.may_use(card["id"])]
         return {"object": "list", "data": data}
 
     @app.get("/v1/models/{model_id:path}", tags=["models"])
-    async def get_model(model_id: str) -> dict[str, Any]:
+    async def get_model(request: Request, model_id: str) -> dict[str, Any]:
         """Describe one model."""
+        caller = caller_of(request.scope)
+        if caller is not None:
+            caller.check_model(model_id)
         found = preparation.served(model_id)
         if found is None:
             raise model_not_found(model_id, [served.name for served in backend.models()])
@@ -201,11 +227,16 @@ def _add_metrics(app: FastAPI, registry: CollectorRegistry) -> None:
         return Response(body, headers={"content-type": content_type})
 
 
-def _add_error_shape(app: FastAPI) -> None:
+def _add_error_shape(app: FastAPI, metrics: FrontendMetrics) -> None:
     """Give OpenAI's error shape also to what FastAPI itself refuses: unknown paths, wrong methods."""
 
-    async def on_request_error(_: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestError), "registered for this type only"
+    async def on_request_error(request: Request, error: Exception) -> Response:
+        if isinstance(error, Refused):
+            error = refused(error)
+        assert isinstance(error, RequestError), "registered for these types only"
+        if error.is_refusal:
+            caller = caller_of(request.scope)
+            metrics.refused(error.code, caller.tenant if caller is not None else "")
         headers = {name.decode(): value.decode() for name, value in error.headers}
         return Response(error.body(), error.status, headers, media_type="application/json")
 
@@ -216,5 +247,6 @@ def _add_error_shape(app: FastAPI) -> None:
         return Response(shaped.body(), error.status_code, error.headers, media_type="application/json")
 
     app.add_exception_handler(RequestError, on_request_error)
+    app.add_exception_handler(Refused, on_request_error)
     app.add_exception_handler(StarletteHTTPException, on_http_exception)
     app.add_exception_handler(HTTPException, on_http_exception)

@@ -21,6 +21,8 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
+from frontend.access.gate import caller_of
+from frontend.access.tenants import Caller
 from frontend.errors import RequestError, refused
 from frontend.metrics import FrontendMetrics
 from frontend.ports import HINT_HEADERS, InferenceBackend, Refused, StreamDelta
@@ -95,7 +97,7 @@ class InferenceEndpoint:
         wanted_id = self._request_ids.wanted(client_id)
         extensions = scope.get("extensions")
         direct = extensions.get(CONNECTION) if extensions else None
-        exchange = _Exchange(self, wanted_id, hint_headers, arrived_ms, receive, send, direct)
+        exchange = _Exchange(self, wanted_id, hint_headers, arrived_ms, caller_of(scope), receive, send, direct)
         self._in_flight.inc()
         try:
             await exchange.run(content_type, content_length)
@@ -113,6 +115,7 @@ class _Exchange:
         wanted_id: str,
         hint_headers: Mapping[str, str] | None,
         arrived_ms: float,
+        caller: Caller | None,
         receive: Receive,
         send: Send,
         direct: DirectConnection | None,
@@ -124,6 +127,7 @@ class _Exchange:
         self._wanted_id = wanted_id
         self._hint_headers = hint_headers
         self._arrived_ms = arrived_ms
+        self._caller = caller
         self._receive = receive
         self._send = send
         self._connection = _Connection()
@@ -149,6 +153,8 @@ class _Exchange:
                 self._direct.on_left = partial(_leave, connection, task)
             job = self._endpoint._prepare(body)
             self.streaming = job.stream
+            if self._caller is not None:
+                self._caller.check_model(job.body.model)
             prompts = await self._tokenize(job, len(body))
             del body
             request_ids = self._endpoint._request_ids.claim(self._wanted_id, len(prompts) * job.choices_per_prompt)
@@ -232,6 +238,9 @@ class _Exchange:
 
     async def _serve(self, job: Job, prompts: Sequence[Prompt], request_ids: list[str]) -> None:
         requests = job.requests(prompts, request_ids, self._hint_headers)
+        if self._caller is not None:
+            isl = sum(prompt.isl for prompt in prompts)
+            requests = self._caller.admit(requests, isl, self._clock.monotonic_ms())
         per_prompt = job.choices_per_prompt
         outputs = self._outputs
         for index, request in enumerate(requests):
@@ -384,6 +393,8 @@ class _Exchange:
 
     async def _answer_error(self, error: RequestError) -> None:
         self._give_up()
+        if error.is_refusal:
+            self._metrics.refused(error.code, self._caller.tenant if self._caller is not None else "")
         body = error.body()
         try:
             if self._connection.started:
@@ -429,6 +440,10 @@ class _Exchange:
             metrics.cached_tokens.inc(output.cached_tokens or 0)
             metrics.output_tokens.inc(output.completion_tokens)
             metrics.osl.observe(output.completion_tokens)
+        if self._caller is not None:
+            self._caller.generated(sum(output.completion_tokens for output in self._outputs))
+            if all(output.stream is None for output in self._outputs):
+                self._caller.not_dispatched(self._clock.monotonic_ms())
 
 
 class _Pumps:

@@ -31,6 +31,20 @@ class FrontendSettings(Settings):
         description="Largest request body, answered 413 above it. 32 MiB holds a 1 M-token prompt as a JSON array "
         "four times over, and bounds what one client can make the process hold.",
     )
+    api_keys: Path | None = Field(
+        default=None,
+        description="JSON file of API keys and tenants (`poolgrid keys create`); without it anybody may ask. It is "
+        "read again when it changes.",
+    )
+    api_keys_check_ms: float = Field(
+        default=1000,
+        ge=0,
+        le=3_600_000,
+        description="Least time between two looks whether the file of API keys has changed; a look is one stat.",
+    )
+    metrics_need_key: bool = Field(
+        default=False, description="Whether /metrics needs an operator's key; only with --api-keys."
+    )
     tokenizer_threads: int = Field(
         default=2,
         ge=1,

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
-import zmq
 from prometheus_client import CollectorRegistry
 
 from frontend.app import create_app
@@ -34,6 +33,7 @@ from router.service import RouterService
 from router.settings import RouterSettings
 from runtime.clock import SystemClock
 from runtime.http_server import HttpServer
+from runtime.planes import CurveKeys, PlaneContext, PlaneMetrics
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +62,15 @@ async def serve(
     clock = SystemClock()
     registry = CollectorRegistry()
     metrics = RouterMetrics(registry)
+    keys = CurveKeys.load(settings)
+    plane_metrics = PlaneMetrics(registry)
+
+    def make_context() -> PlaneContext:
+        return PlaneContext.make(keys, plane_metrics)
+
+    planes = "the select plane" if settings.feed_endpoint else "the select, ingest, feed and query planes"
+    for warning in settings.exposures(settings.host, http=True, planes=planes, keyed=frontend.api_keys is not None):
+        log.warning("%s", warning)
     policy = load_policy(settings)
     prompt_model = PromptModel.load(
         frontend.model_path,
@@ -77,12 +86,12 @@ async def serve(
     embedded: ConsolidatorService | None = None
     feed: JournalFeed
     if settings.feed_endpoint is not None and settings.query_endpoint is not None:
-        feed = RemoteFeed(settings.feed_endpoint, settings.query_endpoint, clock)
+        feed = RemoteFeed(settings.feed_endpoint, settings.query_endpoint, clock, make_context)
     else:
-        embedded = create_consolidator(consolidator, registry, clock)
+        embedded = create_consolidator(consolidator, registry, clock, make_context)
         feed = EmbeddedFeed(embedded)
     recorder = open_recorder(settings, consolidator, projection, policy, clock)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context = make_context()
     service = RouterService(settings, projection, selector, feed, metrics, clock, context)
     register_views(registry, service)
     if recorder is not None:

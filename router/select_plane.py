@@ -23,6 +23,7 @@ from router.core.selector import NoWorker, Selector
 from router.core.stage_plan import DECODE_ROLES, PREFILL_ROLES, WHOLE_ROLES
 from router.metrics import RouterMetrics
 from runtime.clock import Clock
+from runtime.planes import name_plane
 from runtime.zmq_socket import CallbackSocket
 from wire import codec
 from wire.errors import DecodeError
@@ -98,6 +99,7 @@ class SelectPlane:
         self._metrics = metrics
         self._clock = clock
         socket = context.socket(zmq.ROUTER)
+        name_plane(socket, "select")
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, ANSWERS_QUEUED_MAX)
         if ":" in host:

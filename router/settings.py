@@ -8,10 +8,10 @@ from pydantic import Field, model_validator
 
 from dispatch.prompt_paths import BUDGET_BYTES
 from router.core.cost import CostWeights
-from runtime.settings import Settings
+from runtime.security import SecuritySettings
 
 
-class RouterSettings(Settings):
+class RouterSettings(SecuritySettings):
     """Selection, admission, dispatch and HTTP of one router."""
 
     host: str = Field("127.0.0.1", description="Address the HTTP server listens on; loopback unless told otherwise.")

@@ -42,6 +42,7 @@ from router.policy_loading import PolicyError, load_policy
 from router.service import RouterService
 from router.settings import RouterSettings
 from runtime.clock import SystemClock
+from runtime.planes import PlaneMetrics
 from runtime.settings import Settings
 from tests.consolidator.journal_builder import FakeDisk
 from tests.router.fleet_builder import BLOCK_SIZE, Pool, stored, worker_key
@@ -163,6 +164,7 @@ async def _exported() -> dict[str, str]:
     clock = SystemClock()
     registry = CollectorRegistry()
     WorkerMetrics(registry)
+    PlaneMetrics(registry)
     TrtllmMetrics(registry)
     FrontendMetrics(registry)
     metrics = RouterMetrics(registry)

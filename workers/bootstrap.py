@@ -7,11 +7,11 @@ import logging
 import time
 from collections.abc import Callable
 
-import zmq
 from prometheus_client import CollectorRegistry
 
 from runtime.clock import SystemClock
 from runtime.http_server import HttpServer
+from runtime.planes import CurveKeys, PlaneContext, PlaneMetrics, end_security
 from wire.card import WorkerCard
 from workers.adapters.http_api import HttpApi
 from workers.adapters.sockets import RequestSocket
@@ -71,7 +71,9 @@ async def serve(
     registry = CollectorRegistry()
     metrics = WorkerMetrics(registry)
     timing = make_timing(settings)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context = PlaneContext.make(CurveKeys.load(settings), PlaneMetrics(registry))
+    for warning in settings.exposures(settings.host, http=True, planes="the request plane"):
+        log.warning("%s", warning)
     epoch = time.time_ns()
     requests: RequestSocket | None = None
     publisher: EventPublisher | None = None
@@ -146,6 +148,7 @@ async def serve(
             publisher.close(orderly)
         if http is not None:
             await http.stop()
+        end_security(context)
         # Waits for frames on their way, at most as long as the sockets linger.
         await asyncio.to_thread(context.term)
         log.info("worker %s has ended", settings.worker_id)

@@ -31,6 +31,7 @@ from router.consolidator.pub_shell import PubShell, load_sources
 from router.consolidator.settings import ConsolidatorSettings
 from router.consolidator.snapshot_parts import cut_snapshot
 from runtime.clock import Clock
+from runtime.planes import name_plane
 from wire import codec
 from wire.errors import DecodeError, WireError
 from wire.events import JournalRecord
@@ -162,6 +163,8 @@ class ConsolidatorService:
         self._query = self._socket(context, zmq.ROUTER)
         self._query.setsockopt(zmq.SNDHWM, ANSWER_QUEUE_MAX)
         self._query.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        for socket, plane in ((self._ingest, "ingest"), (self._feed, "feed"), (self._query, "query")):
+            name_plane(socket, plane)
         self.ingest_endpoint = _bind(self._ingest, settings.host, settings.ingest_port, "ingest_port")
         self.feed_endpoint = _bind(self._feed, settings.host, settings.feed_port, "feed_port")
         self.query_endpoint = _bind(self._query, settings.host, settings.query_port, "query_port")
