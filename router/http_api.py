@@ -14,6 +14,7 @@ from router.core.projection import Projection
 from router.select_plane import SelectPlane
 from router.service import RouterService
 from runtime.clock import Clock
+from runtime.process_group import GroupMember
 
 DECISIONS_LISTED_MAX = 1000
 
@@ -128,10 +129,12 @@ def add_pool_endpoint(app: FastAPI, plane: SelectPlane) -> None:
         return {"select_endpoint": plane.endpoint, "status": msgspec.to_builtins(plane.status(0))}
 
 
-def readiness(service: RouterService) -> Readiness:
-    """Return the check behind ``/ready``: the router's state is that of the pool."""
+def readiness(service: RouterService, member: GroupMember | None = None) -> Readiness:
+    """Return the check behind ``/ready``: the router's state is that of the pool, in every process that it has."""
 
     def missing() -> str | None:
-        return None if service.ready else "the router is rebuilding its state from the journal"
+        if not service.ready:
+            return "the router is rebuilding its state from the journal"
+        return member.missing() if member is not None else None
 
     return missing
