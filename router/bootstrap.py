@@ -24,7 +24,7 @@ from router.core.selector import Selector
 from router.decision_journal.opening import open_recorder
 from router.dry_run import add_route_endpoint
 from router.feeds import EmbeddedFeed, RemoteFeed
-from router.http_api import add_index_endpoint, add_pool_endpoint, add_router_endpoints, readiness
+from router.http_api import add_index_endpoint, add_pool_endpoint, add_router_endpoints, readiness, troubles
 from router.metrics import DecisionRecordCollector, RouterMetrics, register_views
 from router.policy_loading import load_policy
 from router.ports import JournalFeed
@@ -35,6 +35,7 @@ from runtime.clock import SystemClock
 from runtime.http_server import HttpServer
 from runtime.planes import CurveKeys, PlaneContext, PlaneMetrics
 from runtime.process_group import GroupMember, GroupMetrics, GroupPlace
+from runtime.tls import Tls
 
 log = logging.getLogger(__name__)
 
@@ -109,19 +110,28 @@ async def serve(
         settings=frontend,
         registry=registry,
         ready=readiness(service, member),
+        troubles=lambda: troubles(service, recorder),
         clock=clock,
         exposed=group_metrics,
     )
     add_router_endpoints(app, service, clock)
     add_index_endpoint(app, service)
     add_route_endpoint(app, service, frontend.max_body_bytes)
-    server = HttpServer(app, settings.host, settings.port, "port", settings.shutdown_timeout_ms, place is not None)
+    server = HttpServer(
+        app,
+        settings.host,
+        settings.port,
+        "port",
+        settings.shutdown_timeout_ms,
+        Tls.load(settings),
+        reuse_port=place is not None,
+    )
     starting: asyncio.Task[None] | None = None
     stopping = asyncio.ensure_future(stop.wait())
     plane: SelectPlane | None = None
     try:
         plane = SelectPlane(context, settings.host, settings.select_port, service, selector, metrics, clock)
-        add_pool_endpoint(app, plane)
+        add_pool_endpoint(app, plane, service, recorder)
         if member is not None and group_metrics is not None:
             await member.start({"metrics": group_metrics.text})
         # HTTP answers /live and /ready while the state is still being rebuilt; requests are refused until then.

@@ -53,6 +53,11 @@ class Decision:
         columns = self.candidates
         return int(columns.device_overlap[row] + columns.host_overlap[row] + columns.disk_overlap[row])
 
+    @property
+    def prefill_tokens(self) -> int:
+        """Return what the chosen worker was believed to have still to compute for others."""
+        return int(self.candidates.prefill_tokens[self.choice.row])
+
     def margin(self) -> float | None:
         """Return by how much the runner-up would have cost more; ``None`` without a cost or a runner-up."""
         costs = self.choice.costs

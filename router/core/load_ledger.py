@@ -27,6 +27,17 @@ INITIAL_SLOTS = 16
 """Array length at the start; doubles as workers come."""
 
 
+CROWDING_RETRIES = 4
+"""How often a request may be refused because other routers were quicker. Each retry costs a round trip, well below a
+millisecond, and spares a wait behind somebody else's prompt."""
+
+CROWDING_LEASE_MS = 50.0
+"""How long a worker's word for what others sent it counts: longer than its events take, shorter than most prompts."""
+
+OTHERS = "others~"
+"""Beginning of the ids of such entries; no request has one like it."""
+
+
 @dataclass(slots=True)
 class Entry:
     """One request on one worker."""
@@ -53,6 +64,7 @@ class LoadLedger:
         """A heap by due time; a renewed reservation has an older item too, which is passed over."""
         self._reservation_ttl_ms = reservation_ttl_ms
         self._max_entries = max_entries
+        self._crowded = 0
         self.expired_reservations = 0
         self.refused_entries = 0
         self.witness: Witness | None = None
@@ -106,6 +118,17 @@ class LoadLedger:
     ) -> None:
         """Replace the prediction (if any) by what the worker says."""
         self._put(worker, request_id, Entry(slot, prefill_tokens, active_blocks, True, now_ms))
+
+    def crowded(self, worker: WorkerKey, slot: int, booked_tokens: int, now_ms: float) -> None:
+        """Take a worker's word for the prompt tokens that it has still to compute, where that is more than is known.
+
+        What is not known is of other routers' requests; it counts until their events are here.
+        """
+        self.ensure_slot(slot)
+        unknown = booked_tokens - int(self.prefill_tokens[slot])
+        if unknown > 0:
+            self._crowded += 1
+            self.reserve(worker, slot, f"{OTHERS}{self._crowded}", unknown, 0, now_ms, CROWDING_LEASE_MS)
 
     def prefill_completed(self, worker: WorkerKey, request_id: str) -> None:
         """Count the request's prompt as computed."""

@@ -84,6 +84,11 @@ class Selector:
         self._witness = self._projection.witness = self._projection.ledger.witness = witness
 
     @property
+    def projection(self) -> Projection:
+        """Return the state that is selected over."""
+        return self._projection
+
+    @property
     def policy(self) -> Policy:
         """Return the policy in use."""
         return self._policy
