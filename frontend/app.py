@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -35,6 +36,9 @@ from frontend.request_ids import RequestIds
 from frontend.settings import FrontendSettings
 from frontend.tokenization import TokenizationPool
 from runtime.clock import Clock, SystemClock
+
+EXPOSED_HEADERS = ("x-request-id", "x-poolgrid-worker", "x-poolgrid-decision", "x-poolgrid-pool", "retry-after")
+"""Response headers that scripts of other origins may read."""
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
@@ -132,11 +136,15 @@ def create_app(
     # For endpoints of the routers that take the same bodies.
     app.state.preparation, app.state.tokenization = preparation, tokenization
     request_ids = RequestIds(secrets.token_hex(6) if id_prefix is None else id_prefix)
-    for path, chat in (("/v1/chat/completions", True), ("/v1/completions", False)):
+    for name, path, prepare in (
+        ("chat_completions", "/v1/chat/completions", preparation.chat),
+        ("completions", "/v1/completions", preparation.completion),
+        ("responses", "/v1/responses", preparation.responses),
+    ):
         endpoint = InferenceEndpoint(
-            chat=chat,
+            name=name,
+            prepare=prepare,
             backend=backend,
-            preparation=preparation,
             tokenization=tokenization,
             request_ids=request_ids,
             metrics=metrics,
@@ -145,6 +153,14 @@ def create_app(
         )
         app.router.routes.insert(0, Route(path, endpoint, methods=["POST"], name=endpoint.name))
         app.direct[path] = endpoint if keys is None else AccessGate(endpoint, keys)
+    if settings.cors_allow_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.cors_allow_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=list(EXPOSED_HEADERS),
+        )
     describe_inference(app)
     _add_models(app, backend, preparation)
     _add_health(app, backend, ready, troubles)

@@ -92,6 +92,7 @@ async def serve(
     prompt_model = PromptModel.load(
         frontend.model_path,
         frontend.model_name,
+        chat_template=frontend.chat_template,
         tokenization_cache_bytes=frontend.tokenization_cache_bytes,
         fast_tokenizer=frontend.fast_tokenizer,
     )
