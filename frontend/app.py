@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import HTTPException
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import Metric
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
@@ -45,6 +46,14 @@ Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
 Readiness = Callable[[], str | None]
 """Returns ``None`` when requests can be served, else what is still missing, in words."""
+
+
+class Exposed(Protocol):
+    """What ``/metrics`` answers with: a registry, or all of those of a group of processes."""
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield all metrics."""
+        ...
 
 
 def _always_ready() -> str | None:
@@ -93,13 +102,14 @@ def create_app(
     clock: Clock | None = None,
     lifespan: Lifespan | None = None,
     id_prefix: str | None = None,
+    exposed: Exposed | None = None,
 ) -> FastAPI:
     """Return the application.
 
     ``models`` gives the prompt model of each served model by name; ``registry`` receives ``poolgrid_frontend_*`` and is
-    what ``/metrics`` answers with; ``troubles`` says in ``/health`` what is wrong while requests are served;
-    ``lifespan`` is the router's own; ``id_prefix`` makes request ids unique among
-    processes (default: random).
+    what ``/metrics`` answers with, unless ``exposed`` is (the metrics of several processes); ``troubles`` says in
+    ``/health`` what is wrong while requests are served; ``lifespan`` is the router's own; ``id_prefix`` makes request
+    ids unique among processes (default: random).
     """
     tokenization = TokenizationPool(
         settings.tokenizer_threads, settings.tokenizer_queue, settings.tokenizer_inline_bytes
@@ -160,7 +170,7 @@ def create_app(
     describe_inference(app)
     _add_models(app, backend, preparation)
     _add_health(app, backend, ready, troubles)
-    _add_metrics(app, registry)
+    _add_metrics(app, registry if exposed is None else exposed)
     _add_error_shape(app, metrics)
     return app
 
@@ -241,7 +251,7 @@ def _add_health(
         return {"status": "not ready", "reason": missing, "models": names}
 
 
-def _add_metrics(app: FastAPI, registry: CollectorRegistry) -> None:
+def _add_metrics(app: FastAPI, registry: Exposed) -> None:
     turn = asyncio.Lock()
 
     @app.get("/metrics", tags=["metrics"], response_class=Response)
