@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import zmq
 from prometheus_client import CollectorRegistry
 
 from runtime.clock import Clock, SystemClock
 from runtime.http_server import HttpServer
+from runtime.planes import CurveKeys, PlaneContext, PlaneMetrics, end_security
+from runtime.tls import Tls
 from wire.card import WorkerCard, WorkerLimits
 from wire.limits import PROMPT_TOKENS_MAX
 from workers.adapters.http_api import HttpApi
@@ -53,7 +54,7 @@ def make_card(settings: WorkerSettings, request_port: int, http_port: int) -> Wo
         block_size=settings.block_size,
         limits=settings.card_limits(),
         request_endpoint=f"tcp://{host}:{request_port}",
-        http_endpoint=f"http://{host}:{http_port}",
+        http_endpoint=f"{settings.http_scheme}://{host}:{http_port}",
         loras=settings.loras,
         engine=ENGINE_NAME,
         eos_token_ids=(settings.eos_token_id,),
@@ -82,7 +83,7 @@ class Opened:
 class Surroundings:
     """What an engine may use of its process."""
 
-    context: zmq.Context[zmq.Socket[bytes]]
+    context: PlaneContext
     registry: CollectorRegistry
     metrics: WorkerMetrics
     clock: Clock
@@ -164,7 +165,7 @@ def trtllm_card(
             max_sequence_length=values.get("max_seq_len") or facts.max_sequence_length or PROMPT_TOKENS_MAX,
         ),
         request_endpoint=f"tcp://{settings.advertised_host}:{request_port}",
-        http_endpoint=f"http://{settings.advertised_host}:{http_port}",
+        http_endpoint=f"{settings.http_scheme}://{settings.advertised_host}:{http_port}",
         loras=opened.engine.loras,
         dp_size=opened.engine.dp_size,
         engine=f"TensorRT-LLM {opened.version}",
@@ -193,7 +194,9 @@ async def serve(
     clock = SystemClock()
     registry = CollectorRegistry()
     metrics = WorkerMetrics(registry)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context = PlaneContext.make(CurveKeys.load(settings), PlaneMetrics(registry))
+    for warning in settings.exposures(settings.host, http=True, planes="the request plane"):
+        log.warning("%s", warning)
     epoch = time.time_ns()
     requests: RequestSocket | None = None
     publishers: list[EventPublisher] = []
@@ -203,7 +206,8 @@ async def serve(
     try:
         requests = RequestSocket(context, settings.host, settings.request_port)
         api = HttpApi(registry)
-        http = HttpServer(api, settings.host, settings.http_port, "http_port")
+        tls = Tls.load(settings)
+        http = HttpServer(api, settings.host, settings.http_port, "http_port", tls=tls)
         # Before the engine: loading one takes minutes, and probes ask all the while.
         http.start()
         around = Surroundings(context, registry, metrics, clock, epoch, requests.port, http.port)
@@ -258,6 +262,7 @@ async def serve(
             publisher.close(orderly)
         if http is not None:
             await http.stop()
+        end_security(context)
         # Waits for frames on their way, at most as long as the sockets linger.
         await asyncio.to_thread(context.term)
         log.info("worker %s has ended", settings.worker_id)

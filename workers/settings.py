@@ -11,6 +11,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
+from runtime.security import SecuritySettings
 from runtime.settings import Settings
 from wire.card import WorkerLimits
 from wire.identifiers import Role
@@ -41,7 +42,7 @@ class EngineChoice(Settings):
     )
 
 
-class WorkerProcessSettings(Settings):
+class WorkerProcessSettings(SecuritySettings):
     """What every worker process has, whatever its engine."""
 
     worker_id: Name = Field("worker-0", description="Name of this worker in its pool; stable over restarts.")
@@ -86,6 +87,11 @@ class WorkerProcessSettings(Settings):
         """The host in the endpoints that others connect to, in brackets where it is an IPv6 address."""
         host = self.advertise_host or self.host
         return f"[{host}]" if ":" in host else host
+
+    @property
+    def http_scheme(self) -> str:
+        """``https`` where there is a certificate."""
+        return "http" if self.tls_certificate is None else "https"
 
 
 class WorkerSettings(WorkerProcessSettings):
