@@ -102,6 +102,7 @@ class RouterService:
         self._served: list[ServedModel] = []
         self._served_version = -1
         self._pumping = False
+        self._pump_scheduled = False
         self._housekeeping: asyncio.Task[None] | None = None
         self._created_s = clock.wall_ms() // 1000
         self._troubled = False
@@ -313,15 +314,31 @@ class RouterService:
             resumed=waiting.dispatched is None,
         )
 
+    def _pump_soon(self) -> None:
+        """Pump once this turn of the loop is over, however often it is asked for."""
+        if len(self._admission) and not self._pump_scheduled:
+            self._pump_scheduled = True
+            asyncio.get_running_loop().call_soon(self._scheduled_pump)
+
+    def _scheduled_pump(self) -> None:
+        self._pump_scheduled = False
+        if self.ready:
+            self._pump()
+
     def _pump(self) -> None:
         """Dispatch waiting requests while workers have room: resumed ones, then the head of each model's lane."""
         if self._pumping:
             return
         self._pumping = True
         try:
+            stuck: set[tuple[str, bool, frozenset[WorkerKey]]] = set()
             for queued in self._admission.resumed():
-                # Each by itself: what one of them has tried already may be just right for the next.
-                self._try_queued(queued)
+                # What one of them has tried already may be just right for the next; those that tried the same (a lost
+                # worker leaves hundreds) fare alike, and are asked about once.
+                active = queued.item.active
+                kind = (queued.lane, active.disaggregated_params is not None, frozenset(active.tried))
+                if kind not in stuck and not self._try_queued(queued):
+                    stuck.add(kind)
             for lane in self._admission.lanes():
                 while (head := self._admission.head(lane)) is not None and self._try_queued(head):
                     pass
@@ -516,6 +533,7 @@ class RouterService:
         active.migrations += 1
         self._metrics.migrations.labels(cause).inc()
         self._place(active, why)
+        self._pump_soon()  # the worker that it left may have room for another
 
     def _place(self, active: ActiveRequest, why: str) -> None:
         """Dispatch a request whose client is being served already; it queues when every worker is busy."""
