@@ -406,7 +406,16 @@ class RouterService:
                 raise
             link = self._links[self._endpoint_of[decision.worker]]
             reason = decision.reason if leg.stage is Stage.WHOLE else f"{leg.stage.name.lower()}-{decision.reason}"
-            generate = active.begin_dispatch(decision.worker, link.endpoint, leg.stage, reason)
+            generate = active.begin_dispatch(
+                decision.worker,
+                link.endpoint,
+                leg.stage,
+                reason,
+                min(routing.isl, decision.overlap_blocks * max(1, block_size)),
+                decision.prefill_tokens
+                if leg.stage is not Stage.DECODE and active.crowded < self._settings.crowding_retries
+                else None,
+            )
             if link.generate(generate):
                 break
             active.tried[decision.worker] = "its connection is full"
@@ -439,11 +448,14 @@ class RouterService:
             if dispatch is None or dispatch is active.kept:
                 continue  # the end of a prefill leg whose blocks are with the decode worker
             if delta.finish_reason == "error" and delta.retryable:
-                self._move(active, delta.error or "the worker refused the request")
+                if delta.booked_prefill_tokens is not None and dispatch is active.current:
+                    self._choose_again(active, dispatch, delta.booked_prefill_tokens)
+                else:
+                    self._move(active, delta.error or "the worker refused the request")
                 continue
             if delta.cached_tokens is not None:
                 self._realised(delta.request_id, delta.cached_tokens)
-                if dispatch.number == 0 and active.emitted_tokens == 0:
+                if active.migrations == 0 and active.emitted_tokens == 0:
                     self._metrics.overlap_realised_tokens.inc(delta.cached_tokens)
             if delta.finish_reason == "cancelled":
                 self._move(active, "the worker cancelled the request")
@@ -460,6 +472,17 @@ class RouterService:
                 # Its first output proves that the decode worker has the blocks, and the prefill worker lets go of them.
                 self._release(active.kept, active)
                 active.kept = None
+
+    def _choose_again(self, active: ActiveRequest, dispatch: Dispatch, booked_tokens: int) -> None:
+        """Choose anew for a request whose worker has promised more to other routers than was known here."""
+        self._metrics.crowded.inc()
+        slot = self.projection.index.slot(dispatch.worker)
+        now_ms = self._clock.monotonic_ms()
+        self._release(dispatch, active)
+        active.current = None
+        active.crowded += 1
+        self.projection.ledger.crowded(dispatch.worker, slot, dispatch.id, booked_tokens, now_ms)
+        self._place(active, "its worker had more to do than was known")
 
     def _begin_decode(self, active: ActiveRequest, prefill: Dispatch) -> None:
         """Go on with a prefilled request on a decode worker; its blocks stay on the prefill worker until they moved."""
