@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,7 @@ def create_app(
     settings: FrontendSettings,
     registry: CollectorRegistry,
     ready: Readiness = _always_ready,
+    troubles: Callable[[], Sequence[str]] = lambda: (),
     clock: Clock | None = None,
     lifespan: Lifespan | None = None,
     id_prefix: str | None = None,
@@ -90,7 +91,8 @@ def create_app(
     """Return the application.
 
     ``models`` gives the prompt model of each served model by name; ``registry`` receives ``poolgrid_frontend_*`` and is
-    what ``/metrics`` answers with; ``lifespan`` is the router's own; ``id_prefix`` makes request ids unique among
+    what ``/metrics`` answers with; ``troubles`` says in ``/health`` what is wrong while requests are served;
+    ``lifespan`` is the router's own; ``id_prefix`` makes request ids unique among
     processes (default: random).
     """
     tokenization = TokenizationPool(
@@ -135,7 +137,7 @@ def create_app(
         app.direct[path] = endpoint if keys is None else AccessGate(endpoint, keys)
     describe_inference(app)
     _add_models(app, backend, preparation)
-    _add_health(app, backend, ready)
+    _add_health(app, backend, ready, troubles)
     _add_metrics(app, registry)
     _add_error_shape(app, metrics)
     return app
@@ -188,7 +190,9 @@ def _model_card(served: ServedModel, lora: str = "") -> dict[str, Any]:
     return card
 
 
-def _add_health(app: FastAPI, backend: InferenceBackend, ready: Readiness) -> None:
+def _add_health(
+    app: FastAPI, backend: InferenceBackend, ready: Readiness, troubles: Callable[[], Sequence[str]]
+) -> None:
     @app.get("/live", tags=["health"])
     async def live() -> dict[str, str]:
         """Answer 200 while the process serves HTTP at all."""
@@ -205,11 +209,12 @@ def _add_health(app: FastAPI, backend: InferenceBackend, ready: Readiness) -> No
 
     @app.get("/health", tags=["health"], responses={503: {"description": "Not ready"}})
     async def health(response: Response) -> dict[str, Any]:
-        """Answer as ``/ready`` does, with the models that are served."""
+        """Answer as ``/ready`` does, with the models that are served and what is wrong meanwhile."""
         missing = ready()
         names = [served.name for served in backend.models()]
         if missing is None:
-            return {"status": "ok", "models": names}
+            wrong = list(troubles())
+            return {"status": "degraded" if wrong else "ok", "models": names, **({"troubles": wrong} if wrong else {})}
         response.status_code = 503
         return {"status": "not ready", "reason": missing, "models": names}
 

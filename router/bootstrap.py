@@ -24,7 +24,7 @@ from router.core.selector import Selector
 from router.decision_journal.opening import open_recorder
 from router.dry_run import add_route_endpoint
 from router.feeds import EmbeddedFeed, RemoteFeed
-from router.http_api import add_index_endpoint, add_pool_endpoint, add_router_endpoints, readiness
+from router.http_api import add_index_endpoint, add_pool_endpoint, add_router_endpoints, readiness, troubles
 from router.metrics import DecisionRecordCollector, RouterMetrics, register_views
 from router.policy_loading import load_policy
 from router.ports import JournalFeed
@@ -104,6 +104,7 @@ async def serve(
         settings=frontend,
         registry=registry,
         ready=readiness(service),
+        troubles=lambda: troubles(service, recorder),
         clock=clock,
     )
     add_router_endpoints(app, service, clock)
@@ -115,7 +116,7 @@ async def serve(
     plane: SelectPlane | None = None
     try:
         plane = SelectPlane(context, settings.host, settings.select_port, service, selector, metrics, clock)
-        add_pool_endpoint(app, plane)
+        add_pool_endpoint(app, plane, service, recorder)
         # HTTP answers /live and /ready while the state is still being rebuilt; requests are refused until then.
         server.start()
         if recorder is not None:

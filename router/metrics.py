@@ -112,6 +112,11 @@ class Viewed(Protocol):
     projection: Projection
     paths: PromptPaths
 
+    @property
+    def trouble(self) -> str:
+        """Return why the state may not be current."""
+        ...
+
     def is_reachable(self, key: WorkerKey) -> bool:
         """Tell whether the request plane to a worker is up."""
         ...
@@ -146,6 +151,7 @@ class StateCollector(Collector):
             ("index_evicted_blocks", "Blocks cut to stay in the byte budget.", index.counters.evicted_blocks),
             ("index_contradictions", "Events that contradicted the index.", index.counters.contradictions),
             ("journal_offset", "Next journal offset to apply.", projection.next_offset),
+            ("journal_trouble", "1 while the journal's state may not be current.", int(bool(self._viewed.trouble))),
             ("path_cache_bytes", "Bytes that the hashes of prompt parts use.", self._viewed.paths.used_bytes),
             (
                 "path_cache_reused_blocks",

@@ -42,6 +42,10 @@ class JournalFeed(Protocol):
         """Deliver a snapshot, then every record after it; returns once the snapshot was delivered."""
         ...
 
+    def trouble(self, now_ms: float) -> str:
+        """Return why the state may not be current, in words; empty when all is well."""
+        ...
+
     async def stop(self) -> None:
         """Stop delivering."""
         ...

@@ -104,6 +104,7 @@ class RouterService:
         self._pumping = False
         self._housekeeping: asyncio.Task[None] | None = None
         self._created_s = clock.wall_ms() // 1000
+        self._troubled = False
 
     # -- life ------------------------------------------------------------------------------------------------------
 
@@ -130,6 +131,7 @@ class RouterService:
         while True:
             await asyncio.sleep(interval_s)
             now_ms = self._clock.monotonic_ms()
+            self._note_trouble(self.trouble)
             for link in list(self._links.values()):
                 link.check(now_ms)
             held = {
@@ -145,6 +147,13 @@ class RouterService:
                     self._admission.leave(queued)
                     self._end(queued.item.active, StreamDelta(b"", "error", error="no other worker had room in time"))
             self._pump()
+
+    def _note_trouble(self, trouble: str) -> None:
+        if trouble and not self._troubled:
+            log.error("routing on what is known, which is no longer current: %s", trouble)
+        elif self._troubled and not trouble:
+            log.warning("the state is current again, at journal offset %d", self.projection.next_offset)
+        self._troubled = bool(trouble)
 
     # -- the journal -----------------------------------------------------------------------------------------------
 
@@ -608,6 +617,11 @@ class RouterService:
     def queued_prompt_tokens(self) -> int:
         """Return the prompt tokens of the waiting requests."""
         return self._admission.prompt_tokens
+
+    @property
+    def trouble(self) -> str:
+        """Return why the router's state may not be current, in words; empty when all is well."""
+        return self._feed.trouble(self._clock.monotonic_ms()) if self.ready else ""
 
     @property
     def unreachable(self) -> Mapping[WorkerKey, str]:

@@ -1,9 +1,9 @@
 """A live cross-check of one worker's event stream: what the index says it holds against what it really reuses.
 
 Rules
-    1. When the worker starts a request, what the index says of the prompt *then* is compared with the prompt tokens
-       that the worker reports as reused. The stream told of the blocks before it told of the start, so both speak of
-       the same moment; a block more or less is no disagreement, because engines compute the last tokens anew.
+    1. When the worker starts a request, the prompt tokens that it reports as reused are compared with what the index
+       said of the prompt between the choice and the start, whichever is nearest. A block more or less is no
+       disagreement, because engines compute the last tokens anew.
     2. The last ``WINDOW`` requests for which either number is above zero count, weighed by tokens.
     3. From ``LEAST_REQUESTS`` of them on, a share of disagreeing tokens above ``SUSPECT_ABOVE`` makes the stream
        suspect; it stays so until the share falls below ``TRUSTED_BELOW``.

@@ -74,6 +74,7 @@ class OpenChoice(msgspec.Struct, array_like=True, frozen=True, gc=False):
     dispatch_id: str
     path: bytes
     block_size: int
+    blocks: int
 
 
 class CheckWindow(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -24,6 +24,7 @@ import msgspec
 from router.core.decision import Decision
 from router.core.policy import Policy
 from router.core.projection import Projection
+from router.core.stream_trust import OpenChoice as AwaitedChoice
 from router.decision_journal.entries import (
     Checkpoint,
     CheckWindow,
@@ -117,7 +118,7 @@ class _Draft:
     complete: bool
     ledger: list[LedgerEntry] = field(default_factory=list)
     policy_count: int | None = None
-    open_choices: list[tuple[WorkerKey, str, Sequence[int], int]] = field(default_factory=list)
+    open_choices: list[AwaitedChoice] = field(default_factory=list)
     windows: list[tuple[WorkerKey, list[tuple[int, int, int]]]] = field(default_factory=list)
 
     def checkpoint(self) -> Checkpoint:
@@ -131,8 +132,8 @@ class _Draft:
             self.ledger,
             self.policy_count,
             [
-                OpenChoice(worker.worker_id, worker.dp_rank, dispatch_id, pack_hashes(path), block_size)
-                for worker, dispatch_id, path, block_size in self.open_choices
+                OpenChoice(worker.worker_id, worker.dp_rank, dispatch_id, pack_hashes(path), block_size, blocks)
+                for worker, dispatch_id, path, block_size, blocks in self.open_choices
             ],
             [CheckWindow(worker.worker_id, worker.dp_rank, window) for worker, window in self.windows],
         )
@@ -175,6 +176,8 @@ class DecisionRecorder:
     _lost: int = 0
     _lost_decisions: int = 0
     _retry_at_ms: float = 0.0
+    _owed: bool = False
+    """The last checkpoint was not complete; another one follows as soon as it can be."""
     _flushes: int = 0
     _stopping: bool = False
     _numbers: dict[WorkerKey, int] = field(default_factory=dict)
@@ -316,7 +319,7 @@ class DecisionRecorder:
             batch.begin = self._checkpoint()
             if self._lost:
                 batch.lost = InputsLost(self._lost, self._lost_decisions, self.clock.wall_ms(), self._broken)
-        elif self.segments.tail_bytes >= self.segment_bytes:
+        elif self.segments.tail_bytes >= self.segment_bytes or (self._owed and not self.projection.trust.untrusted):
             batch.then_begin = self._checkpoint()
         elif not inputs:
             return
@@ -357,6 +360,7 @@ class DecisionRecorder:
         if self._fresh:
             return _Draft(0, self.clock.monotonic_ms(), self.clock.wall_ms(), True, True)
         policy, trust = self.policy, self.projection.trust
+        self._owed = bool(trust.untrusted) and not self.is_approximate
         count: int | None = policy.checkpoint() if hasattr(policy, "checkpoint") else None
         return _Draft(
             self.projection.next_offset,

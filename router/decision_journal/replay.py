@@ -209,7 +209,7 @@ class Replay:
         self._projection.trust.restore(
             [
                 (WorkerKey(WorkerId(each.worker_id), each.dp_rank), each.dispatch_id, unpack_hashes(each.path),
-                 each.block_size)
+                 each.block_size, each.blocks)
                 for each in checkpoint.open_choices
             ],
             [(WorkerKey(WorkerId(each.worker_id), each.dp_rank), each.requests) for each in checkpoint.windows],

@@ -485,4 +485,6 @@ class EventTranslator:
 
 
 def _tier(cache_level: int) -> Tier:
+    if not cache_level:
+        return Tier.DEVICE
     return TIER_OF_LEVEL[min(max(cache_level, 0), len(TIER_OF_LEVEL) - 1)]
