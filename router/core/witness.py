@@ -2,7 +2,8 @@
 
 What a decision depends on is: the records and snapshots applied, what the router did to its ledger on its own account
 (booked, crowded, renewed, released, let expire, each with the clock it read), and the arguments of ``select``. With
-those, and the policy's settings, the same code gives the same decisions again, bit for bit. Nothing else may change the state.
+those, and the policy's settings, the same code gives the same decisions again, bit for bit. Nothing else may
+change the state.
 """
 
 from __future__ import annotations
