@@ -27,6 +27,8 @@ from frontend.access.gate import AccessGate, GateKeys, caller_of
 from frontend.access.watched_key_file import WatchedKeyFile
 from frontend.errors import RequestError, refused
 from frontend.inference_endpoint import InferenceEndpoint
+from frontend.media.loader import MediaLoader
+from frontend.media.metrics import MediaMetrics
 from frontend.metrics import FrontendMetrics
 from frontend.openapi import describe_inference
 from frontend.ports import InferenceBackend, Refused, ServedModel
@@ -123,14 +125,17 @@ def create_app(
                     yield
         finally:
             tokenization.close()
+            await media.close()
 
     app = _Application(title="poolgrid", summary="OpenAI API of a KV-cache-aware router", lifespan=whole_life)
     metrics = FrontendMetrics(registry)
     metrics.tokenizers.show(backend, models)
     metrics.tokenizations_pending.set_function(lambda: tokenization.pending)
+    clock = clock or SystemClock()
+    media = MediaLoader(settings, MediaMetrics(registry), clock)
     keys = None
     if settings.api_keys is not None:
-        keys = _watched_keys(settings.api_keys, settings, metrics, clock or SystemClock())
+        keys = _watched_keys(settings.api_keys, settings, metrics, clock)
         app.add_middleware(AccessGate, keys=keys)
     preparation = Preparation(backend, models, settings)
     # For endpoints of the routers that take the same bodies.
@@ -149,7 +154,8 @@ def create_app(
             request_ids=request_ids,
             metrics=metrics,
             settings=settings,
-            clock=clock or SystemClock(),
+            clock=clock,
+            media=media,
         )
         app.router.routes.insert(0, Route(path, endpoint, methods=["POST"], name=endpoint.name))
         app.direct[path] = endpoint if keys is None else AccessGate(endpoint, keys)
