@@ -434,7 +434,7 @@ class RouterService:
                 reason,
                 min(routing.isl, decision.overlap_blocks * max(1, block_size)),
                 decision.prefill_tokens
-                if leg.stage is not Stage.DECODE and active.crowded < self._settings.crowding_retries
+                if leg.stage in (Stage.WHOLE, Stage.PREFILL) and active.crowded < self._settings.crowding_retries
                 else None,
             )
             if link.generate(generate):
