@@ -444,7 +444,16 @@ class RouterService:
                 raise
             link = self._links[self._endpoint_of[decision.worker]]
             reason = decision.reason if leg.stage is Stage.WHOLE else f"{leg.stage.name.lower()}-{decision.reason}"
-            generate = active.begin_dispatch(decision.worker, link.endpoint, leg.stage, reason)
+            generate = active.begin_dispatch(
+                decision.worker,
+                link.endpoint,
+                leg.stage,
+                reason,
+                min(routing.isl, decision.overlap_blocks * max(1, block_size)),
+                decision.prefill_tokens
+                if leg.stage in (Stage.WHOLE, Stage.PREFILL) and active.crowded < self._settings.crowding_retries
+                else None,
+            )
             if link.generate(generate):
                 break
             active.tried[decision.worker] = "its connection is full"
@@ -477,6 +486,9 @@ class RouterService:
             if dispatch is None or active.is_spent(dispatch):
                 continue  # the end of a leg that has given what it had to the next
             if delta.finish_reason == "error" and delta.retryable:
+                if delta.booked_prefill_tokens is not None and dispatch is active.current:
+                    self._choose_again(active, dispatch, delta.booked_prefill_tokens)
+                    continue
                 lost = active.awaits_embeddings
                 # What did not arrive is no fault of who waited for it: it gets the media themselves, and blame if that
                 # fails too.
@@ -485,7 +497,7 @@ class RouterService:
                 continue
             if delta.cached_tokens is not None:
                 self._realised(delta.request_id, delta.cached_tokens)
-                if dispatch.number == active.encode_legs and active.emitted_tokens == 0:
+                if dispatch.number == active.encode_legs + active.crowded and active.emitted_tokens == 0:
                     self._metrics.overlap_realised_tokens.inc(delta.cached_tokens)
             if delta.finish_reason == "cancelled":
                 self._move(active, "the worker cancelled the request")
@@ -508,6 +520,17 @@ class RouterService:
                 # Its first output proves that the decode worker has the blocks, and the prefill worker lets go of them.
                 self._release(active.kept, active)
                 active.kept = None
+
+    def _choose_again(self, active: ActiveRequest, dispatch: Dispatch, booked_tokens: int) -> None:
+        """Choose anew for a request whose worker has promised more to other routers than was known here."""
+        self._metrics.crowded.inc()
+        slot = self.projection.index.slot(dispatch.worker)
+        now_ms = self._clock.monotonic_ms()
+        self._release(dispatch, active)
+        active.current = None
+        active.crowded += 1
+        self.projection.ledger.crowded(dispatch.worker, slot, dispatch.id, booked_tokens, now_ms)
+        self._place(active, "its worker had more to do than was known")
 
     def _begin_decode(self, active: ActiveRequest, prefill: Dispatch) -> None:
         """Go on with a prefilled request on a decode worker; its blocks stay on the prefill worker until they moved."""
