@@ -480,7 +480,9 @@ class GlobalRouterService:
                 return Refusal(pool.name, PoolState.SATURATED.value, "the client left")
             if link is not None:
                 worker = WorkerKey(WorkerId(answer.worker.worker_id), answer.worker.dp_rank)
-                generate = active.begin_dispatch(worker, link.endpoint, work, "")
+                generate = active.begin_dispatch(
+                    worker, link.endpoint, work, "", answer.overlap_blocks * answer.block_size
+                )
                 if link.generate(generate):
                     dispatch = active.current
                     assert dispatch is not None, "a dispatch has begun"

@@ -113,6 +113,7 @@ class RouterService:
         self._served: list[ServedModel] = []
         self._served_version = -1
         self._pumping = False
+        self._pump_scheduled = False
         self._housekeeping: asyncio.Task[None] | None = None
         self._created_s = clock.wall_ms() // 1000
         self._troubled = False
@@ -319,15 +320,31 @@ class RouterService:
             resumed=waiting.dispatched is None,
         )
 
+    def _pump_soon(self) -> None:
+        """Pump once this turn of the loop is over, however often it is asked for."""
+        if len(self._admission) and not self._pump_scheduled:
+            self._pump_scheduled = True
+            asyncio.get_running_loop().call_soon(self._scheduled_pump)
+
+    def _scheduled_pump(self) -> None:
+        self._pump_scheduled = False
+        if self.ready:
+            self._pump()
+
     def _pump(self) -> None:
         """Dispatch waiting requests while workers have room: resumed ones, then the head of each model's lane."""
         if self._pumping:
             return
         self._pumping = True
         try:
+            stuck: set[tuple[str, bool, frozenset[WorkerKey]]] = set()
             for queued in self._admission.resumed():
-                # Each by itself: what one of them has tried already may be just right for the next.
-                self._try_queued(queued)
+                # What one of them has tried already may be just right for the next; those that tried the same (a lost
+                # worker leaves hundreds) fare alike, and are asked about once.
+                active = queued.item.active
+                kind = (queued.lane, active.disaggregated_params is not None, frozenset(active.tried))
+                if kind not in stuck and not self._try_queued(queued):
+                    stuck.add(kind)
             for lane in self._admission.lanes():
                 while (head := self._admission.head(lane)) is not None and self._try_queued(head):
                     pass
@@ -427,7 +444,16 @@ class RouterService:
                 raise
             link = self._links[self._endpoint_of[decision.worker]]
             reason = decision.reason if leg.stage is Stage.WHOLE else f"{leg.stage.name.lower()}-{decision.reason}"
-            generate = active.begin_dispatch(decision.worker, link.endpoint, leg.stage, reason)
+            generate = active.begin_dispatch(
+                decision.worker,
+                link.endpoint,
+                leg.stage,
+                reason,
+                min(routing.isl, decision.overlap_blocks * max(1, block_size)),
+                decision.prefill_tokens
+                if leg.stage in (Stage.WHOLE, Stage.PREFILL) and active.crowded < self._settings.crowding_retries
+                else None,
+            )
             if link.generate(generate):
                 break
             active.tried[decision.worker] = "its connection is full"
@@ -460,6 +486,9 @@ class RouterService:
             if dispatch is None or active.is_spent(dispatch):
                 continue  # the end of a leg that has given what it had to the next
             if delta.finish_reason == "error" and delta.retryable:
+                if delta.booked_prefill_tokens is not None and dispatch is active.current:
+                    self._choose_again(active, dispatch, delta.booked_prefill_tokens)
+                    continue
                 lost = active.awaits_embeddings
                 # What did not arrive is no fault of who waited for it: it gets the media themselves, and blame if that
                 # fails too.
@@ -468,7 +497,7 @@ class RouterService:
                 continue
             if delta.cached_tokens is not None:
                 self._realised(delta.request_id, delta.cached_tokens)
-                if dispatch.number == active.encode_legs and active.emitted_tokens == 0:
+                if dispatch.number == active.encode_legs + active.crowded and active.emitted_tokens == 0:
                     self._metrics.overlap_realised_tokens.inc(delta.cached_tokens)
             if delta.finish_reason == "cancelled":
                 self._move(active, "the worker cancelled the request")
@@ -495,6 +524,17 @@ class RouterService:
                     prefill_link.cancel(active.kept.id)
                 self._release(active.kept, active)
                 active.kept = None
+
+    def _choose_again(self, active: ActiveRequest, dispatch: Dispatch, booked_tokens: int) -> None:
+        """Choose anew for a request whose worker has promised more to other routers than was known here."""
+        self._metrics.crowded.inc()
+        slot = self.projection.index.slot(dispatch.worker)
+        now_ms = self._clock.monotonic_ms()
+        self._release(dispatch, active)
+        active.current = None
+        active.crowded += 1
+        self.projection.ledger.crowded(dispatch.worker, slot, dispatch.id, booked_tokens, now_ms)
+        self._place(active, "its worker had more to do than was known")
 
     def _begin_decode(self, active: ActiveRequest, prefill: Dispatch) -> None:
         """Go on with a prefilled request on a decode worker; its blocks stay on the prefill worker until they moved."""
@@ -552,6 +592,7 @@ class RouterService:
         active.migrations += 1
         self._metrics.migrations.labels(cause).inc()
         self._place(active, why)
+        self._pump_soon()  # the worker that it left may have room for another
 
     def _place(self, active: ActiveRequest, why: str) -> None:
         """Dispatch a request whose client is being served already; it queues when every worker is busy."""
