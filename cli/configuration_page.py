@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 from cli.main import app
 from cli.options import environment_name
 from cli.up import UpSettings
+from frontend.media.settings import MediaSettings
 from frontend.settings import FrontendSettings
 from global_router.settings import GlobalRouterSettings
 from loadgen.settings import BenchSettings
@@ -52,6 +53,13 @@ SECTIONS = (
     Section("A whole pool on one machine", "up", (UpSettings,), "Everything else keeps its default."),
     Section("Router", "router", (RouterSettings,), "Selection, admission, dispatch and HTTP."),
     Section("OpenAI surface", "router", (FrontendSettings,), "Options of `poolgrid router` too."),
+    Section(
+        "Media of chat messages",
+        "router",
+        (MediaSettings,),
+        "Options of `poolgrid router` and `poolgrid global-router` too; what they guard against: "
+        "[multimodal.md](multimodal.md).",
+    ),
     Section(
         "Global router",
         "global-router",
@@ -119,7 +127,8 @@ def _section(section: Section) -> str:
     ]
     fields: dict[str, FieldInfo] = {}
     for model in section.models:
-        fields.update(model.model_fields)
+        inherited = {name for base in model.__bases__ for name in getattr(base, "model_fields", ())}
+        fields.update({name: field for name, field in model.model_fields.items() if name not in inherited})
     for name, field in fields.items():
         cells = (
             f"`{options[name]}`",

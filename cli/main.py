@@ -13,6 +13,7 @@ from cli.engine_config import app as engine_config_app
 from cli.journal import app as journal_app
 from cli.keys import app as keys_app
 from cli.options import with_settings
+from cli.router_group import serve_group
 from cli.service_process import run_service, say_ready
 from cli.up import UpSettings, run_up
 from frontend.settings import FrontendSettings
@@ -20,6 +21,7 @@ from global_router.settings import GlobalRouterSettings
 from loadgen.settings import BenchSettings
 from router.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
 from router.settings import RouterSettings
+from runtime.process_group import GroupPlace
 from simulation.settings import SimulationSettings, TuneSettings, WhatIfSettings
 from workers.settings import WorkerSettings
 
@@ -65,7 +67,10 @@ def router(
         say_ready(endpoints.http, *ingest, f"select={endpoints.select}")
 
     async def main(stop: asyncio.Event) -> None:
-        await serve(settings, frontend, consolidator, stop, ready)
+        if settings.http_workers > 1:
+            await serve_group(settings, frontend, consolidator, log_level, stop, say_ready)
+        else:
+            await serve(settings, frontend, consolidator, stop, ready, GroupPlace.from_environment())
 
     run_service("router", log_level, main)
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import HTTPException
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import Metric
 from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -25,6 +27,8 @@ from frontend.access.gate import AccessGate, GateKeys, caller_of
 from frontend.access.watched_key_file import WatchedKeyFile
 from frontend.errors import RequestError, refused
 from frontend.inference_endpoint import InferenceEndpoint
+from frontend.media.loader import MediaLoader
+from frontend.media.metrics import MediaMetrics
 from frontend.metrics import FrontendMetrics
 from frontend.openapi import describe_inference
 from frontend.ports import InferenceBackend, Refused, ServedModel
@@ -35,10 +39,28 @@ from frontend.settings import FrontendSettings
 from frontend.tokenization import TokenizationPool
 from runtime.clock import Clock, SystemClock
 
+EXPOSED_HEADERS = (
+    "x-request-id",
+    "x-poolgrid-worker",
+    "x-poolgrid-decision",
+    "x-poolgrid-pool",
+    "x-poolgrid-refusal",
+    "retry-after",
+)
+"""Response headers that scripts of other origins may read."""
+
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
 Readiness = Callable[[], str | None]
 """Returns ``None`` when requests can be served, else what is still missing, in words."""
+
+
+class Exposed(Protocol):
+    """What ``/metrics`` answers with: a registry, or all of those of a group of processes."""
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield all metrics."""
+        ...
 
 
 def _always_ready() -> str | None:
@@ -87,13 +109,14 @@ def create_app(
     clock: Clock | None = None,
     lifespan: Lifespan | None = None,
     id_prefix: str | None = None,
+    exposed: Exposed | None = None,
 ) -> FastAPI:
     """Return the application.
 
     ``models`` gives the prompt model of each served model by name; ``registry`` receives ``poolgrid_frontend_*`` and is
-    what ``/metrics`` answers with; ``troubles`` says in ``/health`` what is wrong while requests are served;
-    ``lifespan`` is the router's own; ``id_prefix`` makes request ids unique among
-    processes (default: random).
+    what ``/metrics`` answers with, unless ``exposed`` is (the metrics of several processes); ``troubles`` says in
+    ``/health`` what is wrong while requests are served; ``lifespan`` is the router's own; ``id_prefix`` makes request
+    ids unique among processes (default: random).
     """
     tokenization = TokenizationPool(
         settings.tokenizer_threads, settings.tokenizer_queue, settings.tokenizer_inline_bytes
@@ -109,47 +132,65 @@ def create_app(
                     yield
         finally:
             tokenization.close()
+            await media.close()
 
     app = _Application(title="poolgrid", summary="OpenAI API of a KV-cache-aware router", lifespan=whole_life)
     metrics = FrontendMetrics(registry)
     metrics.tokenizers.show(backend, models)
     metrics.tokenizations_pending.set_function(lambda: tokenization.pending)
-    keys = None
-    if settings.api_keys is not None:
-        keys = _watched_keys(settings.api_keys, settings, metrics, clock or SystemClock())
-        app.add_middleware(AccessGate, keys=keys)
+    clock = clock or SystemClock()
+    media = MediaLoader(settings, MediaMetrics(registry), clock)
     preparation = Preparation(backend, models, settings)
     # For endpoints of the routers that take the same bodies.
     app.state.preparation, app.state.tokenization = preparation, tokenization
     request_ids = RequestIds(secrets.token_hex(6) if id_prefix is None else id_prefix)
-    for path, chat in (("/v1/chat/completions", True), ("/v1/completions", False)):
+    keys = None
+    if settings.api_keys is not None:
+        keys = _gate_keys(settings.api_keys, settings, metrics, clock, request_ids)
+        app.add_middleware(AccessGate, keys=keys)
+    for name, path, prepare in (
+        ("chat_completions", "/v1/chat/completions", preparation.chat),
+        ("completions", "/v1/completions", preparation.completion),
+        ("responses", "/v1/responses", preparation.responses),
+    ):
         endpoint = InferenceEndpoint(
-            chat=chat,
+            name=name,
+            prepare=prepare,
             backend=backend,
-            preparation=preparation,
             tokenization=tokenization,
             request_ids=request_ids,
             metrics=metrics,
             settings=settings,
-            clock=clock or SystemClock(),
+            clock=clock,
+            media=media,
         )
         app.router.routes.insert(0, Route(path, endpoint, methods=["POST"], name=endpoint.name))
         app.direct[path] = endpoint if keys is None else AccessGate(endpoint, keys)
+    if settings.cors_allow_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.cors_allow_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=list(EXPOSED_HEADERS),
+        )
     describe_inference(app)
     _add_models(app, backend, preparation)
     _add_health(app, backend, ready, troubles)
-    _add_metrics(app, registry)
+    _add_metrics(app, registry if exposed is None else exposed)
     _add_error_shape(app, metrics)
     return app
 
 
-def _watched_keys(path: Path, settings: FrontendSettings, metrics: FrontendMetrics, clock: Clock) -> GateKeys:
+def _gate_keys(
+    path: Path, settings: FrontendSettings, metrics: FrontendMetrics, clock: Clock, request_ids: RequestIds
+) -> GateKeys:
     """Return the keys that let clients in; raises ``OSError`` or ``KeyFileError``."""
     watched = WatchedKeyFile(
         path, settings.api_keys_check_ms, clock, lambda outcome: metrics.key_reloads.labels(outcome).inc()
     )
     metrics.keys_stale.set_function(lambda: float(watched.stale))
-    return GateKeys(watched, metrics, clock, settings.metrics_need_key)
+    return GateKeys(watched, metrics, clock, settings.metrics_need_key, request_ids)
 
 
 def _add_models(app: FastAPI, backend: InferenceBackend, preparation: Preparation) -> None:
@@ -219,7 +260,7 @@ def _add_health(
         return {"status": "not ready", "reason": missing, "models": names}
 
 
-def _add_metrics(app: FastAPI, registry: CollectorRegistry) -> None:
+def _add_metrics(app: FastAPI, registry: Exposed) -> None:
     turn = asyncio.Lock()
 
     @app.get("/metrics", tags=["metrics"], response_class=Response)

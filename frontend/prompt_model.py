@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ from frontend.detokenization import (
     CONTEXT_TOKENS,
     ByteLevelDetokenizer,
     Detokenizer,
+    MarkedDetokenizer,
     WindowDetokenizer,
     byte_level_alphabet,
 )
@@ -52,6 +53,8 @@ class PromptModel:
     """Template for requests with tools, when the model has one of its own."""
     byte_table: tuple[bytes, ...] | None = field(default=None, repr=False)
     """Bytes of every token of a byte-level tokenizer, special tokens empty; ``None`` for other kinds."""
+    shown_tokens: Mapping[int, str] = field(default_factory=dict, repr=False)
+    """Special tokens that output shows by their text: none, but for models made by ``showing``."""
     encoder: PromptEncoder | None = field(default=None, repr=False)
     """The quick way from text to token ids; without one, the tokenizer does all of it."""
 
@@ -61,11 +64,13 @@ class PromptModel:
         path: Path | str,
         name: str = "",
         *,
+        chat_template: Path | None = None,
         tokenization_cache_bytes: int = CACHE_BYTES_DEFAULT,
         fast_tokenizer: bool = True,
     ) -> PromptModel:
         """Read a model directory; raises ``ModelDirectoryError``. ``name`` defaults to the directory's.
 
+        ``chat_template`` is a Jinja file that is used in place of the model's own templates.
         ``tokenization_cache_bytes`` bounds the cache of prompt segments (0 = none); ``fast_tokenizer`` allows the
         ``fastokens`` package where it is installed and agrees with ``tokenizers``.
         """
@@ -87,7 +92,7 @@ class PromptModel:
         config = _read_json(directory / "config.json")
         generation_config = _read_json(directory / "generation_config.json")
         special_tokens = _special_tokens(tokenizer_config)
-        template, tool_template = _templates(directory, tokenizer_config, special_tokens)
+        template, tool_template = _templates(directory, tokenizer_config, special_tokens, chat_template)
         where = directory / "config.json"
         vocab_size = max(tokenizer.get_vocab_size(), _limit(config, ("vocab_size",), where) or 0)
         max_length = _limit(config, ("max_position_embeddings", "n_positions", "max_sequence_length"), where)
@@ -125,7 +130,28 @@ class PromptModel:
         """Return a fresh incremental decoder for what follows ``prompt`` (u32 little-endian)."""
         if self.byte_table is not None:
             return ByteLevelDetokenizer(self.byte_table)
-        return WindowDetokenizer(self.tokenizer, unpack_tokens(prompt[-4 * CONTEXT_TOKENS :]))
+        window = WindowDetokenizer(self.tokenizer, unpack_tokens(prompt[-4 * CONTEXT_TOKENS :]))
+        return MarkedDetokenizer(window, self.shown_tokens) if self.shown_tokens else window
+
+    def showing(self, markers: Collection[str]) -> PromptModel:
+        """Return this model with output that shows those ``markers`` which are special tokens; itself, if none is."""
+        special = {
+            token_id: added.content
+            for token_id, added in self.tokenizer.get_added_tokens_decoder().items()
+            if added.special and added.content in markers
+        }
+        if not special:
+            return self
+        table = self.byte_table
+        if table is not None:
+            table = tuple(
+                special[token_id].encode() if token_id in special else raw for token_id, raw in enumerate(table)
+            )
+        return replace(self, byte_table=table, shown_tokens=special)
+
+    def added_tokens(self) -> frozenset[str]:
+        """Return the tokens that were added to the vocabulary: markers of formats are among them."""
+        return frozenset(added.content for added in self.tokenizer.get_added_tokens_decoder().values())
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return what one token stands for, special tokens by their name, for log probabilities."""
@@ -201,10 +227,15 @@ def _eos_token_ids(
 
 
 def _templates(
-    directory: Path, tokenizer_config: Mapping[str, Any], special_tokens: Mapping[str, str]
+    directory: Path,
+    tokenizer_config: Mapping[str, Any],
+    special_tokens: Mapping[str, str],
+    override: Path | None,
 ) -> tuple[ChatTemplate | None, ChatTemplate | None]:
     """Return the model's chat template and, when it has several by name, the one for tools."""
-    file = directory / "chat_template.jinja"
+    file = directory / "chat_template.jinja" if override is None else override
+    if override is not None and not file.is_file():
+        raise ModelDirectoryError(f"loading chat template {file}: it is not a file")
     source = file.read_text(encoding="utf-8") if file.is_file() else tokenizer_config.get("chat_template")
     where = file if file.is_file() else directory / "tokenizer_config.json"
     if source is None:

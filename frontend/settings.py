@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
+from frontend.media.settings import MediaSettings
 from frontend.models import TINY_MODEL_PATH
 from frontend.prompt_encoder import CACHE_BYTES_DEFAULT
-from runtime.settings import Settings
 
 
-class FrontendSettings(Settings):
+class FrontendSettings(MediaSettings):
     """Settings of the OpenAI surface; the router's own settings include them."""
 
     model_path: Path = Field(
@@ -23,6 +24,17 @@ class FrontendSettings(Settings):
         default="",
         max_length=256,
         description="Name that clients ask for; empty = the name of the model directory.",
+    )
+    chat_template: Path | None = Field(
+        default=None,
+        description="Jinja file to use in place of the model's own chat template; empty = the model's.",
+    )
+    template_time_limit_ms: float = Field(
+        default=2000.0,
+        gt=0,
+        le=60_000,
+        description="Longest rendering of a chat template, answered 400 above it: a hundred times what a conversation "
+        "of 10,000 messages takes.",
     )
     max_body_bytes: int = Field(
         default=32 * 1024 * 1024,
@@ -101,4 +113,32 @@ class FrontendSettings(Settings):
         ge=1024,
         le=1024 * 1024 * 1024,
         description="Most characters that a chat template may render; a template that loops is stopped there.",
+    )
+    keep_alive_interval_s: float = Field(
+        default=15.0,
+        ge=0,
+        le=3600,
+        description="A stream that was silent for so long carries a comment, which clients skip and proxies take for a "
+        "sign of life; 0 = never. Read time-outs are 30 s and more.",
+    )
+    gzip_response_bytes: int = Field(
+        default=4096,
+        ge=0,
+        le=1024 * 1024 * 1024,
+        description="Whole answers of at least so many bytes are sent as gzip to clients that take it; 0 = never. "
+        "Shorter ones fit into a few packets anyway. Streams are never compressed.",
+    )
+    cors_allow_origins: tuple[str, ...] = Field(
+        default=(),
+        description="Origins of web pages that may call the API from a browser, or *; none = no CORS headers.",
+    )
+    reasoning_parser: Literal["auto", "none", "deepseek_r1", "qwen3", "granite", "mistral", "harmony"] = Field(
+        default="auto",
+        description="Which format's reasoning is told apart from content; auto = from the model's template and tokens.",
+    )
+    tool_call_parser: Literal[
+        "auto", "none", "hermes", "llama3_json", "mistral", "pythonic", "deepseek_v3", "granite", "harmony"
+    ] = Field(
+        default="auto",
+        description="In which format the model writes tool calls; auto = from the model's template and tokens.",
     )

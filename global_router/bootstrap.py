@@ -29,6 +29,7 @@ from global_router.settings import GlobalRouterSettings
 from runtime.clock import SystemClock
 from runtime.http_server import HttpServer
 from runtime.planes import CurveKeys, PlaneContext, PlaneMetrics
+from runtime.tls import Tls, client_context
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +92,7 @@ async def serve(
     prompt_model = PromptModel.load(
         frontend.model_path,
         frontend.model_name,
+        chat_template=frontend.chat_template,
         tokenization_cache_bytes=frontend.tokenization_cache_bytes,
         fast_tokenizer=frontend.fast_tokenizer,
     )
@@ -110,7 +112,10 @@ async def serve(
     configuration = Configuration(loaded, settings.config, clock)
     tasks: list[asyncio.Task[None]] = []
     async with httpx.AsyncClient(
-        timeout=DISCOVER_TIMEOUT_S, trust_env=False, headers=_pool_headers(settings.pool_api_key)
+        timeout=DISCOVER_TIMEOUT_S,
+        trust_env=False,
+        headers=_pool_headers(settings.pool_api_key),
+        verify=client_context(settings.pool_ca, settings.tls_pair()),
     ) as client:
         pools = Pools(urls, context, discovery(client), clock, settings.status_interval_ms, settings.status_timeout_ms)
         service = GlobalRouterService(settings, configuration, pools, links, metrics, clock)
@@ -131,7 +136,7 @@ async def serve(
             clock=clock,
         )
         add_global_router_endpoints(app, service, clock)
-        server = HttpServer(app, settings.host, settings.port, "port", settings.shutdown_timeout_ms)
+        server = HttpServer(app, settings.host, settings.port, "port", settings.shutdown_timeout_ms, Tls.load(settings))
         hang_up = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hang_up.set)
         try:

@@ -25,6 +25,11 @@ class GlobalRouterSettings(SecuritySettings):
     pool_api_key: Path | None = Field(
         None, description="File with an operator's API key of the pools' routers, when those have --api-keys."
     )
+    pool_ca: Path | None = Field(
+        None,
+        description="PEM file with the authorities of the pools' https URLs; by default the machine's. With "
+        "tls_certificate, this process shows it to pools that ask for one.",
+    )
     status_interval_ms: float = Field(
         250, ge=10, le=60_000, description="Time between two questions to a pool's router how its pool is."
     )

@@ -47,6 +47,12 @@ class SecuritySettings(Settings):
             raise ValueError("curve_server_key and curve_allowed_keys need curve_key")
         return self
 
+    def tls_pair(self) -> tuple[Path, Path] | None:
+        """Return the files of the certificate and its key, if there are any."""
+        if self.tls_certificate is None or self.tls_key is None:
+            return None
+        return self.tls_certificate, self.tls_key
+
     def exposures(self, host: str, http: bool, planes: str, keyed: bool = True) -> list[str]:
         """Return what should be said at the start about sockets at ``host`` that anybody on the network can use.
 

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from runtime.clock import SystemClock
 from runtime.http_server import HttpServer
 from runtime.planes import CurveKeys, PlaneContext, PlaneMetrics, end_security
+from runtime.tls import Tls
 from wire.card import WorkerCard
 from workers.adapters.http_api import HttpApi
 from workers.adapters.sockets import RequestSocket
@@ -41,7 +42,7 @@ def make_card(settings: WorkerSettings, request_port: int, http_port: int) -> Wo
         block_size=settings.block_size,
         limits=settings.card_limits(),
         request_endpoint=f"tcp://{host}:{request_port}",
-        http_endpoint=f"http://{host}:{http_port}",
+        http_endpoint=f"{'http' if settings.tls_certificate is None else 'https'}://{host}:{http_port}",
         loras=settings.loras,
         engine=ENGINE_NAME,
         eos_token_ids=(settings.eos_token_id,),
@@ -84,7 +85,8 @@ async def serve(
     try:
         requests = RequestSocket(context, settings.host, settings.request_port)
         api = HttpApi(registry)
-        http = HttpServer(api, settings.host, settings.http_port, "http_port")
+        tls = Tls.load(settings)
+        http = HttpServer(api, settings.host, settings.http_port, "http_port", tls=tls)
         card = make_card(settings, requests.port, http.port)
         engine = RealTimeSimulatedEngine(
             settings.engine_limits(),

@@ -20,6 +20,7 @@ from router.consolidator.settings import ConsolidatorProcessSettings, Consolidat
 from runtime.clock import Clock, SystemClock
 from runtime.http_server import HttpServer
 from runtime.planes import CurveKeys, MakeContext, PlaneContext, PlaneMetrics
+from runtime.tls import Tls
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +65,9 @@ async def serve(settings: ConsolidatorProcessSettings, stop: asyncio.Event, read
         log.warning("%s", warning)
     await service.start()
     try:
-        server = HttpServer(HealthApp(service, registry), settings.host, settings.http_port, "http_port")
+        server = HttpServer(
+            HealthApp(service, registry), settings.host, settings.http_port, "http_port", tls=Tls.load(settings)
+        )
         try:
             server.start()
             ready(

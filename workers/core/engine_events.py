@@ -158,8 +158,11 @@ def parse_event(event: Mapping[str, Any]) -> AnyEngineEvent:
 def _parse_stored(event: Mapping[str, Any], data: Mapping[str, Any]) -> Stored:
     """Read a ``stored`` event, nearly all of the traffic, without an object per token.
 
-    Whatever is not as usual raises some error, so that the checked way decides.
+    Whatever is not as usual raises some error, so that the checked way decides. Of a token only what is packed is
+    checked: that it fits into u32.
     """
+    if type(data["blocks"]) is not list:
+        raise ValueError
     blocks = []
     pack = _pack_u32
     for block in data["blocks"]:
@@ -168,7 +171,12 @@ def _parse_stored(event: Mapping[str, Any], data: Mapping[str, Any]) -> Stored:
         block_hash = block["block_hash"]
         cache_level = block["cache_level"]
         priority = block["priority"]
-        if not (type(block_hash) is type(cache_level) is type(priority) is int):
+        mm_keys = block.get("mm_keys")
+        if (
+            not (type(block_hash) is type(cache_level) is type(priority) is int)
+            or type(tokens) is not list
+            or (mm_keys is not None and type(mm_keys) is not list)
+        ):
             raise ValueError
         blocks.append(
             StoredBlock(
@@ -176,7 +184,7 @@ def _parse_stored(event: Mapping[str, Any], data: Mapping[str, Any]) -> Stored:
                 (pack.get(count) or _packer(count))(*map(_token_id, tokens)),
                 cache_level,
                 priority,
-                bool(block.get("mm_keys")) or any(map(_token_extra_id, tokens)),
+                bool(mm_keys) or any(map(_token_extra_id, tokens)),
             )
         )
     event_id = event["event_id"]
@@ -203,6 +211,8 @@ def _parse_removed(event: Mapping[str, Any], data: Mapping[str, Any]) -> Removed
     event_id = event["event_id"]
     window_size = event["window_size"]
     rank = event.get("attention_dp_rank")
+    if type(data["block_hashes"]) is not list:
+        raise ValueError
     block_hashes = tuple(data["block_hashes"])
     if not (type(event_id) is type(window_size) is int) or (rank is not None and type(rank) is not int):
         raise ValueError
