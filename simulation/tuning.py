@@ -84,7 +84,7 @@ def search(
     """Return all trials, the defaults first; ``on_trial`` is told how many are done, and the best so far."""
     if budget < 1:
         raise ValueError(f"searching weights: the budget is {budget}, allowed are integers from 1")
-    random = Random(seed)
+    draw = Random(seed)
     default = Variant("default")
     trials = [Trial(default, evaluate(default))]
     best = trials[0]
@@ -92,7 +92,7 @@ def search(
     step = FIRST_STEP
     drawn = 1 + int((budget - 1) * DRAWN_SHARE)
     for number in range(1, budget):
-        variant = _draw(random, number) if number < drawn else _near(random, best.variant, step, number)
+        variant = _draw(draw, number) if number < drawn else _near(draw, best.variant, step, number)
         trial = Trial(variant, evaluate(variant))
         trials.append(trial)
         if objective.better(trial.result, best.result):
@@ -112,22 +112,22 @@ def best_of(trials: list[Trial], objective: Objective) -> Trial:
     return best
 
 
-def _draw(random: Random, number: int) -> Variant:
-    overlap = random.uniform(*OVERLAP_RANGE)
+def _draw(draw: Random, number: int) -> Variant:
+    overlap = draw.uniform(*OVERLAP_RANGE)
     weights = CostWeights(
-        queue_weight=_log_uniform(random, *QUEUE_RANGE), decode_weight=_log_uniform(random, *DECODE_RANGE)
+        queue_weight=_log_uniform(draw, *QUEUE_RANGE), decode_weight=_log_uniform(draw, *DECODE_RANGE)
     )
-    return Variant(f"draw {number}", "kv", _with_overlap(weights, overlap), random.choice(TEMPERATURES))
+    return Variant(f"draw {number}", "kv", _with_overlap(weights, overlap), draw.choice(TEMPERATURES))
 
 
-def _near(random: Random, variant: Variant, step: float, number: int) -> Variant:
+def _near(draw: Random, variant: Variant, step: float, number: int) -> Variant:
     weights = variant.weights
     moved = replace(
         weights,
-        queue_weight=_within(weights.queue_weight * step ** random.uniform(-1, 1), QUEUE_RANGE),
-        decode_weight=_within(weights.decode_weight * step ** random.uniform(-1, 1), DECODE_RANGE),
+        queue_weight=_within(weights.queue_weight * step ** draw.uniform(-1, 1), QUEUE_RANGE),
+        decode_weight=_within(weights.decode_weight * step ** draw.uniform(-1, 1), DECODE_RANGE),
     )
-    overlap = _within(weights.device_weight * step ** random.uniform(-0.5, 0.5), OVERLAP_RANGE)
+    overlap = _within(weights.device_weight * step ** draw.uniform(-0.5, 0.5), OVERLAP_RANGE)
     return Variant(f"step {number}", "kv", _with_overlap(moved, overlap), variant.temperature)
 
 
@@ -152,5 +152,5 @@ def _within(value: float, bounds: tuple[float, float]) -> float:
     return min(max(value, bounds[0]), bounds[1])
 
 
-def _log_uniform(random: Random, low: float, high: float) -> float:
-    return float(low * (high / low) ** random.random())
+def _log_uniform(draw: Random, low: float, high: float) -> float:
+    return float(low * (high / low) ** draw.random())
