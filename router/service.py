@@ -444,7 +444,9 @@ class RouterService:
                     self._metrics.stream_faults.labels("unknown_request").inc()
                     link.cancel(delta.request_id)
                 continue
-            dispatch = active.dispatch_of(delta.request_id)
+            dispatch = active.current
+            if dispatch is None or dispatch.id != delta.request_id:
+                dispatch = active.dispatch_of(delta.request_id)
             if dispatch is None or dispatch is active.kept:
                 continue  # the end of a prefill leg whose blocks are with the decode worker
             if delta.finish_reason == "error" and delta.retryable:
