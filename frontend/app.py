@@ -27,6 +27,8 @@ from frontend.access.gate import AccessGate, GateKeys, caller_of
 from frontend.access.watched_key_file import WatchedKeyFile
 from frontend.errors import RequestError, refused
 from frontend.inference_endpoint import InferenceEndpoint
+from frontend.media.loader import MediaLoader
+from frontend.media.metrics import MediaMetrics
 from frontend.metrics import FrontendMetrics
 from frontend.openapi import describe_inference
 from frontend.ports import InferenceBackend, Refused, ServedModel
@@ -37,7 +39,14 @@ from frontend.settings import FrontendSettings
 from frontend.tokenization import TokenizationPool
 from runtime.clock import Clock, SystemClock
 
-EXPOSED_HEADERS = ("x-request-id", "x-poolgrid-worker", "x-poolgrid-decision", "x-poolgrid-pool", "retry-after")
+EXPOSED_HEADERS = (
+    "x-request-id",
+    "x-poolgrid-worker",
+    "x-poolgrid-decision",
+    "x-poolgrid-pool",
+    "x-poolgrid-refusal",
+    "retry-after",
+)
 """Response headers that scripts of other origins may read."""
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
@@ -123,19 +132,22 @@ def create_app(
                     yield
         finally:
             tokenization.close()
+            await media.close()
 
     app = _Application(title="poolgrid", summary="OpenAI API of a KV-cache-aware router", lifespan=whole_life)
     metrics = FrontendMetrics(registry)
     metrics.tokenizers.show(backend, models)
     metrics.tokenizations_pending.set_function(lambda: tokenization.pending)
-    keys = None
-    if settings.api_keys is not None:
-        keys = _watched_keys(settings.api_keys, settings, metrics, clock or SystemClock())
-        app.add_middleware(AccessGate, keys=keys)
+    clock = clock or SystemClock()
+    media = MediaLoader(settings, MediaMetrics(registry), clock)
     preparation = Preparation(backend, models, settings)
     # For endpoints of the routers that take the same bodies.
     app.state.preparation, app.state.tokenization = preparation, tokenization
     request_ids = RequestIds(secrets.token_hex(6) if id_prefix is None else id_prefix)
+    keys = None
+    if settings.api_keys is not None:
+        keys = _gate_keys(settings.api_keys, settings, metrics, clock, request_ids)
+        app.add_middleware(AccessGate, keys=keys)
     for name, path, prepare in (
         ("chat_completions", "/v1/chat/completions", preparation.chat),
         ("completions", "/v1/completions", preparation.completion),
@@ -149,7 +161,8 @@ def create_app(
             request_ids=request_ids,
             metrics=metrics,
             settings=settings,
-            clock=clock or SystemClock(),
+            clock=clock,
+            media=media,
         )
         app.router.routes.insert(0, Route(path, endpoint, methods=["POST"], name=endpoint.name))
         app.direct[path] = endpoint if keys is None else AccessGate(endpoint, keys)
@@ -169,13 +182,15 @@ def create_app(
     return app
 
 
-def _watched_keys(path: Path, settings: FrontendSettings, metrics: FrontendMetrics, clock: Clock) -> GateKeys:
+def _gate_keys(
+    path: Path, settings: FrontendSettings, metrics: FrontendMetrics, clock: Clock, request_ids: RequestIds
+) -> GateKeys:
     """Return the keys that let clients in; raises ``OSError`` or ``KeyFileError``."""
     watched = WatchedKeyFile(
         path, settings.api_keys_check_ms, clock, lambda outcome: metrics.key_reloads.labels(outcome).inc()
     )
     metrics.keys_stale.set_function(lambda: float(watched.stale))
-    return GateKeys(watched, metrics, clock, settings.metrics_need_key)
+    return GateKeys(watched, metrics, clock, settings.metrics_need_key, request_ids)
 
 
 def _add_models(app: FastAPI, backend: InferenceBackend, preparation: Preparation) -> None:

@@ -84,6 +84,11 @@ class RouterMetrics:
             ["cause"],
             registry=registry,
         )
+        self.crowded = Counter(
+            "poolgrid_router_crowded_choices_total",
+            "Choices that a worker refused because other routers had sent it more than this one knew.",
+            registry=registry,
+        )
         self.stream_faults = Counter(
             "poolgrid_router_stream_faults_total",
             "Worker output that was dropped: a hole or overlap in a stream, an unknown request, an undecodable frame.",
