@@ -201,7 +201,20 @@ class Bench:
         planes = ["--feed-endpoint", words["feed"], "--query-endpoint", words["query"]]
         router = fleet.start(
             "router",
-            [*ours, "router", "--port", "0", *planes, "--model-path", str(self._model), "--model-name", MODEL, *level],
+            [
+                *ours,
+                "router",
+                "--port",
+                "0",
+                "--http-workers",
+                str(self._http_workers),
+                *planes,
+                "--model-path",
+                str(self._model),
+                "--model-name",
+                MODEL,
+                *level,
+            ],
             self._peer,
         )
         url = fleet.ready_words(router)["http"]

@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 from cli.main import app
 from cli.options import environment_name
 from cli.up import UpSettings
+from frontend.media.settings import MediaSettings
 from frontend.settings import FrontendSettings
 from global_router.settings import GlobalRouterSettings
 from loadgen.settings import BenchSettings
@@ -24,7 +25,8 @@ from router.settings import RouterSettings
 from runtime.security import SecuritySettings
 from runtime.settings import Settings
 from simulation.settings import SimulationSettings
-from workers.settings import WorkerSettings
+from workers.settings import EngineChoice, TrtllmWorkerSettings, WorkerProcessSettings, WorkerSettings
+from workers.trtllm.settings import TrtllmSettings
 
 SOURCE_ROOT = Path(__file__).parents[1]
 
@@ -53,6 +55,13 @@ SECTIONS = (
     Section("Router", "router", (RouterSettings,), "Selection, admission, dispatch and HTTP."),
     Section("OpenAI surface", "router", (FrontendSettings,), "Options of `poolgrid router` too."),
     Section(
+        "Media of chat messages",
+        "router",
+        (MediaSettings,),
+        "Options of `poolgrid router` and `poolgrid global-router` too; what they guard against: "
+        "[multimodal.md](multimodal.md).",
+    ),
+    Section(
         "Global router",
         "global-router",
         (GlobalRouterSettings,),
@@ -66,7 +75,21 @@ SECTIONS = (
         "All but `--http-port` are also options of `poolgrid router`, for the consolidator that runs inside it when "
         "there is no `--feed-endpoint`; `--host` is then the router's own.",
     ),
-    Section("Worker", "worker", (WorkerSettings,), "With the simulated engine."),
+    Section(
+        "Worker",
+        "worker",
+        (EngineChoice, WorkerProcessSettings),
+        "What every worker has. The engine decides which of the two tables below applies besides; an option of the "
+        "other one is an error, its variable is ignored. Names that both have may differ in default and range.",
+    ),
+    Section("Worker with the simulated engine", "worker", (WorkerSettings,), "With `--engine simulated`."),
+    Section(
+        "Worker with TensorRT-LLM",
+        "worker",
+        (TrtllmSettings, TrtllmWorkerSettings),
+        "With `--engine trtllm`. `--print-engine-args` prints what the engine would get and where each value came from "
+        "([what wins](engine_configs.md)), and starts nothing.",
+    ),
     Section(
         "Closing the sockets",
         "router",
@@ -109,7 +132,8 @@ def _section(section: Section) -> str:
     ]
     fields: dict[str, FieldInfo] = {}
     for model in section.models:
-        fields.update(model.model_fields)
+        inherited = {name for base in model.__bases__ for name in getattr(base, "model_fields", ())}
+        fields.update({name: field for name, field in model.model_fields.items() if name not in inherited})
     for name, field in fields.items():
         cells = (
             f"`{options[name]}`",

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import HTTPException
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import Metric
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
@@ -26,6 +27,8 @@ from frontend.access.gate import AccessGate, GateKeys, caller_of
 from frontend.access.watched_key_file import WatchedKeyFile
 from frontend.errors import RequestError, refused
 from frontend.inference_endpoint import InferenceEndpoint
+from frontend.media.loader import MediaLoader
+from frontend.media.metrics import MediaMetrics
 from frontend.metrics import FrontendMetrics
 from frontend.openapi import describe_inference
 from frontend.ports import InferenceBackend, Refused, ServedModel
@@ -37,13 +40,28 @@ from frontend.tokenization import TokenizationPool
 from frontend.tokenizer_endpoints import add_tokenizer_endpoints
 from runtime.clock import Clock, SystemClock
 
-EXPOSED_HEADERS = ("x-request-id", "x-poolgrid-worker", "x-poolgrid-decision", "x-poolgrid-pool", "retry-after")
+EXPOSED_HEADERS = (
+    "x-request-id",
+    "x-poolgrid-worker",
+    "x-poolgrid-decision",
+    "x-poolgrid-pool",
+    "x-poolgrid-refusal",
+    "retry-after",
+)
 """Response headers that scripts of other origins may read."""
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
 Readiness = Callable[[], str | None]
 """Returns ``None`` when requests can be served, else what is still missing, in words."""
+
+
+class Exposed(Protocol):
+    """What ``/metrics`` answers with: a registry, or all of those of a group of processes."""
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield all metrics."""
+        ...
 
 
 def _always_ready() -> str | None:
@@ -92,13 +110,14 @@ def create_app(
     clock: Clock | None = None,
     lifespan: Lifespan | None = None,
     id_prefix: str | None = None,
+    exposed: Exposed | None = None,
 ) -> FastAPI:
     """Return the application.
 
     ``models`` gives the prompt model of each served model by name; ``registry`` receives ``poolgrid_frontend_*`` and is
-    what ``/metrics`` answers with; ``troubles`` says in ``/health`` what is wrong while requests are served;
-    ``lifespan`` is the router's own; ``id_prefix`` makes request ids unique among
-    processes (default: random).
+    what ``/metrics`` answers with, unless ``exposed`` is (the metrics of several processes); ``troubles`` says in
+    ``/health`` what is wrong while requests are served; ``lifespan`` is the router's own; ``id_prefix`` makes request
+    ids unique among processes (default: random).
     """
     tokenization = TokenizationPool(
         settings.tokenizer_threads, settings.tokenizer_queue, settings.tokenizer_inline_bytes
@@ -114,19 +133,22 @@ def create_app(
                     yield
         finally:
             tokenization.close()
+            await media.close()
 
     app = _Application(title="poolgrid", summary="OpenAI API of a KV-cache-aware router", lifespan=whole_life)
     metrics = FrontendMetrics(registry)
     metrics.tokenizers.show(backend, models)
     metrics.tokenizations_pending.set_function(lambda: tokenization.pending)
-    keys = None
-    if settings.api_keys is not None:
-        keys = _watched_keys(settings.api_keys, settings, metrics, clock or SystemClock())
-        app.add_middleware(AccessGate, keys=keys)
+    clock = clock or SystemClock()
+    media = MediaLoader(settings, MediaMetrics(registry), clock)
     preparation = Preparation(backend, models, settings)
     # For endpoints of the routers that take the same bodies.
     app.state.preparation, app.state.tokenization = preparation, tokenization
     request_ids = RequestIds(secrets.token_hex(6) if id_prefix is None else id_prefix)
+    keys = None
+    if settings.api_keys is not None:
+        keys = _gate_keys(settings.api_keys, settings, metrics, clock, request_ids)
+        app.add_middleware(AccessGate, keys=keys)
     for name, path, prepare in (
         ("chat_completions", "/v1/chat/completions", preparation.chat),
         ("completions", "/v1/completions", preparation.completion),
@@ -140,7 +162,8 @@ def create_app(
             request_ids=request_ids,
             metrics=metrics,
             settings=settings,
-            clock=clock or SystemClock(),
+            clock=clock,
+            media=media,
         )
         app.router.routes.insert(0, Route(path, endpoint, methods=["POST"], name=endpoint.name))
         app.direct[path] = endpoint if keys is None else AccessGate(endpoint, keys)
@@ -156,18 +179,20 @@ def create_app(
     _add_models(app, backend, preparation)
     add_tokenizer_endpoints(app, preparation, tokenization, settings)
     _add_health(app, backend, ready, troubles)
-    _add_metrics(app, registry)
+    _add_metrics(app, registry if exposed is None else exposed)
     _add_error_shape(app, metrics)
     return app
 
 
-def _watched_keys(path: Path, settings: FrontendSettings, metrics: FrontendMetrics, clock: Clock) -> GateKeys:
+def _gate_keys(
+    path: Path, settings: FrontendSettings, metrics: FrontendMetrics, clock: Clock, request_ids: RequestIds
+) -> GateKeys:
     """Return the keys that let clients in; raises ``OSError`` or ``KeyFileError``."""
     watched = WatchedKeyFile(
         path, settings.api_keys_check_ms, clock, lambda outcome: metrics.key_reloads.labels(outcome).inc()
     )
     metrics.keys_stale.set_function(lambda: float(watched.stale))
-    return GateKeys(watched, metrics, clock, settings.metrics_need_key)
+    return GateKeys(watched, metrics, clock, settings.metrics_need_key, request_ids)
 
 
 def _add_models(app: FastAPI, backend: InferenceBackend, preparation: Preparation) -> None:
@@ -237,7 +262,7 @@ def _add_health(
         return {"status": "not ready", "reason": missing, "models": names}
 
 
-def _add_metrics(app: FastAPI, registry: CollectorRegistry) -> None:
+def _add_metrics(app: FastAPI, registry: Exposed) -> None:
     turn = asyncio.Lock()
 
     @app.get("/metrics", tags=["metrics"], response_class=Response)

@@ -27,6 +27,8 @@ from frontend.access.tenants import Caller
 from frontend.compression import accepts_gzip, compressed, inflate
 from frontend.errors import RequestError, refused
 from frontend.keep_alive import KeepAlive
+from frontend.media.loader import MediaLoader
+from frontend.media.memory_budget import MediaLease
 from frontend.metrics import FrontendMetrics
 from frontend.ports import HINT_HEADERS, InferenceBackend, Refused, StreamDelta
 from frontend.preparation import Job, Prompt
@@ -79,6 +81,7 @@ class InferenceEndpoint:
         metrics: FrontendMetrics,
         settings: FrontendSettings,
         clock: Clock,
+        media: MediaLoader,
     ) -> None:
         self.name = name
         """Value of the metrics' ``endpoint`` label."""
@@ -90,6 +93,7 @@ class InferenceEndpoint:
         self._in_flight = metrics.in_flight.labels(self.name)
         self._settings = settings
         self._clock = clock
+        self._media = media
         self._gzip_bytes = settings.gzip_response_bytes or sys.maxsize
         """Shortest answer that is compressed."""
         self.body_bytes_max = settings.max_body_bytes
@@ -137,6 +141,7 @@ class _Exchange:
         self._send = send
         self._connection = _Connection()
         self._outputs: list[SequenceOutput] = []
+        self._lease: MediaLease | None = None
         self._encoder: AnswerEncoder | None = None
         self.status = CLIENT_LEFT
         self.streaming = False
@@ -163,6 +168,9 @@ class _Exchange:
             self.streaming = job.stream
             if self._caller is not None:
                 self._caller.check_model(job.body.model)
+            if job.media:
+                self._lease = self._endpoint._media.lease()
+                job.items = await self._endpoint._media.load(job.media, self._lease)
             prompts = await self._tokenize(job, len(body))
             del body
             request_ids = self._endpoint._request_ids.claim(self._wanted_id, len(prompts) * job.choices_per_prompt)
@@ -190,6 +198,8 @@ class _Exchange:
             if self._direct is not None:
                 self._direct.on_left = None
             self._give_up()
+            if self._lease is not None:
+                self._lease.close()
             if request_ids:
                 self._endpoint._request_ids.release(request_ids)
             self._count_tokens()

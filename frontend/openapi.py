@@ -29,8 +29,8 @@ _REFUSALS: Mapping[str, Mapping[str, tuple[tuple[object, ...], str]]] = {
 
 _BAD_REQUEST = {
     "400": "A field is wrong or not supported; `param` names it",
-    "401": "The server has API keys, and the request has none that is good",
-    "403": "The key does not open this",
+    "401": "The server has API keys, and the request has no good one",
+    "403": "The API key does not open this model or feature",
     "404": "No such model",
     "413": "The body is too large",
     "415": "The body is neither application/json nor, with a content-encoding, gzip",

@@ -12,9 +12,11 @@ from typing import Any
 
 import msgspec
 
-from frontend.chat_template import TemplateFailure
+from frontend.chat_template import ChatTemplate, TemplateFailure
 from frontend.errors import RequestError, invalid, quoted, unsupported
 from frontend.guides import Guide, guide_of, two_guides
+from frontend.media.conversation import find_media, shape_message, with_media
+from frontend.media.references import MediaReference
 from frontend.parsed_answers import ParsedChatEncoder
 from frontend.parsers.formats import PROMPT_END_CHARS, OutputFormat, ToolUse
 from frontend.parsers.pieces import OutputParser
@@ -38,8 +40,10 @@ from frontend.schema import (
 )
 from frontend.settings import FrontendSettings
 from frontend.tools import tool_use
+from wire.card import MediaSpec
 from wire.hashing import TOKEN_BYTES, pack_tokens, stable_u64
 from wire.limits import LOGITS_ARGUMENT_BYTES_MAX
+from wire.multimodal import MediaItem, MultimodalInput
 from wire.requests import LogitsProcessorCall, Sampling
 
 COMPLETION_MAX_TOKENS_DEFAULT = 16
@@ -54,6 +58,7 @@ class Prompt:
     token_ids: bytes
     text: str = ""
     end: str = ""
+    multimodal: MultimodalInput | None = None
 
     @property
     def isl(self) -> int:
@@ -85,6 +90,10 @@ class Job:
     """How the output is taken apart; ``None`` = it is content as it is."""
     tool_use: ToolUse | None = None
     responses: ResponsesBody | None = None
+    media: tuple[MediaReference, ...] = ()
+    """Media that the messages name, in order."""
+    items: tuple[MediaItem, ...] = ()
+    """The same, loaded; the caller sets them before ``tokenize``."""
 
     @property
     def choices_per_prompt(self) -> int:
@@ -123,6 +132,7 @@ class Job:
 
     def forget_prompt(self) -> None:
         """Drop the parsed prompt, which can be far larger than the packed one, for the time of the generation."""
+        self.media = self.items = ()
         if isinstance(self.body, ChatBody):
             self.body.messages = []
         elif isinstance(self.body, CompletionBody):
@@ -217,19 +227,22 @@ class Job:
                         lora_name=self.lora_name,
                         cache_salt=cache_salt,
                         expected_output_tokens=expected,
+                        multimodal=prompt.multimodal,
                         hints=routing_hints,
                     )
                 )
         return requests
 
     def _chat_prompt(self, body: ChatBody) -> Prompt:
-        messages = [_message(message, index) for index, message in enumerate(body.messages)]
         tools = body.tools if body.tool_choice != "none" else None
         template = self.model.tool_template if tools and self.model.tool_template else self.model.template
         if template is None:
             raise invalid(
                 "model", f"{self.model.name} has no chat template: use /v1/completions", code="no_chat_template"
             )
+        messages = [
+            _message(message, index, template, self.served.media) for index, message in enumerate(body.messages)
+        ]
         variables: dict[str, Any] = dict(body.chat_template_kwargs or {})
         if body.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", body.reasoning_effort)
@@ -248,8 +261,12 @@ class Job:
             raise invalid("messages", f"{failure}. The request was not run.", code="chat_template_error") from failure
         if final is not None:
             text = _up_to(text, final)
-        packed = self.model.encode(text, add_special_tokens=bool(body.add_special_tokens))
-        return Prompt(packed, end=text[-PROMPT_END_CHARS:] if self.output_format is not None else "")
+        end = text[-PROMPT_END_CHARS:] if self.output_format is not None else ""
+        special = bool(body.add_special_tokens)
+        if not self.items:
+            return Prompt(self.model.encode(text, add_special_tokens=special), end=end)
+        packed, multimodal = with_media(text, self.items, self.served.media, self.model, special)
+        return Prompt(packed, end=end, multimodal=multimodal)
 
     def _completion_prompt(self, body: CompletionBody, prompt: str | list[int], param: str) -> Prompt:
         if isinstance(prompt, str):
@@ -448,6 +465,7 @@ class Preparation:
             output_model=output_model,
             output_format=output_format,
             tool_use=use,
+            media=find_media(body.messages, served.media, body.model) if isinstance(body, ChatBody) else (),
         )
 
     def _format(self, model: PromptModel) -> OutputFormat:
@@ -516,17 +534,15 @@ def check_vocabulary(token_ids: Sequence[int], vocab_size: int, param: str) -> N
 def _final_words(body: ChatBody, messages: Sequence[Mapping[str, Any]]) -> str:
     """Return what the assistant has said so far in the last message, which the answer is to go on with."""
     final = messages[-1]
-    if (
-        final["role"] != "assistant"
-        or not final["content"]
-        or not final["content"].strip()
-        or body.messages[-1].tool_calls
-    ):
+    content = final["content"]
+    if isinstance(content, list):
+        content = "".join(part.get("text", "") for part in content)
+    if final["role"] != "assistant" or not content or not content.strip() or body.messages[-1].tool_calls:
         raise invalid(
             "continue_final_message",
             "continue_final_message is true: the last message must be the assistant's, with text and no tool calls",
         )
-    return str(final["content"])
+    return str(content)
 
 
 def _up_to(text: str, final: str) -> str:
@@ -543,22 +559,10 @@ def _up_to(text: str, final: str) -> str:
     return text[: at + len(kept)] if text.startswith(kept, at) else text[: at + len(stripped)]
 
 
-def _message(message: Message, index: int) -> Mapping[str, Any]:
-    """Return a message as templates expect it: text content as one string, call arguments as objects."""
+def _message(message: Message, index: int, template: ChatTemplate, media: MediaSpec) -> Mapping[str, Any]:
+    """Return a message as its template expects it: content in its form, call arguments as objects."""
     content = message.content
-    rendered: dict[str, Any] = {"role": message.role}
-    if isinstance(content, list):
-        texts: list[str] = []
-        for number, part in enumerate(content):
-            where = f"messages[{index}].content[{number}]"
-            if part.type not in ("text", "input_text"):
-                raise unsupported(f"{where}.type", f"only text parts are served (got {quoted(part.type)})")
-            if part.text is None:
-                raise invalid(f"{where}.text", f"{where}.text is missing: allowed is a string")
-            texts.append(part.text)
-        rendered["content"] = "".join(texts)
-    else:
-        rendered["content"] = content
+    rendered: dict[str, Any] = {"role": message.role, "content": shape_message(content, index, template, media)}
     if message.name is not None:
         rendered["name"] = message.name
     if message.reasoning_content is not None:

@@ -115,11 +115,18 @@ class InferenceBody(Struct, kw_only=True):
     return_token_ids: Any = None
 
 
+class ImageUrl(Struct):
+    """Where an image is; ``detail`` and what else clients send beside it is for the engine's own resizing to decide."""
+
+    url: str
+
+
 class ContentPart(Struct):
-    """One part of a message's content; only text is served."""
+    """One part of a message's content: text, or an image by its URL."""
 
     type: str
     text: str | None = None
+    image_url: ImageUrl | str | None = None
 
 
 class Function(Struct):
@@ -262,7 +269,9 @@ ALLOWED: Mapping[str, str] = {
     "structural_tag": "an object",
     "structured_outputs": "an object with json, regex, grammar, choice or structural_tag",
     "role": "system, developer, user, assistant, tool or function",
-    "type": "text",
+    "type": "text or image_url",
+    "image_url": 'an object such as {"url": "https://..."}, or the URL alone',
+    "image_url.url": "a string",
     "text": "a string",
     "add_special_tokens": "true or false",
     "add_generation_prompt": "true or false",
@@ -278,7 +287,7 @@ ALLOWED: Mapping[str, str] = {
     "metadata": "an object",
     "user": "a string",
     "tokens": "a list of token ids",
-    "content": "a string, a list of text parts or null",
+    "content": "a string, a list of text and image parts or null",
     "nvext": "an object",
     "nvext.agent_hints.priority": "a signed 32-bit integer",
     "nvext.agent_hints.osl": "an integer from 1",

@@ -7,12 +7,12 @@ from typing import Literal
 
 from pydantic import Field
 
+from frontend.media.settings import MediaSettings
 from frontend.models import TINY_MODEL_PATH
 from frontend.prompt_encoder import CACHE_BYTES_DEFAULT
-from runtime.settings import Settings
 
 
-class FrontendSettings(Settings):
+class FrontendSettings(MediaSettings):
     """Settings of the OpenAI surface; the router's own settings include them."""
 
     model_path: Path = Field(

@@ -34,6 +34,7 @@ from router.settings import RouterSettings
 from runtime.clock import SystemClock
 from runtime.http_server import HttpServer
 from runtime.planes import CurveKeys, PlaneContext, PlaneMetrics
+from runtime.process_group import GroupMember, GroupMetrics, GroupPlace
 from runtime.tls import Tls
 
 log = logging.getLogger(__name__)
@@ -55,8 +56,10 @@ async def serve(
     consolidator: ConsolidatorSettings,
     stop: asyncio.Event,
     ready: Callable[[Endpoints], None],
+    place: GroupPlace | None = None,
 ) -> None:
     """Run a router until ``stop`` is set; ``ready`` is told where it answers once its state is that of the pool.
+    ``place`` is its place among processes that share the port, if there are several.
 
     Raises ``OSError`` when a port cannot be bound, ``PolicyError``, ``ModelDirectoryError``, ``JournalCorrupt``.
     """
@@ -100,25 +103,38 @@ async def serve(
         service.record = recorder
         selector.watch(recorder)
         registry.register(DecisionRecordCollector(recorder))
+    member = GroupMember(place) if place is not None else None
+    group_metrics = GroupMetrics(registry, member) if member is not None else None
     app = create_app(
         service,
         {prompt_model.name: prompt_model},
         settings=frontend,
         registry=registry,
-        ready=readiness(service),
+        ready=readiness(service, member),
         troubles=lambda: troubles(service, recorder),
         clock=clock,
+        exposed=group_metrics,
     )
     add_router_endpoints(app, service, clock)
     add_index_endpoint(app, service)
     add_route_endpoint(app, service, frontend.max_body_bytes)
-    server = HttpServer(app, settings.host, settings.port, "port", settings.shutdown_timeout_ms, Tls.load(settings))
+    server = HttpServer(
+        app,
+        settings.host,
+        settings.port,
+        "port",
+        settings.shutdown_timeout_ms,
+        Tls.load(settings),
+        reuse_port=place is not None,
+    )
     starting: asyncio.Task[None] | None = None
     stopping = asyncio.ensure_future(stop.wait())
     plane: SelectPlane | None = None
     try:
         plane = SelectPlane(context, settings.host, settings.select_port, service, selector, metrics, clock)
         add_pool_endpoint(app, plane, service, recorder)
+        if member is not None and group_metrics is not None:
+            await member.start({"metrics": group_metrics.text})
         # HTTP answers /live and /ready while the state is still being rebuilt; requests are refused until then.
         server.start()
         if recorder is not None:
@@ -127,6 +143,8 @@ async def serve(
         await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             await starting
+            if member is not None:
+                member.set_ready(True)
             log.info("router at %s, policy %s, journal offset %d", server.url, policy.name, projection.next_offset)
             ready(Endpoints(server.url, embedded.ingest_endpoint if embedded is not None else "", plane.endpoint))
             await stopping
@@ -134,6 +152,8 @@ async def serve(
         stopping.cancel()
         if starting is not None:
             starting.cancel()
+        if member is not None:
+            await member.stop()
         await server.stop()
         if plane is not None:
             plane.close()

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request
 
-from frontend.errors import RequestError, invalid, refused
+from frontend.errors import RequestError, invalid, refused, unsupported
 from frontend.ports import Refused
 from frontend.preparation import Job, Preparation
 from frontend.request_ids import RequestIds
@@ -37,6 +37,8 @@ def add_route_endpoint(app: FastAPI, service: RouterService, max_body_bytes: int
         """Say where a request would go now and why; nothing is dispatched or reserved."""
         body = await _body(request, max_body_bytes)
         job = _job(preparation, body)
+        if job.media:
+            raise unsupported(job.media[0].param, "a dry run fetches no media")
         prompts = await tokenization.run(len(body), job.tokenize)
         given = request.headers.get("x-request-id")
         wanted = request_ids.wanted(None if given is None else given.encode("latin-1"))

@@ -15,6 +15,7 @@ from router.decision_journal.recorder import DecisionRecorder
 from router.select_plane import SelectPlane
 from router.service import RouterService
 from runtime.clock import Clock
+from runtime.process_group import GroupMember
 
 DECISIONS_LISTED_MAX = 1000
 
@@ -148,10 +149,12 @@ def troubles(service: RouterService, recorder: DecisionRecorder | None) -> list[
     return found
 
 
-def readiness(service: RouterService) -> Readiness:
-    """Return the check behind ``/ready``: the router's state is that of the pool."""
+def readiness(service: RouterService, member: GroupMember | None = None) -> Readiness:
+    """Return the check behind ``/ready``: the router's state is that of the pool, in every process that it has."""
 
     def missing() -> str | None:
-        return None if service.ready else "the router is rebuilding its state from the journal"
+        if not service.ready:
+            return "the router is rebuilding its state from the journal"
+        return member.missing() if member is not None else None
 
     return missing

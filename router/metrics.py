@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from dispatch.prompt_paths import PromptPaths
 from router.core.projection import Projection
 from router.decision_journal.recorder import DecisionRecorder
-from runtime.instruments import Counter, Histogram
+from runtime.instruments import Counter, Gauge, Histogram
 from wire.identifiers import StreamState, WorkerKey
 
 DECISION_SECONDS_BUCKETS = (10e-6, 25e-6, 50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 50e-3)
@@ -52,6 +52,9 @@ class RouterMetrics:
             "Prompt tokens that the worker then really reused.",
             registry=registry,
         )
+        Gauge(
+            "poolgrid_router_http_workers", "HTTP processes whose figures are in this answer.", registry=registry
+        ).set(1)
         self.queue_seconds = Histogram(
             "poolgrid_router_queue_seconds",
             "Time requests waited for a worker with room.",
@@ -79,6 +82,11 @@ class RouterMetrics:
             "poolgrid_router_migrations_total",
             "Requests moved to another worker before or amid their output.",
             ["cause"],
+            registry=registry,
+        )
+        self.crowded = Counter(
+            "poolgrid_router_crowded_choices_total",
+            "Choices that a worker refused because other routers had sent it more than this one knew.",
             registry=registry,
         )
         self.stream_faults = Counter(

@@ -20,24 +20,35 @@ from time import perf_counter
 
 import zmq
 
+from dispatch.media_path import media_hashes, media_kinds, prompt_path
 from dispatch.prompt_paths import PromptPaths
-from dispatch.token_stream import PREFILLED, ActiveRequest, Dispatch
+from dispatch.token_stream import ENCODED, PREFILLED, ActiveRequest, Dispatch
 from dispatch.worker_link import WorkerLink
 from frontend.ports import InferenceRequest, Refused, ServedModel, StreamDelta
 from router.core.admission_queue import AdmissionQueue, QueuedRequest, QueueOrder
 from router.core.candidates import RoutingRequest
 from router.core.decision import Decision, DecisionLog
 from router.core.drain_rate import DrainRate
+from router.core.fleet import media_of
 from router.core.projection import Projection
 from router.core.selector import NoWorker, Selector
-from router.core.stage_plan import DECODE_ROLES, PREFILL_ROLES, SECOND_LEG, WHOLE_ROLES, Leg, first_leg
+from router.core.stage_plan import (
+    DECODE_ROLES,
+    ENCODE_LEG,
+    ENCODE_ROLES,
+    NEVER_LOCAL,
+    PREFILL_ROLES,
+    SECOND_LEG,
+    WHOLE_ROLES,
+    Leg,
+    first_leg,
+)
 from router.metrics import RouterMetrics
 from router.ports import DecisionRecord, JournalFeed
 from router.settings import RouterSettings
 from runtime.clock import Clock
 from wire.events import JournalRecord, RequestStarted
 from wire.feed import BlockChain, WorkerState
-from wire.hashing import hash_seed
 from wire.identifiers import Stage, WorkerKey
 from wire.requests import TokenBatch
 
@@ -102,6 +113,7 @@ class RouterService:
         self._served: list[ServedModel] = []
         self._served_version = -1
         self._pumping = False
+        self._pump_scheduled = False
         self._housekeeping: asyncio.Task[None] | None = None
         self._created_s = clock.wall_ms() // 1000
         self._troubled = False
@@ -134,12 +146,7 @@ class RouterService:
             self._note_trouble(self.trouble)
             for link in list(self._links.values()):
                 link.check(now_ms)
-            held = {
-                dispatch.id
-                for active in self._active.values()
-                for dispatch in (active.current, active.kept)
-                if dispatch is not None
-            }
+            held = {dispatch.id for active in self._active.values() for dispatch in active.legs}
             self.projection.ledger.expire(now_ms, held)
             overdue_ms = now_ms - self._settings.queue_timeout_ms
             for queued in self._admission.resumed():
@@ -227,6 +234,7 @@ class RouterService:
                     self._created_s,
                     max(worker.card.limits.max_sequence_length for worker in workers),
                     tuple(sorted({lora for worker in workers for lora in worker.card.loras})),
+                    media_of(workers),
                 )
                 for name, workers in fleet.models().items()
             ]
@@ -256,8 +264,7 @@ class RouterService:
         block_size = self._block_size(request.model)
         if block_size == 0:
             return []
-        seed = hash_seed(request.lora_name, request.cache_salt)
-        return self.paths.path(request.token_ids, block_size, seed)
+        return prompt_path(request, block_size, self.paths)
 
     def _block_size(self, model: str) -> int:
         workers = self.projection.fleet.models().get(model)
@@ -313,15 +320,31 @@ class RouterService:
             resumed=waiting.dispatched is None,
         )
 
+    def _pump_soon(self) -> None:
+        """Pump once this turn of the loop is over, however often it is asked for."""
+        if len(self._admission) and not self._pump_scheduled:
+            self._pump_scheduled = True
+            asyncio.get_running_loop().call_soon(self._scheduled_pump)
+
+    def _scheduled_pump(self) -> None:
+        self._pump_scheduled = False
+        if self.ready:
+            self._pump()
+
     def _pump(self) -> None:
         """Dispatch waiting requests while workers have room: resumed ones, then the head of each model's lane."""
         if self._pumping:
             return
         self._pumping = True
         try:
+            stuck: set[tuple[str, bool, frozenset[WorkerKey]]] = set()
             for queued in self._admission.resumed():
-                # Each by itself: what one of them has tried already may be just right for the next.
-                self._try_queued(queued)
+                # What one of them has tried already may be just right for the next; those that tried the same (a lost
+                # worker leaves hundreds) fare alike, and are asked about once.
+                active = queued.item.active
+                kind = (queued.lane, active.disaggregated_params is not None, frozenset(active.tried))
+                if kind not in stuck and not self._try_queued(queued):
+                    stuck.add(kind)
             for lane in self._admission.lanes():
                 while (head := self._admission.head(lane)) is not None and self._try_queued(head):
                     pass
@@ -381,6 +404,8 @@ class RouterService:
         model = active.request.model
         down = self._unreachable
         selector = self._selector
+        if active.wants_encode and selector.available(model, ENCODE_ROLES, down):
+            return ENCODE_LEG
         has_prefill = selector.available(model, PREFILL_ROLES, down)
         has_decode = selector.available(model, DECODE_ROLES, down)
         uncached = len(active.request.token_ids) // 4 + active.emitted_tokens
@@ -391,7 +416,7 @@ class RouterService:
             has_prefill,
             has_decode,
             uncached,
-            self._settings.local_prefill_max_tokens,
+            self._settings.local_prefill_max_tokens if active.request.multimodal is None else NEVER_LOCAL,
         )
 
     def _dispatch(self, active: ActiveRequest, started: float) -> bool:
@@ -410,12 +435,25 @@ class RouterService:
                     routing, active.path, now_ms, self._clock.wall_ms(), unavailable, active.dispatches, leg.roles
                 )
             except NoWorker as none:
+                if leg.stage is Stage.ENCODE and not none.only_busy:
+                    active.encodes_itself = True
+                    leg = self._next_leg(active, block_size)
+                    continue
                 if none.only_busy or UNREACHABLE in none.reasons.values():
                     return False
                 raise
             link = self._links[self._endpoint_of[decision.worker]]
             reason = decision.reason if leg.stage is Stage.WHOLE else f"{leg.stage.name.lower()}-{decision.reason}"
-            generate = active.begin_dispatch(decision.worker, link.endpoint, leg.stage, reason)
+            generate = active.begin_dispatch(
+                decision.worker,
+                link.endpoint,
+                leg.stage,
+                reason,
+                min(routing.isl, decision.overlap_blocks * max(1, block_size)),
+                decision.prefill_tokens
+                if leg.stage in (Stage.WHOLE, Stage.PREFILL) and active.crowded < self._settings.crowding_retries
+                else None,
+            )
             if link.generate(generate):
                 break
             active.tried[decision.worker] = "its connection is full"
@@ -427,7 +465,7 @@ class RouterService:
         metrics = self._metrics
         metrics.decisions.labels(decision.policy, reason).inc()
         metrics.legs.labels(leg.stage.name.lower(), leg.reason).inc()
-        if decision.attempt == 0:
+        if leg.stage is not Stage.ENCODE and decision.attempt == active.encode_legs:
             metrics.prompt_tokens.inc(routing.isl)
             metrics.overlap_found_tokens.inc(min(routing.isl, decision.overlap_blocks * max(1, block_size)))
         metrics.decision_seconds.observe(perf_counter() - started)
@@ -445,14 +483,21 @@ class RouterService:
                     link.cancel(delta.request_id)
                 continue
             dispatch = active.dispatch_of(delta.request_id)
-            if dispatch is None or dispatch is active.kept:
-                continue  # the end of a prefill leg whose blocks are with the decode worker
+            if dispatch is None or active.is_spent(dispatch):
+                continue  # the end of a leg that has given what it had to the next
             if delta.finish_reason == "error" and delta.retryable:
-                self._move(active, delta.error or "the worker refused the request")
+                if delta.booked_prefill_tokens is not None and dispatch is active.current:
+                    self._choose_again(active, dispatch, delta.booked_prefill_tokens)
+                    continue
+                lost = active.awaits_embeddings
+                # What did not arrive is no fault of who waited for it: it gets the media themselves, and blame if that
+                # fails too.
+                active.encodes_itself |= lost
+                self._move(active, delta.error or "the worker refused the request", blame=not lost)
                 continue
             if delta.cached_tokens is not None:
                 self._realised(delta.request_id, delta.cached_tokens)
-                if dispatch.number == 0 and active.emitted_tokens == 0:
+                if dispatch.number == active.encode_legs + active.crowded and active.emitted_tokens == 0:
                     self._metrics.overlap_realised_tokens.inc(delta.cached_tokens)
             if delta.finish_reason == "cancelled":
                 self._move(active, "the worker cancelled the request")
@@ -463,18 +508,45 @@ class RouterService:
                 self._move(active, "its stream broke")
             elif active.finished:
                 self._forget(active)
+            elif delta.finish_reason == ENCODED:
+                active.encoded, active.current = dispatch, None
+                self._place(active, "no worker can compute the prompt")
             elif delta.finish_reason == PREFILLED:
+                self._release_embeddings(active)
                 self._begin_decode(active, dispatch)
+            elif dispatch.stage is Stage.WHOLE:
+                self._release_embeddings(active)
             elif dispatch.stage is Stage.DECODE and active.kept is not None:
-                # Its first output proves that the decode worker has the blocks, and the prefill worker lets go of them.
+                # Its first output proves that the decode worker has the blocks. Workers whose engines hand KV over by
+                # themselves hear it from here only; the others know, and ignore it.
+                prefill_link = self._links.get(active.kept.endpoint)
+                if prefill_link is not None and prefill_link.is_up:
+                    prefill_link.cancel(active.kept.id)
                 self._release(active.kept, active)
                 active.kept = None
+
+    def _choose_again(self, active: ActiveRequest, dispatch: Dispatch, booked_tokens: int) -> None:
+        """Choose anew for a request whose worker has promised more to other routers than was known here."""
+        self._metrics.crowded.inc()
+        slot = self.projection.index.slot(dispatch.worker)
+        now_ms = self._clock.monotonic_ms()
+        self._release(dispatch, active)
+        active.current = None
+        active.crowded += 1
+        self.projection.ledger.crowded(dispatch.worker, slot, dispatch.id, booked_tokens, now_ms)
+        self._place(active, "its worker had more to do than was known")
 
     def _begin_decode(self, active: ActiveRequest, prefill: Dispatch) -> None:
         """Go on with a prefilled request on a decode worker; its blocks stay on the prefill worker until they moved."""
         active.kept = prefill
         active.current = None
         self._place(active, "no decode worker can take it")
+
+    def _release_embeddings(self, active: ActiveRequest) -> None:
+        """Take the encode leg off the books: the prompt is computed, so the embeddings have arrived."""
+        if active.encoded is not None:
+            self._release(active.encoded, active)
+            active.encoded = None
 
     def _note_reachability(self) -> None:
         self._unreachable = {key: UNREACHABLE for key in self._endpoint_of if not self.is_reachable(key)}
@@ -494,12 +566,15 @@ class RouterService:
                 # The decode worker may have the blocks already; if not, it will say so.
                 self._release(active.kept, active)
                 active.kept = None
+            elif active.encoded is not None and active.encoded.id == dispatch_id:
+                # The same of embeddings and the worker that takes them.
+                self._release_embeddings(active)
             else:
                 self._move(active, why)
         if endpoint not in self._links:
             self._on_link.pop(endpoint, None)
 
-    def _move(self, active: ActiveRequest, why: str) -> None:
+    def _move(self, active: ActiveRequest, why: str, blame: bool = True) -> None:
         """Send a request on to another worker, or end it with an error when that is not allowed any more."""
         dispatch = active.current
         if dispatch is None:
@@ -508,7 +583,8 @@ class RouterService:
             self._end(active, StreamDelta(b"", "length"))
             return
         cause = "before_output" if active.emitted_tokens == 0 else "amid_output"
-        active.tried[dispatch.worker] = why
+        if blame:
+            active.tried[dispatch.worker] = why
         self._withdraw(active)
         if active.migrations >= self._settings.migration_limit:
             self._end(active, StreamDelta(b"", "error", error=f"{why}; moved {active.migrations} times already"))
@@ -516,6 +592,7 @@ class RouterService:
         active.migrations += 1
         self._metrics.migrations.labels(cause).inc()
         self._place(active, why)
+        self._pump_soon()  # the worker that it left may have room for another
 
     def _place(self, active: ActiveRequest, why: str) -> None:
         """Dispatch a request whose client is being served already; it queues when every worker is busy."""
@@ -556,17 +633,15 @@ class RouterService:
 
     def _withdraw(self, active: ActiveRequest) -> None:
         """End every leg that a request still has on a worker, and take it off the books: no leg outlives the other."""
-        for dispatch in (active.current, active.kept):
-            if dispatch is None:
-                continue
+        for dispatch in active.legs:
             on_link = self._on_link.get(dispatch.endpoint, {})
             if on_link.get(dispatch.id) is active:
                 link = self._links.get(dispatch.endpoint)
                 if link is not None and link.is_up and not (active.finished and dispatch is active.current):
                     link.cancel(dispatch.id)
             self._release(dispatch, active)
-        active.current = active.kept = None
-        active.disaggregated_params = None
+        active.current = active.kept = active.encoded = None
+        active.disaggregated_params = active.encoded_params = None
 
     def _release(self, dispatch: Dispatch, active: ActiveRequest) -> None:
         """Take one dispatch off its worker's books."""
@@ -626,5 +701,13 @@ def _routing(active: ActiveRequest, block_size: int, leg: Leg) -> RoutingRequest
     tokens = len(request.token_ids) // 4 + active.emitted_tokens
     size = max(1, block_size)
     return RoutingRequest(
-        request.request_id, request.model, tokens, size, -(-tokens // size), request.priority, leg.stage
+        request.request_id,
+        request.model,
+        tokens,
+        size,
+        -(-tokens // size),
+        request.priority,
+        leg.stage,
+        media_hashes(request),
+        () if leg.stage is Stage.DECODE else media_kinds(request),
     )

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from dispatch.prompt_paths import BUDGET_BYTES
 from router.core.cost import CostWeights
+from router.core.load_ledger import CROWDING_RETRIES
 from runtime.security import SecuritySettings
 
 
@@ -21,6 +22,13 @@ class RouterSettings(SecuritySettings):
         ge=0,
         le=65535,
         description="Port at which global routers ask this pool to select and reserve workers; 0 takes any free one.",
+    )
+    http_workers: int = Field(
+        1,
+        ge=1,
+        le=256,
+        description="Processes that share the HTTP port, each a router of its own over the same event stream, with its "
+        "own admission queue and caches. One uses one core; take as many as there are cores to spare.",
     )
     feed_endpoint: str | None = Field(
         None,
@@ -114,6 +122,13 @@ class RouterSettings(SecuritySettings):
     )
     migration_limit: int = Field(
         3, ge=0, le=100, description="How often one request may move to another worker before the client sees an error."
+    )
+    crowding_retries: int = Field(
+        CROWDING_RETRIES,
+        ge=0,
+        le=100,
+        description="How often a worker may refuse a request because other routers sent it more than this one knew; "
+        "the request is then chosen anew with what the worker said.",
     )
     local_prefill_max_tokens: int = Field(
         256,

@@ -38,10 +38,14 @@ class HttpServer:
         setting: str,
         stop_timeout_ms: float = 2000.0,
         tls: Tls | None = None,
+        reuse_port: bool = False,
     ) -> None:
-        """Bind ``host:port`` (0 = any free port); raises ``OSError`` that names the ``setting``."""
+        """Bind ``host:port`` (0 = any free port); raises ``OSError`` that names the ``setting``.
+
+        With ``reuse_port`` several processes may serve one port, and the kernel spreads connections over them.
+        """
         self._tls = tls
-        self._listener = _bind(host, port, setting)
+        self._listener = bind(host, port, setting, reuse_port)
         self.host = host
         self.port: int = self._listener.getsockname()[1]
         self._stop_timeout_s = stop_timeout_ms / 1000
@@ -89,9 +93,12 @@ class HttpServer:
         self._listener.close()
 
 
-def _bind(host: str, port: int, setting: str) -> socket.socket:
+def bind(host: str, port: int, setting: str, reuse_port: bool = False) -> socket.socket:
+    """Return a TCP socket bound to ``host:port``; raises ``OSError`` that names the ``setting``."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if reuse_port:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         listener.bind((host, port))
     except OSError as error:

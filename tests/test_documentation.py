@@ -21,6 +21,7 @@ from typer.core import TyperGroup
 
 from cli.configuration_page import SECTIONS, command_options, page
 from cli.main import app
+from frontend.media.metrics import MediaMetrics
 from frontend.metrics import FrontendMetrics
 from global_router.core.fallback import PoolState
 from global_router.metrics import GlobalRouterMetrics
@@ -167,6 +168,7 @@ async def _exported() -> dict[str, str]:
     PlaneMetrics(registry)
     TrtllmMetrics(registry)
     FrontendMetrics(registry)
+    MediaMetrics(registry)
     metrics = RouterMetrics(registry)
     projection = Projection(PrefixIndex(), LoadLedger())
     settings = RouterSettings.model_validate({})

@@ -16,6 +16,7 @@ from frontend.access.watched_key_file import WatchedKeyFile
 from frontend.errors import refused
 from frontend.metrics import FrontendMetrics
 from frontend.ports import Refused
+from frontend.request_ids import RequestIds
 from runtime.clock import Clock
 
 CALLER = "poolgrid.caller"
@@ -67,6 +68,7 @@ class GateKeys(NamedTuple):
     metrics: FrontendMetrics
     clock: Clock
     metrics_need_key: bool
+    request_ids: RequestIds
 
 
 class AccessGate:
@@ -77,7 +79,7 @@ class AccessGate:
 
     def __init__(self, app: ASGIApp, keys: GateKeys) -> None:
         self._app = app
-        self._keys, self._metrics, self._clock, self._metrics_need_key = keys
+        self._keys, self._metrics, self._clock, self._metrics_need_key, self._request_ids = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let one request through, or refuse it."""
@@ -127,6 +129,7 @@ class AccessGate:
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", b"%d" % len(body)),
+            (b"x-request-id", self._request_ids.wanted(_header(scope, b"x-request-id")).encode()),
             *error.headers,
         ]
         if error.status == 401:
@@ -141,6 +144,10 @@ def caller_of(scope: Scope) -> Caller | None:
     """Return whose request it is; ``None`` without API keys."""
     caller: Caller | None = scope.get(CALLER)
     return caller
+
+
+def _header(scope: Scope, wanted: bytes) -> bytes | None:
+    return next((value for name, value in scope["headers"] if name == wanted), None)
 
 
 def _key(scope: Scope) -> bytes | None:

@@ -64,7 +64,6 @@ class LoadLedger:
         """A heap by due time; a renewed reservation has an older item too, which is passed over."""
         self._reservation_ttl_ms = reservation_ttl_ms
         self._max_entries = max_entries
-        self._crowded = 0
         self.expired_reservations = 0
         self.refused_entries = 0
         self.witness: Witness | None = None
@@ -119,7 +118,7 @@ class LoadLedger:
         """Replace the prediction (if any) by what the worker says."""
         self._put(worker, request_id, Entry(slot, prefill_tokens, active_blocks, True, now_ms))
 
-    def crowded(self, worker: WorkerKey, slot: int, booked_tokens: int, now_ms: float) -> None:
+    def crowded(self, worker: WorkerKey, slot: int, dispatch_id: str, booked_tokens: int, now_ms: float) -> None:
         """Take a worker's word for the prompt tokens that it has still to compute, where that is more than is known.
 
         What is not known is of other routers' requests; it counts until their events are here.
@@ -127,8 +126,9 @@ class LoadLedger:
         self.ensure_slot(slot)
         unknown = booked_tokens - int(self.prefill_tokens[slot])
         if unknown > 0:
-            self._crowded += 1
-            self.reserve(worker, slot, f"{OTHERS}{self._crowded}", unknown, 0, now_ms, CROWDING_LEASE_MS)
+            self.reserve(worker, slot, f"{OTHERS}{dispatch_id}", unknown, 0, now_ms, CROWDING_LEASE_MS)
+        if self.witness is not None:
+            self.witness.crowded(worker, dispatch_id, booked_tokens, now_ms)
 
     def prefill_completed(self, worker: WorkerKey, request_id: str) -> None:
         """Count the request's prompt as computed."""
