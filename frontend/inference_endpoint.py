@@ -169,6 +169,8 @@ class _Exchange:
             if self._caller is not None:
                 self._caller.check_model(job.body.model)
             if job.media:
+                if self._caller is not None:
+                    self._caller.check_feature("media")  # before anything is fetched for it
                 self._lease = self._endpoint._media.lease()
                 job.items = await self._endpoint._media.load(job.media, self._lease)
             prompts = await self._tokenize(job, len(body))
