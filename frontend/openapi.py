@@ -120,7 +120,8 @@ def _inference(summary: str, name: str, body: dict[str, Any], answer: str, event
                 },
                 "content": {
                     "application/json": {"schema": {"$ref": f"#/components/schemas/{answer}"}},
-                    "text/event-stream": {"schema": {"type": "string"}},
+                    # Readers of the page differ in what they take a stream for: a text, or its events one by one.
+                    "text/event-stream": {"schema": {"description": events}},
                 },
             },
             **_errors(_STATUSES),
