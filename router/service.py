@@ -94,7 +94,7 @@ class RouterService:
         context: zmq.Context[zmq.Socket[bytes]],
     ) -> None:
         self.projection = projection
-        self.decisions = DecisionLog(settings.decision_log_length)
+        self.decisions = DecisionLog(settings.decision_log_length, settings.decision_log_bytes)
         self.record: DecisionRecord | None = None
         """Where decisions are kept beyond ``decisions``; whoever sets it also has the selector watched by it."""
         self.paths = PromptPaths(settings.path_cache_bytes)
