@@ -425,7 +425,8 @@ class Pipe:
     def _end(self) -> None:
         self.up = False
         self.network.pipes.pop(self.number, None)
-        self.network.trace.note(self.network.loop.time(), "disconnect", f"{self}")
+        if not self.network.loop.is_closed():
+            self.network.trace.note(self.network.loop.time(), "disconnect", f"{self}")
 
     def _server_notices(self) -> None:
         self.server.peers.pop(self.identity, None)
