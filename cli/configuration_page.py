@@ -16,11 +16,13 @@ from typer.core import TyperGroup
 from cli.main import app
 from cli.options import environment_name
 from cli.up import UpSettings
+from frontend.media.settings import MediaSettings
 from frontend.settings import FrontendSettings
 from global_router.settings import GlobalRouterSettings
 from loadgen.settings import BenchSettings
 from router.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
 from router.settings import RouterSettings
+from runtime.security import SecuritySettings
 from runtime.settings import Settings
 from simulation.settings import SimulationSettings
 from workers.settings import WorkerSettings
@@ -52,6 +54,13 @@ SECTIONS = (
     Section("Router", "router", (RouterSettings,), "Selection, admission, dispatch and HTTP."),
     Section("OpenAI surface", "router", (FrontendSettings,), "Options of `poolgrid router` too."),
     Section(
+        "Media of chat messages",
+        "router",
+        (MediaSettings,),
+        "Options of `poolgrid router` and `poolgrid global-router` too; what they guard against: "
+        "[multimodal.md](multimodal.md).",
+    ),
+    Section(
         "Global router",
         "global-router",
         (GlobalRouterSettings,),
@@ -66,6 +75,12 @@ SECTIONS = (
         "there is no `--feed-endpoint`; `--host` is then the router's own.",
     ),
     Section("Worker", "worker", (WorkerSettings,), "With the simulated engine."),
+    Section(
+        "Closing the sockets",
+        "router",
+        (SecuritySettings,),
+        "The same options of `router`, `global-router`, `worker` and `consolidator`: [security.md](security.md).",
+    ),
     Section("Load generator", "bench", (BenchSettings,), "What the modes mean: [bench.md](bench.md)."),
     Section("Simulator", "simulate", (SimulationSettings,), "What it prints: [simulate.md](simulate.md)."),
 )
@@ -102,7 +117,8 @@ def _section(section: Section) -> str:
     ]
     fields: dict[str, FieldInfo] = {}
     for model in section.models:
-        fields.update(model.model_fields)
+        inherited = {name for base in model.__bases__ for name in getattr(base, "model_fields", ())}
+        fields.update({name: field for name, field in model.model_fields.items() if name not in inherited})
     for name, field in fields.items():
         cells = (
             f"`{options[name]}`",

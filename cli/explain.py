@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -17,6 +18,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.tree import Tree
+
+from cli.api_key import api_key_headers
+from cli.journal import journal_errors, progress_bar, survey_bytes
+from router.consolidator.adapters.posix_disk import ReadOnlyDirectory
+from router.decision_journal.reader import decision_directories, decisions_about
 
 TIMEOUT_S = 5.0
 """Longest wait for one answer; routers answer from memory."""
@@ -81,10 +87,17 @@ def _add_attempt(root: Tree, attempt: Mapping[str, Any]) -> None:
         f"{'not known yet what' if reused is None else f'{reused} tokens'} really reused"
     )
     if margin is not None:
-        branch.add(f"the runner-up would have cost {margin:.2f} more")
+        name = escape(str(attempt.get("runner_up") or "not named"))
+        branch.add(f"the runner-up would have cost {margin:.2f} more ({name})")
     branch.add(_candidates(attempt.get("rows", ())))
     for worker, why in attempt.get("filtered", {}).items():
         branch.add(f"[yellow]not {escape(worker)}[/]: {escape(why)}")
+    for worker, why in attempt.get("untrusted", {}).items():
+        branch.add(f"[yellow]overlap of {escape(worker)} predicted by the router's own choices[/]: {escape(why)}")
+    recorded = attempt.get("recorded")
+    if recorded:
+        rules = ", ".join(f"{name} {value}" for name, value in recorded["settings"].items())
+        branch.add(escape(f"recorded by {recorded['router']}, entry {recorded['entry']}; rules: {rules}"))
 
 
 def _candidates(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -127,11 +140,36 @@ def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:,.2f}"
 
 
+def explain_from_journal(request_id: str, directory: Path, as_json: bool) -> int:
+    """Print why a request went where it went, as recorded below a directory; return 1 when nothing is."""
+    attempts: list[dict[str, Any]] = []
+    with journal_errors():
+        for path in decision_directories(directory):
+            disk = ReadOnlyDirectory(path)
+            with progress_bar(f"reading {path.name}", survey_bytes(disk)) as on_progress:
+                found = decisions_about(disk, request_id, on_progress)
+            for each in found:
+                noted = each.settings
+                recorded = {
+                    "router": path.name,
+                    "file": each.stored.file,
+                    "entry": each.stored.number,
+                    "settings_version": noted.settings_version if noted else "",
+                    "settings": noted.settings if noted else {},
+                }
+                attempts.append({**each.decision.explanation(), "recorded": recorded})
+    if not attempts:
+        sys.stderr.write(f"explaining {request_id!r}: no decision journal in {directory} has a decision about it\n")
+        return 1
+    _show({"request_id": request_id, "attempts": attempts}, {}, as_json)
+    return 0
+
+
 def explain(request_id: str, url: str, as_json: bool) -> int:
     """Print why a request went where it went; return 1 when the router keeps nothing of it or does not answer."""
     path = f"/v1/decisions/{quote(request_id, safe='')}"
     try:
-        with httpx.Client(timeout=TIMEOUT_S) as client:
+        with httpx.Client(timeout=TIMEOUT_S, headers=api_key_headers()) as client:
             found = client.get(f"{url.rstrip('/')}{path}")
             if found.status_code != 200:
                 sys.stderr.write(f"explaining {request_id!r}: {_message(found)}\n")
@@ -141,12 +179,16 @@ def explain(request_id: str, url: str, as_json: bool) -> int:
     except (httpx.HTTPError, json.JSONDecodeError) as error:
         sys.stderr.write(f"explaining {request_id!r}: {url} does not answer: {error or type(error).__name__}\n")
         return 1
+    _show(answer, of_pools, as_json)
+    return 0
+
+
+def _show(answer: Mapping[str, Any], of_pools: Mapping[str, Any], as_json: bool) -> None:
     if as_json:
         whole = {**answer, "pools": of_pools} if of_pools else answer
         sys.stdout.write(json.dumps(whole, indent=2) + "\n")
     else:
         Console().print(tree(answer, of_pools))
-    return 0
 
 
 def _ask_pools(client: httpx.Client, url: str, path: str, answer: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from cli.api_key import api_key_headers
 from cli.part import START_TIMEOUT_S, Part, part_environment, stop_parts
 from cli.up import UpSettings, example_request
 from frontend.prompt_model import PromptModel
@@ -108,7 +109,10 @@ async def _until_pools_are_complete(url: str, workers: dict[str, int]) -> None:
     """Wait until the global router sees every worker of every pool."""
     import httpx
 
-    async with httpx.AsyncClient(base_url=url, timeout=5.0) as client, asyncio.timeout(START_TIMEOUT_S):
+    async with (
+        httpx.AsyncClient(base_url=url, timeout=5.0, headers=api_key_headers()) as client,
+        asyncio.timeout(START_TIMEOUT_S),
+    ):
         while True:
             rows = (await client.get("/v1/pools")).json()["data"]
             ready = {

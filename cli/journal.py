@@ -43,8 +43,9 @@ from router.consolidator.journal.record_rows import (
     record_row,
     write_parquet,
 )
-from router.consolidator.journal.stored_records import StoredRecord, stored_records
+from router.consolidator.journal.stored_records import StoredRecord, TornTail, stored_records
 from router.consolidator.settings import ConsolidatorSettings
+from router.decision_journal.reader import ReadRemarks, decision_directories, stored_entries
 from wire.identifiers import Tier
 
 app = typer.Typer(help="List, print, check, shrink and export the journal of a pool.", no_args_is_help=True)
@@ -260,31 +261,50 @@ def verify(directory: Directory, as_json: AsJson = False) -> None:
         try:
             with progress_bar("verifying", total) as on_progress:
                 found = check_journal(disk, BLOCKS_PER_WORKER_MAX, on_progress)
-            if found.torn is not None and not disk.is_in_use():
-                torn = found.torn
-                raise JournalCorrupt(
-                    torn.file,
-                    torn.position,
-                    torn.offset,
-                    f"a torn tail: {torn.detail}",
-                    f"records before {torn.offset} are sound; the next process that opens the journal for writing cuts "
-                    "the tail, which was never acknowledged under fsync=always",
-                )
+            _refuse_torn(disk, found.torn, "the tail, which was never acknowledged under fsync=always")
+            decisions = {path.name: _verify_decisions(path) for path in decision_directories(directory)}
         except JournalCorrupt as error:
             if as_json:
                 fault = {name: getattr(error, name) for name in ("file", "position", "offset", "detail", "remedy")}
                 typer.echo(json.dumps({"sound": False, **fault}, indent=2))
             raise
     if as_json:
-        typer.echo(json.dumps({"sound": True, **_verified_row(found)}, indent=2))
+        typer.echo(json.dumps({"sound": True, **_verified_row(found), "decisions": decisions}, indent=2))
     else:
         typer.echo(
             f"sound: {found.records} records, {found.snapshots} snapshots ({found.compared_snapshots} of them compared "
             f"with the records before), {_size(total)}"
         )
+        for router, entries in decisions.items():
+            typer.echo(f"sound: {entries} entries in the decisions of {router}")
         if found.torn is not None:
             typer.echo(f"the last record of {found.torn.file} is being written")
     _say_unknown(found.unknown, found.extra_fields)
+
+
+def _refuse_torn(disk: ReadOnlyDirectory, torn: TornTail | None, what: str) -> None:
+    """Raise for a torn tail, unless somebody is writing there now."""
+    if torn is not None and not disk.is_in_use():
+        raise JournalCorrupt(
+            torn.file,
+            torn.position,
+            torn.offset,
+            f"a torn tail: {torn.detail}",
+            f"records before {torn.offset} are sound; the next process that opens the directory to write cuts {what}",
+        )
+
+
+def _verify_decisions(path: Path) -> int:
+    disk = ReadOnlyDirectory(path)
+    remarks = ReadRemarks()
+    try:
+        count = sum(1 for _ in stored_entries(disk, remarks))
+        _refuse_torn(disk, remarks.torn[0] if remarks.torn else None, "the tail")
+    except JournalCorrupt as error:
+        # The name alone would be looked for in the wrong directory.
+        file = f"{path.parent.name}/{path.name}/{error.file}"
+        raise JournalCorrupt(file, error.position, error.offset, error.detail, error.remedy) from None
+    return count
 
 
 def survey_bytes(disk: ReadOnlyDirectory) -> int:

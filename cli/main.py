@@ -11,7 +11,9 @@ import typer
 from cli.config import app as config_app
 from cli.engine_config import app as engine_config_app
 from cli.journal import app as journal_app
+from cli.keys import app as keys_app
 from cli.options import with_settings
+from cli.router_group import serve_group
 from cli.service_process import run_service, say_ready
 from cli.up import UpSettings, run_up
 from frontend.settings import FrontendSettings
@@ -19,6 +21,7 @@ from global_router.settings import GlobalRouterSettings
 from loadgen.settings import BenchSettings
 from router.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
 from router.settings import RouterSettings
+from runtime.process_group import GroupPlace
 from simulation.settings import SimulationSettings
 from workers.settings import WorkerSettings
 
@@ -33,6 +36,7 @@ app = typer.Typer(
 
 app.add_typer(config_app, name="config")
 app.add_typer(engine_config_app, name="engine-config")
+app.add_typer(keys_app, name="keys")
 app.add_typer(journal_app, name="journal")
 
 LogLevel = Annotated[
@@ -63,7 +67,10 @@ def router(
         say_ready(endpoints.http, *ingest, f"select={endpoints.select}")
 
     async def main(stop: asyncio.Event) -> None:
-        await serve(settings, frontend, consolidator, stop, ready)
+        if settings.http_workers > 1:
+            await serve_group(settings, frontend, consolidator, log_level, stop, say_ready)
+        else:
+            await serve(settings, frontend, consolidator, stop, ready, GroupPlace.from_environment())
 
     run_service("router", log_level, main)
 
@@ -141,16 +148,37 @@ def top(
 
 
 @app.command()
+def replay(
+    directory: Annotated[Path, typer.Argument(help="Directory of the pool's journal (a data_dir).")],
+    decisions: Annotated[
+        Path | None, typer.Option(help="Where the decisions are, when not in `decisions` below the journal.")
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Status 1 also when a decision cannot be derived.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Derive every recorded decision again from the journal and compare bit for bit; status 1 at a difference."""
+    from cli.replay import replay as run_replay
+
+    raise typer.Exit(run_replay(directory, decisions, strict, as_json))
+
+
+@app.command()
 def explain(
     request_id: Annotated[str, typer.Argument(help="The x-request-id of an answer.")],
     url: Annotated[
         str, typer.Option(help="Router or global router that served it.", envvar="POOLGRID_URL")
     ] = "http://127.0.0.1:8000",
+    journal: Annotated[
+        Path | None, typer.Option(help="Read a data_dir with recorded decisions, instead of asking a router.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Explain why a request went where it went: every candidate, every cost term, who was passed over and why."""
     from cli.explain import explain as run_explain
+    from cli.explain import explain_from_journal
 
+    if journal is not None:
+        raise typer.Exit(explain_from_journal(request_id, journal, as_json))
     raise typer.Exit(run_explain(request_id, url, as_json))
 
 

@@ -33,6 +33,24 @@ def environment_name(field: str) -> str:
     return ENVIRONMENT_PREFIX + field.upper()
 
 
+def arguments_of(*instances: Settings) -> list[str]:
+    """Return options that give another process of ours these very settings, whatever its environment says."""
+    arguments: dict[str, list[str]] = {}
+    for instance in instances:
+        for name, field in type(instance).model_fields.items():
+            value = getattr(instance, name)
+            if value is None or name in arguments:
+                continue
+            option = option_name(name, {})
+            if isinstance(value, bool):
+                arguments[name] = [option if value else f"--no-{option[2:]}"]
+            elif isinstance(value, tuple | list):
+                arguments[name] = [word for item in value for word in (option, str(item))]
+            elif value != "" or field.get_default(call_default_factory=True) != "":
+                arguments[name] = [f"{option}={value}"]
+    return [word for words in arguments.values() for word in words]
+
+
 def with_settings(
     *models: type[Settings],
     renamed: Mapping[str, str] | None = None,

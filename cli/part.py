@@ -49,7 +49,10 @@ class PartFailed(RuntimeError):
 class Part:
     """One child process, started again when it dies."""
 
-    def __init__(self, name: str, arguments: list[str], environment: dict[str, str]) -> None:
+    def __init__(
+        self, name: str, arguments: list[str], environment: dict[str, str], stop_timeout_s: float = STOP_TIMEOUT_S
+    ) -> None:
+        self._stop_timeout_s = stop_timeout_s
         self.name = name
         self.arguments = arguments
         self.ready_words: list[str] = []
@@ -129,10 +132,10 @@ class Part:
         if self._process is None:
             return
         try:
-            async with asyncio.timeout(STOP_TIMEOUT_S):
+            async with asyncio.timeout(self._stop_timeout_s):
                 await self._process.wait()
         except TimeoutError:
-            log.warning("%s did not end within %.0f s: killing it", self.name, STOP_TIMEOUT_S)
+            log.warning("%s did not end within %.0f s: killing it", self.name, self._stop_timeout_s)
             await self._kill()
 
     async def _kill(self) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import httpx
 import typer
 
+from cli.api_key import api_key_headers
+
 TIMEOUT_S = 10.0
 
 
@@ -12,7 +14,7 @@ def rollback(url: str) -> int:
     """Roll back, print what changed, return the exit status."""
     place = f"{url.rstrip('/')}/v1/config/rollback"
     try:
-        answer = httpx.post(place, timeout=TIMEOUT_S)
+        answer = httpx.post(place, timeout=TIMEOUT_S, headers=api_key_headers())
         body = answer.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         typer.echo(f"asking {place}: {error}; nothing is known to have changed", err=True)

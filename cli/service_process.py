@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 import typer
 from prometheus_client import disable_created_metrics
 
-from runtime import lifecycle, logs
+from runtime import garbage, lifecycle, logs
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,8 @@ PARENT_PIPE_VARIABLE = "POOLGRID_PARENT_PIPE"
 
 
 def say_ready(*parts: str) -> None:
-    """Print the ready line at once, also into a pipe."""
+    """Print the ready line at once, also into a pipe; what the process has made until now stays for its life."""
+    garbage.settle()
     sys.stdout.write(" ".join(("ready", *parts)) + "\n")
     sys.stdout.flush()
 

@@ -21,6 +21,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from cli.api_key import api_key_headers
 from runtime import lifecycle
 
 DECISIONS_SHOWN = 20
@@ -278,7 +279,7 @@ async def fetch(client: httpx.AsyncClient, before: Frame) -> Frame:
 
 async def _watch(console: Console, url: str, interval_s: float, stop: asyncio.Event) -> None:
     frame = Frame(url)
-    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, headers=api_key_headers()) as client:
         with Live(console=console, screen=console.is_terminal, auto_refresh=False, transient=False) as live:
             while not stop.is_set():
                 frame = await fetch(client, frame)
@@ -290,7 +291,7 @@ async def _watch(console: Console, url: str, interval_s: float, stop: asyncio.Ev
 
 
 async def _look(console: Console, url: str) -> int:
-    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, headers=api_key_headers()) as client:
         frame = await fetch(client, Frame(url))
     console.print(view(frame, console.width))
     return 0 if frame.fault is None else 1

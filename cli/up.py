@@ -20,6 +20,7 @@ from typing import Protocol
 
 from pydantic import Field
 
+from cli.api_key import api_key_headers
 from cli.part import START_TIMEOUT_S, Part, PartFailed, part_environment, stop_parts
 from cli.service_process import say_ready
 from frontend.models import TINY_MODEL_PATH
@@ -89,6 +90,7 @@ class LocalPool:
             [
                 *("router", "--host", settings.host, "--port", str(settings.port), "--policy", settings.policy),
                 *("--model-path", str(settings.model_path), "--queue-limit", str(settings.queue_limit)),
+                *("--data-dir", str(self._data_dir)),
                 *("--feed-endpoint", self._consolidator.word("feed")),
                 *("--query-endpoint", self._consolidator.word("query"), *common),
             ],
@@ -148,7 +150,10 @@ async def _until_workers_are_known(url: str, workers: int) -> None:
     """Wait until the router can reach every worker."""
     import httpx
 
-    async with httpx.AsyncClient(base_url=url, timeout=5.0) as client, asyncio.timeout(START_TIMEOUT_S):
+    async with (
+        httpx.AsyncClient(base_url=url, timeout=5.0, headers=api_key_headers()) as client,
+        asyncio.timeout(START_TIMEOUT_S),
+    ):
         while True:
             answer = (await client.get("/v1/workers")).json()
             if sum(row["state"] == "ready" for row in answer["data"]) >= workers:

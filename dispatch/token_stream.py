@@ -18,11 +18,16 @@ from dataclasses import dataclass
 import msgspec
 
 from frontend.ports import InferenceRequest, StreamDelta
+from wire import codec
 from wire.identifiers import Stage, WorkerKey
+from wire.multimodal import MediaKind, MultimodalInput
 from wire.requests import Generate, Routing, Sampling, TokenDelta
 
 PREFILLED = "prefilled"
 """Finish reason of a prefill leg whose request goes on elsewhere."""
+
+ENCODED = "encoded"
+"""Finish reason of an encode leg: another worker takes the embeddings and computes the prompt."""
 
 
 @dataclass(slots=True)
@@ -50,10 +55,20 @@ class ActiveRequest:
         self.dispatches = 0
         """Dispatches so far: legs and migrations."""
         self.migrations = 0
+        self.crowded = 0
+        """How often a worker refused it because other routers were quicker."""
         self.current: Dispatch | None = None
         self.kept: Dispatch | None = None
         """The prefill leg whose KV blocks are kept until the decode leg has them."""
         self.disaggregated_params: bytes | None = None
+        """What the prefill leg returned, for the decode leg."""
+        self.encoded: Dispatch | None = None
+        """The encode leg whose embeddings are kept until the leg that computes the prompt has them."""
+        self.encoded_params: bytes | None = None
+        """What the encode leg returned, for that leg."""
+        self.encode_legs = 0
+        self.encodes_itself = False
+        """Whether who computes the prompt encodes the media too: embeddings did not arrive, or nobody makes them."""
         self.tried: dict[WorkerKey, str] = {}
         """Workers that failed this request, and how."""
         self.reason = ""
@@ -105,9 +120,41 @@ class ActiveRequest:
         """Return how many tokens the client was given."""
         return len(self.output) // 4
 
+    @property
+    def wants_encode(self) -> bool:
+        """Return whether an encode leg comes before anything else."""
+        media = self.request.multimodal
+        return (
+            media is not None
+            and not self.encodes_itself
+            and self.encoded_params is None
+            and self.disaggregated_params is None
+            and any(item.kind is MediaKind.IMAGE for item in media.items)
+        )
+
+    @property
+    def awaits_embeddings(self) -> bool:
+        """Return whether the current leg was given embeddings and has not shown yet that it has them."""
+        current = self.current
+        return (
+            self.encoded_params is not None
+            and current is not None
+            and current.stage not in (Stage.ENCODE, Stage.DECODE)
+            and current.position == 0
+        )
+
+    @property
+    def legs(self) -> tuple[Dispatch, ...]:
+        """Return every dispatch that a worker still has something of."""
+        return tuple(leg for leg in (self.current, self.kept, self.encoded) if leg is not None)
+
+    def is_spent(self, dispatch: Dispatch) -> bool:
+        """Tell whether a dispatch has had its last delta and is only kept for the leg after it."""
+        return dispatch is self.kept or dispatch is self.encoded
+
     def dispatch_of(self, dispatch_id: str) -> Dispatch | None:
         """Return the current or kept dispatch of this id."""
-        for dispatch in (self.current, self.kept):
+        for dispatch in (self.current, self.kept, self.encoded):
             if dispatch is not None and dispatch.id == dispatch_id:
                 return dispatch
         return None
@@ -117,16 +164,30 @@ class ActiveRequest:
         """Return the id that the next dispatch will have."""
         return self.request.request_id if self.dispatches == 0 else f"{self.request.request_id}~{self.dispatches}"
 
-    def begin_dispatch(self, worker: WorkerKey, endpoint: str, stage: Stage, reason: str) -> Generate:
-        """Start the next dispatch and return the message for its worker: prompt plus what was already generated."""
+    def begin_dispatch(
+        self,
+        worker: WorkerKey,
+        endpoint: str,
+        stage: Stage,
+        reason: str,
+        overlap_tokens: int = 0,
+        expected_prefill_tokens: int | None = None,
+    ) -> Generate:
+        """Start the next dispatch and return the message for its worker: prompt plus what was already generated.
+
+        ``overlap_tokens`` and ``expected_prefill_tokens`` are what the choice was made on (``wire.requests.Routing``).
+        """
         request = self.request
         dispatch = Dispatch(self.next_dispatch_id, self.dispatches, worker, endpoint, stage)
         self.dispatches += 1
+        self.encode_legs += stage is Stage.ENCODE
         self.current = dispatch
         self._served_by = str(worker)
         self.reason = reason
         # The decode leg continues the prompt that the prefill leg was given, whose first token is out already.
         emitted = self.emitted_tokens - (1 if stage is Stage.DECODE else 0)
+        if stage is Stage.ENCODE:
+            emitted = 0
         if stage is Stage.DECODE:
             dispatch.repeated = bytes(self.output[-4:])
         return Generate(
@@ -134,16 +195,52 @@ class ActiveRequest:
             request.token_ids + bytes(self.output[: 4 * emitted]) if emitted else request.token_ids,
             _remaining(request.sampling, emitted),
             request.stop_token_ids,
-            Routing(worker.dp_rank, request.priority, request.lora_name, request.cache_salt, emitted),
-            disaggregated_params=self.disaggregated_params if stage is Stage.DECODE else None,
+            Routing(
+                worker.dp_rank,
+                request.priority,
+                request.lora_name,
+                request.cache_salt,
+                emitted,
+                overlap_tokens,
+                expected_prefill_tokens,
+            ),
+            disaggregated_params=self._params_for(stage),
+            multimodal=self._media_for(stage),
             stage=stage,
         )
+
+    def _params_for(self, stage: Stage) -> bytes | None:
+        """Return what the leg before returned."""
+        if stage is Stage.DECODE:
+            return self.disaggregated_params
+        return None if stage is Stage.ENCODE else self.encoded_params
+
+    def _media_for(self, stage: Stage) -> bytes | None:
+        """Return the media as a leg gets them: none for a decode leg, no image bytes where embeddings replace them."""
+        media = self.request.multimodal
+        if media is None or stage is Stage.DECODE:
+            return None
+        if self.encoded_params is not None and stage is not Stage.ENCODE:
+            media = MultimodalInput(
+                media.prompt_text,
+                tuple(
+                    msgspec.structs.replace(item, data=b"") if item.kind is MediaKind.IMAGE else item
+                    for item in media.items
+                ),
+            )
+        return codec.multimodal.encode(media)
 
     def accept(self, dispatch: Dispatch, delta: TokenDelta) -> bool:
         """Take what a worker sent; return False when it does not continue what came before."""
         if delta.position != dispatch.position:
             return False
         tokens = delta.token_ids
+        if dispatch.stage is Stage.ENCODE:
+            # It makes no tokens, and ends well in one way only, which is no other leg's.
+            if tokens or delta.finish_reason not in (None, ENCODED, "error"):
+                return False
+        elif delta.finish_reason == ENCODED:
+            return False
         logprobs = delta.logprobs
         dispatch.position += len(tokens) // 4
         if dispatch.repeated and tokens:
@@ -157,7 +254,9 @@ class ActiveRequest:
         cached = None
         if self._cached_tokens is None and delta.cached_tokens is not None:
             cached = self._cached_tokens = delta.cached_tokens
-        if delta.finish_reason == PREFILLED:
+        if delta.finish_reason == ENCODED:
+            self.encoded_params = delta.disaggregated_params
+        elif delta.finish_reason == PREFILLED:
             self.disaggregated_params = delta.disaggregated_params
             self._deliver(StreamDelta(tokens, None, cached, logprobs))
         elif delta.finish_reason is not None:

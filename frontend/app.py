@@ -8,22 +8,30 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import HTTPException
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import Metric
 from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
-from frontend.errors import RequestError
+from frontend.access.gate import AccessGate, GateKeys, caller_of
+from frontend.access.watched_key_file import WatchedKeyFile
+from frontend.errors import RequestError, refused
 from frontend.inference_endpoint import InferenceEndpoint
+from frontend.media.loader import MediaLoader
+from frontend.media.metrics import MediaMetrics
 from frontend.metrics import FrontendMetrics
 from frontend.openapi import describe_inference
-from frontend.ports import InferenceBackend, ServedModel
+from frontend.ports import InferenceBackend, Refused, ServedModel
 from frontend.preparation import Preparation, model_not_found
 from frontend.prompt_model import PromptModels
 from frontend.request_ids import RequestIds
@@ -31,14 +39,63 @@ from frontend.settings import FrontendSettings
 from frontend.tokenization import TokenizationPool
 from runtime.clock import Clock, SystemClock
 
+EXPOSED_HEADERS = (
+    "x-request-id",
+    "x-poolgrid-worker",
+    "x-poolgrid-decision",
+    "x-poolgrid-pool",
+    "x-poolgrid-refusal",
+    "retry-after",
+)
+"""Response headers that scripts of other origins may read."""
+
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
 Readiness = Callable[[], str | None]
 """Returns ``None`` when requests can be served, else what is still missing, in words."""
 
 
+class Exposed(Protocol):
+    """What ``/metrics`` answers with: a registry, or all of those of a group of processes."""
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield all metrics."""
+        ...
+
+
 def _always_ready() -> str | None:
     return None
+
+
+class _Application(FastAPI):
+    """FastAPI, with a short way for the inference endpoints.
+
+    They answer every error themselves and take no dependencies, so the layers that FastAPI puts around an endpoint do
+    nothing for them but cost 10 % of a short request. Whoever adds middleware gets it on every request: the short way
+    is then closed.
+    """
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**fields)
+        self.direct: dict[str, InferenceEndpoint | AccessGate] = {}
+        """Inference endpoints by path, each behind the gate when there is one."""
+
+    def _is_short(self) -> bool:
+        gate: object = AccessGate
+        return all(each.cls is gate for each in self.user_middleware)
+
+    def direct_endpoint(self, url: bytes) -> InferenceEndpoint | AccessGate | None:
+        """Return the endpoint that a server may call past this application, for ``runtime.http_protocol``."""
+        return self.direct.get(url.decode("latin-1")) if self._is_short() else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection's request."""
+        if scope["type"] == "http" and scope["method"] == "POST" and self._is_short():
+            endpoint = self.direct.get(scope["path"])
+            if endpoint is not None:
+                await endpoint(scope, receive, send)
+                return
+        await super().__call__(scope, receive, send)
 
 
 def create_app(
@@ -48,15 +105,18 @@ def create_app(
     settings: FrontendSettings,
     registry: CollectorRegistry,
     ready: Readiness = _always_ready,
+    troubles: Callable[[], Sequence[str]] = lambda: (),
     clock: Clock | None = None,
     lifespan: Lifespan | None = None,
     id_prefix: str | None = None,
+    exposed: Exposed | None = None,
 ) -> FastAPI:
     """Return the application.
 
     ``models`` gives the prompt model of each served model by name; ``registry`` receives ``poolgrid_frontend_*`` and is
-    what ``/metrics`` answers with; ``lifespan`` is the router's own; ``id_prefix`` makes request ids unique among
-    processes (default: random).
+    what ``/metrics`` answers with, unless ``exposed`` is (the metrics of several processes); ``troubles`` says in
+    ``/health`` what is wrong while requests are served; ``lifespan`` is the router's own; ``id_prefix`` makes request
+    ids unique among processes (default: random).
     """
     tokenization = TokenizationPool(
         settings.tokenizer_threads, settings.tokenizer_queue, settings.tokenizer_inline_bytes
@@ -72,45 +132,86 @@ def create_app(
                     yield
         finally:
             tokenization.close()
+            await media.close()
 
-    app = FastAPI(title="poolgrid", summary="OpenAI API of a KV-cache-aware router", lifespan=whole_life)
+    app = _Application(title="poolgrid", summary="OpenAI API of a KV-cache-aware router", lifespan=whole_life)
     metrics = FrontendMetrics(registry)
+    metrics.tokenizers.show(backend, models)
     metrics.tokenizations_pending.set_function(lambda: tokenization.pending)
+    clock = clock or SystemClock()
+    media = MediaLoader(settings, MediaMetrics(registry), clock)
     preparation = Preparation(backend, models, settings)
+    # For endpoints of the routers that take the same bodies.
+    app.state.preparation, app.state.tokenization = preparation, tokenization
     request_ids = RequestIds(secrets.token_hex(6) if id_prefix is None else id_prefix)
-    for path, chat in (("/v1/chat/completions", True), ("/v1/completions", False)):
+    keys = None
+    if settings.api_keys is not None:
+        keys = _gate_keys(settings.api_keys, settings, metrics, clock, request_ids)
+        app.add_middleware(AccessGate, keys=keys)
+    for name, path, prepare in (
+        ("chat_completions", "/v1/chat/completions", preparation.chat),
+        ("completions", "/v1/completions", preparation.completion),
+        ("responses", "/v1/responses", preparation.responses),
+    ):
         endpoint = InferenceEndpoint(
-            chat=chat,
+            name=name,
+            prepare=prepare,
             backend=backend,
-            preparation=preparation,
             tokenization=tokenization,
             request_ids=request_ids,
             metrics=metrics,
             settings=settings,
-            clock=clock or SystemClock(),
+            clock=clock,
+            media=media,
         )
         app.router.routes.insert(0, Route(path, endpoint, methods=["POST"], name=endpoint.name))
+        app.direct[path] = endpoint if keys is None else AccessGate(endpoint, keys)
+    if settings.cors_allow_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.cors_allow_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=list(EXPOSED_HEADERS),
+        )
     describe_inference(app)
     _add_models(app, backend, preparation)
-    _add_health(app, backend, ready)
-    _add_metrics(app, registry)
-    _add_error_shape(app)
+    _add_health(app, backend, ready, troubles)
+    _add_metrics(app, registry if exposed is None else exposed)
+    _add_error_shape(app, metrics)
     return app
+
+
+def _gate_keys(
+    path: Path, settings: FrontendSettings, metrics: FrontendMetrics, clock: Clock, request_ids: RequestIds
+) -> GateKeys:
+    """Return the keys that let clients in; raises ``OSError`` or ``KeyFileError``."""
+    watched = WatchedKeyFile(
+        path, settings.api_keys_check_ms, clock, lambda outcome: metrics.key_reloads.labels(outcome).inc()
+    )
+    metrics.keys_stale.set_function(lambda: float(watched.stale))
+    return GateKeys(watched, metrics, clock, settings.metrics_need_key, request_ids)
 
 
 def _add_models(app: FastAPI, backend: InferenceBackend, preparation: Preparation) -> None:
     @app.get("/v1/models", tags=["models"])
-    async def list_models() -> dict[str, Any]:
+    async def list_models(request: Request) -> dict[str, Any]:
         """List the models and LoRA adapters that can be asked for now."""
         data: list[dict[str, Any]] = []
         for served in backend.models():
             data.append(_model_card(served))
             data.extend(_model_card(served, lora) for lora in served.loras)
+        caller = caller_of(request.scope)
+        if caller is not None:
+            data = [card for card in data if caller.may_use(card["id"])]
         return {"object": "list", "data": data}
 
     @app.get("/v1/models/{model_id:path}", tags=["models"])
-    async def get_model(model_id: str) -> dict[str, Any]:
+    async def get_model(request: Request, model_id: str) -> dict[str, Any]:
         """Describe one model."""
+        caller = caller_of(request.scope)
+        if caller is not None:
+            caller.check_model(model_id)
         found = preparation.served(model_id)
         if found is None:
             raise model_not_found(model_id, [served.name for served in backend.models()])
@@ -130,7 +231,9 @@ def _model_card(served: ServedModel, lora: str = "") -> dict[str, Any]:
     return card
 
 
-def _add_health(app: FastAPI, backend: InferenceBackend, ready: Readiness) -> None:
+def _add_health(
+    app: FastAPI, backend: InferenceBackend, ready: Readiness, troubles: Callable[[], Sequence[str]]
+) -> None:
     @app.get("/live", tags=["health"])
     async def live() -> dict[str, str]:
         """Answer 200 while the process serves HTTP at all."""
@@ -147,16 +250,17 @@ def _add_health(app: FastAPI, backend: InferenceBackend, ready: Readiness) -> No
 
     @app.get("/health", tags=["health"], responses={503: {"description": "Not ready"}})
     async def health(response: Response) -> dict[str, Any]:
-        """Answer as ``/ready`` does, with the models that are served."""
+        """Answer as ``/ready`` does, with the models that are served and what is wrong meanwhile."""
         missing = ready()
         names = [served.name for served in backend.models()]
         if missing is None:
-            return {"status": "ok", "models": names}
+            wrong = list(troubles())
+            return {"status": "degraded" if wrong else "ok", "models": names, **({"troubles": wrong} if wrong else {})}
         response.status_code = 503
         return {"status": "not ready", "reason": missing, "models": names}
 
 
-def _add_metrics(app: FastAPI, registry: CollectorRegistry) -> None:
+def _add_metrics(app: FastAPI, registry: Exposed) -> None:
     turn = asyncio.Lock()
 
     @app.get("/metrics", tags=["metrics"], response_class=Response)
@@ -169,11 +273,16 @@ def _add_metrics(app: FastAPI, registry: CollectorRegistry) -> None:
         return Response(body, headers={"content-type": content_type})
 
 
-def _add_error_shape(app: FastAPI) -> None:
+def _add_error_shape(app: FastAPI, metrics: FrontendMetrics) -> None:
     """Give OpenAI's error shape also to what FastAPI itself refuses: unknown paths, wrong methods."""
 
-    async def on_request_error(_: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestError), "registered for this type only"
+    async def on_request_error(request: Request, error: Exception) -> Response:
+        if isinstance(error, Refused):
+            error = refused(error)
+        assert isinstance(error, RequestError), "registered for these types only"
+        if error.is_refusal:
+            caller = caller_of(request.scope)
+            metrics.refused(error.code, caller.tenant if caller is not None else "")
         headers = {name.decode(): value.decode() for name, value in error.headers}
         return Response(error.body(), error.status, headers, media_type="application/json")
 
@@ -184,5 +293,6 @@ def _add_error_shape(app: FastAPI) -> None:
         return Response(shaped.body(), error.status_code, error.headers, media_type="application/json")
 
     app.add_exception_handler(RequestError, on_request_error)
+    app.add_exception_handler(Refused, on_request_error)
     app.add_exception_handler(StarletteHTTPException, on_http_exception)
     app.add_exception_handler(HTTPException, on_http_exception)

@@ -1,8 +1,9 @@
 """Render chat messages with the model's own template, the way Hugging Face tokenizers do it, in a sandbox.
 
-The template comes with the model; the messages come from anywhere. So the environment is Jinja's immutable sandbox, and
-the output is bounded while it is produced. Template globals and filters are those that published templates use:
-``raise_exception``, ``strftime_now``, ``tojson`` without HTML escaping, loop controls and ``{% generation %}``.
+The template comes with the model; the messages come from anywhere. So it runs in a sandbox with bounds on steps, time
+and text (``template_sandbox.py``), and the output is bounded while it is produced. Template globals and filters are
+those that published templates use: ``raise_exception``, ``strftime_now``, ``tojson`` without HTML escaping, loop
+controls and ``{% generation %}``.
 """
 
 from __future__ import annotations
@@ -15,10 +16,14 @@ from typing import Any, NoReturn
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from frontend.template_sandbox import TemplateSandbox
 
 OUTPUT_CHARS_MAX = 32 * 1024 * 1024
 """Default bound of one rendered prompt: as much as the largest request body brings in."""
+
+TIME_LIMIT_MS = 2000.0
+"""Default time limit of one rendering: a hundred times what a conversation of 10,000 messages takes."""
 
 
 class TemplateFailure(Exception):
@@ -63,16 +68,17 @@ class ChatTemplate:
         def strftime_now(form: str) -> str:
             return now().strftime(form)
 
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
+        environment = TemplateSandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
+        environment.filters["tojson"] = environment.bounded(_to_json)
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = strftime_now
+        self.source = source
+        """The template as it came, which shows the special tokens that prompts will have."""
         try:
             self._template = environment.from_string(source)
         except TemplateError as error:
             raise TemplateFailure(f"compiling the chat template: {error}") from error
+        self._environment = environment
         self._special_tokens = dict(special_tokens or {})
 
     def render(
@@ -84,6 +90,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
         max_chars: int = OUTPUT_CHARS_MAX,
+        limit_ms: float = TIME_LIMIT_MS,
     ) -> str:
         """Return the prompt; raises ``TemplateFailure``. ``variables`` are a client's ``chat_template_kwargs``."""
         context: dict[str, Any] = {
@@ -96,6 +103,7 @@ class ChatTemplate:
         }
         pieces: list[str] = []
         length = 0
+        self._environment.begin(max_chars, limit_ms / 1000)
         try:
             for piece in self._template.generate(context):
                 length += len(piece)
@@ -104,6 +112,14 @@ class ChatTemplate:
                 pieces.append(piece)
         except TemplateError as error:
             raise TemplateFailure(f"rendering the chat template: {error.message or type(error).__name__}") from error
-        except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
+        except (
+            TypeError,
+            ValueError,
+            ArithmeticError,
+            LookupError,
+            AttributeError,
+            RecursionError,
+            MemoryError,
+        ) as error:
             raise TemplateFailure(f"rendering the chat template: {type(error).__name__}: {error}") from error
         return "".join(pieces)

@@ -17,7 +17,7 @@ A step costs time in proportion to the new tokens (and the window of the step be
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from tokenizers import Tokenizer
@@ -110,6 +110,32 @@ class WindowDetokenizer:
 
     def _text(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True) if token_ids else ""
+
+
+class MarkedDetokenizer:
+    """Shows some special tokens by their text, which the detokenizer inside leaves out."""
+
+    __slots__ = ("_inside", "_markers")
+
+    def __init__(self, inside: Detokenizer, markers: Mapping[int, str]) -> None:
+        self._inside = inside
+        self._markers = markers
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """Take new tokens and return the text that is certain now."""
+        markers = self._markers
+        begin = 0
+        text = ""
+        for position, token_id in enumerate(token_ids):
+            marker = markers.get(token_id)
+            if marker is not None:
+                text += self._inside.feed(token_ids[begin:position]) + self._inside.flush() + marker
+                begin = position + 1
+        return text + self._inside.feed(token_ids[begin:])
+
+    def flush(self) -> str:
+        """Return what an unfinished character at the end comes to."""
+        return self._inside.flush()
 
 
 def byte_level_alphabet() -> dict[str, int]:

@@ -18,6 +18,13 @@ VALUE_CHARS_MAX = 80
 _TYPE_BY_STATUS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
+REFUSAL_STATUSES = frozenset({401, 403, 413, 429, 503})
+"""What says "not you", "not this much" or "not now": the request may be right, and is refused all the same."""
+
+REFUSAL_HEADER = b"x-poolgrid-refusal"
+"""Carries the reason code of a refusal, for whoever does not read bodies: proxies, load balancers, logs."""
+
+
 class RequestError(Exception):
     """One request that is not served, with the HTTP status and the body that say why."""
 
@@ -35,7 +42,12 @@ class RequestError(Exception):
         self.code = code
         self.message = message
         self.param = param
-        self.headers = headers
+        self.headers = (*headers, (REFUSAL_HEADER, code.encode())) if status in REFUSAL_STATUSES else headers
+
+    @property
+    def is_refusal(self) -> bool:
+        """Return whether it is one of the refusals that have a header and a metric of their own."""
+        return self.status in REFUSAL_STATUSES
 
     @property
     def type(self) -> str:

@@ -1,8 +1,9 @@
 """The two inference endpoints, as plain ASGI: one request from its body to the last byte of its answer.
 
 Rules of this file
-- One watcher task per request waits for the client to leave; when it does, the request's own task is cancelled,
-  wherever it is (admission, tokenization, waiting for tokens, writing), and its streams are cancelled on the way out.
+- When the client leaves, the request's own task is cancelled, wherever it is (admission, tokenization, waiting for
+  tokens, writing), and its streams are cancelled on the way out. Our own server calls when that happens
+  (``runtime.http_protocol``); under any other ASGI server one watcher task per request waits for it.
 - A request with one sequence has no further task. One with several has a pump per sequence, for its whole life.
 - Everything that arrived since the last wake-up goes out in one write; writing awaits the connection's own flow
   control, and what arrives meanwhile stays with the backend, bounded by ``max_tokens``.
@@ -14,21 +15,31 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
+from frontend.access.gate import caller_of
+from frontend.access.tenants import Caller
+from frontend.compression import accepts_gzip, compressed, inflate
 from frontend.errors import RequestError, refused
+from frontend.keep_alive import KeepAlive
+from frontend.media.loader import MediaLoader
+from frontend.media.memory_budget import MediaLease
 from frontend.metrics import FrontendMetrics
 from frontend.ports import HINT_HEADERS, InferenceBackend, Refused, StreamDelta
-from frontend.preparation import Job, Preparation, Prompt
+from frontend.preparation import Job, Prompt
 from frontend.request_ids import RequestIds
-from frontend.responses import DONE, AnswerEncoder, error_event, usage
+from frontend.responses import AnswerEncoder, usage
 from frontend.sequence_output import SequenceOutput
 from frontend.settings import FrontendSettings
 from frontend.tokenization import TokenizationPool
 from runtime.clock import Clock
+from runtime.http_protocol import CONNECTION
+from runtime.http_protocol import Connection as DirectConnection
 from wire.hashing import TOKEN_BYTES
 
 log = logging.getLogger(__name__)
@@ -61,19 +72,19 @@ class InferenceEndpoint:
     def __init__(
         self,
         *,
-        chat: bool,
+        name: str,
+        prepare: Callable[[bytes], Job],
         backend: InferenceBackend,
-        preparation: Preparation,
         tokenization: TokenizationPool,
         request_ids: RequestIds,
         metrics: FrontendMetrics,
         settings: FrontendSettings,
         clock: Clock,
+        media: MediaLoader,
     ) -> None:
-        self.name = "chat_completions" if chat else "completions"
+        self.name = name
         """Value of the metrics' ``endpoint`` label."""
-        self._prepare = preparation.chat if chat else preparation.completion
-        self._chat = chat
+        self._prepare = prepare
         self._backend = backend
         self._tokenization = tokenization
         self._request_ids = request_ids
@@ -81,16 +92,23 @@ class InferenceEndpoint:
         self._in_flight = metrics.in_flight.labels(self.name)
         self._settings = settings
         self._clock = clock
+        self._media = media
+        self._gzip_bytes = settings.gzip_response_bytes or sys.maxsize
+        """Shortest answer that is compressed."""
+        self.body_bytes_max = settings.max_body_bytes
+        """Largest body that a server may gather before it calls."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one POST."""
         arrived_ms = self._clock.monotonic_ms()
-        content_type, content_length, client_id, hint_headers = _headers(scope)
-        wanted_id = self._request_ids.wanted(client_id)
-        exchange = _Exchange(self, wanted_id, hint_headers, arrived_ms, receive, send)
+        headers = _Headers(scope)
+        wanted_id = self._request_ids.wanted(headers.request_id)
+        extensions = scope.get("extensions")
+        direct = extensions.get(CONNECTION) if extensions else None
+        exchange = _Exchange(self, wanted_id, headers, arrived_ms, caller_of(scope), receive, send, direct)
         self._in_flight.inc()
         try:
-            await exchange.run(content_type, content_length)
+            await exchange.run()
         finally:
             self._in_flight.dec()
             self._metrics.answered(self.name, exchange.status, exchange.streaming)
@@ -103,25 +121,31 @@ class _Exchange:
         self,
         endpoint: InferenceEndpoint,
         wanted_id: str,
-        hint_headers: Mapping[str, str] | None,
+        headers: _Headers,
         arrived_ms: float,
+        caller: Caller | None,
         receive: Receive,
         send: Send,
+        direct: DirectConnection | None,
     ) -> None:
+        self._direct = direct
         self._endpoint = endpoint
         self._metrics = endpoint._metrics
         self._clock = endpoint._clock
         self._wanted_id = wanted_id
-        self._hint_headers = hint_headers
+        self._headers = headers
         self._arrived_ms = arrived_ms
+        self._caller = caller
         self._receive = receive
         self._send = send
         self._connection = _Connection()
         self._outputs: list[SequenceOutput] = []
+        self._lease: MediaLease | None = None
+        self._encoder: AnswerEncoder | None = None
         self.status = CLIENT_LEFT
         self.streaming = False
 
-    async def run(self, content_type: bytes, content_length: bytes) -> None:
+    async def run(self) -> None:
         """Answer; raises only what is a bug or the end of the process."""
         connection = self._connection
         watcher: asyncio.Task[None] | None = None
@@ -129,13 +153,23 @@ class _Exchange:
         task = asyncio.current_task()
         assert task is not None, "ASGI servers call applications in a task"
         try:
-            body = await self._read_body(content_type, content_length)
+            body = await self._read_body(self._headers.content_type, self._headers.content_length)
             if body is None:
                 self._left()
                 return
-            watcher = asyncio.ensure_future(_watch(self._receive, connection, task))
+            if self._direct is None:
+                watcher = asyncio.ensure_future(_watch(self._receive, connection, task))
+            else:
+                self._direct.on_left = partial(_leave, connection, task)
+            if self._headers.content_encoding:
+                body = await self._inflate(body)
             job = self._endpoint._prepare(body)
             self.streaming = job.stream
+            if self._caller is not None:
+                self._caller.check_model(job.body.model)
+            if job.media:
+                self._lease = self._endpoint._media.lease()
+                job.items = await self._endpoint._media.load(job.media, self._lease)
             prompts = await self._tokenize(job, len(body))
             del body
             request_ids = self._endpoint._request_ids.claim(self._wanted_id, len(prompts) * job.choices_per_prompt)
@@ -160,7 +194,11 @@ class _Exchange:
             connection.done = True
             if watcher is not None:
                 watcher.cancel()
+            if self._direct is not None:
+                self._direct.on_left = None
             self._give_up()
+            if self._lease is not None:
+                self._lease.close()
             if request_ids:
                 self._endpoint._request_ids.release(request_ids)
             self._count_tokens()
@@ -180,6 +218,9 @@ class _Exchange:
             )
         if content_length.isdigit() and int(content_length) > limit:
             raise _too_large(content_length.decode(), limit)
+        if self._direct is not None:
+            whole, self._direct.body = self._direct.body, b""
+            return whole
         message = await self._receive()
         if message["type"] == "http.disconnect":
             return None
@@ -202,23 +243,33 @@ class _Exchange:
             if not message.get("more_body", False):
                 return b"".join(parts)
 
+    async def _inflate(self, body: bytes) -> bytes:
+        limit = self._endpoint._settings.max_body_bytes
+        encoding = self._headers.content_encoding.decode("latin-1").strip().lower()
+        return await self._endpoint._tokenization.run(len(body), partial(inflate, body, encoding, limit))
+
     async def _tokenize(self, job: Job, body_bytes: int) -> list[Prompt]:
         pool = self._endpoint._tokenization
         began_ms = self._clock.monotonic_ms()
-        prompts = await pool.run(body_bytes if job.has_text else 0, job.tokenize)
+        fast = job.model.tokenizes_fast
+        size = body_bytes if job.has_text else 0
+        prompts = job.tokenize() if pool.is_short(size, fast) else await pool.run(size, job.tokenize, fast)
         job.forget_prompt()
         self._metrics.tokenization.observe((self._clock.monotonic_ms() - began_ms) / 1000)
         return prompts
 
     async def _serve(self, job: Job, prompts: Sequence[Prompt], request_ids: list[str]) -> None:
-        requests = job.requests(prompts, request_ids, self._hint_headers)
+        requests = job.requests(prompts, request_ids, self._headers.hints)
+        if self._caller is not None:
+            isl = sum(prompt.isl for prompt in prompts)
+            requests = self._caller.admit(requests, isl, self._clock.monotonic_ms())
         per_prompt = job.choices_per_prompt
         outputs = self._outputs
         for index, request in enumerate(requests):
             output = SequenceOutput(
                 index,
                 request,
-                job.model,
+                job.output_model,
                 job.stops,
                 collect=not job.stream,
                 echo=prompts[index // per_prompt].text,
@@ -227,14 +278,8 @@ class _Exchange:
             output.stream = await self._endpoint._backend.submit(request)
         for prompt in prompts:
             self._metrics.isl.observe(prompt.isl)
-        encoder = AnswerEncoder(
-            chat=job.chat,
-            request_id=_base_id(request_ids),
-            model_name=job.body.model,
-            created_s=self._clock.wall_ms() // 1000,
-            model=job.model,
-            include_usage=job.include_usage,
-        )
+        encoder = job.encoder(prompts, _base_id(request_ids), self._clock.wall_ms() // 1000)
+        self._encoder = encoder
         pumps = _Pumps(outputs) if len(outputs) > 1 else None
         try:
             if job.stream:
@@ -253,6 +298,25 @@ class _Exchange:
         pumps: _Pumps | None,
     ) -> None:
         await self._start(200, [*self._response_headers(), *_STREAM_HEADERS])
+        opening = encoder.begin()
+        if opening:
+            await self._send({"type": "http.response.body", "body": opening, "more_body": True})
+        interval_s = self._endpoint._settings.keep_alive_interval_s
+        keep_alive = KeepAlive(self._write, interval_s) if interval_s else None
+        try:
+            await self._events(job, prompts, encoder, pumps, keep_alive)
+        finally:
+            if keep_alive is not None:
+                keep_alive.close()
+
+    async def _events(
+        self,
+        job: Job,
+        prompts: Sequence[Prompt],
+        encoder: AnswerEncoder,
+        pumps: _Pumps | None,
+        keep_alive: KeepAlive | None,
+    ) -> None:
         send = self._send
         unfinished = len(self._outputs)
         while unfinished:
@@ -272,11 +336,13 @@ class _Exchange:
                     parts.append(encoder.chunk(output.index, output.take_text(), output.take_logprobs(), finish_reason))
             if parts and (unfinished or failed is not None):
                 await send({"type": "http.response.body", "body": b"".join(parts), "more_body": True})
+                if keep_alive is not None:
+                    keep_alive.wrote = True
             if failed is not None:
                 raise _generation_failed(failed)
-        if job.include_usage:
-            parts.append(encoder.usage_chunk(self._usage(job, prompts)))
-        parts.append(DONE)
+        if keep_alive is not None:
+            keep_alive.close()
+        parts.append(encoder.end(self._usage(job, prompts)))
         await self._end(b"".join(parts))
 
     async def _whole(
@@ -294,8 +360,14 @@ class _Exchange:
                     if output.finish_reason == "error":
                         raise _generation_failed(output)
         body = encoder.whole(self._outputs, self._usage(job, prompts))
-        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-        await self._start(200, [*self._response_headers(), *headers])
+        headers = [*self._response_headers(), (b"content-type", b"application/json")]
+        if len(body) >= self._endpoint._gzip_bytes:
+            headers.append((b"vary", b"accept-encoding"))
+            if accepts_gzip(self._headers.accept_encoding):
+                body = compressed(body)
+                headers.append((b"content-encoding", b"gzip"))
+        headers.append((b"content-length", b"%d" % len(body)))
+        await self._start(200, headers)
         await self._end(body)
 
     async def _next(self, pumps: _Pumps | None) -> Arrivals:
@@ -358,17 +430,24 @@ class _Exchange:
         self._connection.started = True
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
+    async def _write(self, body: bytes) -> None:
+        if not self._connection.done:
+            await self._send({"type": "http.response.body", "body": body, "more_body": True})
+
     async def _end(self, body: bytes) -> None:
         self._connection.done = True
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _answer_error(self, error: RequestError) -> None:
         self._give_up()
+        if error.is_refusal:
+            self._metrics.refused(error.code, self._caller.tenant if self._caller is not None else "")
         body = error.body()
         try:
             if self._connection.started:
                 self.status = error.status
-                await self._end(error_event(body))
+                assert self._encoder is not None, "a stream has begun, so there is an encoder"
+                await self._end(self._encoder.error(error))
                 return
             headers = [
                 (b"content-type", b"application/json"),
@@ -409,6 +488,10 @@ class _Exchange:
             metrics.cached_tokens.inc(output.cached_tokens or 0)
             metrics.output_tokens.inc(output.completion_tokens)
             metrics.osl.observe(output.completion_tokens)
+        if self._caller is not None:
+            self._caller.generated(sum(output.completion_tokens for output in self._outputs))
+            if all(output.stream is None for output in self._outputs):
+                self._caller.not_dispatched(self._clock.monotonic_ms())
 
 
 class _Pumps:
@@ -458,6 +541,11 @@ async def _watch(receive: Receive, connection: _Connection, task: asyncio.Task[A
     """Wait until the client leaves, then cancel the request's task."""
     while (await receive())["type"] != "http.disconnect":
         pass  # a server may repeat the end of the body
+    _leave(connection, task)
+
+
+def _leave(connection: _Connection, task: asyncio.Task[Any]) -> None:
+    """Cancel the request of a client that has left, unless it has its answer."""
     if not connection.done:
         connection.left = True
         task.cancel()
@@ -466,21 +554,29 @@ async def _watch(receive: Receive, connection: _Connection, task: asyncio.Task[A
 _HINT_HEADERS = {name.encode(): name for name in HINT_HEADERS}
 
 
-def _headers(scope: Scope) -> tuple[bytes, bytes, bytes | None, Mapping[str, str] | None]:
-    content_type = content_length = b""
-    request_id: bytes | None = None
-    hints: dict[str, str] | None = None
-    for name, value in scope["headers"]:
-        if name == b"content-type":
-            content_type = value
-        elif name == b"content-length":
-            content_length = value
-        elif name == b"x-request-id":
-            request_id = value
-        elif name in _HINT_HEADERS:
-            hints = hints or {}
-            hints[_HINT_HEADERS[name]] = value.decode("latin-1")
-    return content_type, content_length, request_id, hints
+class _Headers:
+    """The request headers that matter here."""
+
+    __slots__ = ("accept_encoding", "content_encoding", "content_length", "content_type", "hints", "request_id")
+
+    def __init__(self, scope: Scope) -> None:
+        self.content_type = self.content_length = self.content_encoding = self.accept_encoding = b""
+        self.request_id: bytes | None = None
+        self.hints: dict[str, str] | None = None
+        for name, value in scope["headers"]:
+            if name == b"content-type":
+                self.content_type = value
+            elif name == b"content-length":
+                self.content_length = value
+            elif name == b"x-request-id":
+                self.request_id = value
+            elif name == b"accept-encoding":
+                self.accept_encoding = value
+            elif name == b"content-encoding":
+                self.content_encoding = value
+            elif name in _HINT_HEADERS:
+                self.hints = self.hints or {}
+                self.hints[_HINT_HEADERS[name]] = value.decode("latin-1")
 
 
 def _header_value(values: list[str]) -> bytes:

@@ -5,7 +5,16 @@ Every value is observed at boundaries: once per request, or once per wake-up of 
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from frontend.ports import InferenceBackend
+from frontend.prompt_model import PromptModels
+from runtime.instruments import Counter, Gauge, Histogram
 
 TTFT_BUCKETS_S = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.15, 0.25, 0.4, 0.6, 1.0, 1.6, 2.5, 4.0, 6.0, 10.0, 30.0, 120.0,
@@ -35,6 +44,21 @@ TOKENIZATION_BUCKETS_S = (
     5.0,
 )
 """50 µs (a short question) to seconds (a million tokens)."""
+
+
+TENANT_LABELS_MAX = 200
+"""Tenants with series of their own; later ones share ``other``. Names come from the operator's file, never from
+clients, and 200 times five series are what a Prometheus server does not notice."""
+
+OTHER_TENANTS = "other"
+
+
+class TenantSeries(NamedTuple):
+    """The instruments of one tenant."""
+
+    requests: Counter
+    prompt_tokens: Counter
+    output_tokens: Counter
 
 
 class FrontendMetrics:
@@ -104,6 +128,44 @@ class FrontendMetrics:
             "Clients that left before their answer was complete",
             registry=registry,
         )
+        self.refusals = Counter(
+            "poolgrid_frontend_refusals",
+            "Requests refused with 401, 403, 413, 429 or 503, by reason code",
+            ["code"],
+            registry=registry,
+        )
+        self.key_reloads = Counter(
+            "poolgrid_frontend_api_key_reloads",
+            "Changes of the file of API keys, by outcome",
+            ["outcome"],
+            registry=registry,
+        )
+        self.keys_stale = Gauge(
+            "poolgrid_frontend_api_keys_stale",
+            "1 while the file of API keys cannot be used and an older one is in force",
+            registry=registry,
+        )
+        self._tenant_requests = Counter(
+            "poolgrid_frontend_tenant_requests", "Requests let in, by tenant", ["tenant"], registry=registry
+        )
+        self._tenant_refusals = Counter(
+            "poolgrid_frontend_tenant_refusals",
+            "Requests refused, by tenant and reason code",
+            ["tenant", "code"],
+            registry=registry,
+        )
+        self._tenant_prompt_tokens = Counter(
+            "poolgrid_frontend_tenant_prompt_tokens",
+            "Prompt tokens of dispatched requests, by tenant",
+            ["tenant"],
+            registry=registry,
+        )
+        self._tenant_output_tokens = Counter(
+            "poolgrid_frontend_tenant_output_tokens", "Output tokens, by tenant", ["tenant"], registry=registry
+        )
+        self._tenants: dict[str, TenantSeries] = {}
+        self.tokenizers = TokenizationCollector()
+        registry.register(self.tokenizers)
         self._requests_by_labels: dict[tuple[str, int, bool], Counter] = {}
 
     def answered(self, endpoint: str, status: int, streaming: bool) -> None:
@@ -114,3 +176,62 @@ class FrontendMetrics:
             counter = self.requests.labels(endpoint, str(status), "true" if streaming else "false")
             self._requests_by_labels[key] = counter
         counter.inc()
+
+    def refused(self, code: str, tenant: str = "") -> None:
+        """Count a refusal; ``tenant`` is empty when nobody knows whose it is, or there are none."""
+        self.refusals.labels(code).inc()
+        if tenant:
+            self._tenant_refusals.labels(self._tenant_label(tenant), code).inc()
+
+    def tenant(self, name: str) -> TenantSeries:
+        """Return the instruments of a tenant, or those that late tenants share."""
+        series = self._tenants.get(name)
+        if series is None:
+            label = self._tenant_label(name)
+            series = TenantSeries(
+                self._tenant_requests.labels(label),
+                self._tenant_prompt_tokens.labels(label),
+                self._tenant_output_tokens.labels(label),
+            )
+            if label != OTHER_TENANTS:
+                self._tenants[name] = series
+        return series
+
+    def _tenant_label(self, name: str) -> str:
+        return name if name in self._tenants or len(self._tenants) < TENANT_LABELS_MAX else OTHER_TENANTS
+
+
+class TokenizationCollector(Collector):
+    """Reads, when somebody scrapes, what the tokenizers of the served models computed and what they did not have to."""
+
+    def __init__(self) -> None:
+        self._shown: tuple[InferenceBackend, PromptModels] | None = None
+
+    def show(self, backend: InferenceBackend, models: PromptModels) -> None:
+        """Read from these from now on."""
+        self._shown = backend, models
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the counts per model."""
+        tokens = CounterMetricFamily(
+            "poolgrid_frontend_tokenized_tokens",
+            "Prompt tokens by whether they were computed or came from the cache of prompt segments.",
+            labels=["model", "source"],
+        )
+        used = GaugeMetricFamily(
+            "poolgrid_frontend_tokenization_cache_bytes", "Bytes that the cache of segments uses.", labels=["model"]
+        )
+        fast = GaugeMetricFamily(
+            "poolgrid_frontend_fast_tokenizer",
+            "1 when fastokens tokenizes prompts, 0 when tokenizers does (the log says why).",
+            labels=["model"],
+        )
+        backend, models = self._shown if self._shown is not None else (None, {})
+        for served in list(backend.models()) if backend is not None else ():
+            model = models.get(served.name)
+            if model is not None and model.encoder is not None:
+                tokens.add_metric([served.name, "computed"], model.encoder.encoded_tokens)
+                tokens.add_metric([served.name, "cache"], model.encoder.reused_tokens)
+                used.add_metric([served.name], model.encoder.cache_used_bytes)
+                fast.add_metric([served.name], float(model.encoder.is_fast))
+        yield from (tokens, used, fast)

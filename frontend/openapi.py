@@ -18,6 +18,8 @@ _REFUSALS: Mapping[str, Mapping[str, tuple[tuple[object, ...], str]]] = {
 
 _STATUSES = {
     "400": "A field is wrong or not supported; `param` names it",
+    "401": "The server has API keys, and the request has no good one",
+    "403": "The API key does not open this model or feature",
     "404": "No such model",
     "413": "The body is too large",
     "415": "The body is not application/json",

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from wire.card import MediaSpec
+from wire.multimodal import MultimodalInput
 from wire.requests import Sampling, TokenLogprobs
 
 HINT_HEADERS = ("x-ttft-target-ms", "x-itl-target-ms")
@@ -31,6 +33,8 @@ class InferenceRequest:
     lora_name: str = ""
     cache_salt: str = ""
     expected_output_tokens: int | None = None
+    multimodal: MultimodalInput | None = None
+    """Its media, with their places among ``token_ids``."""
     tenant: str = ""
     """Whose request it is; requests of one tenant share a queue's turns. Empty without API keys."""
     tenant_weight: float = 1.0
@@ -109,6 +113,8 @@ class ServedModel:
     created: int
     max_sequence_length: int
     loras: tuple[str, ...] = field(default=())
+    media: MediaSpec = MediaSpec()
+    """Media that it takes beside text."""
 
 
 class InferenceBackend(Protocol):

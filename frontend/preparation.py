@@ -12,10 +12,20 @@ from typing import Any
 
 import msgspec
 
-from frontend.chat_template import TemplateFailure
+from frontend.chat_template import ChatTemplate, TemplateFailure
 from frontend.errors import RequestError, invalid, quoted, unsupported
+from frontend.guides import Guide, guide_of, two_guides
+from frontend.media.conversation import find_media, shape_message, with_media
+from frontend.media.references import MediaReference
+from frontend.parsed_answers import ParsedChatEncoder
+from frontend.parsers.formats import PROMPT_END_CHARS, OutputFormat, ToolUse
+from frontend.parsers.pieces import OutputParser
 from frontend.ports import NO_HINTS, InferenceBackend, InferenceRequest, ServedModel
 from frontend.prompt_model import PromptModel, PromptModels
+from frontend.responses import AnswerEncoder
+from frontend.responses_api.conversation import chat_body
+from frontend.responses_api.encoder import ResponsesEncoder
+from frontend.responses_api.schema import REFUSED_RESPONSES, ResponsesBody
 from frontend.schema import (
     JSON_NUMBER_MAX,
     ChatBody,
@@ -23,12 +33,17 @@ from frontend.schema import (
     InferenceBody,
     Message,
     Nvext,
+    parse,
     parse_chat,
     parse_completion,
+    refuse,
 )
 from frontend.settings import FrontendSettings
+from frontend.tools import tool_use
+from wire.card import MediaSpec
 from wire.hashing import TOKEN_BYTES, pack_tokens, stable_u64
 from wire.limits import LOGITS_ARGUMENT_BYTES_MAX
+from wire.multimodal import MediaItem, MultimodalInput
 from wire.requests import LogitsProcessorCall, Sampling
 
 COMPLETION_MAX_TOKENS_DEFAULT = 16
@@ -37,10 +52,13 @@ COMPLETION_MAX_TOKENS_DEFAULT = 16
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One tokenized prompt; ``text`` is what ``echo`` repeats (empty without it)."""
+    """One tokenized prompt; ``text`` is what ``echo`` repeats (empty without it), ``end`` the last characters of a chat
+    prompt, which say whether it leaves reasoning open."""
 
     token_ids: bytes
     text: str = ""
+    end: str = ""
+    multimodal: MultimodalInput | None = None
 
     @property
     def isl(self) -> int:
@@ -50,7 +68,10 @@ class Prompt:
 
 @dataclass(slots=True)
 class Job:
-    """What one body asks for, checked, with its prompts still text."""
+    """What one body asks for, checked, with its prompts still text.
+
+    A Responses body comes as the chat body that means the same, and beside it (``responses``) as it is.
+    """
 
     chat: bool
     body: InferenceBody
@@ -61,6 +82,18 @@ class Job:
     logprobs: int | None
     """Alternatives per token that the client wants; ``None`` = no log probabilities."""
     settings: FrontendSettings
+    guide: Guide
+    """What the output must keep to, as fields of ``Sampling``."""
+    output_model: PromptModel
+    """``model``, with those special tokens shown that the parsers of the output look for."""
+    output_format: OutputFormat | None = None
+    """How the output is taken apart; ``None`` = it is content as it is."""
+    tool_use: ToolUse | None = None
+    responses: ResponsesBody | None = None
+    media: tuple[MediaReference, ...] = ()
+    """Media that the messages name, in order."""
+    items: tuple[MediaItem, ...] = ()
+    """The same, loaded; the caller sets them before ``tokenize``."""
 
     @property
     def choices_per_prompt(self) -> int:
@@ -80,6 +113,8 @@ class Job:
     @property
     def prompt_param(self) -> str:
         """Return the field that the prompt came from."""
+        if self.responses is not None:
+            return "input"
         return "messages" if self.chat else "prompt"
 
     @property
@@ -97,6 +132,7 @@ class Job:
 
     def forget_prompt(self) -> None:
         """Drop the parsed prompt, which can be far larger than the packed one, for the time of the generation."""
+        self.media = self.items = ()
         if isinstance(self.body, ChatBody):
             self.body.messages = []
         elif isinstance(self.body, CompletionBody):
@@ -109,6 +145,53 @@ class Job:
             return [self._chat_prompt(body)]
         assert isinstance(body, CompletionBody), "there are two kinds of body"
         return [self._completion_prompt(body, prompt, param) for prompt, param in _prompts(body)]
+
+    def encoder(self, prompts: Sequence[Prompt], request_id: str, created_s: int) -> AnswerEncoder:
+        """Return what turns output into the bytes of the answer."""
+        if self.responses is not None:
+            return ResponsesEncoder(
+                self.responses,
+                request_id=request_id,
+                created_s=created_s,
+                model=self.output_model,
+                parser=None if self.output_format is None else self._parser(prompts[0]),
+                short_ids=self._short_ids,
+            )
+        envelope: dict[str, Any] = {
+            "model_name": self.body.model,
+            "created_s": created_s,
+            "model": self.output_model,
+            "include_usage": self.include_usage,
+        }
+        if self.output_format is None:
+            return AnswerEncoder(chat=self.chat, request_id=request_id, **envelope)
+        return ParsedChatEncoder(
+            request_id=request_id,
+            new_parser=lambda _: self._parser(prompts[0]),
+            short_ids=self._short_ids,
+            **envelope,
+        )
+
+    @property
+    def _short_ids(self) -> bool:
+        """Return whether ids of tool calls must be those of Mistral's templates."""
+        return self.output_format is not None and self.output_format.tools == "mistral"
+
+    def _parser(self, prompt: Prompt) -> OutputParser:
+        assert self.output_format is not None, "only asked for formats that need one"
+        parser = self.output_format.parser(
+            self.tool_use, prompt.end, guided_json="guided_json" in self.guide, continued=self._continued()
+        )
+        assert parser is not None, "active, so there is a parser"
+        return parser
+
+    def _continued(self) -> str | None:
+        """Return the words of the assistant that the output goes on with, when the client asked for that."""
+        body = self.body
+        if isinstance(body, ChatBody) and body.continue_final_message:
+            content = body.messages[-1].content
+            return content if isinstance(content, str) else ""
+        return None
 
     def requests(
         self, prompts: Sequence[Prompt], request_ids: Sequence[str], headers: Mapping[str, str] | None = None
@@ -144,34 +227,46 @@ class Job:
                         lora_name=self.lora_name,
                         cache_salt=cache_salt,
                         expected_output_tokens=expected,
+                        multimodal=prompt.multimodal,
                         hints=routing_hints,
                     )
                 )
         return requests
 
     def _chat_prompt(self, body: ChatBody) -> Prompt:
-        messages = [_message(message, index) for index, message in enumerate(body.messages)]
         tools = body.tools if body.tool_choice != "none" else None
         template = self.model.tool_template if tools and self.model.tool_template else self.model.template
         if template is None:
             raise invalid(
                 "model", f"{self.model.name} has no chat template: use /v1/completions", code="no_chat_template"
             )
+        messages = [
+            _message(message, index, template, self.served.media) for index, message in enumerate(body.messages)
+        ]
         variables: dict[str, Any] = dict(body.chat_template_kwargs or {})
         if body.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", body.reasoning_effort)
+        final = _final_words(body, messages) if body.continue_final_message else None
         try:
             text = template.render(
                 messages,
                 tools=tools,
                 documents=body.documents,
-                add_generation_prompt=body.add_generation_prompt is not False,
+                add_generation_prompt=body.add_generation_prompt is not False and final is None,
                 variables=variables,
                 max_chars=self.settings.max_prompt_chars,
+                limit_ms=self.settings.template_time_limit_ms,
             )
         except TemplateFailure as failure:
             raise invalid("messages", f"{failure}. The request was not run.", code="chat_template_error") from failure
-        return Prompt(self.model.encode(text, add_special_tokens=bool(body.add_special_tokens)))
+        if final is not None:
+            text = _up_to(text, final)
+        end = text[-PROMPT_END_CHARS:] if self.output_format is not None else ""
+        special = bool(body.add_special_tokens)
+        if not self.items:
+            return Prompt(self.model.encode(text, add_special_tokens=special), end=end)
+        packed, multimodal = with_media(text, self.items, self.served.media, self.model, special)
+        return Prompt(packed, end=end, multimodal=multimodal)
 
     def _completion_prompt(self, body: CompletionBody, prompt: str | list[int], param: str) -> Prompt:
         if isinstance(prompt, str):
@@ -234,8 +329,12 @@ class Job:
             ignore_eos=bool(body.ignore_eos),
             logprobs=self.logprobs,
             logit_bias=body.logit_bias or None,
+            **self.guide,
             logits_processors=_logits_processors(body) if body.logits_processors else (),
         )
+
+
+_responses_decoder = msgspec.json.Decoder(ResponsesBody)
 
 
 class Preparation:
@@ -245,16 +344,43 @@ class Preparation:
         self._backend = backend
         self._models = models
         self._settings = settings
+        self._formats: dict[int, tuple[PromptModel, OutputFormat]] = {}
+        """By identity; the model is kept, so that no other gets its identity."""
+        self._shown: dict[tuple[int, frozenset[str]], PromptModel] = {}
 
     def chat(self, raw: bytes) -> Job:
         """Check the body of a chat request; raises ``RequestError``."""
-        body = parse_chat(raw)
+        return self._chat(parse_chat(raw))
+
+    def responses(self, raw: bytes) -> Job:
+        """Check the body of a Responses request; raises ``RequestError``."""
+        body = parse(_responses_decoder, raw)
+        refuse(body, REFUSED_RESPONSES)
+        job = self._chat(chat_body(body))
+        job.responses = body
+        return job
+
+    def _chat(self, body: ChatBody) -> Job:
         wanted: int | None = None
         if body.logprobs:
             wanted = body.top_logprobs or 0
         elif body.top_logprobs:
             raise invalid("top_logprobs", f"top_logprobs is {body.top_logprobs}: it needs logprobs to be true")
-        return self._job(body, chat=True, logprobs=wanted, prompts=1)
+        use, guide = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
+        if body.continue_final_message and body.add_generation_prompt:
+            raise invalid("continue_final_message", "continue_final_message is true: add_generation_prompt must not be")
+        own = guide_of(body, body.nvext)
+        if own and use is not None:
+            raise (
+                two_guides("tools", "response_format")
+                if guide
+                else unsupported(
+                    "response_format",
+                    "a guided output leaves a model no choice between an answer and a call of tools; "
+                    "set tool_choice to none, or leave the guide out",
+                )
+            )
+        return self._job(body, chat=True, logprobs=wanted, prompts=1, use=use, guide=own or guide)
 
     def completion(self, raw: bytes) -> Job:
         """Check the body of a completion request; raises ``RequestError``."""
@@ -265,7 +391,8 @@ class Preparation:
             raise unsupported(
                 "echo", "together with logprobs it needs log probabilities of the prompt, which engines do not report"
             )
-        return self._job(body, chat=False, logprobs=body.logprobs, prompts=len(_prompts(body)))
+        guide = guide_of(body, body.nvext)
+        return self._job(body, chat=False, logprobs=body.logprobs, prompts=len(_prompts(body)), guide=guide)
 
     def served(self, name: str) -> tuple[ServedModel, str] | None:
         """Return the served model that a client means by ``name``, and the LoRA adapter if it named one."""
@@ -276,7 +403,16 @@ class Preparation:
                 return served, name
         return None
 
-    def _job(self, body: InferenceBody, *, chat: bool, logprobs: int | None, prompts: int) -> Job:
+    def _job(
+        self,
+        body: InferenceBody,
+        *,
+        chat: bool,
+        logprobs: int | None,
+        prompts: int,
+        guide: Guide,
+        use: ToolUse | None = None,
+    ) -> Job:
         found = self.served(body.model)
         if found is None:
             if self._models.get(body.model) is not None:
@@ -300,6 +436,12 @@ class Preparation:
             _check_vocabulary(body.stop_token_ids, model.vocab_size, "stop_token_ids")
         if body.logit_bias:
             _check_vocabulary(list(body.logit_bias), model.vocab_size, "logit_bias")
+        output_model, output_format = model, None
+        if chat:
+            found_format = self._format(model)
+            if found_format.active(use):
+                output_format = found_format
+                output_model = self._showing(model, found_format.markers(use))
         return Job(
             chat=chat,
             body=body,
@@ -309,7 +451,30 @@ class Preparation:
             stops=self._stops(body.stop) if body.stop is not None else (),
             logprobs=logprobs,
             settings=self._settings,
+            guide=guide,
+            output_model=output_model,
+            output_format=output_format,
+            tool_use=use,
+            media=find_media(body.messages, served.media, body.model) if isinstance(body, ChatBody) else (),
         )
+
+    def _format(self, model: PromptModel) -> OutputFormat:
+        """Return the output format of a model, looked for in its template and vocabulary once."""
+        known = self._formats.get(id(model))
+        if known is None:
+            templates = (model.template, model.tool_template)
+            source = "\n".join(template.source for template in templates if template is not None)
+            names = (self._settings.reasoning_parser, self._settings.tool_call_parser)
+            known = (model, OutputFormat.choose(*names, source, model.added_tokens()))
+            self._formats[id(model)] = known
+        return known[1]
+
+    def _showing(self, model: PromptModel, markers: frozenset[str]) -> PromptModel:
+        """Return the model with markers shown, made once for each set of them."""
+        shown = self._shown.get((id(model), markers))
+        if shown is None:
+            shown = self._shown[(id(model), markers)] = model.showing(markers)
+        return shown
 
     def _stops(self, stop: str | list[str]) -> tuple[str, ...]:
         alone = isinstance(stop, str)
@@ -356,22 +521,38 @@ def _check_vocabulary(token_ids: Sequence[int], vocab_size: int, param: str) -> 
         raise invalid(place, f"{place} is {token_id}: allowed are token ids from 0 to {vocab_size - 1}")
 
 
-def _message(message: Message, index: int) -> Mapping[str, Any]:
-    """Return a message as templates expect it: text content as one string, call arguments as objects."""
-    content = message.content
-    rendered: dict[str, Any] = {"role": message.role}
+def _final_words(body: ChatBody, messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return what the assistant has said so far in the last message, which the answer is to go on with."""
+    final = messages[-1]
+    content = final["content"]
     if isinstance(content, list):
-        texts: list[str] = []
-        for number, part in enumerate(content):
-            where = f"messages[{index}].content[{number}]"
-            if part.type not in ("text", "input_text"):
-                raise unsupported(f"{where}.type", f"only text parts are served (got {quoted(part.type)})")
-            if part.text is None:
-                raise invalid(f"{where}.text", f"{where}.text is missing: allowed is a string")
-            texts.append(part.text)
-        rendered["content"] = "".join(texts)
-    else:
-        rendered["content"] = content
+        content = "".join(part.get("text", "") for part in content)
+    if final["role"] != "assistant" or not content or not content.strip() or body.messages[-1].tool_calls:
+        raise invalid(
+            "continue_final_message",
+            "continue_final_message is true: the last message must be the assistant's, with text and no tool calls",
+        )
+    return str(content)
+
+
+def _up_to(text: str, final: str) -> str:
+    """Return a rendered prompt up to the end of its final message, as Hugging Face's tokenizers cut it."""
+    stripped = final.strip()
+    at = text.rfind(stripped)
+    if at < 0:
+        raise invalid(
+            "continue_final_message",
+            "continue_final_message is true, but the chat template does not show the last message as it is",
+            code="chat_template_error",
+        )
+    kept = final.lstrip()
+    return text[: at + len(kept)] if text.startswith(kept, at) else text[: at + len(stripped)]
+
+
+def _message(message: Message, index: int, template: ChatTemplate, media: MediaSpec) -> Mapping[str, Any]:
+    """Return a message as its template expects it: content in its form, call arguments as objects."""
+    content = message.content
+    rendered: dict[str, Any] = {"role": message.role, "content": shape_message(content, index, template, media)}
     if message.name is not None:
         rendered["name"] = message.name
     if message.reasoning_content is not None:

@@ -9,8 +9,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,10 +22,14 @@ from frontend.detokenization import (
     CONTEXT_TOKENS,
     ByteLevelDetokenizer,
     Detokenizer,
+    MarkedDetokenizer,
     WindowDetokenizer,
     byte_level_alphabet,
 )
+from frontend.prompt_encoder import CACHE_BYTES_DEFAULT, PromptEncoder
 from wire.hashing import pack_tokens, unpack_tokens
+
+log = logging.getLogger(__name__)
 
 DEFAULT_MAX_POSITION_EMBEDDINGS = 131_072
 """Used when a configuration names no limit: the longest context most open models are served with."""
@@ -48,10 +53,27 @@ class PromptModel:
     """Template for requests with tools, when the model has one of its own."""
     byte_table: tuple[bytes, ...] | None = field(default=None, repr=False)
     """Bytes of every token of a byte-level tokenizer, special tokens empty; ``None`` for other kinds."""
+    shown_tokens: Mapping[int, str] = field(default_factory=dict, repr=False)
+    """Special tokens that output shows by their text: none, but for models made by ``showing``."""
+    encoder: PromptEncoder | None = field(default=None, repr=False)
+    """The quick way from text to token ids; without one, the tokenizer does all of it."""
 
     @classmethod
-    def load(cls, path: Path | str, name: str = "") -> PromptModel:
-        """Read a model directory; raises ``ModelDirectoryError``. ``name`` defaults to the directory's."""
+    def load(
+        cls,
+        path: Path | str,
+        name: str = "",
+        *,
+        chat_template: Path | None = None,
+        tokenization_cache_bytes: int = CACHE_BYTES_DEFAULT,
+        fast_tokenizer: bool = True,
+    ) -> PromptModel:
+        """Read a model directory; raises ``ModelDirectoryError``. ``name`` defaults to the directory's.
+
+        ``chat_template`` is a Jinja file that is used in place of the model's own templates.
+        ``tokenization_cache_bytes`` bounds the cache of prompt segments (0 = none); ``fast_tokenizer`` allows the
+        ``fastokens`` package where it is installed and agrees with ``tokenizers``.
+        """
         directory = Path(path)
         if not directory.is_dir():
             raise ModelDirectoryError(f"loading model directory {directory}: it is not a directory")
@@ -70,7 +92,7 @@ class PromptModel:
         config = _read_json(directory / "config.json")
         generation_config = _read_json(directory / "generation_config.json")
         special_tokens = _special_tokens(tokenizer_config)
-        template, tool_template = _templates(directory, tokenizer_config, special_tokens)
+        template, tool_template = _templates(directory, tokenizer_config, special_tokens, chat_template)
         where = directory / "config.json"
         vocab_size = max(tokenizer.get_vocab_size(), _limit(config, ("vocab_size",), where) or 0)
         max_length = _limit(config, ("max_position_embeddings", "n_positions", "max_sequence_length"), where)
@@ -83,13 +105,21 @@ class PromptModel:
             template=template,
             tool_template=tool_template,
             byte_table=_byte_table(tokenizer),
+            encoder=_encoder(tokenizer, (template, tool_template), tokenization_cache_bytes, fast_tokenizer),
         )
 
     def encode(self, text: str, add_special_tokens: bool = False) -> bytes:
         """Tokenize a prompt into u32 little-endian token ids."""
+        if self.encoder is not None:
+            return self.encoder.encode(text, add_special_tokens)
         # The batch call leaves out character offsets, a quarter of the time; for one text it starts no threads.
         encoding = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         return pack_tokens(encoding.ids)
+
+    @property
+    def tokenizes_fast(self) -> bool:
+        """Return whether a fast tokenizer does the work."""
+        return self.encoder is not None and self.encoder.is_fast
 
     def decode(self, packed: bytes) -> str:
         """Return the text of u32 little-endian token ids, special tokens left out."""
@@ -100,7 +130,28 @@ class PromptModel:
         """Return a fresh incremental decoder for what follows ``prompt`` (u32 little-endian)."""
         if self.byte_table is not None:
             return ByteLevelDetokenizer(self.byte_table)
-        return WindowDetokenizer(self.tokenizer, unpack_tokens(prompt[-4 * CONTEXT_TOKENS :]))
+        window = WindowDetokenizer(self.tokenizer, unpack_tokens(prompt[-4 * CONTEXT_TOKENS :]))
+        return MarkedDetokenizer(window, self.shown_tokens) if self.shown_tokens else window
+
+    def showing(self, markers: Collection[str]) -> PromptModel:
+        """Return this model with output that shows those ``markers`` which are special tokens; itself, if none is."""
+        special = {
+            token_id: added.content
+            for token_id, added in self.tokenizer.get_added_tokens_decoder().items()
+            if added.special and added.content in markers
+        }
+        if not special:
+            return self
+        table = self.byte_table
+        if table is not None:
+            table = tuple(
+                special[token_id].encode() if token_id in special else raw for token_id, raw in enumerate(table)
+            )
+        return replace(self, byte_table=table, shown_tokens=special)
+
+    def added_tokens(self) -> frozenset[str]:
+        """Return the tokens that were added to the vocabulary: markers of formats are among them."""
+        return frozenset(added.content for added in self.tokenizer.get_added_tokens_decoder().values())
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return what one token stands for, special tokens by their name, for log probabilities."""
@@ -176,10 +227,15 @@ def _eos_token_ids(
 
 
 def _templates(
-    directory: Path, tokenizer_config: Mapping[str, Any], special_tokens: Mapping[str, str]
+    directory: Path,
+    tokenizer_config: Mapping[str, Any],
+    special_tokens: Mapping[str, str],
+    override: Path | None,
 ) -> tuple[ChatTemplate | None, ChatTemplate | None]:
     """Return the model's chat template and, when it has several by name, the one for tools."""
-    file = directory / "chat_template.jinja"
+    file = directory / "chat_template.jinja" if override is None else override
+    if override is not None and not file.is_file():
+        raise ModelDirectoryError(f"loading chat template {file}: it is not a file")
     source = file.read_text(encoding="utf-8") if file.is_file() else tokenizer_config.get("chat_template")
     where = file if file.is_file() else directory / "tokenizer_config.json"
     if source is None:
@@ -195,6 +251,23 @@ def _templates(
             f"loading {where}: chat_template is neither a string nor a list of objects with name and template"
         ) from error
     return named.get("default"), named.get("tool_use")
+
+
+def _encoder(
+    tokenizer: Tokenizer, templates: Sequence[ChatTemplate | None], cache_bytes: int, fast: bool
+) -> PromptEncoder:
+    encoder = PromptEncoder(
+        tokenizer,
+        template_text="".join(template.source for template in templates if template is not None),
+        cache_bytes=cache_bytes,
+        fast=fast,
+    )
+    log.info(
+        "tokenizing with %s; prompts are cut at %s",
+        "fastokens" if encoder.is_fast else f"tokenizers (fastokens is not used: {encoder.slow_because})",
+        " ".join(encoder.delimiters) or "nothing",
+    )
+    return encoder
 
 
 def _byte_table(tokenizer: Tokenizer) -> tuple[bytes, ...] | None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from frontend.errors import RequestError
 from frontend.prompt_model import PromptModel
 from frontend.sequence_output import PlacedLogprobs, SequenceOutput
 
@@ -25,14 +26,17 @@ _encode = msgspec.json.Encoder().encode
 def encode_text(text: str) -> bytes:
     """Return ``text`` as a JSON string that has no line separator of any kind in it."""
     encoded = _encode(text)
-    if not text.isascii():
-        # UTF-8 is self-synchronizing: these byte runs are exactly U+0085, U+2028 and U+2029.
-        encoded = (
-            encoded.replace(b"\xc2\x85", b"\\u0085")
-            .replace(b"\xe2\x80\xa8", b"\\u2028")
-            .replace(b"\xe2\x80\xa9", b"\\u2029")
-        )
-    return encoded
+    return encoded if text.isascii() else escape_line_ends(encoded)
+
+
+def escape_line_ends(encoded: bytes) -> bytes:
+    """Return JSON with the line separators escaped that JSON allows inside strings."""
+    # UTF-8 is self-synchronizing: these byte runs are exactly U+0085, U+2028 and U+2029.
+    return (
+        encoded.replace(b"\xc2\x85", b"\\u0085")
+        .replace(b"\xe2\x80\xa8", b"\\u2028")
+        .replace(b"\xe2\x80\xa9", b"\\u2029")
+    )
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
@@ -45,11 +49,6 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dic
     }
 
 
-def error_event(body: bytes) -> bytes:
-    """Return the event that ends a stream in which something went wrong."""
-    return b"data: " + body + b"\n\n"
-
-
 class AnswerEncoder:
     """Encodes everything one request is answered with."""
 
@@ -58,6 +57,7 @@ class AnswerEncoder:
     ) -> None:
         self._chat = chat
         self._model = model
+        self._include_usage = include_usage
         self._envelope: dict[str, Any] = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{request_id}",
             "object": "chat.completion.chunk" if chat else "text_completion",
@@ -71,6 +71,18 @@ class AnswerEncoder:
         self._middle_plain = self._close + b'null,"finish_reason":'
         self._plain = self._middle_plain + b"null" + self._suffix
         self._heads: dict[int, bytes] = {}
+
+    def begin(self) -> bytes:
+        """Return what a stream begins with, before there is any output."""
+        return b""
+
+    def end(self, counts: dict[str, Any]) -> bytes:
+        """Return what a complete stream ends with."""
+        return self.usage_chunk(counts) + DONE if self._include_usage else DONE
+
+    def error(self, error: RequestError) -> bytes:
+        """Return the event that ends a stream in which something went wrong."""
+        return b"data: " + error.body() + b"\n\n"
 
     def role(self, index: int) -> bytes:
         """Return the first chunk of a chat choice; completions have none."""

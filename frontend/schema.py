@@ -52,6 +52,8 @@ class Nvext(Struct, frozen=True):
     router: Any = None
     """Latency targets; read (and refused, if they are wrong) by the router that has a use for them."""
     cache_salt: Annotated[str, Meta(max_length=IDENTIFIER_BYTES_MAX)] | None = None
+    guided_decoding: Any = None
+    """A guide, by kind (``json``, ``regex``, ``grammar``, ``choice``)."""
     use_raw_prompt: Any = None
     token_data: Any = None
     backend_instance_id: Any = None
@@ -97,13 +99,15 @@ class InferenceBody(Struct, kw_only=True):
     cache_salt: Annotated[str, Meta(max_length=IDENTIFIER_BYTES_MAX)] | None = None
     nvext: Nvext | None = None
     logits_processors: Annotated[list[LogitsProcessor], Meta(max_length=LOGITS_PROCESSORS_MAX)] | None = None
-    # Known elsewhere, refused here when they ask for something: see REFUSED.
+    # Guides towards structured output: see guides.py.
     response_format: Any = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
+    structural_tag: Any = None
     structured_outputs: Any = None
+    # Known elsewhere, refused here when they ask for something: see REFUSED.
     use_beam_search: Any = None
     prompt_logprobs: Any = None
     include_stop_str_in_output: Any = None
@@ -111,11 +115,18 @@ class InferenceBody(Struct, kw_only=True):
     return_token_ids: Any = None
 
 
+class ImageUrl(Struct):
+    """Where an image is; ``detail`` and what else clients send beside it is for the engine's own resizing to decide."""
+
+    url: str
+
+
 class ContentPart(Struct):
-    """One part of a message's content; only text is served."""
+    """One part of a message's content: text, or an image by its URL."""
 
     type: str
     text: str | None = None
+    image_url: ImageUrl | str | None = None
 
 
 class Function(Struct):
@@ -154,10 +165,11 @@ class ChatBody(InferenceBody, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     documents: list[dict[str, Any]] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    continue_final_message: Any = None
     chat_template: Any = None
     functions: Any = None
     function_call: Any = None
@@ -180,15 +192,7 @@ class CompletionBody(InferenceBody, kw_only=True):
     prompt_embeds: Any = None
 
 
-_GUIDED = "guided decoding is not served yet"
-
 REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
-    "response_format": (({"type": "text"},), _GUIDED),
-    "guided_json": ((), _GUIDED),
-    "guided_regex": ((), _GUIDED),
-    "guided_choice": ((), _GUIDED),
-    "guided_grammar": ((), _GUIDED),
-    "structured_outputs": ((), _GUIDED),
     "use_beam_search": ((False,), "sequences are sampled; use n"),
     "prompt_logprobs": ((), "engines report log probabilities of generated tokens only"),
     "include_stop_str_in_output": ((False,), "a stop string is never part of the output"),
@@ -199,8 +203,6 @@ REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
 
 REFUSED_CHAT: Mapping[str, tuple[tuple[object, ...], str]] = {
     **REFUSED,
-    "tool_choice": (("none", "auto"), "a tool call cannot be enforced yet; allowed are none and auto"),
-    "continue_final_message": ((False,), "the template ends every message"),
     "chat_template": ((), "the model's own template is used; no template is taken from requests"),
     "functions": (([],), "use tools"),
     "function_call": (("none", "auto"), "use tools and tool_choice"),
@@ -258,20 +260,41 @@ ALLOWED: Mapping[str, str] = {
     "tools": "a list of objects",
     "documents": "a list of objects",
     "chat_template_kwargs": "an object",
+    "tool_choice": "none, auto, required or an object that names a function",
+    "response_format": "an object with the type text, json_object, json_schema, regex, ebnf or structural_tag",
+    "guided_json": "a JSON schema, an object",
+    "guided_regex": "a regular expression",
+    "guided_grammar": "a grammar in EBNF",
+    "guided_choice": "a list of strings that are not empty",
+    "structural_tag": "an object",
+    "structured_outputs": "an object with json, regex, grammar, choice or structural_tag",
     "role": "system, developer, user, assistant, tool or function",
-    "type": "text",
+    "type": "text or image_url",
+    "image_url": 'an object such as {"url": "https://..."}, or the URL alone',
+    "image_url.url": "a string",
     "text": "a string",
     "add_special_tokens": "true or false",
     "add_generation_prompt": "true or false",
+    "continue_final_message": "true or false",
+    "parallel_tool_calls": "true or false",
     "reasoning_effort": "a string",
-    "content": "a string, a list of text parts or null",
+    "input": "a string or a list of items",
+    "instructions": "a string",
+    "max_output_tokens": "an integer from 1",
+    "text.format": "an object with the type text, json_object or json_schema",
+    "reasoning": 'an object such as {"effort": "low"}',
+    "effort": "a string",
+    "metadata": "an object",
+    "user": "a string",
+    "tokens": "a list of token ids",
+    "content": "a string, a list of text and image parts or null",
     "nvext": "an object",
     "nvext.agent_hints.priority": "a signed 32-bit integer",
     "nvext.agent_hints.osl": "an integer from 1",
 }
 """What each field may be, in words, for its error message."""
 
-Body = TypeVar("Body", ChatBody, CompletionBody)
+Body = TypeVar("Body", bound=Struct)
 
 _chat_decoder = msgspec.json.Decoder(ChatBody)
 _completion_decoder = msgspec.json.Decoder(CompletionBody)
@@ -282,19 +305,20 @@ _MISSING = re.compile(r"missing required field `(.*)`")
 
 def parse_chat(body: bytes) -> ChatBody:
     """Parse a chat body; raises ``RequestError``."""
-    parsed = _parse(_chat_decoder, body)
-    _refuse(parsed, REFUSED_CHAT)
+    parsed = parse(_chat_decoder, body)
+    refuse(parsed, REFUSED_CHAT)
     return parsed
 
 
 def parse_completion(body: bytes) -> CompletionBody:
     """Parse a completion body; raises ``RequestError``."""
-    parsed = _parse(_completion_decoder, body)
-    _refuse(parsed, REFUSED_COMPLETION)
+    parsed = parse(_completion_decoder, body)
+    refuse(parsed, REFUSED_COMPLETION)
     return parsed
 
 
-def _parse(decoder: msgspec.json.Decoder[Body], body: bytes) -> Body:
+def parse(decoder: msgspec.json.Decoder[Body], body: bytes) -> Body:
+    """Parse a body; raises ``RequestError`` that names the field which does not fit."""
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
@@ -309,7 +333,8 @@ def _parse(decoder: msgspec.json.Decoder[Body], body: bytes) -> Body:
         ) from None
 
 
-def _refuse(parsed: InferenceBody, refusals: Mapping[str, tuple[tuple[object, ...], str]]) -> None:
+def refuse(parsed: Any, refusals: Mapping[str, tuple[tuple[object, ...], str]]) -> None:
+    """Refuse by name what a body asks for and is not served."""
     for name, (inert, reason) in refusals.items():
         value = getattr(parsed, name)
         if value is not None and value not in inert:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
+from frontend.media.settings import MediaSettings
 from frontend.models import TINY_MODEL_PATH
-from runtime.settings import Settings
+from frontend.prompt_encoder import CACHE_BYTES_DEFAULT
 
 
-class FrontendSettings(Settings):
+class FrontendSettings(MediaSettings):
     """Settings of the OpenAI surface; the router's own settings include them."""
 
     model_path: Path = Field(
@@ -23,12 +25,37 @@ class FrontendSettings(Settings):
         max_length=256,
         description="Name that clients ask for; empty = the name of the model directory.",
     )
+    chat_template: Path | None = Field(
+        default=None,
+        description="Jinja file to use in place of the model's own chat template; empty = the model's.",
+    )
+    template_time_limit_ms: float = Field(
+        default=2000.0,
+        gt=0,
+        le=60_000,
+        description="Longest rendering of a chat template, answered 400 above it: a hundred times what a conversation "
+        "of 10,000 messages takes.",
+    )
     max_body_bytes: int = Field(
         default=32 * 1024 * 1024,
         ge=1024,
         le=1024 * 1024 * 1024,
         description="Largest request body, answered 413 above it. 32 MiB holds a 1 M-token prompt as a JSON array "
         "four times over, and bounds what one client can make the process hold.",
+    )
+    api_keys: Path | None = Field(
+        default=None,
+        description="JSON file of API keys and tenants (`poolgrid keys create`); without it anybody may ask. It is "
+        "read again when it changes.",
+    )
+    api_keys_check_ms: float = Field(
+        default=1000,
+        ge=0,
+        le=3_600_000,
+        description="Least time between two looks whether the file of API keys has changed; a look is one stat.",
+    )
+    metrics_need_key: bool = Field(
+        default=False, description="Whether /metrics needs an operator's key; only with --api-keys."
     )
     tokenizer_threads: int = Field(
         default=2,
@@ -42,7 +69,18 @@ class FrontendSettings(Settings):
         ge=0,
         le=1024 * 1024,
         description="Request bodies up to this size are tokenized on the event loop (about 1 ms); longer ones go to "
-        "a tokenizer thread, whose hand-over costs about 0.1 ms.",
+        "a tokenizer thread, whose hand-over costs about 0.1 ms. Sixteen times this where fastokens does the work.",
+    )
+    tokenization_cache_bytes: int = Field(
+        default=CACHE_BYTES_DEFAULT,
+        ge=0,
+        le=1024**4,
+        description="Memory for the token ids of prompt segments that come again (earlier turns of a conversation); "
+        "0 tokenizes everything each time.",
+    )
+    fast_tokenizer: bool = Field(
+        default=True,
+        description="Use the fastokens package where it is installed and agrees with tokenizers on every probe.",
     )
     tokenizer_queue: int = Field(
         default=256,
@@ -75,4 +113,32 @@ class FrontendSettings(Settings):
         ge=1024,
         le=1024 * 1024 * 1024,
         description="Most characters that a chat template may render; a template that loops is stopped there.",
+    )
+    keep_alive_interval_s: float = Field(
+        default=15.0,
+        ge=0,
+        le=3600,
+        description="A stream that was silent for so long carries a comment, which clients skip and proxies take for a "
+        "sign of life; 0 = never. Read time-outs are 30 s and more.",
+    )
+    gzip_response_bytes: int = Field(
+        default=4096,
+        ge=0,
+        le=1024 * 1024 * 1024,
+        description="Whole answers of at least so many bytes are sent as gzip to clients that take it; 0 = never. "
+        "Shorter ones fit into a few packets anyway. Streams are never compressed.",
+    )
+    cors_allow_origins: tuple[str, ...] = Field(
+        default=(),
+        description="Origins of web pages that may call the API from a browser, or *; none = no CORS headers.",
+    )
+    reasoning_parser: Literal["auto", "none", "deepseek_r1", "qwen3", "granite", "mistral", "harmony"] = Field(
+        default="auto",
+        description="Which format's reasoning is told apart from content; auto = from the model's template and tokens.",
+    )
+    tool_call_parser: Literal[
+        "auto", "none", "hermes", "llama3_json", "mistral", "pythonic", "deepseek_v3", "granite", "harmony"
+    ] = Field(
+        default="auto",
+        description="In which format the model writes tool calls; auto = from the model's template and tokens.",
     )

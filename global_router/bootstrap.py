@@ -6,6 +6,7 @@ import asyncio
 import logging
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import httpx
 import zmq
@@ -27,6 +28,8 @@ from global_router.service import GlobalRouterService
 from global_router.settings import GlobalRouterSettings
 from runtime.clock import SystemClock
 from runtime.http_server import HttpServer
+from runtime.planes import CurveKeys, PlaneContext, PlaneMetrics
+from runtime.tls import Tls, client_context
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +60,16 @@ def _check_urls(document: GridDocument, urls: dict[str, str]) -> None:
         raise ValueError(f"pool_url names {', '.join(unknown)}; the document's pools are {', '.join(sorted(names))}")
 
 
+def _pool_headers(path: Path | None) -> dict[str, str]:
+    """Return what opens the pools' routers; raises ``OSError``, and ``ValueError`` for an empty file."""
+    if path is None:
+        return {}
+    key = path.read_text().strip()
+    if not key:
+        raise ValueError(f"reading pool_api_key: {path} is empty; put an operator's key of the pools there")
+    return {"authorization": f"Bearer {key}"}
+
+
 async def serve(
     settings: GlobalRouterSettings, frontend: FrontendSettings, stop: asyncio.Event, ready: Callable[[str], None]
 ) -> None:
@@ -76,10 +89,18 @@ async def serve(
         log.warning("%s: %s", settings.config, warning)
     urls = settings.pool_urls()
     _check_urls(loaded.document, urls)
-    prompt_model = PromptModel.load(frontend.model_path, frontend.model_name)
+    prompt_model = PromptModel.load(
+        frontend.model_path,
+        frontend.model_name,
+        chat_template=frontend.chat_template,
+        tokenization_cache_bytes=frontend.tokenization_cache_bytes,
+        fast_tokenizer=frontend.fast_tokenizer,
+    )
     registry = CollectorRegistry()
     metrics = GlobalRouterMetrics(registry)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context = PlaneContext.make(CurveKeys.load(settings), PlaneMetrics(registry))
+    for exposure in settings.exposures(settings.host, http=True, planes="", keyed=frontend.api_keys is not None):
+        log.warning("%s", exposure)
     context.set(zmq.MAX_SOCKETS, 65_536)  # two for each worker and pool
     links = WorkerLinks(
         context,
@@ -90,7 +111,12 @@ async def serve(
     )
     configuration = Configuration(loaded, settings.config, clock)
     tasks: list[asyncio.Task[None]] = []
-    async with httpx.AsyncClient(timeout=DISCOVER_TIMEOUT_S, trust_env=False) as client:
+    async with httpx.AsyncClient(
+        timeout=DISCOVER_TIMEOUT_S,
+        trust_env=False,
+        headers=_pool_headers(settings.pool_api_key),
+        verify=client_context(settings.pool_ca, settings.tls_pair()),
+    ) as client:
         pools = Pools(urls, context, discovery(client), clock, settings.status_interval_ms, settings.status_timeout_ms)
         service = GlobalRouterService(settings, configuration, pools, links, metrics, clock)
         links.attach(service)
@@ -110,7 +136,7 @@ async def serve(
             clock=clock,
         )
         add_global_router_endpoints(app, service, clock)
-        server = HttpServer(app, settings.host, settings.port, "port", settings.shutdown_timeout_ms)
+        server = HttpServer(app, settings.host, settings.port, "port", settings.shutdown_timeout_ms, Tls.load(settings))
         hang_up = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hang_up.set)
         try:

@@ -1,8 +1,8 @@
 """From what a pool last said of itself to whether it takes a request of a model and stage.
 
-A pool without a fresh status is down. Workers that do a stage: those of its role; an aggregated worker does any, a
-decode worker also the whole. A pool whose ready workers are all full is saturated; one that has only draining workers
-is draining.
+A pool without a fresh status is down. Workers that do a stage: those of its role; an aggregated worker does any but
+encode, a decode worker also the whole. A pool whose ready workers are all full is saturated; one that has only
+draining workers is draining.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ ROLES: dict[Stage, tuple[Role, ...]] = {
     Stage.WHOLE: (Role.AGGREGATED, Role.DECODE),
     Stage.PREFILL: (Role.PREFILL, Role.AGGREGATED),
     Stage.DECODE: (Role.DECODE, Role.AGGREGATED),
+    Stage.ENCODE: (Role.ENCODE,),
 }
 
 

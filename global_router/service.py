@@ -21,7 +21,9 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from dispatch.token_stream import PREFILLED, ActiveRequest, Dispatch
+from dispatch.media_path import media_hashes, media_kinds, prompt_path
+from dispatch.prompt_paths import PromptPaths
+from dispatch.token_stream import ENCODED, PREFILLED, ActiveRequest, Dispatch
 from dispatch.worker_links import Link, Links
 from frontend.ports import InferenceRequest, Refused, ServedModel, StreamDelta
 from global_router.configuration import Active, Configuration
@@ -45,7 +47,8 @@ from global_router.pool_status import model_status
 from global_router.pools import PoolConnection, PoolLost, Pools
 from global_router.settings import GlobalRouterSettings
 from runtime.clock import Clock
-from wire.hashing import HASH_SPEC, block_hashes, hash_seed, pack_hashes, sequence_hashes, stable_u64
+from wire.card import MediaSpec
+from wire.hashing import HASH_SPEC, pack_hashes, stable_u64
 from wire.identifiers import Stage, WorkerId, WorkerKey
 from wire.limits import BLOCKS_PER_EVENT_MAX, WORKERS_EXCLUDED_MAX
 from wire.requests import TokenBatch, TokenDelta
@@ -92,13 +95,15 @@ class _Flight:
     arrived_ms: float
     selections: dict[StageName, tuple[Selection, Spill | None]] = field(default_factory=dict)
     legs: dict[str, _Leg] = field(default_factory=dict)
-    """By dispatch id: the current one, and the kept prefill."""
+    """By dispatch id: the current one, and those kept for the leg after them."""
     excluded: dict[str, list[WorkerRank]] = field(default_factory=dict)
     """By pool, the workers that failed this request."""
     paths: dict[tuple[str, int], bytes] = field(default_factory=dict)
     """The prompt's packed sequence hashes, by hash spec and block size."""
     stage: StageName = "aggregated"
     work: Stage = Stage.WHOLE
+    after_encode: tuple[StageName, Stage] = ("aggregated", Stage.WHOLE)
+    """What an encode leg under way is followed by."""
     moving: asyncio.Task[None] | None = None
     watched: CellKey | None = None
     """The cell whose loop this request's TTFT counts for."""
@@ -127,6 +132,7 @@ class GlobalRouterService:
         self._links = links
         self._metrics = metrics
         self._clock = clock
+        self._paths = PromptPaths()
         self._flights: dict[str, _Flight] = {}
         self._on_link: dict[str, dict[str, _Flight]] = {}
         self._created_s = clock.wall_ms() // 1000
@@ -173,12 +179,15 @@ class GlobalRouterService:
         """Return the models that some pool serves now."""
         lengths: dict[str, int] = {}
         loras: dict[str, dict[str, None]] = {}
+        media: dict[str, MediaSpec] = {}
         for pool in self.pools.all():
             for served in pool.status.models if pool.status is not None else ():
                 lengths[served.model] = max(lengths.get(served.model, 0), served.max_sequence_length)
                 loras.setdefault(served.model, {}).update(dict.fromkeys(served.loras))
+                if served.media.kinds:
+                    media.setdefault(served.model, served.media)
         return [
-            ServedModel(name, self._created_s, length, tuple(sorted(loras[name])))
+            ServedModel(name, self._created_s, length, tuple(sorted(loras[name])), media.get(name, MediaSpec()))
             for name, length in sorted(lengths.items())
         ]
 
@@ -227,7 +236,7 @@ class GlobalRouterService:
         if flight.config.document.mode == "aggregated":
             await self._place(flight, "aggregated", Stage.WHOLE, "first")
             return
-        if flight.record.isl <= self._settings.local_prefill_max_tokens:
+        if flight.record.isl <= self._settings.local_prefill_max_tokens and flight.active.request.multimodal is None:
             flight.record.notes.append("a short prompt is prefilled where it is decoded")
             await self._place(flight, "decode", Stage.WHOLE, "first")
             return
@@ -302,9 +311,7 @@ class GlobalRouterService:
         key = (served.hash_spec, served.block_size)
         path = flight.paths.get(key)
         if path is None:
-            request = flight.active.request
-            seed = hash_seed(request.lora_name, request.cache_salt)
-            hashes = sequence_hashes(block_hashes(request.token_ids, served.block_size, seed))
+            hashes = prompt_path(flight.active.request, served.block_size, self._paths)
             path = flight.paths[key] = pack_hashes(hashes[:BLOCKS_PER_EVENT_MAX])
         return path
 
@@ -337,7 +344,18 @@ class GlobalRouterService:
     async def _place(
         self, flight: _Flight, stage: StageName, work: Stage, cause: str, first: tuple[Candidate, ...] = ()
     ) -> None:
-        """Put a flight on a worker: ``first`` pools, then the cell's, then its fallbacks. Raises ``Refused``."""
+        """Put a flight on a worker: ``first`` pools, then the cell's, then its fallbacks. Raises ``Refused``.
+
+        Media are encoded first, by one of the same pools, where one can.
+        """
+        if flight.active.wants_encode and work is not Stage.ENCODE:
+            flight.after_encode = (stage, work)
+            try:
+                await self._place(flight, stage, Stage.ENCODE, cause, first)
+                return
+            except Refused as refusal:
+                flight.record.notes.append(f"media are encoded where the prompt is computed: {refusal}")
+                flight.active.encodes_itself = True
         selection, spill = await self._select_cell(flight, stage)
         wanted = selection.pool if spill is None else spill.pool
         order = _distinct((*first, *fallback_order(flight.config.grid.stages[stage].stage, wanted)))
@@ -362,8 +380,9 @@ class GlobalRouterService:
         flight.stage, flight.work = stage, work
         active = flight.active
         active.reason = f"{how}-{answer.reason}"
-        active.pool = ",".join(filter(None, [active.pool if work is Stage.DECODE else "", pool.name]))
-        self._watch(flight, stage, selection, spill, pool)
+        active.pool = ",".join(filter(None, [active.pool if work is Stage.DECODE or active.encoded else "", pool.name]))
+        if work is not Stage.ENCODE:
+            self._watch(flight, stage, selection, spill, pool)
         flight.record.placements.append(
             Placement(
                 stage,
@@ -396,7 +415,7 @@ class GlobalRouterService:
         """Note whose loop the latencies of this dispatch count for: the cell's own, on the cell's own pool."""
         key = CellKey.of(selection)
         own = key if key is not None and spill is None and key.pool == pool.name else None
-        fresh = flight.active.dispatches == 1
+        fresh = flight.active.dispatches - flight.active.encode_legs == 1
         if stage in ("prefill", "aggregated"):
             flight.watched = own if fresh else None
         if stage in ("decode", "aggregated"):
@@ -438,6 +457,8 @@ class GlobalRouterService:
                 tuple(excluded[-WORKERS_EXCLUDED_MAX:]),
                 flight.expected.tokens,
                 request.priority,
+                media_hashes=pack_hashes(media_hashes(request)),
+                media_kinds=() if work is Stage.DECODE else media_kinds(request),
             )
             asked_ms = self._clock.monotonic_ms()
             try:
@@ -459,7 +480,9 @@ class GlobalRouterService:
                 return Refusal(pool.name, PoolState.SATURATED.value, "the client left")
             if link is not None:
                 worker = WorkerKey(WorkerId(answer.worker.worker_id), answer.worker.dp_rank)
-                generate = active.begin_dispatch(worker, link.endpoint, work, "")
+                generate = active.begin_dispatch(
+                    worker, link.endpoint, work, "", answer.overlap_blocks * answer.block_size
+                )
                 if link.generate(generate):
                     dispatch = active.current
                     assert dispatch is not None, "a dispatch has begun"
@@ -486,14 +509,18 @@ class GlobalRouterService:
                     link.cancel(delta.request_id)
                 continue
             dispatch = flight.active.dispatch_of(delta.request_id)
-            if dispatch is None or dispatch is flight.active.kept:
-                continue  # the end of a prefill leg whose blocks are with the decode worker
+            if dispatch is None or flight.active.is_spent(dispatch):
+                continue  # the end of a leg that has given what it had to the next
             self._on_delta(flight, dispatch, delta, link)
 
     def _on_delta(self, flight: _Flight, dispatch: Dispatch, delta: TokenDelta, link: Link) -> None:
         active = flight.active
         if delta.finish_reason == "error" and delta.retryable:
-            self._move(flight, delta.error or "the worker refused the request")
+            lost = active.awaits_embeddings
+            # What did not arrive is no fault of who waited for it: it gets the media themselves, and blame if that
+            # fails too.
+            active.encodes_itself |= lost
+            self._move(flight, delta.error or "the worker refused the request", blame=not lost)
             return
         if delta.finish_reason == "cancelled":
             self._move(flight, "the worker cancelled the request")
@@ -521,14 +548,26 @@ class GlobalRouterService:
             flight.last_ms = now_ms
         if active.finished:
             self._finished(flight, delta.finish_reason or "")
+        elif delta.finish_reason == ENCODED:
+            active.encoded, active.current = dispatch, None
+            self._start_moving(flight, "media encoded", *flight.after_encode)
         elif delta.finish_reason == PREFILLED:
+            self._release_embeddings(flight)
             active.kept = dispatch
             active.current = None
             self._start_moving(flight, "decode leg", "decode", Stage.DECODE)
+        elif dispatch.stage is Stage.WHOLE:
+            self._release_embeddings(flight)
         elif dispatch.stage is Stage.DECODE and active.kept is not None:
             # Its first output proves that the decode worker has the blocks, and the prefill worker lets go of them.
             self._release(flight, active.kept)
             active.kept = None
+
+    def _release_embeddings(self, flight: _Flight) -> None:
+        """Take the encode leg off the books: the prompt is computed, so the embeddings have arrived."""
+        if flight.active.encoded is not None:
+            self._release(flight, flight.active.encoded)
+            flight.active.encoded = None
 
     def _finished(self, flight: _Flight, reason: str) -> None:
         """Learn from a request that came to its end, and forget it."""
@@ -557,6 +596,9 @@ class GlobalRouterService:
                 # The decode worker may have the blocks already; if not, it will say so.
                 self._release(flight, kept)
                 flight.active.kept = None
+            elif flight.active.encoded is not None and flight.active.encoded.id == dispatch_id:
+                # The same of embeddings and the worker that takes them.
+                self._release_embeddings(flight)
             else:
                 self._move(flight, why)
 
@@ -564,7 +606,7 @@ class GlobalRouterService:
         """Tell whether requests are on a link."""
         return bool(self._on_link.get(endpoint))
 
-    def _move(self, flight: _Flight, why: str) -> None:
+    def _move(self, flight: _Flight, why: str, blame: bool = True) -> None:
         """Send a request on to another worker, or end it with an error when that is not allowed any more."""
         active = flight.active
         dispatch = active.current
@@ -576,9 +618,11 @@ class GlobalRouterService:
         now_ms = self._clock.monotonic_ms()
         leg = flight.legs[dispatch.id]
         pool = leg.pool
-        flight.excluded.setdefault(pool.name, []).append(leg.reservation.worker)
+        if blame:
+            flight.excluded.setdefault(pool.name, []).append(leg.reservation.worker)
         if leg.ticket is not None:
-            self._note_breaker(pool, pool.breaker.failed(leg.ticket, now_ms))
+            judge = pool.breaker.failed if blame else pool.breaker.abandoned
+            self._note_breaker(pool, judge(leg.ticket, now_ms))
             leg.ticket = None
         before_output = active.emitted_tokens == 0
         self._withdraw(flight)
@@ -589,6 +633,8 @@ class GlobalRouterService:
         active.pool = ""
         self._metrics.moves.labels("before_output" if before_output else "amid_output").inc()
         stage, work = flight.stage, flight.work
+        if work is Stage.ENCODE:
+            stage, work = flight.after_encode
         if work is Stage.DECODE:
             # The blocks went with the withdrawal: prompt + output so far is prefilled again.
             stage, work = "prefill", Stage.PREFILL
@@ -664,15 +710,13 @@ class GlobalRouterService:
     def _withdraw(self, flight: _Flight) -> None:
         """End every leg that a request still has on a worker, and take it off the books: no leg outlives the other."""
         active = flight.active
-        for dispatch in (active.current, active.kept):
-            if dispatch is None:
-                continue
+        for dispatch in active.legs:
             link = self._links.get(dispatch.endpoint)
             if link is not None and link.is_up and not (active.finished and dispatch is active.current):
                 link.cancel(dispatch.id)
             self._release(flight, dispatch)
-        active.current = active.kept = None
-        active.disaggregated_params = None
+        active.current = active.kept = active.encoded = None
+        active.disaggregated_params = active.encoded_params = None
 
     def _release(self, flight: _Flight, dispatch: Dispatch) -> None:
         """Take one dispatch off its worker's books, at its pool and here."""

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from pydantic import Field, field_validator
 
-from runtime.settings import Settings
+from runtime.security import SecuritySettings
 
 
-class GlobalRouterSettings(Settings):
+class GlobalRouterSettings(SecuritySettings):
     """Pools' health, dispatch, reload and HTTP of one global router."""
 
     config: Path = Field(
@@ -21,6 +21,14 @@ class GlobalRouterSettings(Settings):
         (),
         max_length=512,
         description="NAME=URL: where the router of a pool listens, instead of the document's url. Repeat for more.",
+    )
+    pool_api_key: Path | None = Field(
+        None, description="File with an operator's API key of the pools' routers, when those have --api-keys."
+    )
+    pool_ca: Path | None = Field(
+        None,
+        description="PEM file with the authorities of the pools' https URLs; by default the machine's. With "
+        "tls_certificate, this process shows it to pools that ask for one.",
     )
     status_interval_ms: float = Field(
         250, ge=10, le=60_000, description="Time between two questions to a pool's router how its pool is."

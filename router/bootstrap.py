@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
-import zmq
 from prometheus_client import CollectorRegistry
 
 from frontend.app import create_app
@@ -19,19 +17,25 @@ from router.consolidator.service import ConsolidatorService
 from router.consolidator.settings import ConsolidatorSettings
 from router.core.approximate_index import ApproximateIndex
 from router.core.load_ledger import LoadLedger
-from router.core.policy import POLICY_NAMES, Policy, make_policy
+from router.core.policy import POLICY_NAMES
 from router.core.prefix_index import PrefixIndex
 from router.core.projection import Projection
 from router.core.selector import Selector
+from router.decision_journal.opening import open_recorder
+from router.dry_run import add_route_endpoint
 from router.feeds import EmbeddedFeed, RemoteFeed
-from router.http_api import add_index_endpoint, add_pool_endpoint, add_router_endpoints, readiness
-from router.metrics import RouterMetrics, register_views
+from router.http_api import add_index_endpoint, add_pool_endpoint, add_router_endpoints, readiness, troubles
+from router.metrics import DecisionRecordCollector, RouterMetrics, register_views
+from router.policy_loading import load_policy
 from router.ports import JournalFeed
 from router.select_plane import SelectPlane
 from router.service import RouterService
 from router.settings import RouterSettings
 from runtime.clock import SystemClock
 from runtime.http_server import HttpServer
+from runtime.planes import CurveKeys, PlaneContext, PlaneMetrics
+from runtime.process_group import GroupMember, GroupMetrics, GroupPlace
+from runtime.tls import Tls
 
 log = logging.getLogger(__name__)
 
@@ -46,45 +50,39 @@ class Endpoints(NamedTuple):
     """Where global routers ask for workers."""
 
 
-class PolicyError(ValueError):
-    """A policy cannot be used."""
-
-
-def load_policy(settings: RouterSettings) -> Policy:
-    """Return the policy that the settings name; raises ``PolicyError``."""
-    if ":" not in settings.policy:
-        try:
-            return make_policy(settings.policy, settings.cost_weights(), settings.temperature)
-        except ValueError as error:
-            raise PolicyError(f"{error}, or module:Class") from None
-    module_name, _, class_name = settings.policy.partition(":")
-    try:
-        policy = getattr(importlib.import_module(module_name), class_name)()
-    except Exception as error:
-        raise PolicyError(f"loading policy {settings.policy!r}: {type(error).__name__}: {error}") from error
-    missing = [name for name in ("name", "needs_overlap", "choose") if not hasattr(policy, name)]
-    if missing:
-        raise PolicyError(f"loading policy {settings.policy!r}: it lacks {', '.join(missing)}; see docs/policies.md")
-    loaded: Policy = policy
-    return loaded
-
-
 async def serve(
     settings: RouterSettings,
     frontend: FrontendSettings,
     consolidator: ConsolidatorSettings,
     stop: asyncio.Event,
     ready: Callable[[Endpoints], None],
+    place: GroupPlace | None = None,
 ) -> None:
     """Run a router until ``stop`` is set; ``ready`` is told where it answers once its state is that of the pool.
+    ``place`` is its place among processes that share the port, if there are several.
 
     Raises ``OSError`` when a port cannot be bound, ``PolicyError``, ``ModelDirectoryError``, ``JournalCorrupt``.
     """
     clock = SystemClock()
     registry = CollectorRegistry()
     metrics = RouterMetrics(registry)
+    keys = CurveKeys.load(settings)
+    plane_metrics = PlaneMetrics(registry)
+
+    def make_context() -> PlaneContext:
+        return PlaneContext.make(keys, plane_metrics)
+
+    planes = "the select plane" if settings.feed_endpoint else "the select, ingest, feed and query planes"
+    for warning in settings.exposures(settings.host, http=True, planes=planes, keyed=frontend.api_keys is not None):
+        log.warning("%s", warning)
     policy = load_policy(settings)
-    prompt_model = PromptModel.load(frontend.model_path, frontend.model_name)
+    prompt_model = PromptModel.load(
+        frontend.model_path,
+        frontend.model_name,
+        chat_template=frontend.chat_template,
+        tokenization_cache_bytes=frontend.tokenization_cache_bytes,
+        fast_tokenizer=frontend.fast_tokenizer,
+    )
     index = PrefixIndex(settings.index_budget_bytes)
     ledger = LoadLedger(settings.reservation_ttl_ms)
     approximate = ApproximateIndex(index, settings.approximate_ttl_ms) if settings.policy == POLICY_NAMES[1] else None
@@ -93,36 +91,60 @@ async def serve(
     embedded: ConsolidatorService | None = None
     feed: JournalFeed
     if settings.feed_endpoint is not None and settings.query_endpoint is not None:
-        feed = RemoteFeed(settings.feed_endpoint, settings.query_endpoint, clock)
+        feed = RemoteFeed(settings.feed_endpoint, settings.query_endpoint, clock, make_context)
     else:
-        embedded = create_consolidator(consolidator, registry, clock)
+        embedded = create_consolidator(consolidator, registry, clock, make_context)
         feed = EmbeddedFeed(embedded)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    recorder = open_recorder(settings, consolidator, projection, policy, clock)
+    context = make_context()
     service = RouterService(settings, projection, selector, feed, metrics, clock, context)
     register_views(registry, service)
+    if recorder is not None:
+        service.record = recorder
+        selector.watch(recorder)
+        registry.register(DecisionRecordCollector(recorder))
+    member = GroupMember(place) if place is not None else None
+    group_metrics = GroupMetrics(registry, member) if member is not None else None
     app = create_app(
         service,
         {prompt_model.name: prompt_model},
         settings=frontend,
         registry=registry,
-        ready=readiness(service),
+        ready=readiness(service, member),
+        troubles=lambda: troubles(service, recorder),
         clock=clock,
+        exposed=group_metrics,
     )
     add_router_endpoints(app, service, clock)
     add_index_endpoint(app, service)
-    server = HttpServer(app, settings.host, settings.port, "port", settings.shutdown_timeout_ms)
+    add_route_endpoint(app, service, frontend.max_body_bytes)
+    server = HttpServer(
+        app,
+        settings.host,
+        settings.port,
+        "port",
+        settings.shutdown_timeout_ms,
+        Tls.load(settings),
+        reuse_port=place is not None,
+    )
     starting: asyncio.Task[None] | None = None
     stopping = asyncio.ensure_future(stop.wait())
     plane: SelectPlane | None = None
     try:
         plane = SelectPlane(context, settings.host, settings.select_port, service, selector, metrics, clock)
-        add_pool_endpoint(app, plane)
+        add_pool_endpoint(app, plane, service, recorder)
+        if member is not None and group_metrics is not None:
+            await member.start({"metrics": group_metrics.text})
         # HTTP answers /live and /ready while the state is still being rebuilt; requests are refused until then.
         server.start()
+        if recorder is not None:
+            recorder.start()
         starting = asyncio.ensure_future(service.start())
         await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             await starting
+            if member is not None:
+                member.set_ready(True)
             log.info("router at %s, policy %s, journal offset %d", server.url, policy.name, projection.next_offset)
             ready(Endpoints(server.url, embedded.ingest_endpoint if embedded is not None else "", plane.endpoint))
             await stopping
@@ -130,9 +152,13 @@ async def serve(
         stopping.cancel()
         if starting is not None:
             starting.cancel()
+        if member is not None:
+            await member.stop()
         await server.stop()
         if plane is not None:
             plane.close()
         await service.stop()
+        if recorder is not None:
+            await recorder.stop()
         context.destroy(linger=0)
         log.info("router has ended")

@@ -14,6 +14,9 @@ from runtime.clock import Clock
 from wire.events import JournalRecord
 from wire.feed import BlockChain, WorkerState
 
+SILENCE_MS = 2500.0
+"""Silence of a consolidator that is worth a word: it speaks every ``keepalive_ms``, 500 unless set otherwise."""
+
 
 class _Listener:
     """Hands what a consolidator says to a reader."""
@@ -42,6 +45,16 @@ class EmbeddedFeed:
         await self._consolidator.start()
         self._unsubscribe = self._consolidator.subscribe(_Listener(reader))
 
+    def trouble(self, now_ms: float) -> str:
+        """Return what keeps the consolidator from writing, if anything."""
+        consolidator = self._consolidator
+        if not consolidator.stalled:
+            return ""
+        return (
+            f"the journal cannot be written since {(now_ms - consolidator.stalled_since_ms) / 1000:.0f} s "
+            f"({consolidator.stall_reason}); what workers say waits with them"
+        )
+
     async def stop(self) -> None:
         """Stop following and end the consolidator."""
         if self._unsubscribe is not None:
@@ -69,6 +82,16 @@ class RemoteFeed:
         self._follower = FeedFollower(*self._endpoints, _Listener(reader), self._clock, make_context=self._make_context)
         await self._follower.start()
         await self._follower.wait_synced()
+
+    def trouble(self, now_ms: float) -> str:
+        """Return how long the consolidator has been silent, when that is longer than it should be."""
+        heard_ms = self._follower.heard_ms if self._follower is not None else None
+        if heard_ms is None or now_ms - heard_ms <= SILENCE_MS:
+            return ""
+        return (
+            f"the consolidator has been silent for {(now_ms - heard_ms) / 1000:.0f} s: it is gone, cut off, or cannot "
+            "write its journal"
+        )
 
     async def stop(self) -> None:
         """Stop following."""

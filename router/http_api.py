@@ -11,9 +11,11 @@ from frontend.app import Readiness
 from frontend.errors import RequestError
 from router.core.fleet import Worker
 from router.core.projection import Projection
+from router.decision_journal.recorder import DecisionRecorder
 from router.select_plane import SelectPlane
 from router.service import RouterService
 from runtime.clock import Clock
+from runtime.process_group import GroupMember
 
 DECISIONS_LISTED_MAX = 1000
 
@@ -119,19 +121,40 @@ def add_index_endpoint(app: FastAPI, service: RouterService) -> None:
         return Response("\n".join(sorted(lines)), media_type="text/plain")
 
 
-def add_pool_endpoint(app: FastAPI, plane: SelectPlane) -> None:
+def add_pool_endpoint(
+    app: FastAPI, plane: SelectPlane, service: RouterService, recorder: DecisionRecorder | None = None
+) -> None:
     """Add ``/v1/pool``: how a global router that knows this router's URL finds its select plane."""
 
     @app.get("/v1/pool", tags=["router"])
     async def pool() -> dict[str, Any]:
         """Say where the select plane listens, and how the pool is."""
-        return {"select_endpoint": plane.endpoint, "status": msgspec.to_builtins(plane.status(0))}
+        return {
+            "select_endpoint": plane.endpoint,
+            "status": msgspec.to_builtins(plane.status(0)),
+            "journal": {"offset": service.projection.next_offset, "trouble": service.trouble},
+            "decisions": {
+                "recorded": recorder is not None,
+                "trouble": recorder.failing if recorder is not None else "",
+                "unrecorded": recorder.counters.lost_decisions if recorder is not None else 0,
+            },
+        }
 
 
-def readiness(service: RouterService) -> Readiness:
-    """Return the check behind ``/ready``: the router's state is that of the pool."""
+def troubles(service: RouterService, recorder: DecisionRecorder | None) -> list[str]:
+    """Return what is wrong while requests are served, in words."""
+    found = [service.trouble] if service.trouble else []
+    if recorder is not None and recorder.failing:
+        found.append(f"decisions are not being recorded: {recorder.failing}")
+    return found
+
+
+def readiness(service: RouterService, member: GroupMember | None = None) -> Readiness:
+    """Return the check behind ``/ready``: the router's state is that of the pool, in every process that it has."""
 
     def missing() -> str | None:
-        return None if service.ready else "the router is rebuilding its state from the journal"
+        if not service.ready:
+            return "the router is rebuilding its state from the journal"
+        return member.missing() if member is not None else None
 
     return missing

@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from dispatch.prompt_paths import PromptPaths
 from router.core.projection import Projection
+from router.decision_journal.recorder import DecisionRecorder
+from runtime.instruments import Counter, Gauge, Histogram
 from wire.identifiers import StreamState, WorkerKey
 
 DECISION_SECONDS_BUCKETS = (10e-6, 25e-6, 50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 50e-3)
@@ -49,6 +52,9 @@ class RouterMetrics:
             "Prompt tokens that the worker then really reused.",
             registry=registry,
         )
+        Gauge(
+            "poolgrid_router_http_workers", "HTTP processes whose figures are in this answer.", registry=registry
+        ).set(1)
         self.queue_seconds = Histogram(
             "poolgrid_router_queue_seconds",
             "Time requests waited for a worker with room.",
@@ -78,6 +84,11 @@ class RouterMetrics:
             ["cause"],
             registry=registry,
         )
+        self.crowded = Counter(
+            "poolgrid_router_crowded_choices_total",
+            "Choices that a worker refused because other routers had sent it more than this one knew.",
+            registry=registry,
+        )
         self.stream_faults = Counter(
             "poolgrid_router_stream_faults_total",
             "Worker output that was dropped: a hole or overlap in a stream, an unknown request, an undecodable frame.",
@@ -102,6 +113,12 @@ class Viewed(Protocol):
     """What the state metrics are read from."""
 
     projection: Projection
+    paths: PromptPaths
+
+    @property
+    def trouble(self) -> str:
+        """Return why the state may not be current."""
+        ...
 
     def is_reachable(self, key: WorkerKey) -> bool:
         """Tell whether the request plane to a worker is up."""
@@ -137,6 +154,13 @@ class StateCollector(Collector):
             ("index_evicted_blocks", "Blocks cut to stay in the byte budget.", index.counters.evicted_blocks),
             ("index_contradictions", "Events that contradicted the index.", index.counters.contradictions),
             ("journal_offset", "Next journal offset to apply.", projection.next_offset),
+            ("journal_trouble", "1 while the journal's state may not be current.", int(bool(self._viewed.trouble))),
+            ("path_cache_bytes", "Bytes that the hashes of prompt parts use.", self._viewed.paths.used_bytes),
+            (
+                "path_cache_reused_blocks",
+                "Prompt blocks whose hashes were not computed again.",
+                self._viewed.paths.reused_blocks,
+            ),
             (
                 "expired_reservations",
                 "Predictions that no worker confirmed in time.",
@@ -193,3 +217,31 @@ class StateCollector(Collector):
 def register_views(registry: CollectorRegistry, viewed: Viewed) -> None:
     """Have the state read at every scrape."""
     registry.register(StateCollector(viewed))
+
+
+class DecisionRecordCollector(Collector):
+    """Reads what became of the decisions that were to be recorded."""
+
+    def __init__(self, recorder: DecisionRecorder) -> None:
+        self._recorder = recorder
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield what the recorder counted."""
+        recorder = self._recorder
+        counters = recorder.counters
+        for name, text, count in (
+            ("recorded_decisions", "Decisions written to the decision journal.", counters.written_decisions),
+            (
+                "unrecorded_decisions",
+                "Decisions the decision journal lacks, and says so.",
+                counters.lost_decisions,
+            ),
+            ("decision_journal_errors", "Writes to the decision journal that failed.", counters.failed_writes),
+        ):
+            yield CounterMetricFamily(f"poolgrid_router_{name}", text, value=count)
+        for name, text, value in (
+            ("decision_journal_failing", "1 while the decision journal cannot be written.", bool(recorder.failing)),
+            ("decision_journal_bytes", "Size of the decision journal.", recorder.segments.sizes()[1]),
+            ("decision_journal_pending", "Inputs of decisions that wait to be written.", recorder.pending),
+        ):
+            yield GaugeMetricFamily(f"poolgrid_router_{name}", text, value=float(value))

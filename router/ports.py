@@ -1,4 +1,4 @@
-"""What the router needs from the outside: a journal to follow."""
+"""What the router needs from the outside: a journal to follow, and somewhere to keep its decisions."""
 
 from __future__ import annotations
 
@@ -23,11 +23,27 @@ class JournalReader(Protocol):
         ...
 
 
+class DecisionRecord(Protocol):
+    """Keeps what came of decisions; what led to them it hears as a ``Witness``."""
+
+    def realised(self, request_id: str, attempt: int, cached_tokens: int) -> None:
+        """Note what the chosen worker really reused."""
+        ...
+
+    def ended(self, request_id: str, output_tokens: int) -> None:
+        """Note that a request is over."""
+        ...
+
+
 class JournalFeed(Protocol):
     """A consolidator, in this process or elsewhere."""
 
     async def start(self, reader: JournalReader) -> None:
         """Deliver a snapshot, then every record after it; returns once the snapshot was delivered."""
+        ...
+
+    def trouble(self, now_ms: float) -> str:
+        """Return why the state may not be current, in words; empty when all is well."""
         ...
 
     async def stop(self) -> None:

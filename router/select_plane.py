@@ -18,11 +18,13 @@ import zmq
 
 from router.core.candidates import RoutingRequest
 from router.core.decision import Decision, DecisionLog
+from router.core.fleet import media_of
 from router.core.projection import Projection
 from router.core.selector import NoWorker, Selector
-from router.core.stage_plan import DECODE_ROLES, PREFILL_ROLES, WHOLE_ROLES
+from router.core.stage_plan import DECODE_ROLES, ENCODE_ROLES, PREFILL_ROLES, WHOLE_ROLES
 from router.metrics import RouterMetrics
 from runtime.clock import Clock
+from runtime.planes import name_plane
 from runtime.zmq_socket import CallbackSocket
 from wire import codec
 from wire.errors import DecodeError
@@ -98,6 +100,7 @@ class SelectPlane:
         self._metrics = metrics
         self._clock = clock
         socket = context.socket(zmq.ROUTER)
+        name_plane(socket, "select")
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, ANSWERS_QUEUED_MAX)
         if ":" in host:
@@ -161,7 +164,15 @@ class SelectPlane:
         excluded = {_key(rank): EXCLUDED for rank in message.excluded}
         try:
             decision = self._decide(
-                message.request_id, message.model, message.stage, message.isl, path, excluded, message.priority
+                message.request_id,
+                message.model,
+                message.stage,
+                message.isl,
+                path,
+                excluded,
+                message.priority,
+                unpack_hashes(message.media_hashes),
+                message.media_kinds,
             )
         except NoWorker as none:
             return self._refusal(message.ask, none)
@@ -188,7 +199,7 @@ class SelectPlane:
         path = unpack_hashes(message.sequence_hashes)
         best = self._selector.best_overlap_blocks(message.model, self._roles(message.model, message.stage), path)
         try:
-            decision = self._decide("", message.model, message.stage, message.isl, path, {}, 0)
+            decision = self._decide("", message.model, message.stage, message.isl, path, {}, 0, dry_run=True)
         except NoWorker as none:
             code = "busy" if none.only_busy else "no_worker"
             return Probed(message.ask, code, 0, best, self._block_size(message.model))
@@ -223,7 +234,11 @@ class SelectPlane:
             card = workers[0].card
             loras = sorted({lora for worker in workers for lora in worker.card.loras})[:LORAS_PER_WORKER_MAX]
             longest = max(worker.card.limits.max_sequence_length for worker in workers)
-            models.append(ModelStatus(name, card.block_size, card.hash_spec, longest, tuple(roles), tuple(loras)))
+            models.append(
+                ModelStatus(
+                    name, card.block_size, card.hash_spec, longest, tuple(roles), tuple(loras), media_of(workers)
+                )
+            )
         return PoolStatus(
             ask,
             True,
@@ -242,9 +257,14 @@ class SelectPlane:
         path: tuple[int, ...],
         excluded: Mapping[WorkerKey, str],
         priority: int,
+        media: tuple[int, ...] = (),
+        media_kinds: tuple[str, ...] = (),
+        dry_run: bool = False,
     ) -> Decision:
         block_size = max(1, self._block_size(model))
-        request = RoutingRequest(request_id, model, isl, block_size, -(-isl // block_size), priority, stage)
+        request = RoutingRequest(
+            request_id, model, isl, block_size, -(-isl // block_size), priority, stage, media, media_kinds
+        )
         unavailable = {**self._pool.unreachable, **excluded} if excluded else self._pool.unreachable
         return self._selector.select(
             request,
@@ -253,10 +273,14 @@ class SelectPlane:
             self._clock.wall_ms(),
             unavailable,
             roles=self._roles(model, stage),
+            dry_run=dry_run,
         )
 
     def _roles(self, model: str, stage: Stage) -> tuple[Role, ...]:
-        """Return who can do a stage: workers of that role; an aggregated one can do all, a decode one the whole."""
+        """Return who can do a stage: workers of that role; an aggregated one can do all but
+        encode, a decode one the whole."""
+        if stage is Stage.ENCODE:
+            return ENCODE_ROLES
         own = {Stage.WHOLE: WHOLE_ROLES, Stage.PREFILL: PREFILL_ROLES, Stage.DECODE: DECODE_ROLES}[stage]
         missing = self._pool.unreachable
         if self._selector.available(model, own, missing):

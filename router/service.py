@@ -20,23 +20,35 @@ from time import perf_counter
 
 import zmq
 
-from dispatch.token_stream import PREFILLED, ActiveRequest, Dispatch
+from dispatch.media_path import media_hashes, media_kinds, prompt_path
+from dispatch.prompt_paths import PromptPaths
+from dispatch.token_stream import ENCODED, PREFILLED, ActiveRequest, Dispatch
 from dispatch.worker_link import WorkerLink
 from frontend.ports import InferenceRequest, Refused, ServedModel, StreamDelta
 from router.core.admission_queue import AdmissionQueue, QueuedRequest, QueueOrder
 from router.core.candidates import RoutingRequest
-from router.core.decision import DecisionLog
+from router.core.decision import Decision, DecisionLog
 from router.core.drain_rate import DrainRate
+from router.core.fleet import media_of
 from router.core.projection import Projection
 from router.core.selector import NoWorker, Selector
-from router.core.stage_plan import DECODE_ROLES, PREFILL_ROLES, SECOND_LEG, WHOLE_ROLES, Leg, first_leg
+from router.core.stage_plan import (
+    DECODE_ROLES,
+    ENCODE_LEG,
+    ENCODE_ROLES,
+    NEVER_LOCAL,
+    PREFILL_ROLES,
+    SECOND_LEG,
+    WHOLE_ROLES,
+    Leg,
+    first_leg,
+)
 from router.metrics import RouterMetrics
-from router.ports import JournalFeed
+from router.ports import DecisionRecord, JournalFeed
 from router.settings import RouterSettings
 from runtime.clock import Clock
 from wire.events import JournalRecord, RequestStarted
 from wire.feed import BlockChain, WorkerState
-from wire.hashing import block_hashes, hash_seed, sequence_hashes
 from wire.identifiers import Stage, WorkerKey
 from wire.requests import TokenBatch
 
@@ -76,6 +88,9 @@ class RouterService:
     ) -> None:
         self.projection = projection
         self.decisions = DecisionLog(settings.decision_log_length)
+        self.record: DecisionRecord | None = None
+        """Where decisions are kept beyond ``decisions``; whoever sets it also has the selector watched by it."""
+        self.paths = PromptPaths(settings.path_cache_bytes)
         self.ready = False
         self._settings = settings
         self._selector = selector
@@ -98,8 +113,10 @@ class RouterService:
         self._served: list[ServedModel] = []
         self._served_version = -1
         self._pumping = False
+        self._pump_scheduled = False
         self._housekeeping: asyncio.Task[None] | None = None
         self._created_s = clock.wall_ms() // 1000
+        self._troubled = False
 
     # -- life ------------------------------------------------------------------------------------------------------
 
@@ -126,14 +143,10 @@ class RouterService:
         while True:
             await asyncio.sleep(interval_s)
             now_ms = self._clock.monotonic_ms()
+            self._note_trouble(self.trouble)
             for link in list(self._links.values()):
                 link.check(now_ms)
-            held = {
-                dispatch.id
-                for active in self._active.values()
-                for dispatch in (active.current, active.kept)
-                if dispatch is not None
-            }
+            held = {dispatch.id for active in self._active.values() for dispatch in active.legs}
             self.projection.ledger.expire(now_ms, held)
             overdue_ms = now_ms - self._settings.queue_timeout_ms
             for queued in self._admission.resumed():
@@ -141,6 +154,13 @@ class RouterService:
                     self._admission.leave(queued)
                     self._end(queued.item.active, StreamDelta(b"", "error", error="no other worker had room in time"))
             self._pump()
+
+    def _note_trouble(self, trouble: str) -> None:
+        if trouble and not self._troubled:
+            log.error("routing on what is known, which is no longer current: %s", trouble)
+        elif self._troubled and not trouble:
+            log.warning("the state is current again, at journal offset %d", self.projection.next_offset)
+        self._troubled = bool(trouble)
 
     # -- the journal -----------------------------------------------------------------------------------------------
 
@@ -160,9 +180,14 @@ class RouterService:
             for event in record.events:
                 # Also for requests that were only placed here, and whose tokens go past this router.
                 if isinstance(event, RequestStarted):
-                    self.decisions.realised(event.request_id, 0, event.cached_tokens)
+                    self._realised(event.request_id, event.cached_tokens)
         self._metrics.records_applied.inc(len(records))
         self._after_records()
+
+    def _realised(self, dispatch_id: str, cached_tokens: int) -> None:
+        decision = self.decisions.realised(dispatch_id, cached_tokens)
+        if decision is not None and self.record is not None:
+            self.record.realised(decision.request.request_id, decision.attempt, cached_tokens)
 
     def _after_records(self) -> None:
         if self.projection.fleet.version != self._fleet_version:
@@ -209,6 +234,7 @@ class RouterService:
                     self._created_s,
                     max(worker.card.limits.max_sequence_length for worker in workers),
                     tuple(sorted({lora for worker in workers for lora in worker.card.loras})),
+                    media_of(workers),
                 )
                 for name, workers in fleet.models().items()
             ]
@@ -238,8 +264,7 @@ class RouterService:
         block_size = self._block_size(request.model)
         if block_size == 0:
             return []
-        seed = hash_seed(request.lora_name, request.cache_salt)
-        return sequence_hashes(block_hashes(request.token_ids, block_size, seed))
+        return prompt_path(request, block_size, self.paths)
 
     def _block_size(self, model: str) -> int:
         workers = self.projection.fleet.models().get(model)
@@ -295,15 +320,31 @@ class RouterService:
             resumed=waiting.dispatched is None,
         )
 
+    def _pump_soon(self) -> None:
+        """Pump once this turn of the loop is over, however often it is asked for."""
+        if len(self._admission) and not self._pump_scheduled:
+            self._pump_scheduled = True
+            asyncio.get_running_loop().call_soon(self._scheduled_pump)
+
+    def _scheduled_pump(self) -> None:
+        self._pump_scheduled = False
+        if self.ready:
+            self._pump()
+
     def _pump(self) -> None:
         """Dispatch waiting requests while workers have room: resumed ones, then the head of each model's lane."""
         if self._pumping:
             return
         self._pumping = True
         try:
+            stuck: set[tuple[str, bool, frozenset[WorkerKey]]] = set()
             for queued in self._admission.resumed():
-                # Each by itself: what one of them has tried already may be just right for the next.
-                self._try_queued(queued)
+                # What one of them has tried already may be just right for the next; those that tried the same (a lost
+                # worker leaves hundreds) fare alike, and are asked about once.
+                active = queued.item.active
+                kind = (queued.lane, active.disaggregated_params is not None, frozenset(active.tried))
+                if kind not in stuck and not self._try_queued(queued):
+                    stuck.add(kind)
             for lane in self._admission.lanes():
                 while (head := self._admission.head(lane)) is not None and self._try_queued(head):
                     pass
@@ -331,6 +372,31 @@ class RouterService:
             dispatched.set_result(None)
         return True
 
+    def preview(self, request: InferenceRequest) -> Decision:
+        """Return the decision that a request would get now; nothing is booked, sent, counted or recorded.
+
+        Raises ``Refused`` where the request would be refused, or would wait.
+        """
+        if not self.ready:
+            raise Refused(503, "not_ready", "the router is still rebuilding its state; try again")
+        active = ActiveRequest(request, self._path(request), lambda _: None)
+        block_size = self._block_size(request.model)
+        leg = self._next_leg(active, block_size)
+        try:
+            return self._selector.select(
+                _routing(active, block_size, leg),
+                active.path,
+                self._clock.monotonic_ms(),
+                self._clock.wall_ms(),
+                self._unreachable,
+                roles=leg.roles,
+                dry_run=True,
+            )
+        except NoWorker as none:
+            if none.only_busy:
+                raise Refused(429, "busy", str(none), self.retry_after_s()) from None
+            raise Refused(503, "no_worker", str(none)) from None
+
     def _next_leg(self, active: ActiveRequest, block_size: int) -> Leg:
         """Return what the next worker is to do: the decode leg after a prefill, else what the plan says."""
         if active.disaggregated_params is not None:
@@ -338,6 +404,8 @@ class RouterService:
         model = active.request.model
         down = self._unreachable
         selector = self._selector
+        if active.wants_encode and selector.available(model, ENCODE_ROLES, down):
+            return ENCODE_LEG
         has_prefill = selector.available(model, PREFILL_ROLES, down)
         has_decode = selector.available(model, DECODE_ROLES, down)
         uncached = len(active.request.token_ids) // 4 + active.emitted_tokens
@@ -348,7 +416,7 @@ class RouterService:
             has_prefill,
             has_decode,
             uncached,
-            self._settings.local_prefill_max_tokens,
+            self._settings.local_prefill_max_tokens if active.request.multimodal is None else NEVER_LOCAL,
         )
 
     def _dispatch(self, active: ActiveRequest, started: float) -> bool:
@@ -361,22 +429,17 @@ class RouterService:
         leg = self._next_leg(active, block_size)
         forgiven = False
         while True:
-            tokens = len(request.token_ids) // 4 + active.emitted_tokens
-            routing = RoutingRequest(
-                request.request_id,
-                request.model,
-                tokens,
-                max(1, block_size),
-                -(-tokens // max(1, block_size)),
-                request.priority,
-                leg.stage,
-            )
+            routing = _routing(active, block_size, leg)
             unavailable = {**self._unreachable, **active.tried} if active.tried else self._unreachable
             try:
                 decision = self._selector.select(
                     routing, active.path, now_ms, self._clock.wall_ms(), unavailable, active.dispatches, leg.roles
                 )
             except NoWorker as none:
+                if leg.stage is Stage.ENCODE and not none.only_busy:
+                    active.encodes_itself = True
+                    leg = self._next_leg(active, block_size)
+                    continue
                 if none.only_busy or UNREACHABLE in none.reasons.values():
                     return False
                 if active.tried and not forgiven:
@@ -388,7 +451,16 @@ class RouterService:
                 raise
             link = self._links[self._endpoint_of[decision.worker]]
             reason = decision.reason if leg.stage is Stage.WHOLE else f"{leg.stage.name.lower()}-{decision.reason}"
-            generate = active.begin_dispatch(decision.worker, link.endpoint, leg.stage, reason)
+            generate = active.begin_dispatch(
+                decision.worker,
+                link.endpoint,
+                leg.stage,
+                reason,
+                min(routing.isl, decision.overlap_blocks * max(1, block_size)),
+                decision.prefill_tokens
+                if leg.stage in (Stage.WHOLE, Stage.PREFILL) and active.crowded < self._settings.crowding_retries
+                else None,
+            )
             if link.generate(generate):
                 break
             active.tried[decision.worker] = "its connection is full"
@@ -400,9 +472,9 @@ class RouterService:
         metrics = self._metrics
         metrics.decisions.labels(decision.policy, reason).inc()
         metrics.legs.labels(leg.stage.name.lower(), leg.reason).inc()
-        if decision.attempt == 0:
-            metrics.prompt_tokens.inc(tokens)
-            metrics.overlap_found_tokens.inc(min(tokens, decision.overlap_blocks * max(1, block_size)))
+        if leg.stage is not Stage.ENCODE and decision.attempt == active.encode_legs:
+            metrics.prompt_tokens.inc(routing.isl)
+            metrics.overlap_found_tokens.inc(min(routing.isl, decision.overlap_blocks * max(1, block_size)))
         metrics.decision_seconds.observe(perf_counter() - started)
         return True
 
@@ -418,14 +490,22 @@ class RouterService:
                     link.cancel(delta.request_id)
                 continue
             dispatch = active.dispatch_of(delta.request_id)
-            if dispatch is None or dispatch is active.kept:
-                continue  # the end of a prefill leg whose blocks are with the decode worker
+            if dispatch is None or active.is_spent(dispatch):
+                continue  # the end of a leg that has given what it had to the next
             if delta.finish_reason == "error" and delta.retryable:
-                self._move(active, delta.error or "the worker refused the request")
+                if delta.booked_prefill_tokens is not None and dispatch is active.current:
+                    self._choose_again(active, dispatch, delta.booked_prefill_tokens)
+                    continue
+                lost = active.awaits_embeddings
+                # What did not arrive is no fault of who waited for it: it gets the media themselves, and blame if that
+                # fails too.
+                active.encodes_itself |= lost
+                self._move(active, delta.error or "the worker refused the request", blame=not lost)
                 continue
-            if delta.cached_tokens is not None and dispatch.number == 0 and active.emitted_tokens == 0:
-                self._metrics.overlap_realised_tokens.inc(delta.cached_tokens)
-                self.decisions.realised(active.request.request_id, 0, delta.cached_tokens)
+            if delta.cached_tokens is not None:
+                self._realised(delta.request_id, delta.cached_tokens)
+                if dispatch.number == active.encode_legs + active.crowded and active.emitted_tokens == 0:
+                    self._metrics.overlap_realised_tokens.inc(delta.cached_tokens)
             if delta.finish_reason == "cancelled":
                 self._move(active, "the worker cancelled the request")
             elif not active.accept(dispatch, delta):
@@ -435,18 +515,41 @@ class RouterService:
                 self._move(active, "its stream broke")
             elif active.finished:
                 self._forget(active)
+            elif delta.finish_reason == ENCODED:
+                active.encoded, active.current = dispatch, None
+                self._place(active, "no worker can compute the prompt")
             elif delta.finish_reason == PREFILLED:
+                self._release_embeddings(active)
                 self._begin_decode(active, dispatch)
+            elif dispatch.stage is Stage.WHOLE:
+                self._release_embeddings(active)
             elif dispatch.stage is Stage.DECODE and active.kept is not None:
                 # Its first output proves that the decode worker has the blocks, and the prefill worker lets go of them.
                 self._release(active.kept, active)
                 active.kept = None
+
+    def _choose_again(self, active: ActiveRequest, dispatch: Dispatch, booked_tokens: int) -> None:
+        """Choose anew for a request whose worker has promised more to other routers than was known here."""
+        self._metrics.crowded.inc()
+        slot = self.projection.index.slot(dispatch.worker)
+        now_ms = self._clock.monotonic_ms()
+        self._release(dispatch, active)
+        active.current = None
+        active.crowded += 1
+        self.projection.ledger.crowded(dispatch.worker, slot, dispatch.id, booked_tokens, now_ms)
+        self._place(active, "its worker had more to do than was known")
 
     def _begin_decode(self, active: ActiveRequest, prefill: Dispatch) -> None:
         """Go on with a prefilled request on a decode worker; its blocks stay on the prefill worker until they moved."""
         active.kept = prefill
         active.current = None
         self._place(active, "no decode worker can take it")
+
+    def _release_embeddings(self, active: ActiveRequest) -> None:
+        """Take the encode leg off the books: the prompt is computed, so the embeddings have arrived."""
+        if active.encoded is not None:
+            self._release(active.encoded, active)
+            active.encoded = None
 
     def _note_reachability(self) -> None:
         self._unreachable = {key: UNREACHABLE for key in self._endpoint_of if not self.is_reachable(key)}
@@ -466,12 +569,15 @@ class RouterService:
                 # The decode worker may have the blocks already; if not, it will say so.
                 self._release(active.kept, active)
                 active.kept = None
+            elif active.encoded is not None and active.encoded.id == dispatch_id:
+                # The same of embeddings and the worker that takes them.
+                self._release_embeddings(active)
             else:
                 self._move(active, why)
         if endpoint not in self._links:
             self._on_link.pop(endpoint, None)
 
-    def _move(self, active: ActiveRequest, why: str) -> None:
+    def _move(self, active: ActiveRequest, why: str, blame: bool = True) -> None:
         """Send a request on to another worker, or end it with an error when that is not allowed any more."""
         dispatch = active.current
         if dispatch is None:
@@ -480,7 +586,8 @@ class RouterService:
             self._end(active, StreamDelta(b"", "length"))
             return
         cause = "before_output" if active.emitted_tokens == 0 else "amid_output"
-        active.tried[dispatch.worker] = why
+        if blame:
+            active.tried[dispatch.worker] = why
         self._withdraw(active)
         if active.migrations >= self._settings.migration_limit:
             self._end(active, StreamDelta(b"", "error", error=f"{why}; moved {active.migrations} times already"))
@@ -488,6 +595,7 @@ class RouterService:
         active.migrations += 1
         self._metrics.migrations.labels(cause).inc()
         self._place(active, why)
+        self._pump_soon()  # the worker that it left may have room for another
 
     def _place(self, active: ActiveRequest, why: str) -> None:
         """Dispatch a request whose client is being served already; it queues when every worker is busy."""
@@ -518,6 +626,8 @@ class RouterService:
         if self._active.pop(active.request.request_id, None) is not None:
             self._drain.finished(self._clock.monotonic_ms())
             request = active.request
+            if self.record is not None:
+                self.record.ended(request.request_id, active.emitted_tokens)
             self._admission.charge(
                 request.model, request.tenant, request.tenant_weight, request.priority, active.emitted_tokens
             )
@@ -526,17 +636,15 @@ class RouterService:
 
     def _withdraw(self, active: ActiveRequest) -> None:
         """End every leg that a request still has on a worker, and take it off the books: no leg outlives the other."""
-        for dispatch in (active.current, active.kept):
-            if dispatch is None:
-                continue
+        for dispatch in active.legs:
             on_link = self._on_link.get(dispatch.endpoint, {})
             if on_link.get(dispatch.id) is active:
                 link = self._links.get(dispatch.endpoint)
                 if link is not None and link.is_up and not (active.finished and dispatch is active.current):
                     link.cancel(dispatch.id)
             self._release(dispatch, active)
-        active.current = active.kept = None
-        active.disaggregated_params = None
+        active.current = active.kept = active.encoded = None
+        active.disaggregated_params = active.encoded_params = None
 
     def _release(self, dispatch: Dispatch, active: ActiveRequest) -> None:
         """Take one dispatch off its worker's books."""
@@ -566,6 +674,11 @@ class RouterService:
         return self._admission.prompt_tokens
 
     @property
+    def trouble(self) -> str:
+        """Return why the router's state may not be current, in words; empty when all is well."""
+        return self._feed.trouble(self._clock.monotonic_ms()) if self.ready else ""
+
+    @property
     def unreachable(self) -> Mapping[WorkerKey, str]:
         """Return the workers that the pool knows and this router cannot talk to."""
         return self._unreachable
@@ -583,3 +696,21 @@ class RouterService:
         """Tell whether the request plane to a worker is up."""
         link = self._links.get(self._endpoint_of.get(key, ""))
         return link is not None and link.is_up
+
+
+def _routing(active: ActiveRequest, block_size: int, leg: Leg) -> RoutingRequest:
+    """Return what a policy may know of a request: what it was given and has generated so far is one prompt."""
+    request = active.request
+    tokens = len(request.token_ids) // 4 + active.emitted_tokens
+    size = max(1, block_size)
+    return RoutingRequest(
+        request.request_id,
+        request.model,
+        tokens,
+        size,
+        -(-tokens // size),
+        request.priority,
+        leg.stage,
+        media_hashes(request),
+        () if leg.stage is Stage.DECODE else media_kinds(request),
+    )

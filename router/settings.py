@@ -6,11 +6,13 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from dispatch.prompt_paths import BUDGET_BYTES
 from router.core.cost import CostWeights
-from runtime.settings import Settings
+from router.core.load_ledger import CROWDING_RETRIES
+from runtime.security import SecuritySettings
 
 
-class RouterSettings(Settings):
+class RouterSettings(SecuritySettings):
     """Selection, admission, dispatch and HTTP of one router."""
 
     host: str = Field("127.0.0.1", description="Address the HTTP server listens on; loopback unless told otherwise.")
@@ -20,6 +22,13 @@ class RouterSettings(Settings):
         ge=0,
         le=65535,
         description="Port at which global routers ask this pool to select and reserve workers; 0 takes any free one.",
+    )
+    http_workers: int = Field(
+        1,
+        ge=1,
+        le=256,
+        description="Processes that share the HTTP port, each a router of its own over the same event stream, with its "
+        "own admission queue and caches. One uses one core; take as many as there are cores to spare.",
     )
     feed_endpoint: str | None = Field(
         None,
@@ -53,8 +62,31 @@ class RouterSettings(Settings):
     index_budget_bytes: int = Field(
         4 * 1024**3, ge=1024, description="Memory the prefix index may use; beyond it the oldest paths are cut."
     )
+    path_cache_bytes: int = Field(
+        BUDGET_BYTES,
+        ge=0,
+        le=1024**4,
+        description="Memory for the sequence hashes of prompt parts that come again; 0 computes all of them each time.",
+    )
     decision_log_length: int = Field(
         10_000, ge=1, le=1_000_000, description="Decisions kept for /v1/decisions; the oldest is forgotten first."
+    )
+    router_id: str = Field(
+        "router",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
+        description="Name of this router among those of its pool; its decisions are kept under it.",
+    )
+    record_decisions: bool = Field(
+        True,
+        description="With a data_dir, write every decision and what it depended on to decisions/ROUTER_ID there, for "
+        "poolgrid replay, what-if and explain; segments and retention are the journal's.",
+    )
+    decision_queue_limit: int = Field(
+        20_000,
+        ge=100,
+        le=10_000_000,
+        description="Inputs of decisions that may wait to be written, about three seconds of a busy router; beyond it "
+        "they are dropped, and the journal says how many.",
     )
     worker_queue_factor: float = Field(
         2.0,
@@ -90,6 +122,13 @@ class RouterSettings(Settings):
     )
     migration_limit: int = Field(
         3, ge=0, le=100, description="How often one request may move to another worker before the client sees an error."
+    )
+    crowding_retries: int = Field(
+        CROWDING_RETRIES,
+        ge=0,
+        le=100,
+        description="How often a worker may refuse a request because other routers sent it more than this one knew; "
+        "the request is then chosen anew with what the worker said.",
     )
     local_prefill_max_tokens: int = Field(
         256,

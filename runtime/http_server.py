@@ -13,6 +13,9 @@ from typing import Any
 
 import uvicorn
 
+from runtime.http_protocol import DirectProtocol
+from runtime.tls import Tls
+
 BACKLOG = 2048
 """Connections that wait to be accepted; the kernel refuses more."""
 
@@ -27,39 +30,62 @@ class _Server(uvicorn.Server):
 class HttpServer:
     """uvicorn on a socket of our own."""
 
-    def __init__(self, app: Any, host: str, port: int, setting: str, stop_timeout_ms: float = 2000.0) -> None:
-        """Bind ``host:port`` (0 = any free port); raises ``OSError`` that names the ``setting``."""
-        self._listener = _bind(host, port, setting)
+    def __init__(
+        self,
+        app: Any,
+        host: str,
+        port: int,
+        setting: str,
+        stop_timeout_ms: float = 2000.0,
+        tls: Tls | None = None,
+        reuse_port: bool = False,
+    ) -> None:
+        """Bind ``host:port`` (0 = any free port); raises ``OSError`` that names the ``setting``.
+
+        With ``reuse_port`` several processes may serve one port, and the kernel spreads connections over them.
+        """
+        self._tls = tls
+        self._listener = bind(host, port, setting, reuse_port)
         self.host = host
         self.port: int = self._listener.getsockname()[1]
         self._stop_timeout_s = stop_timeout_ms / 1000
         self._server = _Server(
             uvicorn.Config(
                 app,
+                http=DirectProtocol,
+                loop="none",
                 log_config=None,
                 access_log=False,
                 lifespan="off",
                 backlog=BACKLOG,
                 timeout_graceful_shutdown=max(1, round(self._stop_timeout_s)),
                 server_header=False,
+                # Nothing here asks who the client is, and one wrapper less runs for every message.
+                proxy_headers=False,
+                ssl_context_factory=None if tls is None else lambda _config, _default: tls.context,
             )
         )
         self._task: asyncio.Task[None] | None = None
+        self._watch: asyncio.Task[None] | None = None
 
     @property
     def url(self) -> str:
         """Return where the server answers."""
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}"
+        return f"{'http' if self._tls is None else 'https'}://{host}:{self.port}"
 
     def start(self) -> None:
         """Begin to answer; connections that came before wait in the backlog."""
         self._listener.listen(BACKLOG)
+        if self._tls is not None:
+            self._watch = asyncio.get_running_loop().create_task(self._tls.watch(), name="certificate watch")
         self._task = asyncio.get_running_loop().create_task(self._server.serve([self._listener]), name="http server")
 
     async def stop(self) -> None:
         """Accept nothing new, let open responses finish for ``stop_timeout_ms``, then cut them."""
         self._server.should_exit = True
+        if self._watch is not None:
+            self._watch.cancel()
         if self._task is not None:
             _, pending = await asyncio.wait({self._task}, timeout=self._stop_timeout_s + 1)
             for task in pending:
@@ -67,9 +93,12 @@ class HttpServer:
         self._listener.close()
 
 
-def _bind(host: str, port: int, setting: str) -> socket.socket:
+def bind(host: str, port: int, setting: str, reuse_port: bool = False) -> socket.socket:
+    """Return a TCP socket bound to ``host:port``; raises ``OSError`` that names the ``setting``."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if reuse_port:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         listener.bind((host, port))
     except OSError as error:

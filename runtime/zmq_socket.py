@@ -34,7 +34,10 @@ class CallbackSocket:
     def send(self, frames: Sequence[bytes]) -> bool:
         """Send without waiting; return False when the high-water mark is reached and nothing was sent."""
         try:
-            self.socket.send_multipart(frames, zmq.NOBLOCK, copy=True)
+            if len(frames) == 1:
+                self.socket.send(frames[0], zmq.NOBLOCK)
+            else:
+                self.socket.send_multipart(frames, zmq.NOBLOCK, copy=True)
         except zmq.Again:
             return False
         finally:
@@ -62,6 +65,9 @@ class CallbackSocket:
             if self._closed:
                 return
             try:
+                # Asking costs less than the exception of an empty queue, which most looks would end with.
+                if not self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[arg-type,operator]
+                    return
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return

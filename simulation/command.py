@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from loadgen.trace import TraceError, read_trace
 from router.core.cost import CostWeights
 from router.core.policy import POLICY_NAMES, make_policy
-from simulation.pool import SimulatedPool
+from simulation.pool import RouterFleet, SimulatedPool
 from simulation.report import policy_report, result_table
 from simulation.settings import SimulationSettings
 from simulation.workload import build_workload
@@ -83,7 +83,14 @@ def run_simulation(trace: Path, settings: SimulationSettings) -> int:
         for name in names:
             task = progress.add_task(name, total=len(workload.requests))
             pool = SimulatedPool(
-                workload, make_policy(name, weights, settings.temperature), settings.workers, limits, timing
+                workload,
+                make_policy(name, weights, settings.temperature),
+                settings.workers,
+                limits,
+                timing,
+                routers=RouterFleet(
+                    settings.routers, settings.event_delay_ms, settings.separate_routers, settings.crowding_retries
+                ),
             )
             result = pool.run(lambda done, task=task: progress.update(task, completed=done))  # type: ignore[misc]
             policies[name] = policy_report(result, settings.workers)
@@ -91,6 +98,8 @@ def run_simulation(trace: Path, settings: SimulationSettings) -> int:
         "trace": trace.name,
         "requests": len(workload.requests),
         "workers": settings.workers,
+        "routers": settings.routers,
+        "event_delay_ms": settings.event_delay_ms,
         "speed": settings.speed,
         "block_size": settings.block_size,
         "blocks_per_worker": limits.total_kv_blocks,

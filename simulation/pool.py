@@ -1,5 +1,8 @@
 """Pools in virtual time: the router's own core in front of simulated engines, without a socket or a clock.
 
+A pool may have several routers: each has a projection of its own of the same stream, requests come to them in turn, and
+what an engine says reaches them ``event_delay_ms`` later. What a router has chosen it knows at once, the others do not.
+
 The loop knows three kinds of moments, in this order when they coincide: an engine's step ends and its events reach the
 router; a request arrives and is routed; an idle engine begins a step. Nothing else happens, so a run is a function of
 workload, policy and limits. Several pools can share one time; who chooses among them is the caller's business.
@@ -7,20 +10,31 @@ workload, policy and limits. Several pools can share one time; who chooses among
 
 from __future__ import annotations
 
+import sys
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
+from router.core.approximate_index import ApproximateIndex
 from router.core.candidates import RoutingRequest
-from router.core.load_ledger import LoadLedger
+from router.core.load_ledger import CROWDING_RETRIES, LoadLedger
 from router.core.policy import Policy
 from router.core.prefix_index import PrefixIndex
 from router.core.projection import Projection
 from router.core.selector import Selector
 from simulation.workload import SimulatedRequest, Workload
 from wire.card import WorkerCard, WorkerLimits
-from wire.events import AnyEvent, JournalRecord, PrefillCompleted, RequestFinished, RequestStarted, WorkerJoined
+from wire.events import (
+    AnyEvent,
+    JournalRecord,
+    PrefillCompleted,
+    RequestFinished,
+    RequestStarted,
+    WorkerJoined,
+)
 from wire.identifiers import Role, WorkerId, WorkerKey
+from workers.core.booked_prefill import BookedPrefill
 from workers.simulated.cache_recorder import WireRecorder
 from workers.simulated.engine import EngineLimits, Fact, SimulatedEngine, StepOutcome
 from workers.simulated.timing import PolynomialTiming, TimingModel
@@ -28,6 +42,9 @@ from workers.simulated.timing import PolynomialTiming, TimingModel
 MODEL = "simulated"
 UNLIMITED_QUEUE = 10**9
 """Nothing is refused in a simulation: how requests pile up is what it measures."""
+
+APPROXIMATE_TTL_MS = 1e12
+"""Separate routers never forget their own choices: the best case for them."""
 
 
 @dataclass(slots=True)
@@ -50,7 +67,29 @@ class RunResult:
     worker_requests: list[int] = field(default_factory=list)
     worker_busy_ms: list[float] = field(default_factory=list)
     preemptions: int = 0
+    crowded: int = 0
+    """Choices that a worker refused because other routers had sent it more than the router knew."""
     steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RouterFleet:
+    """The routers of one pool."""
+
+    routers: int = 1
+    event_delay_ms: float = 0.0
+    """From an engine to every router."""
+    separate: bool = False
+    """Each router knows its own choices only, and no events of caches."""
+    crowding_retries: int = CROWDING_RETRIES
+    """How often a worker may refuse a request because others were quicker; see ``workers.core.booked_prefill``."""
+
+    def make_state(self) -> tuple[Projection, ApproximateIndex | None]:
+        """Return what one more router knows at the start."""
+        index = PrefixIndex()
+        ledger = LoadLedger(reservation_ttl_ms=float("inf"))
+        approximate = ApproximateIndex(index, APPROXIMATE_TTL_MS) if self.separate else None
+        return Projection(index, ledger, index_blocks=not self.separate), approximate
 
 
 class SimulatedPool:
@@ -64,12 +103,24 @@ class SimulatedPool:
         limits: EngineLimits,
         timing: TimingModel | Sequence[TimingModel] | None = None,
         on_fact: Callable[[Fact, float], None] | None = None,
+        routers: RouterFleet | None = None,
     ) -> None:
         self._workload = workload
         self._policy = policy
         self._on_fact = on_fact
-        self.projection = Projection(PrefixIndex(), LoadLedger(reservation_ttl_ms=float("inf")))
-        self._selector = Selector(self.projection, policy, requests_per_worker_factor=UNLIMITED_QUEUE)
+        fleet = routers or RouterFleet()
+        self._event_delay_ms = fleet.event_delay_ms
+        self._selectors = [
+            Selector(projection, policy, requests_per_worker_factor=UNLIMITED_QUEUE, approximate=approximate)
+            for projection, approximate in (fleet.make_state() for _ in range(fleet.routers))
+        ]
+        self._projections = [selector.projection for selector in self._selectors]
+        self._under_way: deque[tuple[float, JournalRecord]] = deque()
+        """Records that the routers have not received yet, in order."""
+        self._turn = 0
+        # A lone router knows what its workers have; it is never refused.
+        self._crowding_retries = fleet.crowding_retries if fleet.routers > 1 else 0
+        self._books = [BookedPrefill() for _ in range(workers)]
         self._keys = [WorkerKey(WorkerId(f"worker-{number:03}")) for number in range(workers)]
         self._number = {key: number for number, key in enumerate(self._keys)}
         self._recorders = [WireRecorder() for _ in self._keys]
@@ -93,30 +144,60 @@ class SimulatedPool:
         for number in range(workers):
             card = WorkerCard(MODEL, Role.AGGREGATED, limits.block_size, card_limits, f"inproc://{number}")
             self._tell(number, 0.0, [WorkerJoined(card)])
+        self._deliver(float("inf"))
 
     def run(self, on_progress: Callable[[int], None] = lambda _: None) -> RunResult:
         """Play the whole workload; ``on_progress`` is called with the number of requests finished, now and then."""
         play_workload(self._workload, [self], lambda request, now: 0, on_progress)
+        self._deliver(float("inf"))
+        for projection in self._projections:
+            # What workers said of other routers' requests ends by itself; reservations never do.
+            projection.ledger.expire(sys.float_info.max)
         return self.result
+
+    @property
+    def projections(self) -> Sequence[Projection]:
+        """Return what each router knows."""
+        return self._projections
+
+    @property
+    def projection(self) -> Projection:
+        """Return what the first router knows."""
+        return self._projections[0]
 
     def best_overlap_tokens(self, request: SimulatedRequest) -> int:
         """Return the most prompt tokens that a worker of the pool holds, as the pool's router knows; choose nothing."""
-        blocks = self._selector.best_overlap_blocks(MODEL, (Role.AGGREGATED,), request.path)
+        blocks = self._selectors[0].best_overlap_blocks(MODEL, (Role.AGGREGATED,), request.path)
         return min(request.isl, blocks * self._workload.block_size)
 
     def arrive(self, request: SimulatedRequest, now: float) -> int:
         """Route a request and hand it to its engine; return the engine's number."""
         block_size = self._workload.block_size
         routing = RoutingRequest(request.request_id, MODEL, request.isl, block_size, -(-request.isl // block_size))
-        decision = self._selector.select(routing, request.path, now, int(now))
-        self._selector.book(decision, request.path, now)
-        number = self._number[decision.worker]
+        self._deliver(now)
+        selector = self._selectors[self._turn % len(self._selectors)]
+        self._turn += 1
+        ledger = selector.projection.ledger
+        ledger.expire(now)
+        for remaining in reversed(range(self._crowding_retries + 1)):
+            decision = selector.select(routing, request.path, now, int(now))
+            number = self._number[decision.worker]
+            booked = self._books[number].crowding(decision.prefill_tokens if remaining else None)
+            if booked is None:
+                break
+            self.result.crowded += 1
+            ledger.crowded(
+                decision.worker, selector.projection.index.slot(decision.worker), request.request_id, booked, now
+            )
+        selector.book(decision, request.path, now)
+        overlap_tokens = min(request.isl, decision.overlap_blocks * block_size)
+        self._books[number].accept(request.request_id, request.isl - overlap_tokens)
         self._arrived[request.request_id] = request
         self.engines[number].submit(request.generate, now, request.path)
         self.result.worker_tokens[number] += request.isl
         self.result.worker_requests[number] += 1
         self.result.prompt_tokens += request.isl
-        self.result.overlap_found_tokens += min(request.isl, decision.overlap_blocks * block_size)
+        self.result.overlap_found_tokens += overlap_tokens
         return number
 
     def begin_step(self, number: int, now: float, horizon: float) -> StepOutcome | None:
@@ -139,6 +220,7 @@ class SimulatedPool:
         events: list[AnyEvent] = [*outcome.facts, *self._recorders[number].take()]
         if not events:
             return
+        self._books[number].observe(events)
         for fact in outcome.facts:
             if self._on_fact is not None:
                 self._on_fact(fact, now)
@@ -158,7 +240,16 @@ class SimulatedPool:
         )
         self._offset += 1
         self._seq[number] += 1
-        self.projection.apply(record, now)
+        self._under_way.append((now + self._event_delay_ms, record))
+        if not self._event_delay_ms:
+            self._deliver(now)
+
+    def _deliver(self, now: float) -> None:
+        """Let the routers have what has reached them by now."""
+        while self._under_way and self._under_way[0][0] <= now:
+            due, record = self._under_way.popleft()
+            for projection in self._projections:
+                projection.apply(record, min(due, now))
 
 
 def play_workload(

@@ -48,6 +48,7 @@ def policy_report(result: RunResult, workers: int) -> dict[str, Any]:
         "busy_ratio": result.busy_ms / (workers * result.span_ms) if result.span_ms else 0.0,
         "worker_tokens_max_over_mean": max(tokens) / (sum(tokens) / len(tokens)) if sum(tokens) else 0.0,
         "preemptions": result.preemptions,
+        "crowded": result.crowded,
         "output_tokens": result.output_tokens,
         "engine_steps": result.steps,
     }

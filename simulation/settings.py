@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from router.core.load_ledger import CROWDING_RETRIES
 from runtime.settings import Settings
 
 
@@ -27,6 +28,24 @@ class SimulationSettings(Settings):
     queue_weight: float = Field(0.25, ge=0, le=1000, description="How much queued prompt tokens count.")
     decode_weight: float = Field(0.02, ge=0, le=1000, description="Cost of one block of active requests.")
     device_weight: float = Field(1.0, ge=0, le=1000, description="Credit for one block in device memory.")
+    routers: int = Field(
+        1,
+        ge=1,
+        le=256,
+        description="Routers of the pool; requests come to them in turn, each knows what all workers say.",
+    )
+    separate_routers: bool = Field(
+        False, description="The routers know nothing but their own choices: what a shared stream is compared with."
+    )
+    crowding_retries: int = Field(
+        CROWDING_RETRIES,
+        ge=0,
+        le=100,
+        description="How often a worker may refuse a request because other routers were quicker.",
+    )
+    event_delay_ms: float = Field(
+        0.0, ge=0.0, le=60_000.0, description="How long a worker's events take to reach the routers."
+    )
     temperature: float = Field(0.0, ge=0, le=1000, description="Above 0, workers are sampled by cost.")
     timing_table: Path | None = Field(
         None, description="JSON table of measured step times, instead of the published polynomials."

@@ -36,6 +36,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "runtime.settings",
         "router.core",
         "global_router.core",
+        "workers.core",
         "workers.simulated",
         "loadgen.trace",
     ),

@@ -21,26 +21,31 @@ from typer.core import TyperGroup
 
 from cli.configuration_page import SECTIONS, command_options, page
 from cli.main import app
+from frontend.media.metrics import MediaMetrics
 from frontend.metrics import FrontendMetrics
 from global_router.core.fallback import PoolState
 from global_router.metrics import GlobalRouterMetrics
 from global_router.metrics import register_views as register_pool_views
-from router.bootstrap import PolicyError, load_policy
 from router.consolidator.bootstrap import create as create_consolidator
 from router.consolidator.settings import ConsolidatorSettings
 from router.core.candidates import RoutingRequest
 from router.core.cost import CostWeights
 from router.core.load_ledger import LoadLedger
-from router.core.policy import POLICY_NAMES, Policy
+from router.core.policy import POLICY_NAMES, KvAware, Policy
 from router.core.prefix_index import PrefixIndex
 from router.core.projection import Projection
 from router.core.selector import Selector
+from router.decision_journal.recorder import DecisionRecorder, settings_noted
+from router.decision_journal.segments import DecisionSegments
 from router.feeds import EmbeddedFeed
-from router.metrics import RouterMetrics, register_views
+from router.metrics import DecisionRecordCollector, RouterMetrics, register_views
+from router.policy_loading import PolicyError, load_policy
 from router.service import RouterService
 from router.settings import RouterSettings
 from runtime.clock import SystemClock
+from runtime.planes import PlaneMetrics
 from runtime.settings import Settings
+from tests.consolidator.journal_builder import FakeDisk
 from tests.router.fleet_builder import BLOCK_SIZE, Pool, stored, worker_key
 from wire.events import RequestStarted
 from workers.metrics import WorkerMetrics
@@ -160,8 +165,10 @@ async def _exported() -> dict[str, str]:
     clock = SystemClock()
     registry = CollectorRegistry()
     WorkerMetrics(registry)
+    PlaneMetrics(registry)
     TrtllmMetrics(registry)
     FrontendMetrics(registry)
+    MediaMetrics(registry)
     metrics = RouterMetrics(registry)
     projection = Projection(PrefixIndex(), LoadLedger())
     settings = RouterSettings.model_validate({})
@@ -170,6 +177,10 @@ async def _exported() -> dict[str, str]:
     selector = Selector(projection, load_policy(settings))
     service = RouterService(settings, projection, selector, EmbeddedFeed(consolidator), metrics, clock, context)
     register_views(registry, service)
+    recorder = DecisionRecorder(
+        DecisionSegments(FakeDisk(), 1, 1), projection, KvAware(), settings_noted("r", "", {}), clock, 1, 1
+    )
+    registry.register(DecisionRecordCollector(recorder))
     GlobalRouterMetrics(registry)
     register_pool_views(registry, NoPools())
     await service.start()

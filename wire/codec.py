@@ -23,6 +23,7 @@ from wire.limits import FRAME_BYTES_MAX
 from wire.multimodal import MultimodalInput
 from wire.requests import FromWorker, Generate, KvOffered, TokenBatch, ToWorker
 from wire.selection import FromPool, Probe, Select, ToPool
+from wire.tensors import FromTensorSource, TensorList, ToTensorSource
 
 T = TypeVar("T")
 _encoder = msgspec.msgpack.Encoder()
@@ -113,7 +114,9 @@ def _check_from_feed(value: FromFeed) -> str | None:
 
 def _check_to_pool(value: ToPool) -> str | None:
     if isinstance(value, Select):
-        return _check_hashes(value.sequence_hashes, "Select.sequence_hashes")
+        return _check_hashes(value.sequence_hashes, "Select.sequence_hashes") or _check_hashes(
+            value.media_hashes, "Select.media_hashes"
+        )
     if isinstance(value, Probe):
         return _check_hashes(value.sequence_hashes, "Probe.sequence_hashes")
     return None
@@ -130,3 +133,6 @@ from_feed: Codec[FromFeed] = Codec("an answer of the feed", FromFeed, _check_fro
 to_pool: Codec[ToPool] = Codec("a message to a pool", ToPool, _check_to_pool)
 from_pool: Codec[FromPool] = Codec("an answer of a pool", FromPool, _no_check)
 multimodal: Codec[MultimodalInput] = Codec("the media of a request", MultimodalInput, _no_check)
+tensor_list: Codec[TensorList] = Codec("the tensors of a request", TensorList, _no_check)
+to_tensor_source: Codec[ToTensorSource] = Codec("a message to a tensor's source", ToTensorSource, _no_check)
+from_tensor_source: Codec[FromTensorSource] = Codec("an answer of a tensor's source", FromTensorSource, _no_check)

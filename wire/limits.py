@@ -45,6 +45,22 @@ PROMPT_CHARS_MAX = 16 * 1024 * 1024
 MEDIA_KINDS_MAX = 16
 """Kinds of media that a card lists."""
 
+TENSOR_BYTES_MAX = 1024 * 1024 * 1024
+"""One tensor between workers: the embeddings of a very large image are some tens of megabytes."""
+
+TENSOR_CHUNK_BYTES_MAX = 4 * 1024 * 1024
+"""A piece of a tensor in one message: large enough that messages cost nothing beside bytes, small enough that others'
+messages get their turn."""
+
+TENSOR_DIMENSIONS_MAX = 8
+"""Dimensions of a tensor between workers."""
+
+TENSORS_PER_REQUEST_MAX = 1024
+"""Tensors of one request: some per medium."""
+
+NIXL_METADATA_BYTES_MAX = 65_536
+"""What one NIXL agent says of itself to another; about a kilobyte with UCX."""
+
 REPLAY_RECORDS_MAX = 4096
 """Journal records in one answer to a replay request; the asker comes back for the rest."""
 
@@ -97,3 +113,4 @@ assert BLOCKS_PER_EVENT_MAX * 8 < FRAME_BYTES_MAX
 assert PROMPT_TOKENS_MAX * 4 < FRAME_BYTES_MAX
 assert OPAQUE_BYTES_MAX < FRAME_BYTES_MAX
 assert MULTIMODAL_BYTES_MAX < FRAME_BYTES_MAX
+assert TENSOR_CHUNK_BYTES_MAX < FRAME_BYTES_MAX

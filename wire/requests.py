@@ -78,6 +78,11 @@ class Routing(msgspec.Struct, array_like=True, frozen=True, gc=False):
     cache_salt: Identifier = ""
     emitted_tokens: U32 = 0
     """Tokens at the end of ``token_ids`` that the client already has (a migrated request)."""
+    overlap_tokens: U32 = 0
+    """Prompt tokens that the router expects to be reused."""
+    expected_prefill_tokens: U32 | None = None
+    """What the router believes the rank has still to compute for others. A worker that has promised far more refuses,
+    and says how much (``TokenDelta.booked_prefill_tokens``); ``None`` = it must not refuse for that."""
 
 
 class Generate(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
@@ -150,6 +155,8 @@ class TokenDelta(msgspec.Struct, array_like=True, frozen=True, gc=False):
     disaggregated_params: Opaque | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     """Of the prompt's tokens from the second on; with the first delta, when asked for."""
+    booked_prefill_tokens: U32 | None = None
+    """With a refusal because of ``expected_prefill_tokens``: what the rank has really promised to compute."""
 
 
 class TokenBatch(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):

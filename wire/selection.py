@@ -23,6 +23,7 @@ from wire.card import MediaSpec
 from wire.identifiers import U32, U64, Identifier, PackedHashes, Role, Stage, Text
 from wire.limits import (
     LORAS_PER_WORKER_MAX,
+    MEDIA_KINDS_MAX,
     POOL_MODELS_MAX,
     REFUSAL_REASONS_MAX,
     RENEWALS_MAX,
@@ -55,6 +56,10 @@ class Select(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
     priority: int = 0
     lease_ms: U32 = 0
     """Wanted lease of the reservation; 0 = as long as the pool gives."""
+    media_hashes: PackedHashes = b""
+    """u64 hashes of the request's media, in order."""
+    media_kinds: Annotated[tuple[Identifier, ...], Meta(max_length=MEDIA_KINDS_MAX)] = ()
+    """Kinds of media that the worker must take."""
 
 
 class Probe(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):

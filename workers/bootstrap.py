@@ -7,11 +7,12 @@ import logging
 import time
 from collections.abc import Callable
 
-import zmq
 from prometheus_client import CollectorRegistry
 
 from runtime.clock import SystemClock
 from runtime.http_server import HttpServer
+from runtime.planes import CurveKeys, PlaneContext, PlaneMetrics, end_security
+from runtime.tls import Tls
 from wire.card import WorkerCard
 from workers.adapters.http_api import HttpApi
 from workers.adapters.sockets import RequestSocket
@@ -41,7 +42,7 @@ def make_card(settings: WorkerSettings, request_port: int, http_port: int) -> Wo
         block_size=settings.block_size,
         limits=settings.card_limits(),
         request_endpoint=f"tcp://{host}:{request_port}",
-        http_endpoint=f"http://{host}:{http_port}",
+        http_endpoint=f"{'http' if settings.tls_certificate is None else 'https'}://{host}:{http_port}",
         loras=settings.loras,
         engine=ENGINE_NAME,
         eos_token_ids=(settings.eos_token_id,),
@@ -71,7 +72,9 @@ async def serve(
     registry = CollectorRegistry()
     metrics = WorkerMetrics(registry)
     timing = make_timing(settings)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context = PlaneContext.make(CurveKeys.load(settings), PlaneMetrics(registry))
+    for warning in settings.exposures(settings.host, http=True, planes="the request plane"):
+        log.warning("%s", warning)
     epoch = time.time_ns()
     requests: RequestSocket | None = None
     publisher: EventPublisher | None = None
@@ -82,7 +85,8 @@ async def serve(
     try:
         requests = RequestSocket(context, settings.host, settings.request_port)
         api = HttpApi(registry)
-        http = HttpServer(api, settings.host, settings.http_port, "http_port")
+        tls = Tls.load(settings)
+        http = HttpServer(api, settings.host, settings.http_port, "http_port", tls=tls)
         card = make_card(settings, requests.port, http.port)
         engine = RealTimeSimulatedEngine(
             settings.engine_limits(),
@@ -146,6 +150,7 @@ async def serve(
             publisher.close(orderly)
         if http is not None:
             await http.stop()
+        end_security(context)
         # Waits for frames on their way, at most as long as the sockets linger.
         await asyncio.to_thread(context.term)
         log.info("worker %s has ended", settings.worker_id)

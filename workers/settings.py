@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
-from runtime.settings import Settings
+from runtime.security import SecuritySettings
 from wire.card import WorkerLimits
 from wire.identifiers import Role
 from wire.limits import BLOCKS_PER_EVENT_MAX, IDENTIFIER_BYTES_MAX, LORAS_PER_WORKER_MAX
@@ -28,7 +28,7 @@ from workers.simulated.timing import SPEEDUP_MAX
 Name = Annotated[str, StringConstraints(min_length=1, max_length=IDENTIFIER_BYTES_MAX)]
 
 
-class WorkerSettings(Settings):
+class WorkerSettings(SecuritySettings):
     """A worker process with the simulated engine."""
 
     worker_id: Name = Field("worker-0", description="Name of this worker in its pool; stable over restarts.")

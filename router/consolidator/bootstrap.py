@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
+import zmq
 from prometheus_client import CollectorRegistry
 
 from router.consolidator.adapters.posix_disk import PosixDisk
@@ -17,6 +19,10 @@ from router.consolidator.service import ConsolidatorService
 from router.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
 from runtime.clock import Clock, SystemClock
 from runtime.http_server import HttpServer
+from runtime.planes import CurveKeys, MakeContext, PlaneContext, PlaneMetrics
+from runtime.tls import Tls
+
+log = logging.getLogger(__name__)
 
 
 class Endpoints(NamedTuple):
@@ -42,18 +48,26 @@ def open_journal(settings: ConsolidatorSettings) -> Journal:
         raise
 
 
-def create(settings: ConsolidatorSettings, registry: CollectorRegistry, clock: Clock) -> ConsolidatorService:
+def create(
+    settings: ConsolidatorSettings, registry: CollectorRegistry, clock: Clock, make_context: MakeContext = zmq.Context
+) -> ConsolidatorService:
     """Return a consolidator; it holds nothing until ``start``, and its endpoints are known after that."""
-    return ConsolidatorService(settings, registry, clock, lambda: open_journal(settings))
+    return ConsolidatorService(settings, registry, clock, lambda: open_journal(settings), make_context=make_context)
 
 
 async def serve(settings: ConsolidatorProcessSettings, stop: asyncio.Event, ready: Callable[[Endpoints], None]) -> None:
     """Run a consolidator in a process of its own until ``stop`` is set; ``ready`` is told where it answers."""
     registry = CollectorRegistry()
-    service = create(settings, registry, SystemClock())
+    keys = CurveKeys.load(settings)
+    metrics = PlaneMetrics(registry)
+    service = create(settings, registry, SystemClock(), lambda: PlaneContext.make(keys, metrics))
+    for warning in settings.exposures(settings.host, http=True, planes="the ingest, feed and query planes"):
+        log.warning("%s", warning)
     await service.start()
     try:
-        server = HttpServer(HealthApp(service, registry), settings.host, settings.http_port, "http_port")
+        server = HttpServer(
+            HealthApp(service, registry), settings.host, settings.http_port, "http_port", tls=Tls.load(settings)
+        )
         try:
             server.start()
             ready(

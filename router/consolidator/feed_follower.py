@@ -14,6 +14,7 @@ from router.consolidator.core.feed_frames import decode_feed
 from router.consolidator.core.feed_reader import Deliver, FeedEffect, FeedReader, FeedState, Snapshot
 from router.consolidator.ports import PoolListener
 from runtime.clock import Clock
+from runtime.planes import watch_as_client
 from wire import codec
 from wire.errors import DecodeError
 from wire.feed import FEED_TOPIC
@@ -49,6 +50,7 @@ class FeedFollower:
         self._subscription.setsockopt(zmq.RCVHWM, FEED_QUEUE_MAX)
         self._subscription.setsockopt(zmq.SUBSCRIBE, FEED_TOPIC)
         self._query: zmq.Socket[bytes] = self._socket(zmq.DEALER)
+        watch_as_client(self._query, "the consolidator's query plane")
         self._query.setsockopt(zmq.SNDHWM, 16)  # one question stands at a time
         self._subscription_inbox = Inbox(self._subscription, self._on_feed)
         self._query_inbox = Inbox(self._query, self._on_answers)

@@ -38,6 +38,7 @@ class HealthApp:
             body = json.dumps(
                 {
                     "status": "ready" if ready else "journal unavailable" if self._service.stalled else "starting",
+                    "reason": self._service.stall_reason if self._service.stalled else "",
                     "consolidator_id": self._service.consolidator_id,
                     "offset": self._service.offset,
                     "workers": len(self._service.core.pool.workers),

@@ -16,6 +16,7 @@ from router.consolidator.core.consolidator import Consolidator, Turn
 from router.consolidator.core.pool_state import WORKER_SOURCE
 from router.consolidator.core.pub_source import AskReplay, Leave, NewLife, PubEffect, PubFollower, SourceState
 from runtime.clock import Clock
+from runtime.planes import leave_plain
 from wire.card import WorkerCard, WorkerLimits
 from wire.feed import offset_frame
 from wire.identifiers import StreamState, WorkerId, WorkerKey
@@ -132,6 +133,7 @@ class PubShell:
         self.refused: str | None = None
         """Why the pool does not take this engine, if so."""
         self._subscription: zmq.Socket[bytes] = context.socket(zmq.SUB)
+        leave_plain(self._subscription)  # engines publish without CURVE
         self._subscription.setsockopt(zmq.LINGER, 0)
         self._subscription.setsockopt(zmq.RCVHWM, SUBSCRIPTION_QUEUE_MAX)
         self._subscription.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
@@ -280,6 +282,7 @@ class PubShell:
         # A socket of its own for each request: what still comes on the old one answers a question of the past.
         self._close_replay()
         self._replay = self._context.socket(zmq.DEALER)
+        leave_plain(self._replay)
         self._replay.setsockopt(zmq.LINGER, 0)
         self._replay.setsockopt(zmq.RCVHWM, 0)  # the engine's own buffer is the bound; dropping would be a hole
         self._replay.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)

@@ -31,6 +31,7 @@ from router.consolidator.pub_shell import PubShell, load_sources
 from router.consolidator.settings import ConsolidatorSettings
 from router.consolidator.snapshot_parts import cut_snapshot
 from runtime.clock import Clock
+from runtime.planes import name_plane
 from wire import codec
 from wire.errors import DecodeError, WireError
 from wire.events import JournalRecord
@@ -52,6 +53,9 @@ SNAPSHOT_WAITERS_MAX = 256
 
 INGEST_QUEUE_MAX = 10_000
 """Messages that ZMQ keeps per worker while we are busy; then the worker's socket blocks and its outbox fills."""
+
+COMPLAIN_EVERY_MS = 30_000.0
+"""How often a journal that still cannot be written is said so in the log."""
 
 ANSWER_QUEUE_MAX = 4096
 """Answers that ZMQ keeps per router; further ones are dropped, and the router asks again."""
@@ -101,6 +105,10 @@ class ConsolidatorService:
         )
         self._blocked = False
         self.stalled = False
+        self.stall_reason = ""
+        self.stalled_since_ms = 0.0
+        """Monotonic time at which the journal was first found not to take records."""
+        self._complained_ms = 0.0
         self._unsynced = False
         self._published_ms = 0.0
         self._timers: dict[str, asyncio.TimerHandle] = {}
@@ -162,6 +170,8 @@ class ConsolidatorService:
         self._query = self._socket(context, zmq.ROUTER)
         self._query.setsockopt(zmq.SNDHWM, ANSWER_QUEUE_MAX)
         self._query.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        for socket, plane in ((self._ingest, "ingest"), (self._feed, "feed"), (self._query, "query")):
+            name_plane(socket, plane)
         self.ingest_endpoint = _bind(self._ingest, settings.host, settings.ingest_port, "ingest_port")
         self.feed_endpoint = _bind(self._feed, settings.host, settings.feed_port, "feed_port")
         self.query_endpoint = _bind(self._query, settings.host, settings.query_port, "query_port")
@@ -289,7 +299,11 @@ class ConsolidatorService:
                 return
             if self.stalled:
                 self.stalled = False
-                log.warning("the journal takes records again, at offset %d", self._journal.next_offset)
+                log.warning(
+                    "the journal takes records again, at offset %d, after %.1f s",
+                    self._journal.next_offset,
+                    (self._clock.monotonic_ms() - self.stalled_since_ms) / 1000,
+                )
             if self.settings.fsync == "always":
                 self._block()
                 self._spawn(self._sync_then_emit(turn, payloads))
@@ -299,8 +313,7 @@ class ConsolidatorService:
         self._unblock()
 
     def _stall(self, turn: Turn, payloads: list[bytes], error: OSError) -> None:
-        self._counts["journal_append_errors"] += 1
-        if not self.stalled:
+        if self._note_stall(error):
             log.error(
                 "appending %d records to the journal failed (%s); nothing is acknowledged or published until it "
                 "succeeds, tried again every %d ms",
@@ -308,19 +321,29 @@ class ConsolidatorService:
                 error,
                 self.settings.append_retry_ms,
             )
-        self.stalled = True
         self._block()
         self._after("append", self.settings.append_retry_ms, lambda: self._commit(turn, payloads))
+
+    def _note_stall(self, error: OSError) -> bool:
+        """Count a failure; return whether it is worth a line in the log: the first, and then now and then."""
+        now_ms = self._clock.monotonic_ms()
+        self._counts["journal_append_errors"] += 1
+        self.stall_reason = str(error)
+        if not self.stalled:
+            self.stalled = True
+            self.stalled_since_ms = now_ms
+        elif now_ms - self._complained_ms < COMPLAIN_EVERY_MS:
+            return False
+        self._complained_ms = now_ms
+        return True
 
     async def _sync_then_emit(self, turn: Turn, payloads: list[bytes]) -> None:
         try:
             await asyncio.get_running_loop().run_in_executor(None, self._journal.sync)
         except OSError as error:
             # What a failed sync left on the disk is unknown; only another sync, later, can say that it is durable.
-            self._counts["journal_append_errors"] += 1
-            if not self.stalled:
+            if self._note_stall(error):
                 log.error("making the journal durable failed (%s); tried again, nothing is acknowledged", error)
-            self.stalled = True
             if not self._stopping:
                 self._after(
                     "append",

@@ -9,12 +9,12 @@ from pydantic import Field
 
 from router.consolidator.core.consolidator import ConsolidatorLimits
 from router.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
-from runtime.settings import Settings
+from runtime.security import SecuritySettings
 
 MIB = 1024 * 1024
 
 
-class ConsolidatorSettings(Settings):
+class ConsolidatorSettings(SecuritySettings):
     """Sockets, journal, leases and limits of a pool's event store."""
 
     data_dir: Path | None = Field(

@@ -26,6 +26,15 @@ class RoutingRequest:
     priority: int = 0
     stage: Stage = Stage.WHOLE
     """What the chosen worker will be asked to do."""
+    media: tuple[int, ...] = ()
+    """u64 hashes of its media, in order."""
+    media_kinds: tuple[str, ...] = ()
+    """Kinds of media that the worker must take."""
+
+    @property
+    def tie_key(self) -> str:
+        """Return what ties are broken by: the id, or the media, so that equal media meet among equal workers."""
+        return " ".join(map(str, self.media)) if self.media else self.request_id
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,11 @@ class Decision:
         columns = self.candidates
         return int(columns.device_overlap[row] + columns.host_overlap[row] + columns.disk_overlap[row])
 
+    @property
+    def prefill_tokens(self) -> int:
+        """Return what the chosen worker was believed to have still to compute for others."""
+        return int(self.candidates.prefill_tokens[self.choice.row])
+
     def margin(self) -> float | None:
         """Return by how much the runner-up would have cost more; ``None`` without a cost or a runner-up."""
         costs = self.choice.costs
@@ -60,6 +65,14 @@ class Decision:
             return None
         chosen = float(costs[self.choice.row])
         return min(float(cost) for row, cost in enumerate(costs) if row != self.choice.row) - chosen
+
+    def runner_up(self) -> WorkerKey | None:
+        """Return the cheapest of the workers that were not chosen; ``None`` without a cost or without any."""
+        costs = self.choice.costs
+        if costs is None or len(costs) < 2:
+            return None
+        row = min((row for row in range(len(costs)) if row != self.choice.row), key=lambda row: float(costs[row]))
+        return self.candidates.workers[row]
 
     def summary(self) -> dict[str, Any]:
         """Return one line of facts, for lists."""
@@ -104,6 +117,7 @@ class Decision:
             "attempt": self.attempt,
             "block_size": self.request.block_size,
             "margin": self.margin(),
+            "runner_up": None if (runner_up := self.runner_up()) is None else str(runner_up),
             "rows": rows,
             "filtered": {str(worker): why for worker, why in self.filtered.items()},
             "untrusted": {str(worker): why for worker, why in self.untrusted.items()},
@@ -134,11 +148,18 @@ class DecisionLog:
             attempt += 1
         return found
 
-    def realised(self, request_id: str, attempt: int, cached_tokens: int) -> Decision | None:
-        """Note what the worker really reused."""
-        decision = self._decisions.get((request_id, attempt))
-        if decision is not None:
-            decision.realised_cached_tokens = cached_tokens
+    def realised(self, dispatch_id: str, cached_tokens: int) -> Decision | None:
+        """Note what the worker really reused for a dispatch; return its decision when that is news.
+
+        The dispatch of attempt 0 has the request's own id, that of attempt n is called ``<id>~<n>``.
+        """
+        decision = self._decisions.get((dispatch_id, 0))
+        if decision is None:
+            request_id, _, number = dispatch_id.rpartition("~")
+            decision = self._decisions.get((request_id, int(number))) if number.isdecimal() else None
+        if decision is None or decision.realised_cached_tokens is not None:
+            return None
+        decision.realised_cached_tokens = cached_tokens
         return decision
 
     def newest(self, limit: int) -> list[Decision]:

@@ -9,10 +9,10 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from wire.card import WorkerCard
+from wire.card import MediaSpec, WorkerCard
 from wire.events import LoadReported
 from wire.feed import SourceStream
 from wire.identifiers import Role, StreamState, WorkerKey
@@ -84,3 +84,11 @@ class Fleet:
     def serving(self, model: str, roles: tuple[Role, ...] = (Role.AGGREGATED,)) -> list[Worker]:
         """Return the workers of one model and of any of ``roles``, in order of their keys, draining ones included."""
         return [worker for worker in self.models().get(model, ()) if worker.card.role in roles]
+
+
+def media_of(workers: Iterable[Worker]) -> MediaSpec:
+    """Return which media a model takes: what the first of its workers says that computes prompts and takes any."""
+    for worker in workers:
+        if worker.card.role is not Role.ENCODE and worker.card.media.kinds:
+            return worker.card.media
+    return MediaSpec()

@@ -13,16 +13,29 @@ Sums live in arrays addressed by the worker's slot in the prefix index, so that 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
 
+from router.core.witness import Witness
 from wire.identifiers import WorkerKey
 
 INITIAL_SLOTS = 16
 """Array length at the start; doubles as workers come."""
+
+
+CROWDING_RETRIES = 4
+"""How often a request may be refused because other routers were quicker. Each retry costs a round trip, well below a
+millisecond, and spares a wait behind somebody else's prompt."""
+
+CROWDING_LEASE_MS = 50.0
+"""How long a worker's word for what others sent it counts: longer than its events take, shorter than most prompts."""
+
+OTHERS = "others~"
+"""Beginning of the ids of such entries; no request has one like it."""
 
 
 @dataclass(slots=True)
@@ -53,6 +66,8 @@ class LoadLedger:
         self._max_entries = max_entries
         self.expired_reservations = 0
         self.refused_entries = 0
+        self.witness: Witness | None = None
+        """Told of what the router does on its own account (``renew``, ``release``, ``expire``)."""
 
     def ensure_slot(self, slot: int) -> None:
         """Make the arrays long enough for a slot."""
@@ -88,15 +103,32 @@ class LoadLedger:
         entry = self._entries.get((worker, request_id))
         if entry is None or entry.confirmed:
             return False
+        self._renew(entry, worker, request_id, now_ms)
+        if self.witness is not None:
+            self.witness.renewed(worker, request_id, now_ms)
+        return True
+
+    def _renew(self, entry: Entry, worker: WorkerKey, request_id: str, now_ms: float) -> None:
         entry.due_ms = now_ms + self._reservation_ttl_ms
         heappush(self._unconfirmed, (entry.due_ms, worker, request_id))
-        return True
 
     def started(
         self, worker: WorkerKey, slot: int, request_id: str, prefill_tokens: int, active_blocks: int, now_ms: float
     ) -> None:
         """Replace the prediction (if any) by what the worker says."""
         self._put(worker, request_id, Entry(slot, prefill_tokens, active_blocks, True, now_ms))
+
+    def crowded(self, worker: WorkerKey, slot: int, dispatch_id: str, booked_tokens: int, now_ms: float) -> None:
+        """Take a worker's word for the prompt tokens that it has still to compute, where that is more than is known.
+
+        What is not known is of other routers' requests; it counts until their events are here.
+        """
+        self.ensure_slot(slot)
+        unknown = booked_tokens - int(self.prefill_tokens[slot])
+        if unknown > 0:
+            self.reserve(worker, slot, f"{OTHERS}{dispatch_id}", unknown, 0, now_ms, CROWDING_LEASE_MS)
+        if self.witness is not None:
+            self.witness.crowded(worker, dispatch_id, booked_tokens, now_ms)
 
     def prefill_completed(self, worker: WorkerKey, request_id: str) -> None:
         """Count the request's prompt as computed."""
@@ -114,15 +146,21 @@ class LoadLedger:
             entry.active_blocks = active_blocks
 
     def release(self, worker: WorkerKey, request_id: str) -> None:
-        """Forget a request that finished or never got there; a second release does nothing."""
+        """Forget a request that the router takes off a worker; a second release does nothing."""
+        if self.finished(worker, request_id) and self.witness is not None:
+            self.witness.released(worker, request_id)
+
+    def finished(self, worker: WorkerKey, request_id: str) -> bool:
+        """Forget a request of which the worker says that it is over; return whether it was known."""
         entry = self._entries.pop((worker, request_id), None)
         if entry is None:
-            return
+            return False
         self._subtract(entry)
         of_worker = self._of_worker[worker]
         del of_worker[request_id]
         if not of_worker:
             del self._of_worker[worker]
+        return True
 
     def drop(self, worker: WorkerKey) -> None:
         """Forget all requests of a worker that is gone."""
@@ -131,16 +169,32 @@ class LoadLedger:
 
     def expire(self, now_ms: float, held: frozenset[str] | set[str] = frozenset()) -> None:
         """Release reservations that no worker confirmed in time, except those that someone still ``held`` open."""
+        renewed: list[str] = []
+        expired = 0
         while self._unconfirmed and self._unconfirmed[0][0] <= now_ms:
             due_ms, worker, request_id = heappop(self._unconfirmed)
             entry = self._entries.get((worker, request_id))
             if entry is None or entry.confirmed or entry.due_ms > due_ms:
                 continue
             if request_id in held:
-                self.renew(worker, request_id, now_ms)
+                self._renew(entry, worker, request_id, now_ms)
+                renewed.append(request_id)
                 continue
-            self.release(worker, request_id)
-            self.expired_reservations += 1
+            self.finished(worker, request_id)
+            expired += 1
+        self.expired_reservations += expired
+        if self.witness is not None and (renewed or expired):
+            self.witness.expired(now_ms, renewed)
+
+    def restore(self, entries: Iterable[tuple[WorkerKey, str, Entry]]) -> None:
+        """Replace everything by the entries of another ledger at another time; their slots must be those of here."""
+        for worker in list(self._of_worker):
+            self.drop(worker)
+        self._unconfirmed.clear()
+        for worker, request_id, entry in entries:
+            self._put(worker, request_id, entry)
+            if not entry.confirmed:
+                heappush(self._unconfirmed, (entry.due_ms, worker, request_id))
 
     def entries(self) -> dict[tuple[WorkerKey, str], Entry]:
         """Return all entries (a copy)."""

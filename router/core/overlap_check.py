@@ -1,9 +1,9 @@
 """A live cross-check of one worker's event stream: what the index says it holds against what it really reuses.
 
 Rules
-    1. When the worker starts a request, what the index says of the prompt *then* is compared with the prompt tokens
-       that the worker reports as reused. The stream told of the blocks before it told of the start, so both speak of
-       the same moment; a block more or less is no disagreement, because engines compute the last tokens anew.
+    1. When the worker starts a request, the prompt tokens that it reports as reused are compared with what the index
+       said of the prompt between the choice and the start, whichever is nearest. A block more or less is no
+       disagreement, because engines compute the last tokens anew.
     2. The last ``WINDOW`` requests for which either number is above zero count, weighed by tokens.
     3. From ``LEAST_REQUESTS`` of them on, a share of disagreeing tokens above ``SUSPECT_ABOVE`` makes the stream
        suspect; it stays so until the share falls below ``TRUSTED_BELOW``.
@@ -14,6 +14,7 @@ This is how a stream that never fills is found: the engine reuses what the index
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 WINDOW = 64
 """Requests that count: a few seconds of a busy worker, so that the verdict follows a stream that breaks or heals."""
@@ -32,7 +33,7 @@ class OverlapCheck:
 
     __slots__ = ("_window", "disagreeing_tokens", "is_suspect", "predicted_tokens", "realised_tokens", "weight_tokens")
 
-    def __init__(self) -> None:
+    def __init__(self, window: Iterable[tuple[int, int, int]] = ()) -> None:
         self._window: deque[tuple[int, int, int]] = deque()
         self.predicted_tokens = 0
         """Sum over the window."""
@@ -40,6 +41,12 @@ class OverlapCheck:
         self.disagreeing_tokens = 0
         self.weight_tokens = 0
         self.is_suspect = False
+        for predicted, realised, disagreeing in window:
+            self._enter(predicted, realised, disagreeing)
+
+    def window(self) -> list[tuple[int, int, int]]:
+        """Return what counts: predicted, realised and disagreeing tokens of each request, oldest first."""
+        return list(self._window)
 
     def __len__(self) -> int:
         """Return the number of requests that count."""

@@ -39,7 +39,10 @@ class Choice:
 
 
 class Policy(Protocol):
-    """Chooses a worker."""
+    """Chooses a worker.
+
+    One that counts also has ``checkpoint() -> int`` and ``restore(count)``, so that a replay can begin in the middle.
+    """
 
     @property
     def name(self) -> str:
@@ -56,12 +59,12 @@ class Policy(Protocol):
         ...
 
 
-def lowest(costs: FloatArray, request_id: str) -> tuple[int, str]:
-    """Return the row of the lowest cost and ``cheapest``, or a tie broken by the request id and ``tie``."""
+def lowest(costs: FloatArray, tie_key: str) -> tuple[int, str]:
+    """Return the row of the lowest cost and ``cheapest``, or a tie broken by ``tie_key`` and ``tie``."""
     ties = np.flatnonzero(costs == costs.min())
     if len(ties) == 1:
         return int(ties[0]), "cheapest" if len(costs) > 1 else "only"
-    return int(ties[stable_u64(request_id, _TIE_SEED) % len(ties)]), "tie"
+    return int(ties[stable_u64(tie_key, _TIE_SEED) % len(ties)]), "tie"
 
 
 class KvAware:
@@ -102,7 +105,7 @@ class KvAware:
             point = stable_u64(request.request_id, _SAMPLE_SEED) / 2**64
             row = min(int(np.searchsorted(shares, point, side="right")), len(costs) - 1)
             return Choice(row, "sampled", costs, terms)
-        row, reason = lowest(costs, request.request_id)
+        row, reason = lowest(costs, request.tie_key)
         return Choice(row, reason, costs, terms)
 
 
@@ -116,7 +119,7 @@ class LeastLoaded:
         """Choose the worker with the fewest requests."""
         queued = candidates.prefill_tokens
         costs = candidates.requests + queued / (1.0 + queued.max())
-        row, reason = lowest(costs, request.request_id)
+        row, reason = lowest(costs, request.tie_key)
         return Choice(row, reason, costs, {"requests": candidates.requests})
 
 
@@ -134,6 +137,14 @@ class RoundRobin:
         row = self._turn % len(candidates)
         self._turn += 1
         return Choice(row, "turn")
+
+    def checkpoint(self) -> int:
+        """Return what was counted."""
+        return self._turn
+
+    def restore(self, turn: int) -> None:
+        """Go on from what another one had counted."""
+        self._turn = turn
 
 
 class Random:

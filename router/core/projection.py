@@ -13,6 +13,7 @@ from router.core.fleet import Fleet, Worker
 from router.core.load_ledger import LoadLedger
 from router.core.prefix_index import PrefixIndex
 from router.core.stream_trust import StreamTrust
+from router.core.witness import Witness
 from wire.events import (
     AnyEvent,
     BlocksRemoved,
@@ -47,6 +48,8 @@ class Projection:
         self.trust = StreamTrust(index)
         self.next_offset = 0
         """Every record below this offset has been applied."""
+        self.witness: Witness | None = None
+        """Told of every record and snapshot."""
         self._index_blocks = index_blocks
         """False when the index is fed by choices instead of events (approximate mode)."""
 
@@ -54,6 +57,8 @@ class Projection:
         """Apply the next record; ``now_ms`` is the router's monotonic clock, for reservations only."""
         assert record.offset >= self.next_offset, f"record {record.offset} after {self.next_offset} was applied"
         self.next_offset = record.offset + 1
+        if self.witness is not None:
+            self.witness.applied(record, now_ms)
         # A plain tuple finds what a WorkerKey was stored under, and costs less to make.
         worker = self.fleet.workers.get((record.worker_id, record.dp_rank))  # type: ignore[call-overload]
         key = WorkerKey(WorkerId(record.worker_id), record.dp_rank) if worker is None else worker.key
@@ -77,7 +82,7 @@ class Projection:
             elif isinstance(event, RequestProgressed):
                 self.ledger.progressed(key, event.request_id, event.active_blocks)
             elif isinstance(event, RequestFinished):
-                self.ledger.release(key, event.request_id)
+                self.ledger.finished(key, event.request_id)
                 self.trust.not_started(key, event.request_id)
             elif isinstance(event, LoadReported):
                 if worker is not None:
@@ -114,6 +119,8 @@ class Projection:
         now_ms: float,
     ) -> None:
         """Replace all state; ``chains`` name their worker by its position in ``workers``."""
+        if self.witness is not None:
+            self.witness.loaded(next_offset, now_ms)
         for key in list(self.fleet.workers):
             self._forget(key)
             self.fleet.leave(key)

@@ -7,6 +7,7 @@ worker.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,9 +17,11 @@ from router.core.approximate_index import ApproximateIndex
 from router.core.candidates import Candidates, FloatArray, RoutingRequest
 from router.core.decision import Decision
 from router.core.fleet import Worker
+from router.core.media_affinity import MediaAffinity
 from router.core.policy import Policy
 from router.core.prefix_index import PrefixIndex, slots_of
 from router.core.projection import Projection
+from router.core.witness import Witness
 from wire.identifiers import Role, Stage, WorkerKey
 
 FEW_WORKERS = 8
@@ -57,6 +60,7 @@ class _Group:
     """Most requests per worker."""
     max_sequence_length: np.ndarray[tuple[int], np.dtype[np.int64]]
     filtered: dict[WorkerKey, str]
+    media_kinds: tuple[frozenset[str], ...]
 
 
 class Selector:
@@ -73,8 +77,19 @@ class Selector:
         self._policy = policy
         self._factor = requests_per_worker_factor
         self._approximate = approximate
+        self._encode_policy: Policy = MediaAffinity()
         self._groups: dict[tuple[str, tuple[Role, ...]], _Group] = {}
         self._groups_version = -1
+        self._witness: Witness | None = None
+
+    def watch(self, witness: Witness | None) -> None:
+        """Have a witness told of everything that decisions depend on, from now on: here, in projection and ledger."""
+        self._witness = self._projection.witness = self._projection.ledger.witness = witness
+
+    @property
+    def projection(self) -> Projection:
+        """Return the state that is selected over."""
+        return self._projection
 
     @property
     def policy(self) -> Policy:
@@ -90,11 +105,13 @@ class Selector:
         unavailable: Mapping[WorkerKey, str] | None = None,
         attempt: int = 0,
         roles: tuple[Role, ...] = (Role.AGGREGATED,),
+        dry_run: bool = False,
     ) -> Decision:
         """Choose a worker for a request whose prompt has the sequence hashes ``path``.
 
         ``now_ms`` is monotonic, ``time_ms`` wall clock for the record; ``unavailable`` names workers that the caller
-        knows it cannot use, and why. Raises ``NoWorker``.
+        knows it cannot use, and why. A ``dry_run`` leaves no trace: a policy that counts is asked on a copy, and no
+        witness is told. Raises ``NoWorker``.
         """
         group = self._group(request.model, roles)
         projection = self._projection
@@ -110,7 +127,8 @@ class Selector:
         ledger = projection.ledger
         device = np.zeros(len(group.workers))
         host = disk = np.zeros(len(group.workers))
-        if self._policy.needs_overlap and path:
+        policy = self._encode_policy if request.stage is Stage.ENCODE else self._policy
+        if policy.needs_overlap and path:
             host, disk = self._fill_overlap(group, path, device)
             if untrusted:
                 self._predict_overlap(group, path, untrusted, now_ms, device, host, disk)
@@ -123,11 +141,13 @@ class Selector:
             host[rows],
             disk[rows],
         )
-        choice = self._policy.choose(request, candidates)
-        return Decision(
+        if dry_run:
+            policy = copy.deepcopy(policy)
+        choice = policy.choose(request, candidates)
+        decision = Decision(
             request,
             time_ms,
-            self._policy.name,
+            policy.name,
             projection.next_offset,
             choice,
             candidates,
@@ -135,6 +155,9 @@ class Selector:
             attempt,
             untrusted={worker: why for worker, why in untrusted.items() if worker in group.row_of_worker},
         )
+        if self._witness is not None and not dry_run:
+            self._witness.decided(decision, path, now_ms, unavailable or {}, roles)
+        return decision
 
     def available(
         self, model: str, roles: tuple[Role, ...], unavailable: Mapping[WorkerKey, str] | None = None
@@ -176,18 +199,26 @@ class Selector:
         request = decision.request
         worker = decision.worker
         uncached = max(0, request.isl - decision.overlap_blocks * request.block_size)
+        blocks = request.blocks
         if request.stage is Stage.DECODE:
             uncached = 0
+        elif request.stage is Stage.ENCODE:
+            # No prompt is computed there and no KV block taken: a request is its only load.
+            uncached = blocks = 0
         slot = self._projection.index.slot(worker)
         self._projection.ledger.reserve(
-            worker, slot, dispatch_id or request.request_id, uncached, request.blocks, now_ms, lease_ms
+            worker, slot, dispatch_id or request.request_id, uncached, blocks, now_ms, lease_ms
         )
-        if self._approximate is not None:
+        if request.stage is Stage.ENCODE:
+            pass  # it leaves no block of the prompt there
+        elif self._approximate is not None:
             self._approximate.record(worker, path, now_ms)
         else:
             self._projection.trust.chosen(
                 worker, dispatch_id or request.request_id, path, request.block_size, request.stage, now_ms
             )
+        if self._witness is not None:
+            self._witness.booked(decision, dispatch_id or request.request_id, now_ms, lease_ms)
 
     def _eligible(
         self,
@@ -204,6 +235,11 @@ class Selector:
             if row is not None:
                 out[row] = True
                 filtered[worker] = why
+        if request.media_kinds:
+            for row, kinds in enumerate(group.media_kinds):
+                if not kinds.issuperset(request.media_kinds):
+                    out[row] = True
+                    filtered.setdefault(group.workers[row], f"takes no {' and '.join(request.media_kinds)}")
         if not out.any():
             return group.all_rows
         for row in np.flatnonzero(out).tolist():
@@ -275,4 +311,5 @@ class Selector:
             np.array([max(1.0, self._factor * worker.card.limits.max_batch_size) for worker in taken], np.float64),
             np.array([worker.card.limits.max_sequence_length for worker in taken], np.int64),
             {worker.key: "draining" for worker in serving if worker.draining},
+            tuple(frozenset(worker.card.media.kinds) for worker in taken),
         )

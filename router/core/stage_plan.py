@@ -1,11 +1,14 @@
-"""In how many legs a request is served: whole on one worker, or prefill and decode on two.
+"""In how many legs a request is served: whole on one worker, or prefill and decode on two; media encoded before.
 
 The rule, in this order:
 
+0. A request with images, where there are encode workers, begins with an encode leg; what follows takes the embeddings
+   instead of the images. Without encode workers, or once that has failed, who computes the prompt encodes too.
 1. Without prefill or without decode workers there is one leg, on whoever can do it: an aggregated worker, else a decode
    worker (it can compute a prompt too; a prefill worker cannot go on alone).
 2. A prompt of which at most ``local_prefill_max_tokens`` tokens are not cached on some decode worker is served whole by
-   a decode worker: moving its KV would cost more than computing the rest.
+   a decode worker: moving its KV would cost more than computing the rest. Never a prompt with media: what an image
+   costs is not among its tokens.
 3. Otherwise a prefill worker computes the prompt and the first token, and a decode worker goes on.
 """
 
@@ -18,6 +21,7 @@ from wire.identifiers import Role, Stage
 WHOLE_ROLES = (Role.AGGREGATED,)
 PREFILL_ROLES = (Role.PREFILL,)
 DECODE_ROLES = (Role.DECODE,)
+ENCODE_ROLES = (Role.ENCODE,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +31,7 @@ class Leg:
     stage: Stage
     roles: tuple[Role, ...]
     reason: str
-    """``aggregated``, ``local_prefill``, ``no_prefill_worker`` or ``disaggregated``."""
+    """``aggregated``, ``local_prefill``, ``no_prefill_worker``, ``disaggregated`` or ``media``."""
 
 
 def first_leg(
@@ -42,6 +46,12 @@ def first_leg(
         return Leg(Stage.WHOLE, DECODE_ROLES, "no_prefill_worker")
     return Leg(Stage.WHOLE, WHOLE_ROLES, "aggregated")
 
+
+ENCODE_LEG = Leg(Stage.ENCODE, ENCODE_ROLES, "media")
+"""Before the legs that compute tokens."""
+
+NEVER_LOCAL = -1
+"""As ``local_prefill_max_tokens``: not even a prompt that is all cached."""
 
 SECOND_LEG = Leg(Stage.DECODE, DECODE_ROLES, "disaggregated")
 """After a prefill leg that did not finish the request."""

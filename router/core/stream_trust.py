@@ -32,12 +32,18 @@ PREDICTION_BUDGET_BYTES = 64 * 1024 * 1024
 """Memory of the predictions: half a million blocks; beyond it the oldest paths are cut."""
 
 
+OpenChoice = tuple[WorkerKey, str, Sequence[int], int, int]
+"""A choice whose start is awaited: worker, dispatch, path, block size, blocks that the index said it holds."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Pending:
     """A chosen request that its worker has not started yet."""
 
     path: Sequence[int]
     block_size: int
+    blocks: int
+    """What the index said of the prompt when it was chosen."""
 
 
 class StreamTrust:
@@ -71,12 +77,17 @@ class StreamTrust:
         self._judge(worker)
 
     def started(self, worker: WorkerKey, request_id: str, cached_tokens: int) -> None:
-        """Compare what a worker reused with what the index says of it now, for a request that was chosen here."""
+        """Compare what a worker reused with what the index said of it, for a request that was chosen here.
+
+        The index is asked at the choice and now, and the number in between that is nearest to the truth counts: a batch
+        may tell of the request's own blocks before it tells of its start, and others may have come since the choice.
+        """
         pending = self._pending.pop((worker, request_id), None)
         if pending is None:
             return
         overlap = self._index.overlap(pending.path, worker)
-        predicted = (overlap.device + overlap.host + overlap.disk) * pending.block_size
+        bounds = sorted((pending.blocks * pending.block_size, overlap.blocks * pending.block_size))
+        predicted = min(max(cached_tokens, bounds[0]), bounds[1])
         check = self._checks.get(worker)
         if check is None:
             check = self._checks[worker] = OverlapCheck()
@@ -106,7 +117,7 @@ class StreamTrust:
         """Note a choice: its start will be checked, and for an untrusted worker it is what it holds from now on."""
         if not path or stage is Stage.DECODE or stage is Stage.ENCODE:
             return
-        self._pending[(worker, request_id)] = _Pending(path, block_size)
+        self._pending[(worker, request_id)] = _Pending(path, block_size, self._index.overlap(path, worker).blocks)
         while len(self._pending) > PENDING_MAX:
             self._pending.popitem(last=False)
         if worker in self.untrusted:
@@ -116,6 +127,31 @@ class StreamTrust:
         """Return what the router's own choices say of an untrusted worker."""
         self._predictions.expire(now_ms)
         return self._predictions.index.overlap(path, worker)
+
+    # For a state that goes on elsewhere
+
+    def open_choices(self) -> list[OpenChoice]:
+        """Return the choices whose start is awaited."""
+        return [
+            (key[0], key[1], pending.path, pending.block_size, pending.blocks) for key, pending in self._pending.items()
+        ]
+
+    def windows(self) -> list[tuple[WorkerKey, list[tuple[int, int, int]]]]:
+        """Return what counts for each worker's cross-check."""
+        return [(worker, check.window()) for worker, check in self._checks.items()]
+
+    def restore(
+        self,
+        open_choices: Iterable[OpenChoice],
+        windows: Iterable[tuple[WorkerKey, Iterable[tuple[int, int, int]]]],
+    ) -> None:
+        """Go on from ``open_choices`` and ``windows`` of a state in which every worker was trusted."""
+        self._pending.clear()
+        self._pending.update(
+            ((worker, request_id), _Pending(path, block_size, blocks))
+            for worker, request_id, path, block_size, blocks in open_choices
+        )
+        self._checks = {worker: OverlapCheck(window) for worker, window in windows}
 
     # Views
 

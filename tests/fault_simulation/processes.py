@@ -264,6 +264,10 @@ class WatchedFeed:
         self._reader = reader
         await self._feed.start(self)
 
+    def trouble(self, now_ms: float) -> str:
+        """Pass on what is wrong."""
+        return self._feed.trouble(now_ms)
+
     async def stop(self) -> None:
         """Stop following."""
         await self._feed.stop()

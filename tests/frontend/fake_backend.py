@@ -23,9 +23,16 @@ Step = list[StreamDelta] | asyncio.Event | Exception
 Script = Callable[[InferenceRequest], list[Step]]
 
 
-def speak(text: str, *, tokens_per_delta: int = 1, finish_reason: str = "stop", cached_tokens: int = 0) -> list[Step]:
+def speak(
+    text: str,
+    *,
+    tokens_per_delta: int = 1,
+    finish_reason: str = "stop",
+    cached_tokens: int = 0,
+    model: PromptModel = TINY,
+) -> list[Step]:
     """Return the steps of a worker that says ``text``: one wake-up per delta, the finish with the last."""
-    packed = TINY.encode(text)
+    packed = model.encode(text)
     stride = tokens_per_delta * TOKEN_BYTES
     parts = [packed[at : at + stride] for at in range(0, len(packed), stride)] or [b""]
     steps: list[Step] = [[StreamDelta(part)] for part in parts]

@@ -18,7 +18,11 @@ from frontend.app import create_app
 from frontend.ports import InferenceBackend
 from frontend.prompt_model import PromptModel
 from frontend.settings import FrontendSettings
+from runtime.http_protocol import DirectProtocol
 from tests.frontend.fake_backend import TINY
+
+Http = str | type[DirectProtocol]
+"""uvicorn's name of a protocol, or ours, which the routers serve with."""
 
 
 def application(
@@ -46,7 +50,7 @@ def in_process(app: FastAPI) -> httpx.AsyncClient:
 class _Server(uvicorn.Server):
     """Tells when it answers, so that nothing has to poll for it."""
 
-    def __init__(self, app: FastAPI, http: str) -> None:
+    def __init__(self, app: FastAPI, http: Http) -> None:
         super().__init__(uvicorn.Config(app, log_level="warning", http=http, access_log=False))
         self.answering = threading.Event()
 
@@ -62,7 +66,7 @@ def _bound_socket() -> socket.socket:
 
 
 @asynccontextmanager
-async def served(app: FastAPI, http: str = "httptools") -> AsyncIterator[int]:
+async def served(app: FastAPI, http: Http = DirectProtocol) -> AsyncIterator[int]:
     """Serve in this event loop and yield the port."""
     with _bound_socket() as bound:
         bound.listen()
@@ -80,7 +84,7 @@ async def served(app: FastAPI, http: str = "httptools") -> AsyncIterator[int]:
 def served_in_thread(app: FastAPI) -> Iterator[str]:
     """Serve in a thread of its own and yield the base URL, for clients that block."""
     with _bound_socket() as bound:
-        server = _Server(app, "httptools")
+        server = _Server(app, DirectProtocol)
         thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
         thread.start()
         try:

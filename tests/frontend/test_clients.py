@@ -12,8 +12,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from frontend.ports import InferenceRequest, Refused
+from runtime.http_protocol import DirectProtocol
 from tests.frontend.fake_backend import FakeBackend, Step, speak, with_logprobs
-from tests.frontend.server import application, served, served_in_thread
+from tests.frontend.server import Http, application, served, served_in_thread
 
 TEXT = "Once upon a time there was a wörld 😀."
 
@@ -124,8 +125,8 @@ def request_bytes(path: str, **fields: Any) -> bytes:
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("after", "http"), [(0, "httptools"), (2, "httptools"), (2, "h11")])
-def test_a_client_that_leaves_frees_its_workers_at_once(stream: bool, after: int, http: str, n: int) -> None:
+@pytest.mark.parametrize(("after", "http"), [(0, DirectProtocol), (2, DirectProtocol), (2, "httptools"), (2, "h11")])
+def test_a_client_that_leaves_frees_its_workers_at_once(stream: bool, after: int, http: Http, n: int) -> None:
     registry = CollectorRegistry()
     backend = FakeBackend(lambda request: [*speak("Hello, world!")[:after], asyncio.Event()])
 

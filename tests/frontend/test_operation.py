@@ -16,7 +16,8 @@ from frontend.settings import FrontendSettings
 from tests.frontend.fake_backend import TINY, FakeBackend, speak
 from tests.frontend.server import application, in_process
 
-DOCUMENT = (Path(__file__).parents[2] / "docs" / "http_api.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+DOCUMENT = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("http_api.md", "multimodal.md"))
 
 
 def get(path: str, backend: FakeBackend | None = None, **options: Any) -> httpx.Response:

@@ -256,22 +256,28 @@ def test_a_probe_tells_overlap_and_load_and_reserves_nothing() -> None:
     run(scenario)
 
 
-def test_stages_go_to_workers_of_their_role_and_an_aggregated_one_does_any() -> None:
+def test_stages_go_to_workers_of_their_role_and_an_aggregated_one_does_any_but_encode() -> None:
     async def scenario(asker: Asker) -> None:
         asker.pool.join("d", card=make_card(role=Role.DECODE))
         asker.pool.join("p", card=make_card(role=Role.PREFILL))
         chosen = {}
-        for stage in Stage:
+        for stage in (Stage.WHOLE, Stage.PREFILL, Stage.DECODE):
             answer = await asker.select(f"r{stage}", stage=stage)
             assert isinstance(answer, Selected)
             chosen[stage] = answer.worker.worker_id
         assert chosen == {Stage.WHOLE: "d", Stage.PREFILL: "p", Stage.DECODE: "d"}
 
         asker.pool.join("a", card=make_card(model="other"))
-        for stage in Stage:
+        for stage in (Stage.WHOLE, Stage.PREFILL, Stage.DECODE):
             answer = await asker.select(f"other{stage}", stage=stage, model="other")
             assert isinstance(answer, Selected)
             assert answer.worker.worker_id == "a"
+
+        assert isinstance(await asker.select("media", stage=Stage.ENCODE, model="other"), SelectRefused)
+        asker.pool.join("e", card=make_card(model="other", role=Role.ENCODE))
+        encoder = await asker.select("media again", stage=Stage.ENCODE, model="other")
+        assert isinstance(encoder, Selected)
+        assert encoder.worker.worker_id == "e"
 
     run(scenario)
 

@@ -236,7 +236,7 @@ def test_the_decision_log_keeps_the_newest_and_all_attempts_of_a_request() -> No
 
     assert [d.request.request_id for d in log.newest(10)] == ["r4", "r3", "r2"]
     assert log.of_request("r0") == []
-    assert log.realised("r4", 0, 77) is not None
+    assert log.realised("r4", 77) is not None
     assert log.of_request("r4")[0].realised_cached_tokens == 77
 
 

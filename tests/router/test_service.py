@@ -43,6 +43,9 @@ class ToldFeed:
         self.reader = reader
         reader.on_snapshot(0, [], [])
 
+    def trouble(self, now_ms: float) -> str:
+        return ""
+
     async def stop(self) -> None:
         pass
 

@@ -110,6 +110,19 @@ def test_what_was_stored_between_the_choice_and_the_start_is_no_disagreement() -
     assert pool.projection.trust.checks[a].disagreement == 0.0
 
 
+def test_a_batch_that_tells_of_a_requests_own_blocks_before_its_start_is_no_disagreement() -> None:
+    pool = Pool()
+    (a,) = pool.join("a")
+    selector = pool.selector(KvAware())
+    for number in range(LEAST_REQUESTS + 1):
+        cold = [1000 * number + block for block in range(10)]
+        decision = selector.select(request(f"r{number}"), cold, float(number), 0)
+        selector.book(decision, cold, float(number))
+        pool.say(a, stored(cold), RequestStarted(f"r{number}", 10 * BLOCK_SIZE, 0, 10))
+        pool.say(a, RequestFinished(f"r{number}", "stop"))
+    assert pool.projection.trust.untrusted == {}
+
+
 def test_a_new_life_of_a_worker_is_judged_anew_and_one_that_left_is_forgotten() -> None:
     pool = Pool()
     (a,) = pool.join("a")

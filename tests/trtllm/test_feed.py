@@ -206,6 +206,39 @@ def test_after_dropped_events_no_block_is_claimed_that_is_not_there_and_all_are_
     asyncio.run(scenario())
 
 
+def test_the_index_of_four_ranks_is_the_truth_after_offload_windows_and_losses_together(small_cache: None) -> None:
+    """Fails when a rank's loss touches another rank, or when a loss of small-window events goes unnoticed."""
+
+    async def scenario() -> None:
+        cache = {"event_buffer_max_size": 30, "host_cache_size": 4, "max_attention_window": [8, 48]}
+        with make(max_seq_len=48, tensor_parallel_size=4, enable_attention_dp=True, kv_cache_config=cache) as llm:
+            async with reading(llm, ranks=4) as made:
+                for rank in range(4):
+                    await finish(llm, [1, 2, 3, 4, 5], rank=rank)
+                await made.until_exact(llm)
+                for at, prompt in enumerate(prompts(48)):
+                    where = SchedulingParams(attention_dp_rank=at % 4, attention_dp_relax=False)
+                    # Without a turn of the loop, so that nobody reads.
+                    llm.generate(prompt, SamplingParams(max_tokens=3, end_id=-1), scheduling_params=where)
+
+                def gaps() -> list[float]:
+                    return [made.metric("kv_event_gaps_total", dp_rank=str(rank)) for rank in range(4)]
+
+                await made.until(lambda: all(gaps()))
+                for at in range(120):
+                    await finish(llm, [1000 + at * 20 + each for each in range(9)], 2, rank=at % 4)
+                    if at % 4 == 3:
+                        held = [truth(llm, rank) for rank in range(4)]
+                        await made.until(
+                            lambda: all(made.held[rank][tier] <= held[rank][tier] for rank in range(4) for tier in Tier)  # noqa: B023
+                        )
+                await made.until_exact(llm)
+                assert gaps() == [1, 1, 1, 1]
+                assert all(made.metric("incomplete", dp_rank=str(rank)) == 0 for rank in range(4))
+
+    asyncio.run(scenario())
+
+
 # -- the traps of reading ----------------------------------------------------------------------------------------------
 
 
@@ -287,6 +320,11 @@ def test_a_crash_of_the_serializer_costs_a_rank_its_index_and_nothing_else(
                         refused += 1
                 assert refused
                 await made.until(lambda: made.metric("kv_event_gaps_total", dp_rank="0") > 0)
+                executor_of(llm)._behaviour.null_diff_crash = False
+                executor_of(llm).background_errors.clear()
+                for at in range(20):
+                    await finish(llm, [1000 + at * 20 + each for each in range(9)], 2)
+                await made.until_exact(llm)
                 assert not made.task.done()
 
     asyncio.run(scenario())

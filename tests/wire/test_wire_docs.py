@@ -8,13 +8,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from wire import card, events, feed, hashing, identifiers, ingest, limits, multimodal, requests, selection
+from wire import card, events, feed, hashing, identifiers, ingest, limits, multimodal, requests, selection, tensors
 
 PAGE = (Path(__file__).parents[2] / "docs" / "wire.md").read_text()
 
 STRUCTS = {
     value.__name__: value
-    for module in (card, events, feed, ingest, multimodal, requests, selection)
+    for module in (card, events, feed, ingest, multimodal, requests, selection, tensors)
     for value in vars(module).values()
     if isinstance(value, type) and issubclass(value, msgspec.Struct) and value is not events.Event
 }

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wire import codec, events, feed, ingest, limits, multimodal, requests, selection
+from wire import codec, events, feed, ingest, limits, multimodal, requests, selection, tensors
 from wire.card import MediaSpec, WorkerCard, WorkerLimits
 from wire.codec import Codec
 from wire.errors import DecodeError, LimitError
@@ -88,6 +88,15 @@ from wire.selection import (
     Selected,
     SelectRefused,
     WorkerRank,
+)
+from wire.tensors import (
+    FetchTensor,
+    NixlRegion,
+    ReleaseTensor,
+    TensorChunk,
+    TensorDescriptor,
+    TensorList,
+    TensorUnknown,
 )
 
 GOLDEN_FILE = Path(__file__).with_name("golden_frames.txt")
@@ -179,7 +188,7 @@ GOLDEN: dict[tuple[str, str], Any] = {
             ),
         ),
         stop_token_ids=(2, 128_009),
-        routing=Routing(1, -2, "legal", "tenant-7", 1),
+        routing=Routing(1, -2, "legal", "tenant-7", 1, 64, 8192),
         disaggregated_params=b"\x00\xff",
         multimodal=b"\x01",
         stage=Stage.DECODE,
@@ -250,7 +259,18 @@ GOLDEN: dict[tuple[str, str], Any] = {
     ),
     ("to_pool", "select, smallest"): Select(1, "r-1", "tiny", Stage.WHOLE, 100),
     ("to_pool", "select, every field"): Select(
-        2, "r-2~1", "tiny", Stage.DECODE, U32_MAX, pack_hashes([5, U64_MAX]), (WorkerRank("w1", 3),), 256, -2, 30_000
+        2,
+        "r-2~1",
+        "tiny",
+        Stage.DECODE,
+        U32_MAX,
+        pack_hashes([5, U64_MAX]),
+        (WorkerRank("w1", 3),),
+        256,
+        -2,
+        30_000,
+        pack_hashes([7, U64_MAX]),
+        ("embeddings", "image"),
     ),
     ("to_pool", "probe"): Probe(3, "tiny", Stage.PREFILL, 100, pack_hashes([5])),
     ("to_pool", "renew"): Renew((Reservation("r-1", WorkerRank("w1")), Reservation("r-2", WorkerRank("w2", 1)))),
@@ -274,6 +294,18 @@ GOLDEN: dict[tuple[str, str], Any] = {
         2.0,
     ),
     ("from_pool", "pool status, not ready"): PoolStatus(6, False),
+    ("tensor_list", "a tensor of one image, by both ways"): TensorList(
+        (
+            TensorDescriptor("7-1", "image 0", "float16", (576, 4096), 4_718_592, "tcp://10.0.0.7:41001"),
+            TensorDescriptor(
+                "7-2", "image 1", "float32", (), 4, "tcp://10.0.0.7:41001", NixlRegion("e-7", b"\x00\x01", U64_MAX)
+            ),
+        )
+    ),
+    ("to_tensor_source", "fetch"): FetchTensor("7-1", 4_194_304, 524_288),
+    ("to_tensor_source", "release"): ReleaseTensor("7-1"),
+    ("from_tensor_source", "chunk"): TensorChunk("7-1", 4_194_304, b"\x00\x3c"),
+    ("from_tensor_source", "unknown"): TensorUnknown("7-1"),
     ("multimodal", "an image and embeddings"): MultimodalInput(
         "USER: <image> and <image>?",
         (
@@ -330,7 +362,7 @@ class TestGoldenFrames:
         visit(list(GOLDEN.values()))
         defined = {
             value
-            for module in (events, feed, ingest, multimodal, requests, selection)
+            for module in (events, feed, ingest, multimodal, requests, selection, tensors)
             for value in vars(module).values()
             if isinstance(value, type) and issubclass(value, msgspec.Struct) and value is not events.Event
         }

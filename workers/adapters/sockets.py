@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
+from runtime.planes import name_plane, watch_as_client
 from runtime.zmq_socket import CallbackSocket
 from wire.limits import FRAME_BYTES_MAX
 
@@ -42,6 +43,7 @@ class RequestSocket:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], host: str, port: int) -> None:
         socket = context.socket(zmq.ROUTER)
+        name_plane(socket, "request")
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, REQUEST_HIGH_WATER_MARK)
         socket.setsockopt(zmq.RCVHWM, REQUEST_HIGH_WATER_MARK)
@@ -90,6 +92,7 @@ class EventSocket:
         self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, on_frames: Callable[[list[bytes]], None]
     ) -> None:
         socket = context.socket(zmq.DEALER)
+        watch_as_client(socket, "the consolidator's ingest plane")
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, EVENT_HIGH_WATER_MARK)
         socket.setsockopt(zmq.RCVHWM, EVENT_HIGH_WATER_MARK)

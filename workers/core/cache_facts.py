@@ -18,6 +18,8 @@ CacheEvent = BlocksStored | BlocksRemoved
 
 def stored_chain(parent: int | None, hashes: Sequence[int], tier: Tier) -> list[BlocksStored]:
     """Return the events that say a chain is stored, split where one event would break its limit."""
+    if len(hashes) <= BLOCKS_PER_EVENT_MAX:
+        return [BlocksStored(parent, pack_hashes(hashes), tier)] if hashes else []
     events = []
     for at in range(0, len(hashes), BLOCKS_PER_EVENT_MAX):
         events.append(BlocksStored(parent, pack_hashes(hashes[at : at + BLOCKS_PER_EVENT_MAX]), tier))
@@ -69,7 +71,8 @@ class CacheFacts:
 
     def stored(self, parent: int | None, hashes: Sequence[int], tier: Tier) -> None:
         """Note a chain of new blocks."""
-        self._close()
+        if self._removed or self._moved:
+            self._close()
         self._events += stored_chain(parent, hashes, tier)
 
     def removed(self, hashes: Iterable[int], tier: Tier) -> None:

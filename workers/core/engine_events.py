@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -121,6 +121,19 @@ class _Envelope(msgspec.Struct):
     attention_dp_rank: int | None = None
 
 
+PACKERS_MAX = 4096
+"""Block sizes for which a packer is kept; there are as many as partial blocks have lengths."""
+_pack_u32: dict[int, Callable[..., bytes]] = {}
+
+
+def _packer(count: int) -> Callable[..., bytes]:
+    """Return what packs so many u32; making the format costs a quarter of packing a block."""
+    pack = struct.Struct(f"<{count}I").pack
+    if len(_pack_u32) < PACKERS_MAX:
+        _pack_u32[count] = pack
+    return pack
+
+
 _token_id = operator.itemgetter("token_id")
 _token_extra_id = operator.itemgetter("token_extra_id")
 
@@ -132,8 +145,11 @@ def parse_event(event: Mapping[str, Any]) -> AnyEngineEvent:
     """
     try:
         data = event["data"]
-        if data["type"] == "stored":
+        kind = data["type"]
+        if kind == "stored":
             return _parse_stored(event, data)
+        if kind == "removed":
+            return _parse_removed(event, data)
     except (KeyError, TypeError, AttributeError, ValueError, struct.error, OverflowError):
         pass  # optional fields are absent, or something is wrong: the checked way finds out
     return _parse_checked(event)
@@ -142,23 +158,33 @@ def parse_event(event: Mapping[str, Any]) -> AnyEngineEvent:
 def _parse_stored(event: Mapping[str, Any], data: Mapping[str, Any]) -> Stored:
     """Read a ``stored`` event, nearly all of the traffic, without an object per token.
 
-    Whatever is not as usual raises some error, so that the checked way decides.
+    Whatever is not as usual raises some error, so that the checked way decides. Of a token only what is packed is
+    checked: that it fits into u32.
     """
+    if type(data["blocks"]) is not list:
+        raise ValueError
     blocks = []
+    pack = _pack_u32
     for block in data["blocks"]:
         tokens = block["tokens"]
+        count = len(tokens)
         block_hash = block["block_hash"]
         cache_level = block["cache_level"]
         priority = block["priority"]
-        if not (type(block_hash) is type(cache_level) is type(priority) is int):
+        mm_keys = block.get("mm_keys")
+        if (
+            not (type(block_hash) is type(cache_level) is type(priority) is int)
+            or type(tokens) is not list
+            or (mm_keys is not None and type(mm_keys) is not list)
+        ):
             raise ValueError
         blocks.append(
             StoredBlock(
                 block_hash,
-                struct.pack(f"<{len(tokens)}I", *map(_token_id, tokens)),
+                (pack.get(count) or _packer(count))(*map(_token_id, tokens)),
                 cache_level,
                 priority,
-                bool(block.get("mm_keys")) or any(map(_token_extra_id, tokens)),
+                bool(mm_keys) or any(map(_token_extra_id, tokens)),
             )
         )
     event_id = event["event_id"]
@@ -178,6 +204,22 @@ def _parse_stored(event: Mapping[str, Any], data: Mapping[str, Any]) -> Stored:
         parent_hash=parent_hash,
         blocks=tuple(blocks),
     )
+
+
+def _parse_removed(event: Mapping[str, Any], data: Mapping[str, Any]) -> Removed:
+    """Read a ``removed`` event, the rest of the traffic; as above."""
+    event_id = event["event_id"]
+    window_size = event["window_size"]
+    rank = event.get("attention_dp_rank")
+    if type(data["block_hashes"]) is not list:
+        raise ValueError
+    block_hashes = tuple(data["block_hashes"])
+    if not (type(event_id) is type(window_size) is int) or (rank is not None and type(rank) is not int):
+        raise ValueError
+    for block_hash in block_hashes:
+        if type(block_hash) is not int:
+            raise ValueError
+    return Removed(event_id=event_id, window_size=window_size, attention_dp_rank=rank, block_hashes=block_hashes)
 
 
 def _parse_checked(event: Mapping[str, Any]) -> AnyEngineEvent:

@@ -19,8 +19,9 @@ Rules:
    storing a child on it (the child's request holds the whole prefix, so its ancestors are there too, on the device).
    ``removed`` disproves it. A block that was stored in the hole has no name; it and what hangs off it stay unclaimed
    until the engine evicts and stores them again. So after a loss claims may be missing, but none is wrong.
-6. A rank is complete again when as many blocks have been removed since the loss as the cache has room for, and no
-   block with an unknown parent is left. Blocks that still are unknown then are ones that nothing was ever built on.
+6. A rank counts as complete again when as many whole blocks have been removed since the loss as the cache has room
+   for, and no block with an unknown parent is left. That is no proof: a block from before that has been in use ever
+   since, and on which nothing was built, is still missing.
 7. Two engine blocks can have one sequence hash (for instance when two tenants' prompts are named alike): it is stored
    when the first comes to a tier and removed when the last leaves.
 """
@@ -211,6 +212,8 @@ class EventTranslator:
                     continue
                 self._windows_known = True
             if isinstance(event, Stored):
+                if len(event.blocks) == 1 and not self._incomplete and self._store_one(event):
+                    continue
                 self._store(event)
             elif isinstance(event, Removed):
                 self._remove(event)
@@ -280,6 +283,25 @@ class EventTranslator:
         for present in self._present.values():
             present.clear()
         self._facts = CacheFacts()
+
+    def _store_one(self, event: Stored) -> bool:
+        """Do what ``_store`` does for the usual event, a new whole block on a known parent; say whether it was one."""
+        (block,) = event.blocks
+        above = event.parent_hash
+        engine_hash = block.block_hash
+        if above is None or len(block.tokens) != self._stride or block.multimodal or engine_hash in self._blocks:
+            return False
+        known = self._blocks.get(above)
+        if known is None or engine_hash in self._swallowed or self._remembered:
+            return False
+        parent = known.sequence_hash
+        seed = known.seed
+        (sequence_hash,) = sequence_hashes(block_hashes(block.tokens, self._block_size, seed), parent)
+        tier = _tier(block.cache_level)
+        entry = self._blocks[engine_hash] = _Block(sequence_hash, parent, above, seed, tier)
+        if self._arrive(entry):
+            self._facts.stored(parent, (sequence_hash,), tier)
+        return True
 
     def _store(self, event: Stored) -> None:
         blocks = event.blocks
@@ -405,15 +427,15 @@ class EventTranslator:
             self._facts.stored(parent, run, tier)
 
     def _remove(self, event: Removed) -> None:
-        if self._incomplete:
-            self._removed_since_loss += len(event.block_hashes)
+        self._removed_since_loss += len(event.block_hashes)
         for engine_hash in event.block_hashes:
             block = self._blocks.pop(engine_hash, None)
             if block is not None:
                 if self._depart(block):
                     self._facts.removed((block.sequence_hash,), block.tier)
                 continue
-            self._swallowed.pop(engine_hash, None)
+            if self._swallowed.pop(engine_hash, None) is not None:
+                self._removed_since_loss -= 1
             self._orphans.discard(engine_hash)
             self._remembered.pop(engine_hash, None)
 
@@ -463,4 +485,6 @@ class EventTranslator:
 
 
 def _tier(cache_level: int) -> Tier:
+    if not cache_level:
+        return Tier.DEVICE
     return TIER_OF_LEVEL[min(max(cache_level, 0), len(TIER_OF_LEVEL) - 1)]

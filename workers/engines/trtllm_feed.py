@@ -8,8 +8,8 @@ Rules:
    is there is told by ``asyncio.QueueEmpty``, sometimes by ``TimeoutError`` or ``IndexError`` (a late notification).
 3. Before the first request reading events is an ``AssertionError``: what happens until then waits in the engine's
    buffer.
-4. One turn reads at most ``events_per_turn`` events and gives the loop its turn. What was read is translated and handed
-   over before anything else happens, so that ``restate`` says exactly what ``on_cache`` has said.
+4. One turn reads at most ``events_per_turn`` events and lets go of the interpreter. What was read is translated and
+   handed over before anything else happens, so that ``restate`` says exactly what ``on_cache`` has said.
 5. Between turns the feed pauses: shortly while things happen, longer and longer while nothing does. ``wake`` ends a
    long pause.
 6. A reader that fails is tried again, for ever, and never ends ``run``. When events could not be read for
@@ -86,10 +86,13 @@ class FeedLimits:
     """An engine that said nothing for so long is idle."""
     idle_pause_max_ms: float = 200.0
     """Between two turns of an idle engine: its last events come late, and there is no other sign of them."""
-    events_per_turn: int = 512
-    """Then the loop has its turn: about 5 ms of work. The rest is read at once afterwards."""
-    blocks_per_turn: int = 2048
+    events_per_turn: int = 256
+    """Then others have their turn: below 2 ms of work. The rest is read after ``turn_gap_ms``."""
+    blocks_per_turn: int = 1024
     """The same for events with many blocks (an event of a long prompt has thousands)."""
+    turn_gap_ms: float = 1.0
+    """Between two turns when there is more to read: threads of the engine that wait for the interpreter get it, which a
+    turn of the loop alone does not see to. 256 events per turn then are about 100,000 a second."""
     statistics_per_turn: int = 256
     """Iterations whose statistics are read in one turn; the engine keeps 1000."""
     failing_clears_ms: float = 5000.0
@@ -214,7 +217,7 @@ class TrtllmFeed:
             events, more_events = await self._read_events(on_cache)
             statistics, more_statistics = await self._read_statistics(on_load)
             if more_events or more_statistics:
-                await asyncio.sleep(0)
+                await asyncio.sleep(limits.turn_gap_ms / 1e3)
                 continue
             now_ms = self._clock.monotonic_ms()
             if events or statistics:

@@ -9,8 +9,10 @@ from router.consolidator.core.pool_state import PoolState
 from router.consolidator.journal import snapshot_file
 from router.consolidator.journal.as_of import load_snapshot, snapshot_offsets
 from router.consolidator.journal.errors import JournalCorrupt
-from router.consolidator.journal.framing import FILE_HEADER, SEGMENT_MAGIC, scan
+from router.consolidator.journal.framing import FILE_HEADER, scan
 from router.consolidator.journal.stored_records import (
+    RECORDS,
+    SegmentKind,
     TornTail,
     created_ms_of,
     offset_of,
@@ -74,14 +76,14 @@ class Verified:
     torn: TornTail | None = None
 
 
-def survey(disk: Disk, magic: bytes = SEGMENT_MAGIC) -> Survey:
+def survey(disk: Disk, kind: SegmentKind = RECORDS) -> Survey:
     """Return the files of a journal; a damaged one is listed with what is wrong, not raised."""
     found = Survey()
     for name in segment_names(disk):
         data = disk.read(name, 0, disk.size(name))
         first = offset_of(name)
         try:
-            created_ms = created_ms_of(name, data, magic)
+            created_ms = created_ms_of(name, data, kind)
         except JournalCorrupt as error:
             found.segments.append(SegmentFacts(name, first, first, len(data), 0, error.detail))
             continue

@@ -42,6 +42,35 @@ _EVENT_FIELDS: dict[str, int] = {kind.__name__: len(kind.__struct_fields__) + 1 
 
 
 @dataclass(frozen=True, slots=True)
+class SegmentKind:
+    """What a directory's segments hold."""
+
+    magic: bytes
+    contiguous: bool
+    """Whether a hole between two segments is damage."""
+    remedy: str
+    """What to do about damage; ``{offset}`` is the first entry that cannot be trusted."""
+
+
+RECORDS = SegmentKind(
+    SEGMENT_MAGIC,
+    True,
+    "records before {offset} are sound; restore the file from a copy, or move it and everything later out of the "
+    "directory to go on from there (workers restate what is then missing)",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPayload:
+    """One entry and where it lies."""
+
+    file: str
+    position: int
+    number: int
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Understood:
     """What this version makes of one payload."""
 
@@ -150,14 +179,14 @@ def is_all_zeros(disk: Disk, name: str) -> bool:
     return not any(disk.read(name, 0, FILE_HEADER.size)) and not any(disk.read(name, 0, disk.size(name)))
 
 
-def created_ms_of(name: str, data: bytes, magic: bytes = SEGMENT_MAGIC) -> int:
+def created_ms_of(name: str, data: bytes, kind: SegmentKind = RECORDS) -> int:
     """Check a segment's header and return when it was created, Unix milliseconds."""
     first = offset_of(name)
     if len(data) < FILE_HEADER.size:
-        raise corrupt(name, 0, first, f"{len(data)} bytes, a header has {FILE_HEADER.size}")
+        raise corrupt(name, 0, first, f"{len(data)} bytes, a header has {FILE_HEADER.size}", kind)
     found, version, check, offset, created_ms = FILE_HEADER.unpack_from(data)
-    if found != magic or check != header_check(found, version, offset, created_ms) or offset != first:
-        raise corrupt(name, 0, first, f"the header says {found!r}, first record {offset}")
+    if found != kind.magic or check != header_check(found, version, offset, created_ms) or offset != first:
+        raise corrupt(name, 0, first, f"the header says {found!r}, first record {offset}", kind)
     if version != VERSION:
         raise JournalCorrupt(
             name,
@@ -169,38 +198,30 @@ def created_ms_of(name: str, data: bytes, magic: bytes = SEGMENT_MAGIC) -> int:
     return int(created_ms)
 
 
-def corrupt(name: str, position: int, offset: int, detail: str) -> JournalCorrupt:
+def corrupt(name: str, position: int, offset: int, detail: str, kind: SegmentKind = RECORDS) -> JournalCorrupt:
     """Return the error for damage in a segment."""
-    return JournalCorrupt(
-        name,
-        position,
-        offset,
-        detail,
-        f"records before {offset} are sound; restore the file from a copy, or move it and everything later out of the "
-        "directory to go on from there (workers restate what is then missing)",
-    )
+    return JournalCorrupt(name, position, offset, detail, kind.remedy.format(offset=offset))
 
 
-def stored_records(
+def stored_payloads(
     disk: Disk,
+    kind: SegmentKind,
     from_offset: int = 0,
     torn: list[TornTail] | None = None,
-    count_fields: bool = False,
     to_offset: int | None = None,
-) -> Iterator[StoredRecord]:
-    """Yield the records from ``from_offset`` on, in order; raise ``JournalCorrupt`` at damage, after all before it.
+) -> Iterator[StoredPayload]:
+    """Yield the payloads from ``from_offset`` on, in order; raise ``JournalCorrupt`` at damage, after all before it.
 
-    A torn tail ends the records quietly and is put into ``torn``. With ``count_fields`` trailing fields are counted.
-    Nothing at or behind ``to_offset`` is looked at, so damage there hurts nobody.
+    A torn tail ends them quietly and is put into ``torn``. Nothing at or behind ``to_offset`` is looked at, so damage
+    there hurts nobody.
     """
-    read = understand_all if count_fields else understand
     names = segment_names(disk)
     expected: int | None = None
     for at, name in enumerate(names):
         last = at == len(names) - 1
         first = offset_of(name)
-        if expected is not None and first != expected:
-            raise corrupt(name, 0, expected, f"records {expected} to {first - 1} are missing")
+        if expected is not None and (first < expected or (first > expected and kind.contiguous)):
+            raise corrupt(name, 0, expected, f"records {expected} to {first - 1} are missing", kind)
         if not last and offset_of(names[at + 1]) <= from_offset:
             expected = offset_of(names[at + 1])
             continue
@@ -216,27 +237,40 @@ def stored_records(
             if torn is not None:
                 torn.append(TornTail(name, 0, first, f"{size} bytes, all of them zero"))
             return
-        created_ms_of(name, data)
+        created_ms_of(name, data, kind)
         positions, end, damage = scan(data, FILE_HEADER.size, first)
         for number, position in enumerate(positions, first):
             if number < from_offset:
                 continue
             if to_offset is not None and number >= to_offset:
                 return
-            payload = payload_at(data, position)
-            try:
-                understood = read(payload, number)
-            except DecodeError as error:
-                raise corrupt(name, position, number, f"the record does not decode ({error})") from None
-            yield StoredRecord(name, position, len(payload), understood)
+            yield StoredPayload(name, position, number, payload_at(data, position))
         if damage is not None:
             if to_offset is not None and damage.number >= to_offset:
                 return
             if not last or damage.fault is not Fault.TORN:
-                raise corrupt(name, damage.position, damage.number, damage.detail)
+                raise corrupt(name, damage.position, damage.number, damage.detail, kind)
             if torn is not None:
                 torn.append(_torn_tail(name, end, damage))
         expected = first + len(positions)
+
+
+def stored_records(
+    disk: Disk,
+    from_offset: int = 0,
+    torn: list[TornTail] | None = None,
+    count_fields: bool = False,
+    to_offset: int | None = None,
+) -> Iterator[StoredRecord]:
+    """Yield the records that ``stored_payloads`` finds. With ``count_fields`` trailing fields are counted."""
+    read = understand_all if count_fields else understand
+    for stored in stored_payloads(disk, RECORDS, from_offset, torn, to_offset):
+        try:
+            understood = read(stored.payload, stored.number)
+        except DecodeError as error:
+            detail = f"the record does not decode ({error})"
+            raise corrupt(stored.file, stored.position, stored.number, detail) from None
+        yield StoredRecord(stored.file, stored.position, len(stored.payload), understood)
 
 
 def _torn_tail(name: str, end: int, damage: Damage) -> TornTail:

@@ -1,0 +1,179 @@
+"""A mock worker on the real planes: as cheap as a mock HTTP server, so that the router before it saturates.
+
+    python -m benchmarks.http_worker CONSOLIDATOR_ENDPOINT WORKER_ID BLOCK_SIZE
+
+The worker service, its request plane and its event stream are the real ones; the engine computes nothing: each step
+gives every request one token, as fast as steps can follow each other, and its events are those of a real engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import uvloop
+import zmq
+from prometheus_client import CollectorRegistry
+
+from runtime.clock import SystemClock
+from wire.card import WorkerCard, WorkerLimits
+from wire.events import (
+    AnyEvent,
+    BlocksRemoved,
+    BlocksStored,
+    LoadReported,
+    PrefillCompleted,
+    RequestFinished,
+    RequestProgressed,
+    RequestStarted,
+)
+from wire.hashing import block_hashes, hash_seed, pack_hashes, sequence_hashes
+from wire.identifiers import Role
+from wire.requests import Generate, TokenDelta
+from workers.adapters.sockets import RequestSocket
+from workers.core.push_stream import PushStream, PushTiming
+from workers.engines.engine import EngineReport
+from workers.metrics import WorkerMetrics
+from workers.publisher import EventPublisher
+from workers.service import ServiceLimits, WorkerService
+
+TOTAL_BLOCKS = 65_536
+TOKEN_IDS = [(1000 + at).to_bytes(4, "little") for at in range(4096)]
+
+
+@dataclass(slots=True)
+class _Running:
+    request: Generate
+    blocks: int
+    produced: int = 0
+
+
+class MockEngine:
+    """``workers.engines.engine.Engine`` that computes nothing."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._waiting: list[Generate] = []
+        self._running: dict[str, _Running] = {}
+        self._cancelled: list[str] = []
+        self._cache: OrderedDict[int, None] = OrderedDict()
+        self._wake = asyncio.Event()
+
+    def submit(self, request: Generate) -> None:
+        """Take a request."""
+        self._waiting.append(request)
+        self._wake.set()
+
+    def cancel(self, request_id: str) -> None:
+        """Stop a request at the next step."""
+        self._cancelled.append(request_id)
+        self._wake.set()
+
+    def load(self) -> LoadReported:
+        """Return the statistics now."""
+        return LoadReported(len(self._running), len(self._waiting), 0, 0, len(self._cache), TOTAL_BLOCKS)
+
+    def resident_blocks(self) -> list[BlocksStored]:
+        """Return nothing: nobody compares this engine's cache with an index."""
+        return []
+
+    def restate(self) -> list[BlocksStored]:
+        """Return nothing."""
+        return []
+
+    async def run(self, deliver: Callable[[EngineReport], None]) -> None:
+        """Step as long as there is something to do."""
+        while True:
+            if not self._waiting and not self._running:
+                self._wake.clear()
+                await self._wake.wait()
+            deliver(self._step())
+            await asyncio.sleep(0)
+
+    def _step(self) -> EngineReport:
+        deltas: list[TokenDelta] = []
+        events: list[AnyEvent] = []
+        for request_id in self._cancelled:
+            if self._running.pop(request_id, None) is not None:
+                deltas.append(TokenDelta(request_id, 0, b"", "cancelled"))
+                events.append(RequestFinished(request_id, "cancelled"))
+        self._cancelled.clear()
+        waiting, self._waiting = self._waiting, []
+        for request in waiting:
+            self._admit(request, events)
+            deltas.append(self._token(self._running[request.request_id], events, cached=0))
+        started = {request.request_id for request in waiting}
+        for request_id, running in list(self._running.items()):
+            if request_id not in started:
+                deltas.append(self._token(running, events))
+        return EngineReport(deltas, events, self.load())
+
+    def _admit(self, request: Generate, events: list[AnyEvent]) -> None:
+        routing = request.routing
+        seed = hash_seed(routing.lora_name, routing.cache_salt)
+        path = sequence_hashes(block_hashes(request.token_ids, self._block_size, seed))
+        cache = self._cache
+        known = 0
+        while known < len(path) and path[known] in cache:
+            cache.move_to_end(path[known])
+            known += 1
+        isl = len(request.token_ids) // 4
+        blocks = -(-isl // self._block_size)
+        events.append(RequestStarted(request.request_id, isl, known * self._block_size, blocks))
+        if known < len(path):
+            events.append(BlocksStored(path[known - 1] if known else None, pack_hashes(path[known:])))
+            cache.update(dict.fromkeys(path[known:]))
+            if len(cache) > TOTAL_BLOCKS:
+                events.append(
+                    BlocksRemoved(pack_hashes([cache.popitem(last=False)[0] for _ in range(len(cache) - TOTAL_BLOCKS)]))
+                )
+        events.append(PrefillCompleted(request.request_id))
+        self._running[request.request_id] = _Running(request, blocks)
+
+    def _token(self, running: _Running, events: list[AnyEvent], cached: int | None = None) -> TokenDelta:
+        request = running.request
+        position = running.produced
+        running.produced += 1
+        reason = None
+        if running.produced >= request.sampling.max_tokens:
+            reason = "length"
+            del self._running[request.request_id]
+            events.append(RequestFinished(request.request_id, reason))
+        elif running.produced % self._block_size == 0:
+            running.blocks += 1
+            events.append(RequestProgressed(request.request_id, running.blocks))
+        return TokenDelta(request.request_id, position, TOKEN_IDS[position & 4095], reason, cached)
+
+
+async def serve(consolidator: str, worker_id: str, block_size: int) -> None:
+    """Run until SIGTERM."""
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    clock = SystemClock()
+    metrics = WorkerMetrics(CollectorRegistry())
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    requests = RequestSocket(context, "127.0.0.1", 0)
+    limits = WorkerLimits(
+        max_batch_size=256, max_num_tokens=8192, total_kv_blocks=TOTAL_BLOCKS, max_sequence_length=131_072
+    )
+    card = WorkerCard("bench", Role.AGGREGATED, block_size, limits, f"tcp://127.0.0.1:{requests.port}")
+    epoch = time.time_ns()
+    service = WorkerService(worker_id, epoch, card, MockEngine(block_size), requests, ServiceLimits(), clock, metrics)
+    stream = PushStream(worker_id, 0, epoch, card, PushTiming(), 64 * 1024 * 1024)
+    publisher = EventPublisher(context, consolidator, stream, service.restate, clock, metrics, 1000.0)
+    try:
+        await service.run(publisher, stop)
+    finally:
+        requests.close(False)
+        publisher.close(False)
+        context.destroy(linger=0)
+
+
+if __name__ == "__main__":
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(sys.argv[1], sys.argv[2], int(sys.argv[3])))

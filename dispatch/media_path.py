@@ -1,0 +1,35 @@
+"""The sequence hashes of a request's prompt, media included: what routers compare with what workers hold."""
+
+from __future__ import annotations
+
+from dispatch.prompt_paths import PromptPaths
+from frontend.ports import InferenceRequest
+from wire.hashing import TOKEN_BYTES, block_hashes, hash_seed, sequence_hashes
+from wire.multimodal import known_tokens, media_hash_u64, media_hashes_of_blocks
+
+
+def prompt_path(request: InferenceRequest, block_size: int, paths: PromptPaths) -> list[int]:
+    """Return the sequence hashes of the prompt's whole blocks of ``block_size`` tokens.
+
+    ``paths`` remembers those of text. With media they end where the engine's own tokens are not known: at the first
+    medium of unknown length.
+    """
+    seed = hash_seed(request.lora_name, request.cache_salt)
+    media = request.multimodal
+    if media is None:
+        return paths.path(request.token_ids, block_size, seed)
+    known = known_tokens(media.items, len(request.token_ids) // TOKEN_BYTES)
+    touched = media_hashes_of_blocks(media.items, block_size)
+    return sequence_hashes(block_hashes(request.token_ids[: TOKEN_BYTES * known], block_size, seed, touched))
+
+
+def media_hashes(request: InferenceRequest) -> tuple[int, ...]:
+    """Return the u64 hashes of a request's media, in order."""
+    media = request.multimodal
+    return () if media is None else tuple(media_hash_u64(item.media_hash) for item in media.items)
+
+
+def media_kinds(request: InferenceRequest) -> tuple[str, ...]:
+    """Return the kinds of a request's media, sorted."""
+    media = request.multimodal
+    return () if media is None else tuple(sorted({item.kind.value for item in media.items}))

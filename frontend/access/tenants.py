@@ -1,0 +1,250 @@
+"""The tenants of a router process: whose key it is, what they may ask, what they have used.
+
+Rules
+    1. A request is judged in this order: key (401), path (403), requests in flight and request rate (429), then model
+       and features (403), then token rate (429). The first refusal ends it; what it took before is given back, except
+       its place in the request rate.
+    2. Prompt tokens are taken when a request is admitted, each prompt once; output tokens when the answer ends. A
+       request that never reached a worker gets its prompt tokens back.
+    3. A new document replaces keys and limits at once. What tenants have in flight and have used goes on counting; a
+       tenant that is gone is forgotten when its last request ends. Requests under way keep the rules they began with.
+    4. Limits hold for one process. Several routers of a pool each allow the whole of them.
+
+Nothing here waits or knows of HTTP; times are arguments.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import hmac
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from frontend.access.cache_salt import cache_salt
+from frontend.access.key_file import FEATURES, HASH_PREFIX, Key, KeyDocument, Tenant
+from frontend.access.token_bucket import TokenBucket
+from frontend.ports import InferenceRequest, Refused
+
+INDEX_BYTES = 8
+"""Leading bytes of a key's hash by which it is looked up. Equal ones are told apart by comparing the whole."""
+
+CONCURRENCY_RETRY_S = 1.0
+"""Nobody knows when one of a tenant's own requests ends; a second is a polite time to ask again."""
+
+
+class KnownKey(NamedTuple):
+    """A key and whose it is."""
+
+    digest: bytes
+    key: Key
+    tenant: str
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Account:
+    """What one tenant may do and has used."""
+
+    name: str
+    tenant: Tenant
+    secret: bytes
+    in_flight: int = 0
+    requests: TokenBucket | None = None
+    tokens: TokenBucket | None = None
+
+    def use(self, tenant: Tenant, secret: bytes, now_ms: float) -> None:
+        """Go by new rules from now on."""
+        self.tenant = tenant
+        self.secret = secret
+        self.requests = _bucket(self.requests, tenant.requests_per_minute, now_ms)
+        self.tokens = _bucket(self.tokens, tenant.tokens_per_minute, now_ms)
+
+
+def _bucket(bucket: TokenBucket | None, per_minute: int | None, now_ms: float) -> TokenBucket | None:
+    if per_minute is None:
+        return None
+    if bucket is None:
+        return TokenBucket(per_minute, now_ms)
+    bucket.resize(per_minute, now_ms)
+    return bucket
+
+
+class Tenants:
+    """All accounts, and the keys that lead to them."""
+
+    def __init__(self, document: KeyDocument, now_ms: float) -> None:
+        self._accounts: dict[str, Account] = {}
+        self._keys: dict[bytes, list[KnownKey]] = {}
+        self.use(document, now_ms)
+
+    @property
+    def accounts(self) -> dict[str, Account]:
+        """The accounts by tenant, in the order of the file."""
+        return self._accounts
+
+    def use(self, document: KeyDocument, now_ms: float) -> None:
+        """Go by a new document from now on."""
+        secret = bytes.fromhex(document.salt_secret)
+        accounts: dict[str, Account] = {}
+        keys: dict[bytes, list[KnownKey]] = {}
+        for name, tenant in document.tenants.items():
+            account = self._accounts.get(name) or Account(name, tenant, secret)
+            account.use(tenant, secret, now_ms)
+            accounts[name] = account
+            for key in tenant.keys:
+                digest = bytes.fromhex(key.hash.removeprefix(HASH_PREFIX))
+                keys.setdefault(digest[:INDEX_BYTES], []).append(KnownKey(digest, key, name))
+        self._accounts, self._keys = accounts, keys
+
+    def authenticate(self, key: bytes | None, wall_ms: float) -> Account:
+        """Return the account that a key leads to; raises ``Refused`` (401)."""
+        if not key:
+            raise Refused(
+                401,
+                "missing_api_key",
+                "no API key was sent; send one as 'authorization: Bearer KEY' or 'x-api-key: KEY'",
+            )
+        digest = hashlib.sha256(key).digest()
+        # The lookup is by a hash that nobody can steer; the whole is compared in constant time.
+        for known in self._keys.get(digest[:INDEX_BYTES], ()):
+            if hmac.compare_digest(known.digest, digest):
+                if known.key.expires is not None and known.key.expires.timestamp() * 1000 <= wall_ms:
+                    raise Refused(
+                        401, "expired_api_key", f"API key {known.key.id} expired at {known.key.expires.isoformat()}"
+                    )
+                return self._accounts[known.tenant]
+        raise Refused(401, "invalid_api_key", "the API key is not known here")
+
+
+class Caller:
+    """One HTTP request of a tenant, from the check of its key to its end."""
+
+    __slots__ = ("_output_tokens", "_prompt_tokens", "_rules", "_secret", "account")
+
+    def __init__(self, account: Account) -> None:
+        self.account = account
+        self._rules = account.tenant
+        self._secret = account.secret
+        self._prompt_tokens = 0
+        self._output_tokens = 0
+
+    @property
+    def tenant(self) -> str:
+        """Return the tenant's name."""
+        return self.account.name
+
+    @property
+    def is_operator(self) -> bool:
+        """Return whether the tenant may see and change the router."""
+        return self._rules.operator
+
+    def begin(self, now_ms: float) -> None:
+        """Count a request in; raises ``Refused`` (429), and then nothing was counted. ``end`` must follow."""
+        account = self.account
+        limit = self._rules.concurrent_requests
+        if limit is not None and account.in_flight >= limit:
+            raise Refused(
+                429,
+                "concurrency_limited",
+                f"tenant {account.name} has {account.in_flight} requests in flight, allowed are {limit}",
+                CONCURRENCY_RETRY_S,
+            )
+        if account.requests is not None:
+            wait_s = account.requests.wait_s(1, now_ms)
+            if wait_s > 0:
+                raise Refused(
+                    429,
+                    "rate_limited",
+                    f"tenant {account.name} may send {self._rules.requests_per_minute} requests a minute; "
+                    f"the next one is due in {wait_s:.1f} s",
+                    wait_s,
+                )
+            account.requests.charge(1, now_ms)
+        account.in_flight += 1
+
+    def end(self, now_ms: float) -> None:
+        """Count a request out, and charge its output."""
+        account = self.account
+        account.in_flight -= 1
+        if account.tokens is not None and self._output_tokens:
+            account.tokens.charge(self._output_tokens, now_ms)
+
+    def may_use(self, model: str) -> bool:
+        """Return whether the tenant may ask for a model."""
+        return self._rules.models is None or model in self._rules.models
+
+    def check_model(self, model: str) -> None:
+        """Raise ``Refused`` (403) for a model that the tenant may not ask for."""
+        if not self.may_use(model):
+            raise Refused(403, "model_not_allowed", f"tenant {self.tenant} may not use model {model!r}", param="model")
+
+    def admit(self, requests: Sequence[InferenceRequest], prompt_tokens: int, now_ms: float) -> list[InferenceRequest]:
+        """Return the sequences of a request as the tenant's: its salt, its share, its priority at most.
+
+        Takes ``prompt_tokens`` from the token rate. Raises ``Refused`` (403, 429).
+        """
+        rules = self._rules
+        if rules.features is not None:
+            for feature in _features(requests[0]):
+                if feature not in rules.features:
+                    raise Refused(403, "feature_not_allowed", f"tenant {self.tenant} may not use {feature}")
+        bucket = self.account.tokens
+        if bucket is not None:
+            wait_s = bucket.wait_s(prompt_tokens, now_ms)
+            if wait_s > 0:
+                raise Refused(
+                    429,
+                    "rate_limited",
+                    f"tenant {self.tenant} may use {rules.tokens_per_minute} tokens a minute; "
+                    f"this prompt of {prompt_tokens} is due in {wait_s:.1f} s",
+                    wait_s,
+                )
+            bucket.charge(prompt_tokens, now_ms)
+        self._prompt_tokens = prompt_tokens
+        salt = cache_salt(self._secret, self.tenant, requests[0].cache_salt)
+        return [
+            dataclasses.replace(
+                request,
+                cache_salt=salt,
+                tenant=self.tenant,
+                tenant_weight=rules.weight,
+                priority=min(request.priority, rules.priority_max),
+            )
+            for request in requests
+        ]
+
+    def not_dispatched(self, now_ms: float) -> None:
+        """Give the prompt tokens back: no worker saw them."""
+        if self.account.tokens is not None and self._prompt_tokens:
+            self.account.tokens.charge(-self._prompt_tokens, now_ms)
+        self._prompt_tokens = 0
+
+    def generated(self, output_tokens: int) -> None:
+        """Note output tokens; they are charged at the end."""
+        self._output_tokens += output_tokens
+
+    @property
+    def used(self) -> tuple[int, int]:
+        """Return the prompt and output tokens of the request."""
+        return self._prompt_tokens, self._output_tokens
+
+
+def _features(request: InferenceRequest) -> list[str]:
+    """Return those of ``FEATURES`` that a request uses."""
+    sampling = request.sampling
+    guides = (
+        sampling.guided_json,
+        sampling.guided_regex,
+        sampling.guided_grammar,
+        sampling.guided_choice,
+        sampling.structural_tag,
+    )
+    uses = {
+        "guided_decoding": any(guide is not None for guide in guides),
+        "logits_processors": bool(sampling.logits_processors),
+        "logprobs": sampling.logprobs is not None,
+        # The field comes with media support; a front end without it has nothing to refuse.
+        "media": getattr(request, "multimodal", None) is not None,
+        "prompt_logprobs": sampling.prompt_logprobs is not None,
+    }
+    return [feature for feature in FEATURES if uses[feature]]

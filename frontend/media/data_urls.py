@@ -1,0 +1,38 @@
+"""``data:`` URLs (RFC 2397), base64 only, as every OpenAI client writes them."""
+
+from __future__ import annotations
+
+import binascii
+
+from frontend.media.refusals import MediaRefused
+
+HEAD_CHARS_MAX = 256
+"""Media type and parameters before the comma."""
+
+
+def decode_data_url(url: str, bytes_max: int) -> bytes:
+    """Return the bytes of a data URL (at most ``bytes_max``), whatever type it claims; raises ``MediaRefused``."""
+    comma = url.find(",", 0, HEAD_CHARS_MAX)
+    if comma < 0:
+        raise MediaRefused(
+            "media_encoding_invalid",
+            f"the data URL has no comma in its first {HEAD_CHARS_MAX} characters: "
+            "allowed is data:image/png;base64,<base64>",
+        )
+    head = url[5:comma].lower().split(";")
+    if head[-1].strip() != "base64":
+        raise MediaRefused(
+            "media_encoding_invalid", f"the data URL is not base64 ({head[-1][:40]!r}): allowed is data:...;base64,..."
+        )
+    # Four characters are three bytes: too much is refused before it is decoded.
+    size = (len(url) - comma - 1) // 4 * 3
+    if size > bytes_max + 2:
+        raise MediaRefused("media_too_large", f"the data URL holds {size} bytes, allowed are at most {bytes_max}")
+    try:
+        data = binascii.a2b_base64(url[comma + 1 :].encode("ascii"), strict_mode=True)
+    except (binascii.Error, UnicodeEncodeError) as error:
+        reason = "it has characters that are not base64" if isinstance(error, UnicodeEncodeError) else str(error)
+        raise MediaRefused("media_encoding_invalid", f"the data URL is not valid base64: {reason}") from None
+    if len(data) > bytes_max:
+        raise MediaRefused("media_too_large", f"the data URL holds {len(data)} bytes, allowed are at most {bytes_max}")
+    return data

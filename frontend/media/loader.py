@@ -1,0 +1,175 @@
+"""Brings in the media that a request names: all of them or none, each refused with its place in the body.
+
+The media of one request are loaded side by side; the first refusal ends the others. Fetching is asynchronous; decoding
+base64, reading files, hashing and looking at what came happens in threads of this loader, so that 50 MB hold nobody up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from frontend.errors import RequestError
+from frontend.media.addresses import AddressPolicy
+from frontend.media.data_urls import decode_data_url
+from frontend.media.embeddings import check_embeddings
+from frontend.media.fetcher import MediaFetcher, Resolver, resolve
+from frontend.media.image_checks import check_image
+from frontend.media.local_files import LocalFiles
+from frontend.media.media_cache import MediaCache, Medium
+from frontend.media.memory_budget import MediaBudget, MediaLease
+from frontend.media.metrics import MediaMetrics
+from frontend.media.references import MediaReference, shown
+from frontend.media.refusals import MediaRefused
+from frontend.media.settings import MEGABYTE, MediaSettings
+from runtime.clock import Clock
+from wire.multimodal import MediaItem, MediaKind, digest_media
+
+THREADS = 2
+"""Hashing runs at gigabytes per second; two threads keep one large file from holding up the small ones."""
+
+RETRY_AFTER_S = 1
+
+
+class MediaLoader:
+    """Loads media; ``close`` ends its connections and threads."""
+
+    def __init__(
+        self, settings: MediaSettings, metrics: MediaMetrics, clock: Clock, resolver: Resolver = resolve
+    ) -> None:
+        self._settings = settings
+        self._metrics = metrics
+        self._clock = clock
+        self._file_bytes_max = settings.max_file_size_mb * MEGABYTE
+        self._fetcher = MediaFetcher(
+            AddressPolicy(settings.media_allowed_networks),
+            schemes=settings.media_allowed_schemes,
+            timeout_ms=settings.media_fetch_timeout_ms,
+            redirects_max=settings.media_redirects_max,
+            connections_max=settings.media_fetches_max,
+            resolver=resolver,
+        )
+        path = settings.allowed_local_media_path
+        self._files = LocalFiles(path) if path is not None else None
+        self._cache = MediaCache(
+            settings.media_cache_mb * MEGABYTE,
+            settings.media_cache_ttl_ms,
+            clock,
+            lambda outcome: metrics.cache_lookups.labels(outcome).inc(),
+        )
+        self._budget = MediaBudget(settings.media_memory_mb * MEGABYTE)
+        self._turn = asyncio.Semaphore(settings.media_fetches_max)
+        self._threads: ThreadPoolExecutor | None = None
+        metrics.held_bytes.set_function(lambda: self._budget.held)
+        metrics.cached_bytes.set_function(lambda: self._cache.held)
+
+    def lease(self) -> MediaLease:
+        """Return what the media of one request are charged to; the caller closes it when the request has ended."""
+        return self._budget.lease(self._settings.max_media_request_mb * MEGABYTE)
+
+    async def load(self, references: Sequence[MediaReference], lease: MediaLease) -> tuple[MediaItem, ...]:
+        """Return the media in the order of their references; raises ``RequestError``."""
+        limit = self._settings.max_media_items
+        if len(references) > limit:
+            raise self._error(
+                references[limit].param,
+                MediaRefused("media_too_many", f"the request has {len(references)} media, allowed are at most {limit}"),
+            )
+        tasks = [asyncio.ensure_future(self._item(reference, lease)) for reference in references]
+        try:
+            return tuple(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            # Nothing of a request outlives it: also what is being cancelled is waited for.
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def close(self) -> None:
+        """End everything."""
+        await self._cache.close()
+        await self._fetcher.close()
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            self._threads = None
+
+    async def _item(self, reference: MediaReference, lease: MediaLease) -> MediaItem:
+        try:
+            medium = await self._medium(reference)
+            lease.add(len(medium.data))
+        except MediaRefused as refusal:
+            raise self._error(reference.param, refusal) from None
+        self._metrics.loaded.labels(reference.source, reference.kind.value).inc()
+        self._metrics.loaded_bytes.labels(reference.source).inc(len(medium.data))
+        return MediaItem(reference.kind, medium.data, medium.media_type, medium.media_hash)
+
+    async def _medium(self, reference: MediaReference) -> Medium:
+        if reference.source == "file":
+            if self._files is None:
+                raise MediaRefused(
+                    "media_path_not_allowed",
+                    f"{reference.shown} is a local file: none are read here (allowed-local-media-path is not set)",
+                )
+            return await self._in_thread(partial(self._read_file, self._files, reference))
+        if reference.source not in self._settings.media_allowed_schemes:
+            raise MediaRefused(
+                "media_scheme_not_allowed",
+                f"{shown(reference.url)} has the scheme {reference.source!r}: allowed are "
+                f"{', '.join(self._settings.media_allowed_schemes)}",
+            )
+        if reference.source == "data":
+            return await self._in_thread(partial(self._read_data, reference))
+        return await self._cache.get(f"{reference.kind.value} {reference.url}", lambda: self._fetch(reference))
+
+    async def _fetch(self, reference: MediaReference) -> Medium:
+        """Fetch and check one URL, on the budget while it is under way."""
+        transit = self._budget.lease(self._file_bytes_max)
+        try:
+            await self._take_turn()
+            try:
+                began_ms = self._clock.monotonic_ms()
+                data = await self._fetcher.fetch(reference.url, self._file_bytes_max, transit.add)
+                self._metrics.fetch_seconds.observe((self._clock.monotonic_ms() - began_ms) / 1000)
+            finally:
+                self._turn.release()
+            return await self._in_thread(partial(self._check, reference, data))
+        finally:
+            transit.close()
+
+    async def _take_turn(self) -> None:
+        try:
+            async with asyncio.timeout(self._settings.media_fetch_timeout_ms / 1000):
+                await self._turn.acquire()
+        except TimeoutError:
+            raise MediaRefused(
+                "media_busy",
+                f"{self._settings.media_fetches_max} media are being fetched (media-fetches-max), and none ended "
+                f"within {self._settings.media_fetch_timeout_ms} ms; try again",
+            ) from None
+
+    async def _in_thread(self, work: Callable[[], Medium]) -> Medium:
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(THREADS, "media")
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def _read_file(self, files: LocalFiles, reference: MediaReference) -> Medium:
+        return self._check(reference, files.read(reference.url, self._file_bytes_max))
+
+    def _read_data(self, reference: MediaReference) -> Medium:
+        return self._check(reference, decode_data_url(reference.url, self._file_bytes_max))
+
+    def _check(self, reference: MediaReference, data: bytes) -> Medium:
+        if reference.kind is MediaKind.EMBEDDINGS:
+            media_type = check_embeddings(data)
+        else:
+            media_type = check_image(data, self._settings.media_image_formats, self._settings.max_image_pixels)
+        return Medium(data, media_type, digest_media(data))
+
+    def _error(self, param: str, refusal: MediaRefused) -> RequestError:
+        self._metrics.refused.labels(refusal.code).inc()
+        headers = ((b"retry-after", b"%d" % RETRY_AFTER_S),) if refusal.status == 429 else ()
+        return RequestError(
+            refusal.status, refusal.code, f"{param}: {refusal.message}. The request was not run.",
+            param=param, headers=headers,
+        )  # fmt: skip

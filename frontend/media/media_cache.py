@@ -1,0 +1,106 @@
+"""Fetched and checked media by URL, for a short time, and one fetch for everyone who asks at once.
+
+Rules
+    1. At most ``bytes_max`` bytes are kept; the least recently used go first. What is larger is not kept.
+    2. An entry is believed for ``ttl_ms`` after its fetch ended; then it is fetched anew.
+    3. While a URL is being fetched, whoever asks for it waits for that fetch. It goes on while anyone waits, and is
+       cancelled when the last one has left. Its failure is everyone's, and is not kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from runtime.clock import Clock
+
+
+@dataclass(frozen=True, slots=True)
+class Medium:
+    """Bytes that were looked at."""
+
+    data: bytes
+    media_type: str
+    media_hash: bytes
+
+
+@dataclass(slots=True)
+class _Flight:
+    task: asyncio.Task[Medium]
+    waiting: int = 0
+
+
+class MediaCache:
+    """Keeps media by a key (URL and what it was checked as)."""
+
+    def __init__(
+        self, bytes_max: int, ttl_ms: float, clock: Clock, on_lookup: Callable[[str], None] = lambda outcome: None
+    ) -> None:
+        """``on_lookup`` is told of each ``get``: hit, miss, or shared (the URL was being fetched already)."""
+        self._bytes_max = bytes_max
+        self._on_lookup = on_lookup
+        self._ttl_ms = ttl_ms
+        self._clock = clock
+        self._kept: OrderedDict[str, tuple[float, Medium]] = OrderedDict()
+        self._flights: dict[str, _Flight] = {}
+        self.held = 0
+        """Bytes kept."""
+
+    async def get(self, key: str, fetch: Callable[[], Coroutine[Any, Any, Medium]]) -> Medium:
+        """Return what is kept, or what ``fetch`` returns; raises what ``fetch`` raises."""
+        kept = self._kept.get(key)
+        if kept is not None:
+            if kept[0] > self._clock.monotonic_ms():
+                self._kept.move_to_end(key)
+                self._on_lookup("hit")
+                return kept[1]
+            self._drop(key)
+        flight = self._flights.get(key)
+        if flight is None:
+            self._on_lookup("miss")
+            flight = _Flight(asyncio.ensure_future(fetch()))
+            self._flights[key] = flight
+            flight.task.add_done_callback(lambda task: self._landed(key, task))
+        else:
+            self._on_lookup("shared")
+        flight.waiting += 1
+        try:
+            # Shielded: that one of several waiting clients leaves must not end the fetch for the others.
+            return await asyncio.shield(flight.task)
+        finally:
+            flight.waiting -= 1
+            if not flight.waiting and not flight.task.done():
+                self._flights.pop(key, None)
+                flight.task.cancel()
+
+    async def close(self) -> None:
+        """Cancel every fetch and forget everything."""
+        tasks = [flight.task for flight in self._flights.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._kept.clear()
+        self.held = 0
+
+    def _landed(self, key: str, task: asyncio.Task[Medium]) -> None:
+        flight = self._flights.get(key)
+        if flight is not None and flight.task is task:
+            del self._flights[key]
+        # ``exception`` also marks it as seen, for the case that everyone left in the same turn.
+        if task.cancelled() or task.exception() is not None:
+            return
+        medium = task.result()
+        if self._ttl_ms > 0 and len(medium.data) <= self._bytes_max:
+            self._drop(key)
+            self._kept[key] = (self._clock.monotonic_ms() + self._ttl_ms, medium)
+            self.held += len(medium.data)
+            while self.held > self._bytes_max:
+                self._drop(next(iter(self._kept)))
+
+    def _drop(self, key: str) -> None:
+        kept = self._kept.pop(key, None)
+        if kept is not None:
+            self.held -= len(kept[1].data)

@@ -1,0 +1,41 @@
+"""What is measured about media, under ``poolgrid_frontend_media_``."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+FETCH_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+"""A neighbouring cache answers in milliseconds, a far server in seconds; beyond the time-out there is nothing."""
+
+
+class MediaMetrics:
+    """The instruments of one loader, registered in ``registry``."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        self.loaded = Counter(
+            "poolgrid_frontend_media_loaded",
+            "Media taken, by where they came from (http, https, data, file) and kind",
+            ["source", "kind"],
+            registry=registry,
+        )
+        self.loaded_bytes = Counter(
+            "poolgrid_frontend_media_loaded_bytes", "Bytes of media taken", ["source"], registry=registry
+        )
+        self.refused = Counter(
+            "poolgrid_frontend_media_refused", "Media not taken, by reason code", ["reason"], registry=registry
+        )
+        self.fetch_seconds = Histogram(
+            "poolgrid_frontend_media_fetch_seconds",
+            "One URL from name lookup to last byte, redirects included; only those that were fetched",
+            buckets=FETCH_BUCKETS_S,
+            registry=registry,
+        )
+        self.held_bytes = Gauge("poolgrid_frontend_media_held_bytes", "Media of requests in flight", registry=registry)
+        self.cached_bytes = Gauge("poolgrid_frontend_media_cached_bytes", "Media kept by URL", registry=registry)
+        self.cache_lookups = Counter(
+            "poolgrid_frontend_media_cache_lookups",
+            "URLs asked for: hit, miss (fetched), shared (a fetch under way was joined)",
+            ["outcome"],
+            registry=registry,
+        )

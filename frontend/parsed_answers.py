@@ -1,0 +1,148 @@
+"""Chat answers that are taken apart on their way out: reasoning and tool calls beside content.
+
+Used only when a model's format and the request need a parser; plain answers go through ``AnswerEncoder`` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from frontend.parsers.pieces import Kind, OutputParser, Piece
+from frontend.responses import AnswerEncoder, encode_text
+from frontend.sequence_output import PlacedLogprobs, SequenceOutput
+from wire.hashing import stable_u64
+
+MISTRAL_ID_CHARS = 9
+"""Length of the call ids that Mistral's templates accept, letters and digits only."""
+
+_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+
+_encode = msgspec.json.Encoder().encode
+
+
+def call_id(request_id: str, choice: int, call: int, short: bool = False) -> str:
+    """Return the id of a tool call: the same in every process, different for each call of a request."""
+    number = stable_u64(f"{request_id}/{choice}/{call}")
+    if not short:
+        return f"call_{number:016x}"
+    characters = []
+    for _ in range(MISTRAL_ID_CHARS):
+        number, digit = divmod(number, len(_DIGITS))
+        characters.append(_DIGITS[digit])
+    return "".join(characters)
+
+
+class Reading:
+    """One choice that is being read."""
+
+    __slots__ = ("calls", "logprobs", "parser")
+
+    def __init__(self, parser: OutputParser) -> None:
+        self.parser = parser
+        self.calls = 0
+        """Tool calls that began."""
+        self.logprobs: list[PlacedLogprobs] = []
+        """Log probabilities of text that the parser still holds."""
+
+    def read(self, text: str, ended: bool) -> list[Piece]:
+        """Take new text and return its pieces."""
+        pieces = self.parser.feed(text) if text else []
+        return [*pieces, *self.parser.finish()] if ended else pieces
+
+
+def final_reason(finish_reason: str, calls: int) -> str:
+    """Return what a client is told: an answer that ended by itself with calls in it waits for their results."""
+    return "tool_calls" if calls and finish_reason == "stop" else finish_reason
+
+
+class ParsedChatEncoder(AnswerEncoder):
+    """Encodes chat answers piece by piece; ``new_parser`` is called once per choice."""
+
+    def __init__(
+        self, *, request_id: str, new_parser: Callable[[int], OutputParser], short_ids: bool = False, **envelope: Any
+    ) -> None:
+        super().__init__(chat=True, request_id=request_id, **envelope)
+        self._request_id = request_id
+        self._new_parser = new_parser
+        self._short_ids = short_ids
+        self._readings: dict[int, Reading] = {}
+
+    def chunk(
+        self, index: int, text: str, logprobs: Sequence[PlacedLogprobs] = (), finish_reason: str | None = None
+    ) -> bytes:
+        """Return the chunks for new text: one per piece, the finish reason with the last; maybe none."""
+        reading = self._reading(index)
+        deltas = [self._delta(index, reading, piece) for piece in reading.read(text, finish_reason is not None)]
+        reading.logprobs += logprobs
+        if not deltas:
+            if finish_reason is None:
+                return b""
+            deltas.append(b"{}")
+        head = self._prefix + b'{"index":%d,"delta":' % index
+        last = len(deltas) - 1
+        chunks: list[bytes] = []
+        for number, delta in enumerate(deltas):
+            placed = b"null"
+            if number == 0 and reading.logprobs:
+                placed = _encode(self.logprobs(reading.logprobs))
+                reading.logprobs.clear()
+            reason = None
+            if number == last and finish_reason is not None:
+                reason = final_reason(finish_reason, reading.calls)
+            chunks += (head, delta, b',"logprobs":', placed, b',"finish_reason":', _encode(reason), self._suffix)
+        return b"".join(chunks)
+
+    def _reading(self, index: int) -> Reading:
+        reading = self._readings.get(index)
+        if reading is None:
+            reading = self._readings[index] = Reading(self._new_parser(index))
+        return reading
+
+    def _delta(self, index: int, reading: Reading, piece: Piece) -> bytes:
+        kind, text = piece
+        if kind is Kind.CONTENT:
+            return b'{"content":' + encode_text(text) + b"}"
+        if kind is Kind.REASONING:
+            return b'{"reasoning_content":' + encode_text(text) + b"}"
+        if kind is Kind.ARGUMENTS:
+            return b'{"tool_calls":[{"index":%d,"function":{"arguments":' % (reading.calls - 1) + (
+                encode_text(text) + b"}}]}"
+            )
+        call = reading.calls
+        reading.calls += 1
+        return b"".join(
+            (
+                b'{"tool_calls":[{"index":%d,"id":' % call,
+                _encode(call_id(self._request_id, index, call, self._short_ids)),
+                b',"type":"function","function":{"name":',
+                encode_text(text),
+                b',"arguments":""}}]}',
+            )
+        )
+
+    def _choice(self, output: SequenceOutput) -> dict[str, Any]:
+        choice = super()._choice(output)
+        message = choice["message"]
+        reading = self._reading(output.index)
+        texts: dict[Kind, list[str]] = {Kind.CONTENT: [], Kind.REASONING: []}
+        calls: list[dict[str, Any]] = []
+        for kind, text in reading.read(message["content"], True):
+            if kind is Kind.CALL:
+                identity = call_id(self._request_id, output.index, len(calls), self._short_ids)
+                calls.append({"id": identity, "type": "function", "function": {"name": text, "arguments": ""}})
+            elif kind is Kind.ARGUMENTS:
+                calls[-1]["function"]["arguments"] += text
+            else:
+                texts[kind].append(text)
+        content = "".join(texts[Kind.CONTENT])
+        message["content"] = content if content or not calls else None
+        reasoning = "".join(texts[Kind.REASONING])
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
+        choice["finish_reason"] = final_reason(choice["finish_reason"], len(calls))
+        return choice

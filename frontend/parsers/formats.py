@@ -1,0 +1,211 @@
+"""Which parsers a model's answers need: by name, or from what its template and vocabulary show.
+
+``harmony`` is one format for both; its analysis and its calls are read by the same parser.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from frontend.parsers import tool_calls
+from frontend.parsers.harmony import MARKERS as HARMONY_MARKERS
+from frontend.parsers.harmony import Harmony
+from frontend.parsers.pieces import Kind, OutputParser, Piece, merged
+from frontend.parsers.reasoning import Begins, MarkedReasoning, begins_after, granite, magistral, think_tags
+from frontend.parsers.tool_calls import FirstCall, ToolCalls
+
+AUTO = "auto"
+NONE = "none"
+HARMONY = "harmony"
+
+PROMPT_END_CHARS = 64
+"""How much of the end of a prompt is looked at for an open or closed stretch of reasoning."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Reasoning:
+    make: Callable[[Begins, bool], MarkedReasoning]
+    opener: str
+    closer: str
+    begins: Begins
+    """How an answer begins when the prompt does not say."""
+    markers: tuple[str, ...] = ()
+    """Markers that may be special tokens of the vocabulary, which the text does not show otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tools:
+    make: Callable[[Collection[str]], ToolCalls]
+    markers: tuple[str, ...] = ()
+
+
+_THINK = ("<think>", "</think>")
+
+_REASONING: Mapping[str, _Reasoning] = {
+    "deepseek_r1": _Reasoning(think_tags, *_THINK, Begins.REASONING, _THINK),
+    "qwen3": _Reasoning(think_tags, *_THINK, Begins.OPEN, _THINK),
+    "granite": _Reasoning(granite, *_THINK, Begins.OPEN, (*_THINK, "<response>", "</response>")),
+    "mistral": _Reasoning(magistral, "[THINK]", "[/THINK]", Begins.OPEN, ("[THINK]", "[/THINK]")),
+}
+
+_TOOLS: Mapping[str, _Tools] = {
+    "hermes": _Tools(tool_calls.hermes, ("<tool_call>", "</tool_call>")),
+    "llama3_json": _Tools(tool_calls.llama3_json, ("<|python_tag|>",)),
+    "mistral": _Tools(tool_calls.mistral, ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")),
+    "pythonic": _Tools(tool_calls.pythonic, ("<|python_start|>", "<|python_end|>")),
+    "deepseek_v3": _Tools(
+        tool_calls.deepseek_v3,
+        tuple(f"<｜tool▁{what}｜>" for what in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")),
+    ),
+    "granite": _Tools(tool_calls.granite, ("<|tool_call|>", "<tool_call>", "</tool_call>")),
+}
+
+REASONING_NAMES = (*_REASONING, HARMONY)
+TOOL_NAMES = (*_TOOLS, HARMONY)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """What a request asks of tools. ``named``: the function that must be called; ``required``: some function must."""
+
+    names: frozenset[str]
+    parallel: bool = True
+    required: bool = False
+    named: str = ""
+
+    @property
+    def guided(self) -> bool:
+        """Return whether the engine is told to write calls and nothing else."""
+        return self.required or bool(self.named)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFormat:
+    """The parsers of one model by name; an empty name = none."""
+
+    reasoning: str = ""
+    tools: str = ""
+
+    @classmethod
+    def choose(cls, reasoning: str, tools: str, template: str, vocabulary: Collection[str] = ()) -> OutputFormat:
+        """Resolve ``auto`` and ``none``. ``template`` is the source of the chat template(s), ``vocabulary`` the
+        tokens that were added to the model's vocabulary; raises ``ValueError`` for a name that there is not."""
+        for what, name, names in (("reasoning", reasoning, REASONING_NAMES), ("tool call", tools, TOOL_NAMES)):
+            if name not in (AUTO, NONE, *names):
+                raise ValueError(f"choosing a {what} parser: {name!r}, allowed are auto, none, {', '.join(names)}")
+        return cls(
+            _reasoning_of(template, vocabulary) if reasoning == AUTO else "" if reasoning == NONE else reasoning,
+            _tools_of(template, vocabulary) if tools == AUTO else "" if tools == NONE else tools,
+        )
+
+    def markers(self, tools: ToolUse | None) -> frozenset[str]:
+        """Return the markers that the parsers of a request must see in the text, special tokens or not."""
+        if HARMONY in (self.reasoning, self.tools):
+            return frozenset(HARMONY_MARKERS)
+        markers: set[str] = set()
+        if self.reasoning:
+            markers.update(_REASONING[self.reasoning].markers)
+        if tools is not None and self.tools and not tools.guided:
+            markers.update(_TOOLS[self.tools].markers)
+        return frozenset(markers)
+
+    def active(self, tools: ToolUse | None) -> bool:
+        """Return whether answers to a request need a parser at all."""
+        return bool(self.reasoning) or (tools is not None and (bool(self.tools) or tools.guided))
+
+    def parser(
+        self,
+        tools: ToolUse | None,
+        prompt_end: str = "",
+        guided_json: bool = False,
+        continued: str | None = None,
+    ) -> OutputParser | None:
+        """Return a fresh parser for one answer, or ``None`` when it is all content.
+
+        ``prompt_end`` is the end of the rendered prompt (``PROMPT_END_CHARS``); ``guided_json`` says that the engine
+        was told to write JSON; ``continued`` is what the assistant has said already, when the answer goes on with it.
+        """
+        if not self.active(tools):
+            return None
+        guided_calls = tools is not None and tools.guided
+        if HARMONY in (self.reasoning, self.tools) and not guided_calls:
+            return Harmony(reasoning=self.reasoning == HARMONY, calls=tools is not None and self.tools == HARMONY)
+        calls: OutputParser | None = None
+        if tools is not None and (self.tools or guided_calls):
+            if tools.named:
+                found = tool_calls.named(tools.named)
+            elif tools.required:
+                found = tool_calls.required(tools.names)
+            else:
+                found = _TOOLS[self.tools].make(tools.names)
+            calls = found if tools.parallel else FirstCall(found)
+        if not self.reasoning or self.reasoning == HARMONY:
+            return calls
+        known = _REASONING[self.reasoning]
+        if continued is None:
+            begins = begins_after(prompt_end, known.opener, known.closer) or known.begins
+        else:
+            inside = continued.rfind(known.opener) > continued.rfind(known.closer)
+            begins = Begins.REASONING if inside else Begins.CONTENT
+        reasoning = known.make(begins, guided_json or guided_calls)
+        return reasoning if calls is None else ReasoningThenCalls(reasoning, calls)
+
+
+class ReasoningThenCalls:
+    """Reads tool calls in what the reasoning parser lets through as content."""
+
+    def __init__(self, reasoning: OutputParser, calls: OutputParser) -> None:
+        self._reasoning = reasoning
+        self._calls = calls
+
+    def feed(self, text: str) -> list[Piece]:
+        """Take new text and return what is certain now."""
+        return self._through(self._reasoning.feed(text))
+
+    def finish(self) -> list[Piece]:
+        """Return what was held back."""
+        return merged([*self._through(self._reasoning.finish()), *self._calls.finish()])
+
+    def _through(self, pieces: list[Piece]) -> list[Piece]:
+        result: list[Piece] = []
+        for piece in pieces:
+            if piece.kind is Kind.CONTENT:
+                result += self._calls.feed(piece.text)
+            else:
+                result.append(piece)
+        return merged(result)
+
+
+def _reasoning_of(template: str, vocabulary: Collection[str]) -> str:
+    if "<|channel|>" in template or "<|channel|>" in vocabulary:
+        return HARMONY
+    if "thought process" in template:
+        return "granite"
+    if "</think>" in template and "<｜Assistant｜>" in template:
+        return "deepseek_r1"
+    if "[THINK]" in template or "[THINK]" in vocabulary:
+        return "mistral"
+    if "</think>" in template or "</think>" in vocabulary:
+        return "qwen3"
+    return ""
+
+
+def _tools_of(template: str, vocabulary: Collection[str]) -> str:
+    if "<|channel|>" in template or "<|channel|>" in vocabulary:
+        return HARMONY
+    if "<｜tool▁call▁begin｜>" in template or "<｜tool▁call▁begin｜>" in vocabulary:
+        return "deepseek_v3"
+    if "[TOOL_CALLS]" in template or "[TOOL_CALLS]" in vocabulary:
+        return "mistral"
+    if "<|tool_call|>" in template or "<|tool_call|>" in vocabulary:
+        return "granite"
+    if "<function=" in template:
+        return ""  # calls in XML (Qwen 3 Coder): no parser reads them yet
+    if "<tool_call>" in template:
+        return "hermes"
+    if "<|python_start|>" in template or "[func_name1(" in template:
+        return "pythonic"
+    if "<|python_tag|>" in template or '"parameters"' in template:
+        return "llama3_json"
+    return ""

@@ -1,0 +1,69 @@
+"""Find markers (``<think>``, ``[TOOL_CALLS]``) in text that arrives in pieces, and trim the white space around them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def first_marker(text: str, markers: Sequence[str]) -> tuple[int, str] | None:
+    """Return where the first of ``markers`` begins in ``text`` and which it is; the longest, where several begin."""
+    best: tuple[int, int] | None = None
+    found = ""
+    for marker in markers:
+        at = text.find(marker)
+        if at >= 0 and (best is None or (at, -len(marker)) < best):
+            best = (at, -len(marker))
+            found = marker
+    return None if best is None else (best[0], found)
+
+
+def held_length(text: str, markers: Sequence[str]) -> int:
+    """Return the length of the longest end of ``text`` that may still become one of ``markers``."""
+    longest = 0
+    for marker in markers:
+        for length in range(min(len(marker) - 1, len(text)), longest, -1):
+            if text.endswith(marker[:length]):
+                longest = length
+                break
+    return longest
+
+
+def may_begin(text: str, markers: Sequence[str]) -> bool:
+    """Return whether ``text`` is the beginning of one of ``markers``, or begins with one."""
+    return any(marker.startswith(text) or text.startswith(marker) for marker in markers)
+
+
+class Trimmer:
+    """One stretch of text without the white space at its ends. What may be its last white space is held back."""
+
+    __slots__ = ("_begun", "_held", "_leading")
+
+    def __init__(self, leading: bool = True) -> None:
+        self._leading = leading
+        """Whether white space at the beginning is dropped."""
+        self._begun = False
+        self._held = ""
+
+    def feed(self, text: str) -> str:
+        """Take new text and return what is certain to be inside."""
+        if not self._begun and self._leading:
+            text = text.lstrip()
+        if not text:
+            return ""
+        text = self._held + text
+        inside = text.rstrip()
+        self._held = text[len(inside) :]
+        if inside:
+            self._begun = True
+        return inside
+
+    def release(self) -> str:
+        """Return the white space that was held back: the stretch turned out not to end here."""
+        held, self._held = self._held, ""
+        return held
+
+    def restart(self, leading: bool = True) -> None:
+        """Drop what is held back and begin a new stretch."""
+        self._held = ""
+        self._begun = False
+        self._leading = leading

@@ -1,0 +1,51 @@
+"""The vocabulary of the parsers: pieces of an answer, and what every parser can do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+
+class Kind(Enum):
+    """What a piece of an answer is."""
+
+    CONTENT = "content"
+    REASONING = "reasoning"
+    CALL = "call"
+    """A tool call begins; the text is the name of its function."""
+    ARGUMENTS = "arguments"
+    """The next part of the arguments (JSON) of the call that began last."""
+
+
+class Piece(NamedTuple):
+    """Text of one kind."""
+
+    kind: Kind
+    text: str
+
+
+class OutputParser(Protocol):
+    """A state machine over the text of one answer."""
+
+    def feed(self, text: str) -> list[Piece]:
+        """Take new text and return what is certain now."""
+        ...
+
+    def finish(self) -> list[Piece]:
+        """Return what was held back: the text has ended. Nothing is fed afterwards."""
+        ...
+
+
+def merged(pieces: Iterable[Piece]) -> list[Piece]:
+    """Join neighbours of one kind and leave out empty ones; a call is never joined with another."""
+    result: list[Piece] = []
+    for piece in pieces:
+        if piece.kind is Kind.CALL:
+            result.append(piece)
+        elif piece.text:
+            if result and result[-1].kind is piece.kind:
+                result[-1] = Piece(piece.kind, result[-1].text + piece.text)
+            else:
+                result.append(piece)
+    return result

@@ -1,0 +1,153 @@
+"""Reasoning in the text of an answer: a stretch between two markers at its beginning; the rest is content.
+
+White space at the borders of the two is dropped. Whether the answer begins inside the reasoning depends on the prompt:
+templates of some models open it themselves, or close it to have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+from frontend.parsers.markers import Trimmer, first_marker, held_length, may_begin
+from frontend.parsers.pieces import Kind, Piece, merged
+
+
+class Begins(Enum):
+    """What the first text of an answer is."""
+
+    REASONING = "reasoning"
+    CONTENT = "content"
+    OPEN = "open"
+    """Reasoning, if the text begins with an opening marker, else content."""
+
+
+class MarkedReasoning:
+    """Reasoning from the first of ``openers`` to the first of ``closers``.
+
+    ``drops`` are markers that are left out of the content. ``guided``: the engine was told to write JSON; then an
+    answer that begins like a JSON object, array or string is content, for the guide may leave no room to reason.
+    """
+
+    def __init__(
+        self,
+        openers: Sequence[str],
+        closers: Sequence[str],
+        *,
+        begins: Begins = Begins.OPEN,
+        drops: Sequence[str] = (),
+        guided: bool = False,
+    ) -> None:
+        self._openers = tuple(openers)
+        self._closers = tuple(closers)
+        self._drops = tuple(drops)
+        self._begins = begins
+        self._guided = guided
+        self._buffer = ""
+        self._out: list[Piece] = []
+        self._space = Trimmer()
+        self._state = self._content if begins is Begins.CONTENT else self._start
+
+    def feed(self, text: str) -> list[Piece]:
+        """Take new text and return what is certain now."""
+        if self._state == self._content and not self._drops and not self._buffer:
+            return [Piece(Kind.CONTENT, text)] if text else []
+        self._buffer += text
+        while self._buffer and self._state():
+            pass
+        return self._taken()
+
+    def finish(self) -> list[Piece]:
+        """Return what was held back."""
+        kind = Kind.REASONING if self._state == self._reasoning else Kind.CONTENT
+        rest = self._buffer
+        if kind is Kind.REASONING:
+            rest = self._space.feed(rest) + self._space.release()
+        self._buffer = ""
+        self._out.append(Piece(kind, rest))
+        return self._taken()
+
+    def _taken(self) -> list[Piece]:
+        out, self._out = self._out, []
+        return merged(out)
+
+    def _start(self) -> bool:
+        stripped = self._buffer.lstrip()
+        if not stripped:
+            return False
+        for opener in self._openers:
+            if stripped.startswith(opener):
+                self._buffer = stripped[len(opener) :]
+                self._state = self._reasoning
+                return True
+        if may_begin(stripped, self._openers):
+            return False
+        if self._begins is Begins.REASONING and not (self._guided and stripped[0] in '{["'):
+            self._state = self._reasoning
+        else:
+            self._state = self._content
+        return True
+
+    def _reasoning(self) -> bool:
+        found = first_marker(self._buffer, self._closers)
+        end = len(self._buffer) - held_length(self._buffer, self._closers) if found is None else found[0]
+        self._out.append(Piece(Kind.REASONING, self._space.feed(self._buffer[:end])))
+        if found is None:
+            self._buffer = self._buffer[end:]
+            return False
+        self._buffer = self._buffer[end + len(found[1]) :]
+        self._state = self._gap
+        return True
+
+    def _gap(self) -> bool:
+        """Between the reasoning and the content: white space and markers that are left out."""
+        self._buffer = self._buffer.lstrip()
+        for marker in self._drops:
+            if self._buffer.startswith(marker):
+                self._buffer = self._buffer[len(marker) :]
+                return True
+        if not self._buffer or any(marker.startswith(self._buffer) for marker in self._drops):
+            return False
+        self._state = self._content
+        return True
+
+    def _content(self) -> bool:
+        found = first_marker(self._buffer, self._drops)
+        end = len(self._buffer) - held_length(self._buffer, self._drops) if found is None else found[0]
+        self._out.append(Piece(Kind.CONTENT, self._buffer[:end]))
+        if found is None:
+            self._buffer = self._buffer[end:]
+            return False
+        self._buffer = self._buffer[end + len(found[1]) :]
+        return True
+
+
+def think_tags(begins: Begins, guided: bool = False) -> MarkedReasoning:
+    """``<think>…</think>``: DeepSeek-R1, Qwen 3 and many others."""
+    return MarkedReasoning(("<think>",), ("</think>",), begins=begins, guided=guided)
+
+
+def magistral(begins: Begins, guided: bool = False) -> MarkedReasoning:
+    """``[THINK]…[/THINK]``: Mistral's reasoning models."""
+    return MarkedReasoning(("[THINK]",), ("[/THINK]",), begins=begins, guided=guided)
+
+
+def granite(begins: Begins, guided: bool = False) -> MarkedReasoning:
+    """Granite 3.2 says it in words, 3.3 in tags."""
+    return MarkedReasoning(
+        ("Here is my thought process:", "Here's my thought process:", "<think>"),
+        ("Here is my response:", "Here's my response:", "</think>"),
+        begins=begins,
+        drops=("<response>", "</response>"),
+        guided=guided,
+    )
+
+
+def begins_after(prompt_end: str, opener: str, closer: str) -> Begins | None:
+    """Return what follows a prompt that ends with an open or a closed stretch of reasoning; ``None`` = neither."""
+    end = prompt_end.rstrip()
+    if end.endswith(opener):
+        return Begins.REASONING
+    if end.endswith(closer):
+        return Begins.CONTENT
+    return None

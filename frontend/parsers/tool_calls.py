@@ -1,0 +1,304 @@
+"""Tool calls in the text of an answer: where they begin, one after the other, and the content around them.
+
+Rules
+- Calls begin at an *opener* (``<tool_call>``), or, for formats without one, at the beginning of the text (``bare``).
+  After it stands one call, or a list of them in brackets.
+- White space between content and calls, and between calls, belongs to neither and is dropped.
+- What turns out to be no call is content, with its opener and the white space. A call that was announced and breaks off
+  keeps the arguments that were passed on; what follows is content.
+- Markers of which nothing depends (``drops``) are left out wherever they stand.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Sequence
+
+from frontend.parsers.call_forms import CallForm, GivenCall, HeadedCall, JsonCall, PythonCall
+from frontend.parsers.markers import Trimmer, first_marker, held_length
+from frontend.parsers.pieces import Kind, Piece, merged
+
+_SPACE = " \t\n\r"
+
+
+class ToolCalls:
+    """The calls of one answer. ``form`` begins a call, given the character it begins with."""
+
+    def __init__(
+        self,
+        form: Callable[[str], CallForm],
+        *,
+        openers: Sequence[str] = (),
+        closers: Sequence[str] = (),
+        drops: Sequence[str] = (),
+        separators: str = "",
+        bare: bool = False,
+    ) -> None:
+        self._form = form
+        self._openers = tuple(openers)
+        self._closers = tuple(closers)
+        """Markers that may follow a call (outside a list), each once, in this order."""
+        self._drops = tuple(drops)
+        self._markers = self._openers + self._drops
+        self._separators = separators
+        """Characters that may stand between calls outside a list."""
+        self._state = self._begin if bare else self._text
+        self._buffer = ""
+        self._out: list[Piece] = []
+        self._space = Trimmer(leading=False)
+        self._call: CallForm | None = None
+        self._in_list = False
+        self._announced = False
+        """Whether a call was announced since the opener."""
+        self._aside: list[str] = []
+        """Text since the opener, or the last call, that is in no piece: content, should no call follow."""
+        self._closers_left: tuple[str, ...] = ()
+
+    def feed(self, text: str) -> list[Piece]:
+        """Take new text and return what is certain now."""
+        self._buffer += text
+        while self._buffer and self._state():
+            pass
+        return self._taken()
+
+    def finish(self) -> list[Piece]:
+        """Return what was held back."""
+        if self._call is not None:
+            self._aside.append(self._call.raw())
+            self._call = None
+        aside = "".join(self._aside)
+        if self._announced and not aside.strip(_SPACE + self._separators + ",]"):
+            aside = ""
+        self._content(aside + self._buffer)
+        self._buffer = ""
+        self._aside.clear()
+        rest = self._space.release()
+        if rest:
+            self._out.append(Piece(Kind.CONTENT, rest))
+        return self._taken()
+
+    def _taken(self) -> list[Piece]:
+        out, self._out = self._out, []
+        return merged(out)
+
+    # Each state takes something from the buffer and returns True, or returns False when it needs more text.
+
+    def _begin(self) -> bool:
+        """At the beginning of an answer whose calls have no opener."""
+        stripped = self._buffer.lstrip(_SPACE)
+        if not stripped:
+            return False
+        if stripped[0] in "[{":
+            self._state = self._open
+            self._announced = False
+        else:
+            self._state = self._text
+        return True
+
+    def _text(self) -> bool:
+        found = first_marker(self._buffer, self._markers)
+        if found is None:
+            keep = held_length(self._buffer, self._markers)
+            end = len(self._buffer) - keep
+            self._content(self._buffer[:end])
+            self._buffer = self._buffer[end:]
+            return False
+        at, marker = found
+        self._content(self._buffer[:at])
+        self._buffer = self._buffer[at + len(marker) :]
+        if marker in self._openers:
+            self._aside.append(marker)
+            self._announced = False
+            self._state = self._open
+        return True
+
+    def _open(self) -> bool:
+        """After an opener: one call, or a list."""
+        if not self._skip_space():
+            return False
+        character = self._buffer[0]
+        if character == "[" and not self._in_list:
+            self._in_list = True
+            self._aside.append(character)
+            self._buffer = self._buffer[1:]
+            return True
+        self._call = self._form(character)
+        self._state = self._read
+        return True
+
+    def _read(self) -> bool:
+        call = self._call
+        assert call is not None, "the state after a call began"
+        end = call.feed(self._buffer, 0)
+        self._buffer = self._buffer[end:]
+        if call.pieces:
+            if call.pieces[0].kind is Kind.CALL:
+                self._space.restart()
+                self._aside.clear()
+                self._announced = True
+            self._out += call.pieces
+            call.pieces.clear()
+        if call.done:
+            self._call = None
+            self._state = self._after
+            self._closers_left = self._closers
+        elif call.failed:
+            self._call = None
+            self._aside.append(call.raw())
+            self._give_back()
+        return bool(self._buffer) and self._call is None
+
+    def _after(self) -> bool:
+        """After a call: the next one of a list, the list's end, closers, or content."""
+        if not self._skip_space():
+            return False
+        character = self._buffer[0]
+        if self._in_list:
+            if character not in ",]":
+                self._give_back()
+                return True
+            self._aside.append(character)
+            self._buffer = self._buffer[1:]
+            if character == "]":
+                self._in_list = False
+                self._aside.clear()
+            else:
+                self._state = self._next_in_list
+            return True
+        for number, closer in enumerate(self._closers_left):
+            if self._buffer.startswith(closer):
+                self._buffer = self._buffer[len(closer) :]
+                self._closers_left = self._closers_left[number + 1 :]
+                self._aside.clear()
+                return True
+            if closer.startswith(self._buffer):
+                return False
+        if character in self._separators:
+            self._aside.append(character)
+            self._buffer = self._buffer[1:]
+            self._state = self._next_alone
+            return True
+        self._give_back()
+        return True
+
+    def _next_in_list(self) -> bool:
+        if not self._skip_space():
+            return False
+        self._call = self._form(self._buffer[0])
+        self._state = self._read
+        return True
+
+    def _next_alone(self) -> bool:
+        if not self._skip_space():
+            return False
+        if self._buffer[0] == "{":
+            self._call = self._form("{")
+            self._state = self._read
+        else:
+            self._give_back()
+        return True
+
+    def _skip_space(self) -> bool:
+        """Set white space aside and return whether anything follows it."""
+        stripped = self._buffer.lstrip(_SPACE)
+        if len(stripped) < len(self._buffer):
+            self._aside.append(self._buffer[: len(self._buffer) - len(stripped)])
+            self._buffer = stripped
+        return bool(stripped)
+
+    def _give_back(self) -> None:
+        """No (further) call: what was set aside is content."""
+        self._content("".join(self._aside))
+        self._aside.clear()
+        self._in_list = False
+        self._state = self._text
+
+    def _content(self, text: str) -> None:
+        shown = self._space.feed(text)
+        if shown:
+            self._out.append(Piece(Kind.CONTENT, shown))
+
+
+class FirstCall:
+    """Passes on one call at most: what ``parallel_tool_calls: false`` asks for."""
+
+    def __init__(self, calls: ToolCalls) -> None:
+        self._calls = calls
+        self._count = 0
+
+    def feed(self, text: str) -> list[Piece]:
+        """Take new text and return what is certain now."""
+        return self._kept(self._calls.feed(text))
+
+    def finish(self) -> list[Piece]:
+        """Return what was held back."""
+        return self._kept(self._calls.finish())
+
+    def _kept(self, pieces: Sequence[Piece]) -> list[Piece]:
+        kept: list[Piece] = []
+        for piece in pieces:
+            if piece.kind is Kind.CALL:
+                self._count += 1
+            if self._count <= 1 or piece.kind not in (Kind.CALL, Kind.ARGUMENTS):
+                kept.append(piece)
+        return kept
+
+
+def hermes(known: Collection[str]) -> ToolCalls:
+    """``<tool_call>{"name": …, "arguments": …}</tool_call>``, repeated: Hermes, Qwen 2.5 and 3."""
+    return ToolCalls(lambda _: JsonCall(), openers=("<tool_call>",), closers=("</tool_call>",))
+
+
+def granite(known: Collection[str]) -> ToolCalls:
+    """``<|tool_call|>[{"name": …, "arguments": …}, …]``: Granite 3."""
+    return ToolCalls(lambda _: JsonCall(), openers=("<|tool_call|>", "<tool_call>"), closers=("</tool_call>",))
+
+
+def llama3_json(known: Collection[str]) -> ToolCalls:
+    """``{"name": …, "parameters": …}`` as the whole answer, or after ``<|python_tag|>``; several with ``;`` between.
+
+    Without a marker any JSON answer could be meant, so only names of the request's own tools make a call.
+    """
+    return ToolCalls(lambda _: JsonCall(known), openers=("<|python_tag|>",), separators=";", bare=True)
+
+
+_MISTRAL_HEAD = re.compile(r"\s*(?P<name>[A-Za-z0-9_.-]+)\s*(?:\[CALL_ID\]\s*[A-Za-z0-9]+\s*)?(?:\[ARGS\]\s*)?")
+
+
+def mistral(known: Collection[str]) -> ToolCalls:
+    """``[TOOL_CALLS][{"name": …, "arguments": …}]``, and since 2025 ``[TOOL_CALLS]name[ARGS]{…}``, repeated."""
+
+    def form(character: str) -> CallForm:
+        return JsonCall() if character == "{" else HeadedCall(_MISTRAL_HEAD)
+
+    return ToolCalls(form, openers=("[TOOL_CALLS]",))
+
+
+def pythonic(known: Collection[str]) -> ToolCalls:
+    """``[f(x=1), g()]`` as the whole answer, or in ``<|python_start|>…<|python_end|>``: Llama 3.2 and 4."""
+    return ToolCalls(lambda _: PythonCall(known), openers=("<|python_start|>",), closers=("<|python_end|>",), bare=True)
+
+
+_DEEPSEEK_HEAD = re.compile(
+    r"\s*(?:function<｜tool▁sep｜>(?=[A-Za-z0-9_.-]))?(?P<name>[A-Za-z0-9_.-]+)(?:<｜tool▁sep｜>)?\s*(?:```(?:json)?\s*)?"
+)
+
+
+def deepseek_v3(known: Collection[str]) -> ToolCalls:
+    """``<｜tool▁call▁begin｜>function<｜tool▁sep｜>f`` with the arguments in a code block; V3.1 without either."""
+    return ToolCalls(
+        lambda _: HeadedCall(_DEEPSEEK_HEAD),
+        openers=("<｜tool▁call▁begin｜>",),
+        closers=("```", "<｜tool▁call▁end｜>"),
+        drops=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    )
+
+
+def required(known: Collection[str]) -> ToolCalls:
+    """``[{"name": …, "parameters": …}, …]``: what guided decoding makes of ``tool_choice: required``."""
+    return ToolCalls(lambda _: JsonCall(known), bare=True)
+
+
+def named(name: str) -> ToolCalls:
+    """The arguments of one function and nothing else: what guided decoding makes of a ``tool_choice`` with a name."""
+    return ToolCalls(lambda _: GivenCall(name), bare=True)

@@ -1,0 +1,339 @@
+"""Text to token ids, without doing the same work twice: the fastest exact tokenizer, and a cache of prompt segments.
+
+Rules
+    1. The answer is always the tokenizer's own answer for the whole text.
+    2. A prompt is cut only in front of a *delimiter*: an added token at which the tokenizer itself cuts, whatever
+       stands beside it. ``_delimiters`` says which tokens are proven to be that; with none, nothing is ever cut.
+    3. A segment keeps its delimiter at its front, so that what follows is tokenized as the continuation that it is
+       (SentencePiece style tokenizers treat the start of a text differently).
+    4. Cuts depend on the text before them only, so the prompts of one conversation are cut alike, turn after turn.
+    5. The cache holds the token ids of whole segments by their text, at most ``cache_bytes``; the segment that was
+       used longest ago goes first. One segment takes at most a sixteenth of it.
+    6. ``fastokens``, where it is installed and agrees with ``tokenizers`` on every probe, does the work; otherwise
+       ``tokenizers`` does, and ``slow_because`` says why.
+
+Why a cut is exact: the tokenizer first takes the added tokens that are not normalized out of the raw text, leftmost and
+longest first, and from then on works on each piece between them alone: normalizer, the other added tokens,
+pre-tokenizer and model. So the ids of a text are those of its pieces, in order.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import re
+import struct
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Protocol
+
+from tokenizers import Tokenizer
+
+from wire.hashing import pack_tokens
+
+log = logging.getLogger(__name__)
+
+CACHE_BYTES_DEFAULT = 64 * 1024 * 1024
+"""About 10 M tokens: a thousand conversations of 10k tokens, in less memory than two workers' token streams."""
+
+SEGMENT_CHARS_MIN = 256
+"""Shortest segment that is cut off and cached: tokenizing less costs little more than looking it up."""
+
+DELIMITERS_MAX = 8
+"""Delimiters that are searched for; templates use two or three, and each costs one pass over the text."""
+
+ENTRY_OVERHEAD_BYTES = 200
+"""Two objects and a map entry."""
+
+_MODELS = ("BPE", "Unigram", "WordPiece", "WordLevel")
+_WORD = re.compile(r"\w")
+
+
+class BatchEncoder(Protocol):
+    """A tokenizer that returns packed ids."""
+
+    def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[bytes]:
+        """Return the ids of each text, u32 little-endian."""
+        ...
+
+
+class _Tokenizers:
+    """The reference."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[bytes]:
+        # The batch call leaves out character offsets, a quarter of the time; for one text it starts no threads.
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [pack_tokens(encoding.ids) for encoding in encodings]
+
+
+class _Fastokens:
+    """``fastokens``: ids come as bytes, no object per token."""
+
+    def __init__(self, native: Any) -> None:
+        self._flat = native.encode_batch_flat
+
+    def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[bytes]:
+        flat, offsets = self._flat(list(texts), add_special_tokens)
+        if len(texts) == 1:
+            return [flat]
+        ends = struct.unpack(f"<{len(texts) + 1}Q", offsets)
+        return [flat[4 * begin : 4 * end] for begin, end in pairwise(ends)]
+
+
+class PromptEncoder:
+    """Encodes the prompts of one model; safe to use from several threads at once."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        template_text: str = "",
+        cache_bytes: int = CACHE_BYTES_DEFAULT,
+        fast: bool = True,
+    ) -> None:
+        """Choose the fastest exact way. ``template_text`` shows which delimiters prompts will have."""
+        text = tokenizer.to_str()
+        document = json.loads(text)
+        self._reference: BatchEncoder = _Tokenizers(tokenizer)
+        self._encoder: BatchEncoder = self._reference
+        self.slow_because = ""
+        """Why ``fastokens`` is not used; empty when it is."""
+        contents = [str(added["content"]) for added in document.get("added_tokens") or []]
+        probe_texts = list(probes(contents))
+        if fast:
+            self._encoder, self.slow_because = _choose(text, self._reference, probe_texts)
+        else:
+            self.slow_because = "it is switched off"
+        self.delimiters = _delimiters(document, tokenizer, template_text)
+        """Added tokens in front of which prompts are cut."""
+        self._wrapping = _wrapping(document.get("post_processor"))
+        self._budget = cache_bytes
+        self._cache: OrderedDict[str, bytes] = OrderedDict()
+        self._lock = threading.Lock()
+        self.cache_used_bytes = 0
+        self.reused_tokens = 0
+        """Prompt tokens that came from the cache, since the start."""
+        self.encoded_tokens = 0
+        """Prompt tokens that were computed."""
+        if cache_bytes <= 0 or (self.delimiters and not self._cuts_agree(probe_texts[::8])):
+            self.delimiters = ()
+
+    @property
+    def is_fast(self) -> bool:
+        """Return whether ``fastokens`` does the work."""
+        return not self.slow_because
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> bytes:
+        """Return the token ids of a text, u32 little-endian."""
+        if len(text) < 2 * SEGMENT_CHARS_MIN or not self.delimiters or (add_special_tokens and self._wrapping is None):
+            packed = self._encoder.encode((text,), add_special_tokens)[0]
+            self.encoded_tokens += len(packed) // 4
+            return packed
+        packed = self._by_segments(text)
+        if add_special_tokens and self._wrapping is not None:
+            before, after = self._wrapping
+            return before + packed + after
+        return packed
+
+    def clear(self) -> None:
+        """Forget all segments."""
+        with self._lock:
+            self._cache.clear()
+            self.cache_used_bytes = 0
+
+    def _by_segments(self, text: str) -> bytes:
+        segments = cut(text, self.delimiters)
+        parts: list[bytes] = [b""] * len(segments)
+        missing: list[int] = []
+        reused = 0
+        cache = self._cache
+        with self._lock:
+            for index, segment in enumerate(segments):
+                known = cache.get(segment)
+                if known is None:
+                    missing.append(index)
+                else:
+                    cache.move_to_end(segment)
+                    parts[index] = known
+                    reused += len(known)
+        computed = 0
+        if missing:
+            texts = [segments[index] for index in missing]
+            for index, packed in zip(missing, self._encoder.encode(texts, False), strict=True):
+                parts[index] = packed
+                computed += len(packed)
+                if len(segments[index]) >= SEGMENT_CHARS_MIN:
+                    self._keep(segments[index], packed)
+        self.reused_tokens += reused // 4
+        self.encoded_tokens += computed // 4
+        return b"".join(parts)
+
+    def _keep(self, segment: str, packed: bytes) -> None:
+        size = _size(segment, packed)
+        if size > self._budget // 16:
+            return
+        with self._lock:
+            if segment in self._cache:
+                return
+            self._cache[segment] = packed
+            self.cache_used_bytes += size
+            while self.cache_used_bytes > self._budget:
+                self.cache_used_bytes -= _size(*self._cache.popitem(last=False))
+
+    def _cuts_agree(self, texts: Iterable[str]) -> bool:
+        """Try the proof on real input; a tokenizer that contradicts it is never cut."""
+        filler = "x y\n" * (SEGMENT_CHARS_MIN // 2)
+        for text in texts:
+            for delimiter in self.delimiters:
+                whole = f"{text}{filler}{delimiter}{text}{filler}{delimiter}{delimiter} {text}"
+                expected = self._encoder.encode((whole,), False)[0]
+                if b"".join(self._encoder.encode(cut(whole, self.delimiters), False)) != expected:
+                    log.warning("prompts are not cut: the tokenizer does not cut at %r", delimiter)
+                    return False
+        return True
+
+
+def cut(text: str, delimiters: Sequence[str]) -> list[str]:
+    """Cut a text in front of delimiters, into segments of at least ``SEGMENT_CHARS_MIN`` characters but the last."""
+    places: list[int] = []
+    for delimiter in delimiters:
+        at = text.find(delimiter)
+        while at >= 0:
+            places.append(at)
+            at = text.find(delimiter, at + len(delimiter))
+    places.sort()
+    segments: list[str] = []
+    begin = 0
+    for place in places:
+        if place - begin >= SEGMENT_CHARS_MIN:
+            segments.append(text[begin:place])
+            begin = place
+    segments.append(text[begin:])
+    return segments
+
+
+def _size(segment: str, packed: bytes) -> int:
+    # A character takes one, two or four bytes; four is the bound that needs no look at them.
+    return (len(segment) if segment.isascii() else 4 * len(segment)) + len(packed) + ENTRY_OVERHEAD_BYTES
+
+
+def _delimiters(document: Mapping[str, Any], tokenizer: Tokenizer, template_text: str) -> tuple[str, ...]:
+    """Return added tokens at which every text that holds them is cut, those of the template first.
+
+    Proven for tokens that are matched in raw text with nothing swallowed around them, that no other added token can
+    overlap, and beside which no other token's word check can tell the token from the end of the text.
+    """
+    model = document.get("model") or {}
+    if model.get("type") not in _MODELS or model.get("dropout") or model.get("nbest_size") or model.get("alpha"):
+        return ()
+    if tokenizer.encode_special_tokens:
+        return ()
+    added = [entry for entry in document.get("added_tokens") or [] if entry["content"]]
+    raw = [entry["content"] for entry in added if not entry["normalized"]]
+    single_words = any(entry["single_word"] for entry in added)
+    prefixes = {content[:end] for content in raw for end in range(1, len(content))}
+    insides = {character for content in raw for character in content[1:]}
+    firsts = {content[0] for content in raw}
+    safe: list[str] = []
+    for entry in added:
+        content: str = entry["content"]
+        if entry["normalized"] or entry["lstrip"] or entry["rstrip"] or entry["single_word"]:
+            continue
+        if content != content.strip() or content[0] in insides or firsts.intersection(content[1:]):
+            continue
+        if content in prefixes or any(content[:end] in raw for end in range(1, len(content))):
+            continue
+        if single_words and (_WORD.match(content[0]) or _WORD.match(content[-1])):
+            continue
+        safe.append(content)
+    used = [content for content in safe if content in template_text]
+    rest = [content for content in safe if content not in template_text]
+    return tuple((used or rest)[:DELIMITERS_MAX])
+
+
+def _wrapping(post_processor: Mapping[str, Any] | None) -> tuple[bytes, bytes] | None:
+    """Return what the post-processor puts before and after any text, or ``None`` when that is not certain."""
+    if post_processor is None or post_processor["type"] == "ByteLevel":
+        return b"", b""
+    if post_processor["type"] in ("BertProcessing", "RobertaProcessing"):
+        return pack_tokens([post_processor["cls"][1]]), pack_tokens([post_processor["sep"][1]])
+    if post_processor["type"] == "Sequence":
+        before = after = b""
+        for part in post_processor["processors"]:
+            inner = _wrapping(part)
+            if inner is None:
+                return None
+            before, after = inner[0] + before, after + inner[1]
+        return before, after
+    if post_processor["type"] == "TemplateProcessing":
+        around: list[list[int]] = [[]]
+        for piece in post_processor["single"]:
+            if "SpecialToken" in piece:
+                around[-1].extend(post_processor["special_tokens"][piece["SpecialToken"]["id"]]["ids"])
+            else:
+                around.append([])
+        if len(around) == 2:
+            return pack_tokens(around[0]), pack_tokens(around[1])
+    return None
+
+
+def _choose(tokenizer_json: str, reference: BatchEncoder, texts: Sequence[str]) -> tuple[BatchEncoder, str]:
+    """Return ``fastokens`` for this tokenizer, or the reference and why."""
+    try:
+        import fastokens
+    except ImportError:
+        return reference, "it is not installed (extra 'fast')"
+    try:
+        candidate = _Fastokens(fastokens.Tokenizer.from_json_str(tokenizer_json))
+        for add_special_tokens in (False, True):
+            for text in texts:
+                if candidate.encode((text,), add_special_tokens) != reference.encode((text,), add_special_tokens):
+                    shown = text if len(text) <= 60 else f"{text[:60]}..."
+                    return reference, f"it encodes {shown!r} in another way than tokenizers"
+            if candidate.encode(texts, add_special_tokens) != reference.encode(texts, add_special_tokens):
+                return reference, "it encodes a batch in another way than tokenizers"
+    except BaseException as error:  # a panic of the native code arrives as a BaseException of its own
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        return reference, f"it does not take this tokenizer: {error}"
+    return candidate, ""
+
+
+_PIECES = (
+    "", " ", "  ", "   ", "\t", "\n", "\r\n", "\n\n", " \n ", "\u00a0", "\u3000", "\u200b", "\u200d",
+    "\ufeff", "\x00", "\x1f", "\x7f", "\u0085", "\u2028", "a", "A", "ab", "Hello", "hello world", "don't",
+    "DON'T", "I'Ll", "we'RE", "'s", "ſ", "K", "0", "12", "1234567", "3.14", "-1e9", "!", "?!", "...", "->",
+    "=>", "//", "/*", "{}", "[]", "()", "``", "```py\n", "_", "__init__", "$x", "@", "#", "<", "<|", "|>",
+    "</", "é", "e\u0301", "ñ", "ß", "İ", "ı", "ŉ", "ﬁ", "Å", "\u1e9b\u0323", "\u0344", "Ω", "русский",
+    "ελληνικά", "עברית", "العربية", "हिन्दी", "ไทย", "日本語", "中文字符", "한국어", "\u1100\u1161",
+    "ｆｕｌｌ", "①", "½", "²", "٣", "🙂", "👩‍👩‍👧", "🏳️‍🌈", "🇩🇪", "\U0001f9d1\U0001f3fd",
+    "\U00010348", "\ue000", "\ufffd", "\U0010ffff", "▁", "Ġ", "##", "##ing", "Ċ", "<0x0A>", "<unk>",
+    "[UNK]", "[CLS]", "</s>", "<s>",
+)  # fmt: skip
+"""What tokenizers are known to treat in different ways: blanks, contractions, digits, marks, scripts, own signs."""
+
+PROBE_SEED = 20_260_101
+RANDOM_PROBES = 96
+
+
+def probes(added_tokens: Sequence[str]) -> Iterable[str]:
+    """Yield adversarial texts for a tokenizer with these added tokens; always the same ones."""
+    source = random.Random(PROBE_SEED)
+    tokens = list(added_tokens[:32])
+    yield from _PIECES
+    yield "".join(_PIECES)
+    yield " ".join(_PIECES)
+    yield from ("a" * 300, "ab" * 300, " " * 300, "\n" * 100, "1" * 100, "é" * 200, "🙂" * 60, "!" * 200, "word " * 100)
+    for token in tokens:
+        yield f"{token}{token} {token}  a{token}b \n{token}\t{token[:-1]}{token[1:]}{token[0]}{token}"
+    for number in range(RANDOM_PROBES):
+        pieces = source.choices([*_PIECES, *tokens], k=source.randrange(2, 40))
+        if number % 4 == 0:
+            pieces += [chr(source.choice((source.randrange(0x20, 0x2FF), source.randrange(0x2000, 0xD7FF))))] * 3
+        yield ("" if number % 2 else " ").join(pieces)

@@ -1,0 +1,255 @@
+"""The bytes of a Responses answer: items as they come to be, as typed events or as one object.
+
+An item is a stretch of one kind: reasoning, a message, a function call. It is added, grows by deltas, and is done when
+the next begins or the answer ends. Events are numbered from 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from frontend.errors import RequestError
+from frontend.parsed_answers import call_id
+from frontend.parsers.pieces import Kind, OutputParser, Piece
+from frontend.prompt_model import PromptModel
+from frontend.responses import AnswerEncoder, escape_line_ends
+from frontend.responses_api.schema import ResponsesBody
+from frontend.sequence_output import PlacedLogprobs, SequenceOutput
+from wire.hashing import TOKEN_BYTES
+
+_encode = msgspec.json.Encoder().encode
+
+Event = tuple[str, dict[str, Any]]
+
+
+class _Item:
+    """An item that is being written."""
+
+    __slots__ = ("data", "kind", "texts")
+
+    def __init__(self, kind: Kind, data: dict[str, Any]) -> None:
+        self.kind = kind
+        self.data = data
+        self.texts: list[str] = []
+
+
+class ResponsesEncoder(AnswerEncoder):
+    """Encodes one answer. ``parser``: what takes its text apart; ``None`` = all of it is the message."""
+
+    def __init__(
+        self,
+        body: ResponsesBody,
+        *,
+        request_id: str,
+        created_s: int,
+        model: PromptModel,
+        parser: OutputParser | None,
+        short_ids: bool = False,
+    ) -> None:
+        super().__init__(
+            chat=True,
+            request_id=request_id,
+            model_name=body.model,
+            created_s=created_s,
+            model=model,
+            include_usage=True,
+        )
+        self._request_id = request_id
+        self._parser = parser
+        self._short_ids = short_ids
+        self._items: list[dict[str, Any]] = []
+        self._item: _Item | None = None
+        self._calls = 0
+        self._reasoning: list[str] = []
+        self._finish_reason = "stop"
+        self._sequence_number = 0
+        self._response: dict[str, Any] = {
+            "id": f"resp_{request_id}",
+            "object": "response",
+            "created_at": created_s,
+            "status": "in_progress",
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": body.model,
+            "output": self._items,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
+            "store": False,
+            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "text": {"format": (body.text.format if body.text is not None else None) or {"type": "text"}},
+            "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
+            "tools": body.tools or [],
+            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            "user": body.user,
+        }
+
+    def begin(self) -> bytes:
+        """Return the events of a response that has begun."""
+        return self._events(
+            [("response.created", {"response": self._response}), ("response.in_progress", {"response": self._response})]
+        )
+
+    def role(self, index: int) -> bytes:
+        """Return nothing: an item says its role when it is added."""
+        return b""
+
+    def chunk(
+        self, index: int, text: str, logprobs: Sequence[PlacedLogprobs] = (), finish_reason: str | None = None
+    ) -> bytes:
+        """Return the events of new text."""
+        return self._events(self._take(text, finish_reason))
+
+    def end(self, counts: dict[str, Any]) -> bytes:
+        """Return the event of the complete response."""
+        self._complete(counts)
+        return self._events([(f"response.{self._response['status']}", {"response": self._response})])
+
+    def error(self, error: RequestError) -> bytes:
+        """Return the event of a response that failed; what was written so far stays in it."""
+        self._close_item()
+        self._response["status"] = "failed"
+        self._response["error"] = {"code": "server_error", "message": error.message}
+        return self._events([("response.failed", {"response": self._response})])
+
+    def whole(self, outputs: Sequence[SequenceOutput], counts: dict[str, Any]) -> bytes:
+        """Return the response as one object."""
+        (output,) = outputs
+        self._take(output.take_text(), output.finish_reason or "stop")
+        self._complete(counts)
+        return _encode(self._response)
+
+    def _complete(self, counts: dict[str, Any]) -> None:
+        response = self._response
+        response["status"] = "completed"
+        if self._finish_reason == "length":
+            response["status"] = "incomplete"
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        reasoning = "".join(self._reasoning)
+        response["usage"] = {
+            "input_tokens": counts["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": counts["prompt_tokens_details"]["cached_tokens"]},
+            "output_tokens": counts["completion_tokens"],
+            "output_tokens_details": {
+                # As many tokens as its text makes by itself: markers are not counted.
+                "reasoning_tokens": len(self._model.encode(reasoning)) // TOKEN_BYTES if reasoning else 0
+            },
+            "total_tokens": counts["total_tokens"],
+        }
+
+    def _take(self, text: str, finish_reason: str | None) -> list[Event]:
+        pieces: list[Piece] = []
+        if self._parser is None:
+            if text:
+                pieces.append(Piece(Kind.CONTENT, text))
+        else:
+            pieces += self._parser.feed(text) if text else []
+            if finish_reason is not None:
+                pieces += self._parser.finish()
+        events: list[Event] = []
+        for piece in pieces:
+            events += self._add(piece)
+        if finish_reason is not None:
+            self._finish_reason = finish_reason
+            if not self._items and self._item is None:
+                events += self._open(Kind.CONTENT, "")
+            events += self._close_item()
+        return events
+
+    def _add(self, piece: Piece) -> list[Event]:
+        kind, text = piece
+        events: list[Event] = []
+        if kind is Kind.CALL:
+            return [*self._close_item(), *self._open(Kind.ARGUMENTS, text)]
+        item = self._item
+        if item is None or item.kind is not kind:
+            events += [*self._close_item(), *self._open(kind, "")]
+            item = self._item
+        assert item is not None, "it was just begun"
+        item.texts.append(text)
+        if kind is Kind.REASONING:
+            self._reasoning.append(text)
+        place = self._place(item)
+        if kind is not Kind.ARGUMENTS:
+            place["content_index"] = 0
+        if kind is Kind.CONTENT:
+            place["logprobs"] = []
+        events.append((f"response.{_DELTAS[kind]}.delta", {**place, "delta": text}))
+        return events
+
+    def _open(self, kind: Kind, name: str) -> list[Event]:
+        number = len(self._items)
+        data: dict[str, Any]
+        if kind is Kind.ARGUMENTS:
+            identity = call_id(self._request_id, 0, self._calls, self._short_ids)
+            self._calls += 1
+            data = {"type": "function_call", "call_id": identity, "name": name, "arguments": ""}
+        elif kind is Kind.REASONING:
+            data = {"type": "reasoning", "summary": [], "content": []}
+        else:
+            data = {"type": "message", "role": "assistant", "content": []}
+        data = {"id": f"{_PREFIXES[kind]}_{self._request_id}_{number}", "status": "in_progress", **data}
+        item = self._item = _Item(kind, data)
+        events: list[Event] = [("response.output_item.added", {"output_index": number, "item": dict(data)})]
+        if kind is not Kind.ARGUMENTS:
+            part = _part(kind, "")
+            events.append(("response.content_part.added", {**self._place(item), "content_index": 0, "part": part}))
+        return events
+
+    def _close_item(self) -> list[Event]:
+        item = self._item
+        if item is None:
+            return []
+        self._item = None
+        text = "".join(item.texts)
+        place = self._place(item)
+        events: list[Event] = []
+        if item.kind is Kind.ARGUMENTS:
+            item.data["arguments"] = text
+            done = {**place, "name": item.data["name"], "arguments": text}
+            events.append(("response.function_call_arguments.done", done))
+        else:
+            part = _part(item.kind, text)
+            item.data["content"] = [part]
+            place["content_index"] = 0
+            logprobs: dict[str, Any] = {"logprobs": []} if item.kind is Kind.CONTENT else {}
+            events.append((f"response.{_DELTAS[item.kind]}.done", {**place, **logprobs, "text": text}))
+            events.append(("response.content_part.done", {**place, "part": part}))
+        item.data["status"] = "incomplete" if self._finish_reason == "length" else "completed"
+        events.append(("response.output_item.done", {"output_index": len(self._items), "item": item.data}))
+        self._items.append(item.data)
+        return events
+
+    def _place(self, item: _Item) -> dict[str, Any]:
+        return {"item_id": item.data["id"], "output_index": len(self._items)}
+
+    def _events(self, events: Sequence[Event]) -> bytes:
+        parts: list[bytes] = []
+        for kind, data in events:
+            numbered = {"type": kind, "sequence_number": self._sequence_number, **data}
+            self._sequence_number += 1
+            parts.append(b"event: %s\ndata: %s\n\n" % (kind.encode(), escape_line_ends(_encode(numbered))))
+        return b"".join(parts)
+
+
+_DELTAS = {
+    Kind.CONTENT: "output_text",
+    Kind.REASONING: "reasoning_text",
+    Kind.ARGUMENTS: "function_call_arguments",
+}
+_PREFIXES = {Kind.CONTENT: "msg", Kind.REASONING: "rs", Kind.ARGUMENTS: "fc"}
+
+
+def _part(kind: Kind, text: str) -> dict[str, Any]:
+    if kind is Kind.REASONING:
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

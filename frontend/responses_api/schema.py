@@ -1,0 +1,83 @@
+"""The body of ``/v1/responses`` and what is refused in it.
+
+Nothing is kept between requests: what asks for that (``store``, ``previous_response_id``, ``conversation``, references
+to items) is refused by name; the client sends the conversation whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+
+from frontend.schema import JSON_NUMBER_MAX, JSON_NUMBER_MIN, Count, Nvext, TokenId
+from wire.limits import IDENTIFIER_BYTES_MAX, STOP_TOKENS_MAX, U32_MAX
+
+ITEMS_MAX = 16_384
+"""Most input items of one request: the turns of a very long agent run."""
+
+
+class TextOptions(Struct):
+    """What the text of the answer is to be."""
+
+    format: dict[str, Any] | None = None
+    """``{"type": "text"}``, ``json_object``, or ``json_schema`` with ``name`` and ``schema`` beside it."""
+
+
+class ReasoningOptions(Struct):
+    """How much the model is to reason: a variable of the chat template."""
+
+    effort: str | None = None
+
+
+class ResponsesBody(Struct, kw_only=True):
+    """Body of ``/v1/responses``."""
+
+    model: str
+    input: str | Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=ITEMS_MAX)]
+    instructions: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    max_output_tokens: Count | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    metadata: dict[str, Any] | None = None
+    user: str | None = None
+    # Beyond OpenAI's, as in chat.
+    top_k: Annotated[int, Meta(ge=-1, le=U32_MAX)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    seed: Annotated[int, Meta(ge=JSON_NUMBER_MIN, le=JSON_NUMBER_MAX)] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=STOP_TOKENS_MAX // 2)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=U32_MAX)] | None = None
+    ignore_eos: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    cache_salt: Annotated[str, Meta(max_length=IDENTIFIER_BYTES_MAX)] | None = None
+    nvext: Nvext | None = None
+    # Known elsewhere, refused here when they ask for something: see REFUSED_RESPONSES.
+    store: Any = None
+    previous_response_id: Any = None
+    conversation: Any = None
+    background: Any = None
+    include: Any = None
+    prompt: Any = None
+    truncation: Any = None
+    top_logprobs: Any = None
+
+
+REFUSED_RESPONSES: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "store": ((False,), "nothing is kept between requests; send store: false and the whole conversation as input"),
+    "previous_response_id": ((), "nothing is kept between requests; send the whole conversation as input"),
+    "conversation": ((), "nothing is kept between requests; send the whole conversation as input"),
+    "background": ((False,), "an answer is given on the connection that asked for it"),
+    "include": (([], ["reasoning.encrypted_content"]), "no further output is made; reasoning comes as text"),
+    "prompt": ((), "there are no stored prompts; send input and instructions"),
+    "truncation": (("disabled",), "a conversation that does not fit is refused, not shortened"),
+    "top_logprobs": ((0,), "use /v1/chat/completions for log probabilities"),
+}
+"""As ``REFUSED`` of chat."""

@@ -1,0 +1,329 @@
+"""What a decision journal holds: the inputs of a router's state in order, its choices, and what came of them.
+
+Entries are positional msgpack arrays that begin with the name of their kind. A reader ignores trailing fields and whole
+kinds that it does not know. Sequence hashes are in it, never token ids or prompts.
+
+A segment begins with ``RouterSettingsNoted`` and ``Checkpoint``, so it can be read without those before it. Workers are
+named once per segment (``WorkersNamed``) and are numbers after that.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from router.consolidator.journal.stored_records import SegmentKind
+from router.core.candidates import Candidates, RoutingRequest
+from router.core.decision import Decision
+from router.core.policy import Choice
+from wire.events import JournalRecord
+from wire.hashing import pack_hashes, unpack_hashes
+from wire.identifiers import Role, WorkerKey
+
+DECISIONS = SegmentKind(
+    b"PGRIDDEC",
+    False,
+    "entries before {offset} are sound; move the file out of the directory: only the decisions in it are lost, and the "
+    "pool's journal is not touched",
+)
+
+COMPRESSION_LEVEL = 1
+"""zlib's quickest: columns are mostly small integers as floats, which it shrinks to a fifth."""
+
+_FEATURE_COLUMNS = ("prefill_tokens", "active_blocks", "requests", "device_overlap", "host_overlap", "disk_overlap")
+_MASK = 2**64 - 1
+
+
+class Entry(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
+    """Base of all entries."""
+
+
+class RouterSettingsNoted(Entry, frozen=True):
+    """Who decides, by which rules."""
+
+    router_id: str
+    poolgrid: str
+    """Version of the program."""
+    settings: dict[str, Any]
+    """Every setting that decisions depend on, by its name in ``RouterSettings``."""
+    settings_version: str
+    """A digest of ``settings``: equal for equal rules."""
+
+
+class LedgerEntry(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """One request on one worker, as the router's ledger has it."""
+
+    worker_id: str
+    dp_rank: int
+    request_id: str
+    prefill_tokens: int
+    active_blocks: int
+    confirmed: bool
+    due_ms: float
+
+
+class OpenChoice(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A choice whose start is awaited, for the cross-check of the worker's stream."""
+
+    worker_id: str
+    dp_rank: int
+    dispatch_id: str
+    path: bytes
+    block_size: int
+    blocks: int
+
+
+class CheckWindow(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What counts for the cross-check of one worker's stream: predicted, realised, disagreeing tokens."""
+
+    worker_id: str
+    dp_rank: int
+    requests: list[tuple[int, int, int]]
+
+
+class Checkpoint(Entry, frozen=True):
+    """All of the router's state that the pool's journal before ``offset`` does not tell."""
+
+    offset: int
+    now_ms: float
+    time_ms: int
+    fresh: bool
+    """The router has just begun: it knows nothing at all, not even what is before ``offset``."""
+    complete: bool
+    """False when something is missing: what the router believes of workers that are known by its own choices alone."""
+    ledger: list[LedgerEntry]
+    policy_count: int | None = None
+    """What a policy that counts had counted."""
+    open_choices: list[OpenChoice] = []
+    windows: list[CheckWindow] = []
+
+
+class InputsLost(Entry, frozen=True):
+    """What happened next is not here; a ``Checkpoint`` follows."""
+
+    inputs: int
+    decisions: int
+    """How many of them were decisions."""
+    time_ms: int
+    reason: str
+
+
+class SnapshotLoaded(Entry, frozen=True):
+    """The state of the pool before record ``offset`` replaced all that was known of it."""
+
+    offset: int
+    now_ms: float
+
+
+class RecordsApplied(Entry, frozen=True):
+    """The pool's records up to ``to_offset`` were applied."""
+
+    to_offset: int
+    now_ms: float
+    check: int
+    """``stream_check`` over these records: tells them from others that have the same offsets."""
+
+
+class WorkersNamed(Entry, frozen=True):
+    """The next workers, in the order of their numbers."""
+
+    workers: list[tuple[str, int]]
+
+
+class DecisionMade(Entry, frozen=True):
+    """One choice: its inputs, its candidates, every term, and what was chosen."""
+
+    request: RoutingRequest
+    """All that a policy may know of it, by name; its id is also the seed of ties and samples."""
+    path: bytes
+    """Sequence hashes of the prompt's whole blocks, packed."""
+    now_ms: float
+    time_ms: int
+    attempt: int
+    roles: tuple[int, ...]
+    unavailable: list[tuple[int, str]]
+    offset: int
+    """The router's state held every record of the pool below this offset."""
+    policy: str
+    row: int
+    reason: str
+    rows: int
+    columns: bytes
+    """zlib: numbers of the candidates (u32), then rows of f64: six features, the cost if there is one, the terms."""
+    has_costs: bool
+    terms: tuple[str, ...]
+    filtered: list[tuple[int, str]]
+    untrusted: list[tuple[int, str]] = []
+
+
+class DecisionBooked(Entry, frozen=True):
+    """The last decision of a request was entered into the ledger."""
+
+    request_id: str
+    dispatch_id: str
+    now_ms: float
+    lease_ms: float
+
+
+class WorkerCrowded(Entry, frozen=True):
+    """A worker refused a dispatch: other routers had sent it more than this one knew."""
+
+    worker: int
+    dispatch_id: str
+    booked_tokens: int
+    now_ms: float
+
+
+class LeaseRenewed(Entry, frozen=True):
+    """A reservation's lease began anew."""
+
+    worker: int
+    dispatch_id: str
+    now_ms: float
+
+
+class EntryReleased(Entry, frozen=True):
+    """The router took a dispatch off its ledger."""
+
+    worker: int
+    dispatch_id: str
+
+
+class ReservationsExpired(Entry, frozen=True):
+    """Reservations due by ``now_ms`` expired; those of ``renewed`` were still held and began anew."""
+
+    now_ms: float
+    renewed: list[str]
+
+
+class OverlapRealised(Entry, frozen=True):
+    """What the chosen worker then really reused."""
+
+    request_id: str
+    attempt: int
+    cached_tokens: int
+
+
+class RequestEnded(Entry, frozen=True):
+    """A request that this router served is over."""
+
+    request_id: str
+    output_tokens: int
+    time_ms: int
+
+
+AnyEntry = (
+    RouterSettingsNoted
+    | Checkpoint
+    | InputsLost
+    | SnapshotLoaded
+    | RecordsApplied
+    | WorkersNamed
+    | DecisionMade
+    | DecisionBooked
+    | WorkerCrowded
+    | LeaseRenewed
+    | EntryReleased
+    | ReservationsExpired
+    | OverlapRealised
+    | RequestEnded
+)
+
+encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(AnyEntry)
+_KINDS = {kind.__name__ for kind in AnyEntry.__args__}
+
+
+def decode(payload: bytes) -> AnyEntry | str:
+    """Return an entry, or the name of a kind that this version does not know; raises ``msgspec.MsgspecError``."""
+    try:
+        entry: AnyEntry = _decoder.decode(payload)
+    except msgspec.MsgspecError:
+        raw = msgspec.msgpack.decode(payload)
+        if isinstance(raw, list) and raw and isinstance(raw[0], str) and raw[0] not in _KINDS:
+            return raw[0]
+        raise
+    return entry
+
+
+def stream_check(check: int, record: JournalRecord) -> int:
+    """Return the check of a run of records, given that of the run without its last (0 for none)."""
+    for value in (record.epoch, record.seq, record.recorded_ms, len(record.events)):
+        check = (check ^ value) * 0x100000001B3 & _MASK  # FNV-1a's step
+    return check
+
+
+def pack_columns(numbers: Sequence[int], choice: Choice, candidates: Candidates) -> bytes:
+    """Return the candidates and every number about them, compressed."""
+    columns = [getattr(candidates, name) for name in _FEATURE_COLUMNS]
+    if choice.costs is not None:
+        columns.append(choice.costs)
+    columns.extend(choice.terms.values())
+    parts = [np.asarray(numbers, "<u4").tobytes()]
+    parts += [np.ascontiguousarray(column, "<f8").tobytes() for column in columns]
+    return zlib.compress(b"".join(parts), COMPRESSION_LEVEL)
+
+
+def decision_of(made: DecisionMade, workers: Sequence[WorkerKey]) -> Decision:
+    """Return a recorded decision as the router had it; raises ``ValueError`` when its parts do not fit together."""
+    data = zlib.decompress(made.columns)
+    rows = made.rows
+    width = len(_FEATURE_COLUMNS) + made.has_costs + len(made.terms)
+    if len(data) != rows * (4 + 8 * width):
+        raise ValueError(f"decision about {made.request.request_id}: {len(data)} bytes of columns, needed {rows} rows")
+    numbers = np.frombuffer(data, "<u4", rows)
+    matrix = np.frombuffer(data, "<f8", rows * width, 4 * rows).reshape(width, rows)
+    features = len(_FEATURE_COLUMNS)
+    costs = matrix[features] if made.has_costs else None
+    terms = {name: matrix[features + made.has_costs + at] for at, name in enumerate(made.terms)}
+    return Decision(
+        made.request,
+        made.time_ms,
+        made.policy,
+        made.offset,
+        Choice(made.row, made.reason, costs, terms),
+        Candidates(tuple(workers[number] for number in numbers), *matrix[:features]),
+        {workers[number]: why for number, why in made.filtered},
+        made.attempt,
+        untrusted={workers[number]: why for number, why in made.untrusted},
+    )
+
+
+def path_of(made: DecisionMade) -> tuple[int, ...]:
+    """Return the sequence hashes of the request's prompt."""
+    return unpack_hashes(made.path)
+
+
+def made_of(
+    decision: Decision,
+    path: Sequence[int],
+    now_ms: float,
+    unavailable: Mapping[WorkerKey, str],
+    roles: Sequence[Role],
+    number_of: Mapping[WorkerKey, int],
+) -> DecisionMade:
+    """Return the entry of a decision; ``number_of`` knows every worker in it."""
+    choice, candidates = decision.choice, decision.candidates
+    return DecisionMade(
+        decision.request,
+        pack_hashes(path),
+        now_ms,
+        decision.time_ms,
+        decision.attempt,
+        tuple(map(int, roles)),
+        [(number_of[worker], why) for worker, why in unavailable.items()],
+        decision.offset,
+        decision.policy,
+        choice.row,
+        choice.reason,
+        len(candidates),
+        pack_columns([number_of[worker] for worker in candidates.workers], choice, candidates),
+        choice.costs is not None,
+        tuple(choice.terms),
+        [(number_of[worker], why) for worker, why in decision.filtered.items()],
+        [(number_of[worker], why) for worker, why in decision.untrusted.items()],
+    )

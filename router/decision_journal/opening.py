@@ -1,0 +1,83 @@
+"""Puts a router's decision journal together with the real things: a directory, a clock, the settings it must name."""
+
+from __future__ import annotations
+
+import logging
+from importlib import metadata
+
+from router.consolidator.adapters.posix_disk import DirectoryInUse, PosixDisk
+from router.consolidator.settings import ConsolidatorSettings
+from router.core.policy import POLICY_NAMES, Policy
+from router.core.projection import Projection
+from router.decision_journal.entries import RouterSettingsNoted
+from router.decision_journal.reader import DIRECTORY
+from router.decision_journal.recorder import DecisionRecorder, settings_noted
+from router.decision_journal.segments import DecisionSegments
+from router.policy_loading import load_policy
+from router.settings import RouterSettings
+from runtime.clock import Clock
+
+log = logging.getLogger(__name__)
+
+DECIDING_SETTINGS = (
+    "policy",
+    "prefill_weight",
+    "queue_weight",
+    "decode_weight",
+    "device_weight",
+    "host_weight",
+    "disk_weight",
+    "temperature",
+    "approximate_ttl_ms",
+    "index_budget_bytes",
+    "worker_queue_factor",
+    "reservation_ttl_ms",
+)
+"""Settings that a decision depends on, besides its inputs."""
+
+
+def policy_of(noted: RouterSettingsNoted) -> Policy:
+    """Return the policy that recorded settings name; raises ``PolicyError`` when it cannot be loaded here."""
+    known = {name: value for name, value in noted.settings.items() if name in DECIDING_SETTINGS}
+    return load_policy(RouterSettings.model_validate(known))
+
+
+def open_recorder(
+    settings: RouterSettings, data: ConsolidatorSettings, projection: Projection, policy: Policy, clock: Clock
+) -> DecisionRecorder | None:
+    """Return the recorder of a router's decisions, or ``None`` when they are not to be kept or the disk refuses.
+
+    Raises ``DirectoryInUse`` when another router of the same id writes there.
+    """
+    if data.data_dir is None or not settings.record_decisions:
+        return None
+    directory = data.data_dir / DIRECTORY / settings.router_id
+    try:
+        disk = PosixDisk(directory)
+    except DirectoryInUse as error:
+        raise DirectoryInUse(
+            f"recording decisions in {directory}: another router of the id {settings.router_id!r} does; give each "
+            "router a router_id of its own"
+        ) from error
+    except OSError as error:
+        log.error("recording decisions in %s: %s; decisions are not recorded", directory, error)
+        return None
+    try:
+        segments = DecisionSegments(disk, data.retention_bytes, data.retention_ms)
+    except OSError as error:
+        disk.close()
+        log.error("recording decisions in %s: %s; decisions are not recorded", directory, error)
+        return None
+    for line in segments.report:
+        log.warning("decision journal %s: %s", directory, line)
+    values = {name: getattr(settings, name) for name in DECIDING_SETTINGS}
+    return DecisionRecorder(
+        segments,
+        projection,
+        policy,
+        settings_noted(settings.router_id, metadata.version("poolgrid"), values),
+        clock,
+        data.segment_bytes,
+        settings.decision_queue_limit,
+        is_approximate=settings.policy == POLICY_NAMES[1],
+    )

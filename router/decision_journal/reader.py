@@ -1,0 +1,121 @@
+"""A decision journal read back: entries in order, located, tolerant of what a later version wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from router.consolidator.adapters.posix_disk import ReadOnlyDirectory
+from router.consolidator.journal.stored_records import TornTail, corrupt, segment_names, stored_payloads
+from router.consolidator.ports import Disk
+from router.core.decision import Decision
+from router.decision_journal.entries import (
+    DECISIONS,
+    AnyEntry,
+    DecisionMade,
+    OverlapRealised,
+    RouterSettingsNoted,
+    WorkersNamed,
+    decision_of,
+    decode,
+)
+from wire.identifiers import WorkerId, WorkerKey
+
+DIRECTORY = "decisions"
+"""Where the decision journals lie within a data_dir: one directory per router, named by its id."""
+
+
+PROGRESS_EVERY_ENTRIES = 500
+
+
+@dataclass(frozen=True, slots=True)
+class StoredEntry:
+    """One entry, where it lies, and who is meant by the numbers in it."""
+
+    file: str
+    position: int
+    number: int
+    size: int
+    entry: AnyEntry
+    workers: list[WorkerKey]
+    """Workers named in this segment so far, by number."""
+
+
+@dataclass(slots=True)
+class ReadRemarks:
+    """What was passed over while reading."""
+
+    unknown: dict[str, int] = field(default_factory=dict)
+    torn: list[TornTail] = field(default_factory=list)
+
+
+def stored_entries(disk: Disk, remarks: ReadRemarks | None = None) -> Iterator[StoredEntry]:
+    """Yield all entries in order; raise ``JournalCorrupt`` at damage, after everything before it."""
+    notes = remarks or ReadRemarks()
+    workers: list[WorkerKey] = []
+    file = ""
+    for stored in stored_payloads(disk, DECISIONS, torn=notes.torn):
+        if stored.file != file:
+            file, workers = stored.file, []
+        try:
+            entry = decode(stored.payload)
+            if isinstance(entry, WorkersNamed):
+                workers.extend(WorkerKey(WorkerId(worker_id), rank) for worker_id, rank in entry.workers)
+            elif isinstance(entry, DecisionMade):
+                decision_of(entry, workers)
+        except (msgspec.MsgspecError, ValueError, IndexError) as error:
+            raise corrupt(
+                stored.file, stored.position, stored.number, f"the entry does not decode ({error})", DECISIONS
+            ) from None
+        if isinstance(entry, str):
+            notes.unknown[entry] = notes.unknown.get(entry, 0) + 1
+        else:
+            yield StoredEntry(stored.file, stored.position, stored.number, len(stored.payload), entry, workers)
+
+
+def decision_directories(directory: Path) -> list[Path]:
+    """Return the decision journals of a data_dir, or the directory itself when it is one."""
+    below = directory / DIRECTORY
+    if below.is_dir():
+        return sorted(path for path in below.iterdir() if path.is_dir())
+    names = segment_names(ReadOnlyDirectory(directory))
+    first = ReadOnlyDirectory(directory).read(names[0], 0, 8) if names else b""
+    return [directory] if first == DECISIONS.magic else []
+
+
+@dataclass(slots=True)
+class RecordedDecision:
+    """One decision as a journal tells it."""
+
+    decision: Decision
+    stored: StoredEntry
+    settings: RouterSettingsNoted | None
+
+
+def decisions_about(
+    disk: Disk, request_id: str, on_progress: Callable[[int], None] = lambda _: None
+) -> list[RecordedDecision]:
+    """Return a request's decisions, first attempt first, with what the workers then really reused.
+
+    ``on_progress`` is told the bytes of entries read, now and then.
+    """
+    found: list[RecordedDecision] = []
+    settings: RouterSettingsNoted | None = None
+    done = 0
+    for count, stored in enumerate(stored_entries(disk)):
+        done += stored.size
+        if count % PROGRESS_EVERY_ENTRIES == 0:
+            on_progress(done)
+        entry = stored.entry
+        if isinstance(entry, RouterSettingsNoted):
+            settings = entry
+        elif isinstance(entry, DecisionMade) and entry.request.request_id == request_id:
+            found.append(RecordedDecision(decision_of(entry, stored.workers), stored, settings))
+        elif isinstance(entry, OverlapRealised) and entry.request_id == request_id:
+            for recorded in found:
+                if recorded.decision.attempt == entry.attempt:
+                    recorded.decision.realised_cached_tokens = entry.cached_tokens
+    return found

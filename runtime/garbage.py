@@ -1,0 +1,29 @@
+"""When the cyclic garbage collector runs in a process that serves requests.
+
+A request makes a few hundred objects and almost no cycles: reference counting frees them. With Python's default of 700
+objects the collector runs every few requests and finds nothing, about 4 % of a router's time; and each of its rare full
+runs looks at everything that lives, which for an index of millions of blocks is a pause that clients see.
+"""
+
+from __future__ import annotations
+
+import gc
+
+YOUNG_OBJECTS = 10_000
+"""Objects between two young collections: about 0.3 ms each, every thirty to a hundred requests."""
+
+YOUNG_COLLECTIONS = 20
+"""Young collections between two of the middle generation."""
+
+MIDDLE_COLLECTIONS = 50
+"""Middle collections between two full ones: one in ten million objects. Cycles are rare: little waits for it."""
+
+
+def settle() -> None:
+    """Take everything that lives now out of the collector's sight, and have it run less often from now on.
+
+    Called once the process is ready: code, settings, models and the state of the pool live as long as it does.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS, YOUNG_COLLECTIONS, MIDDLE_COLLECTIONS)

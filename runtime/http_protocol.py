@@ -1,0 +1,195 @@
+"""uvicorn's HTTP/1.1 protocol with a short way for endpoints that want their request whole and write for themselves.
+
+Rules
+    1. An application may have ``direct_endpoint(path)``; a ``POST`` whose path it knows takes the short way, everything
+       else goes as uvicorn has it. The endpoint is an ASGI application all the same.
+    2. On the short way a body that announces its length is gathered first and the endpoint called once it is complete:
+       no task waits for it, and a body that came in one piece is never copied. One longer than the endpoint's
+       ``body_bytes_max``, of unknown length, or that waits for ``100 Continue`` is left to the endpoint to receive.
+    3. ``scope["extensions"][CONNECTION]`` is the ``Connection``: the body, and a call when the client leaves, so that
+       no task has to wait for that either.
+    4. Status line, headers and a body of known length are one write. Headers are the endpoint's own and are not checked
+       again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+CONNECTION = "poolgrid.connection"
+"""Key of the ``Connection`` among a scope's extensions."""
+
+BODY_BYTES_MAX_DEFAULT = 1024 * 1024
+"""Largest body that is gathered for an endpoint that names no limit of its own."""
+
+
+class Connection:
+    """What a direct endpoint gets beside ASGI."""
+
+    __slots__ = ("body", "on_left")
+
+    def __init__(self, body: bytes) -> None:
+        self.body = body
+        """The whole body."""
+        self.on_left: Callable[[], None] | None = None
+        """Called once when the client leaves before the answer is complete."""
+
+
+class _DirectCycle(RequestResponseCycle):
+    """One request on the short way."""
+
+    endpoint: Any
+    parts: list[bytes]
+    connection: Connection | None = None
+    _head: bytes = b""
+
+    async def send(self, message: Any) -> None:
+        """Write; the first body of known length takes the headers along."""
+        if self.flow.write_paused and not self.disconnected:
+            await self.flow.drain()
+        if self.disconnected:
+            return
+        if not self.response_started:
+            self._begin(message)
+        elif not self.response_complete:
+            self._continue(message)
+        else:
+            raise RuntimeError("sending a response: it is complete already")
+
+    def _begin(self, message: Any) -> None:
+        self.response_started = True
+        self.waiting_for_100_continue = False
+        content = [STATUS_LINE[message["status"]]]
+        self.chunked_encoding = True
+        for name, value in (*self.default_headers, *message["headers"]):
+            if name == b"content-length":
+                self.chunked_encoding = False
+            elif name == b"connection" and value == b"close":
+                self.keep_alive = False
+                continue
+            content += (name, b": ", value, b"\r\n")
+        if not self.keep_alive:
+            content.append(b"connection: close\r\n")
+        if self.chunked_encoding:
+            content.append(b"transfer-encoding: chunked\r\n\r\n")
+            self.transport.write(b"".join(content))
+        else:
+            content.append(b"\r\n")
+            self._head = b"".join(content)
+
+    def _continue(self, message: Any) -> None:
+        body: bytes = message["body"]
+        more_body: bool = message["more_body"]
+        if not self.chunked_encoding:
+            self.transport.write(self._head + body)
+            self._head = b""
+        elif body:
+            end = b"\r\n" if more_body else b"\r\n0\r\n\r\n"
+            self.transport.write(b"".join((b"%x\r\n" % len(body), body, end)))
+        elif not more_body:
+            self.transport.write(b"0\r\n\r\n")
+        if not more_body:
+            self.response_complete = True
+            self.message_event.set()
+            if not self.keep_alive:
+                self.transport.close()
+            self.on_response()
+
+    def left(self) -> None:
+        """Tell the endpoint that its client is gone."""
+        connection = self.connection
+        if connection is not None and connection.on_left is not None:
+            on_left, connection.on_left = connection.on_left, None
+            on_left()
+
+
+class DirectProtocol(HttpToolsProtocol):
+    """One connection."""
+
+    _gathering: _DirectCycle | None = None
+    _serving: _DirectCycle | None = None
+
+    def on_headers_complete(self) -> None:
+        """Take the short way where there is one, else go on as usual."""
+        direct_endpoint = getattr(self.app, "direct_endpoint", None)
+        endpoint = None
+        if (
+            direct_endpoint is not None
+            and self.parser.get_method() == b"POST"
+            and self.parser.get_http_version() == "1.1"
+            and not self.parser.should_upgrade()
+            and not self.expect_100_continue
+            # What is pipelined behind an answer that is not complete waits for its turn in uvicorn's queue.
+            and (self.cycle is None or self.cycle.response_complete)
+            and self.limit_concurrency is None
+            and not self.root_path
+        ):
+            endpoint = direct_endpoint(self.url)
+        if endpoint is None or not self._is_gathered(getattr(endpoint, "body_bytes_max", BODY_BYTES_MAX_DEFAULT)):
+            super().on_headers_complete()
+            return
+        scope = self.scope
+        scope["method"] = "POST"
+        scope["raw_path"] = self.url
+        scope["path"] = self.url.decode("ascii")
+        scope["query_string"] = b""
+        cycle = _DirectCycle(
+            scope=scope,
+            transport=self.transport,
+            flow=self.flow,
+            logger=self.logger,
+            access_logger=self.access_logger,
+            access_log=False,
+            default_headers=self.server_state.default_headers,
+            message_event=asyncio.Event(),
+            expect_100_continue=False,
+            keep_alive=self.parser.should_keep_alive(),
+            on_response=self.on_response_complete,
+        )
+        cycle.endpoint = endpoint
+        cycle.parts = []
+        self._gathering = self.cycle = cycle
+
+    def on_body(self, body: bytes) -> None:
+        """Keep a part of the body."""
+        if self._gathering is not None:
+            self._gathering.parts.append(body)
+        else:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Call the endpoint with the whole body."""
+        cycle = self._gathering
+        if cycle is None:
+            super().on_message_complete()
+            return
+        self._gathering = None
+        parts = cycle.parts
+        cycle.connection = Connection(parts[0] if len(parts) == 1 else b"".join(parts))
+        cycle.parts = []
+        cycle.more_body = False
+        cycle.scope["extensions"] = {CONNECTION: cycle.connection}  # type: ignore[dict-item]
+        self._serving = cycle
+        self._start_asgi_task(cycle, cycle.endpoint)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell the endpoint at once."""
+        self._gathering = None
+        super().connection_lost(exc)
+        serving, self._serving = self._serving, None
+        if serving is not None and not serving.response_complete:
+            serving.disconnected = True
+            serving.left()
+
+    def _is_gathered(self, body_bytes_max: int) -> bool:
+        length = None
+        for name, value in self.headers:
+            if name == b"content-length":
+                length = value
+            elif name == b"transfer-encoding":
+                return False
+        return length is not None and length.isdigit() and int(length) <= body_bytes_max

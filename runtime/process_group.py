@@ -1,0 +1,219 @@
+"""Processes that are one service: they share a port, and each can answer for all.
+
+Rules
+    1. The parent makes a private directory and tells each child its place in it (``GROUP_VARIABLE``). A child that is
+       started again gets the same place.
+    2. A child listens on a Unix socket in that directory. A connection is one question, a line, and one answer, up to
+       the end of the stream. Only who may enter the directory (mode 0700) can ask.
+    3. A child that is ready holds a lock on its mark, a file there. The kernel releases the lock of a child that died.
+       The group is ready when every mark is locked.
+    4. A sibling that does not answer within ``ANSWER_TIMEOUT_S`` is left out of an answer, which says how many it has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+log = logging.getLogger(__name__)
+
+GROUP_VARIABLE = "POOLGRID_PROCESS_GROUP"
+"""Set by the parent: ``DIRECTORY:INDEX:SIZE``."""
+
+ANSWER_TIMEOUT_S = 2.0
+"""A sibling that takes longer to print its metrics is stuck or overloaded; a scrape usually has ten seconds."""
+
+QUESTION_BYTES_MAX = 1024
+
+Answer = Callable[[], bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlace:
+    """Which process of a group this is."""
+
+    directory: Path
+    index: int
+    size: int
+
+    @classmethod
+    def from_environment(cls) -> GroupPlace | None:
+        """Return the place that the parent gave this process; ``None`` when it is alone."""
+        value = os.environ.get(GROUP_VARIABLE)
+        if not value:
+            return None
+        directory, index, size = value.rsplit(":", 2)
+        return cls(Path(directory), int(index), int(size))
+
+    def to_environment(self) -> str:
+        """Return the value of ``GROUP_VARIABLE`` for a child at this place."""
+        return f"{self.directory}:{self.index}:{self.size}"
+
+    def socket_path(self, index: int) -> Path:
+        """Return where a member answers."""
+        return self.directory / f"{index}.sock"
+
+    def mark(self, index: int) -> Path:
+        """Return the file that says that a member is ready."""
+        return self.directory / f"{index}.ready"
+
+
+class GroupMember:
+    """This process's part in its group; made on a running event loop."""
+
+    def __init__(self, place: GroupPlace) -> None:
+        self.place = place
+        self._answers: dict[str, Answer] = {}
+        self._server: asyncio.Server | None = None
+        self._mark: int | None = None
+
+    async def start(self, answers: dict[str, Answer]) -> None:
+        """Answer the siblings' questions; an answer is made in a thread."""
+        self._answers = answers
+        self.set_ready(False)
+        path = self.place.socket_path(self.place.index)
+        path.unlink(missing_ok=True)
+        self._server = await asyncio.start_unix_server(self._serve, path)
+
+    def set_ready(self, ready: bool) -> None:
+        """Lock the mark, or let go of it."""
+        if ready and self._mark is None:
+            self._mark = os.open(self.place.mark(self.place.index), os.O_RDWR | os.O_CREAT, 0o600)
+            # Waits at most for a sibling that is looking just now.
+            fcntl.flock(self._mark, fcntl.LOCK_EX)
+        elif not ready and self._mark is not None:
+            os.close(self._mark)
+            self._mark = None
+
+    def missing(self) -> str | None:
+        """Return which members are not ready, in words, or ``None``."""
+        away = [str(index) for index in range(self.place.size) if not self._is_ready(index)]
+        return f"HTTP process {', '.join(away)} of {self.place.size} is not ready" if away else None
+
+    def _is_ready(self, index: int) -> bool:
+        if index == self.place.index:
+            return self._mark is not None
+        try:
+            mark = os.open(self.place.mark(index), os.O_RDONLY)
+        except OSError:
+            return False
+        try:
+            # Shared, so that two who look do not take each other for the owner.
+            fcntl.flock(mark, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(mark)
+        return False
+
+    def ask_siblings(self, question: str) -> list[bytes]:
+        """Return the answers of the other members; blocks, so call it in a thread."""
+        found = []
+        for index in range(self.place.size):
+            if index != self.place.index:
+                try:
+                    found.append(ask(self.place.socket_path(index), question))
+                except OSError as error:
+                    log.warning("asking HTTP process %d for %s: %s; it is left out", index, question, error)
+        return found
+
+    async def stop(self) -> None:
+        """Stop answering."""
+        self.set_ready(False)
+        if self._server is not None:
+            self._server.close()
+            self.place.socket_path(self.place.index).unlink(missing_ok=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                question = (await reader.readline())[:QUESTION_BYTES_MAX].decode("utf-8", "replace").strip()
+                answer = self._answers.get(question)
+                if answer is not None:
+                    writer.write(await asyncio.to_thread(answer))
+                    await writer.drain()
+        except (OSError, TimeoutError, ValueError) as error:
+            log.warning("answering a sibling: %s", error)
+        finally:
+            writer.close()
+
+
+def ask(path: Path, question: str) -> bytes:
+    """Ask one member and return its answer; raises ``OSError`` (a time-out too)."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(ANSWER_TIMEOUT_S)
+        connection.connect(str(path))
+        connection.sendall(question.encode() + b"\n")
+        parts = []
+        while part := connection.recv(65_536):
+            parts.append(part)
+        return b"".join(parts)
+
+
+class GroupMetrics:
+    """The metrics of all members, asked of each when somebody scrapes one; ``collect`` blocks on their answers."""
+
+    def __init__(self, registry: CollectorRegistry, member: GroupMember) -> None:
+        self._registry = registry
+        self._member = member
+
+    def text(self) -> bytes:
+        """Return this process's own metrics, the answer to a sibling's ``metrics``."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics of the group."""
+        texts = [self.text(), *self._member.ask_siblings("metrics")]
+        return merged(text.decode() for text in texts)
+
+
+SUMMED_GAUGES = frozenset(
+    {
+        "poolgrid_frontend_in_flight_requests",
+        "poolgrid_frontend_tokenization_cache_bytes",
+        "poolgrid_frontend_tokenizations_pending",
+        "poolgrid_router_active_requests",
+        "poolgrid_router_expired_reservations",
+        "poolgrid_router_http_workers",
+        "poolgrid_router_index_bytes",
+        "poolgrid_router_path_cache_bytes",
+        "poolgrid_router_path_cache_reused_blocks",
+        "poolgrid_router_queued_requests",
+    }
+)
+"""Gauges of what each process has for itself. All others mirror the pool, the same in each: the largest is taken."""
+
+
+def merged(texts: Iterable[str]) -> Iterator[Metric]:
+    """Yield the metrics of several processes, given in Prometheus' text form, as those of one.
+
+    Counters and histograms add up; of gauges see ``SUMMED_GAUGES``.
+    """
+    families: dict[str, Metric] = {}
+    values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
+    for text in texts:
+        for family in text_string_to_metric_families(text):
+            known = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            into = values.setdefault(known.name, {})
+            adds = known.type in ("counter", "histogram", "summary") or known.name in SUMMED_GAUGES
+            for sample in family.samples:
+                key = (sample.name, tuple(sample.labels.items()))
+                before = into.get(key)
+                if before is None:
+                    into[key] = sample.value
+                else:
+                    into[key] = before + sample.value if adds else max(before, sample.value)
+    for name, family in families.items():
+        for (sample_name, labels), value in values[name].items():
+            family.add_sample(sample_name, dict(labels), value)
+        yield family

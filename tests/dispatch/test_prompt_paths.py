@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dispatch.prompt_paths import STRETCH_BLOCKS, PromptPaths
+from wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes
+
+
+def plain(token_ids: bytes, block_size: int, seed: int) -> list[int]:
+    return sequence_hashes(block_hashes(token_ids, block_size, seed))
+
+
+prompts = st.lists(
+    st.tuples(st.integers(0, 3), st.sampled_from([0, 1, 3, STRETCH_BLOCKS, STRETCH_BLOCKS * 4, 170])), max_size=6
+).map(lambda runs: pack_tokens([token for token, count in runs for _ in range(count)]))
+
+
+@settings(max_examples=60, deadline=None, database=None)
+@given(
+    st.lists(st.tuples(prompts, st.sampled_from([1, 2, 4]), st.sampled_from(["", "tenant"])), max_size=12),
+    st.sampled_from([0, 3000, 10_000_000]),
+)
+def test_paths_are_those_of_the_wire_whatever_was_asked_before(
+    asked: list[tuple[bytes, int, str]], budget_bytes: int
+) -> None:
+    paths = PromptPaths(budget_bytes)
+    for token_ids, block_size, salt in asked:
+        seed = hash_seed(cache_salt=salt)
+        assert paths.path(token_ids, block_size, seed) == plain(token_ids, block_size, seed)
+        assert paths.used_bytes <= max(budget_bytes, 0)
+
+
+def test_a_longer_prompt_is_computed_for_what_is_new() -> None:
+    paths = PromptPaths()
+    first = pack_tokens(range(STRETCH_BLOCKS * 4 * 3))
+    paths.path(first, 4, 1337)
+    assert paths.reused_blocks == 0
+    paths.path(first + pack_tokens(range(100)), 4, 1337)
+    assert paths.reused_blocks == 3 * STRETCH_BLOCKS
+    paths.path(first, 4, 1338)
+    assert paths.reused_blocks == 3 * STRETCH_BLOCKS, "another seed shares nothing"
+
+
+def test_objects_in_a_prompt_are_part_of_its_path() -> None:
+    paths = PromptPaths()
+    token_ids = pack_tokens(range(STRETCH_BLOCKS * 4 * 2))
+    without = paths.path(token_ids, 4, 1337)
+    objects = {3: [17]}
+    assert paths.path(token_ids, 4, 1337, objects) == sequence_hashes(block_hashes(token_ids, 4, 1337, objects))
+    assert paths.path(token_ids, 4, 1337, objects)[3:] != without[3:]
+    assert paths.path(token_ids, 4, 1337) == without

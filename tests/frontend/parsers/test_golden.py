@@ -1,0 +1,126 @@
+"""Every transcript is taken apart the same way wherever it is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from frontend.parsers.formats import REASONING_NAMES, TOOL_NAMES, OutputFormat
+from frontend.parsers.pieces import Kind, OutputParser
+from tests.frontend.parsers.transcripts import TOOLS, TRANSCRIPTS, Answer, Transcript
+
+NAMES = [transcript.name for transcript in TRANSCRIPTS]
+
+
+def parser_of(transcript: Transcript) -> OutputParser:
+    parser = transcript.format.parser(transcript.tools, transcript.prompt_end, transcript.guided_json)
+    assert parser is not None
+    return parser
+
+
+def read(parser: OutputParser, parts: Sequence[str]) -> Answer:
+    content = reasoning = ""
+    calls: list[tuple[str, str]] = []
+    for pieces in [*(parser.feed(part) for part in parts), parser.finish()]:
+        for kind, text in pieces:
+            if kind is Kind.CONTENT:
+                content += text
+            elif kind is Kind.REASONING:
+                reasoning += text
+            elif kind is Kind.CALL:
+                calls.append((text, ""))
+            else:
+                calls[-1] = (calls[-1][0], calls[-1][1] + text)
+    return Answer(content, reasoning, tuple(calls))
+
+
+@pytest.mark.parametrize("transcript", TRANSCRIPTS, ids=NAMES)
+def test_a_whole_transcript_gives_the_expected_answer(transcript: Transcript) -> None:
+    assert read(parser_of(transcript), [transcript.text]) == transcript.answer
+
+
+@pytest.mark.parametrize("transcript", TRANSCRIPTS, ids=NAMES)
+def test_a_transcript_may_be_cut_at_any_border(transcript: Transcript) -> None:
+    text = transcript.text
+    for at in range(1, len(text)):
+        assert read(parser_of(transcript), [text[:at], text[at:]]) == transcript.answer, text[:at]
+
+
+@pytest.mark.parametrize("transcript", TRANSCRIPTS, ids=NAMES)
+def test_a_transcript_may_come_character_by_character(transcript: Transcript) -> None:
+    assert read(parser_of(transcript), list(transcript.text)) == transcript.answer
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_a_transcript_may_be_cut_in_many_places(data: st.DataObject) -> None:
+    transcript = data.draw(st.sampled_from(TRANSCRIPTS))
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(transcript.text)), max_size=12)))
+    parts = [transcript.text[a:b] for a, b in zip([0, *cuts], [*cuts, len(transcript.text)], strict=True)]
+    assert read(parser_of(transcript), parts) == transcript.answer
+
+
+FORMATS = [
+    *(OutputFormat(reasoning=name) for name in REASONING_NAMES),
+    *(OutputFormat(tools=name) for name in TOOL_NAMES),
+    OutputFormat("qwen3", "hermes"),
+    OutputFormat("harmony", "harmony"),
+]
+FRAGMENTS = sorted(
+    {marker for output in FORMATS for marker in output.markers(TOOLS)}
+    | {
+        '{"name": "',
+        "get_time",
+        '"',
+        ', "arguments": ',
+        "{}",
+        "{",
+        "}",
+        "[",
+        "]",
+        ", ",
+        ";",
+        "(",
+        ")",
+        "q=1",
+        "\n",
+        " ",
+    }
+    | {
+        "analysis",
+        "final",
+        "commentary to=functions.f",
+        "assistant",
+        "```json\n",
+        "```",
+        "function",
+        "text",
+        "é😀",
+        "\\",
+    }
+)
+
+
+@given(st.sampled_from(FORMATS), st.lists(st.sampled_from(FRAGMENTS), max_size=25), st.data())
+@settings(max_examples=400, deadline=None)
+def test_whatever_a_model_writes_no_text_is_lost_and_cuts_do_not_matter(
+    output: OutputFormat, fragments: list[str], data: st.DataObject
+) -> None:
+    def fresh() -> OutputParser:
+        parser = output.parser(TOOLS)
+        assert parser is not None
+        return parser
+
+    text = "".join(fragments)
+    whole = read(fresh(), [text])
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=6)))
+    parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert read(fresh(), parts) == whole
+    assert read(fresh(), list(text)) == whole
+    shown = whole.content + whole.reasoning + "".join(name + arguments for name, arguments in whole.calls)
+    # Markers, white space and the keys around a call go; what says something stays.
+    for word in ("text", "é😀"):
+        assert shown.count(word) == text.count(word)

@@ -1,0 +1,346 @@
+"""Golden transcripts: what models write, format by format, and what clients are to get of it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from frontend.parsers.formats import OutputFormat, ToolUse
+
+TOOLS = ToolUse(frozenset({"get_weather", "get_time", "search"}))
+
+
+class Answer(NamedTuple):
+    """A whole answer: content, reasoning, calls as (name, arguments)."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[tuple[str, str], ...] = ()
+
+
+class Transcript(NamedTuple):
+    name: str
+    format: OutputFormat
+    text: str
+    answer: Answer
+    tools: ToolUse | None = TOOLS
+    prompt_end: str = ""
+    guided_json: bool = False
+
+
+PARIS = '{"city": "Paris", "days": [1, 2.5e3, -0], "note": "a \\"}{\\u00e9\\n ü😀"}'
+HERMES = OutputFormat(tools="hermes")
+LLAMA = OutputFormat(tools="llama3_json")
+MISTRAL = OutputFormat(tools="mistral")
+PYTHONIC = OutputFormat(tools="pythonic")
+DEEPSEEK = OutputFormat(tools="deepseek_v3")
+HARMONY = OutputFormat(reasoning="harmony", tools="harmony")
+QWEN3 = OutputFormat(reasoning="qwen3", tools="hermes")
+R1 = OutputFormat(reasoning="deepseek_r1")
+GRANITE = OutputFormat(reasoning="granite", tools="granite")
+
+_BEGIN, _END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_CALL, _SEP, _CALLED = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+
+
+def _hermes(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+TRANSCRIPTS: list[Transcript] = [
+    # hermes
+    Transcript("hermes: one call", HERMES, _hermes("get_weather", PARIS), Answer(calls=(("get_weather", PARIS),))),
+    Transcript(
+        "hermes: content, two calls, content",
+        HERMES,
+        f"Let me look.\n\n{_hermes('get_weather', PARIS)}\n{_hermes('get_time', '{}')}\n Done. ",
+        Answer("Let me look.Done. ", calls=(("get_weather", PARIS), ("get_time", "{}"))),
+    ),
+    Transcript("hermes: only content", HERMES, "  a < b <tool_ca ll> \n", Answer("  a < b <tool_ca ll> \n")),
+    Transcript(
+        "hermes: arguments before the name",
+        HERMES,
+        f'<tool_call>{{"id": 3, "arguments": {PARIS}, "name": "f"}}</tool_call>',
+        Answer(calls=(("f", PARIS),)),
+    ),
+    Transcript(
+        "hermes: arguments in a string",
+        HERMES,
+        '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
+        Answer(calls=(("f", '{"a": 1}'),)),
+    ),
+    Transcript(
+        "hermes: no arguments and null",
+        HERMES,
+        '<tool_call>{"name": "f"}</tool_call><tool_call>{"arguments": null, "name": "g"}</tool_call>',
+        Answer(calls=(("f", "{}"), ("g", "{}"))),
+    ),
+    Transcript(
+        "hermes: a call that the limit cut keeps what it has",
+        HERMES,
+        '<tool_call>{"name": "f", "arguments": {"a": "b',
+        Answer(calls=(("f", '{"a": "b'),)),
+    ),
+    Transcript(
+        "hermes: cut before the arguments",
+        HERMES,
+        'Hm <tool_call>\n{"name": "f", "argu',
+        Answer('Hm <tool_call>\n{"name": "f", "argu'),
+    ),
+    Transcript("hermes: only the opener", HERMES, "<tool_call>", Answer("<tool_call>")),
+    Transcript(
+        "hermes: no JSON", HERMES, "Use <tool_call> tags </tool_call>!", Answer("Use <tool_call> tags </tool_call>!")
+    ),
+    Transcript(
+        "hermes: malformed, then a good call",
+        HERMES,
+        f'a <tool_call>{{"name": f}}</tool_call> {_hermes("get_time", "{}")}',
+        Answer('a <tool_call>{"name": f}</tool_call>', calls=(("get_time", "{}"),)),
+    ),
+    Transcript(
+        "hermes: arguments that stop being JSON",
+        HERMES,
+        '<tool_call>{"name": "f", "arguments": {"a": 1, b: 2}}</tool_call>',
+        Answer("b: 2}}</tool_call>", calls=(("f", '{"a": 1, '),)),
+    ),
+    Transcript(
+        "hermes: arguments that are no object",
+        HERMES,
+        '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+        Answer('<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
+    ),
+    Transcript(
+        "hermes: no name",
+        HERMES,
+        '<tool_call>{"arguments": {}}</tool_call>',
+        Answer('<tool_call>{"arguments": {}}</tool_call>'),
+    ),
+    Transcript(
+        "hermes: one call at most",
+        HERMES,
+        f"{_hermes('get_weather', PARIS)}\n{_hermes('get_time', '{}')}",
+        Answer(calls=(("get_weather", PARIS),)),
+        ToolUse(TOOLS.names, parallel=False),
+    ),
+    # llama3
+    Transcript(
+        "llama3: one call",
+        LLAMA,
+        f'{{"name": "get_weather", "parameters": {PARIS}}}',
+        Answer(calls=(("get_weather", PARIS),)),
+    ),
+    Transcript(
+        "llama3: two calls after the tag",
+        LLAMA,
+        f'<|python_tag|>{{"type": "function", "name": "get_weather", "parameters": {PARIS}}}; '
+        '{"name": "get_time", "parameters": {}}',
+        Answer(calls=(("get_weather", PARIS), ("get_time", "{}"))),
+    ),
+    Transcript(
+        "llama3: a list",
+        LLAMA,
+        '[{"name": "get_time", "parameters": {}}, {"name": "search", "arguments": {"q": "]"}}]',
+        Answer(calls=(("get_time", "{}"), ("search", '{"q": "]"}'))),
+    ),
+    Transcript(
+        "llama3: JSON that is the answer",
+        LLAMA,
+        ' {"name": "Ada", "parameters": {}} ',
+        Answer(' {"name": "Ada", "parameters": {}} '),
+    ),
+    Transcript("llama3: text; then braces", LLAMA, 'See {"name": "get_time"}', Answer('See {"name": "get_time"}')),
+    Transcript(
+        "llama3: code after the tag",
+        LLAMA,
+        '<|python_tag|>brave_search.call(query="x")',
+        Answer('<|python_tag|>brave_search.call(query="x")'),
+    ),
+    # mistral
+    Transcript(
+        "mistral: a list of calls",
+        MISTRAL,
+        f'Sure. [TOOL_CALLS] [{{"name": "get_weather", "arguments": {PARIS}}}, {{"name": "g", "arguments": {{}}}}]',
+        Answer("Sure.", calls=(("get_weather", PARIS), ("g", "{}"))),
+    ),
+    Transcript(
+        "mistral: names and arguments",
+        MISTRAL,
+        f"[TOOL_CALLS]get_weather[ARGS]{PARIS}[TOOL_CALLS]get_time[CALL_ID]a1B2c3D4e[ARGS]{{}}",
+        Answer(calls=(("get_weather", PARIS), ("get_time", "{}"))),
+    ),
+    Transcript("mistral: names without a marker", MISTRAL, '[TOOL_CALLS]f{"a": 1}', Answer(calls=(("f", '{"a": 1}'),))),
+    Transcript("mistral: an empty list", MISTRAL, "[TOOL_CALLS][]", Answer("[TOOL_CALLS][]")),
+    Transcript(
+        "mistral: a list that the limit cut",
+        MISTRAL,
+        '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, ',
+        Answer(calls=(("f", '{"a": 1}'),)),
+    ),
+    Transcript(
+        "mistral: cut inside the second call",
+        MISTRAL,
+        '[TOOL_CALLS][{"name": "f", "arguments": {}}, {"na',
+        Answer(', {"na', calls=(("f", "{}"),)),
+    ),
+    # pythonic
+    Transcript(
+        "pythonic: two calls",
+        PYTHONIC,
+        "[get_weather(city=\"Pa)'ris\", days=[1, 2], deep={'a': None, 'b': true}), get_time()]",
+        Answer(
+            calls=(
+                ("get_weather", '{"city": "Pa)\'ris", "days": [1, 2], "deep": {"a": null, "b": true}}'),
+                ("get_time", "{}"),
+            )
+        ),
+    ),
+    Transcript(
+        "pythonic: markers and escapes",
+        PYTHONIC,
+        "<|python_start|>[search(q='it\\'s \\\\', n=-3)]<|python_end|>",
+        Answer(calls=(("search", '{"q": "it\'s \\\\", "n": -3}'),)),
+    ),
+    Transcript("pythonic: a list of numbers", PYTHONIC, "[1, 2, 3]", Answer("[1, 2, 3]")),
+    Transcript("pythonic: an unknown function", PYTHONIC, "[foo(a=1)] is it", Answer("[foo(a=1)] is it")),
+    Transcript("pythonic: a known prefix", PYTHONIC, "[get_times(a=1)]", Answer("[get_times(a=1)]")),
+    Transcript("pythonic: positional", PYTHONIC, '[search("x")]', Answer('[search("x")]')),
+    Transcript("pythonic: not literal", PYTHONIC, "[search(q=open('x'))]", Answer("[search(q=open('x'))]")),
+    Transcript("pythonic: not Python", PYTHONIC, "[search(q=1 2)]", Answer("[search(q=1 2)]")),
+    Transcript(
+        "pythonic: cut", PYTHONIC, "[get_time(), search(q='", Answer(", search(q='", calls=(("get_time", "{}"),))
+    ),
+    # deepseek
+    Transcript(
+        "deepseek v3: two calls",
+        DEEPSEEK,
+        f"Yes.{_BEGIN}{_CALL}function{_SEP}get_weather\n```json\n{PARIS}\n```{_CALLED}\n"
+        f"{_CALL}function{_SEP}get_time\n```json\n{{}}\n```{_CALLED}{_END}",
+        Answer("Yes.", calls=(("get_weather", PARIS), ("get_time", "{}"))),
+    ),
+    Transcript(
+        "deepseek v3.1: two calls",
+        DEEPSEEK,
+        f"{_BEGIN}{_CALL}get_weather{_SEP}{PARIS}{_CALLED}{_CALL}get_time{_SEP}{{}}{_CALLED}{_END}",
+        Answer(calls=(("get_weather", PARIS), ("get_time", "{}"))),
+    ),
+    Transcript(
+        "deepseek v3: no call",
+        DEEPSEEK,
+        f"{_BEGIN}{_CALL}function{_SEP}what is this? {{}}{_CALLED}{_END} x",
+        Answer(f"{_CALL}function{_SEP}what is this? {{}}{_CALLED} x"),
+    ),
+    Transcript(
+        "deepseek v3: no head at all",
+        DEEPSEEK,
+        f"{_CALL}{'a' * 600}{{}}",
+        Answer(f"{_CALL}{'a' * 600}{{}}"),
+    ),
+    # granite
+    Transcript(
+        "granite: reasoning in words",
+        GRANITE,
+        "Here is my thought process:\n Two is even. \n\nHere is my response:\n\nYes.\n",
+        Answer("Yes.\n", "Two is even."),
+    ),
+    Transcript(
+        "granite: reasoning in tags",
+        GRANITE,
+        "<think>Even.</think>\n<response>Yes.</response>",
+        Answer("Yes.", "Even."),
+    ),
+    Transcript("granite: none", GRANITE, "Here is my answer.", Answer("Here is my answer.")),
+    Transcript(
+        "granite: calls",
+        GRANITE,
+        f'<|tool_call|>[{{"name": "get_weather", "arguments": {PARIS}}}]',
+        Answer(calls=(("get_weather", PARIS),)),
+    ),
+    # think tags
+    Transcript("r1: no opening tag", R1, "Hmm.\n</think>\n\nYes.", Answer("Yes.", "Hmm."), None),
+    Transcript("r1: with one", R1, "<think>\nHmm.\n</think>\n\nYes.", Answer("Yes.", "Hmm."), None),
+    Transcript("r1: nothing thought", R1, "<think>\n\n</think>\n\nYes.", Answer("Yes."), None),
+    Transcript("r1: cut while thinking", R1, "<think>Hmm </thi", Answer("", "Hmm </thi"), None),
+    Transcript(
+        "r1: closed by the prompt", R1, "Yes. </think>", Answer("Yes. </think>"), None, "<｜Assistant｜></think>"
+    ),
+    Transcript("r1: guided JSON", R1, '{"a": 1}', Answer('{"a": 1}'), None, "<think>\n", True),
+    Transcript("r1: guided JSON after thinking", R1, "Hm</think>{}", Answer("{}", "Hm"), None, "<think>\n", True),
+    Transcript("qwen3: none", QWEN3, "Yes. <think>", Answer("Yes. <think>")),
+    Transcript("qwen3: only white space", QWEN3, " \n ", Answer(" \n ")),
+    Transcript("qwen3: half a tag", QWEN3, " <thin", Answer(" <thin")),
+    Transcript(
+        "qwen3: opened by the prompt", QWEN3, "Hm</think>Yes", Answer("Yes", "Hm"), TOOLS, "assistant\n<think>\n"
+    ),
+    Transcript(
+        "qwen3: reasoning, content and a call",
+        QWEN3,
+        f"<think>\nI should look: <tool_call> \n</think>\n\nOne moment.\n{_hermes('get_weather', PARIS)}",
+        Answer("One moment.", "I should look: <tool_call>", (("get_weather", PARIS),)),
+    ),
+    # guided calls
+    Transcript(
+        "required: a list",
+        QWEN3,
+        '[{"name": "get_time", "parameters": {}}, {"name": "search", "parameters": {"q": 1}}]',
+        Answer(calls=(("get_time", "{}"), ("search", '{"q": 1}'))),
+        ToolUse(TOOLS.names, required=True),
+        "<think>\n",
+    ),
+    Transcript(
+        "named: the arguments",
+        OutputFormat(),
+        f" {PARIS}",
+        Answer(calls=(("get_weather", PARIS),)),
+        ToolUse(TOOLS.names, named="get_weather"),
+    ),
+    Transcript(
+        "named: an engine that was not guided",
+        OutputFormat(),
+        "I will not.",
+        Answer("I will not."),
+        ToolUse(TOOLS.names, named="get_weather"),
+    ),
+    # harmony
+    Transcript(
+        "harmony: reasoning and answer",
+        HARMONY,
+        "<|channel|>analysis<|message|>Easy. <|end|><|start|>assistant<|channel|>final<|message|>4 < 5<|return|>",
+        Answer("4 < 5", "Easy. "),
+    ),
+    Transcript(
+        "harmony: preamble and two calls",
+        HARMONY,
+        "<|channel|>analysis<|message|>Look.<|end|><|start|>assistant<|channel|>analysis<|message|>Twice.<|end|>"
+        "<|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+        "<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+        f"{PARIS}<|call|><|start|>assistant to=functions.get_time<|channel|>commentary json<|message|><|call|>",
+        Answer("I look.", "Look.\nTwice.", (("get_weather", PARIS), ("get_time", "{}"))),
+    ),
+    Transcript("harmony: without markers", HARMONY, "Just text.", Answer("Just text.")),
+    Transcript("harmony: cut in a header", HARMONY, "<|channel|>anal", Answer("<|channel|>anal")),
+    Transcript("harmony: cut in a body", HARMONY, "<|channel|>final<|message|>So <|en", Answer("So <|en")),
+    Transcript(
+        "harmony: an end forgotten",
+        HARMONY,
+        "<|channel|>analysis<|message|>Hm<|channel|>final<|message|>Yes",
+        Answer("Yes", "Hm"),
+    ),
+    Transcript(
+        "harmony: text between messages",
+        HARMONY,
+        "<|channel|>final<|message|>A<|end|>\n stray <|end|>",
+        Answer("A\n\n stray "),
+    ),
+    Transcript(
+        "harmony: a tool of its own",
+        HARMONY,
+        "<|channel|>analysis to=python<|message|>1+1<|call|>",
+        Answer("", "1+1"),
+    ),
+    Transcript("harmony: an endless header", HARMONY, "<|channel|>" + "x" * 1100, Answer("<|channel|>" + "x" * 1100)),
+    Transcript(
+        "harmony: reasoning as content",
+        OutputFormat(tools="harmony"),
+        "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>final<|message|>Yes",
+        Answer("Hm\nYes"),
+    ),
+]

@@ -1,0 +1,215 @@
+"""A router's core in front of a pool that is told what to do, recorded on disks in memory, with a clock of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+
+from router.consolidator.journal.files import FileJournal, JournalSettings
+from router.core.approximate_index import ApproximateIndex
+from router.core.candidates import RoutingRequest
+from router.core.load_ledger import LoadLedger
+from router.core.prefix_index import PrefixIndex
+from router.core.projection import Projection
+from router.core.selector import NoWorker, Selector
+from router.decision_journal.opening import DECIDING_SETTINGS, policy_of
+from router.decision_journal.recorder import DecisionRecorder, settings_noted
+from router.decision_journal.replay import Replay, ReplayOutcome
+from router.decision_journal.segments import DecisionSegments
+from router.policy_loading import load_policy
+from router.settings import RouterSettings
+from tests.consolidator.journal_builder import FakeDisk
+from tests.router.fleet_builder import BLOCK_SIZE, make_card, stored, worker_key
+from wire import codec
+from wire.events import (
+    AnyEvent,
+    BlocksRemoved,
+    JournalRecord,
+    PrefillCompleted,
+    RequestFinished,
+    RequestProgressed,
+    RequestStarted,
+    WorkerDraining,
+    WorkerJoined,
+    WorkerLeft,
+)
+from wire.hashing import pack_hashes
+from wire.identifiers import Role, WorkerKey
+
+BLOCKS_MAX = 1_000_000
+NAMES = ("a", "b", "c", "d")
+
+
+class TurnedClock:
+    """A clock that somebody turns."""
+
+    def __init__(self) -> None:
+        self.ms = 1_000.5
+
+    def monotonic_ms(self) -> float:
+        return self.ms
+
+    def wall_ms(self) -> int:
+        return 1_700_000_000_000 + int(self.ms)
+
+
+class RecordedRouter:
+    """Projection, selector and recorder, driven by a seeded hand."""
+
+    def __init__(
+        self, seed: int = 0, segment_bytes: int = 1 << 20, honesty: float = 0.9, churn: float = 1.0, **given: object
+    ) -> None:
+        self.settings = RouterSettings.model_validate({"reservation_ttl_ms": 500, **given})
+        self.clock = TurnedClock()
+        self.pool_disk = FakeDisk()
+        self.decisions_disk = FakeDisk()
+        self.journal = FileJournal(self.pool_disk, JournalSettings(segment_bytes=4000))
+        self.chance = random.Random(seed)
+        self.joined: dict[WorkerKey, int] = {}
+        self.open: list[tuple[WorkerKey, str]] = []
+        self.requests = 0
+        self.made = 0
+        self._seq = 0
+        self._epoch = 0
+        self._segment_bytes = segment_bytes
+        self._honesty = honesty
+        """Share of the requests that reuse what the index says."""
+        self._churn = churn
+        """How often workers come and go, as a share of the usual."""
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a life of the router."""
+        settings = self.settings
+        index = PrefixIndex(settings.index_budget_bytes)
+        approximate = ApproximateIndex(index, settings.approximate_ttl_ms) if settings.policy == "approximate" else None
+        self.projection = Projection(index, LoadLedger(settings.reservation_ttl_ms), approximate is None)
+        policy = load_policy(settings)
+        self.selector = Selector(self.projection, policy, settings.worker_queue_factor, approximate)
+        values = {name: getattr(settings, name) for name in DECIDING_SETTINGS}
+        self.recorder = DecisionRecorder(
+            DecisionSegments(self.decisions_disk, 1 << 30, 10**12),
+            self.projection,
+            policy,
+            settings_noted("r", "test", values),
+            self.clock,
+            self._segment_bytes,
+            settings.decision_queue_limit,
+            is_approximate=approximate is not None,
+        )
+        self.selector.watch(self.recorder)
+        self.recorder.start()
+        pool = self.journal.recover(BLOCKS_MAX)
+        frozen = pool.freeze()
+        self.projection.load_snapshot(
+            frozen.offset, frozen.states(), frozen.visible_chains(), self.clock.monotonic_ms()
+        )
+
+    # -- what happens ----------------------------------------------------------------------------------------------
+
+    def say(self, worker: WorkerKey, *events: AnyEvent, source: str = "worker") -> None:
+        """Let a worker's batch become a record that the router applies."""
+        offset = self.journal.next_offset
+        self._seq += 1
+        record = JournalRecord(
+            offset,
+            worker.worker_id,
+            worker.dp_rank,
+            self.joined.get(worker, self._epoch),
+            self._seq,
+            self.clock.wall_ms(),
+            self.clock.wall_ms(),
+            list(events),
+            source,
+        )
+        self.journal.append([codec.journal_record.encode(record)], self.clock.wall_ms())
+        self.projection.apply(record, self.clock.monotonic_ms())
+
+    def join(self, name: str) -> None:
+        """Begin a life of a worker."""
+        self._epoch += 1
+        worker = worker_key(name)
+        self.joined[worker] = self._epoch
+        self.open = [each for each in self.open if each[0] != worker]
+        self.say(worker, WorkerJoined(make_card(max_batch_size=4)), source="consolidator")
+
+    def crash(self, name: str) -> None:
+        """End a worker's life without a word of its own."""
+        worker = worker_key(name)
+        if self.joined.pop(worker, None) is not None:
+            self.open = [each for each in self.open if each[0] != worker]
+            self.say(worker, WorkerLeft("lease"), source="consolidator")
+
+    def request(self) -> None:
+        """Route a request, and book it unless its connection is full."""
+        chance = self.chance
+        conversation = chance.randrange(4)
+        path = [1000 * conversation + block for block in range(chance.randrange(1, 30))]
+        self.requests += 1
+        request_id = f"request-{self.requests}"
+        routing = RoutingRequest(request_id, "m", len(path) * BLOCK_SIZE + 3, BLOCK_SIZE, len(path) + 1)
+        down = {worker_key(chance.choice(NAMES)): "unreachable"} if chance.random() < 0.2 else {}
+        now_ms, time_ms = self.clock.monotonic_ms(), self.clock.wall_ms()
+        if chance.random() < 0.2:  # somebody only asks
+            try:
+                self.selector.select(routing, path, now_ms, time_ms, down, dry_run=True)
+            except NoWorker:
+                return
+        try:
+            decision = self.selector.select(routing, path, now_ms, time_ms, down, 0, (Role.AGGREGATED,))
+        except NoWorker:
+            return
+        self.made += 1
+        if chance.random() < 0.95:
+            self.selector.book(decision, path, now_ms, lease_ms=chance.choice((0.0, 100.0)))
+            self.open.append((decision.worker, request_id))
+            if chance.random() < 0.7:
+                cached = decision.overlap_blocks * BLOCK_SIZE if chance.random() < self._honesty else 0
+                self.say(decision.worker, RequestStarted(request_id, routing.isl, cached, routing.blocks))
+                self.say(decision.worker, stored(path), PrefillCompleted(request_id))
+
+    def step(self) -> None:
+        """Let something happen."""
+        chance = self.chance
+        self.clock.ms += chance.choice((0.0, 0.25, 3.0, 60.0))
+        draw = chance.random()
+        if draw < 0.5:
+            self.request()
+        elif draw < 0.65 and self.open:
+            worker, request_id = self.open.pop(chance.randrange(len(self.open)))
+            if chance.random() < 0.5 and worker in self.joined:
+                self.say(worker, RequestFinished(request_id, "stop"))
+            self.projection.ledger.release(worker, request_id)
+        elif draw < 0.75 and self.open:
+            worker, request_id = chance.choice(self.open)
+            self.projection.ledger.renew(worker, request_id, self.clock.monotonic_ms())
+            if worker in self.joined:
+                self.say(worker, RequestProgressed(request_id, chance.randrange(40)))
+        elif draw < 0.85:
+            held = {request_id for _, request_id in self.open if chance.random() < 0.5}
+            self.projection.ledger.expire(self.clock.monotonic_ms(), held)
+        elif draw < 0.9 and self.joined:
+            worker = chance.choice(sorted(self.joined))
+            self.say(worker, BlocksRemoved(pack_hashes([1000 * chance.randrange(4) + chance.randrange(20)])))
+        elif chance.random() > self._churn:
+            self.request()
+        elif draw < 0.92:
+            self.crash(chance.choice(NAMES))
+        elif draw < 0.93 and self.joined:
+            self.say(chance.choice(sorted(self.joined)), WorkerDraining())
+        else:
+            self.join(chance.choice(NAMES))
+
+    # -- what comes of it ------------------------------------------------------------------------------------------
+
+    def replay(self, pool: FakeDisk | None = None, decisions: FakeDisk | None = None) -> ReplayOutcome:
+        """Replay what was recorded."""
+        return Replay(pool or self.pool_disk, decisions or self.decisions_disk, policy_of, BLOCKS_MAX).run()
+
+
+async def written(router: RecordedRouter, until: Callable[[], bool] | None = None) -> None:
+    """Wait until nothing waits to be written (and something else holds)."""
+    while router.recorder.pending or router.recorder.is_writing or not (until is None or until()):
+        router.recorder.flush()
+        await asyncio.sleep(0)

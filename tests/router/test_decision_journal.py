@@ -1,0 +1,277 @@
+"""What was recorded of a router's decisions derives them again, bit for bit; what is missing or wrong is said."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from router.consolidator.journal.as_of import state_at
+from router.consolidator.journal.errors import JournalCorrupt
+from router.consolidator.journal.files import FileJournal, JournalSettings
+from router.consolidator.journal.framing import FILE_HEADER, frame, payload_at, scan
+from router.core.candidates import RoutingRequest
+from router.decision_journal.entries import DecisionMade, InputsLost, encoder
+from router.decision_journal.reader import decisions_about, stored_entries
+from tests.consolidator.journal_builder import FakeDisk
+from tests.router.recorded_router import BLOCKS_MAX, NAMES, RecordedRouter, written
+
+POLICIES = ("kv", "approximate", "round-robin", "random", "least-loaded")
+
+
+def recorded(
+    steps: int = 300, change: Callable[[RecordedRouter, int], None] | None = None, **given: object
+) -> RecordedRouter:
+    """A router after many steps, everything written."""
+
+    async def run() -> RecordedRouter:
+        router = RecordedRouter(**given)  # type: ignore[arg-type]
+        for name in NAMES:
+            router.join(name)
+        for number in range(steps):
+            router.step()
+            if change is not None:
+                change(router, number)
+            if number % 20 == 0:
+                await written(router)
+        await router.recorder.stop()
+        return router
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_every_decision_is_derived_again_with_crashes_expiries_and_a_sampling_policy(policy: str, seed: int) -> None:
+    router = recorded(seed=seed, policy=policy, temperature=0.3 if seed == 2 else 0.0)
+
+    outcome = router.replay()
+
+    assert outcome.difference is None
+    assert outcome.identical == router.made > 50
+    assert (outcome.not_derivable, outcome.lost_decisions) == (0, 0)
+
+
+def test_a_workers_stream_that_became_suspect_is_replayed_with_the_predictions_in_its_place() -> None:
+    # Most requests report nothing reused, so workers become suspect sooner or later.
+    router = recorded(steps=500, seed=5, honesty=0.1, churn=0.05)
+
+    outcome = router.replay()
+
+    assert router.projection.trust.verdicts > 0
+    assert outcome.difference is None
+    assert outcome.identical == router.made
+
+
+@pytest.mark.parametrize("policy", ["kv", "round-robin"])
+def test_a_replay_can_begin_at_any_segment(policy: str) -> None:
+    router = recorded(steps=600, seed=3, policy=policy, segment_bytes=30_000, temperature=0.2)
+    names = router.decisions_disk.names()
+    assert len(names) > 2
+    for kept in range(1, len(names)):
+        decisions = FakeDisk({name: bytes(router.decisions_disk.files[name]) for name in names[kept:]})
+
+        outcome = router.replay(decisions=decisions)
+
+        made = sum(isinstance(each.entry, DecisionMade) for each in stored_entries(decisions))
+        assert outcome.difference is None
+        assert outcome.identical + outcome.not_derivable == made
+        assert outcome.not_derivable == 0 or "own choices alone" in str(outcome.causes)
+
+
+def test_a_router_that_begins_again_is_followed_into_its_next_life() -> None:
+    async def run() -> RecordedRouter:
+        router = RecordedRouter(seed=4)
+        for name in NAMES:
+            router.join(name)
+        for _ in range(3):
+            for _ in range(100):
+                router.step()
+            await router.recorder.stop()
+            router.begin()
+        await router.recorder.stop()
+        return router
+
+    router = asyncio.run(run())
+    outcome = router.replay()
+
+    assert outcome.difference is None
+    assert outcome.identical == router.made
+
+
+def tampered(disk: FakeDisk, change: Callable[[DecisionMade], DecisionMade]) -> tuple[FakeDisk, int]:
+    """A copy in which one decision in the middle was changed by somebody who also mends checksums."""
+    copy = disk.copy()
+    (name,) = copy.names()
+    data = bytes(copy.files[name])
+    positions, _, _ = scan(data, FILE_HEADER.size, 0)
+    payloads = [payload_at(data, position) for position in positions]
+    made = [at for at, payload in enumerate(payloads) if b"DecisionMade" in payload[:20]]
+    at = made[len(made) // 2]
+    payloads[at] = encoder.encode(change(msgspec.msgpack.decode(payloads[at], type=DecisionMade)))
+    entries = [frame(payload, number) for number, payload in enumerate(payloads)]
+    copy.files[name] = bytearray(data[: FILE_HEADER.size] + b"".join(entries))
+    return copy, at
+
+
+CHANGES: dict[str, Callable[[DecisionMade], DecisionMade]] = {
+    "another worker": lambda made: msgspec.structs.replace(made, row=(made.row + 1) % made.rows),
+    "another reason": lambda made: msgspec.structs.replace(made, reason="because"),
+    "another prompt length": lambda made: msgspec.structs.replace(
+        made, request=dataclasses.replace(made.request, isl=made.request.isl + 77)
+    ),
+    "another offset": lambda made: msgspec.structs.replace(made, offset=1),
+    "another prompt": lambda made: msgspec.structs.replace(made, path=b""),
+    "one more filtered out": lambda made: msgspec.structs.replace(made, filtered=[*made.filtered, (0, "busy")]),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_tampered_decision_is_found_and_both_sides_are_shown(name: str) -> None:
+    router = recorded(seed=6)
+    decisions, at = tampered(router.decisions_disk, CHANGES[name])
+
+    difference = router.replay(decisions=decisions).difference
+
+    assert difference is not None
+    # A tampered input may show in this decision or, through the books, in one after it.
+    assert difference.number >= at
+    assert difference.recorded != difference.derived
+
+
+def test_records_of_another_stream_are_not_taken_for_those_that_the_router_saw() -> None:
+    router = recorded(seed=7)
+    other = recorded(seed=8)
+
+    difference = router.replay(pool=other.pool_disk).difference
+
+    assert difference is not None
+    assert "the stream" in difference.what
+
+
+def test_inputs_beyond_the_limit_are_dropped_counted_and_said_and_the_rest_is_derived() -> None:
+    async def run() -> RecordedRouter:
+        router = RecordedRouter(seed=9, decision_queue_limit=100)
+        for name in NAMES:
+            router.join(name)
+        for number in range(900):
+            router.step()  # nothing is written meanwhile, except every 300 steps
+            if number % 300 == 299:
+                await written(router)
+        await router.recorder.stop()
+        return router
+
+    router = asyncio.run(run())
+    outcome = router.replay()
+
+    assert outcome.difference is None
+    assert outcome.lost_decisions == router.recorder.counters.lost_decisions > 0
+    assert outcome.identical + outcome.not_derivable + outcome.lost_decisions == router.made
+    lost = [each.entry for each in stored_entries(router.decisions_disk) if isinstance(each.entry, InputsLost)]
+    assert "more than 100 inputs waited" in lost[0].reason
+
+
+def test_a_full_disk_stops_the_record_and_not_the_router_and_the_record_goes_on_from_a_checkpoint() -> None:
+    async def run() -> RecordedRouter:
+        router = RecordedRouter(seed=10)
+        for name in NAMES:
+            router.join(name)
+        for number in range(600):
+            router.step()
+            if number == 200:
+                await written(router)
+                router.decisions_disk.room = 500
+            if number in (250, 300):
+                await written(router, lambda: bool(router.recorder.failing))
+            if number == 400:
+                router.decisions_disk.room = None
+                await written(router, lambda: not router.recorder.failing)
+        await router.recorder.stop()
+        return router
+
+    router = asyncio.run(run())
+    outcome = router.replay()
+
+    assert router.recorder.counters.failed_writes > 0
+    assert outcome.difference is None
+    assert 0 < outcome.lost_decisions < router.made
+    assert outcome.identical + outcome.not_derivable + outcome.lost_decisions == router.made
+    assert outcome.identical > 100
+
+
+def test_decisions_before_the_pools_journal_begins_are_counted_and_the_rest_is_derived() -> None:
+    router = recorded(steps=800, seed=11, segment_bytes=30_000)
+    journal = FileJournal(router.pool_disk, JournalSettings(segment_bytes=4000, retention_bytes=0, retention_ms=0))
+    middle = FileJournal(router.pool_disk).recover(BLOCKS_MAX)
+    assert middle.offset > 100
+    journal.write_snapshot(state_at(router.pool_disk, middle.offset // 2, BLOCKS_MAX).freeze())
+    assert journal.retain(10**15) > 0
+
+    outcome = router.replay()
+
+    assert outcome.difference is None
+    assert outcome.not_derivable > 0
+    assert "no longer holds" in str(outcome.causes)
+    assert outcome.identical > 0
+    assert outcome.identical + outcome.not_derivable == router.made
+
+
+def test_a_request_is_explained_from_the_journal_with_what_was_really_reused() -> None:
+    router = recorded(seed=12, steps=50, change=lambda router, number: router.recorder.realised("request-7", 0, 48))
+
+    (found,) = decisions_about(router.decisions_disk, "request-7")
+
+    explained = found.decision.explanation()
+    assert explained["request_id"] == "request-7"
+    assert explained["realised_cached_tokens"] == 48
+    assert {row["worker"] for row in explained["rows"]} | set(explained["filtered"]) <= set(NAMES)
+    assert found.settings is not None
+    assert found.settings.settings["policy"] == "kv"
+    assert decisions_about(router.decisions_disk, "nobody") == []
+
+
+def test_a_flipped_byte_is_located_and_everything_before_it_is_read() -> None:
+    router = recorded(seed=13, steps=60)
+    (name,) = router.decisions_disk.names()
+    entries = list(stored_entries(router.decisions_disk))
+    for position in range(0, router.decisions_disk.size(name), 97):
+        disk = router.decisions_disk.copy()
+        disk.files[name][position] ^= 0x20
+        read: list[int] = []
+        with pytest.raises(JournalCorrupt) as caught:
+            read.extend(each.number for each in stored_entries(disk))
+        assert caught.value.position <= position
+        assert "only the decisions in it are lost" in caught.value.remedy
+        assert caught.value.offset <= len(entries)
+
+
+def test_entries_of_a_later_version_are_skipped_and_counted() -> None:
+    router = recorded(seed=14, steps=60)
+    (name,) = router.decisions_disk.names()
+    count = len(list(stored_entries(router.decisions_disk)))
+    unknown = msgspec.msgpack.encode(["WeatherNoted", 3, "rain"])
+    router.decisions_disk.files[name] += frame(unknown, count)
+
+    outcome = router.replay()
+
+    assert outcome.difference is None
+    assert outcome.remarks.unknown == {"WeatherNoted": 1}
+    assert outcome.identical == router.made
+
+
+def test_a_dry_run_leaves_a_counting_policy_where_it_was() -> None:
+    async def run() -> list[str]:
+        router = RecordedRouter(policy="round-robin")
+        for name in NAMES:
+            router.join(name)
+        await router.recorder.stop()
+        request = RoutingRequest("r", "m", 32, 16, 2)
+        return [
+            str(router.selector.select(request, [1, 2], 0.0, 0, dry_run=dry).worker)
+            for dry in (True, True, False, True, False)
+        ]
+
+    assert asyncio.run(run()) == ["a", "a", "a", "b", "b"]

@@ -1,0 +1,229 @@
+"""The short way through the HTTP server: what reaches the endpoint, and what goes over the wire."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from runtime.http_protocol import CONNECTION, Connection
+from runtime.http_server import HttpServer
+
+LIMIT = 1000
+
+
+class Endpoint:
+    """Answers with the size of the body, and whether it came gathered."""
+
+    body_bytes_max = LIMIT
+
+    def __init__(self) -> None:
+        self.left = asyncio.Event()
+        self.hold = asyncio.Event()
+        self.entered = asyncio.Event()
+        self.hold.set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        connection: Connection | None = (scope.get("extensions") or {}).get(CONNECTION)
+        if connection is None:
+            body = b""
+            more = True
+            while more:
+                message = await receive()
+                body += message.get("body", b"")
+                more = message.get("more_body", False)
+        else:
+            body = connection.body
+            connection.on_left = self.left.set
+        self.entered.set()
+        await self.hold.wait()
+        how = b"received" if connection is None else b"gathered"
+        headers = dict(scope["headers"])
+        if headers.get(b"x-stream"):
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"x-how", how)]})
+            for part in (b"one", b"", b"two"):
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            return
+        answer = b"%d %s" % (len(body), how)
+        headers_out = [(b"content-length", b"%d" % len(answer))]
+        if headers.get(b"x-close"):
+            headers_out.append((b"connection", b"close"))
+        await send({"type": "http.response.start", "status": 200, "headers": headers_out})
+        await send({"type": "http.response.body", "body": answer, "more_body": False})
+
+
+class Application:
+    """A direct endpoint at ``/direct``, ordinary ASGI elsewhere."""
+
+    def __init__(self) -> None:
+        self.endpoint = Endpoint()
+
+    def direct_endpoint(self, url: bytes) -> Endpoint | None:
+        return self.endpoint if url == b"/direct" else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/direct" and scope["method"] == "POST" and not scope["query_string"]:
+            await self.endpoint(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": 404, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class Client:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    async def response(self) -> tuple[int, dict[str, str], bytes]:
+        head = (await self.reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+        headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
+        if "content-length" in headers:
+            return int(head[0].split()[1]), headers, await self.reader.readexactly(int(headers["content-length"]))
+        body = b""
+        while True:
+            size = int(await self.reader.readline(), 16)
+            part = (await self.reader.readexactly(size + 2))[:-2]
+            if not size:
+                return int(head[0].split()[1]), headers, body
+            body += part
+
+
+@asynccontextmanager
+async def talking() -> AsyncIterator[tuple[Application, Client]]:
+    application = Application()
+    server = HttpServer(application, "127.0.0.1", 0, "port")
+    server.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    try:
+        yield application, Client(reader, writer)
+    finally:
+        application.endpoint.hold.set()
+        writer.close()
+        await server.stop()
+
+
+def post(body: bytes, *headers: str, length: bool = True, path: str = "/direct") -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "host: x", *headers]
+    if length:
+        lines.append(f"content-length: {len(body)}")
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+CHUNKED = post(b"3\r\nabc\r\n0\r\n\r\n", "transfer-encoding: chunked", length=False)
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "answer"),
+    [
+        (post(b"abc"), b"3 gathered"),
+        (post(b""), b"0 gathered"),
+        (post(b"x" * LIMIT), b"%d gathered" % LIMIT),
+        (post(b"x" * (LIMIT + 1)), b"%d received" % (LIMIT + 1)),
+        (CHUNKED, b"3 received"),
+        (post(b"abc", path="/direct?x=1"), b""),
+        (post(b"abc", path="/other"), b""),
+        (post(b"abc").replace(b"POST", b"PUT"), b""),
+    ],
+    ids=["short", "empty", "at the limit", "above the limit", "chunked", "query", "other path", "other method"],
+)
+def test_bodies_of_known_length_are_gathered_and_all_else_goes_the_usual_way(
+    request_bytes: bytes, answer: bytes
+) -> None:
+    async def go() -> None:
+        async with talking() as (_, client):
+            for _ in range(2):  # the connection is kept
+                client.writer.write(request_bytes)
+                status, _, body = await client.response()
+                assert (status, body) == (200 if answer else 404, answer)
+
+    asyncio.run(go())
+
+
+def test_a_body_may_come_in_any_pieces() -> None:
+    async def go() -> None:
+        async with talking() as (_, client):
+            for byte in post(b"hello"):
+                client.writer.write(bytes([byte]))
+                await client.writer.drain()
+            assert (await client.response())[2] == b"5 gathered"
+
+    asyncio.run(go())
+
+
+def test_a_stream_is_chunked_and_empty_parts_do_not_end_it() -> None:
+    async def go() -> None:
+        async with talking() as (_, client):
+            for _ in range(2):
+                client.writer.write(post(b"abc", "x-stream: 1"))
+                assert (await client.response())[2] == b"onetwo"
+
+    asyncio.run(go())
+
+
+def test_pipelined_requests_are_answered_in_order() -> None:
+    async def go() -> None:
+        async with talking() as (_, client):
+            client.writer.write(post(b"a") + post(b"bb", "x-stream: 1") + post(b"", path="/other") + post(b"dddd"))
+            answers = [await client.response() for _ in range(4)]
+            assert [status for status, _, _ in answers] == [200, 200, 404, 200]
+            assert [body.split()[0] if body else b"" for _, _, body in answers] == [b"1", b"onetwo", b"", b"4"]
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("who", ["client", "endpoint"])
+def test_the_connection_closes_when_either_side_wants_it(who: str) -> None:
+    async def go() -> None:
+        async with talking() as (_, client):
+            client.writer.write(post(b"abc", "connection: close" if who == "client" else "x-close: 1"))
+            _, headers, _ = await client.response()
+            assert headers["connection"] == "close"
+            assert await client.reader.read() == b""
+
+    asyncio.run(go())
+
+
+def test_the_endpoint_is_told_when_its_client_leaves() -> None:
+    async def go() -> None:
+        async with talking() as (application, client):
+            endpoint = application.endpoint
+            endpoint.hold.clear()
+            client.writer.write(post(b"abc"))
+            await asyncio.wait_for(endpoint.entered.wait(), 10)
+            assert not endpoint.left.is_set()
+            client.writer.transport.abort()
+            await asyncio.wait_for(endpoint.left.wait(), 10)
+
+    asyncio.run(go())
+
+
+def test_a_client_that_leaves_amid_its_body_reaches_nobody() -> None:
+    async def go() -> None:
+        async with talking() as (application, client):
+            client.writer.write(post(b"abc")[:-1])
+            await client.writer.drain()
+            client.writer.close()
+            await client.writer.wait_closed()
+            # A second connection is served after the first one's end was seen.
+            other = Client(*await asyncio.open_connection("127.0.0.1", client.writer.get_extra_info("peername")[1]))
+            other.writer.write(post(b"abcd"))
+            assert (await other.response())[2] == b"4 gathered"
+            other.writer.close()
+            assert application.endpoint.entered.is_set()
+            assert not application.endpoint.left.is_set()
+
+    asyncio.run(go())
+
+
+def test_nonsense_is_answered_400() -> None:
+    async def go() -> None:
+        async with talking() as (_, client):
+            client.writer.write(b"NONSENSE\r\n\r\n")
+            status, _, _ = await client.response()
+            assert status == 400
+
+    asyncio.run(go())

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import prometheus_client
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from runtime import instruments
+
+
+def counters(kind: Any, registry: CollectorRegistry) -> None:
+    kind.Counter("plain", "A counter.", registry=registry).inc()
+    labelled = kind.Counter("labelled_total", "With labels.", ["a", "b"], registry=registry)
+    labelled.labels("x", "y").inc(2)
+    labelled.labels("x", "z").inc()
+    labelled.labels("x", "y").inc()
+
+
+def gauges(kind: Any, registry: CollectorRegistry) -> None:
+    gauge = kind.Gauge("level", "A gauge.", ["place"], registry=registry)
+    gauge.labels("here").inc(3)
+    gauge.labels("here").dec()
+    gauge.labels("there").set(7.5)
+    kind.Gauge("asked", "Asked for.", registry=registry).set_function(lambda: 4.0)
+
+
+def histograms(kind: Any, registry: CollectorRegistry) -> None:
+    histogram = kind.Histogram("seconds", "A histogram.", buckets=(0.00005, 0.1, 1, 16_384), registry=registry)
+    for value in (0.0, 0.00005, 0.05, 0.1, 0.2, 1, 2, 99_999):
+        histogram.observe(value)
+    labelled = kind.Histogram("by_stage", "With labels.", ["stage"], registry=registry)
+    labelled.labels("one").observe(0.3)
+
+
+def lines(kind: Any, fill: Callable[[Any, CollectorRegistry], None]) -> set[str]:
+    registry = CollectorRegistry()
+    fill(kind, registry)
+    text = generate_latest(registry).decode()
+    return {line for line in text.splitlines() if "_created" not in line}
+
+
+@pytest.mark.parametrize("fill", [counters, gauges, histograms])
+def test_instruments_are_exported_as_those_of_prometheus_client(
+    fill: Callable[[Any, CollectorRegistry], None],
+) -> None:
+    assert lines(instruments, fill) == lines(prometheus_client, fill)
+
+
+def test_a_wrong_number_of_label_values_is_refused() -> None:
+    counter = instruments.Counter("labelled", "With labels.", ["a", "b"], registry=None)
+    with pytest.raises(ValueError, match="got 1 values for"):
+        counter.labels("x")

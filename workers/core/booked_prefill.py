@@ -1,0 +1,58 @@
+"""Prompt tokens that a worker rank has promised to compute: what routers that do not know of each other may rely on.
+
+Several routers can choose the same idle worker in the same millisecond: each sees the others' choices only in the
+worker's events, a step later. So a router says with each request how much it believes the worker still has to
+compute for others, and the worker, who knows, refuses a request that was chosen on a belief too far from the truth
+(``crowding``). The refusal carries the truth; the router chooses again with it, and may choose the same worker.
+
+Rules
+    1. An accepted request counts with the tokens that its router did not expect to be cached, until the engine tells
+       how many really are; it counts nothing once its prompt is computed or it has ended.
+    2. Nobody is refused who states no belief: a router's last attempt always gets through, so a request is refused a
+       bounded number of times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from wire.events import AnyEvent, PrefillCompleted, RequestFinished, RequestStarted
+
+CROWDING_TOLERANCE_TOKENS = 1024
+"""How far a belief may be from the truth: an eighth of a usual engine step, less than choosing again can gain."""
+
+
+class BookedPrefill:
+    """The books of one rank."""
+
+    __slots__ = ("_tokens", "total")
+
+    def __init__(self) -> None:
+        self._tokens: dict[str, int] = {}
+        self.total = 0
+
+    def accept(self, request_id: str, tokens: int) -> None:
+        """Enter a request that was accepted."""
+        self.remove(request_id)
+        if tokens > 0:
+            self._tokens[request_id] = tokens
+            self.total += tokens
+
+    def remove(self, request_id: str) -> None:
+        """Strike a request out; again is harmless."""
+        self.total -= self._tokens.pop(request_id, 0)
+
+    def observe(self, events: Iterable[AnyEvent]) -> None:
+        """Follow what the engine says of its requests."""
+        for event in events:
+            if isinstance(event, RequestStarted):
+                if event.request_id in self._tokens:
+                    self.accept(event.request_id, event.isl - event.cached_tokens)
+            elif isinstance(event, PrefillCompleted | RequestFinished):
+                self.remove(event.request_id)
+
+    def crowding(self, expected_tokens: int | None) -> int | None:
+        """Return the tokens that are booked when a router that expects ``expected_tokens`` should think again."""
+        if expected_tokens is None or self.total <= expected_tokens + CROWDING_TOLERANCE_TOKENS:
+            return None
+        return self.total
