@@ -25,7 +25,8 @@ from router.settings import RouterSettings
 from runtime.security import SecuritySettings
 from runtime.settings import Settings
 from simulation.settings import SimulationSettings
-from workers.settings import WorkerSettings
+from workers.settings import EngineChoice, TrtllmWorkerSettings, WorkerProcessSettings, WorkerSettings
+from workers.trtllm.settings import TrtllmSettings
 
 SOURCE_ROOT = Path(__file__).parents[1]
 
@@ -74,7 +75,21 @@ SECTIONS = (
         "All but `--http-port` are also options of `poolgrid router`, for the consolidator that runs inside it when "
         "there is no `--feed-endpoint`; `--host` is then the router's own.",
     ),
-    Section("Worker", "worker", (WorkerSettings,), "With the simulated engine."),
+    Section(
+        "Worker",
+        "worker",
+        (EngineChoice, WorkerProcessSettings),
+        "What every worker has. The engine decides which of the two tables below applies besides; an option of the "
+        "other one is an error, its variable is ignored. Names that both have may differ in default and range.",
+    ),
+    Section("Worker with the simulated engine", "worker", (WorkerSettings,), "With `--engine simulated`."),
+    Section(
+        "Worker with TensorRT-LLM",
+        "worker",
+        (TrtllmSettings, TrtllmWorkerSettings),
+        "With `--engine trtllm`. `--print-engine-args` prints what the engine would get and where each value came from "
+        "([what wins](engine_configs.md)), and starts nothing.",
+    ),
     Section(
         "Closing the sockets",
         "router",

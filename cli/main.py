@@ -12,7 +12,7 @@ from cli.config import app as config_app
 from cli.engine_config import app as engine_config_app
 from cli.journal import app as journal_app
 from cli.keys import app as keys_app
-from cli.options import with_settings
+from cli.options import with_chosen_settings, with_settings
 from cli.router_group import serve_group
 from cli.service_process import run_service, say_ready
 from cli.up import UpSettings, run_up
@@ -23,7 +23,7 @@ from router.consolidator.settings import ConsolidatorProcessSettings, Consolidat
 from router.settings import RouterSettings
 from runtime.process_group import GroupPlace
 from simulation.settings import SimulationSettings
-from workers.settings import WorkerSettings
+from workers.settings import EngineChoice, TrtllmWorkerSettings, WorkerSettings
 
 app = typer.Typer(
     name="poolgrid",
@@ -88,10 +88,23 @@ def global_router(settings: GlobalRouterSettings, frontend: FrontendSettings, lo
 
 
 @app.command()
-@with_settings(WorkerSettings)
-def worker(settings: WorkerSettings, log_level: LogLevel = "info") -> None:
-    """Run one worker with the simulated engine."""
+@with_chosen_settings(EngineChoice, {"simulated": WorkerSettings, "trtllm": TrtllmWorkerSettings})
+def worker(
+    settings: WorkerSettings | TrtllmWorkerSettings,
+    print_engine_args: Annotated[
+        bool,
+        typer.Option(
+            "--print-engine-args",
+            help="Print what TensorRT-LLM would be started with, and where each value came from; start nothing.",
+        ),
+    ] = False,
+    log_level: LogLevel = "info",
+) -> None:
+    """Run one worker, with the simulated engine or with TensorRT-LLM (--engine trtllm)."""
     from workers.bootstrap import serve
+
+    if print_engine_args:
+        raise typer.Exit(show_engine_arguments(settings))
 
     async def main(stop: asyncio.Event) -> None:
         await serve(settings, stop, say_ready)
@@ -180,6 +193,24 @@ def explain(
     if journal is not None:
         raise typer.Exit(explain_from_journal(request_id, journal, as_json))
     raise typer.Exit(run_explain(request_id, url, as_json))
+
+
+def show_engine_arguments(settings: WorkerSettings | TrtllmWorkerSettings) -> int:
+    """Print the arguments that a worker's engine would be started with; return the exit status."""
+    from workers.trtllm.engine_arguments import render, resolve_files
+
+    if not isinstance(settings, TrtllmWorkerSettings):
+        typer.echo("--print-engine-args: the simulated engine has no such arguments, give --engine trtllm", err=True)
+        return 2
+    try:
+        arguments = resolve_files(settings)
+    except ValueError as error:
+        typer.echo(str(error), err=True)
+        return 1
+    for warning in arguments.warnings:
+        typer.echo(f"warning: {warning}", err=True)
+    typer.echo(render(arguments), nl=False)
+    return 0
 
 
 def run() -> None:

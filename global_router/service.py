@@ -559,7 +559,11 @@ class GlobalRouterService:
         elif dispatch.stage is Stage.WHOLE:
             self._release_embeddings(flight)
         elif dispatch.stage is Stage.DECODE and active.kept is not None:
-            # Its first output proves that the decode worker has the blocks, and the prefill worker lets go of them.
+            # Its first output proves that the decode worker has the blocks. Workers whose engines hand KV over by
+            # themselves hear it from here only; the others know, and ignore it.
+            prefill_link = self._links.get(active.kept.endpoint)
+            if prefill_link is not None and prefill_link.is_up:
+                prefill_link.cancel(active.kept.id)
             self._release(flight, active.kept)
             active.kept = None
 

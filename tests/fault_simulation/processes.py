@@ -432,7 +432,7 @@ class WorkerProcess(Process):
         )
         self._stop = asyncio.Event()
         try:
-            await service.run(publisher, self._stop)
+            await service.run([publisher], self._stop)
         finally:
             fetcher.close(orderly=True)
             requests.close(orderly=True)
