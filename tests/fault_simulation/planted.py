@@ -31,8 +31,6 @@ class Planted:
 
     words: str
     profile: str
-    seed: int
-    """The first seed that finds it; below 200, or the simulation is too weak."""
     owner: Any
     method: str
     broken: Callable[..., Any]
@@ -115,48 +113,23 @@ def _keep_every_question(self: PoolConnection) -> None:
     pass
 
 
-class _NeverSyncing:
-    """A disk whose ``sync`` does nothing."""
-
-    def __init__(self, disk: Any) -> None:
-        self._disk = disk
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._disk, name)
-
-    def sync(self, name: str) -> None:
-        pass
-
-
-_open = FileJournal._open
-
-
-def _open_without_sync(self: FileJournal) -> None:
-    disk = self._disk
-    self._disk = _NeverSyncing(disk)
-    _open(self)
-    self._disk = disk
-
-
 PLANTED: dict[str, Planted] = {
     "a-replay-is-skipped": Planted(
-        "a reader that finds a hole goes on behind it", "lossy-network", 1, FeedReader, "_close_hole", _skip_the_hole
+        "a reader that finds a hole goes on behind it", "lossy-network", FeedReader, "_close_hole", _skip_the_hole
     ),
     "a-batch-is-applied-twice": Planted(
         "a batch that was taken in before is taken in again",
         "lossy-network",
-        1,
         Cursor,
         "judge_batch",
         _duplicates_are_news,
     ),
     "an-epoch-is-forgotten": Planted(
-        "a new life of a worker goes on where the old one was", "crashes", 0, Consolidator, "_hello", _forget_the_epoch
+        "a new life of a worker goes on where the old one was", "crashes", Consolidator, "_hello", _forget_the_epoch
     ),
     "acknowledged-before-stored": Planted(
         "batches are acknowledged although the journal could not be written",
         "disk",
-        0,
         ConsolidatorService,
         "_stall",
         _acknowledge_anyway,
@@ -164,21 +137,19 @@ PLANTED: dict[str, Planted] = {
     "a-failed-write-is-not-cut-back": Planted(
         "what a failed append left behind stays in the journal",
         "disk",
-        0,
         FileJournal,
         "append",
         _leave_the_rest_of_a_failed_write,
     ),
     "a-reservation-never-expires": Planted(
-        "predictions that no worker confirms count for ever", "everything", 35, LoadLedger, "expire", _never_expire
+        "predictions that no worker confirms count for ever", "pools", LoadLedger, "expire", _never_expire
     ),
     "a-dead-worker-keeps-its-blocks": Planted(
-        "the index does not forget a worker that left", "crashes", 0, PrefixIndex, "drop", _keep_the_dead
+        "the index does not forget a worker that left", "crashes", PrefixIndex, "drop", _keep_the_dead
     ),
     "any-position-is-accepted": Planted(
         "a decode leg's repeated first token is given to the client twice",
         "disaggregated",
-        0,
         ActiveRequest,
         "accept",
         _accept_any_position,
@@ -186,7 +157,6 @@ PLANTED: dict[str, Planted] = {
     "a-segment-closes-unsynced": Planted(
         "the next segment begins before the last one is durable",
         "disk",
-        8,
         FileJournal,
         "_close_segment",
         _close_unsynced,
@@ -195,7 +165,6 @@ PLANTED: dict[str, Planted] = {
     "zeros-are-corruption": Planted(
         "a segment of which nothing was durable stops the journal from opening",
         "disk",
-        64,
         files,
         "is_all_zeros",
         _zeros_are_not_nothing,
@@ -204,19 +173,9 @@ PLANTED: dict[str, Planted] = {
     "questions-pile-up": Planted(
         "questions to a pool that were given up are kept for ever",
         "pools",
-        12,
         PoolConnection,
         "_forget_given_up",
         _keep_every_question,
-        True,
-    ),
-    "an-opened-journal-is-not-durable": Planted(
-        "what a killed process left in memory is acknowledged by the next one",
-        "disk",
-        45,
-        FileJournal,
-        "_open",
-        _open_without_sync,
         True,
     ),
 }

@@ -176,6 +176,7 @@ class Store:
                 "snapshot_every_records": world.scenario.snapshot_every_records,
                 "fsync": plan.fsync,
                 "append_retry_ms": 100,
+                "fsync_interval_ms": 400,
                 "keepalive_ms": 300,
                 "blocks_per_worker_max": BLOCKS_PER_WORKER_MAX,
             }

@@ -146,7 +146,7 @@ _MIXES: dict[str, _Mix] = {
     "calm": _Mix((0, 0)),
     "lossy-network": _Mix((1, 5), {"partition": 3, "break": 4}),
     "crashes": _Mix((2, 6), {"crash": 8, "drain": 2, "join": 2, "remove": 1, "clock-jump": 1, "break": 1, "pause": 1}),
-    "disk": _Mix((2, 6), {"power-failure": 4, "disk-full": 4, "sync-fails": 2, "crash": 2}),
+    "disk": _Mix((2, 6), {"power-failure": 6, "disk-full": 4, "sync-fails": 2, "crash": 2}),
     "slow-readers": _Mix((2, 6), {"pause": 6, "break": 1, "crash": 1}),
     "disaggregated": _Mix((0, 5), {"crash": 4, "drain": 1, "break": 2, "partition": 2, "pause": 1}),
     "pools": _Mix((0, 5), {"crash": 4, "drain": 1, "break": 2, "partition": 2, "pause": 1}),
@@ -363,6 +363,8 @@ def _network(rng: Random, profile: str) -> Faults:
             slow=rng.choice((0.0, 0.05)),
             delay_max_s=rng.choice((0.001, 0.01, 0.05)),
         )
+    if profile == "pools" and rng.random() < 0.5:
+        return Faults(loss=rng.choice((0.05, 0.15)), delay_max_s=0.01)
     if rng.random() < 0.5:
         return Faults(delay_max_s=rng.choice((0.001, 0.01)))
     return Faults(
