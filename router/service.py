@@ -49,6 +49,7 @@ from router.settings import RouterSettings
 from runtime.clock import Clock
 from wire.events import JournalRecord, RequestStarted
 from wire.feed import BlockChain, WorkerState
+from wire.hashing import hash_seed
 from wire.identifiers import Stage, WorkerKey
 from wire.requests import TokenBatch
 
@@ -59,6 +60,12 @@ PROMPT_ROLES = tuple(dict.fromkeys((*WHOLE_ROLES, *PREFILL_ROLES)))
 
 UNREACHABLE = "unreachable"
 """Filter reason of a worker that the pool knows and this router cannot talk to."""
+
+LONG_PROMPT_BYTES = 8192 * 4
+"""Token bytes of a prompt that is hashed in one go: 8,192 tokens are a quarter of a millisecond."""
+
+STRETCHES_PER_TURN = 8
+"""Stretches of a long prompt that are hashed before others have their turn: about 0.15 ms."""
 
 HOUSEKEEPING_FRACTION = 4
 """Links are checked and reservations expired four times per worker timeout."""
@@ -87,7 +94,7 @@ class RouterService:
         context: zmq.Context[zmq.Socket[bytes]],
     ) -> None:
         self.projection = projection
-        self.decisions = DecisionLog(settings.decision_log_length)
+        self.decisions = DecisionLog(settings.decision_log_length, settings.decision_log_bytes)
         self.record: DecisionRecord | None = None
         """Where decisions are kept beyond ``decisions``; whoever sets it also has the selector watched by it."""
         self.paths = PromptPaths(settings.path_cache_bytes)
@@ -248,7 +255,10 @@ class RouterService:
         if request.request_id in self._active:
             raise self._refusal(409, "duplicate_request", f"request {request.request_id!r} is already being served")
         started = perf_counter()
-        path = self._path(request)
+        if len(request.token_ids) <= LONG_PROMPT_BYTES or request.multimodal is not None:
+            path = self._path(request)
+        else:
+            path = await self._long_path(request)
         self._metrics.hash_seconds.observe(perf_counter() - started)
         active = ActiveRequest(request, path, self._on_client_cancel)
         try:
@@ -265,6 +275,17 @@ class RouterService:
         if block_size == 0:
             return []
         return prompt_path(request, block_size, self.paths)
+
+    async def _long_path(self, request: InferenceRequest) -> list[int]:
+        """Return the same for a long prompt of text, letting others have their turn meanwhile."""
+        block_size = self._block_size(request.model)
+        path: list[int] = []
+        if block_size:
+            seed = hash_seed(request.lora_name, request.cache_salt)
+            for number, _ in enumerate(self.paths.grow(path, request.token_ids, block_size, seed)):
+                if number % STRETCHES_PER_TURN == STRETCHES_PER_TURN - 1:
+                    await asyncio.sleep(0)
+        return path
 
     def _block_size(self, model: str) -> int:
         workers = self.projection.fleet.models().get(model)
@@ -489,7 +510,9 @@ class RouterService:
                     self._metrics.stream_faults.labels("unknown_request").inc()
                     link.cancel(delta.request_id)
                 continue
-            dispatch = active.dispatch_of(delta.request_id)
+            dispatch = active.current
+            if dispatch is None or dispatch.id != delta.request_id:
+                dispatch = active.dispatch_of(delta.request_id)
             if dispatch is None or active.is_spent(dispatch):
                 continue  # the end of a leg that has given what it had to the next
             if delta.finish_reason == "error" and delta.retryable:

@@ -27,6 +27,12 @@ INITIAL_SLOTS = 16
 """Array length at the start; doubles as workers come."""
 
 
+ENTRY_BYTES = 512
+"""Budgeted bytes per request: about 400 measured with an id of 40 characters, unconfirmed; the rest for growth."""
+
+LEDGER_BYTES = 256 * 1024 * 1024
+"""Memory of the ledger by default: 500,000 requests on workers at a time, a hundred times a large pool."""
+
 CROWDING_RETRIES = 4
 """How often a request may be refused because other routers were quicker. Each retry costs a round trip, well below a
 millisecond, and spares a wait behind somebody else's prompt."""
@@ -54,7 +60,12 @@ class Entry:
 class LoadLedger:
     """Active prefill tokens, active decode blocks and requests per worker slot."""
 
-    def __init__(self, reservation_ttl_ms: float = 30_000.0, max_entries: int = 1_000_000) -> None:
+    def __init__(self, reservation_ttl_ms: float = 30_000.0, budget_bytes: int = LEDGER_BYTES) -> None:
+        max_entries = budget_bytes // ENTRY_BYTES
+        if max_entries < 1:
+            raise ValueError(
+                f"making a load ledger: budget_bytes is {budget_bytes}, allowed are integers from {ENTRY_BYTES}"
+            )
         self.prefill_tokens: NDArray[np.int64] = np.zeros(INITIAL_SLOTS, np.int64)
         self.active_blocks: NDArray[np.int64] = np.zeros(INITIAL_SLOTS, np.int64)
         self.requests: NDArray[np.int64] = np.zeros(INITIAL_SLOTS, np.int64)
@@ -199,6 +210,10 @@ class LoadLedger:
     def entries(self) -> dict[tuple[WorkerKey, str], Entry]:
         """Return all entries (a copy)."""
         return dict(self._entries)
+
+    def size_bytes(self) -> int:
+        """Return about how much memory the entries take."""
+        return ENTRY_BYTES * len(self._entries)
 
     def __len__(self) -> int:
         """Return the number of requests in the ledger."""

@@ -363,6 +363,9 @@ class BreakingEngine:
     dp_size = 1
     ailment = ""
 
+    def describe(self) -> dict[str, object]:
+        return {"feed": "special"}
+
     def __init__(self) -> None:
         self.broken = asyncio.Event()
 
@@ -399,6 +402,7 @@ def test_when_the_engine_breaks_requests_go_elsewhere_and_the_pool_hears_why() -
             publisher = EventPublisher(
                 context, consolidator.endpoint, PushStream("w0", 0, 5, card), service.restate, clock, metrics, 100
             )
+            assert service.describe()["feed"] == "special", "an engine may add to what /health says"
             running = asyncio.create_task(service.run([publisher], asyncio.Event()))
             async with fake_router(card.request_endpoint) as router:
                 await consolidator.until(lambda journal: journal.cards)

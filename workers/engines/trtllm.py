@@ -229,6 +229,10 @@ class TrtllmEngine:
         """Why the engine does not do its work; empty = it does."""
         return self._ailment
 
+    def describe(self) -> dict[str, object]:
+        """Return how reading its events goes, and which ranks' indexes lack something after a loss."""
+        return {"feed": self._feed.describe()} if self._reads else {}
+
     @property
     def loras(self) -> tuple[str, ...]:
         """Names of the adapters."""
