@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -36,10 +36,12 @@ from wire.limits import TEXT_CHARS_MAX
 from wire.requests import Cancel, FetchKv, Generate, KvOffered, Ping, Pong, ReleaseKv, TokenBatch, TokenDelta
 from workers.adapters.sockets import RequestSocket
 from workers.core.refusal import RefusedError
-from workers.engines.engine import Engine, EngineReport, KvHandover
+from workers.embedding_fetcher import EmbeddingFetcher
+from workers.engines.engine import EmbeddingTaker, Engine, EngineReport, KvHandover
 from workers.kv_fetcher import KvFetcher
 from workers.metrics import WorkerMetrics
 from workers.publisher import EventPublisher
+from workers.tensor_transfer.port import Tensor
 
 log = logging.getLogger(__name__)
 
@@ -56,12 +58,15 @@ LEASE_CHECKS = 4
 PREFILLED = "prefilled"
 """Finish reason of a prefill leg whose request goes on elsewhere."""
 
+ENCODED = "encoded"
+"""Finish reason of an encode leg, whose embeddings are kept like the blocks of a prefill leg."""
+
 STAGES = {
-    Role.AGGREGATED: frozenset(Stage),
+    Role.AGGREGATED: frozenset(Stage) - {Stage.ENCODE},
     Role.PREFILL: frozenset({Stage.PREFILL}),
     # A prompt that is short or cached is better computed where it decodes.
     Role.DECODE: frozenset({Stage.DECODE, Stage.WHOLE}),
-    Role.ENCODE: frozenset[Stage](),
+    Role.ENCODE: frozenset({Stage.ENCODE}),
 }
 """What each role takes."""
 
@@ -80,6 +85,14 @@ class KvExchange:
 
     handover: KvHandover
     fetcher: KvFetcher
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingExchange:
+    """The service's part in taking embeddings, for an engine that works behind encode workers."""
+
+    taker: EmbeddingTaker
+    fetcher: EmbeddingFetcher
 
 
 @dataclass(slots=True)
@@ -113,6 +126,7 @@ class WorkerService:
         clock: Clock,
         metrics: WorkerMetrics,
         kv: KvExchange | None = None,
+        embeddings: EmbeddingExchange | None = None,
     ) -> None:
         self._worker_id = worker_id
         self._epoch = epoch
@@ -128,13 +142,16 @@ class WorkerService:
         """Whom each request that the engine has belongs to; ``None`` when nobody takes its tokens any more."""
         self._kv = kv
         self._fetching: dict[str, Generate] = {}
-        """Decode legs whose KV was asked for, not answered yet."""
+        """Decode legs whose KV was asked for, and legs whose embeddings were, not answered yet."""
         self._kept: set[str] = set()
         """Prefill legs that have had their last delta and whose KV is kept."""
         self._endings: dict[str, Ending] = {}
         """Requests that are cancelled so that another worker continues them."""
         if kv is not None:
             kv.fetcher.start(self._on_offered, self._on_fetch_failed)
+        self._embeddings = embeddings
+        if embeddings is not None:
+            embeddings.fetcher.start(self._on_embeddings, self._on_fetch_failed)
         self._steps = 0
         self._draining = False
         self._empty = asyncio.Event()
@@ -269,6 +286,9 @@ class WorkerService:
             if kv is not None and request.stage is Stage.DECODE:
                 kv.fetcher.begin(request.request_id, kv.handover.wanted(request))
                 self._fetching[request.request_id] = request
+            elif self._embeddings is not None and request.disaggregated_params is not None:
+                self._embeddings.fetcher.begin(request)
+                self._fetching[request.request_id] = request
             else:
                 self._engine.submit(request)
         except RefusedError as refusal:
@@ -369,9 +389,18 @@ class WorkerService:
 
     def _on_offered(self, request_id: str, offer: KvOffered) -> None:
         assert self._kv is not None
+        handover = self._kv.handover
+        self._submit_fetched(request_id, lambda request: handover.submit_offered(request, offer))
+
+    def _on_embeddings(self, request_id: str, tensors: Sequence[Tensor]) -> None:
+        assert self._embeddings is not None
+        taker = self._embeddings.taker
+        self._submit_fetched(request_id, lambda request: taker.submit_embedded(request, tensors))
+
+    def _submit_fetched(self, request_id: str, submit: Callable[[Generate], None]) -> None:
         request = self._fetching.pop(request_id)
         try:
-            self._kv.handover.submit_offered(request, offer)
+            submit(request)
         except RefusedError as refusal:
             self._fetching[request_id] = request
             if not refusal.retryable:
@@ -384,11 +413,13 @@ class WorkerService:
         self._end_elsewhere(request_id, Ending(reason, "error"))
 
     def _end_fetching(self, request_id: str, delta: TokenDelta, event_reason: str) -> None:
-        """End a decode leg that the engine does not know."""
-        assert self._kv is not None
+        """End a leg that the engine does not know."""
         assert self._publisher is not None
         del self._fetching[request_id]
-        self._kv.fetcher.end(request_id)
+        if self._kv is not None:
+            self._kv.fetcher.end(request_id)
+        if self._embeddings is not None:
+            self._embeddings.fetcher.end(request_id)
         assert delta.finish_reason is not None
         self._metrics.finished.labels(delta.finish_reason).inc()
         owner = self._owners[request_id]
@@ -424,7 +455,7 @@ class WorkerService:
                 deltas.append(delta)
             if delta.finish_reason is not None:
                 self._metrics.finished.labels(delta.finish_reason).inc()
-                if delta.finish_reason == PREFILLED and owner is not None:
+                if delta.finish_reason in (PREFILLED, ENCODED) and owner is not None:
                     self._kept.add(request_id)
                 else:
                     self._forget(request_id)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -10,6 +10,7 @@ from wire.events import AnyEvent, BlocksStored, LoadReported
 from wire.requests import Generate, KvOffered, TokenDelta
 from workers.core.kv_arrival import KvArrival
 from workers.core.kv_fetches import KvWanted
+from workers.tensor_transfer.port import Tensor
 
 
 @dataclass(slots=True)
@@ -17,8 +18,8 @@ class EngineReport:
     """What one engine step made visible, delivered once, in order."""
 
     deltas: list[TokenDelta]
-    """New tokens by request. The delta that has a finish reason is the request's last; after ``prefilled`` the engine
-    keeps the request's blocks until ``released`` names it or it is cancelled."""
+    """New tokens by request. The delta that has a finish reason is the request's last; after ``prefilled`` or
+    ``encoded`` the engine keeps the request's blocks or embeddings until ``released`` names it or it is cancelled."""
     events: list[AnyEvent]
     """Cache and request events for the stream, in order."""
     load: LoadReported
@@ -66,6 +67,14 @@ class Engine(Protocol):
 
     def restate(self) -> list[BlocksStored]:
         """Return everything in the cache, as reports have told it up to now, parents before children."""
+        ...
+
+
+class EmbeddingTaker(Protocol):
+    """What an engine that computes prompts needs to be, to work behind encode workers."""
+
+    def submit_embedded(self, request: Generate, tensors: Sequence[Tensor]) -> None:
+        """Take a request with the embeddings of its images, in order, or raise ``RefusedError``."""
         ...
 
 

@@ -10,7 +10,11 @@ FETCH_SECONDS_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0
 class TensorMetrics:
     """The collectors of one end; ``transport`` is ``zmq`` or ``nixl``."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, transport: str = "zmq") -> None:
+        self.transport = Gauge(
+            "poolgrid_worker_tensor_transport", "1 for the transport in use.", ["transport"], registry=registry
+        )
+        self.transport.labels(transport).set(1)
         self.fetched = Counter(
             "poolgrid_worker_tensor_fetches",
             "Tensors asked for, by how they travelled and what became of it (fetched, failed).",
@@ -27,9 +31,7 @@ class TensorMetrics:
             buckets=FETCH_SECONDS_BUCKETS,
             registry=registry,
         )
-        self.kept = Gauge(
-            "poolgrid_worker_tensors_kept", "Tensors offered and not taken yet.", ["transport"], registry=registry
-        )
+        self.kept = Gauge("poolgrid_worker_tensors_kept", "Tensors offered and not taken yet.", registry=registry)
         self.kept_bytes = Gauge("poolgrid_worker_tensor_kept_bytes", "Bytes of them.", registry=registry)
         self.expired = Counter(
             "poolgrid_worker_tensor_lease_expiries",

@@ -155,7 +155,7 @@ class ZmqTensorTransfer:
         self._socket.send([frames[0], codec.from_tensor_source.encode(answer)])
 
     def _count(self) -> None:
-        self._metrics.kept.labels(self.kind).set(len(self._store))
+        self._metrics.kept.set(len(self._store))
         self._metrics.kept_bytes.set(self._store.held_bytes)
 
     def _on_timer(self) -> None:
