@@ -37,7 +37,7 @@ from wire.identifiers import Role
 from wire.requests import Generate, TokenDelta
 from workers.adapters.sockets import RequestSocket
 from workers.core.push_stream import PushStream, PushTiming
-from workers.engines.engine import EngineReport
+from workers.engines.engine import EngineReport, RankReport
 from workers.metrics import WorkerMetrics
 from workers.publisher import EventPublisher
 from workers.service import ServiceLimits, WorkerService
@@ -64,6 +64,20 @@ class MockEngine:
         self._cache: OrderedDict[int, None] = OrderedDict()
         self._wake = asyncio.Event()
 
+    @property
+    def dp_size(self) -> int:
+        """One rank."""
+        return 1
+
+    @property
+    def ailment(self) -> str:
+        """It is always well."""
+        return ""
+
+    def describe(self) -> dict[str, object]:
+        """Nothing is special about it."""
+        return {}
+
     def submit(self, request: Generate) -> None:
         """Take a request."""
         self._waiting.append(request)
@@ -74,15 +88,15 @@ class MockEngine:
         self._cancelled.append(request_id)
         self._wake.set()
 
-    def load(self) -> LoadReported:
+    def load(self, dp_rank: int = 0) -> LoadReported:
         """Return the statistics now."""
         return LoadReported(len(self._running), len(self._waiting), 0, 0, len(self._cache), TOTAL_BLOCKS)
 
-    def resident_blocks(self) -> list[BlocksStored]:
+    def resident_blocks(self, dp_rank: int = 0) -> list[BlocksStored]:
         """Return nothing: nobody compares this engine's cache with an index."""
         return []
 
-    def restate(self) -> list[BlocksStored]:
+    def restate(self, dp_rank: int = 0) -> list[BlocksStored]:
         """Return nothing."""
         return []
 
@@ -111,7 +125,7 @@ class MockEngine:
         for request_id, running in list(self._running.items()):
             if request_id not in started:
                 deltas.append(self._token(running, events))
-        return EngineReport(deltas, events, self.load())
+        return EngineReport(deltas, {0: RankReport(events, self.load())})
 
     def _admit(self, request: Generate, events: list[AnyEvent]) -> None:
         routing = request.routing
@@ -167,7 +181,7 @@ async def serve(consolidator: str, worker_id: str, block_size: int) -> None:
     stream = PushStream(worker_id, 0, epoch, card, PushTiming(), 64 * 1024 * 1024)
     publisher = EventPublisher(context, consolidator, stream, service.restate, clock, metrics, 1000.0)
     try:
-        await service.run(publisher, stop)
+        await service.run([publisher], stop)
     finally:
         requests.close(False)
         publisher.close(False)

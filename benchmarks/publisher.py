@@ -1,21 +1,29 @@
 """What publishing costs an engine step: KV cache events read, translated and encoded while the engine works.
 
-    python -m benchmarks.publisher [--events-per-second 10000] [--step-ms 20] [--steps 500] [--passes 10] [--json OUT]
+    python -m benchmarks.publisher [--events-per-second 10000] [--step-ms 20] [--steps 55] [--passes 40] [--json OUT]
 
-The contract fake's queues are filled by a thread that stands for the engine: each step is a fixed time of waiting (the
-GPU works, the interpreter is free) and what the engine does in Python (it takes its events from a list and puts them
-in the queue), timed from the beginning of one step to that of the next. Passes with and without a reader alternate;
-the ratio of the medians of their mean steps is the overhead. The reader shares the interpreter with the engine's
-thread, which is worse than TensorRT-LLM itself, whose engine runs in processes of its own.
+A thread stands for the engine: each step is a fixed time of waiting (the GPU works, the interpreter is free) and then
+the engine's own Python, timed from the beginning of one step to that of the next. Three kinds of passes take turns:
 
-An event is a stored block of 32 tokens, or the removal of one (half each), as they come from a full cache. CPU time of
-the reader's process per event is given too: it does not depend on how quiet the machine is.
+* ``off``: the engine keeps its events to itself (``event_buffer_max_size`` 0, no statistics);
+* ``queued``: it puts each event into the queue for readers, as the contract fake does, and nobody reads;
+* ``published``: our feed reads them all, and what it hands over is encoded for the consolidator.
+
+``published`` against ``queued`` is what poolgrid adds; ``queued`` against ``off`` is the price of the queue itself
+(which wakes the reader's loop). Passes are short and in turns, so that what else the machine does falls on all
+alike; a ratio is the median over the turns, given with its standard error. The reader shares the interpreter with the
+engine's thread, which is worse than TensorRT-LLM itself, whose engine runs in processes of its own. On the other hand
+TensorRT-LLM parses each item's JSON when it is read, which is not done here.
+
+An event is a stored block of 32 tokens, or the removal of one (half each), as they come from a full cache. The CPU time
+of the reader's thread per event does not depend on how the threads meet, only on how fast the machine is.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import random
 import statistics
@@ -41,7 +49,7 @@ BLOCK_SIZE = 32
 WINDOW = 131_072
 BLOCKS_PER_CHAIN = 8
 CACHED_BLOCKS = 20_000
-WARM_UP_STEPS = 20
+WARM_UP_STEPS = 5
 
 
 class Workload:
@@ -112,8 +120,11 @@ class Queues:
 class Engine(threading.Thread):
     """Steps that wait and then tell what happened; timed from step to step."""
 
-    def __init__(self, queues: Queues, work: list[list[dict[str, Any]]], step_s: float, done: Any) -> None:
+    def __init__(
+        self, queues: Queues, work: list[list[dict[str, Any]]], step_s: float, speaks: bool, done: Any
+    ) -> None:
         super().__init__(daemon=True)
+        self._speaks = speaks
         self._queues = queues
         self._work = work
         self._step_s = step_s
@@ -125,14 +136,19 @@ class Engine(threading.Thread):
         for at, events in enumerate(self._work):
             started = time.perf_counter()
             waiting.wait(self._step_s)
-            for event in events:
-                self._queues.events.put(event)
-            self._queues.statistics.put(iteration(at))
+            if self._speaks:
+                for event in events:
+                    self._queues.events.put_nowait(event)
+                self._queues.events.notify()
+                self._queues.statistics.put(iteration(at))
             self.durations_s.append(time.perf_counter() - started)
         self._done()
 
 
-async def measure(work: list[list[dict[str, Any]]], step_s: float, publishing: bool) -> tuple[float, float, int]:
+KINDS = ("off", "queued", "published")
+
+
+async def measure(work: list[list[dict[str, Any]]], step_s: float, kind: str) -> tuple[float, float, int]:
     """Run one pass; return the mean step and the CPU time of this thread in seconds, and the bytes published."""
     loop = asyncio.get_running_loop()
     done = asyncio.Event()
@@ -146,10 +162,10 @@ async def measure(work: list[list[dict[str, Any]]], step_s: float, publishing: b
         published += len(codec.event_batch.encode(EventBatch("w", rank, 1, seq, 0, told)))
         seq += 1
 
-    engine = Engine(queues, work, step_s, lambda: loop.call_soon_threadsafe(done.set))
+    engine = Engine(queues, work, step_s, kind != "off", lambda: loop.call_soon_threadsafe(done.set))
     began = time.thread_time()
     reading: asyncio.Task[None] | None = None
-    if publishing:
+    if kind == "published":
         feed = TrtllmFeed(queues, 1, BLOCK_SIZE, SystemClock(), TrtllmMetrics(CollectorRegistry()))
         reading = loop.create_task(feed.run(on_cache, lambda rank, load: None))
     engine.start()
@@ -161,52 +177,55 @@ async def measure(work: list[list[dict[str, Any]]], step_s: float, publishing: b
     return statistics.fmean(engine.durations_s[WARM_UP_STEPS:]), time.thread_time() - began, published
 
 
+def ratio(of: list[tuple[float, float, int]], to: list[tuple[float, float, int]]) -> tuple[float, float]:
+    """Return the median of what the turns' steps add, and its standard error (0 where one turn cannot tell)."""
+    added = [one[0] / other[0] - 1 for one, other in zip(of, to, strict=True)]
+    # 1.2533 is the factor of a median of normal values.
+    error = 1.2533 * statistics.stdev(added) / len(added) ** 0.5 if len(added) > 1 else 0.0
+    return statistics.median(added), error
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--events-per-second", type=int, default=10_000)
     parser.add_argument("--step-ms", type=float, default=20.0)
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--passes", type=int, default=10, help="of each kind, alternating")
+    parser.add_argument("--steps", type=int, default=55)
+    parser.add_argument("--passes", type=int, default=40, help="of each kind, in turns")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
 
     per_step = max(1, round(arguments.events_per_second * arguments.step_ms / 1e3))
     work = Workload(arguments.steps, per_step).steps
     events = sum(map(len, work))
-    results: dict[bool, list[tuple[float, float, int]]] = {False: [], True: []}
-    for at in range(2 * arguments.passes):
-        # The order of each pair alternates too, so that a drift of the machine favours neither.
-        publishing = (at % 2 == 0) == (at // 2 % 2 == 0)
-        results[publishing].append(asyncio.run(measure(work, arguments.step_ms / 1e3, publishing)))
-    off, on = (statistics.median(step for step, _, _ in results[kind]) * 1e3 for kind in (False, True))
-    ratios = [
-        with_reader[0] / without[0] - 1 for with_reader, without in zip(results[True], results[False], strict=True)
-    ]
-    cpu_us = statistics.median(cpu for _, cpu, _ in results[True]) / events * 1e6
-    found = {
+    # The collector must not walk over a workload that lies there ready-made.
+    gc.collect()
+    gc.freeze()
+    results: dict[str, list[tuple[float, float, int]]] = {kind: [] for kind in KINDS}
+    for turn in range(arguments.passes):
+        # Each turn begins with another kind.
+        for kind in KINDS[turn % 3 :] + KINDS[: turn % 3]:
+            results[kind].append(asyncio.run(measure(work, arguments.step_ms / 1e3, kind)))
+    cpu_us = statistics.median(cpu for _, cpu, _ in results["published"]) / events * 1e6
+    found: dict[str, Any] = {
         "events_per_second": arguments.events_per_second,
         "events_per_step": per_step,
-        "step_ms_off": off,
-        "step_ms_on": on,
-        "overhead": on / off - 1,
-        "overhead_of_pairs": sorted(ratios),
+        "step_ms": {kind: statistics.median(step for step, _, _ in results[kind]) * 1e3 for kind in KINDS},
         "cpu_us_per_event": cpu_us,
         "cpu_share": cpu_us * arguments.events_per_second / 1e6,
-        "published_bytes_per_event": results[True][0][2] / events,
+        "published_bytes_per_event": results["published"][0][2] / events,
     }
-    table = Table(title="publishing and the engine step")
-    for column in ("events/s", "step off (ms)", "step on (ms)", "overhead", "CPU per event (µs)", "of one CPU"):
+    table = Table(title=f"an engine step with {arguments.events_per_second:,} KV cache events per second")
+    for column in ("", "step (ms)", "added to off", "added to queued"):
         table.add_column(column, justify="right")
-    table.add_row(
-        f"{arguments.events_per_second:,}",
-        f"{off:.3f}",
-        f"{on:.3f}",
-        f"{found['overhead']:+.2%}",
-        f"{cpu_us:.2f}",
-        f"{found['cpu_share']:.1%}",
-    )
-    Console().print(table)
+    for at, kind in enumerate(KINDS):
+        cells = [kind, f"{found['step_ms'][kind]:.3f}"]
+        for base in KINDS[: min(at, 2)]:
+            overhead, error = ratio(results[kind], results[base])
+            found[f"{kind}_against_{base}"] = {"overhead": overhead, "standard_error": error}
+            cells.append(f"{overhead:+.2%} ± {error:.2%}")
+        table.add_row(*cells)
+    Console().print(table, f"reader: {cpu_us:.2f} µs of CPU per event, {found['cpu_share']:.1%} of one CPU")
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
     sys.stdout.flush()

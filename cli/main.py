@@ -12,7 +12,7 @@ from cli.config import app as config_app
 from cli.engine_config import app as engine_config_app
 from cli.journal import app as journal_app
 from cli.keys import app as keys_app
-from cli.options import with_settings
+from cli.options import with_chosen_settings, with_settings
 from cli.router_group import serve_group
 from cli.service_process import run_service, say_ready
 from cli.up import UpSettings, run_up
@@ -22,8 +22,8 @@ from loadgen.settings import BenchSettings
 from router.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
 from router.settings import RouterSettings
 from runtime.process_group import GroupPlace
-from simulation.settings import SimulationSettings
-from workers.settings import WorkerSettings
+from simulation.settings import SimulationSettings, TuneSettings, WhatIfSettings
+from workers.settings import EngineChoice, TrtllmWorkerSettings, WorkerSettings
 
 app = typer.Typer(
     name="poolgrid",
@@ -52,7 +52,7 @@ def up(settings: UpSettings) -> None:
 
 
 @app.command()
-@with_settings(RouterSettings, FrontendSettings, ConsolidatorSettings)
+@with_settings(RouterSettings, FrontendSettings, ConsolidatorSettings, from_file=True)
 def router(
     settings: RouterSettings,
     frontend: FrontendSettings,
@@ -88,10 +88,23 @@ def global_router(settings: GlobalRouterSettings, frontend: FrontendSettings, lo
 
 
 @app.command()
-@with_settings(WorkerSettings)
-def worker(settings: WorkerSettings, log_level: LogLevel = "info") -> None:
-    """Run one worker with the simulated engine."""
+@with_chosen_settings(EngineChoice, {"simulated": WorkerSettings, "trtllm": TrtllmWorkerSettings})
+def worker(
+    settings: WorkerSettings | TrtllmWorkerSettings,
+    print_engine_args: Annotated[
+        bool,
+        typer.Option(
+            "--print-engine-args",
+            help="Print what TensorRT-LLM would be started with, and where each value came from; start nothing.",
+        ),
+    ] = False,
+    log_level: LogLevel = "info",
+) -> None:
+    """Run one worker, with the simulated engine or with TensorRT-LLM (--engine trtllm)."""
     from workers.bootstrap import serve
+
+    if print_engine_args:
+        raise typer.Exit(show_engine_arguments(settings))
 
     async def main(stop: asyncio.Event) -> None:
         await serve(settings, stop, say_ready)
@@ -162,6 +175,30 @@ def replay(
     raise typer.Exit(run_replay(directory, decisions, strict, as_json))
 
 
+@app.command("what-if")
+@with_settings(WhatIfSettings, renamed={"json_out": "--json"})
+def what_if(
+    settings: WhatIfSettings,
+    directory: Annotated[Path, typer.Argument(help="Directory of the pool's journal, with decisions (a data_dir).")],
+) -> None:
+    """Play recorded traffic on simulated engines under the recorded settings and under others, and compare."""
+    from cli.what_if import what_if as run_what_if
+
+    raise typer.Exit(run_what_if(directory, settings))
+
+
+@app.command()
+@with_settings(TuneSettings, renamed={"json_out": "--json", "config_out": "--config"})
+def tune(
+    settings: TuneSettings,
+    source: Annotated[Path, typer.Argument(help="A data_dir with recorded decisions, or a Mooncake-format trace.")],
+) -> None:
+    """Search cost weights for an objective, and justify them on traffic that the search did not see."""
+    from cli.tune import tune as run_tune
+
+    raise typer.Exit(run_tune(source, settings))
+
+
 @app.command()
 def explain(
     request_id: Annotated[str, typer.Argument(help="The x-request-id of an answer.")],
@@ -180,6 +217,24 @@ def explain(
     if journal is not None:
         raise typer.Exit(explain_from_journal(request_id, journal, as_json))
     raise typer.Exit(run_explain(request_id, url, as_json))
+
+
+def show_engine_arguments(settings: WorkerSettings | TrtllmWorkerSettings) -> int:
+    """Print the arguments that a worker's engine would be started with; return the exit status."""
+    from workers.trtllm.engine_arguments import render, resolve_files
+
+    if not isinstance(settings, TrtllmWorkerSettings):
+        typer.echo("--print-engine-args: the simulated engine has no such arguments, give --engine trtllm", err=True)
+        return 2
+    try:
+        arguments = resolve_files(settings)
+    except ValueError as error:
+        typer.echo(str(error), err=True)
+        return 1
+    for warning in arguments.warnings:
+        typer.echo(f"warning: {warning}", err=True)
+    typer.echo(render(arguments), nl=False)
+    return 0
 
 
 def run() -> None:

@@ -55,6 +55,8 @@ class ActiveRequest:
         self.dispatches = 0
         """Dispatches so far: legs and migrations."""
         self.migrations = 0
+        self.crowded = 0
+        """How often a worker refused it because other routers were quicker."""
         self.current: Dispatch | None = None
         self.kept: Dispatch | None = None
         """The prefill leg whose KV blocks are kept until the decode leg has them."""
@@ -162,8 +164,19 @@ class ActiveRequest:
         """Return the id that the next dispatch will have."""
         return self.request.request_id if self.dispatches == 0 else f"{self.request.request_id}~{self.dispatches}"
 
-    def begin_dispatch(self, worker: WorkerKey, endpoint: str, stage: Stage, reason: str) -> Generate:
-        """Start the next dispatch and return the message for its worker: prompt plus what was already generated."""
+    def begin_dispatch(
+        self,
+        worker: WorkerKey,
+        endpoint: str,
+        stage: Stage,
+        reason: str,
+        overlap_tokens: int = 0,
+        expected_prefill_tokens: int | None = None,
+    ) -> Generate:
+        """Start the next dispatch and return the message for its worker: prompt plus what was already generated.
+
+        ``overlap_tokens`` and ``expected_prefill_tokens`` are what the choice was made on (``wire.requests.Routing``).
+        """
         request = self.request
         dispatch = Dispatch(self.next_dispatch_id, self.dispatches, worker, endpoint, stage)
         self.dispatches += 1
@@ -182,7 +195,15 @@ class ActiveRequest:
             request.token_ids + bytes(self.output[: 4 * emitted]) if emitted else request.token_ids,
             _remaining(request.sampling, emitted),
             request.stop_token_ids,
-            Routing(worker.dp_rank, request.priority, request.lora_name, request.cache_salt, emitted),
+            Routing(
+                worker.dp_rank,
+                request.priority,
+                request.lora_name,
+                request.cache_salt,
+                emitted,
+                overlap_tokens,
+                expected_prefill_tokens,
+            ),
             disaggregated_params=self._params_for(stage),
             multimodal=self._media_for(stage),
             stage=stage,
@@ -220,6 +241,16 @@ class ActiveRequest:
                 return False
         elif delta.finish_reason == ENCODED:
             return False
+        if (
+            delta.finish_reason is None
+            and delta.cached_tokens is None
+            and delta.logprobs is None
+            and delta.prompt_logprobs is None
+            and tokens
+            and not dispatch.repeated
+        ):
+            self._append(dispatch, tokens)
+            return True
         logprobs = delta.logprobs
         dispatch.position += len(tokens) // 4
         if dispatch.repeated and tokens:
@@ -243,6 +274,16 @@ class ActiveRequest:
         elif tokens or cached is not None:
             self._deliver(StreamDelta(tokens, None, cached, logprobs))
         return True
+
+    def _append(self, dispatch: Dispatch, tokens: bytes) -> None:
+        """Take tokens and nothing else: what nearly every delta is. They join what the client has not fetched yet."""
+        dispatch.position += len(tokens) // 4
+        self.output += tokens
+        waiting = self._deltas
+        if waiting and waiting[-1].logprobs is None and waiting[-1].finish_reason is None:
+            waiting[-1].token_ids += tokens
+        else:
+            self._deliver(StreamDelta(tokens))
 
     def finish(self, delta: StreamDelta) -> None:
         """Deliver the last delta."""

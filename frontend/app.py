@@ -37,9 +37,17 @@ from frontend.prompt_model import PromptModels
 from frontend.request_ids import RequestIds
 from frontend.settings import FrontendSettings
 from frontend.tokenization import TokenizationPool
+from frontend.tokenizer_endpoints import add_tokenizer_endpoints
 from runtime.clock import Clock, SystemClock
 
-EXPOSED_HEADERS = ("x-request-id", "x-poolgrid-worker", "x-poolgrid-decision", "x-poolgrid-pool", "retry-after")
+EXPOSED_HEADERS = (
+    "x-request-id",
+    "x-poolgrid-worker",
+    "x-poolgrid-decision",
+    "x-poolgrid-pool",
+    "x-poolgrid-refusal",
+    "retry-after",
+)
 """Response headers that scripts of other origins may read."""
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
@@ -133,14 +141,14 @@ def create_app(
     metrics.tokenizations_pending.set_function(lambda: tokenization.pending)
     clock = clock or SystemClock()
     media = MediaLoader(settings, MediaMetrics(registry), clock)
-    keys = None
-    if settings.api_keys is not None:
-        keys = _watched_keys(settings.api_keys, settings, metrics, clock)
-        app.add_middleware(AccessGate, keys=keys)
     preparation = Preparation(backend, models, settings)
     # For endpoints of the routers that take the same bodies.
     app.state.preparation, app.state.tokenization = preparation, tokenization
     request_ids = RequestIds(secrets.token_hex(6) if id_prefix is None else id_prefix)
+    keys = None
+    if settings.api_keys is not None:
+        keys = _gate_keys(settings.api_keys, settings, metrics, clock, request_ids)
+        app.add_middleware(AccessGate, keys=keys)
     for name, path, prepare in (
         ("chat_completions", "/v1/chat/completions", preparation.chat),
         ("completions", "/v1/completions", preparation.completion),
@@ -169,19 +177,22 @@ def create_app(
         )
     describe_inference(app)
     _add_models(app, backend, preparation)
+    add_tokenizer_endpoints(app, preparation, tokenization, settings)
     _add_health(app, backend, ready, troubles)
     _add_metrics(app, registry if exposed is None else exposed)
     _add_error_shape(app, metrics)
     return app
 
 
-def _watched_keys(path: Path, settings: FrontendSettings, metrics: FrontendMetrics, clock: Clock) -> GateKeys:
+def _gate_keys(
+    path: Path, settings: FrontendSettings, metrics: FrontendMetrics, clock: Clock, request_ids: RequestIds
+) -> GateKeys:
     """Return the keys that let clients in; raises ``OSError`` or ``KeyFileError``."""
     watched = WatchedKeyFile(
         path, settings.api_keys_check_ms, clock, lambda outcome: metrics.key_reloads.labels(outcome).inc()
     )
     metrics.keys_stale.set_function(lambda: float(watched.stale))
-    return GateKeys(watched, metrics, clock, settings.metrics_need_key)
+    return GateKeys(watched, metrics, clock, settings.metrics_need_key, request_ids)
 
 
 def _add_models(app: FastAPI, backend: InferenceBackend, preparation: Preparation) -> None:

@@ -480,7 +480,9 @@ class GlobalRouterService:
                 return Refusal(pool.name, PoolState.SATURATED.value, "the client left")
             if link is not None:
                 worker = WorkerKey(WorkerId(answer.worker.worker_id), answer.worker.dp_rank)
-                generate = active.begin_dispatch(worker, link.endpoint, work, "")
+                generate = active.begin_dispatch(
+                    worker, link.endpoint, work, "", answer.overlap_blocks * answer.block_size
+                )
                 if link.generate(generate):
                     dispatch = active.current
                     assert dispatch is not None, "a dispatch has begun"
@@ -557,7 +559,11 @@ class GlobalRouterService:
         elif dispatch.stage is Stage.WHOLE:
             self._release_embeddings(flight)
         elif dispatch.stage is Stage.DECODE and active.kept is not None:
-            # Its first output proves that the decode worker has the blocks, and the prefill worker lets go of them.
+            # Its first output proves that the decode worker has the blocks. Workers whose engines hand KV over by
+            # themselves hear it from here only; the others know, and ignore it.
+            prefill_link = self._links.get(active.kept.endpoint)
+            if prefill_link is not None and prefill_link.is_up:
+                prefill_link.cancel(active.kept.id)
             self._release(flight, active.kept)
             active.kept = None
 

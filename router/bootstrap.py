@@ -84,7 +84,7 @@ async def serve(
         fast_tokenizer=frontend.fast_tokenizer,
     )
     index = PrefixIndex(settings.index_budget_bytes)
-    ledger = LoadLedger(settings.reservation_ttl_ms)
+    ledger = LoadLedger(settings.reservation_ttl_ms, settings.ledger_budget_bytes)
     approximate = ApproximateIndex(index, settings.approximate_ttl_ms) if settings.policy == POLICY_NAMES[1] else None
     projection = Projection(index, ledger, index_blocks=approximate is None)
     selector = Selector(projection, policy, settings.worker_queue_factor, approximate)

@@ -13,6 +13,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from dispatch.prompt_paths import PromptPaths
+from router.core.decision import DecisionLog
 from router.core.projection import Projection
 from router.decision_journal.recorder import DecisionRecorder
 from runtime.instruments import Counter, Gauge, Histogram
@@ -84,6 +85,11 @@ class RouterMetrics:
             ["cause"],
             registry=registry,
         )
+        self.crowded = Counter(
+            "poolgrid_router_crowded_choices_total",
+            "Choices that a worker refused because other routers had sent it more than this one knew.",
+            registry=registry,
+        )
         self.stream_faults = Counter(
             "poolgrid_router_stream_faults_total",
             "Worker output that was dropped: a hole or overlap in a stream, an unknown request, an undecodable frame.",
@@ -108,6 +114,7 @@ class Viewed(Protocol):
     """What the state metrics are read from."""
 
     projection: Projection
+    decisions: DecisionLog
     paths: PromptPaths
 
     @property
@@ -146,6 +153,9 @@ class StateCollector(Collector):
             ("queued_prompt_tokens", "Prompt tokens of the waiting requests.", self._viewed.queued_prompt_tokens),
             ("index_blocks", "Distinct blocks in the index.", len(index)),
             ("index_bytes", "Bytes that the index uses.", index.size_bytes()),
+            ("ledger_requests", "Requests in the load ledger.", len(projection.ledger)),
+            ("ledger_bytes", "Bytes that the load ledger uses.", projection.ledger.size_bytes()),
+            ("decision_log_bytes", "Bytes that the kept decisions use.", self._viewed.decisions.size_bytes),
             ("index_evicted_blocks", "Blocks cut to stay in the byte budget.", index.counters.evicted_blocks),
             ("index_contradictions", "Events that contradicted the index.", index.counters.contradictions),
             ("journal_offset", "Next journal offset to apply.", projection.next_offset),
@@ -164,6 +174,11 @@ class StateCollector(Collector):
         ):
             yield GaugeMetricFamily(f"poolgrid_router_{name}", text, value=value)
         states = {"ready": 0, "draining": 0, "unreachable": 0}
+        yield CounterMetricFamily(
+            "poolgrid_router_ledger_refused_entries",
+            "Requests that do not count as load, because the ledger was at its budget.",
+            value=projection.ledger.refused_entries,
+        )
         trust = projection.trust
         yield GaugeMetricFamily(
             "poolgrid_router_untrusted_workers",

@@ -5,7 +5,7 @@ Rules
        one go.
     2. A request is in exactly one place: waiting in ``AdmissionQueue``, or on one worker. It ends exactly once.
     3. A worker that is lost, refuses, or breaks its stream costs the client nothing while another worker can go on: the
-       request moves with prompt + output so far, at most ``migration_limit`` times.
+       request moves with prompt + output so far, at most ``migration_limit`` times. Workers that failed it come last.
     4. What an ended request still has on a worker is cancelled there; output for unknown requests is answered by a
        cancel too, so no worker computes for nobody.
 """
@@ -49,6 +49,7 @@ from router.settings import RouterSettings
 from runtime.clock import Clock
 from wire.events import JournalRecord, RequestStarted
 from wire.feed import BlockChain, WorkerState
+from wire.hashing import hash_seed
 from wire.identifiers import Stage, WorkerKey
 from wire.requests import TokenBatch
 
@@ -59,6 +60,12 @@ PROMPT_ROLES = tuple(dict.fromkeys((*WHOLE_ROLES, *PREFILL_ROLES)))
 
 UNREACHABLE = "unreachable"
 """Filter reason of a worker that the pool knows and this router cannot talk to."""
+
+LONG_PROMPT_BYTES = 8192 * 4
+"""Token bytes of a prompt that is hashed in one go: 8,192 tokens are a quarter of a millisecond."""
+
+STRETCHES_PER_TURN = 8
+"""Stretches of a long prompt that are hashed before others have their turn: about 0.15 ms."""
 
 HOUSEKEEPING_FRACTION = 4
 """Links are checked and reservations expired four times per worker timeout."""
@@ -87,7 +94,7 @@ class RouterService:
         context: zmq.Context[zmq.Socket[bytes]],
     ) -> None:
         self.projection = projection
-        self.decisions = DecisionLog(settings.decision_log_length)
+        self.decisions = DecisionLog(settings.decision_log_length, settings.decision_log_bytes)
         self.record: DecisionRecord | None = None
         """Where decisions are kept beyond ``decisions``; whoever sets it also has the selector watched by it."""
         self.paths = PromptPaths(settings.path_cache_bytes)
@@ -113,6 +120,7 @@ class RouterService:
         self._served: list[ServedModel] = []
         self._served_version = -1
         self._pumping = False
+        self._pump_scheduled = False
         self._housekeeping: asyncio.Task[None] | None = None
         self._created_s = clock.wall_ms() // 1000
         self._troubled = False
@@ -247,7 +255,10 @@ class RouterService:
         if request.request_id in self._active:
             raise self._refusal(409, "duplicate_request", f"request {request.request_id!r} is already being served")
         started = perf_counter()
-        path = self._path(request)
+        if len(request.token_ids) <= LONG_PROMPT_BYTES or request.multimodal is not None:
+            path = self._path(request)
+        else:
+            path = await self._long_path(request)
         self._metrics.hash_seconds.observe(perf_counter() - started)
         active = ActiveRequest(request, path, self._on_client_cancel)
         try:
@@ -264,6 +275,17 @@ class RouterService:
         if block_size == 0:
             return []
         return prompt_path(request, block_size, self.paths)
+
+    async def _long_path(self, request: InferenceRequest) -> list[int]:
+        """Return the same for a long prompt of text, letting others have their turn meanwhile."""
+        block_size = self._block_size(request.model)
+        path: list[int] = []
+        if block_size:
+            seed = hash_seed(request.lora_name, request.cache_salt)
+            for number, _ in enumerate(self.paths.grow(path, request.token_ids, block_size, seed)):
+                if number % STRETCHES_PER_TURN == STRETCHES_PER_TURN - 1:
+                    await asyncio.sleep(0)
+        return path
 
     def _block_size(self, model: str) -> int:
         workers = self.projection.fleet.models().get(model)
@@ -319,15 +341,31 @@ class RouterService:
             resumed=waiting.dispatched is None,
         )
 
+    def _pump_soon(self) -> None:
+        """Pump once this turn of the loop is over, however often it is asked for."""
+        if len(self._admission) and not self._pump_scheduled:
+            self._pump_scheduled = True
+            asyncio.get_running_loop().call_soon(self._scheduled_pump)
+
+    def _scheduled_pump(self) -> None:
+        self._pump_scheduled = False
+        if self.ready:
+            self._pump()
+
     def _pump(self) -> None:
         """Dispatch waiting requests while workers have room: resumed ones, then the head of each model's lane."""
         if self._pumping:
             return
         self._pumping = True
         try:
+            stuck: set[tuple[str, bool, frozenset[WorkerKey]]] = set()
             for queued in self._admission.resumed():
-                # Each by itself: what one of them has tried already may be just right for the next.
-                self._try_queued(queued)
+                # What one of them has tried already may be just right for the next; those that tried the same (a lost
+                # worker leaves hundreds) fare alike, and are asked about once.
+                active = queued.item.active
+                kind = (queued.lane, active.disaggregated_params is not None, frozenset(active.tried))
+                if kind not in stuck and not self._try_queued(queued):
+                    stuck.add(kind)
             for lane in self._admission.lanes():
                 while (head := self._admission.head(lane)) is not None and self._try_queued(head):
                     pass
@@ -410,6 +448,7 @@ class RouterService:
         if not active.path and block_size:
             active.path = self._path(request)
         leg = self._next_leg(active, block_size)
+        forgiven = False
         while True:
             routing = _routing(active, block_size, leg)
             unavailable = {**self._unreachable, **active.tried} if active.tried else self._unreachable
@@ -424,10 +463,25 @@ class RouterService:
                     continue
                 if none.only_busy or UNREACHABLE in none.reasons.values():
                     return False
+                if active.tried and not forgiven:
+                    # Who failed it once comes last, not never: it may have been another's fault (a prefill worker that
+                    # died before its KV moved), or be a new life by now. The migration limit ends what does not end.
+                    forgiven = True
+                    active.tried.clear()
+                    continue
                 raise
             link = self._links[self._endpoint_of[decision.worker]]
             reason = decision.reason if leg.stage is Stage.WHOLE else f"{leg.stage.name.lower()}-{decision.reason}"
-            generate = active.begin_dispatch(decision.worker, link.endpoint, leg.stage, reason)
+            generate = active.begin_dispatch(
+                decision.worker,
+                link.endpoint,
+                leg.stage,
+                reason,
+                min(routing.isl, decision.overlap_blocks * max(1, block_size)),
+                decision.prefill_tokens
+                if leg.stage in (Stage.WHOLE, Stage.PREFILL) and active.crowded < self._settings.crowding_retries
+                else None,
+            )
             if link.generate(generate):
                 break
             active.tried[decision.worker] = "its connection is full"
@@ -456,10 +510,15 @@ class RouterService:
                     self._metrics.stream_faults.labels("unknown_request").inc()
                     link.cancel(delta.request_id)
                 continue
-            dispatch = active.dispatch_of(delta.request_id)
+            dispatch = active.current
+            if dispatch is None or dispatch.id != delta.request_id:
+                dispatch = active.dispatch_of(delta.request_id)
             if dispatch is None or active.is_spent(dispatch):
                 continue  # the end of a leg that has given what it had to the next
             if delta.finish_reason == "error" and delta.retryable:
+                if delta.booked_prefill_tokens is not None and dispatch is active.current:
+                    self._choose_again(active, dispatch, delta.booked_prefill_tokens)
+                    continue
                 lost = active.awaits_embeddings
                 # What did not arrive is no fault of who waited for it: it gets the media themselves, and blame if that
                 # fails too.
@@ -468,7 +527,7 @@ class RouterService:
                 continue
             if delta.cached_tokens is not None:
                 self._realised(delta.request_id, delta.cached_tokens)
-                if dispatch.number == active.encode_legs and active.emitted_tokens == 0:
+                if dispatch.number == active.encode_legs + active.crowded and active.emitted_tokens == 0:
                     self._metrics.overlap_realised_tokens.inc(delta.cached_tokens)
             if delta.finish_reason == "cancelled":
                 self._move(active, "the worker cancelled the request")
@@ -488,9 +547,24 @@ class RouterService:
             elif dispatch.stage is Stage.WHOLE:
                 self._release_embeddings(active)
             elif dispatch.stage is Stage.DECODE and active.kept is not None:
-                # Its first output proves that the decode worker has the blocks, and the prefill worker lets go of them.
+                # Its first output proves that the decode worker has the blocks. Workers whose engines hand KV over by
+                # themselves hear it from here only; the others know, and ignore it.
+                prefill_link = self._links.get(active.kept.endpoint)
+                if prefill_link is not None and prefill_link.is_up:
+                    prefill_link.cancel(active.kept.id)
                 self._release(active.kept, active)
                 active.kept = None
+
+    def _choose_again(self, active: ActiveRequest, dispatch: Dispatch, booked_tokens: int) -> None:
+        """Choose anew for a request whose worker has promised more to other routers than was known here."""
+        self._metrics.crowded.inc()
+        slot = self.projection.index.slot(dispatch.worker)
+        now_ms = self._clock.monotonic_ms()
+        self._release(dispatch, active)
+        active.current = None
+        active.crowded += 1
+        self.projection.ledger.crowded(dispatch.worker, slot, dispatch.id, booked_tokens, now_ms)
+        self._place(active, "its worker had more to do than was known")
 
     def _begin_decode(self, active: ActiveRequest, prefill: Dispatch) -> None:
         """Go on with a prefilled request on a decode worker; its blocks stay on the prefill worker until they moved."""
@@ -548,6 +622,7 @@ class RouterService:
         active.migrations += 1
         self._metrics.migrations.labels(cause).inc()
         self._place(active, why)
+        self._pump_soon()  # the worker that it left may have room for another
 
     def _place(self, active: ActiveRequest, why: str) -> None:
         """Dispatch a request whose client is being served already; it queues when every worker is busy."""

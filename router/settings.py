@@ -8,6 +8,8 @@ from pydantic import Field, model_validator
 
 from dispatch.prompt_paths import BUDGET_BYTES
 from router.core.cost import CostWeights
+from router.core.decision import DECISION_LOG_BYTES
+from router.core.load_ledger import CROWDING_RETRIES, LEDGER_BYTES
 from runtime.security import SecuritySettings
 
 
@@ -67,6 +69,17 @@ class RouterSettings(SecuritySettings):
         le=1024**4,
         description="Memory for the sequence hashes of prompt parts that come again; 0 computes all of them each time.",
     )
+    decision_log_bytes: int = Field(
+        DECISION_LOG_BYTES,
+        ge=65_536,
+        description="Memory the decisions kept for /v1/decisions may use; the oldest is forgotten first.",
+    )
+    ledger_budget_bytes: int = Field(
+        LEDGER_BYTES,
+        ge=65_536,
+        description="Memory the requests in the load ledger may use; a further one is not counted as load, and that is "
+        "counted in poolgrid_router_ledger_refused_entries_total.",
+    )
     decision_log_length: int = Field(
         10_000, ge=1, le=1_000_000, description="Decisions kept for /v1/decisions; the oldest is forgotten first."
     )
@@ -121,6 +134,13 @@ class RouterSettings(SecuritySettings):
     )
     migration_limit: int = Field(
         3, ge=0, le=100, description="How often one request may move to another worker before the client sees an error."
+    )
+    crowding_retries: int = Field(
+        CROWDING_RETRIES,
+        ge=0,
+        le=100,
+        description="How often a worker may refuse a request because other routers sent it more than this one knew; "
+        "the request is then chosen anew with what the worker said.",
     )
     local_prefill_max_tokens: int = Field(
         256,

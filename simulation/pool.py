@@ -186,7 +186,9 @@ class SimulatedPool:
             if booked is None:
                 break
             self.result.crowded += 1
-            ledger.crowded(decision.worker, selector.projection.index.slot(decision.worker), booked, now)
+            ledger.crowded(
+                decision.worker, selector.projection.index.slot(decision.worker), request.request_id, booked, now
+            )
         selector.book(decision, request.path, now)
         overlap_tokens = min(request.isl, decision.overlap_blocks * block_size)
         self._books[number].accept(request.request_id, request.isl - overlap_tokens)

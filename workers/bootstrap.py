@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry
 
@@ -13,8 +17,8 @@ from runtime.clock import Clock, SystemClock
 from runtime.http_server import HttpServer
 from runtime.planes import CurveKeys, PlaneContext, PlaneMetrics, end_security
 from runtime.tls import Tls
-from wire.card import WorkerCard
-from wire.identifiers import Role
+from wire.card import WorkerCard, WorkerLimits
+from wire.limits import PROMPT_TOKENS_MAX
 from workers.adapters.http_api import HttpApi
 from workers.adapters.sockets import RequestSocket
 from workers.core.push_stream import PushStream, PushTiming
@@ -26,7 +30,7 @@ from workers.kv_fetcher import KvFetcher
 from workers.metrics import WorkerMetrics
 from workers.publisher import EventPublisher
 from workers.service import EmbeddingExchange, KvExchange, ServiceLimits, WorkerService
-from workers.settings import WorkerSettings
+from workers.settings import TrtllmWorkerSettings, WorkerSettings
 from workers.simulated.kv_transfer import KvSource
 from workers.simulated.timing import PolynomialTiming, ScaledTiming, TableTiming, TimingModel
 from workers.tensor_transfer.metrics import TensorMetrics
@@ -34,24 +38,30 @@ from workers.tensor_transfer.nixl_transfer import NixlTensorTransfer, make_agent
 from workers.tensor_transfer.port import TensorTransfer
 from workers.tensor_transfer.tensor_store import TensorStore
 from workers.tensor_transfer.zmq_transfer import ZmqTensorTransfer
+from workers.trtllm.engine_arguments import EngineArguments, resolve_files
+from workers.trtllm.engine_rules import look_up
+
+if TYPE_CHECKING:
+    from workers.engines.trtllm import OpenedEngine
 
 log = logging.getLogger(__name__)
+
+AnySettings = WorkerSettings | TrtllmWorkerSettings
+"""Settings of a worker; the class says which engine it drives."""
 
 ENGINE_NAME = "poolgrid-simulated"
 
 
 def make_card(settings: WorkerSettings, request_port: int, http_port: int) -> WorkerCard:
     """Return what the worker says of itself, with the ports it got."""
-    host = settings.advertise_host or settings.host
-    if ":" in host:
-        host = f"[{host}]"
+    host = settings.advertised_host
     return WorkerCard(
         model=settings.model,
         role=settings.card_role,
         block_size=settings.block_size,
         limits=settings.card_limits(),
         request_endpoint=f"tcp://{host}:{request_port}",
-        http_endpoint=f"{'http' if settings.tls_certificate is None else 'https'}://{host}:{http_port}",
+        http_endpoint=f"{settings.http_scheme}://{host}:{http_port}",
         loras=settings.loras,
         engine=ENGINE_NAME,
         eos_token_ids=(settings.eos_token_id,),
@@ -68,59 +78,189 @@ def make_timing(settings: WorkerSettings) -> TimingModel:
     return model if settings.speedup == 1.0 else ScaledTiming(model, settings.speedup)
 
 
-def make_tensor_transfer(
-    settings: WorkerSettings, context: PlaneContext, epoch: int, clock: Clock, registry: CollectorRegistry
-) -> TensorTransfer | None:
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An engine that runs, and what the worker says of it."""
+
+    engine: Engine
+    card: WorkerCard
+    kv: KvExchange | None = None
+    embeddings: EmbeddingExchange | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What an engine may use of its process."""
+
+    context: PlaneContext
+    registry: CollectorRegistry
+    metrics: WorkerMetrics
+    clock: Clock
+    epoch: int
+    request_port: int
+    http_port: int
+
+
+def make_tensor_transfer(settings: WorkerSettings, around: Surroundings) -> TensorTransfer | None:
     """Return this worker's end of tensor transfers, ``None`` for a text-only one.
 
     Raises ``OSError`` when the port cannot be bound, ``NixlMissing``.
     """
     if settings.modality == "text":
         return None
-    metrics = TensorMetrics(registry, settings.tensor_transport)
+    metrics = TensorMetrics(around.registry, settings.tensor_transport)
     # Before the socket: without NIXL nothing has been bound.
-    name = f"{settings.worker_id}-{epoch}"
+    name = f"{settings.worker_id}-{around.epoch}"
     agent = make_agent(name) if settings.tensor_transport == "nixl" else None
-    store = TensorStore(f"{epoch:x}", settings.tensor_store_mb * 2**20, settings.tensor_lease_ms)
+    store = TensorStore(f"{around.epoch:x}", settings.tensor_store_mb * 2**20, settings.tensor_lease_ms)
     over_zmq = ZmqTensorTransfer(
-        context,
+        around.context,
         settings.host,
         settings.tensor_port,
         settings.advertise_host,
         store,
-        clock,
+        around.clock,
         metrics,
         chunk_bytes=settings.tensor_chunk_kb * 1024,
         timeout_ms=settings.tensor_fetch_timeout_ms,
     )
     if agent is None:
         return over_zmq
-    return NixlTensorTransfer(agent, name, over_zmq, clock, metrics, settings.tensor_fetch_timeout_ms)
+    return NixlTensorTransfer(agent, name, over_zmq, around.clock, metrics, settings.tensor_fetch_timeout_ms)
+
+
+@asynccontextmanager
+async def open_simulated_encode(settings: WorkerSettings, around: Surroundings) -> AsyncIterator[Opened]:
+    """Open the simulated encode engine; raises what ``make_tensor_transfer`` raises."""
+    tensors = make_tensor_transfer(settings, around)
+    assert tensors is not None, "an encode worker is multimodal"
+    limits = EncodeLimits(
+        max_waiting_requests=settings.max_waiting_requests, ms_per_image=settings.encode_ms_per_image / settings.speedup
+    )
+    try:
+        engine = SimulatedEncodeEngine(limits, tensors, around.clock)
+        yield Opened(engine, make_card(settings, around.request_port, around.http_port))
+    finally:
+        await tensors.close()
+
+
+@asynccontextmanager
+async def open_simulated(settings: WorkerSettings, around: Surroundings) -> AsyncIterator[Opened]:
+    """Open the simulated engine.
+
+    Raises ``TableError`` when the timing table cannot be used, and what ``make_tensor_transfer`` raises.
+    """
+    card = make_card(settings, around.request_port, around.http_port)
+    engine = RealTimeSimulatedEngine(
+        settings.engine_limits(),
+        settings.vocabulary(),
+        make_timing(settings),
+        around.clock,
+        settings.transfer_model(),
+        KvSource(card.request_endpoint, settings.worker_id, around.epoch),
+        settings.modality == "multimodal",
+    )
+    fetches_max = settings.max_waiting_requests + settings.max_batch_size
+    tensors = make_tensor_transfer(settings, around)
+    embeddings = None if tensors is None else EmbeddingFetcher(tensors, fetches_max)
+    fetcher = KvFetcher(around.context, settings.kv_fetch_timeout_ms, fetches_max, around.clock, around.metrics)
+    orderly = True
+    try:
+        yield Opened(
+            engine,
+            card,
+            KvExchange(engine, fetcher),
+            None if embeddings is None else EmbeddingExchange(engine, embeddings),
+        )
+    except asyncio.CancelledError:
+        orderly = False
+        raise
+    finally:
+        fetcher.close(orderly)
+        if embeddings is not None and tensors is not None:
+            await embeddings.close()
+            await tensors.close()
+
+
+@asynccontextmanager
+async def open_trtllm(settings: TrtllmWorkerSettings, around: Surroundings) -> AsyncIterator[Opened]:
+    """Load TensorRT-LLM; takes minutes. Raises ``ContractError`` for arguments that it would not take, before that."""
+    from workers.engines.trtllm import EngineLimits, open_engine
+
+    arguments = resolve_files(settings)
+    for warning in arguments.warnings:
+        log.warning("%s", warning)
+    limits = EngineLimits(
+        kept_transfers_max=settings.kept_transfers_max,
+        kv_transfer_timeout_ms=settings.kv_transfer_timeout_ms,
+        max_requests=settings.max_requests,
+        health_interval_ms=settings.health_interval_ms,
+        health_timeout_ms=settings.health_timeout_ms,
+        progress_timeout_ms=settings.progress_timeout_ms,
+    )
+    async with open_engine(
+        arguments, settings.role, limits, around.clock, around.metrics, around.registry, settings.model_name
+    ) as opened:
+        yield Opened(opened.engine, trtllm_card(settings, arguments, opened, around.request_port, around.http_port))
+
+
+def trtllm_card(
+    settings: TrtllmWorkerSettings,
+    arguments: EngineArguments,
+    opened: OpenedEngine,
+    request_port: int,
+    http_port: int,
+) -> WorkerCard:
+    """Return what a worker with TensorRT-LLM says of itself."""
+    values = arguments.values
+    facts = opened.facts
+    return WorkerCard(
+        model=settings.model_name,
+        role=settings.role,
+        block_size=arguments.block_size,
+        limits=WorkerLimits(
+            max_batch_size=look_up(values, "max_batch_size") or settings.max_batch_size,
+            max_num_tokens=look_up(values, "max_num_tokens") or settings.max_num_tokens,
+            total_kv_blocks=opened.engine.total_blocks,
+            # Where nobody says, the engine itself refuses what is too long for it.
+            max_sequence_length=values.get("max_seq_len") or facts.max_sequence_length or PROMPT_TOKENS_MAX,
+        ),
+        request_endpoint=f"tcp://{settings.advertised_host}:{request_port}",
+        http_endpoint=f"{settings.http_scheme}://{settings.advertised_host}:{http_port}",
+        loras=opened.engine.loras,
+        dp_size=opened.engine.dp_size,
+        engine=f"TensorRT-LLM {opened.version}",
+        eos_token_ids=facts.eos_token_ids,
+        vocabulary_size=facts.vocabulary_size,
+        endpoint_name=settings.endpoint_name,
+    )
+
+
+def _open(settings: AnySettings, around: Surroundings) -> AbstractAsyncContextManager[Opened]:
+    if isinstance(settings, TrtllmWorkerSettings):
+        return open_trtllm(settings, around)
+    return open_simulated_encode(settings, around) if settings.role == "encode" else open_simulated(settings, around)
 
 
 async def serve(
-    settings: WorkerSettings,
+    settings: AnySettings,
     stop: asyncio.Event,
     ready: Callable[[str], None],
 ) -> None:
     """Run a worker until ``stop`` is set and its requests are done.
 
     ``ready`` is called once, with the URL of the worker's HTTP, when the consolidator has welcomed the worker.
-    Raises ``OSError`` when a port cannot be bound, ``TableError`` when the timing table cannot be used.
+    Raises ``OSError`` when a port cannot be bound, and what opening the engine raises.
     """
     clock = SystemClock()
     registry = CollectorRegistry()
     metrics = WorkerMetrics(registry)
-    timing = make_timing(settings)
     context = PlaneContext.make(CurveKeys.load(settings), PlaneMetrics(registry))
     for warning in settings.exposures(settings.host, http=True, planes="the request plane"):
         log.warning("%s", warning)
     epoch = time.time_ns()
     requests: RequestSocket | None = None
-    publisher: EventPublisher | None = None
-    fetcher: KvFetcher | None = None
-    tensors: TensorTransfer | None = None
-    embedding_fetcher: EmbeddingFetcher | None = None
+    publishers: list[EventPublisher] = []
     http: HttpServer | None = None
     announcement: asyncio.Task[None] | None = None
     orderly = True
@@ -129,68 +269,48 @@ async def serve(
         api = HttpApi(registry)
         tls = Tls.load(settings)
         http = HttpServer(api, settings.host, settings.http_port, "http_port", tls=tls)
-        card = make_card(settings, requests.port, http.port)
-        tensors = make_tensor_transfer(settings, context, epoch, clock, registry)
-        engine: Engine
-        kv: KvExchange | None = None
-        embeddings: EmbeddingExchange | None = None
-        if settings.card_role is Role.ENCODE:
-            assert tensors is not None, "an encode worker is multimodal"
-            limits = EncodeLimits(
-                max_waiting_requests=settings.max_waiting_requests,
-                ms_per_image=settings.encode_ms_per_image / settings.speedup,
-            )
-            engine = SimulatedEncodeEngine(limits, tensors, clock)
-        else:
-            simulated = RealTimeSimulatedEngine(
-                settings.engine_limits(),
-                settings.vocabulary(),
-                timing,
-                clock,
-                settings.transfer_model(),
-                KvSource(card.request_endpoint, settings.worker_id, epoch),
-                settings.modality == "multimodal",
-            )
-            engine = simulated
-            fetches_max = settings.max_waiting_requests + settings.max_batch_size
-            fetcher = KvFetcher(context, settings.kv_fetch_timeout_ms, fetches_max, clock, metrics)
-            kv = KvExchange(simulated, fetcher)
-            if tensors is not None:
-                embedding_fetcher = EmbeddingFetcher(tensors, fetches_max)
-                embeddings = EmbeddingExchange(simulated, embedding_fetcher)
-        service = WorkerService(
-            settings.worker_id,
-            epoch,
-            card,
-            engine,
-            requests,
-            ServiceLimits(settings.peer_lease_ms, settings.drain_timeout_ms),
-            clock,
-            metrics,
-            kv,
-            embeddings,
-        )
-        api.show(service)
-        publisher = EventPublisher(
-            context,
-            settings.consolidator,
-            PushStream(
-                settings.worker_id,
-                0,
-                epoch,
-                card,
-                PushTiming(heartbeat_ms=settings.heartbeat_ms),
-                settings.outbox_bytes,
-            ),
-            service.restate,
-            clock,
-            metrics,
-            settings.load_interval_ms,
-        )
+        # Before the engine: loading one takes minutes, and probes ask all the while.
         http.start()
-        announcement = asyncio.get_running_loop().create_task(_announce(publisher, card, ready))
-        log.info("worker %s at %s, health at %s", settings.worker_id, card.request_endpoint, card.http_endpoint)
-        await service.run(publisher, stop)
+        around = Surroundings(context, registry, metrics, clock, epoch, requests.port, http.port)
+        async with AsyncExitStack() as stack:
+            opened = await _unless(stop, stack.enter_async_context(_open(settings, around)))
+            if opened is None:
+                log.info("worker %s was stopped before its engine was ready", settings.worker_id)
+                return
+            service = WorkerService(
+                settings.worker_id,
+                epoch,
+                opened.card,
+                opened.engine,
+                requests,
+                ServiceLimits(settings.peer_lease_ms, settings.drain_timeout_ms),
+                clock,
+                metrics,
+                opened.kv,
+                opened.embeddings,
+            )
+            api.show(service)
+            for dp_rank in range(opened.engine.dp_size):
+                stream = PushStream(
+                    settings.worker_id,
+                    dp_rank,
+                    epoch,
+                    opened.card,
+                    PushTiming(heartbeat_ms=settings.heartbeat_ms),
+                    settings.outbox_bytes,
+                )
+                restate = partial(service.restate, dp_rank)
+                publishers.append(
+                    EventPublisher(
+                        context, settings.consolidator, stream, restate, clock, metrics, settings.load_interval_ms
+                    )
+                )
+            announcement = asyncio.get_running_loop().create_task(
+                _announce(publishers, opened.card.http_endpoint, ready)
+            )
+            card = opened.card
+            log.info("worker %s at %s, health at %s", settings.worker_id, card.request_endpoint, card.http_endpoint)
+            await service.run(publishers, stop)
     except asyncio.CancelledError:
         # A second signal: nothing is waited for.
         orderly = False
@@ -198,15 +318,9 @@ async def serve(
     finally:
         if announcement is not None:
             announcement.cancel()
-        if fetcher is not None:
-            fetcher.close(orderly)
-        if embedding_fetcher is not None:
-            await embedding_fetcher.close()
-        if tensors is not None:
-            await tensors.close()
         if requests is not None:
             requests.close(orderly)
-        if publisher is not None:
+        for publisher in publishers:
             publisher.close(orderly)
         if http is not None:
             await http.stop()
@@ -216,6 +330,24 @@ async def serve(
         log.info("worker %s has ended", settings.worker_id)
 
 
-async def _announce(publisher: EventPublisher, card: WorkerCard, ready: Callable[[str], None]) -> None:
-    await publisher.until_registered()
-    ready(card.http_endpoint)
+async def _unless(stop: asyncio.Event, opening: Coroutine[Any, Any, Opened]) -> Opened | None:
+    """Return what is opened, or ``None`` when ``stop`` came first; the opening is then cancelled and cleans up."""
+    loop = asyncio.get_running_loop()
+    task = loop.create_task(opening)
+    stopping = loop.create_task(stop.wait())
+    try:
+        await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        return None
+    finally:
+        stopping.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+
+
+async def _announce(publishers: Sequence[EventPublisher], url: str, ready: Callable[[str], None]) -> None:
+    for publisher in publishers:
+        await publisher.until_registered()
+    ready(url)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from wire.events import LoadReported
@@ -12,15 +14,30 @@ TRANSFER_SECONDS_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1
 QUEUE_SECONDS_BUCKETS = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
+@dataclass(frozen=True, slots=True)
+class StreamGauges:
+    """Gauges of one rank's event stream."""
+
+    registered: Gauge
+    outbox_batches: Gauge
+    outbox_bytes: Gauge
+    outbox_overflows: Gauge
+    restatements: Gauge
+
+
 class WorkerMetrics:
     """The collectors of one worker process, in the registry given."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+
         def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
             return Counter(f"poolgrid_worker_{name}", text, labels, registry=registry)
 
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(f"poolgrid_worker_{name}", text, registry=registry)
+        def gauge(name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
+            return Gauge(f"poolgrid_worker_{name}", text, labels, registry=registry)
+
+        rank = ("dp_rank",)
 
         self.logits_processor_failures = counter(
             "logits_processor_failures_total", "Tokens for which a logits processor raised and was left out.", ("name",)
@@ -70,19 +87,27 @@ class WorkerMetrics:
             buckets=TRANSFER_SECONDS_BUCKETS,
             registry=registry,
         )
+        self.engine_load_seconds = gauge("engine_load_seconds", "Time from the start of loading to the first token.")
+        self.engine_healthy = gauge("engine_healthy", "1 while the engine does its work, 0 while it does not.")
+        self.engine_silence_seconds = gauge(
+            "engine_silence_seconds", "How long no request in the engine has moved; 0 while there is none."
+        )
+        self.health_checks = counter(
+            "health_checks_total", "Generations of one token by the worker itself, by outcome.", ("outcome",)
+        )
         self.kept_transfers = gauge("kept_transfers", "Prefilled requests whose blocks are kept for a decode worker.")
-        self.running = gauge("running_requests", "Requests that hold blocks.")
-        self.waiting = gauge("waiting_requests", "Requests that wait for a place in the batch.")
-        self.queued_tokens = gauge("queued_prefill_tokens", "Prompt tokens accepted and not yet computed.")
-        self.active_blocks = gauge("active_blocks", "Device blocks that running requests hold.")
-        self.cached_blocks = gauge("cached_blocks", "Device blocks that hold reusable content.")
-        self.total_blocks = gauge("total_blocks", "Device blocks of the engine.")
-        self.registered = gauge("registered", "1 while the consolidator has the worker as a member.")
+        self.running = gauge("running_requests", "Requests that hold blocks.", rank)
+        self.waiting = gauge("waiting_requests", "Requests that wait for a place in the batch.", rank)
+        self.queued_tokens = gauge("queued_prefill_tokens", "Prompt tokens accepted and not yet computed.", rank)
+        self.active_blocks = gauge("active_blocks", "Device blocks that running requests hold.", rank)
+        self.cached_blocks = gauge("cached_blocks", "Device blocks that hold reusable content.", rank)
+        self.total_blocks = gauge("total_blocks", "Device blocks of the engine.", rank)
+        self.registered = gauge("registered", "1 while the consolidator has the worker as a member.", rank)
         self.draining = gauge("draining", "1 while the worker finishes what it has and takes nothing new.")
-        self.outbox_batches = gauge("outbox_batches", "Event batches not yet acknowledged.")
-        self.outbox_bytes = gauge("outbox_bytes", "Bytes of event batches not yet acknowledged.")
-        self.outbox_overflows = gauge("outbox_overflows", "Times the outbox was dropped because it was full.")
-        self.restatements = gauge("restatements", "Times the whole cache was restated to the consolidator.")
+        self.outbox_batches = gauge("outbox_batches", "Event batches not yet acknowledged.", rank)
+        self.outbox_bytes = gauge("outbox_bytes", "Bytes of event batches not yet acknowledged.", rank)
+        self.outbox_overflows = gauge("outbox_overflows", "Times the outbox was dropped because it was full.", rank)
+        self.restatements = gauge("restatements", "Times the whole cache was restated to the consolidator.", rank)
 
     def observe_report(self, report: EngineReport) -> None:
         """Count an engine step."""
@@ -103,11 +128,23 @@ class WorkerMetrics:
             self.transfer_timeouts.inc(report.expired)
         self.kept_transfers.set(report.kept_transfers)
 
-    def observe_load(self, load: LoadReported) -> None:
-        """Show the engine's statistics."""
-        self.running.set(load.running_requests)
-        self.waiting.set(load.waiting_requests)
-        self.queued_tokens.set(load.prefill_tokens)
-        self.active_blocks.set(load.active_blocks)
-        self.cached_blocks.set(load.cached_blocks)
-        self.total_blocks.set(load.total_blocks)
+    def stream_gauges(self, dp_rank: int) -> StreamGauges:
+        """Return the gauges of a rank's event stream."""
+        label = str(dp_rank)
+        return StreamGauges(
+            self.registered.labels(label),
+            self.outbox_batches.labels(label),
+            self.outbox_bytes.labels(label),
+            self.outbox_overflows.labels(label),
+            self.restatements.labels(label),
+        )
+
+    def observe_load(self, dp_rank: int, load: LoadReported) -> None:
+        """Show a rank's statistics."""
+        label = str(dp_rank)
+        self.running.labels(label).set(load.running_requests)
+        self.waiting.labels(label).set(load.waiting_requests)
+        self.queued_tokens.labels(label).set(load.prefill_tokens)
+        self.active_blocks.labels(label).set(load.active_blocks)
+        self.cached_blocks.labels(label).set(load.cached_blocks)
+        self.total_blocks.labels(label).set(load.total_blocks)

@@ -44,6 +44,7 @@ class EventPublisher:
         self._restate = restate
         self._clock = clock
         self._metrics = metrics
+        self._gauges = metrics.stream_gauges(stream.dp_rank)
         self._load_interval_ms = load_interval_ms
         self._load_said_ms = float("-inf")
         self._load_said: LoadReported | None = None
@@ -138,12 +139,13 @@ class EventPublisher:
                 self._do(self._stream.restate(facts, self._clock.wall_ms(), self._clock.monotonic_ms()))
             else:
                 log.warning("%s", effect.text)
-        self._metrics.registered.set(self._stream.is_open)
+        gauges = self._gauges
+        gauges.registered.set(self._stream.is_open)
         outbox = self._stream.outbox
-        self._metrics.outbox_batches.set(len(outbox))
-        self._metrics.outbox_bytes.set(outbox.kept_bytes)
-        self._metrics.outbox_overflows.set(outbox.overflows)
-        self._metrics.restatements.set(self._stream.restatements)
+        gauges.outbox_batches.set(len(outbox))
+        gauges.outbox_bytes.set(outbox.kept_bytes)
+        gauges.outbox_overflows.set(outbox.overflows)
+        gauges.restatements.set(self._stream.restatements)
         self._changed.set()
         self._set_timer()
 

@@ -1,19 +1,22 @@
 """The worker process: takes requests from routers, drives one engine, tells the pool what happens.
 
+Each of the engine's ranks has an event stream of its own; they share the request plane and a life.
+
 Rules:
 
 1. A request belongs to the peer (router connection) that sent it; only that peer may cancel it. Peers are known while
    they have requests here.
 2. A peer that is silent for its lease, cannot be reached or stops reading has its requests cancelled: nobody would
    take the tokens.
-3. Per engine step: one frame to each peer that gets tokens, one batch to the event stream when there is something to
-   say. Never one per token.
+3. Per engine step: one frame to each peer that gets tokens, one batch to each rank's event stream when there is
+   something to say. Never one per token.
 4. Draining: ``WorkerDraining`` goes out, new requests are refused as retryable, running ones finish. What is left at
    the drain timeout ends with a retryable error, so that routers continue it elsewhere.
 5. The role says which stages are taken. A prefill leg that ended with ``prefilled`` belongs to its peer until its KV is
    taken, cancelled or expired; a drain waits for it. A new request with its id takes its place.
 6. A decode leg first has its KV asked for (``KvFetcher``); until the answer is here the engine knows nothing of it. The
    source is let go of when the KV has arrived or the leg ends, whatever ended it.
+7. While the engine is not well new requests are refused as retryable; it may recover.
 """
 
 from __future__ import annotations
@@ -62,7 +65,7 @@ ENCODED = "encoded"
 """Finish reason of an encode leg, whose embeddings are kept like the blocks of a prefill leg."""
 
 STAGES = {
-    Role.AGGREGATED: frozenset(Stage) - {Stage.ENCODE},
+    Role.AGGREGATED: frozenset({Stage.WHOLE, Stage.PREFILL, Stage.DECODE}),
     Role.PREFILL: frozenset({Stage.PREFILL}),
     # A prompt that is short or cached is better computed where it decodes.
     Role.DECODE: frozenset({Stage.DECODE, Stage.WHOLE}),
@@ -113,7 +116,7 @@ class ServiceLimits:
 
 
 class WorkerService:
-    """One worker rank at its request plane; made on a running event loop."""
+    """One worker, all its ranks, at its request plane; made on a running event loop."""
 
     def __init__(
         self,
@@ -136,7 +139,7 @@ class WorkerService:
         self._limits = limits
         self._clock = clock
         self._metrics = metrics
-        self._publisher: EventPublisher | None = None
+        self._publishers: Sequence[EventPublisher] = ()
         self._peers: dict[bytes, Peer] = {}
         self._owners: dict[str, bytes | None] = {}
         """Whom each request that the engine has belongs to; ``None`` when nobody takes its tokens any more."""
@@ -157,55 +160,82 @@ class WorkerService:
         self._empty = asyncio.Event()
         self._empty.set()
         self._lease_timer: asyncio.TimerHandle | None = None
-        metrics.observe_load(engine.load())
+        for dp_rank in range(engine.dp_size):
+            metrics.observe_load(dp_rank, engine.load(dp_rank))
 
     # -- what others see -----------------------------------------------------------------------------------------------
 
     @property
     def is_ready(self) -> bool:
         """Whether requests may be sent here."""
-        return self._publisher is not None and self._publisher.is_registered and not self._draining
+        registered = bool(self._publishers) and all(publisher.is_registered for publisher in self._publishers)
+        return registered and not self._draining and self.is_healthy
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the engine does its work."""
+        return not self._engine.ailment
 
     def describe(self) -> dict[str, object]:
         """Return the state for people and probes, as JSON values."""
-        load = self._engine.load()
-        return {
-            "status": "draining" if self._draining else "ready" if self.is_ready else "registering",
+        loads = [self._engine.load(dp_rank) for dp_rank in range(self._engine.dp_size)]
+        ailment = self._engine.ailment
+        state: dict[str, object] = {
+            "status": "unhealthy"
+            if ailment
+            else "draining"
+            if self._draining
+            else "ready"
+            if self.is_ready
+            else "registering",
             "worker_id": self._worker_id,
             "epoch": self._epoch,
             "model": self._card.model,
             "role": self._card.role.name.lower(),
             "request_endpoint": self._card.request_endpoint,
-            "running_requests": load.running_requests,
-            "waiting_requests": load.waiting_requests,
+            "running_requests": sum(load.running_requests for load in loads),
+            "waiting_requests": sum(load.waiting_requests for load in loads),
             "fetching_requests": len(self._fetching),
             "kept_transfers": len(self._kept),
-            "active_blocks": load.active_blocks,
-            "cached_blocks": load.cached_blocks,
-            "total_blocks": load.total_blocks,
+            "active_blocks": sum(load.active_blocks for load in loads),
+            "cached_blocks": sum(load.cached_blocks for load in loads),
+            "total_blocks": sum(load.total_blocks for load in loads),
+            "dp_size": len(loads),
         }
+        if ailment:
+            state["reason"] = ailment
+        return state | self._engine.describe()
 
-    def blocks(self) -> list[str]:
-        """Return what the engine really holds, a line per block and tier, sorted, as the router lists its belief."""
+    def blocks(self, dp_rank: int = 0) -> list[str]:
+        """Return what a rank really holds, a line per block and tier, sorted, as the router lists its belief.
+
+        Raises ``ValueError`` when there is no such rank.
+        """
+        if not 0 <= dp_rank < self._engine.dp_size:
+            raise ValueError(f"dp_rank is {dp_rank}, this worker has ranks 0 to {self._engine.dp_size - 1}")
         return sorted(
             f"{sequence_hash:016x} {chain.tier.name.lower()}"
-            for chain in self._engine.resident_blocks()
+            for chain in self._engine.resident_blocks(dp_rank)
             for sequence_hash in unpack_hashes(chain.sequence_hashes)
         )
 
-    def restate(self) -> tuple[list[AnyEvent], list[AnyEvent]]:
-        """Return what a restatement says before and after the requests."""
+    def restate(self, dp_rank: int = 0) -> tuple[list[AnyEvent], list[AnyEvent]]:
+        """Return what a restatement of a rank says before and after the requests."""
         after: list[AnyEvent] = [WorkerDraining()] if self._draining else []
-        return [*self._engine.restate(), SnapshotEnded()], [*after, self._engine.load()]
+        return [*self._engine.restate(dp_rank), SnapshotEnded()], [*after, self._engine.load(dp_rank)]
 
     # -- its life ------------------------------------------------------------------------------------------------------
 
-    async def run(self, publisher: EventPublisher, stop: asyncio.Event) -> None:
-        """Serve until ``stop`` is set and the drain is over; raises what breaks the engine."""
-        self._publisher = publisher
+    async def run(self, publishers: Sequence[EventPublisher], stop: asyncio.Event) -> None:
+        """Serve until ``stop`` is set and the drain is over; raises what breaks the engine.
+
+        ``publishers`` carry the events of the ranks, in their order.
+        """
+        self._publishers = publishers
         engine = asyncio.get_running_loop().create_task(self._engine.run(self._deliver))
         self._requests.start(self._on_frames)
-        publisher.start()
+        for publisher in publishers:
+            publisher.start()
         try:
             await _first(engine, stop.wait())
             if engine.done():
@@ -226,26 +256,28 @@ class WorkerService:
         for request_id, owner in self._owners.items():
             if owner is not None and request_id not in self._kept:
                 self._answer(owner, TokenDelta(request_id, 0, b"", "error", error=reason, retryable=True))
-        assert self._publisher is not None
-        await self._publisher.say_goodbye(reason, GOODBYE_TIMEOUT_S)
+        await self._say_goodbye(reason)
         raise RuntimeError(reason) from error
 
     async def _drain(self) -> None:
         """Finish what is here, hand over what does not finish in time, leave the pool."""
-        publisher = self._publisher
-        assert publisher is not None
         self._draining = True
         self._metrics.draining.set(1)
         log.info("draining: %d requests, at most %.0f ms", len(self._owners), self._limits.drain_timeout_ms)
-        publisher.publish([WorkerDraining()])
+        for publisher in self._publishers:
+            publisher.publish([WorkerDraining()])
         if not await self._until_empty(self._limits.drain_timeout_ms / 1e3):
             log.warning("the drain timed out: handing over %d requests", len(self._owners))
             ending = Ending(f"worker {self._worker_id} ended before the request did", "migrated")
             for request_id in list(self._owners):
                 self._end_elsewhere(request_id, ending)
             await self._until_empty(HAND_OVER_TIMEOUT_S)
-        if not await publisher.say_goodbye("drained", GOODBYE_TIMEOUT_S):
+        if not await self._say_goodbye("drained"):
             log.warning("the consolidator did not acknowledge the end; the lease will tell it")
+
+    async def _say_goodbye(self, reason: str) -> bool:
+        """End every rank's stream; say whether all were acknowledged in time."""
+        return all(await asyncio.gather(*(each.say_goodbye(reason, GOODBYE_TIMEOUT_S) for each in self._publishers)))
 
     async def _until_empty(self, timeout_s: float) -> bool:
         try:
@@ -324,6 +356,8 @@ class WorkerService:
             )
         if self._draining:
             raise RefusedError(f"worker {self._worker_id} is draining and takes no new requests", retryable=True)
+        if self._engine.ailment:
+            raise RefusedError(f"worker {self._worker_id} is not well: {self._engine.ailment}", retryable=True)
         if request.request_id in self._kept and self._owners[request.request_id] == peer_id:
             # Nobody dispatches a leg again while its first result is of use.
             self._let_go(request.request_id)
@@ -414,8 +448,7 @@ class WorkerService:
 
     def _end_fetching(self, request_id: str, delta: TokenDelta, event_reason: str) -> None:
         """End a leg that the engine does not know."""
-        assert self._publisher is not None
-        del self._fetching[request_id]
+        dp_rank = self._fetching.pop(request_id).routing.dp_rank
         if self._kv is not None:
             self._kv.fetcher.end(request_id)
         if self._embeddings is not None:
@@ -424,7 +457,7 @@ class WorkerService:
         self._metrics.finished.labels(delta.finish_reason).inc()
         owner = self._owners[request_id]
         self._forget(request_id)
-        self._publisher.publish([RequestFinished(request_id, event_reason)])
+        self._publishers[dp_rank].publish([RequestFinished(request_id, event_reason)])
         if owner is not None:
             self._answer(owner, delta)
         self._note_if_empty()
@@ -455,7 +488,8 @@ class WorkerService:
                 deltas.append(delta)
             if delta.finish_reason is not None:
                 self._metrics.finished.labels(delta.finish_reason).inc()
-                if delta.finish_reason in (PREFILLED, ENCODED) and owner is not None:
+                kept = delta.finish_reason == PREFILLED or (delta.finish_reason == ENCODED and report.keeps_encoded)
+                if kept and owner is not None:
                     self._kept.add(request_id)
                 else:
                     self._forget(request_id)
@@ -463,10 +497,10 @@ class WorkerService:
                         self._kv.fetcher.end(request_id)
         for peer_id, deltas in by_peer.items():
             self._send(peer_id, codec.from_worker.encode(TokenBatch(self._steps, deltas)))
-        assert self._publisher is not None
-        self._publisher.publish(report.events, report.load)
+        for dp_rank, rank in report.ranks.items():
+            self._publishers[dp_rank].publish(rank.events, rank.load)
+            self._metrics.observe_load(dp_rank, rank.load)
         self._metrics.observe_report(report)
-        self._metrics.observe_load(report.load)
         # Last, so that a drain finds everything published.
         self._note_if_empty()
 
@@ -485,12 +519,13 @@ class WorkerService:
             else delta
             for delta in report.deltas
         ]
-        report.events = [
-            RequestFinished(event.request_id, endings[event.request_id].event_reason)
-            if isinstance(event, RequestFinished) and event.reason == "cancelled" and event.request_id in endings
-            else event
-            for event in report.events
-        ]
+        for rank in report.ranks.values():
+            rank.events = [
+                RequestFinished(event.request_id, endings[event.request_id].event_reason)
+                if isinstance(event, RequestFinished) and event.reason == "cancelled" and event.request_id in endings
+                else event
+                for event in rank.events
+            ]
 
     def _forget(self, request_id: str) -> None:
         owner = self._owners.pop(request_id, None)

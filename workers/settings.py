@@ -1,4 +1,8 @@
-"""Every setting of a worker process, once: the command line, the environment and the documentation come from here."""
+"""Every setting of a worker process, once: the command line, the environment and the documentation come from here.
+
+``WorkerProcessSettings`` are those of any worker. Each engine adds its own: ``WorkerSettings`` the simulated one,
+``TrtllmWorkerSettings`` TensorRT-LLM. ``EngineChoice`` says which of the two a command line means.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, StringConstraints, model_validator
 
 from runtime.security import SecuritySettings
+from runtime.settings import Settings
 from wire.card import MediaSpec, WorkerLimits
 from wire.identifiers import Role
 from wire.limits import BLOCKS_PER_EVENT_MAX, IDENTIFIER_BYTES_MAX, LORAS_PER_WORKER_MAX
@@ -24,22 +29,25 @@ from workers.simulated.kv_transfer import (
 )
 from workers.simulated.next_token import Vocabulary
 from workers.simulated.timing import SPEEDUP_MAX
+from workers.trtllm.settings import TrtllmSettings
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=IDENTIFIER_BYTES_MAX)]
 
 
-class WorkerSettings(SecuritySettings):
-    """A worker process with the simulated engine."""
+class EngineChoice(Settings):
+    """Which engine a worker drives; the other settings depend on it."""
+
+    engine: Literal["simulated", "trtllm"] = Field(
+        "simulated", description="Engine of the worker: simulated needs nothing, trtllm needs TensorRT-LLM and GPUs."
+    )
+
+
+class WorkerProcessSettings(SecuritySettings):
+    """What every worker process has, whatever its engine."""
 
     worker_id: Name = Field("worker-0", description="Name of this worker in its pool; stable over restarts.")
-    model: Name = Field("simulated", description="Served model name, as clients write it.")
     consolidator: Name = Field(
         "tcp://127.0.0.1:5557", description="ZMQ endpoint at which the consolidator takes events in."
-    )
-    role: Literal["aggregated", "prefill", "decode", "encode"] = Field(
-        "aggregated",
-        description="What the worker does: whole requests and any leg, the prefill leg only, or the decode leg and "
-        "whole requests, or the embeddings of images for the others (encode).",
     )
     host: Name = Field("127.0.0.1", description="Address to bind; loopback unless told otherwise.")
     advertise_host: str = Field(
@@ -49,6 +57,52 @@ class WorkerSettings(SecuritySettings):
     )
     request_port: int = Field(0, ge=0, le=65535, description="Port of the request plane; 0 = any free one.")
     http_port: int = Field(0, ge=0, le=65535, description="Port of health and metrics; 0 = any free one.")
+    peer_lease_ms: int = Field(
+        10_000, ge=100, le=3_600_000, description="A router that is silent this long has its requests cancelled."
+    )
+    drain_timeout_ms: int = Field(
+        30_000, ge=0, le=86_400_000, description="How long running requests may take to finish after SIGTERM."
+    )
+    load_interval_ms: int = Field(
+        100, ge=0, le=60_000, description="Least time between two load reports while busy; one more when idle."
+    )
+    heartbeat_ms: int = Field(1000, ge=10, le=60_000, description="Time between two signs of life to the consolidator.")
+    outbox_bytes: int = Field(
+        OUTBOX_BYTES_DEFAULT,
+        ge=OUTBOX_BYTES_MIN,
+        le=2**32,
+        description="Unacknowledged events that are kept; beyond it all are dropped and the cache is restated.",
+    )
+
+    @model_validator(mode="after")
+    def _check_host(self) -> Self:
+        if self.host in ("0.0.0.0", "::", "*") and not self.advertise_host:
+            raise ValueError(
+                f"host is {self.host!r}, which no router can connect to: set advertise_host to this machine's address"
+            )
+        return self
+
+    @property
+    def advertised_host(self) -> str:
+        """The host in the endpoints that others connect to, in brackets where it is an IPv6 address."""
+        host = self.advertise_host or self.host
+        return f"[{host}]" if ":" in host else host
+
+    @property
+    def http_scheme(self) -> str:
+        """``https`` where there is a certificate."""
+        return "http" if self.tls_certificate is None else "https"
+
+
+class WorkerSettings(WorkerProcessSettings):
+    """A worker process with the simulated engine."""
+
+    model: Name = Field("simulated", description="Served model name, as clients write it.")
+    role: Literal["aggregated", "prefill", "decode", "encode"] = Field(
+        "aggregated",
+        description="What the worker does: whole requests and any leg, the prefill leg only, or the decode leg and "
+        "whole requests, or the embeddings of images for the others (encode).",
+    )
     block_size: int = Field(32, ge=1, le=4096, description="Tokens in a KV block.")
     total_kv_blocks: int = Field(16_384, ge=1, le=BLOCKS_PER_EVENT_MAX, description="KV blocks on the device.")
     host_kv_blocks: int = Field(
@@ -154,22 +208,6 @@ class WorkerSettings(SecuritySettings):
         1024, ge=1, le=4096, description="Piece of a tensor in one message, in 2^10 bytes, without NIXL."
     )
     loras: tuple[Name, ...] = Field((), max_length=LORAS_PER_WORKER_MAX, description="LoRA adapters that are served.")
-    peer_lease_ms: int = Field(
-        10_000, ge=100, le=3_600_000, description="A router that is silent this long has its requests cancelled."
-    )
-    drain_timeout_ms: int = Field(
-        30_000, ge=0, le=86_400_000, description="How long running requests may take to finish after SIGTERM."
-    )
-    load_interval_ms: int = Field(
-        100, ge=0, le=60_000, description="Least time between two load reports while busy; one more when idle."
-    )
-    heartbeat_ms: int = Field(1000, ge=10, le=60_000, description="Time between two signs of life to the consolidator.")
-    outbox_bytes: int = Field(
-        OUTBOX_BYTES_DEFAULT,
-        ge=OUTBOX_BYTES_MIN,
-        le=2**32,
-        description="Unacknowledged events that are kept; beyond it all are dropped and the cache is restated.",
-    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -177,10 +215,6 @@ class WorkerSettings(SecuritySettings):
         self.vocabulary()
         if self.role == "encode" and self.modality != "multimodal":
             raise ValueError("role is 'encode' and modality is 'text': an encode worker needs modality multimodal")
-        if self.host in ("0.0.0.0", "::", "*") and not self.advertise_host:
-            raise ValueError(
-                f"host is {self.host!r}, which no router can connect to: set advertise_host to this machine's address"
-            )
         return self
 
     def engine_limits(self) -> EngineLimits:
@@ -230,3 +264,40 @@ class WorkerSettings(SecuritySettings):
     def card_role(self) -> Role:
         """The role as the worker's card states it."""
         return Role[self.role.upper()]
+
+
+class TrtllmWorkerSettings(WorkerProcessSettings, TrtllmSettings):
+    """A worker process with TensorRT-LLM."""
+
+    kept_transfers_max: int = Field(
+        KEPT_TRANSFERS_MAX_DEFAULT,
+        ge=1,
+        le=65_536,
+        description="Prefilled requests whose KV is kept at a time; at the bound prefill legs are refused as "
+        "retryable.",
+    )
+    kv_transfer_timeout_ms: float = Field(
+        60_000.0,
+        ge=10.0,
+        le=TIMEOUT_MS_MAX,
+        description="How long a prefill worker waits to hear that a decode worker has the KV; then the engine is asked "
+        "to give it up.",
+    )
+    max_requests: int = Field(
+        8192, ge=1, le=1_048_576, description="Requests in the engine, waiting ones included; one more is refused."
+    )
+    health_interval_ms: float = Field(
+        30_000.0,
+        ge=10.0,
+        le=86_400_000.0,
+        description="Time between two one-token generations that prove an idle engine; a busy one proves itself.",
+    )
+    health_timeout_ms: float = Field(
+        30_000.0, ge=10.0, le=86_400_000.0, description="How long such a generation may take."
+    )
+    progress_timeout_ms: float = Field(
+        60_000.0,
+        ge=10.0,
+        le=86_400_000.0,
+        description="How long requests may be in the engine without any progress before the worker is unhealthy.",
+    )

@@ -6,8 +6,9 @@ forgetting it. Without ``--api-keys`` there is no gate, and nothing here costs a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -16,6 +17,7 @@ from frontend.access.watched_key_file import WatchedKeyFile
 from frontend.errors import refused
 from frontend.metrics import FrontendMetrics
 from frontend.ports import Refused
+from frontend.request_ids import RequestIds
 from runtime.clock import Clock
 
 CALLER = "poolgrid.caller"
@@ -67,6 +69,7 @@ class GateKeys(NamedTuple):
     metrics: FrontendMetrics
     clock: Clock
     metrics_need_key: bool
+    request_ids: RequestIds
 
 
 class AccessGate:
@@ -77,7 +80,7 @@ class AccessGate:
 
     def __init__(self, app: ASGIApp, keys: GateKeys) -> None:
         self._app = app
-        self._keys, self._metrics, self._clock, self._metrics_need_key = keys
+        self._keys, self._metrics, self._clock, self._metrics_need_key, self._request_ids = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let one request through, or refuse it."""
@@ -92,7 +95,7 @@ class AccessGate:
             return
         caller: Caller | None = None
         try:
-            caller = Caller(tenants.authenticate(_key(scope), self._clock.wall_ms()))
+            caller = Caller(tenants.authenticate(key_of(scope), self._clock.wall_ms()))
             if needed is PathClass.OPERATOR and not caller.is_operator:
                 raise Refused(
                     403,
@@ -127,6 +130,7 @@ class AccessGate:
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", b"%d" % len(body)),
+            (b"x-request-id", self._request_ids.wanted(_header(scope, b"x-request-id")).encode()),
             *error.headers,
         ]
         if error.status == 401:
@@ -143,7 +147,11 @@ def caller_of(scope: Scope) -> Caller | None:
     return caller
 
 
-def _key(scope: Scope) -> bytes | None:
+def _header(scope: Scope, wanted: bytes) -> bytes | None:
+    return next((value for name, value in scope["headers"] if name == wanted), None)
+
+
+def key_of(scope: Mapping[str, Any]) -> bytes | None:
     """Return the key that a request carries: a bearer token, or ``x-api-key``."""
     found: bytes | None = None
     for name, value in scope["headers"]:

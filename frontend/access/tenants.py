@@ -178,6 +178,11 @@ class Caller:
         if not self.may_use(model):
             raise Refused(403, "model_not_allowed", f"tenant {self.tenant} may not use model {model!r}", param="model")
 
+    def check_feature(self, feature: str) -> None:
+        """Raise ``Refused`` (403) for one of ``FEATURES`` that the tenant may not use."""
+        if self._rules.features is not None and feature not in self._rules.features:
+            raise Refused(403, "feature_not_allowed", f"tenant {self.tenant} may not use {feature}")
+
     def admit(self, requests: Sequence[InferenceRequest], prompt_tokens: int, now_ms: float) -> list[InferenceRequest]:
         """Return the sequences of a request as the tenant's: its salt, its share, its priority at most.
 
@@ -186,8 +191,7 @@ class Caller:
         rules = self._rules
         if rules.features is not None:
             for feature in _features(requests[0]):
-                if feature not in rules.features:
-                    raise Refused(403, "feature_not_allowed", f"tenant {self.tenant} may not use {feature}")
+                self.check_feature(feature)
         bucket = self.account.tokens
         if bucket is not None:
             wait_s = bucket.wait_s(prompt_tokens, now_ms)
@@ -243,8 +247,7 @@ def _features(request: InferenceRequest) -> list[str]:
         "guided_decoding": any(guide is not None for guide in guides),
         "logits_processors": bool(sampling.logits_processors),
         "logprobs": sampling.logprobs is not None,
-        # The field comes with media support; a front end without it has nothing to refuse.
-        "media": getattr(request, "multimodal", None) is not None,
+        "media": request.multimodal is not None,
         "prompt_logprobs": sampling.prompt_logprobs is not None,
     }
     return [feature for feature in FEATURES if uses[feature]]

@@ -27,6 +27,12 @@ INITIAL_SLOTS = 16
 """Array length at the start; doubles as workers come."""
 
 
+ENTRY_BYTES = 512
+"""Budgeted bytes per request: about 400 measured with an id of 40 characters, unconfirmed; the rest for growth."""
+
+LEDGER_BYTES = 256 * 1024 * 1024
+"""Memory of the ledger by default: 500,000 requests on workers at a time, a hundred times a large pool."""
+
 CROWDING_RETRIES = 4
 """How often a request may be refused because other routers were quicker. Each retry costs a round trip, well below a
 millisecond, and spares a wait behind somebody else's prompt."""
@@ -54,7 +60,12 @@ class Entry:
 class LoadLedger:
     """Active prefill tokens, active decode blocks and requests per worker slot."""
 
-    def __init__(self, reservation_ttl_ms: float = 30_000.0, max_entries: int = 1_000_000) -> None:
+    def __init__(self, reservation_ttl_ms: float = 30_000.0, budget_bytes: int = LEDGER_BYTES) -> None:
+        max_entries = budget_bytes // ENTRY_BYTES
+        if max_entries < 1:
+            raise ValueError(
+                f"making a load ledger: budget_bytes is {budget_bytes}, allowed are integers from {ENTRY_BYTES}"
+            )
         self.prefill_tokens: NDArray[np.int64] = np.zeros(INITIAL_SLOTS, np.int64)
         self.active_blocks: NDArray[np.int64] = np.zeros(INITIAL_SLOTS, np.int64)
         self.requests: NDArray[np.int64] = np.zeros(INITIAL_SLOTS, np.int64)
@@ -64,7 +75,6 @@ class LoadLedger:
         """A heap by due time; a renewed reservation has an older item too, which is passed over."""
         self._reservation_ttl_ms = reservation_ttl_ms
         self._max_entries = max_entries
-        self._crowded = 0
         self.expired_reservations = 0
         self.refused_entries = 0
         self.witness: Witness | None = None
@@ -119,7 +129,7 @@ class LoadLedger:
         """Replace the prediction (if any) by what the worker says."""
         self._put(worker, request_id, Entry(slot, prefill_tokens, active_blocks, True, now_ms))
 
-    def crowded(self, worker: WorkerKey, slot: int, booked_tokens: int, now_ms: float) -> None:
+    def crowded(self, worker: WorkerKey, slot: int, dispatch_id: str, booked_tokens: int, now_ms: float) -> None:
         """Take a worker's word for the prompt tokens that it has still to compute, where that is more than is known.
 
         What is not known is of other routers' requests; it counts until their events are here.
@@ -127,8 +137,9 @@ class LoadLedger:
         self.ensure_slot(slot)
         unknown = booked_tokens - int(self.prefill_tokens[slot])
         if unknown > 0:
-            self._crowded += 1
-            self.reserve(worker, slot, f"{OTHERS}{self._crowded}", unknown, 0, now_ms, CROWDING_LEASE_MS)
+            self.reserve(worker, slot, f"{OTHERS}{dispatch_id}", unknown, 0, now_ms, CROWDING_LEASE_MS)
+        if self.witness is not None:
+            self.witness.crowded(worker, dispatch_id, booked_tokens, now_ms)
 
     def prefill_completed(self, worker: WorkerKey, request_id: str) -> None:
         """Count the request's prompt as computed."""
@@ -199,6 +210,10 @@ class LoadLedger:
     def entries(self) -> dict[tuple[WorkerKey, str], Entry]:
         """Return all entries (a copy)."""
         return dict(self._entries)
+
+    def size_bytes(self) -> int:
+        """Return about how much memory the entries take."""
+        return ENTRY_BYTES * len(self._entries)
 
     def __len__(self) -> int:
         """Return the number of requests in the ledger."""

@@ -1,8 +1,9 @@
 """Who is told of everything that a router's decisions depend on, in the order in which it happened.
 
 What a decision depends on is: the records and snapshots applied, what the router did to its ledger on its own account
-(booked, renewed, released, let expire, each with the clock it read), and the arguments of ``select``. With those, and
-the policy's settings, the same code gives the same decisions again, bit for bit. Nothing else may change the state.
+(booked, crowded, renewed, released, let expire, each with the clock it read), and the arguments of ``select``. With
+those, and the policy's settings, the same code gives the same decisions again, bit for bit. Nothing else may
+change the state.
 """
 
 from __future__ import annotations
@@ -41,6 +42,10 @@ class Witness(Protocol):
 
     def booked(self, decision: Decision, dispatch_id: str, now_ms: float, lease_ms: float) -> None:
         """Hear that a choice was entered into the ledger."""
+        ...
+
+    def crowded(self, worker: WorkerKey, dispatch_id: str, booked_tokens: int, now_ms: float) -> None:
+        """Hear that a worker refused a dispatch because it has promised more than this router knew."""
         ...
 
     def renewed(self, worker: WorkerKey, dispatch_id: str, now_ms: float) -> None:

@@ -169,6 +169,15 @@ class DecisionBooked(Entry, frozen=True):
     lease_ms: float
 
 
+class WorkerCrowded(Entry, frozen=True):
+    """A worker refused a dispatch: other routers had sent it more than this one knew."""
+
+    worker: int
+    dispatch_id: str
+    booked_tokens: int
+    now_ms: float
+
+
 class LeaseRenewed(Entry, frozen=True):
     """A reservation's lease began anew."""
 
@@ -216,6 +225,7 @@ AnyEntry = (
     | WorkersNamed
     | DecisionMade
     | DecisionBooked
+    | WorkerCrowded
     | LeaseRenewed
     | EntryReleased
     | ReservationsExpired

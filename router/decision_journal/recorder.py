@@ -41,6 +41,7 @@ from router.decision_journal.entries import (
     ReservationsExpired,
     RouterSettingsNoted,
     SnapshotLoaded,
+    WorkerCrowded,
     WorkersNamed,
     encoder,
     made_of,
@@ -84,11 +85,12 @@ class _Decided:
 
 @dataclass(slots=True)
 class _OfWorker:
-    """An input about one dispatch on one worker; renewed when it has a time."""
+    """An input about one dispatch on one worker: crowded when it has tokens, else renewed when it has a time."""
 
     worker: WorkerKey
     dispatch_id: str
     now_ms: float | None = None
+    booked_tokens: int | None = None
 
 
 _Input = _Applied | _Decided | _OfWorker | Entry
@@ -248,6 +250,10 @@ class DecisionRecorder:
     def booked(self, decision: Decision, dispatch_id: str, now_ms: float, lease_ms: float) -> None:
         """Note a booking."""
         self._add(DecisionBooked(decision.request.request_id, dispatch_id, now_ms, lease_ms))
+
+    def crowded(self, worker: WorkerKey, dispatch_id: str, booked_tokens: int, now_ms: float) -> None:
+        """Note a refusal for crowding."""
+        self._add(_OfWorker(worker, dispatch_id, now_ms, booked_tokens))
 
     def renewed(self, worker: WorkerKey, dispatch_id: str, now_ms: float) -> None:
         """Note a lease that began anew."""
@@ -416,11 +422,13 @@ class DecisionRecorder:
         elif isinstance(item, _OfWorker):
             self._name([item.worker], out)
             number = self._numbers[item.worker]
-            entry = (
-                EntryReleased(number, item.dispatch_id)
-                if item.now_ms is None
-                else LeaseRenewed(number, item.dispatch_id, item.now_ms)
-            )
+            entry: Entry
+            if item.now_ms is None:
+                entry = EntryReleased(number, item.dispatch_id)
+            elif item.booked_tokens is None:
+                entry = LeaseRenewed(number, item.dispatch_id, item.now_ms)
+            else:
+                entry = WorkerCrowded(number, item.dispatch_id, item.booked_tokens, item.now_ms)
             out.append(encoder.encode(entry))
         else:
             out.append(encoder.encode(item))

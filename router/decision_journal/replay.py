@@ -41,6 +41,7 @@ from router.decision_journal.entries import (
     ReservationsExpired,
     RouterSettingsNoted,
     SnapshotLoaded,
+    WorkerCrowded,
     decision_of,
     made_of,
     path_of,
@@ -256,6 +257,10 @@ class Replay:
             self._selector.book(decision, self._path, entry.now_ms, entry.dispatch_id, entry.lease_ms)
         elif isinstance(entry, LeaseRenewed):
             ledger.renew(stored.workers[entry.worker], entry.dispatch_id, entry.now_ms)
+        elif isinstance(entry, WorkerCrowded):
+            worker = stored.workers[entry.worker]
+            slot = self._projection.index.slot(worker)
+            ledger.crowded(worker, slot, entry.dispatch_id, entry.booked_tokens, entry.now_ms)
         elif isinstance(entry, EntryReleased):
             ledger.release(stored.workers[entry.worker], entry.dispatch_id)
         elif isinstance(entry, ReservationsExpired):

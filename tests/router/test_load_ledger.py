@@ -64,9 +64,9 @@ def test_what_somebody_holds_does_not_expire() -> None:
 
 def test_a_workers_word_about_what_others_sent_it_counts_for_a_moment() -> None:
     ledger = ledger_with(0)
-    ledger.crowded(W, 0, booked_tokens=900, now_ms=0)
+    ledger.crowded(W, 0, "d", booked_tokens=900, now_ms=0)
     assert int(ledger.prefill_tokens[0]) == 900
-    ledger.crowded(W, 0, booked_tokens=500, now_ms=0)
+    ledger.crowded(W, 0, "e", booked_tokens=500, now_ms=0)
     assert int(ledger.prefill_tokens[0]) == 900, "more is known than the worker has booked"
     ledger.expire(50)
     assert left(ledger) == ["r0"]

@@ -322,7 +322,7 @@ def test_health_live_ready_and_metrics_are_served() -> None:
             assert await worker.metric("poolgrid_worker_requests_total") == 2
             assert await worker.metric("poolgrid_worker_finished_requests_total", reason="length") == 2
             assert await worker.metric("poolgrid_worker_cached_tokens_total") == 16
-            assert await worker.metric("poolgrid_worker_registered") == 1
+            assert await worker.metric("poolgrid_worker_registered", dp_rank="0") == 1
 
     asyncio.run(scenario())
 
@@ -360,6 +360,12 @@ def test_a_refused_worker_keeps_asking_and_joins_when_it_may() -> None:
 class BreakingEngine:
     """An engine that accepts everything and then raises."""
 
+    dp_size = 1
+    ailment = ""
+
+    def describe(self) -> dict[str, object]:
+        return {"feed": "special"}
+
     def __init__(self) -> None:
         self.broken = asyncio.Event()
 
@@ -373,13 +379,13 @@ class BreakingEngine:
     def cancel(self, request_id: str) -> None:
         pass
 
-    def load(self) -> LoadReported:
+    def load(self, dp_rank: int) -> LoadReported:
         return LoadReported(0, 0, 0, 0, 0, 1)
 
-    def resident_blocks(self) -> list[BlocksStored]:
+    def resident_blocks(self, dp_rank: int) -> list[BlocksStored]:
         return []
 
-    def restate(self) -> list[BlocksStored]:
+    def restate(self, dp_rank: int) -> list[BlocksStored]:
         return []
 
 
@@ -396,7 +402,8 @@ def test_when_the_engine_breaks_requests_go_elsewhere_and_the_pool_hears_why() -
             publisher = EventPublisher(
                 context, consolidator.endpoint, PushStream("w0", 0, 5, card), service.restate, clock, metrics, 100
             )
-            running = asyncio.create_task(service.run(publisher, asyncio.Event()))
+            assert service.describe()["feed"] == "special", "an engine may add to what /health says"
+            running = asyncio.create_task(service.run([publisher], asyncio.Event()))
             async with fake_router(card.request_endpoint) as router:
                 await consolidator.until(lambda journal: journal.cards)
                 await router.send(make_request("r"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Protocol
+from urllib.parse import parse_qs
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -21,12 +22,20 @@ class Observed(Protocol):
         """Whether requests may be sent here."""
         ...
 
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the engine does its work."""
+        ...
+
     def describe(self) -> dict[str, object]:
         """Return the state for people and probes, as JSON values."""
         ...
 
-    def blocks(self) -> list[str]:
-        """Return what the engine really holds, one line per block and tier; may raise ``NotImplementedError``."""
+    def blocks(self, dp_rank: int) -> list[str]:
+        """Return what a rank really holds, one line per block and tier.
+
+        Raises ``NotImplementedError`` when the engine cannot tell, ``ValueError`` when there is no such rank.
+        """
         ...
 
 
@@ -45,12 +54,12 @@ class HttpApi:
         """Answer one request."""
         if scope["type"] != "http":
             return
-        status, content_type, body = self._route(scope["method"], scope["path"])
+        status, content_type, body = self._route(scope["method"], scope["path"], scope.get("query_string", b""))
         headers = [(b"content-type", content_type.encode()), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})
 
-    def _route(self, method: str, path: str) -> tuple[int, str, bytes]:
+    def _route(self, method: str, path: str, query: bytes) -> tuple[int, str, bytes]:
         if method not in ("GET", "HEAD"):
             return 405, "text/plain", b"only GET and HEAD are allowed\n"
         observed = self._observed
@@ -61,10 +70,14 @@ class HttpApi:
             return (200, "text/plain", b"ready\n") if ready else (503, "text/plain", b"not ready\n")
         if path == "/health":
             state = {"status": "starting"} if observed is None else observed.describe()
-            return 200, "application/json", msgspec.json.encode(state)
+            healthy = observed is None or observed.is_healthy
+            return 200 if healthy else 503, "application/json", msgspec.json.encode(state)
         if path == "/blocks" and observed is not None:
             try:
-                return 200, "text/plain", "\n".join(observed.blocks()).encode()
+                (dp_rank,) = parse_qs(query.decode("ascii", "replace")).get("dp_rank", ["0"])
+                return 200, "text/plain", "\n".join(observed.blocks(int(dp_rank))).encode()
+            except ValueError as error:
+                return 400, "text/plain", f"reading dp_rank: {error}\n".encode()
             except NotImplementedError:
                 return 501, "text/plain", b"this engine cannot say what its cache holds\n"
         if path == "/metrics":

@@ -128,6 +128,11 @@ class PushStream:
         self._goodbye_acknowledged = False
 
     @property
+    def dp_rank(self) -> int:
+        """The rank that the stream is of."""
+        return self._dp_rank
+
+    @property
     def is_open(self) -> bool:
         """Whether the consolidator has the worker as a member, as far as we know."""
         return self.state is State.OPEN

@@ -1,4 +1,8 @@
-"""What a worker needs of an engine, simulated or real."""
+"""What a worker needs of an engine, simulated or real.
+
+An engine has one or more data-parallel *ranks*, numbered from 0. Each has a KV cache of its own and is a routing target
+of its own; they share the process, its request plane and its steps.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +18,24 @@ from workers.tensor_transfer.port import Tensor
 
 
 @dataclass(slots=True)
+class RankReport:
+    """What became visible of one rank."""
+
+    events: list[AnyEvent]
+    """Cache and request events for the rank's stream, in order."""
+    load: LoadReported
+
+
+@dataclass(slots=True)
 class EngineReport:
-    """What one engine step made visible, delivered once, in order."""
+    """What one engine step made visible (one wake-up, if the engine steps elsewhere), delivered once, in order."""
 
     deltas: list[TokenDelta]
-    """New tokens by request. The delta that has a finish reason is the request's last; after ``prefilled`` or
-    ``encoded`` the engine keeps the request's blocks or embeddings until ``released`` names it or it is cancelled."""
-    events: list[AnyEvent]
-    """Cache and request events for the stream, in order."""
-    load: LoadReported
+    """New tokens by request, of all ranks. The delta that has a finish reason is the request's last; after
+    ``prefilled`` or ``encoded`` the engine keeps the request's blocks or embeddings until ``released`` names it or it
+    is cancelled."""
+    ranks: dict[int, RankReport]
+    """By rank; one of which there is nothing to say may be absent."""
     steps: int = 1
     duration_ms: float = 0.0
     prefill_tokens: int = 0
@@ -37,10 +50,27 @@ class EngineReport:
     """How many of those nobody came for."""
     kept_transfers: int = 0
     """Prefilled requests whose blocks are kept now."""
+    keeps_encoded: bool = False
+    """Whether the engine keeps embeddings for its peers after ``encoded`` and says when they are released; without it
+    such a request has ended."""
 
 
 class Engine(Protocol):
-    """An engine rank on the worker's event loop."""
+    """An engine with all its ranks on the worker's event loop."""
+
+    @property
+    def dp_size(self) -> int:
+        """How many ranks it has."""
+        ...
+
+    @property
+    def ailment(self) -> str:
+        """Why it does not do its work though it has not broken; empty = it is well."""
+        ...
+
+    def describe(self) -> dict[str, object]:
+        """Return what people should know of this engine and of no other, as JSON values."""
+        ...
 
     async def run(self, deliver: Callable[[EngineReport], None]) -> None:
         """Work until cancelled, handing over one report per step; raises when the engine is broken."""
@@ -54,24 +84,24 @@ class Engine(Protocol):
         """Stop a request soon; a last delta with finish reason ``cancelled`` follows unless it ended anyway."""
         ...
 
-    def load(self) -> LoadReported:
-        """Return the engine's statistics now."""
+    def load(self, dp_rank: int) -> LoadReported:
+        """Return a rank's statistics now."""
         ...
 
-    def resident_blocks(self) -> list[BlocksStored]:
-        """Return what the cache really holds now, asked of the engine itself.
+    def resident_blocks(self, dp_rank: int) -> list[BlocksStored]:
+        """Return what a rank's cache really holds now, asked of the engine itself.
 
         Raises ``NotImplementedError`` when the engine cannot tell.
         """
         ...
 
-    def restate(self) -> list[BlocksStored]:
-        """Return everything in the cache, as reports have told it up to now, parents before children."""
+    def restate(self, dp_rank: int) -> list[BlocksStored]:
+        """Return everything in a rank's cache, as reports have told it up to now, parents before children."""
         ...
 
 
 class EmbeddingTaker(Protocol):
-    """What an engine that computes prompts needs to be, to work behind encode workers."""
+    """What an engine that computes prompts needs to be, to have embeddings fetched for it by its worker."""
 
     def submit_embedded(self, request: Generate, tensors: Sequence[Tensor]) -> None:
         """Take a request with the embeddings of its images, in order, or raise ``RefusedError``."""

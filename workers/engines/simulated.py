@@ -14,7 +14,7 @@ from wire.events import AnyEvent, BlocksStored, LoadReported
 from wire.requests import Generate, KvOffered
 from workers.core.event_translation import EventTranslator
 from workers.core.kv_fetches import KvWanted
-from workers.engines.engine import EngineReport
+from workers.engines.engine import EngineReport, RankReport
 from workers.simulated.cache_recorder import EngineRecorder
 from workers.simulated.engine import EngineLimits, SimulatedEngine
 from workers.simulated.kv_transfer import KvSource, TransferModel, read_ticket
@@ -27,7 +27,7 @@ LAG_FORGIVEN_MS = 250.0
 
 
 class RealTimeSimulatedEngine:
-    """``workers.engines.engine.Engine`` over ``workers.simulated``; its events take the path of a real engine's.
+    """``workers.engines.engine.Engine`` of one rank over ``workers.simulated``; its events go a real engine's path.
 
     It is a ``KvHandover`` too: ``source`` is what tickets for decode workers say of this worker.
     """
@@ -49,6 +49,20 @@ class RealTimeSimulatedEngine:
         )
         self._clock = clock
         self._wake = asyncio.Event()
+
+    @property
+    def dp_size(self) -> int:
+        """One rank."""
+        return 1
+
+    @property
+    def ailment(self) -> str:
+        """It is always well."""
+        return ""
+
+    def describe(self) -> dict[str, object]:
+        """Nothing is special about it."""
+        return {}
 
     def submit(self, request: Generate) -> None:
         """Take a request, or raise ``RefusedError``."""
@@ -84,15 +98,15 @@ class RealTimeSimulatedEngine:
         if self._core.release(transfer_id):
             self._wake.set()
 
-    def load(self) -> LoadReported:
+    def load(self, dp_rank: int = 0) -> LoadReported:
         """Return the engine's statistics now."""
         return self._core.load()
 
-    def resident_blocks(self) -> list[BlocksStored]:
+    def resident_blocks(self, dp_rank: int = 0) -> list[BlocksStored]:
         """Return what the cache really holds, asked of the engine itself."""
         return self._core.resident_blocks()
 
-    def restate(self) -> list[BlocksStored]:
+    def restate(self, dp_rank: int = 0) -> list[BlocksStored]:
         """Return everything in the cache, as reports have told it up to now."""
         return self._translator.restate()
 
@@ -114,8 +128,7 @@ class RealTimeSimulatedEngine:
             deliver(
                 EngineReport(
                     deltas=outcome.deltas,
-                    events=events,
-                    load=self._core.load(),
+                    ranks={0: RankReport(events, self._core.load())},
                     steps=outcome.steps,
                     duration_ms=outcome.duration_ms,
                     prefill_tokens=outcome.prefill_tokens,

@@ -20,7 +20,7 @@ from wire.hashing import TOKEN_BYTES
 from wire.requests import Generate, TokenDelta
 from wire.tensors import TensorList
 from workers.core.refusal import RefusedError
-from workers.engines.engine import EngineReport
+from workers.engines.engine import EngineReport, RankReport
 from workers.simulated.media import embed, images_of, read_media
 from workers.tensor_transfer.port import TensorTransfer
 
@@ -86,15 +86,29 @@ class SimulatedEncodeEngine:
             self._let_go(request_id, "cancelled")
         self._wake.set()
 
-    def load(self) -> LoadReported:
+    @property
+    def dp_size(self) -> int:
+        """One rank."""
+        return 1
+
+    @property
+    def ailment(self) -> str:
+        """Nothing ever ails it."""
+        return ""
+
+    def describe(self) -> dict[str, object]:
+        """Return what is on offer."""
+        return {"tensor_transport": self._transfer.kind, "kept_embeddings": len(self._kept)}
+
+    def load(self, dp_rank: int = 0) -> LoadReported:
         """Return the statistics now."""
         return LoadReported(len(self._running), len(self._waiting), 0, 0, 0, 0)
 
-    def resident_blocks(self) -> list[BlocksStored]:
+    def resident_blocks(self, dp_rank: int = 0) -> list[BlocksStored]:
         """Return nothing: there is no KV cache here."""
         return []
 
-    def restate(self) -> list[BlocksStored]:
+    def restate(self, dp_rank: int = 0) -> list[BlocksStored]:
         """Return nothing: there is no KV cache here."""
         return []
 
@@ -125,12 +139,12 @@ class SimulatedEncodeEngine:
             deliver(
                 EngineReport(
                     deltas,
-                    facts,
-                    self.load(),
+                    {0: RankReport(facts, self.load())},
                     steps=1 if batch else 0,
                     duration_ms=duration_ms,
                     released=released,
                     kept_transfers=len(self._kept),
+                    keeps_encoded=True,
                 )
             )
 

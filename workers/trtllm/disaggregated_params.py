@@ -25,7 +25,8 @@ from wire.limits import OPAQUE_BYTES_MAX
 
 CONTEXT_ONLY = "context_only"
 GENERATION_ONLY = "generation_only"
-REQUEST_TYPES = (CONTEXT_ONLY, GENERATION_ONLY, "context_and_generation")
+WHOLE = "context_and_generation"
+REQUEST_TYPES = (CONTEXT_ONLY, GENERATION_ONLY, WHOLE)
 
 HASH_WORDS = 8
 """Integers of one multimodal hash: 32 bytes as 8 of 32 bits."""

@@ -119,7 +119,7 @@ class Executor:
         self.stats = AsyncQueue()
         self.buffer = EventBuffer(
             shape.event_buffer_max_size * (shape.ranks if shape.attention_dp else 1),
-            self.events.put,
+            self.events.put_nowait,
             self.events.drop_oldest,
         )
         timing: TimingModel = _NoTime()
@@ -445,6 +445,8 @@ class Executor:
                 continue
             for event in events:
                 self.buffer.append(event)
+            if events:
+                self.events.notify()
 
     def _deliver(self, rank: int, delta: TokenDelta) -> None:
         sequence = self._sequences[rank].get(delta.request_id)

@@ -36,16 +36,25 @@ class AsyncQueue:
 
     def put(self, item: Any) -> int:
         """Add an item; return how many there are."""
+        count = self.put_nowait(item)
+        self.notify()
+        return count
+
+    def put_nowait(self, item: Any) -> int:
+        """Add an item without telling anyone; return how many there are."""
         with self._changed:
             self._items.append(item)
-            count = len(self._items)
+            return len(self._items)
+
+    def notify(self) -> None:
+        """Wake who waits: once for all items of an iteration."""
+        with self._changed:
             self._changed.notify_all()
         if self._loop is not None:
             try:
                 self._loop.call_soon_threadsafe(self._wake.set)
             except RuntimeError:
                 pass  # the loop is closed: nobody waits
-        return count
 
     def drop_oldest(self) -> None:
         with self._changed:

@@ -1,0 +1,132 @@
+"""`poolgrid worker`: two engines with options of their own behind one command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from cli import main
+from workers.settings import TrtllmWorkerSettings, WorkerSettings
+
+Settings = WorkerSettings | TrtllmWorkerSettings
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
+    """The settings that workers would be started with."""
+    found: list[Settings] = []
+
+    async def serve(settings: Settings, stop: Any, ready: Any) -> None:
+        found.append(settings)
+
+    monkeypatch.setattr("workers.bootstrap.serve", serve)
+    monkeypatch.setattr(main, "run_service", lambda name, level, run: _run(run))
+    return found
+
+
+def _run(run: Any) -> None:
+    try:
+        run(None).send(None)
+    except StopIteration:
+        pass
+
+
+def worker(*arguments: str, **environment: str) -> Any:
+    return CliRunner().invoke(main.app, ["worker", *arguments], env=environment)
+
+
+def test_the_engine_decides_which_settings_there_are(chosen: list[Settings]) -> None:
+    assert worker("--max-batch-size", "9").exit_code == 0
+    assert worker("--engine", "trtllm", "--model-path", "m").exit_code == 0
+    simulated, trtllm = chosen
+    assert isinstance(simulated, WorkerSettings)
+    assert isinstance(trtllm, TrtllmWorkerSettings)
+    assert (simulated.max_batch_size, trtllm.max_batch_size) == (9, 2048), "each has a default of its own"
+
+
+def test_what_both_share_is_one_option_of_both(chosen: list[Settings]) -> None:
+    for engine in ("simulated", "trtllm"):
+        worker("--engine", engine, "--worker-id", "w7", "--max-num-tokens", "4096")
+    assert [(each.worker_id, each.max_num_tokens) for each in chosen] == [("w7", 4096)] * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--engine", "trtllm", "--speedup", "2"), "--speedup: --engine trtllm has no such option"),
+        (("--engine", "trtllm", "--block-size", "16"), "did you mean --kv-block-size?"),
+        (("--model-path", "m"), "--model-path: --engine simulated has no such option; did you mean --model?"),
+        (("--engine", "vllm"), "--engine: Input should be 'simulated' or 'trtllm' (got 'vllm')"),
+        (("--engine", "trtllm", "--kv-block-size", "0"), "--kv-block-size"),
+    ],
+)
+def test_an_option_of_the_other_engine_is_an_error(
+    chosen: list[Settings], arguments: tuple[str, ...], words: str
+) -> None:
+    result = worker(*arguments)
+    assert result.exit_code == 2
+    assert words in result.output
+    assert not chosen
+
+
+def test_the_environment_may_serve_both(chosen: list[Settings]) -> None:
+    variables = {"POOLGRID_SPEEDUP": "3", "POOLGRID_MODEL_PATH": "m", "POOLGRID_ENGINE": "trtllm"}
+    assert worker(**variables).exit_code == 0
+    assert worker("--engine", "simulated", **variables).exit_code == 0
+    trtllm, simulated = chosen
+    assert isinstance(trtllm, TrtllmWorkerSettings)
+    assert isinstance(simulated, WorkerSettings)
+    assert (trtllm.model_path, simulated.speedup) == ("m", 3.0)
+
+
+def test_engine_arguments_are_printed_with_their_sources_and_nothing_is_started(
+    chosen: list[Settings], tmp_path: Path
+) -> None:
+    file = tmp_path / "qwen.yaml"
+    file.write_text("max_num_tokens: 4096\n")
+    result = worker(
+        *("--engine", "trtllm", "--print-engine-args", "--extra-engine-args", str(file)),
+        *("--override-engine-args", '{"max_batch_size": 5}'),
+        POOLGRID_MODEL_PATH="some/model",
+    )
+    assert result.exit_code == 0, result.output
+    values = yaml.safe_load(result.stdout)
+    assert (values["model"], values["max_num_tokens"], values["max_batch_size"]) == ("some/model", 4096, 5)
+    sources = {line.split(":")[0]: line.rpartition("# ")[2] for line in result.stdout.splitlines()}
+    assert sources["max_num_tokens"] == str(file)
+    assert sources["max_batch_size"] == "--override-engine-args"
+    assert sources["model"] == "command line"
+    assert not chosen
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (("--print-engine-args",), 2, "give --engine trtllm"),
+        (("--engine", "trtllm", "--print-engine-args"), 1, "--model-path"),
+        (
+            ("--engine", "trtllm", "--model-path", "m", "--print-engine-args", "--override-engine-args", '{"top": 1}'),
+            1,
+            "top: is not a known argument",
+        ),
+    ],
+)
+def test_arguments_that_the_engine_would_refuse_are_not_printed(
+    arguments: tuple[str, ...], status: int, words: str
+) -> None:
+    result = worker(*arguments)
+    assert result.exit_code == status
+    assert words in result.output
+
+
+def test_autodeploys_lost_arguments_are_warned_about_once_each() -> None:
+    result = worker(
+        *("--engine", "trtllm", "--model-path", "m", "--backend", "_autodeploy", "--print-engine-args"),
+        *("--no-publish-events-and-metrics", "--pipeline-parallel-size", "2"),
+    )
+    assert result.exit_code == 0, result.output
+    assert result.stderr.count("pipeline_parallel_size is 2") == 1

@@ -1,0 +1,125 @@
+"""Workers with TensorRT-LLM as real processes: router, prefill and decode on the contract fake.
+
+``PYTHONPATH`` makes their ``import tensorrt_llm`` find the fake; ``TRTLLM_FAKE`` says how it behaves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import httpx
+import pytest
+
+from tests.e2e.expectation import expected_text
+from tests.e2e.processes import Process, eventually, metric, worker_rows
+from tests.fakes import FAKES_PATH
+from wire.hashing import pack_tokens
+
+pytestmark = pytest.mark.e2e
+
+COMMON = ("worker", "--engine", "trtllm", "--model-path", "tiny", "--kv-block-size", "16", "--max-batch-size", "64")
+RANKS = 4
+
+
+@dataclass
+class Pool:
+    """A router, a prefill worker, and a decode worker with four ranks."""
+
+    router: Process
+    prefill: Process
+    decode: Process
+
+    @property
+    def url(self) -> str:
+        return self.router.url
+
+    def complete(self, prompt: list[int], max_tokens: int, **more: object) -> httpx.Response:
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **more}
+        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=30)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(FAKES_PATH), os.environ.get("PYTHONPATH", "")]))
+        patch.setenv("TRTLLM_FAKE", json.dumps({"vocabulary_size": 4096}))
+        router = stack.enter_context(Process("router", "--port", "0", "--local-prefill-max-tokens", "20")).wait_ready()
+        ingest = ("--consolidator", router.word("ingest"))
+        prefill = stack.enter_context(Process(*COMMON, *ingest, "--worker-id", "p", "--disaggregation-mode", "prefill"))
+        decode = stack.enter_context(
+            Process(
+                *(*COMMON, *ingest, "--worker-id", "d", "--disaggregation-mode", "decode"),
+                *("--enable-attention-dp", "--tensor-parallel-size", str(RANKS)),
+            )
+        )
+        made = Pool(router, prefill.wait_ready(), decode.wait_ready())
+        eventually("every rank is reachable", lambda: states(made.url) == ["ready"] * (RANKS + 1))
+        yield made
+
+
+def states(url: str) -> list[str]:
+    return [row["state"] for row in httpx.get(f"{url}/v1/workers").json()["data"]]
+
+
+def believed_and_held(pool: Pool, rank: int) -> tuple[str, str]:
+    return (
+        httpx.get(f"{pool.url}/v1/workers/d/blocks?dp_rank={rank}").text,
+        httpx.get(f"{pool.decode.url}/blocks?dp_rank={rank}").text,
+    )
+
+
+def is_known(pool: Pool, rank: int) -> bool:
+    return len(set(believed_and_held(pool, rank))) == 1
+
+
+def test_disaggregated_answers_are_those_of_one_worker_token_for_token(pool: Pool) -> None:
+    for at in range(2 * RANKS):
+        prompt = [100 + (at * 131 + number) % 3000 for number in range(100 + 50 * at)]
+        answer = pool.complete(prompt, 30)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["text"] == expected_text(pack_tokens(prompt), 30)
+        assert answer.headers["x-poolgrid-worker"].partition("/")[0] == "d"
+
+    assert metric(pool.url, "poolgrid_router_legs_total", stage="prefill") == 2 * RANKS
+    assert metric(pool.url, "poolgrid_router_legs_total", stage="decode") == 2 * RANKS
+    for rank in range(RANKS):
+        eventually(f"the router knows what rank {rank} holds", partial(is_known, pool, rank))
+    assert any(believed_and_held(pool, rank)[0] for rank in range(1, RANKS)), "other ranks than the first were used"
+    eventually(
+        "the prefill worker keeps nothing", lambda: metric(pool.prefill.url, "poolgrid_worker_kept_transfers") == 0
+    )
+    assert metric(pool.prefill.url, "poolgrid_worker_kv_transfer_timeouts_total") == 0
+
+
+def test_a_long_stream_frees_the_prefill_worker_long_before_it_ends(pool: Pool) -> None:
+    body = {"model": "tiny", "prompt": [5 + at for at in range(200)], "max_tokens": 8000, "stream": True}
+    with httpx.stream("POST", f"{pool.url}/v1/completions", json=body, timeout=30) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        eventually("the prefill leg is over", lambda: metric(pool.prefill.url, "poolgrid_worker_kept_transfers") == 0)
+    eventually("the decode worker is free", lambda: all(row["active_requests"] == 0 for row in rows(pool.url)))
+
+
+def rows(url: str) -> list[dict[str, object]]:
+    return list(worker_rows(url).values())
+
+
+def test_short_prompts_stay_where_they_decode(pool: Pool) -> None:
+    before = metric(pool.url, "poolgrid_router_legs_total", stage="prefill")
+    prompt = [9, 8, 7]
+    assert pool.complete(prompt, 5).json()["choices"][0]["text"] == expected_text(pack_tokens(prompt), 5)
+    assert metric(pool.url, "poolgrid_router_legs_total", stage="prefill") == before
+
+
+def test_without_the_package_a_worker_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    with Process(*COMMON) as worker:
+        assert worker.wait() == 1
+        _, errors = worker.stop()
+    assert "the package tensorrt_llm is not installed in this Python" in errors
+    assert "Traceback" not in errors

@@ -1,0 +1,284 @@
+"""Requests that wait in a router for a worker with room: who goes next, who gives way, who may leave."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from prometheus_client import CollectorRegistry
+
+from dispatch.token_stream import ActiveRequest
+from frontend.ports import InferenceRequest, Refused
+from router.core.load_ledger import LoadLedger
+from router.core.policy import make_policy
+from router.core.prefix_index import PrefixIndex
+from router.core.projection import Projection
+from router.core.selector import Selector
+from router.metrics import RouterMetrics
+from router.ports import JournalReader
+from router.service import RouterService
+from router.settings import RouterSettings
+from runtime.clock import SystemClock
+from runtime.zmq_socket import CallbackSocket
+from tests.router.fleet_builder import make_card
+from wire import codec
+from wire.feed import WorkerState
+from wire.hashing import pack_tokens
+from wire.requests import Cancel, Generate, Ping, Pong, Sampling, TokenBatch, TokenDelta
+
+TIMEOUT_S = 20.0
+
+
+class Worker:
+    """A worker's request plane that does only what the test tells it."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        socket = context.socket(zmq.ROUTER)
+        socket.bind("tcp://127.0.0.1:*")
+        self.endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.taken: list[str] = []
+        self.cancelled: list[str] = []
+        self._news = asyncio.Event()
+        self._peer = b""
+        self._socket = CallbackSocket(socket, self._on_frames)
+
+    def _on_frames(self, frames: list[bytes]) -> None:
+        message = codec.to_worker.decode(frames[-1])
+        self._peer = frames[0]
+        if isinstance(message, Ping):
+            self._socket.send([frames[0], codec.from_worker.encode(Pong(message.nonce, 1))])
+        elif isinstance(message, Generate):
+            self.taken.append(message.request_id)
+        elif isinstance(message, Cancel):
+            self.cancelled.append(message.request_id)
+        self._news.set()
+
+    async def until(self, check: Callable[[], bool]) -> None:
+        async with asyncio.timeout(TIMEOUT_S):
+            while not check():
+                self._news.clear()
+                await self._news.wait()
+
+    async def finish_one(self) -> str:
+        """Finish the request that was taken first and not finished yet."""
+        await self.until(lambda: bool(self.taken))
+        request_id = self.taken.pop(0)
+        self.say(TokenDelta(request_id, 0, pack_tokens([7]), "length"))
+        return request_id
+
+    def say(self, delta: TokenDelta) -> None:
+        """Send one delta to the router."""
+        self._socket.send([self._peer, codec.from_worker.encode(TokenBatch(0, [delta]))])
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Feed:
+    """A pool whose workers are there from the start."""
+
+    def __init__(self, workers: dict[str, tuple[str, str]]) -> None:
+        self._states = [
+            WorkerState(
+                name,
+                0,
+                1,
+                0,
+                msgspec.structs.replace(make_card(model, max_batch_size=1), request_endpoint=endpoint),
+                False,
+                [],
+            )
+            for name, (model, endpoint) in workers.items()
+        ]
+
+    async def start(self, reader: JournalReader) -> None:
+        reader.on_snapshot(0, self._states, [])
+
+    async def stop(self) -> None:
+        pass
+
+    def trouble(self, now_ms: float) -> str:
+        return ""
+
+
+class Scene:
+    def __init__(self, service: RouterService, workers: dict[str, Worker]) -> None:
+        self.service = service
+        self.workers = workers
+        self.order: list[str] = []
+        self.submitted: dict[str, asyncio.Task[ActiveRequest]] = {}
+
+    async def submit(self, name: str, model: str = "m", tokens: int = 4, **fields: Any) -> asyncio.Task[ActiveRequest]:
+        request = InferenceRequest(name, model, pack_tokens([5] * tokens), Sampling(4), **fields)
+        task = asyncio.ensure_future(self.service.submit(request))
+        self.submitted[name] = task
+        await asyncio.sleep(0)  # it is on a worker, refused, or in the queue now
+        await asyncio.sleep(0)
+        return task
+
+    def waiting(self) -> int:
+        return self.service.counts()[1]
+
+    async def finish(self, count: int) -> list[str]:
+        """Let the only worker finish so many requests, one after the other; return the order."""
+        (worker,) = self.workers.values()
+        return [await worker.finish_one() for _ in range(count)]
+
+
+@asynccontextmanager
+async def scene(*models: str, **settings: Any) -> AsyncIterator[Scene]:
+    """Run a router with a worker per model (several may have the same), each with room for one request."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    models = models or ("m",)
+    workers = {f"worker-{number}": Worker(context) for number in range(len(models))}
+    projection = Projection(PrefixIndex(), LoadLedger())
+    given = RouterSettings.model_validate({"worker_queue_factor": 1.0, **settings})
+    feed = Feed({name: (model, workers[name].endpoint) for name, model in zip(workers, models, strict=True)})
+    service = RouterService(
+        given,
+        projection,
+        Selector(projection, make_policy(given.policy, given.cost_weights(), 0.0), given.worker_queue_factor),
+        feed,
+        RouterMetrics(CollectorRegistry()),
+        SystemClock(),
+        context,
+    )
+    await service.start()
+    made = Scene(service, workers)
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            while service.unreachable:  # noqa: ASYNC110 - links come up without telling anybody
+                await asyncio.sleep(0.002)
+        yield made
+    finally:
+        for task in made.submitted.values():
+            task.cancel()
+        await asyncio.gather(*made.submitted.values(), return_exceptions=True)
+        await service.stop()
+        for worker in workers.values():
+            worker.close()
+        context.destroy(linger=0)
+
+
+def test_the_most_urgent_go_first_and_tenants_take_turns() -> None:
+    async def run() -> None:
+        async with scene() as pool:
+            await pool.submit("first")
+            for number in range(3):
+                await pool.submit(f"a{number}", tenant="a")
+            await pool.submit("b0", tenant="b")
+            await pool.submit("urgent", tenant="a", priority=1)
+            assert pool.waiting() == 5
+
+            assert await pool.finish(6) == ["first", "urgent", "a0", "b0", "a1", "a2"]
+
+    asyncio.run(run())
+
+
+def test_the_shortest_work_goes_first_when_that_is_wanted() -> None:
+    async def run() -> None:
+        async with scene(queue_order="shortest-uncached-work-first") as pool:
+            await pool.submit("first")
+            await pool.submit("long", tokens=3000)
+            await pool.submit("short", tokens=10)
+
+            assert await pool.finish(3) == ["first", "short", "long"]
+
+    asyncio.run(run())
+
+
+def test_a_full_queue_refuses_with_a_time_and_the_largest_tenant_gives_way() -> None:
+    async def run() -> None:
+        async with scene(queue_limit=2) as pool:
+            await pool.submit("first")
+            await pool.submit("a0", tenant="a")
+            last = await pool.submit("a1", tenant="a")
+            refused = await pool.submit("a2", tenant="a")
+            with pytest.raises(Refused) as caught:
+                await refused
+            assert (caught.value.status, caught.value.code) == (429, "busy")
+            assert caught.value.retry_after_s is not None
+            assert caught.value.retry_after_s >= 1
+            await pool.submit("b0", tenant="b")
+            with pytest.raises(Refused, match="2 requests with 8 prompt tokens are waiting"):
+                await last
+
+            assert await pool.finish(3) == ["first", "a0", "b0"]
+
+    asyncio.run(run())
+
+
+def test_a_model_without_room_does_not_hold_up_another() -> None:
+    async def run() -> None:
+        async with scene("m", "n") as pool:
+            await pool.submit("m0", "m")
+            await pool.submit("m1", "m")
+            at_once = await pool.submit("n0", "n")
+            await asyncio.wait_for(at_once, TIMEOUT_S)
+            assert pool.waiting() == 1
+
+    asyncio.run(run())
+
+
+def test_whoever_leaves_the_queue_gives_up_the_place() -> None:
+    async def run() -> None:
+        async with scene(queue_limit=1) as pool:
+            await pool.submit("first")
+            leaving = await pool.submit("leaving")
+            leaving.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await leaving
+            assert pool.waiting() == 0
+            await pool.submit("next")
+
+            assert await pool.finish(2) == ["first", "next"]
+            assert pool.waiting() == 0
+
+    asyncio.run(run())
+
+
+def test_waiting_too_long_is_429_and_leaves_nothing_behind() -> None:
+    async def run() -> None:
+        async with scene(queue_timeout_ms=20) as pool:
+            await pool.submit("first")
+            late = await pool.submit("late")
+            with pytest.raises(Refused, match="no worker had room within 20 ms") as caught:
+                await late
+            assert caught.value.status == 429
+            assert pool.waiting() == 0
+
+    asyncio.run(run())
+
+
+def test_a_request_that_must_move_is_never_refused_and_holds_up_nobody() -> None:
+    async def run() -> None:
+        async with scene("m", "m", queue_limit=1, worker_timeout_ms=600_000) as pool:
+            await pool.submit("a")
+            await pool.submit("b")
+            holder = {}
+            for worker in pool.workers.values():
+                await worker.until(lambda worker=worker: bool(worker.taken))  # type: ignore[misc]
+                holder[worker.taken[0]] = worker
+            await pool.submit("waiting")
+            assert pool.waiting() == 1
+
+            # Its worker hands "a" back: only the other one could take it, and that is full.
+            delta = TokenDelta("a", 0, b"", "error", error="no room", retryable=True)
+            holder["a"].taken.clear()
+            holder["a"].say(delta)
+            await holder["a"].until(lambda: holder["a"].taken == ["waiting"])
+            moving = await pool.submitted["a"]
+            assert not moving.finished
+            assert pool.waiting() == 1
+
+            await holder["b"].finish_one()
+            await holder["b"].until(lambda: len(holder["b"].taken) == 1)
+            assert holder["b"].taken[0].startswith("a")
+            assert pool.waiting() == 0
+
+    asyncio.run(run())

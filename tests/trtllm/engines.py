@@ -1,0 +1,166 @@
+"""TensorRT-LLM adapters on the contract fake, and what a worker would get of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from runtime.clock import SystemClock
+from tests.fakes import install_tensorrt_llm
+from tests.fakes.tensorrt_llm._fake.executor import Executor
+from wire.events import AnyEvent
+from wire.hashing import pack_tokens
+from wire.identifiers import Role, Stage
+from wire.requests import Generate, Routing, Sampling, TokenDelta
+from workers.engines.engine import EngineReport
+from workers.engines.trtllm import EngineLimits, TrtllmEngine, open_engine
+from workers.engines.trtllm_library import load_library
+from workers.metrics import WorkerMetrics
+from workers.simulated.next_token import Vocabulary, expected_output
+from workers.trtllm.engine_arguments import resolve_files
+from workers.trtllm.settings import TrtllmSettings
+
+PATIENCE_S = 20.0
+"""How long a test waits for what must come; only a failing test waits that long."""
+
+BLOCK = 4
+SEED = 7
+MODES = {
+    Role.AGGREGATED: "prefill_and_decode",
+    Role.PREFILL: "prefill",
+    Role.DECODE: "decode",
+    Role.ENCODE: "encode",
+}
+
+
+@dataclass
+class Told:
+    """Everything an engine has told its worker."""
+
+    engine: TrtllmEngine
+    llm: Any
+    metrics: WorkerMetrics
+    reports: list[EngineReport] = field(default_factory=list)
+    deltas: dict[str, list[TokenDelta]] = field(default_factory=dict)
+    events: dict[int, list[AnyEvent]] = field(default_factory=dict)
+    released: list[str] = field(default_factory=list)
+    running: asyncio.Task[None] | None = None
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def executor(self) -> Executor:
+        found: Executor = self.llm._executor
+        return found
+
+    def deliver(self, report: EngineReport) -> None:
+        self.reports.append(report)
+        for delta in report.deltas:
+            self.deltas.setdefault(delta.request_id, []).append(delta)
+        for rank, made in report.ranks.items():
+            self.events.setdefault(rank, []).extend(made.events)
+        self.released += report.released
+        self.changed.set()
+
+    async def until(self, holds: Callable[[], Any]) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not holds():
+                self.changed.clear()
+                await self.changed.wait()
+
+    async def turned(self, holds: Callable[[], Any]) -> None:
+        """Wait for something that no report tells."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not holds():  # noqa: ASYNC110 - other threads bring it about, and tell nobody
+                await asyncio.sleep(0.001)
+
+    def last(self, request_id: str) -> TokenDelta | None:
+        deltas = self.deltas.get(request_id)
+        return deltas[-1] if deltas else None
+
+    def finished(self, request_id: str) -> bool:
+        last = self.last(request_id)
+        return last is not None and last.finish_reason is not None
+
+    async def finish(self, request: Generate) -> TokenDelta:
+        """Submit a request, wait for its last delta, return it."""
+        self.engine.submit(request)
+        await self.until(lambda: self.finished(request.request_id))
+        last = self.last(request.request_id)
+        assert last is not None
+        return last
+
+    def output(self, request_id: str) -> bytes:
+        joined = b""
+        for delta in self.deltas[request_id]:
+            assert delta.position == len(joined) // 4, f"{request_id}: a hole or an overlap"
+            joined += delta.token_ids
+        return joined
+
+    def events_of(self, request_id: str, rank: int = 0) -> list[AnyEvent]:
+        return [event for event in self.events.get(rank, []) if getattr(event, "request_id", None) == request_id]
+
+    def sample(self, name: str, **labels: str) -> float | None:
+        return self.metrics.registry.get_sample_value(f"poolgrid_worker_{name}", labels)
+
+
+@asynccontextmanager
+async def running_engine(
+    role: Role = Role.AGGREGATED, limits: EngineLimits | None = None, runs: bool = True, **settings: Any
+) -> AsyncIterator[Told]:
+    install_tensorrt_llm()
+    given = {"model_path": "m", "kv_block_size": BLOCK, "disaggregation_mode": MODES[role], **settings}
+    if role is Role.ENCODE:
+        given.setdefault("modality", "multimodal")
+    chosen = TrtllmSettings.model_validate(given)
+    registry = CollectorRegistry()
+    metrics = WorkerMetrics(registry)
+    async with open_engine(
+        resolve_files(chosen), role, limits or EngineLimits(), SystemClock(), metrics, registry, "served"
+    ) as opened:
+        told = Told(opened.engine, opened.engine._llm, metrics)
+        if runs:
+            told.running = asyncio.create_task(opened.engine.run(told.deliver))
+        try:
+            yield told
+        finally:
+            if told.running is not None:
+                told.running.cancel()
+                await asyncio.wait({told.running})
+
+
+def make_request(
+    request_id: str = "r",
+    prompt: Sequence[int] = range(10),
+    max_tokens: int = 8,
+    stage: Stage = Stage.WHOLE,
+    stop_token_ids: tuple[int, ...] = (),
+    routing: Routing | None = None,
+    disaggregated_params: bytes | None = None,
+    multimodal: bytes | None = None,
+    **sampling: Any,
+) -> Generate:
+    return Generate(
+        request_id,
+        pack_tokens(prompt),
+        Sampling(max_tokens, **{"seed": SEED, **sampling}),
+        stop_token_ids,
+        routing or Routing(),
+        disaggregated_params,
+        multimodal,
+        stage,
+    )
+
+
+def expected(request: Generate) -> bytes:
+    sampling = Sampling(request.sampling.max_tokens, seed=SEED)
+    return pack_tokens(expected_output(request.token_ids, sampling, Vocabulary(), request.stop_token_ids))
+
+
+def fake_library() -> Any:
+    install_tensorrt_llm()
+    return load_library()

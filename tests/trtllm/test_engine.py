@@ -1,0 +1,462 @@
+"""The TensorRT-LLM adapter on the contract fake: each test fails when the rule that it names is removed."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fakes.tensorrt_llm._fake import behaviour as behaviours
+from tests.trtllm.engines import BLOCK, PATIENCE_S, Told, expected, make_request, running_engine
+from wire.events import BlocksStored, PrefillCompleted, RequestFinished, RequestProgressed, RequestStarted
+from wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes, unpack_hashes
+from wire.identifiers import Role, Stage
+from wire.requests import Routing
+from workers.core.refusal import RefusedError
+from workers.engines.trtllm import EngineBrokenError, EngineLimits
+from workers.engines.trtllm_library import LibraryMissingError, load_library
+from workers.engines.trtllm_loading import end_engine, start_engine
+from workers.trtllm.contract import ContractError
+from workers.trtllm.outputs import OutputCursor
+
+
+class Unreadable(OutputCursor):
+    """Fails as no output of the engine should make it."""
+
+    def take(self, output: Any) -> Any:
+        raise ZeroDivisionError
+
+
+def hold(told: Told) -> list[Any]:
+    """Note what ``generate_async`` is called with."""
+    calls: list[Any] = []
+    original = told.llm.generate_async
+
+    def noting(inputs: Any, **given: Any) -> Any:
+        calls.append({"inputs": inputs, **given})
+        return original(inputs, **given)
+
+    told.llm.generate_async = noting
+    return calls
+
+
+# -- tokens ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_gets_the_engines_tokens_once_and_in_order_and_its_events_tell_its_life() -> None:
+    async def scenario() -> None:
+        async with running_engine() as told:
+            request = make_request("r", range(10), 12)
+            last = await told.finish(request)
+            assert last.finish_reason == "length"
+            assert told.output("r") == expected(request)
+            assert told.deltas["r"][0].cached_tokens == 0
+            events = told.events_of("r")
+            assert isinstance(events[0], RequestStarted)
+            assert (events[0].isl, events[0].cached_tokens) == (10, 0)
+            assert events[1] == PrefillCompleted("r")
+            assert events[-1] == RequestFinished("r", "length")
+            blocks = [event.active_blocks for event in events if isinstance(event, RequestProgressed)]
+            assert [events[0].active_blocks, *blocks][-1] == 6
+
+    asyncio.run(scenario())
+
+
+def test_what_came_before_the_adapter_looked_is_one_delta_of_all_of_it() -> None:
+    """The engine's result is one object that grows: what a late look finds is everything since the last one."""
+
+    async def scenario() -> None:
+        async with running_engine() as told:
+            told.executor.pause()
+            told.engine.submit(make_request("r", max_tokens=50))
+            told.executor.resume()
+            # The loop stands still while the engine makes all fifty tokens.
+            told.executor.flush()
+            told.executor.look(lambda: None)
+            await told.until(lambda: told.finished("r"))
+            assert told.output("r") == expected(make_request("r", max_tokens=50))
+            assert len(told.deltas["r"]) < 50
+
+    asyncio.run(scenario())
+
+
+def test_many_requests_share_reports_and_each_gets_its_own_tokens() -> None:
+    async def scenario() -> None:
+        async with running_engine() as told:
+            requests = [make_request(f"r{at}", [at] * (5 + at), 20) for at in range(16)]
+            told.executor.pause()
+            for request in requests:
+                told.engine.submit(request)
+            told.executor.resume()
+            await told.until(lambda: all(told.finished(request.request_id) for request in requests))
+            for request in requests:
+                assert told.output(request.request_id) == expected(request)
+            frames = sum(bool(report.deltas) for report in told.reports)
+            assert frames < 16 * 20, "one report per turn, not one per token"
+
+    asyncio.run(scenario())
+
+
+def test_reused_prompt_tokens_are_told_with_the_first_delta() -> None:
+    async def scenario() -> None:
+        async with running_engine() as told:
+            await told.finish(make_request("a", range(12)))
+            await told.finish(make_request("b", range(12)))
+            assert told.deltas["b"][0].cached_tokens == 8
+            started = told.events_of("b")[0]
+            assert isinstance(started, RequestStarted)
+            assert (started.isl, started.cached_tokens) == (12, 8)
+
+    asyncio.run(scenario())
+
+
+def test_log_probabilities_come_with_their_tokens() -> None:
+    async def scenario() -> None:
+        async with running_engine() as told:
+            for alternatives in (0, 3):
+                name = f"r{alternatives}"
+                await told.finish(make_request(name, max_tokens=6, logprobs=alternatives))
+                reported = [each for delta in told.deltas[name] for each in delta.logprobs or ()]
+                assert pack_tokens([each.token_id for each in reported]) == told.output(name)
+                assert all(len(each.alternatives) == alternatives for each in reported)
+                assert all(each.logprob < 0 for each in reported)
+
+    asyncio.run(scenario())
+
+
+def test_a_stop_token_is_the_last_token_of_the_output() -> None:
+    """The engine would cut it off again, after it may have been given out."""
+
+    async def scenario() -> None:
+        async with running_engine() as told:
+            await told.finish(make_request("free", max_tokens=8))
+            tokens = told.output("free")
+            stop = int.from_bytes(tokens[12:16], "little")
+            last = await told.finish(make_request("r", max_tokens=8, stop_token_ids=(stop,)))
+            assert last.finish_reason == "stop"
+            assert told.output("r") == tokens[:16]
+
+    asyncio.run(scenario())
+
+
+# -- what the engine is called with ------------------------------------------------------------------------------------
+
+
+def test_each_rank_of_attention_dp_is_addressed_and_has_its_own_events_and_load() -> None:
+    async def scenario() -> None:
+        settings: dict[str, Any] = {"tensor_parallel_size": 4, "enable_attention_dp": True}
+        async with running_engine(**settings) as told:
+            assert told.engine.dp_size == 4
+            calls = hold(told)
+            told.executor.pause()
+            for rank in (2, 0, 3):
+                prompt = [100 * rank + at for at in range(9)]
+                told.engine.submit(make_request(f"r{rank}", prompt, 4, routing=Routing(dp_rank=rank)))
+            assert [told.engine.load(rank).waiting_requests for rank in range(4)] == [1, 0, 1, 1]
+            assert [told.engine.load(rank).prefill_tokens for rank in range(4)] == [9, 0, 9, 9]
+            told.executor.resume()
+            await told.until(lambda: all(told.finished(f"r{rank}") for rank in (0, 2, 3)))
+            for call, rank in zip(calls, (2, 0, 3), strict=True):
+                assert call["scheduling_params"].attention_dp_rank == rank
+                assert call["scheduling_params"].attention_dp_relax is False
+            for rank in (0, 2, 3):
+                await told.until(partial(lambda rank: told.engine.load(rank).cached_blocks == 3, rank))
+                stored = [event for event in told.events[rank] if isinstance(event, BlocksStored)]
+                held = [each for event in stored for each in unpack_hashes(event.sequence_hashes)]
+                request = told.events_of(f"r{rank}", rank)
+                packed = pack_tokens([100 * rank + at for at in range(9)])
+                assert held[:2] == sequence_hashes(block_hashes(packed, BLOCK))
+                assert request[-1] == RequestFinished(f"r{rank}", "length")
+            assert not told.events_of("r2", 0)
+            assert told.engine.load(1).cached_blocks == 0
+
+    asyncio.run(scenario())
+
+
+def test_blocks_of_a_tenant_or_an_adapter_have_its_own_names(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        adapter = tmp_path / "legal"
+        adapter.mkdir()
+        lora = f'{{"enable_lora": true, "lora_config": {{"lora_dir": ["{adapter}"]}}}}'
+        async with running_engine(override_engine_args=lora) as told:
+            assert told.engine.loras == ("legal",)
+            prompt = list(range(9))
+            tenants = (("", "s"), ("", ""), ("legal", ""), ("legal", "t"))
+            for lora, salt in tenants:
+                await told.finish(
+                    make_request(lora + salt, prompt, 1, routing=Routing(lora_name=lora, cache_salt=salt))
+                )
+            wanted = {
+                each
+                for names in tenants
+                for each in sequence_hashes(block_hashes(pack_tokens(prompt), BLOCK, hash_seed(*names)))
+            }
+            await told.until(
+                lambda: (
+                    {each for chain in told.engine.restate(0) for each in unpack_hashes(chain.sequence_hashes)}
+                    == wanted
+                )
+            )
+
+    asyncio.run(scenario())
+
+
+def test_an_adapter_whose_directory_is_missing_ends_the_start(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        lora = f'{{"lora_config": {{"lora_dir": ["{tmp_path}/none"]}}}}'
+        with pytest.raises(ValueError, match="none does not exist; no engine was started"):
+            async with running_engine(override_engine_args=lora):
+                pass
+
+    asyncio.run(scenario())
+
+
+def test_the_tokenizer_is_not_needed_and_text_is_not_made() -> None:
+    async def scenario() -> None:
+        async with running_engine() as told:
+            calls = hold(told)
+            await told.finish(make_request("r", stop_token_ids=(9,)))
+            sampling = calls[0]["sampling_params"]
+            assert told.llm.tokenizer is None
+            assert (sampling.end_id, sampling.stop_token_ids, sampling.detokenize) == (-1, [9], False)
+            assert (sampling.temperature, sampling.top_p, sampling.seed) == (1.0, 1.0, 7)
+
+    asyncio.run(scenario())
+
+
+def test_priority_and_salt_are_given_only_where_the_version_takes_them() -> None:
+    async def scenario() -> None:
+        async with running_engine() as told:
+            calls = hold(told)
+            await told.finish(make_request("r", routing=Routing(priority=5)))
+            assert "priority" not in calls[0]
+            told.engine._calls._accepted |= {"priority"}
+            with pytest.raises(RefusedError, match="priority"):  # the fake has no such parameter
+                told.engine.submit(make_request("s", routing=Routing(priority=1)))
+            assert calls[-1]["priority"] == 0.75
+            told.engine._calls._accepted -= {"cache_salt"}
+            with pytest.raises(RefusedError, match="no cache salts"):
+                told.engine.submit(make_request("t", routing=Routing(cache_salt="tenant")))
+
+    asyncio.run(scenario())
+
+
+def test_engines_own_metrics_are_made_of_finished_requests() -> None:
+    async def scenario() -> None:
+        async with running_engine() as told:
+            await told.finish(make_request("r"))
+            finished = told.metrics.registry.get_sample_value(
+                "trtllm_request_success_total",
+                {"model_name": "served", "engine_type": "trtllm", "finished_reason": "length"},
+            )
+            assert finished == 1
+
+    asyncio.run(scenario())
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_request_does_wrong_is_its_own_error() -> None:
+    async def scenario() -> None:
+        async with running_engine(max_seq_len=64, max_batch_size=8, max_num_tokens=16) as told:
+            with pytest.raises(RefusedError, match="max_num_tokens") as refused:
+                told.engine.submit(make_request("r", range(17)))
+            assert not refused.value.retryable
+            with pytest.raises(RefusedError, match="top_p"):
+                told.engine.submit(make_request("r", top_p=1.5))
+            last = await told.finish(make_request("r", max_tokens=100))
+            assert (last.finish_reason, last.retryable) == ("error", False)
+            assert "max_sequence_length" in (last.error or "")
+            assert told.events_of("r") == [RequestFinished("r", "error")]
+            assert (await told.finish(make_request("s"))).finish_reason == "length"
+            assert told.running is not None
+            assert not told.running.done()
+
+    asyncio.run(scenario())
+
+
+def test_an_error_of_the_engines_threads_does_not_hit_the_next_request() -> None:
+    async def scenario() -> None:
+        async with running_engine() as told:
+            told.executor.background_errors.append("'NoneType' object has no attribute 'new_value'")
+            request = make_request("r")
+            await told.finish(request)
+            assert told.output("r") == expected(request)
+
+    asyncio.run(scenario())
+
+
+def test_an_unexpected_exception_costs_one_request() -> None:
+    async def scenario() -> None:
+        async with running_engine() as told:
+            original = told.llm.generate_async
+
+            def broken(inputs: Any, **given: Any) -> Any:
+                raise KeyError("surprise")
+
+            told.llm.generate_async = broken
+            with pytest.raises(RefusedError, match="surprise") as refused:
+                told.engine.submit(make_request("r"))
+            assert refused.value.retryable
+            told.llm.generate_async = original
+            told.engine.submit(make_request("s", max_tokens=3))
+            told.engine._active["s"].cursor = Unreadable(None)
+            await told.until(lambda: told.finished("s"))
+            assert (told.deltas["s"][-1].finish_reason, told.deltas["s"][-1].retryable) == ("error", True)
+            assert (await told.finish(make_request("t"))).finish_reason == "length"
+
+    asyncio.run(scenario())
+
+
+def test_a_dead_engine_ends_the_run_with_its_reason() -> None:
+    async def scenario() -> None:
+        async with running_engine() as told:
+            told.executor.pause()
+            told.engine.submit(make_request("r", max_tokens=100))
+            told.executor.fail(RuntimeError("CUDA error: an illegal memory access was encountered"))
+            told.executor.resume()
+            assert told.running is not None
+            async with asyncio.timeout(PATIENCE_S):
+                with pytest.raises(EngineBrokenError, match="illegal memory access"):
+                    await told.running
+            with pytest.raises(RefusedError, match="has shut down"):
+                told.engine.submit(make_request("s"))
+
+    asyncio.run(scenario())
+
+
+def test_an_idle_engine_that_dies_is_noticed() -> None:
+    async def scenario() -> None:
+        async with running_engine(limits=EngineLimits(progress_timeout_ms=40.0)) as told:
+            told.executor.fail(RuntimeError("gone"))
+            assert told.running is not None
+            async with asyncio.timeout(PATIENCE_S):
+                with pytest.raises(EngineBrokenError, match="not healthy"):
+                    await told.running
+
+    asyncio.run(scenario())
+
+
+# -- start and end -----------------------------------------------------------------------------------------------------
+
+
+def test_the_engine_is_shut_down_whatever_ends_the_block() -> None:
+    async def scenario() -> None:
+        async with running_engine() as told:
+            executor = told.executor
+            told.engine.submit(make_request("r", max_tokens=100_000))
+        assert not executor.alive
+        try:
+            async with running_engine() as told:
+                executor = told.executor
+                raise ZeroDivisionError
+        except ZeroDivisionError:
+            pass
+        assert not executor.alive
+
+    asyncio.run(scenario())
+
+
+def test_a_start_that_nobody_waits_for_any_more_is_ended_when_it_is_there() -> None:
+    async def scenario() -> None:
+        may_exist, ended = threading.Event(), threading.Event()
+
+        def make() -> str:
+            may_exist.wait(PATIENCE_S)
+            return "engine"
+
+        starting = asyncio.create_task(start_engine(make, lambda made: ended.set()))
+        await asyncio.sleep(0)
+        starting.cancel()
+        await asyncio.wait({starting})
+        assert starting.cancelled()
+        assert not ended.is_set()
+        may_exist.set()
+        assert await asyncio.to_thread(ended.wait, PATIENCE_S)
+
+    asyncio.run(scenario())
+
+
+def test_a_start_that_fails_says_why_and_an_end_that_fails_is_survived() -> None:
+    async def scenario() -> None:
+        with pytest.raises(ZeroDivisionError):
+            await start_engine(lambda: 1 // 0, lambda made: None)
+        await end_engine("engine", lambda made: exec("raise OSError"))
+
+    asyncio.run(scenario())
+
+
+def test_wrong_arguments_are_found_before_the_engine_starts() -> None:
+    async def scenario() -> None:
+        with pytest.raises(ContractError, match="did you mean 'max_batch_size'"):
+            async with running_engine(override_engine_args='{"max_batchsize": 3}'):
+                pass
+
+    asyncio.run(scenario())
+
+
+def test_without_the_package_it_is_said_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt_llm", None)
+    with pytest.raises(LibraryMissingError, match=r"tensorrt_llm is not installed in this Python.*simulated"):
+        load_library()
+
+
+def test_autodeploy_runs_with_what_it_does_not_take_left_out() -> None:
+    async def scenario() -> None:
+        settings: dict[str, Any] = {
+            "backend": "_autodeploy",
+            "publish_events_and_metrics": False,
+            "tensor_parallel_size": 2,
+        }
+        async with running_engine(**settings, max_batch_size=8) as told:
+            assert told.engine.dp_size == 1
+            assert told.llm.args.world_size == 2
+            request = make_request("r")
+            await told.finish(request)
+            assert told.output("r") == expected(request)
+
+    asyncio.run(scenario())
+
+
+def test_load_is_the_engines_while_it_works_and_the_workers_own_when_it_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(behaviours.behaviour, "device_blocks", 100)
+
+    async def scenario() -> None:
+        async with running_engine() as told:
+            assert told.engine.total_blocks == 100
+            await told.finish(make_request("r", range(20), 10))
+            load = told.engine.load(0)
+            assert (load.running_requests, load.waiting_requests, load.active_blocks) == (0, 0, 0)
+            assert (load.prefill_tokens, load.total_blocks) == (0, 100)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("stage", [Stage.PREFILL, Stage.DECODE, Stage.ENCODE])
+def test_an_engine_without_a_transceiver_takes_whole_requests_only(stage: Stage) -> None:
+    async def scenario() -> None:
+        async with running_engine(Role.AGGREGATED) as told:
+            with pytest.raises(RefusedError) as refused:
+                told.engine.submit(make_request(stage=stage, disaggregated_params=b"\x80"))
+            assert refused.value.retryable
+
+    asyncio.run(scenario())
+
+
+def test_more_requests_than_allowed_are_refused_as_retryable() -> None:
+    async def scenario() -> None:
+        async with running_engine(limits=EngineLimits(max_requests=1)) as told:
+            told.executor.pause()
+            told.engine.submit(make_request("a"))
+            with pytest.raises(RefusedError, match="max_requests") as refused:
+                told.engine.submit(make_request("b"))
+            assert refused.value.retryable
+            told.executor.resume()
+
+    asyncio.run(scenario())

@@ -1,0 +1,224 @@
+"""The pure parts of the TensorRT-LLM adapter: outputs, progress, load, adapters, first blocks, model files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.fakes.tensorrt_llm._fake.block_key import block_key_hash, salt_id
+from tests.fakes.tensorrt_llm.executor.result import CompletionOutput, Logprob
+from tests.trtllm.facts import facts
+from wire.events import LoadReported
+from wire.hashing import BASE_SEED, hash_seed, pack_tokens, unpack_tokens
+from workers.core.engine_events import StoredBlock
+from workers.engines.model_files import read_model_facts
+from workers.trtllm import root_seeds
+from workers.trtllm.block_key import root_key
+from workers.trtllm.loras import adapter_number, adapters
+from workers.trtllm.model_facts import ModelFacts, model_facts
+from workers.trtllm.outputs import UNLIKELY, OutputCursor, prompt_logprobs
+from workers.trtllm.progress import ProgressMonitor
+from workers.trtllm.rank_load import RankLoad
+from workers.trtllm.root_seeds import RootSeeds
+from workers.trtllm.statistics import EngineStatistics, KvCacheStatistics
+
+# -- outputs -----------------------------------------------------------------------------------------------------------
+
+
+@given(steps=st.lists(st.integers(0, 5), max_size=12), looks=st.lists(st.booleans(), max_size=12), first=st.booleans())
+def test_a_cursor_takes_every_token_once_however_seldom_it_looks(
+    steps: list[int], looks: list[bool], first: bool
+) -> None:
+    """``first``: the engine has no log probability of the first token, as a decode engine may."""
+    output = CompletionOutput(0)
+    cursor = OutputCursor(1)
+    taken: list[int] = []
+    reported: list[tuple[int, float]] = []
+    number = 0
+    for at, count in enumerate([*steps, 0]):
+        for _ in range(count):
+            number += 1
+            assert output.token_ids is not None
+            output.token_ids.append(number)
+            if number > 1 or not first:
+                output.logprobs = [*(output.logprobs or []), {number: Logprob(-float(number))}]
+        if at == len(steps) or (at < len(looks) and looks[at]):
+            tokens, logprobs = cursor.take(output)
+            taken += unpack_tokens(tokens)
+            reported += [(each.token_id, each.logprob) for each in logprobs or ()]
+    assert taken == list(range(1, number + 1))
+    assert reported == [(each, 0.0 if first and each == 1 else -float(each)) for each in taken]
+    assert cursor.taken == number
+
+
+def test_alternatives_are_the_best_ones_and_the_tokens_own_is_always_there() -> None:
+    output = CompletionOutput(0, token_ids=[7], logprobs=[{7: Logprob(-3.0), 8: Logprob(-1.0), 9: Logprob(-2.0)}])
+    for count, wanted in ((0, ()), (1, ((8, -1.0),)), (2, ((8, -1.0), (9, -2.0)))):
+        _, (only,) = OutputCursor(count).take(output)  # type: ignore[misc]
+        assert (only.logprob, only.alternatives) == (-3.0, wanted)
+    plain = CompletionOutput(0, token_ids=[7], logprobs=[-0.5])
+    assert OutputCursor(0).take(plain)[1][0].logprob == -0.5  # type: ignore[index]
+    assert OutputCursor(None).take(output) == (pack_tokens([7]), None)
+
+
+def test_prompt_log_probabilities_belong_to_the_tokens_from_the_second_on() -> None:
+    entries = [{5: Logprob(-1.0)}, {9: Logprob(-0.1), 6: Logprob(-2.0)}, {1: Logprob(-0.2)}]
+    made = prompt_logprobs([4, 5, 6, 7], entries, 1)
+    assert [(each.token_id, each.logprob) for each in made] == [(5, -1.0), (6, -2.0), (7, UNLIKELY)]
+    assert prompt_logprobs([4, 5, 6, 7], [{4: Logprob(0.0)}, *entries], 1) == made, "an entry for the first token"
+    assert prompt_logprobs([4], [], 1) == ()
+
+
+# -- progress ----------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_to_do_is_no_stall_and_progress_heals() -> None:
+    monitor = ProgressMonitor(100.0)
+    assert monitor.stall(1e9) is None
+    monitor.entered("a", False, 1000.0)
+    assert monitor.stall(1100.0) is None
+    assert monitor.stall(1101.0) is not None
+    monitor.moved("a", 1102.0)
+    assert monitor.stall(1200.0) is None
+    monitor.left("a", 1200.0)
+    assert monitor.silent_ms(9e9) == 0
+
+
+def test_a_full_batch_is_no_stall_and_a_passed_over_transfer_is() -> None:
+    monitor = ProgressMonitor(100.0)
+    monitor.entered("stuck", True, 0.0)
+    monitor.entered("later", True, 10.0)
+    monitor.entered("computes", False, 20.0)
+    for now in range(30, 150, 10):
+        monitor.left("another", now)
+        assert monitor.stall(now) is None, "others move and none has passed it"
+    monitor.moved("later", 150.0)
+    stall = monitor.stall(201.0)
+    assert stall is not None
+    assert "'stuck' has waited 201 ms for its KV while later ones began" in stall.reason
+
+
+def test_a_waiting_request_without_a_transfer_may_be_passed() -> None:
+    monitor = ProgressMonitor(100.0)
+    monitor.entered("low priority", False, 0.0)
+    monitor.entered("high", False, 1.0)
+    monitor.moved("high", 150.0)
+    assert monitor.stall(200.0) is None
+
+
+# -- load --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_books_return_to_zero_and_count_blocks_as_the_sequence_grows() -> None:
+    load = RankLoad(4)
+    load.assume_total_blocks(3)
+    load.entered("a", 10, computes=True)
+    load.entered("b", 6, computes=False)
+    assert load.report(5) == LoadReported(0, 2, 10, 0, 5, 3)
+    assert load.grew("a", 11) == (True, 3)
+    assert load.grew("a", 13) == (False, None)
+    assert load.grew("a", 14) == (False, 4)
+    assert load.report(0) == LoadReported(1, 1, 0, 3, 0, 3), "never more blocks than there are"
+    load.keep("a")
+    assert (load.report(0).running_requests, load.report(0).active_blocks) == (0, 3)
+    load.left("a")
+    load.left("b")
+    load.left("unknown")
+    assert load.report(0) == LoadReported(0, 0, 0, 0, 0, 3)
+
+
+def test_the_engines_statistics_count_while_it_works() -> None:
+    load = RankLoad(4)
+    numbers = EngineStatistics(
+        iteration=9,
+        active_requests=3,
+        queued_requests=2,
+        kv_cache=KvCacheStatistics(max_num_blocks=50, used_num_blocks=7),
+    )
+    load.reported(numbers)
+    assert load.report(0) == LoadReported(0, 0, 0, 0, 0, 50, 9), "of a step before it rested"
+    load.entered("a", 10, computes=True)
+    assert load.report(0) == LoadReported(0, 1, 10, 0, 0, 50, 9), "still of that step"
+    load.reported(numbers)
+    assert load.report(1) == LoadReported(3, 2, 10, 7, 1, 50, 9)
+
+
+# -- tenants -----------------------------------------------------------------------------------------------------------
+
+
+@given(
+    tokens=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=64),
+    salt=st.text(max_size=9),
+    lora=st.integers(1, 2**31),
+)
+def test_root_keys_are_the_engines_hashes(tokens: list[int], salt: str, lora: int) -> None:
+    assert root_key(tokens) == block_key_hash(tokens)
+    assert root_key(tokens, salt, lora) == block_key_hash(tokens, 0, salt_id(salt) if salt else None, lora)
+
+
+def test_the_root_key_of_the_facts_vector() -> None:
+    assert str(root_key(range(1, 33))) in json.dumps(facts()["block_hash"])
+
+
+def block(tokens: list[int], key: int) -> StoredBlock:
+    return StoredBlock(block_hash=key, tokens=pack_tokens(tokens), cache_level=0, multimodal=False)
+
+
+def test_a_first_block_is_its_tenants_or_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(root_seeds, "ROOTS_MAX", 2)
+    roots = RootSeeds(4)
+    tokens = [1, 2, 3, 4]
+    assert roots(block(tokens, 99)) == BASE_SEED, "no request with these tokens had a tenant"
+    roots.note(pack_tokens([*tokens, 5]), "", None, "s")
+    roots.note(pack_tokens(tokens[:3]), "", None, "s")
+    assert roots(block(tokens, root_key(tokens, "s"))) == hash_seed("", "s")
+    assert roots(block(tokens, root_key(tokens))) == BASE_SEED
+    assert roots(block(tokens, 99)) is None, "somebody's: never told under another's name"
+    roots.note(pack_tokens(tokens), "a", adapter_number("a"), "")
+    assert roots(block(tokens, root_key(tokens, "", adapter_number("a")))) == hash_seed("a", "")
+    roots.note(pack_tokens(tokens), "a", adapter_number("a"), "t")
+    assert roots(block(tokens, root_key(tokens, "s"))) is None, "the oldest is forgotten"
+
+
+def test_adapters_are_called_like_their_directories_and_numbered_by_name() -> None:
+    found = adapters({"lora_config": {"lora_dir": ["/models/legal", "/other/médical/"], "lora_ckpt_source": "nemo"}})
+    assert list(found) == ["legal", "médical"]
+    assert found["legal"].number == adapter_number("legal") >= 1
+    assert found["legal"].checkpoint_source == "nemo"
+    assert adapters({}) == {}
+    with pytest.raises(ValueError, match="both called 'a'"):
+        adapters({"lora_config": {"lora_dir": ["/x/a", "/y/a"]}})
+    with pytest.raises(ValueError, match="no name"):
+        adapters({"lora_config": {"lora_dir": ["/"]}})
+
+
+# -- the model's files -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "wanted"),
+    [
+        ({}, {}, ModelFacts()),
+        ({"eos_token_id": 2, "vocab_size": 100, "max_position_embeddings": 64, "model_type": "llama"}, {},
+         ModelFacts((2,), 100, 64, "llama")),
+        ({"eos_token_id": 2}, {"eos_token_id": [7, 2]}, ModelFacts((7, 2))),
+        ({"text_config": {"vocab_size": 9, "eos_token_id": [1]}}, {}, ModelFacts((1,), 9)),
+        ({"eos_token_id": "2", "vocab_size": True, "max_position_embeddings": -1, "model_type": 5}, {}, ModelFacts()),
+        ({}, {"eos_token_id": [None, -1]}, ModelFacts()),
+    ],
+)  # fmt: skip
+def test_a_models_files_say_what_its_card_needs(config: Any, generation: Any, wanted: ModelFacts) -> None:
+    assert model_facts(config, generation) == wanted
+
+
+def test_files_that_cannot_be_read_say_nothing(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 5}')
+    (tmp_path / "generation_config.json").write_text("{")
+    assert read_model_facts(str(tmp_path)) == ModelFacts((), 5)
+    assert read_model_facts(str(tmp_path / "none")) == ModelFacts()
+    assert read_model_facts("no-such/model") == ModelFacts()

@@ -1,0 +1,118 @@
+"""What a request's sampling becomes for TensorRT-LLM; every result is accepted by the fake's ``SamplingParams``."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from tests.fakes.tensorrt_llm import GuidedDecodingParams, SamplingParams
+from wire.hashing import pack_tokens
+from wire.requests import Generate, Sampling
+from workers.core.refusal import RefusedError
+from workers.trtllm.sampling import SEED_MASK, SamplingPlan, engine_priority, plan_sampling, request_of
+
+
+def plan(
+    request_id: str = "r", stop_token_ids: tuple[int, ...] = (), can_guide: bool = True, **more: Any
+) -> SamplingPlan:
+    request = Generate(request_id, pack_tokens([1]), Sampling(16, **more), stop_token_ids)
+    made = plan_sampling(request, {2, 9}, can_guide)
+    SamplingParams(**made.arguments)
+    return made
+
+
+def test_defaults_of_openai_are_said_because_the_engines_differ() -> None:
+    made = plan().arguments
+    assert (made["temperature"], made["top_p"], made["max_tokens"], made["n"]) == (1.0, 1.0, 16, 1)
+    assert not SamplingParams(**made)._greedy_decoding, "nothing said would mean greedy"
+    assert made["detokenize"] is False
+    assert "top_k" not in made
+
+
+def test_greedy_stays_greedy() -> None:
+    ways: list[dict[str, Any]] = [{"temperature": 0.0}, {"top_k": 1}, {"top_p": 0.0}]
+    for given in ways:
+        made = plan(**given).arguments
+        assert SamplingParams(**made)._greedy_decoding
+        assert made["seed"] == 0
+
+
+def test_every_given_parameter_arrives() -> None:
+    given: dict[str, Any] = {
+        "temperature": 0.5, "top_p": 0.9, "top_k": 40, "min_p": 0.05, "seed": 5, "frequency_penalty": 0.25,
+        "presence_penalty": -0.25, "repetition_penalty": 1.1, "min_tokens": 3, "ignore_eos": True, "logprobs": 5,
+        "prompt_logprobs": 2,
+    }  # fmt: skip
+    made = plan(bad_token_ids=(7, 8), **given)
+    assert {name: made.arguments[name] for name in given} == given
+    assert made.arguments["bad_token_ids"] == [7, 8]
+    assert plan(logit_bias={5: -1.0}).logit_bias == {5: -1.0}
+    assert plan(logprobs=0).arguments["logprobs"] == 1
+
+
+def test_the_end_is_what_the_request_says_and_its_token_stays() -> None:
+    made = plan(stop_token_ids=(5, 9, 2)).arguments
+    assert (made["end_id"], made["pad_id"], made["stop_token_ids"]) == (9, 9, [5, 2])
+    assert made["include_stop_str_in_output"] is True
+    made = plan(stop_token_ids=(5,)).arguments
+    assert (made["end_id"], made["pad_id"], made["stop_token_ids"]) == (-1, 0, [5])
+    assert "stop_token_ids" not in plan().arguments
+
+
+def test_without_a_seed_each_request_has_one_and_its_legs_the_same() -> None:
+    seeds = {plan(f"r{at}").arguments["seed"] for at in range(50)}
+    assert len(seeds) == 50
+    assert all(0 <= seed <= SEED_MASK for seed in seeds)
+    assert plan("r~1").arguments["seed"] == plan("r").arguments["seed"] == plan("r~12").arguments["seed"]
+    assert plan(seed=-1).arguments["seed"] == SEED_MASK
+    assert request_of("a~b~3") == "a~b"
+
+
+@pytest.mark.parametrize(
+    ("given", "guide"),
+    [
+        ({"guided_json": b'{"type":"object"}'}, {"json": '{"type":"object"}'}),
+        ({"guided_regex": "a+"}, {"regex": "a+"}),
+        ({"guided_grammar": "root ::= x"}, {"grammar": "root ::= x"}),
+        ({"structural_tag": "{}"}, {"structural_tag": "{}"}),
+        ({"guided_choice": ("a.b", "c")}, {"regex": r"(a\.b|c)"}),
+    ],
+)
+def test_each_guide_becomes_the_engines(given: dict[str, Any], guide: dict[str, Any]) -> None:
+    made = plan(**given).guide
+    assert made == guide
+    GuidedDecodingParams(**guide)
+    with pytest.raises(RefusedError, match="guided_decoding_backend") as refused:
+        plan(can_guide=False, **given)
+    assert refused.value.retryable, "another worker may have one"
+
+
+def test_a_choice_matches_its_texts_and_nothing_else() -> None:
+    guide = plan(guided_choice=("yes", "no (really)")).guide
+    assert guide is not None
+    for text, fits in (("yes", True), ("no (really)", True), ("no really", False), ("", False)):
+        assert bool(re.fullmatch(guide["regex"], text)) is fits
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"guided_regex": "a", "guided_choice": ("b",)}, "2 guides"),
+        ({"guided_regex": "a", "guided_json": b"{}"}, "2 guides"),
+        ({"guided_choice": ()}, "0 texts"),
+        ({"guided_json": b"\xff"}, "UTF-8"),
+    ],
+)
+def test_guides_that_cannot_be_followed_are_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(RefusedError, match=words) as refused:
+        plan(**given)
+    assert not refused.value.retryable
+
+
+def test_priorities_keep_their_order_in_the_engines_range() -> None:
+    made = [engine_priority(each) for each in (-100, -1, 0, 1, 2, 10**9)]
+    assert made == sorted(set(made))
+    assert made[2] == 0.5
+    assert 0 < made[0] < made[-1] < 1

@@ -1,0 +1,92 @@
+"""What is used of the ``tensorrt_llm`` package, imported late: only a worker that drives it needs it.
+
+Names are asked for where 1.2.1 has them. What differs between versions is probed (parameters, fields), never guessed
+from version numbers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+REQUEST_ERRORS = (ValueError, TypeError, NotImplementedError)
+"""What TensorRT-LLM raises for a request that it does not take, besides its own ``RequestError``."""
+
+
+class LibraryMissingError(RuntimeError):
+    """The package is not there, or is not one that poolgrid can drive."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrtllmLibrary:
+    """Classes and functions of the installed TensorRT-LLM."""
+
+    version: str
+    llm: Callable[..., Any]
+    multimodal_encoder: Callable[..., Any]
+    sampling_params: Callable[..., Any]
+    guided_decoding_params: Callable[..., Any]
+    disaggregated_params: type[Any]
+    scheduling_params: Callable[..., Any]
+    lora_request: Callable[..., Any]
+    request_error: type[Exception]
+    merge_arguments: Callable[..., dict[str, Any]]
+    input_loader: Callable[..., list[dict[str, Any]]]
+
+    def make_engine(self, arguments: Mapping[str, Any], encoder: bool) -> Any:
+        """Start an engine with resolved arguments; takes minutes, blocks, and needs GPUs."""
+        built = self.merge_arguments({}, dict(arguments))
+        if encoder:
+            # It has one backend, and its constructor names none.
+            built.pop("backend", None)
+            return self.multimodal_encoder(**built)
+        return self.llm(**built)
+
+
+def load_library() -> TrtllmLibrary:
+    """Import TensorRT-LLM; raise ``LibraryMissingError`` saying what is missing."""
+    try:
+        package = importlib.import_module("tensorrt_llm")
+    except ImportError as error:
+        missing = error.name == "tensorrt_llm"
+        raise LibraryMissingError(
+            "starting --engine trtllm: "
+            + (
+                "the package tensorrt_llm is not installed in this Python"
+                if missing
+                else f"tensorrt_llm fails: {error}"
+            )
+            + "; run it where TensorRT-LLM 1.2 is (NVIDIA's release container has it), or use --engine simulated"
+        ) from error
+    version = str(getattr(package, "__version__", "unknown"))
+
+    def name(module: str, attribute: str) -> Any:
+        try:
+            return getattr(importlib.import_module(f"tensorrt_llm.{module}"), attribute)
+        except (ImportError, AttributeError) as error:
+            raise LibraryMissingError(
+                f"starting --engine trtllm: tensorrt_llm {version} has no {module}.{attribute} ({error}); "
+                "poolgrid is written for 1.2"
+            ) from error
+
+    return TrtllmLibrary(
+        version=version,
+        llm=name("llmapi", "LLM"),
+        multimodal_encoder=name("llmapi", "MultimodalEncoder"),
+        sampling_params=name("llmapi", "SamplingParams"),
+        guided_decoding_params=name("llmapi", "GuidedDecodingParams"),
+        disaggregated_params=name("llmapi", "DisaggregatedParams"),
+        scheduling_params=name("scheduling_params", "SchedulingParams"),
+        lora_request=name("executor.request", "LoRARequest"),
+        request_error=name("llmapi", "RequestError"),
+        merge_arguments=name("llmapi.llm_utils", "update_llm_args_with_extra_dict"),
+        input_loader=name("inputs", "default_multimodal_input_loader"),
+    )
+
+
+def parameters_of(call: Callable[..., Any]) -> frozenset[str]:
+    """Return the names of a callable's parameters."""
+    return frozenset(inspect.signature(call).parameters)

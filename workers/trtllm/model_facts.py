@@ -1,0 +1,54 @@
+"""What a model's own files say that a worker's card needs: end-of-sequence ids, vocabulary, longest sequence. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from wire.limits import STOP_TOKENS_MAX, U32_MAX
+
+CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What is known of a model; empty and 0 = not known."""
+
+    eos_token_ids: tuple[int, ...] = ()
+    vocabulary_size: int = 0
+    max_sequence_length: int = 0
+    model_type: str = ""
+
+
+def model_facts(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelFacts:
+    """Return the facts in ``config.json`` and ``generation_config.json``; what has a wrong type is not known.
+
+    Multimodal models keep the language model's values in ``text_config``.
+    """
+    text = config.get("text_config")
+    places = [config, *([text] if isinstance(text, Mapping) else [])]
+
+    def number(key: str) -> int:
+        found = [place[key] for place in places if _is_u32(place.get(key))]
+        return int(found[0]) if found else 0
+
+    ids: list[int] = []
+    for place in (generation, *places):
+        given = place.get("eos_token_id")
+        each: Any
+        for each in given if isinstance(given, list) else [given]:
+            if _is_u32(each) and each not in ids:
+                ids.append(int(each))
+    kind = config.get("model_type")
+    return ModelFacts(
+        tuple(ids[:STOP_TOKENS_MAX]),
+        number("vocab_size"),
+        number("max_position_embeddings"),
+        kind if isinstance(kind, str) else "",
+    )
+
+
+def _is_u32(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= U32_MAX

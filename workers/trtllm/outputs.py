@@ -1,0 +1,84 @@
+"""What is new in a TensorRT-LLM result, which is one object that grows. Pure.
+
+A result's iterator yields the same object at every step; its ``*_diff`` properties are about the last step only. A
+cursor therefore remembers how much of the cumulative lists was taken, and may be asked at any time, after any number of
+steps: nothing is lost and nothing comes twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from wire.hashing import pack_tokens
+from wire.requests import TokenLogprobs
+
+UNLIKELY = -9999.0
+"""Stands for the log probability of a prompt token that is not among the reported ones, as in OpenAI's API."""
+
+FINISH_REASONS = {"stop": "stop", "length": "length", "not_finished": "length", "cancelled": "cancelled"}
+"""The engine's finish reasons as the wire has them; every other one is an error."""
+
+GOES_ON = frozenset({"length", "not_finished"})
+"""Finish reasons of a context request after which a decode worker must go on. Anything else is the request's end."""
+
+
+class OutputCursor:
+    """How much of one output was taken."""
+
+    __slots__ = ("_alternatives", "_missing", "taken")
+
+    def __init__(self, alternatives: int | None) -> None:
+        self._alternatives = alternatives
+        self._missing: int | None = None
+        self.taken = 0
+        """Tokens taken so far."""
+
+    def take(self, output: Any) -> tuple[bytes, tuple[TokenLogprobs, ...] | None]:
+        """Return the tokens (u32 little-endian) since the last call, and their log probabilities if asked for.
+
+        A decode engine may have none for the first token, which the prefill engine made: such a token gets 0, and the
+        router, which has the real one, swallows it.
+        """
+        token_ids: Sequence[int] = output.token_ids or ()
+        start = self.taken
+        fresh = list(token_ids[start:])
+        self.taken += len(fresh)
+        if self._alternatives is None or not fresh:
+            return pack_tokens(fresh), None
+        logprobs: Sequence[Any] = output.logprobs or ()
+        if self._missing is None:
+            self._missing = max(0, len(token_ids) - len(logprobs))
+        report = []
+        for at, token_id in enumerate(fresh, start - self._missing):
+            known = 0 <= at < len(logprobs)
+            report.append(
+                token_logprobs(token_id, logprobs[at], self._alternatives) if known else TokenLogprobs(token_id, 0.0)
+            )
+        return pack_tokens(fresh), tuple(report)
+
+
+def token_logprobs(
+    token_id: int, entry: Mapping[int, Any] | float, alternatives: int, absent: float = 0.0
+) -> TokenLogprobs:
+    """Return one token's log probabilities: its own, and the best ``alternatives`` of those that were reported."""
+    if not isinstance(entry, Mapping):
+        return TokenLogprobs(token_id, float(entry))
+    own = entry.get(token_id)
+    best = sorted(((other, float(each.logprob)) for other, each in entry.items()), key=lambda pair: -pair[1])
+    return TokenLogprobs(token_id, absent if own is None else float(own.logprob), tuple(best[:alternatives]))
+
+
+def prompt_logprobs(
+    prompt: Sequence[int], entries: Sequence[Mapping[int, Any] | float], alternatives: int
+) -> tuple[TokenLogprobs, ...]:
+    """Return the log probabilities of the prompt's tokens from the second on.
+
+    The last entries count: an engine that also reports the first token, which nothing precedes, has one more.
+    """
+    tokens = prompt[1:]
+    entries = entries[-len(tokens) :] if tokens else ()
+    return tuple(
+        token_logprobs(token_id, entry, alternatives, UNLIKELY)
+        for token_id, entry in zip(tokens[len(tokens) - len(entries) :], entries, strict=True)
+    )

@@ -1,0 +1,149 @@
+"""From a request on the wire to the arguments of TensorRT-LLM's ``SamplingParams``. Pure.
+
+Rules:
+
+1. What OpenAI's API takes for granted and TensorRT-LLM does not is said explicitly: temperature 1 and top-p 1 (the
+   engine's own default is greedy), and a seed (the engine's own is 0 for everybody). Legs and migrations of one request
+   get the same seed.
+2. The request says where it ends: ``end_id`` is the first end-of-sequence id among its stop ids, all others are
+   ``stop_token_ids``, and the engine keeps the token that stopped it in the output. So tokens once given out are never
+   taken back, and the router sees the same output as of any other engine.
+3. Text is made elsewhere: ``detokenize`` is off.
+4. What cannot be honoured is refused with its reason, never dropped in silence.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from wire.hashing import stable_u64
+from wire.requests import Generate, Sampling
+from workers.core.refusal import RefusedError
+
+NO_END_ID = -1
+"""TensorRT-LLM's way to say that no token ends the output."""
+
+SEED_MASK = (1 << 63) - 1
+"""Seeds go through signed 64-bit integers on their way to the GPU."""
+
+_DISPATCH = re.compile(r"~[0-9]+\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingPlan:
+    """What a request's ``SamplingParams`` are made of."""
+
+    arguments: dict[str, Any]
+    """Keyword arguments of plain types."""
+    guide: dict[str, Any] | None
+    """The one keyword argument of ``GuidedDecodingParams``, or ``None``."""
+    logit_bias: dict[int, float] | None
+    """To become the ``embedding_bias`` tensor."""
+
+
+def plan_sampling(request: Generate, eos_token_ids: Collection[int], can_guide: bool) -> SamplingPlan:
+    """Return what to sample with; raise ``RefusedError`` for what the engine cannot do.
+
+    ``eos_token_ids`` are the model's, as far as known; ``can_guide`` says whether the engine has a guided decoding
+    backend.
+    """
+    sampling = request.sampling
+    end_id, stop_token_ids = stops(request.stop_token_ids, eos_token_ids)
+    temperature = 1.0 if sampling.temperature is None else sampling.temperature
+    top_p = 1.0 if sampling.top_p is None else sampling.top_p
+    arguments: dict[str, Any] = {
+        "end_id": end_id,
+        "pad_id": max(end_id, 0),
+        "max_tokens": sampling.max_tokens,
+        "n": 1,
+        "temperature": temperature,
+        "top_p": top_p,
+        "seed": _seed(request, greedy=temperature == 0 or top_p == 0 or sampling.top_k == 1),
+        "ignore_eos": sampling.ignore_eos,
+        "include_stop_str_in_output": True,
+        "detokenize": False,
+        "add_special_tokens": False,
+    }
+    given = {
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "frequency_penalty": sampling.frequency_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
+        "min_tokens": sampling.min_tokens or None,
+        "stop_token_ids": stop_token_ids or None,
+        "bad_token_ids": list(sampling.bad_token_ids) or None,
+        # 0 alternatives still means the chosen token's own; the engine's 0 is not told apart from none everywhere.
+        "logprobs": None if sampling.logprobs is None else max(1, sampling.logprobs),
+        "prompt_logprobs": None if sampling.prompt_logprobs is None else max(1, sampling.prompt_logprobs),
+    }
+    arguments.update({name: value for name, value in given.items() if value is not None})
+    return SamplingPlan(arguments, plan_guide(sampling, can_guide), sampling.logit_bias)
+
+
+def stops(stop_token_ids: tuple[int, ...], eos_token_ids: Collection[int]) -> tuple[int, list[int]]:
+    """Return the end id (-1 = none) and the other stop ids of a request."""
+    end_id = next((each for each in stop_token_ids if each in eos_token_ids), NO_END_ID)
+    return end_id, [each for each in stop_token_ids if each != end_id]
+
+
+def plan_guide(sampling: Sampling, can_guide: bool) -> dict[str, Any] | None:
+    """Return the guide as TensorRT-LLM takes it; a choice of texts becomes a regular expression."""
+    guides: dict[str, Any] = {}
+    if sampling.guided_json is not None:
+        guides["json"] = _text(sampling.guided_json)
+    if sampling.guided_regex is not None:
+        guides["regex"] = sampling.guided_regex
+    if sampling.guided_grammar is not None:
+        guides["grammar"] = sampling.guided_grammar
+    if sampling.guided_choice is not None:
+        if not sampling.guided_choice:
+            raise RefusedError("guided_choice has 0 texts, allowed is 1 or more", retryable=False)
+        if "regex" in guides:
+            raise RefusedError(
+                "2 guides are given (regex, choice), TensorRT-LLM follows at most one per request", retryable=False
+            )
+        guides["regex"] = "(" + "|".join(re.escape(each) for each in sampling.guided_choice) + ")"
+    if sampling.structural_tag is not None:
+        guides["structural_tag"] = sampling.structural_tag
+    if not guides:
+        return None
+    if len(guides) > 1:
+        raise RefusedError(
+            f"{len(guides)} guides are given ({', '.join(guides)}), TensorRT-LLM follows at most one per request",
+            retryable=False,
+        )
+    if not can_guide:
+        raise RefusedError(
+            "guided decoding is asked for, and this worker's engine was started without it: set "
+            "guided_decoding_backend to xgrammar or llguidance",
+            retryable=True,
+        )
+    return guides
+
+
+def engine_priority(priority: int) -> float:
+    """Return a request's priority in the engine's range: 0 to 1 (both excluded), 0.5 = usual, higher first."""
+    return 0.5 + 0.5 * priority / (1 + abs(priority))
+
+
+def request_of(dispatch_id: str) -> str:
+    """Return the request that a dispatch is of: later dispatches have ``~`` and their number at the end."""
+    return _DISPATCH.sub("", dispatch_id)
+
+
+def _seed(request: Generate, greedy: bool) -> int:
+    seed = request.sampling.seed
+    if seed is None:
+        seed = 0 if greedy else stable_u64(request_of(request.request_id))
+    return seed & SEED_MASK
+
+
+def _text(schema: bytes) -> str:
+    try:
+        return schema.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RefusedError(f"guided_json is not UTF-8: {error}", retryable=False) from None
