@@ -74,6 +74,10 @@ class MockEngine:
         """It is always well."""
         return ""
 
+    def describe(self) -> dict[str, object]:
+        """Nothing is special about it."""
+        return {}
+
     def submit(self, request: Generate) -> None:
         """Take a request."""
         self._waiting.append(request)

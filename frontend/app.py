@@ -37,6 +37,7 @@ from frontend.prompt_model import PromptModels
 from frontend.request_ids import RequestIds
 from frontend.settings import FrontendSettings
 from frontend.tokenization import TokenizationPool
+from frontend.tokenizer_endpoints import add_tokenizer_endpoints
 from runtime.clock import Clock, SystemClock
 
 EXPOSED_HEADERS = (
@@ -176,6 +177,7 @@ def create_app(
         )
     describe_inference(app)
     _add_models(app, backend, preparation)
+    add_tokenizer_endpoints(app, preparation, tokenization, settings)
     _add_health(app, backend, ready, troubles)
     _add_metrics(app, registry if exposed is None else exposed)
     _add_error_shape(app, metrics)

@@ -32,6 +32,7 @@ from frontend.media.memory_budget import MediaLease
 from frontend.metrics import FrontendMetrics
 from frontend.ports import HINT_HEADERS, InferenceBackend, Refused, StreamDelta
 from frontend.preparation import Job, Prompt
+from frontend.request_body import check_announced, receive_body
 from frontend.request_ids import RequestIds
 from frontend.responses import AnswerEncoder, usage
 from frontend.sequence_output import SequenceOutput
@@ -208,42 +209,11 @@ class _Exchange:
     async def _read_body(self, content_type: bytes, content_length: bytes) -> bytes | None:
         """Return the body, or ``None`` when the client left before it was complete; raises ``RequestError``."""
         limit = self._endpoint._settings.max_body_bytes
-        media_type = content_type.partition(b";")[0].strip().lower()
-        if media_type and media_type != b"application/json" and not media_type.endswith(b"+json"):
-            raise RequestError(
-                415,
-                "unsupported_media_type",
-                f"reading the request body: content-type is {media_type.decode('latin-1')!r}, allowed is "
-                "application/json (curl: -H 'content-type: application/json')",
-                param="content-type",
-                headers=((b"connection", b"close"),),
-            )
-        if content_length.isdigit() and int(content_length) > limit:
-            raise _too_large(content_length.decode(), limit)
+        check_announced(content_type, content_length, limit)
         if self._direct is not None:
             whole, self._direct.body = self._direct.body, b""
             return whole
-        message = await self._receive()
-        if message["type"] == "http.disconnect":
-            return None
-        body: bytes = message.get("body", b"")
-        if not message.get("more_body", False):
-            if len(body) > limit:
-                raise _too_large(str(len(body)), limit)
-            return body
-        parts = [body]
-        size = len(body)
-        while True:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                return None
-            part: bytes = message.get("body", b"")
-            parts.append(part)
-            size += len(part)
-            if size > limit:
-                raise _too_large(f"{size} so far", limit)
-            if not message.get("more_body", False):
-                return b"".join(parts)
+        return await receive_body(self._receive, limit)
 
     async def _inflate(self, body: bytes) -> bytes:
         limit = self._endpoint._settings.max_body_bytes
@@ -591,15 +561,6 @@ def _header_value(values: list[str]) -> bytes:
 def _base_id(request_ids: list[str]) -> str:
     first = request_ids[0]
     return first if len(request_ids) == 1 else first.removesuffix("-0")
-
-
-def _too_large(size: str, limit: int) -> RequestError:
-    return RequestError(
-        413,
-        "body_too_large",
-        f"reading the request body: it has {size} bytes, allowed are up to {limit} (setting max_body_bytes)",
-        headers=((b"connection", b"close"),),
-    )
 
 
 def _generation_failed(output: SequenceOutput) -> RequestError:

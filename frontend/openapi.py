@@ -1,4 +1,4 @@
-"""What the OpenAPI page says of the inference endpoints, generated from the same structs that parse their bodies."""
+"""What the OpenAPI page says, generated from the same structs that parse requests and encode answers."""
 
 from __future__ import annotations
 
@@ -8,66 +8,83 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI
 
+from frontend.openapi_answers import ANSWERS
+from frontend.responses_api.schema import REFUSED_RESPONSES, ResponsesBody
 from frontend.schema import REFUSED_CHAT, REFUSED_COMPLETION, REFUSED_NVEXT, ChatBody, CompletionBody
+from frontend.tokenizer_endpoints import (
+    DETOKENIZE_PATH,
+    TOKENIZE_PATH,
+    DetokenizeBody,
+    Detokenized,
+    TokenizeBody,
+    Tokenized,
+)
 
 _REFUSALS: Mapping[str, Mapping[str, tuple[tuple[object, ...], str]]] = {
     "ChatBody": REFUSED_CHAT,
     "CompletionBody": REFUSED_COMPLETION,
+    "ResponsesBody": REFUSED_RESPONSES,
     "Nvext": REFUSED_NVEXT,
 }
 
-_STATUSES = {
+_BAD_REQUEST = {
     "400": "A field is wrong or not supported; `param` names it",
     "401": "The server has API keys, and the request has no good one",
     "403": "The API key does not open this model or feature",
     "404": "No such model",
     "413": "The body is too large",
-    "415": "The body is not application/json",
-    "429": "Busy; come back after Retry-After seconds",
-    "500": "Generation failed",
+    "415": "The body is neither application/json nor, with a content-encoding, gzip",
+    "429": "Busy, or over a limit of the tenant; come back after Retry-After seconds",
     "503": "No worker can serve the model now",
 }
+_STATUSES = {**_BAD_REQUEST, "500": "Generation failed"}
 
-_ERROR_SCHEMA = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
+_STRUCTS = (ChatBody, CompletionBody, ResponsesBody, TokenizeBody, DetokenizeBody, Tokenized, Detokenized)
 
 
 def describe_inference(app: FastAPI) -> None:
-    """Add the two inference endpoints to the application's OpenAPI description."""
+    """Add to the application's OpenAPI description what FastAPI cannot see of it."""
     generated = app.openapi
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             description = generated()
-            (chat, completion), components = msgspec.json.schema_components(
-                (ChatBody, CompletionBody), ref_template="#/components/schemas/{name}"
-            )
+            described, components = msgspec.json.schema_components(_STRUCTS, ref_template="#/components/schemas/{name}")
+            chat, completion, responses, tokenize, detokenize, tokenized, detokenized = described
             for name, refusals in _REFUSALS.items():
                 _describe_refusals(components[name], refusals)
             schemas = description.setdefault("components", {}).setdefault("schemas", {})
             schemas.update(components)
-            schemas["Error"] = _ERROR_SCHEMA
+            schemas.update(ANSWERS)
             paths = description["paths"]
-            paths["/v1/chat/completions"] = {"post": _operation("Answer a conversation", "chat", chat)}
-            paths["/v1/completions"] = {"post": _operation("Continue prompts", "completion", completion)}
+            paths["/v1/chat/completions"] = {
+                "post": _inference("Answer a conversation", "chat", chat, "ChatCompletion", _DONE)
+            }
+            paths["/v1/completions"] = {
+                "post": _inference("Continue prompts", "completion", completion, "Completion", _DONE)
+            }
+            paths["/v1/responses"] = {
+                "post": _inference("Answer items with items", "response", responses, "Response", _TYPED)
+            }
+            for path, body, answer in (
+                (TOKENIZE_PATH, tokenize, tokenized),
+                (DETOKENIZE_PATH, detokenize, detokenized),
+            ):
+                operation = paths[path]["post"]
+                operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
+                operation["responses"] = {
+                    "200": {"description": "The answer", "content": {"application/json": {"schema": answer}}},
+                    **_errors(_BAD_REQUEST),
+                }
+            _describe_models(paths)
             app.openapi_schema = description
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's documented way to extend the description
+
+
+_DONE = "server-sent events that end with `data: [DONE]`"
+_TYPED = "typed server-sent events"
 
 
 def _describe_refusals(component: dict[str, Any], refusals: Mapping[str, tuple[tuple[object, ...], str]]) -> None:
@@ -79,7 +96,16 @@ def _describe_refusals(component: dict[str, Any], refusals: Mapping[str, tuple[t
         }
 
 
-def _operation(summary: str, name: str, body: dict[str, Any]) -> dict[str, Any]:
+def _describe_models(paths: dict[str, Any]) -> None:
+    one = paths["/v1/models/{model_id}"]["get"]["responses"]
+    one["200"]["content"]["application/json"]["schema"] = {"$ref": "#/components/schemas/Model"}
+    one.pop("422", None)  # any text is a model's name
+    one.update(_errors({"404": _STATUSES["404"]}))
+    every = paths["/v1/models"]["get"]["responses"]["200"]["content"]["application/json"]
+    every["schema"] = {"$ref": "#/components/schemas/ModelList"}
+
+
+def _inference(summary: str, name: str, body: dict[str, Any], answer: str, events: str) -> dict[str, Any]:
     return {
         "tags": ["inference"],
         "summary": summary,
@@ -87,22 +113,27 @@ def _operation(summary: str, name: str, body: dict[str, Any]) -> dict[str, Any]:
         "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
         "responses": {
             "200": {
-                "description": "The answer; with `stream`, server-sent events that end with `data: [DONE]`",
+                "description": f"The answer; with `stream`, {events}",
                 "headers": {
                     header: {"schema": {"type": "string"}}
                     for header in ("x-request-id", "x-poolgrid-worker", "x-poolgrid-decision")
                 },
                 "content": {
-                    "application/json": {"schema": {"type": "object"}},
-                    "text/event-stream": {"schema": {"type": "string"}},
+                    "application/json": {"schema": {"$ref": f"#/components/schemas/{answer}"}},
+                    # Readers of the page differ in what they take a stream for: a text, or its events one by one.
+                    "text/event-stream": {"schema": {"description": events}},
                 },
             },
-            **{
-                status: {
-                    "description": text,
-                    "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
-                }
-                for status, text in _STATUSES.items()
-            },
+            **_errors(_STATUSES),
         },
+    }
+
+
+def _errors(statuses: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        status: {
+            "description": text,
+            "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+        }
+        for status, text in statuses.items()
     }

@@ -272,7 +272,7 @@ class Job:
         if isinstance(prompt, str):
             packed = self.model.encode(prompt, add_special_tokens=body.add_special_tokens is not False)
             return Prompt(packed, prompt if body.echo else "")
-        _check_vocabulary(prompt, self.model.vocab_size, param)
+        check_vocabulary(prompt, self.model.vocab_size, param)
         packed = pack_tokens(prompt)
         return Prompt(packed, self.model.decode(packed) if body.echo else "")
 
@@ -350,17 +350,18 @@ class Preparation:
 
     def chat(self, raw: bytes) -> Job:
         """Check the body of a chat request; raises ``RequestError``."""
-        return self._chat(parse_chat(raw))
+        return self.chat_job(parse_chat(raw))
 
     def responses(self, raw: bytes) -> Job:
         """Check the body of a Responses request; raises ``RequestError``."""
         body = parse(_responses_decoder, raw)
         refuse(body, REFUSED_RESPONSES)
-        job = self._chat(chat_body(body))
+        job = self.chat_job(chat_body(body))
         job.responses = body
         return job
 
-    def _chat(self, body: ChatBody) -> Job:
+    def chat_job(self, body: ChatBody) -> Job:
+        """Check a chat request that is parsed already; raises ``RequestError``."""
         wanted: int | None = None
         if body.logprobs:
             wanted = body.top_logprobs or 0
@@ -403,6 +404,27 @@ class Preparation:
                 return served, name
         return None
 
+    def found(self, name: str) -> tuple[ServedModel, PromptModel]:
+        """Return what is served by a name and its prompt model; raises ``RequestError``."""
+        served, _, model = self._found(name)
+        return served, model
+
+    def _found(self, name: str) -> tuple[ServedModel, str, PromptModel]:
+        found = self.served(name)
+        if found is None:
+            if self._models.get(name) is not None:
+                raise RequestError(
+                    503, "no_worker", f"model {quoted(name)} has no worker now; try again later", param="model"
+                )
+            raise model_not_found(name, [served.name for served in self._backend.models()])
+        served, lora_name = found
+        model = self._models.get(served.name)
+        if model is None:
+            raise RequestError(
+                503, "no_prompt_model", f"model {quoted(served.name)} is served, but no tokenizer is loaded for it"
+            )
+        return served, lora_name, model
+
     def _job(
         self,
         body: InferenceBody,
@@ -413,19 +435,7 @@ class Preparation:
         guide: Guide,
         use: ToolUse | None = None,
     ) -> Job:
-        found = self.served(body.model)
-        if found is None:
-            if self._models.get(body.model) is not None:
-                raise RequestError(
-                    503, "no_worker", f"model {quoted(body.model)} has no worker now; try again later", param="model"
-                )
-            raise model_not_found(body.model, [served.name for served in self._backend.models()])
-        served, lora_name = found
-        model = self._models.get(served.name)
-        if model is None:
-            raise RequestError(
-                503, "no_prompt_model", f"model {quoted(served.name)} is served, but no tokenizer is loaded for it"
-            )
+        served, lora_name, model = self._found(body.model)
         limit = self._settings.max_choices
         sequences = (body.n or 1) * prompts
         if sequences > limit:
@@ -433,9 +443,9 @@ class Preparation:
                 "n", f"n is {body.n or 1} for {prompts} prompt(s): allowed are {limit} sequences in one request"
             )
         if body.stop_token_ids:
-            _check_vocabulary(body.stop_token_ids, model.vocab_size, "stop_token_ids")
+            check_vocabulary(body.stop_token_ids, model.vocab_size, "stop_token_ids")
         if body.logit_bias:
-            _check_vocabulary(list(body.logit_bias), model.vocab_size, "logit_bias")
+            check_vocabulary(list(body.logit_bias), model.vocab_size, "logit_bias")
         output_model, output_format = model, None
         if chat:
             found_format = self._format(model)
@@ -513,7 +523,7 @@ def _prompts(body: CompletionBody) -> list[tuple[str | list[int], str]]:
     return [(item, f"prompt[{index}]") for index, item in enumerate(prompt) if not isinstance(item, int)]
 
 
-def _check_vocabulary(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
+def check_vocabulary(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
     """Refuse token ids that the model does not have; the schema has already refused negative ones."""
     if token_ids and max(token_ids) >= vocab_size:
         index, token_id = next((at, value) for at, value in enumerate(token_ids) if value >= vocab_size)

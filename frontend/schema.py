@@ -337,13 +337,18 @@ def refuse(parsed: Any, refusals: Mapping[str, tuple[tuple[object, ...], str]]) 
     """Refuse by name what a body asks for and is not served."""
     for name, (inert, reason) in refusals.items():
         value = getattr(parsed, name)
-        if value is not None and value not in inert:
+        if value is not None and not _asks_for_nothing(value, inert):
             raise unsupported(name, f"{reason} (got {quoted(value)})")
     if parsed.nvext is not None:
         for name, (inert, reason) in REFUSED_NVEXT.items():
             value = getattr(parsed.nvext, name)
-            if value is not None and value not in inert:
+            if value is not None and not _asks_for_nothing(value, inert):
                 raise unsupported(f"nvext.{name}", f"{reason} (got {quoted(value)})")
+
+
+def _asks_for_nothing(value: object, inert: tuple[object, ...]) -> bool:
+    # In Python 0 is False and 1 is True; in JSON they are not.
+    return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in inert)
 
 
 def _explain(error: msgspec.ValidationError, body: bytes) -> RequestError:

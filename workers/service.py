@@ -197,7 +197,7 @@ class WorkerService:
         }
         if ailment:
             state["reason"] = ailment
-        return state
+        return state | self._engine.describe()
 
     def blocks(self, dp_rank: int = 0) -> list[str]:
         """Return what a rank really holds, a line per block and tier, sorted, as the router lists its belief.

@@ -6,8 +6,9 @@ forgetting it. Without ``--api-keys`` there is no gate, and nothing here costs a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -94,7 +95,7 @@ class AccessGate:
             return
         caller: Caller | None = None
         try:
-            caller = Caller(tenants.authenticate(_key(scope), self._clock.wall_ms()))
+            caller = Caller(tenants.authenticate(key_of(scope), self._clock.wall_ms()))
             if needed is PathClass.OPERATOR and not caller.is_operator:
                 raise Refused(
                     403,
@@ -150,7 +151,7 @@ def _header(scope: Scope, wanted: bytes) -> bytes | None:
     return next((value for name, value in scope["headers"] if name == wanted), None)
 
 
-def _key(scope: Scope) -> bytes | None:
+def key_of(scope: Mapping[str, Any]) -> bytes | None:
     """Return the key that a request carries: a bearer token, or ``x-api-key``."""
     found: bytes | None = None
     for name, value in scope["headers"]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 from collections.abc import Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
@@ -15,13 +16,18 @@ import httpx
 import msgspec
 import pytest
 from fastapi import FastAPI
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from frontend.access import key_file
 from frontend.access.cache_salt import cache_salt
-from frontend.access.gate import PathClass, path_class
+from frontend.access.gate import PathClass, key_of, path_class
 from frontend.access.key_file import Key, KeyDocument, KeyFileError, Tenant
+from frontend.access.tenants import Tenants
 from frontend.access.token_bucket import TokenBucket
+from frontend.errors import REFUSAL_STATUSES
+from frontend.media.refusals import STATUS_BY_CODE
 from frontend.metrics import OTHER_TENANTS, TENANT_LABELS_MAX, FrontendMetrics
 from frontend.ports import Refused, ServedModel
 from runtime.http_server import HttpServer
@@ -434,6 +440,50 @@ def test_a_bucket_that_changes_size_remembers_what_was_used() -> None:
     assert bucket.wait_s(551, 0.0) > 0.0
     bucket.resize(10, 0.0)
     assert bucket.wait_s(1, 0.0) == pytest.approx(41 / 10 * 60)
+
+
+# -- the contract is whole ---------------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_refusal_in_the_code_is_in_the_table_and_no_other() -> None:
+    pattern = re.compile(r"""\(\s*(401|403|413|429|503),\s*"(\w+)\"""")
+    raised = {
+        (int(status), code)
+        for package in ("frontend", "router", "global_router", "dispatch")
+        for path in (ROOT / package).rglob("*.py")
+        for status, code in pattern.findall(path.read_text())
+    }
+    raised |= {(status, code) for code, status in STATUS_BY_CODE.items() if status in REFUSAL_STATUSES}
+    page = (ROOT / "docs" / "http_api.md").read_text()
+    table = page[page.index("### Refusals") : page.index("What fails after a stream began")]
+    told = {
+        (int(status), code)
+        for status, codes in re.findall(r"^\| (\d+) \| ([^|]*) \|", table, re.MULTILINE)
+        for code in re.findall(r"`(\w+)`", codes)
+    }
+
+    assert raised == told
+
+
+@given(
+    headers=st.lists(st.tuples(st.sampled_from([b"authorization", b"x-api-key"]), st.binary(max_size=60)), max_size=3)
+)
+def test_no_header_opens_the_door_or_breaks_it(headers: list[tuple[bytes, bytes]]) -> None:
+    with pytest.raises(Refused) as caught:
+        Tenants(document(), 0.0).authenticate(key_of({"headers": headers}), 0.0)
+    assert caught.value.status == 401
+
+
+def test_a_key_is_taken_until_the_moment_it_expires() -> None:
+    moment = datetime(2030, 1, 1, tzinfo=UTC)
+    tenants = Tenants(KeyDocument(1, SECRET, {"a": Tenant(keys=(keyed(KEY, expires=moment),))}), 0.0)
+    wall_ms = moment.timestamp() * 1000
+
+    assert tenants.authenticate(KEY.encode(), wall_ms - 1).name == "a"
+    with pytest.raises(Refused, match="expired at 2030-01-01T00:00:00"):
+        tenants.authenticate(KEY.encode(), wall_ms)
 
 
 # -- no endpoint is open by accident -----------------------------------------------------------------------------------

@@ -83,3 +83,16 @@ def test_an_engine_that_steps_no_more_is_unhealthy_while_it_lives() -> None:
             assert told.engine.ailment == ""
 
     asyncio.run(scenario())
+
+
+def test_health_says_how_reading_goes_and_which_ranks_lack_something() -> None:
+    async def scenario() -> None:
+        async with running_engine(tensor_parallel_size=2, enable_attention_dp=True) as told:
+            await told.finish(make_request("r", range(10), 2))
+            feed: Any = told.engine.describe()["feed"]
+            assert feed["readers"] == {"events": "ok", "statistics": "ok"}
+            assert [(rank["dp_rank"], rank["state"]) for rank in feed["ranks"]] == [(0, "exact"), (1, "exact")]
+        async with running_engine(publish_events_and_metrics=False) as told:
+            assert told.engine.describe() == {}
+
+    asyncio.run(scenario())

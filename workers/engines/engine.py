@@ -63,6 +63,10 @@ class Engine(Protocol):
         """Why it does not do its work though it has not broken; empty = it is well."""
         ...
 
+    def describe(self) -> dict[str, object]:
+        """Return what people should know of this engine and of no other, as JSON values."""
+        ...
+
     async def run(self, deliver: Callable[[EngineReport], None]) -> None:
         """Work until cancelled, handing over one report per step; raises when the engine is broken."""
         ...

@@ -56,6 +56,10 @@ class RealTimeSimulatedEngine:
         """It is always well."""
         return ""
 
+    def describe(self) -> dict[str, object]:
+        """Nothing is special about it."""
+        return {}
+
     def submit(self, request: Generate) -> None:
         """Take a request, or raise ``RefusedError``."""
         self._core.submit(request, self._clock.monotonic_ms())

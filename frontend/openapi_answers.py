@@ -1,0 +1,128 @@
+"""JSON schemas of the answers, for the OpenAPI page; a test holds real answers against them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Schema = dict[str, Any]
+
+
+def _object(required: Mapping[str, Schema], optional: Mapping[str, Schema] | None = None) -> Schema:
+    return {"type": "object", "required": list(required), "properties": {**required, **(optional or {})}}
+
+
+def _list(items: Schema) -> Schema:
+    return {"type": "array", "items": items}
+
+
+def _or_null(schema: Schema) -> Schema:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+_TEXT: Schema = {"type": "string"}
+_INTEGER: Schema = {"type": "integer"}
+_COUNT: Schema = {"type": "integer", "minimum": 0}
+_NUMBER: Schema = {"type": "number"}
+
+_ERROR = _object(
+    {"error": _object({"message": _TEXT, "type": _TEXT, "param": _or_null(_TEXT), "code": _or_null(_TEXT)})}
+)
+_USAGE = _object(
+    {
+        "prompt_tokens": _COUNT,
+        "completion_tokens": _COUNT,
+        "total_tokens": _COUNT,
+        "prompt_tokens_details": _object({"cached_tokens": _COUNT}),
+    }
+)
+_TOKEN = _object({"token": _TEXT, "logprob": _NUMBER, "bytes": _list(_INTEGER)})
+_CHAT_LOGPROBS = _object(
+    {"content": _list({"allOf": [_TOKEN, _object({"top_logprobs": _list(_TOKEN)})]}), "refusal": {"type": "null"}}
+)
+_COMPLETION_LOGPROBS = _object(
+    {
+        "tokens": _list(_TEXT),
+        "token_logprobs": _list(_or_null(_NUMBER)),
+        "top_logprobs": _list(_or_null({"type": "object", "additionalProperties": _NUMBER})),
+        "text_offset": _list(_INTEGER),
+    }
+)
+_TOOL_CALL = _object(
+    {"id": _TEXT, "type": {"const": "function"}, "function": _object({"name": _TEXT, "arguments": _TEXT})}
+)
+_MESSAGE = _object(
+    {"role": {"const": "assistant"}, "content": _or_null(_TEXT), "refusal": {"type": "null"}},
+    {"reasoning_content": _TEXT, "tool_calls": _list(_TOOL_CALL)},
+)
+_CHAT_CHOICE = _object(
+    {
+        "index": _COUNT,
+        "message": _MESSAGE,
+        "logprobs": _or_null(_CHAT_LOGPROBS),
+        "finish_reason": {"enum": ["stop", "length", "tool_calls"]},
+    }
+)
+_COMPLETION_CHOICE = _object(
+    {
+        "index": _COUNT,
+        "text": _TEXT,
+        "logprobs": _or_null(_COMPLETION_LOGPROBS),
+        "finish_reason": {"enum": ["stop", "length"]},
+    }
+)
+
+
+def _answer(kind: str, choice: Schema) -> Schema:
+    return _object(
+        {
+            "id": _TEXT,
+            "object": {"const": kind},
+            "created": _INTEGER,
+            "model": _TEXT,
+            "choices": _list(choice),
+            "usage": _USAGE,
+        }
+    )
+
+
+_ITEM_TEXT = _object({"type": {"enum": ["output_text", "reasoning_text"]}, "text": _TEXT})
+_ITEM = _object(
+    {"id": _TEXT, "type": {"enum": ["message", "reasoning", "function_call"]}, "status": _TEXT},
+    {"content": _list(_ITEM_TEXT), "call_id": _TEXT, "name": _TEXT, "arguments": _TEXT},
+)
+_RESPONSES_USAGE = _object(
+    {
+        "input_tokens": _COUNT,
+        "input_tokens_details": _object({"cached_tokens": _COUNT}),
+        "output_tokens": _COUNT,
+        "output_tokens_details": _object({"reasoning_tokens": _COUNT}),
+        "total_tokens": _COUNT,
+    }
+)
+_RESPONSE = _object(
+    {
+        "id": _TEXT,
+        "object": {"const": "response"},
+        "created_at": _INTEGER,
+        "status": {"enum": ["completed", "incomplete"]},
+        "incomplete_details": _or_null(_object({"reason": _TEXT})),
+        "model": _TEXT,
+        "output": _list(_ITEM),
+        "usage": _RESPONSES_USAGE,
+    }
+)
+_MODEL = _object(
+    {"id": _TEXT, "object": {"const": "model"}, "created": _INTEGER, "owned_by": _TEXT, "max_model_len": _COUNT},
+    {"parent": _TEXT},
+)
+
+ANSWERS: Mapping[str, Schema] = {
+    "Error": _ERROR,
+    "ChatCompletion": _answer("chat.completion", _CHAT_CHOICE),
+    "Completion": _answer("text_completion", _COMPLETION_CHOICE),
+    "Response": _RESPONSE,
+    "Model": _MODEL,
+    "ModelList": _object({"object": {"const": "list"}, "data": _list({"$ref": "#/components/schemas/Model"})}),
+}
+"""By the name of the component."""

@@ -1,0 +1,148 @@
+"""``/tokenize`` and ``/detokenize``: a model's own tokenizer, as its prompts and answers see it.
+
+A chat is tokenized exactly as ``/v1/chat/completions`` would: the token ids are those that a worker would get.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from msgspec import Struct
+
+from frontend.access.gate import caller_of
+from frontend.compression import inflate
+from frontend.errors import RequestError, invalid
+from frontend.preparation import Preparation, check_vocabulary
+from frontend.request_body import check_announced, receive_body
+from frontend.schema import ChatBody, Message, TokenId, parse
+from frontend.settings import FrontendSettings
+from frontend.tokenization import TokenizationPool
+from wire.hashing import unpack_tokens
+
+TOKENIZE_PATH = "/tokenize"
+DETOKENIZE_PATH = "/detokenize"
+
+
+class TokenizeBody(Struct, kw_only=True):
+    """Body of ``/tokenize``: a ``prompt``, or a chat with what shapes its prompt."""
+
+    model: str
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    """Default: true for a prompt, false for a chat, whose template writes them."""
+    return_token_strs: bool | None = None
+    messages: list[Message] | None = None
+    tools: list[dict[str, Any]] | None = None
+    documents: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeBody(Struct, kw_only=True):
+    """Body of ``/detokenize``."""
+
+    model: str
+    tokens: list[TokenId]
+
+
+class Tokenized(Struct):
+    """Answer of ``/tokenize``."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(Struct):
+    """Answer of ``/detokenize``; special tokens are in the text."""
+
+    prompt: str
+
+
+_tokenize_decoder = msgspec.json.Decoder(TokenizeBody)
+_detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
+
+
+def add_tokenizer_endpoints(
+    app: FastAPI, preparation: Preparation, tokenization: TokenizationPool, settings: FrontendSettings
+) -> None:
+    """Add the two endpoints to an application."""
+
+    @app.post(TOKENIZE_PATH, tags=["tokenizer"])
+    async def tokenize(request: Request) -> Response:
+        """Return the token ids of a prompt or a chat."""
+        raw = await _body(request, tokenization, settings)
+        body = parse(_tokenize_decoder, raw)
+        _check_model(request, body.model)
+        return _json(await tokenization.run(len(raw), partial(_tokenized, preparation, body)))
+
+    @app.post(DETOKENIZE_PATH, tags=["tokenizer"])
+    async def detokenize(request: Request) -> Response:
+        """Return the text of token ids."""
+        raw = await _body(request, tokenization, settings)
+        body = parse(_detokenize_decoder, raw)
+        _check_model(request, body.model)
+        return _json(await tokenization.run(len(raw), partial(_detokenized, preparation, body)))
+
+
+def _tokenized(preparation: Preparation, body: TokenizeBody) -> Tokenized:
+    if (body.prompt is None) == (body.messages is None):
+        raise invalid("prompt", "prompt and messages: allowed is one of them", "missing_required_parameter")
+    served, model = preparation.found(body.model)
+    if body.messages is None:
+        packed = model.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
+    else:
+        if not body.messages:
+            raise invalid("messages", "messages is []: allowed is a list of at least one message")
+        chat = ChatBody(
+            model=body.model,
+            messages=body.messages,
+            tools=body.tools,
+            documents=body.documents,
+            add_special_tokens=body.add_special_tokens,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            reasoning_effort=body.reasoning_effort,
+            chat_template_kwargs=body.chat_template_kwargs,
+        )
+        (prompt,) = preparation.chat_job(chat).tokenize()
+        packed = prompt.token_ids
+    tokens = list(unpack_tokens(packed))
+    texts = (
+        [model.token_bytes(token).decode("utf-8", "replace") for token in tokens] if body.return_token_strs else None
+    )
+    limit = min(served.max_sequence_length, model.max_position_embeddings)
+    return Tokenized(len(tokens), limit, tokens, texts)
+
+
+def _detokenized(preparation: Preparation, body: DetokenizeBody) -> Detokenized:
+    _, model = preparation.found(body.model)
+    check_vocabulary(body.tokens, model.vocab_size, "tokens")
+    return Detokenized(model.tokenizer.decode(body.tokens, skip_special_tokens=False))
+
+
+async def _body(request: Request, tokenization: TokenizationPool, settings: FrontendSettings) -> bytes:
+    headers = request.headers
+    limit = settings.max_body_bytes
+    check_announced(headers.get("content-type", "").encode(), headers.get("content-length", "").encode(), limit)
+    raw = await receive_body(request.receive, limit)
+    if raw is None:
+        raise RequestError(400, "client_left", "reading the request body: the client left before it was complete")
+    encoding = headers.get("content-encoding", "").strip().lower()
+    return await tokenization.run(len(raw), partial(inflate, raw, encoding, limit)) if encoding else raw
+
+
+def _check_model(request: Request, model: str) -> None:
+    caller = caller_of(request.scope)
+    if caller is not None:
+        caller.check_model(model)
+
+
+def _json(answer: Struct) -> Response:
+    return Response(msgspec.json.encode(answer), media_type="application/json")

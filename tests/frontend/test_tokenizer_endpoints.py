@@ -1,0 +1,75 @@
+"""What ``/tokenize`` says is what a worker gets."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.frontend.fake_backend import TINY, FakeBackend
+from tests.frontend.server import application, in_process
+from wire.hashing import unpack_tokens
+
+HI = [{"role": "user", "content": "hällo 😀"}]
+
+
+def post(path: str, *, raw: bytes | None = None, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
+    async def go() -> httpx.Response:
+        async with in_process(application(FakeBackend(), max_body_bytes=10_000)) as client:
+            content = raw if raw is not None else json.dumps({"model": "tiny", **body}).encode()
+            return await client.post(
+                path, content=content, headers={"content-type": "application/json", **(headers or {})}
+            )
+
+    return asyncio.run(go())
+
+
+def test_a_prompt_becomes_its_token_ids_and_back() -> None:
+    answer = post("/tokenize", prompt="hällo 😀", return_token_strs=True).json()
+    assert answer["tokens"] == list(unpack_tokens(TINY.encode("hällo 😀", add_special_tokens=True)))
+    assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
+    assert answer["max_model_len"] == 262_144
+    assert post("/detokenize", tokens=answer["tokens"]).json() == {"prompt": "hällo 😀"}
+
+
+def test_a_chat_becomes_what_the_worker_gets() -> None:
+    async def go() -> tuple[list[int], list[int]]:
+        backend = FakeBackend()
+        async with in_process(application(backend)) as client:
+            body = {"model": "tiny", "messages": HI, "tools": [{"type": "function", "function": {"name": "f"}}]}
+            await client.post("/v1/chat/completions", json=body)
+            answer = await client.post("/tokenize", json=body)
+        return list(unpack_tokens(backend.requests[0].token_ids)), answer.json()["tokens"]
+
+    dispatched, told = asyncio.run(go())
+    assert told == dispatched
+    assert "<|im_start|>user" in post("/detokenize", tokens=told).json()["prompt"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/tokenize", {}, 400, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": HI}, 400, "prompt"),
+        ("/tokenize", {"messages": []}, 400, "messages"),
+        ("/tokenize", {"prompt": "a", "model": "other"}, 404, "model"),
+        ("/tokenize", {"prompt": 3}, 400, "prompt"),
+        ("/detokenize", {"tokens": [999_999]}, 400, "tokens[0]"),
+        ("/detokenize", {}, 400, "tokens"),
+        ("/tokenize", {"prompt": "a" * 20_000}, 413, None),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(path: str, body: dict[str, Any], status: int, param: str | None) -> None:
+    answer = post(path, **body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
+
+
+def test_bodies_are_read_as_those_of_the_inference_endpoints() -> None:
+    raw = json.dumps({"model": "tiny", "prompt": "hi"}).encode()
+    assert post("/tokenize", raw=gzip.compress(raw), headers={"content-encoding": "gzip"}).status_code == 200
+    assert post("/tokenize", raw=raw, headers={"content-type": "text/plain"}).status_code == 415
+    assert post("/tokenize", raw=b"{").json()["error"]["code"] == "invalid_json"
