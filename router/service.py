@@ -5,7 +5,7 @@ Rules
        one go.
     2. A request is in exactly one place: waiting in ``AdmissionQueue``, or on one worker. It ends exactly once.
     3. A worker that is lost, refuses, or breaks its stream costs the client nothing while another worker can go on: the
-       request moves with prompt + output so far, at most ``migration_limit`` times.
+       request moves with prompt + output so far, at most ``migration_limit`` times. Workers that failed it come last.
     4. What an ended request still has on a worker is cancelled there; output for unknown requests is answered by a
        cancel too, so no worker computes for nobody.
 """
@@ -448,6 +448,7 @@ class RouterService:
         if not active.path and block_size:
             active.path = self._path(request)
         leg = self._next_leg(active, block_size)
+        forgiven = False
         while True:
             routing = _routing(active, block_size, leg)
             unavailable = {**self._unreachable, **active.tried} if active.tried else self._unreachable
@@ -462,6 +463,12 @@ class RouterService:
                     continue
                 if none.only_busy or UNREACHABLE in none.reasons.values():
                     return False
+                if active.tried and not forgiven:
+                    # Who failed it once comes last, not never: it may have been another's fault (a prefill worker that
+                    # died before its KV moved), or be a new life by now. The migration limit ends what does not end.
+                    forgiven = True
+                    active.tried.clear()
+                    continue
                 raise
             link = self._links[self._endpoint_of[decision.worker]]
             reason = decision.reason if leg.stage is Stage.WHOLE else f"{leg.stage.name.lower()}-{decision.reason}"
