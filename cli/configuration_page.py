@@ -24,7 +24,7 @@ from router.consolidator.settings import ConsolidatorProcessSettings, Consolidat
 from router.settings import RouterSettings
 from runtime.security import SecuritySettings
 from runtime.settings import Settings
-from simulation.settings import SimulationSettings
+from simulation.settings import EngineSettings, SimulationSettings, TuneSettings, WhatIfSettings
 from workers.settings import EngineChoice, TrtllmWorkerSettings, WorkerProcessSettings, WorkerSettings
 from workers.trtllm.settings import TrtllmSettings
 
@@ -98,6 +98,15 @@ SECTIONS = (
     ),
     Section("Load generator", "bench", (BenchSettings,), "What the modes mean: [bench.md](bench.md)."),
     Section("Simulator", "simulate", (SimulationSettings,), "What it prints: [simulate.md](simulate.md)."),
+    Section(
+        "Recorded traffic under other settings",
+        "what-if",
+        (EngineSettings, WhatIfSettings),
+        "How it works: [what_if.md](what_if.md).",
+    ),
+    Section(
+        "Search for weights", "tune", (EngineSettings, TuneSettings), "How it works: [what_if.md](what_if.md#tune)."
+    ),
 )
 
 HEAD = """\
@@ -106,7 +115,8 @@ HEAD = """\
 <!-- Generated: python -m cli.configuration_page > docs/configuration.md -->
 
 Every setting is declared once and has an option and an environment variable. The command line wins over the
-environment, the environment over the default. A value out of range ends the command with exit status 2 and a line that
+environment, the environment over the default; `poolgrid router` also takes `--settings-file` (TOML, settings by name),
+which wins over the default alone. A value out of range ends the command with exit status 2 and a line that
 names the option. `poolgrid COMMAND --help` prints the same tables. A variable is the same for every command that has
 the setting, so set `POOLGRID_HOST` for one process, not for a machine.
 

@@ -46,6 +46,7 @@ from router.consolidator.journal.record_rows import (
 from router.consolidator.journal.stored_records import StoredRecord, TornTail, stored_records
 from router.consolidator.settings import ConsolidatorSettings
 from router.decision_journal.reader import ReadRemarks, decision_directories, stored_entries
+from simulation.variant_plot import PlottingUnavailable
 from wire.identifiers import Tier
 
 app = typer.Typer(help="List, print, check, shrink and export the journal of a pool.", no_args_is_help=True)
@@ -67,26 +68,26 @@ class UsageError(ValueError):
 
 
 @contextmanager
-def journal_errors() -> Iterator[None]:
+def journal_errors(what: str = "reading a journal") -> Iterator[None]:
     """Turn what can go wrong with a journal into a line on standard error and an exit status."""
     try:
         yield
     except JournalCorrupt as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
-    except (NotKept, ParquetUnavailable) as error:
+    except (NotKept, ParquetUnavailable, PlottingUnavailable) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
     except (UsageError, NotADirectoryError) as error:
         text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
-        typer.echo(f"reading a journal: {text}", err=True)
+        typer.echo(f"{what}: {text}", err=True)
         raise typer.Exit(2) from None
     except BrokenPipeError:
         # Whoever read our rows has seen enough; nothing more can be written, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(0) from None
     except OSError as error:
-        typer.echo(f"reading a journal: {error}", err=True)
+        typer.echo(f"{what}: {error}", err=True)
         raise typer.Exit(1) from None
 
 

@@ -22,7 +22,7 @@ from loadgen.settings import BenchSettings
 from router.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
 from router.settings import RouterSettings
 from runtime.process_group import GroupPlace
-from simulation.settings import SimulationSettings
+from simulation.settings import SimulationSettings, TuneSettings, WhatIfSettings
 from workers.settings import EngineChoice, TrtllmWorkerSettings, WorkerSettings
 
 app = typer.Typer(
@@ -52,7 +52,7 @@ def up(settings: UpSettings) -> None:
 
 
 @app.command()
-@with_settings(RouterSettings, FrontendSettings, ConsolidatorSettings)
+@with_settings(RouterSettings, FrontendSettings, ConsolidatorSettings, from_file=True)
 def router(
     settings: RouterSettings,
     frontend: FrontendSettings,
@@ -173,6 +173,30 @@ def replay(
     from cli.replay import replay as run_replay
 
     raise typer.Exit(run_replay(directory, decisions, strict, as_json))
+
+
+@app.command("what-if")
+@with_settings(WhatIfSettings, renamed={"json_out": "--json"})
+def what_if(
+    settings: WhatIfSettings,
+    directory: Annotated[Path, typer.Argument(help="Directory of the pool's journal, with decisions (a data_dir).")],
+) -> None:
+    """Play recorded traffic on simulated engines under the recorded settings and under others, and compare."""
+    from cli.what_if import what_if as run_what_if
+
+    raise typer.Exit(run_what_if(directory, settings))
+
+
+@app.command()
+@with_settings(TuneSettings, renamed={"json_out": "--json", "config_out": "--config"})
+def tune(
+    settings: TuneSettings,
+    source: Annotated[Path, typer.Argument(help="A data_dir with recorded decisions, or a Mooncake-format trace.")],
+) -> None:
+    """Search cost weights for an objective, and justify them on traffic that the search did not see."""
+    from cli.tune import tune as run_tune
+
+    raise typer.Exit(run_tune(source, settings))
 
 
 @app.command()

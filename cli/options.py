@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import tomllib
 import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,6 +23,9 @@ from runtime.settings import Settings
 
 S = TypeVar("S", bound=Settings)
 ENVIRONMENT_PREFIX = "POOLGRID_"
+
+SETTINGS_FILE = "settings_file"
+"""Names the option that reads settings from a file."""
 
 
 def option_name(field: str, renamed: Mapping[str, str]) -> str:
@@ -56,12 +60,14 @@ def with_settings(
     *models: type[Settings],
     renamed: Mapping[str, str] | None = None,
     hidden: tuple[str, ...] = (),
+    from_file: bool = False,
     defaults: Mapping[str, Any] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a command one option per field of ``models``; it is called with one instance of each, in order.
 
     A field that several models share is one option for all of them. ``hidden`` fields have no option and keep their
-    default; ``defaults`` replaces defaults for this command.
+    default; ``defaults`` replaces defaults for this command. With ``from_file`` there is ``--settings-file`` too: TOML
+    with settings by name, which the environment and the command line override.
     """
     names = renamed or {}
     own_defaults = defaults or {}
@@ -76,10 +82,12 @@ def with_settings(
         own = list(inspect.signature(command, eval_str=True).parameters.values())[len(models) :]
 
         def run(**values: Any) -> Any:
+            file = values.pop(SETTINGS_FILE, None)
+            of_file = {} if file is None else _read_settings(file, fields)
             given = {
                 name: value for name, value in values.items() if name in fields and value is not None and value != []
             }
-            instances = [_build(model, {**own_defaults, **given}, names) for model in models]
+            instances = [_build(model, {**own_defaults, **of_file, **given}, names) for model in models]
             rest = {name: value for name, value in values.items() if name not in fields}
             return command(*instances, **rest)
 
@@ -87,6 +95,8 @@ def with_settings(
         for name, field in fields.items():
             default = own_defaults.get(name, field.get_default(call_default_factory=True))
             parameters.append(_parameter(name, field, default, names))
+        if from_file:
+            parameters.append(_file_parameter())
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         run.__doc__ = command.__doc__
@@ -94,6 +104,37 @@ def with_settings(
         return run
 
     return decorate
+
+
+def _file_parameter() -> inspect.Parameter:
+    annotation: Any = Annotated[  # built at run time
+        Path | None,
+        typer.Option(
+            option_name(SETTINGS_FILE, {}),
+            help="TOML file with settings by name (queue_weight = 0.3); the environment and options override it.",
+            envvar=environment_name(SETTINGS_FILE),
+            show_envvar=False,
+        ),
+    ]
+    return inspect.Parameter(SETTINGS_FILE, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _read_settings(path: Path, fields: Mapping[str, FieldInfo]) -> dict[str, Any]:
+    """Return the settings of a file; ends the command with status 2 when it cannot be used."""
+    where = f"--settings-file {path}"
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        fault = f"cannot be read: {error.strerror or error}"
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        fault = f"is not TOML: {error}"
+    else:
+        unknown = sorted(set(found) - set(fields))
+        if not unknown:
+            return found
+        fault = f"{unknown[0]!r} is no setting of this command"
+    typer.echo(f"{where}: {fault}; nothing was started", err=True)
+    raise typer.Exit(2)
 
 
 def with_chosen_settings(

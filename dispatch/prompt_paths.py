@@ -13,7 +13,7 @@ So turn n of a conversation costs the hashes of its new text. No clock, no lock:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from wire.hashing import TOKEN_BYTES, block_hashes, sequence_hashes
 
@@ -55,10 +55,20 @@ class PromptPaths:
         objects are computed anew.
         """
         stretch_bytes = STRETCH_BLOCKS * block_size * TOKEN_BYTES
-        if multimodal_hashes or len(token_ids) < stretch_bytes or self._budget <= 0:
+        if multimodal_hashes or len(token_ids) < stretch_bytes:
             return sequence_hashes(block_hashes(token_ids, block_size, seed, multimodal_hashes))
-        known = self._known
         path: list[int] = []
+        for _ in self.grow(path, token_ids, block_size, seed):
+            pass
+        return path
+
+    def grow(self, path: list[int], token_ids: bytes, block_size: int, seed: int) -> Iterator[None]:
+        """Append the path of a prompt to ``path``, a stretch between two yields (up to 20 µs): others may go between.
+
+        What is asked for meanwhile changes nothing of it.
+        """
+        stretch_bytes = STRETCH_BLOCKS * block_size * TOKEN_BYTES
+        known = self._known
         parent: int | None = None
         whole = len(token_ids) - len(token_ids) % stretch_bytes
         for at in range(0, whole, stretch_bytes):
@@ -73,11 +83,13 @@ class PromptPaths:
                 self.reused_blocks += STRETCH_BLOCKS
             path += hashes
             parent = hashes[-1]
+            yield
         if len(token_ids) - whole >= block_size * TOKEN_BYTES:
             path += sequence_hashes(block_hashes(memoryview(token_ids)[whole:], block_size, seed), parent)
-        return path
 
     def _keep(self, key: _Key, hashes: list[int]) -> None:
+        if key in self._known or _size(key) > self._budget:
+            return
         self._known[key] = hashes
         self.used_bytes += _size(key)
         while self.used_bytes > self._budget:

@@ -241,6 +241,16 @@ class ActiveRequest:
                 return False
         elif delta.finish_reason == ENCODED:
             return False
+        if (
+            delta.finish_reason is None
+            and delta.cached_tokens is None
+            and delta.logprobs is None
+            and delta.prompt_logprobs is None
+            and tokens
+            and not dispatch.repeated
+        ):
+            self._append(dispatch, tokens)
+            return True
         logprobs = delta.logprobs
         # Once: a later worker's prompt has the output so far in it.
         of_prompt = None if self._cached_tokens is not None or self.output else delta.prompt_logprobs
@@ -266,6 +276,16 @@ class ActiveRequest:
         elif tokens or cached is not None:
             self._deliver(StreamDelta(tokens, None, cached, logprobs, None, of_prompt))
         return True
+
+    def _append(self, dispatch: Dispatch, tokens: bytes) -> None:
+        """Take tokens and nothing else: what nearly every delta is. They join what the client has not fetched yet."""
+        dispatch.position += len(tokens) // 4
+        self.output += tokens
+        waiting = self._deltas
+        if waiting and waiting[-1].logprobs is None and waiting[-1].finish_reason is None:
+            waiting[-1].token_ids += tokens
+        else:
+            self._deliver(StreamDelta(tokens))
 
     def finish(self, delta: StreamDelta) -> None:
         """Deliver the last delta."""

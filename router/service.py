@@ -5,7 +5,7 @@ Rules
        one go.
     2. A request is in exactly one place: waiting in ``AdmissionQueue``, or on one worker. It ends exactly once.
     3. A worker that is lost, refuses, or breaks its stream costs the client nothing while another worker can go on: the
-       request moves with prompt + output so far, at most ``migration_limit`` times.
+       request moves with prompt + output so far, at most ``migration_limit`` times. Workers that failed it come last.
     4. What an ended request still has on a worker is cancelled there; output for unknown requests is answered by a
        cancel too, so no worker computes for nobody.
 """
@@ -49,6 +49,7 @@ from router.settings import RouterSettings
 from runtime.clock import Clock
 from wire.events import JournalRecord, RequestStarted
 from wire.feed import BlockChain, WorkerState
+from wire.hashing import hash_seed
 from wire.identifiers import Stage, WorkerKey
 from wire.requests import TokenBatch
 
@@ -59,6 +60,12 @@ PROMPT_ROLES = tuple(dict.fromkeys((*WHOLE_ROLES, *PREFILL_ROLES)))
 
 UNREACHABLE = "unreachable"
 """Filter reason of a worker that the pool knows and this router cannot talk to."""
+
+LONG_PROMPT_BYTES = 8192 * 4
+"""Token bytes of a prompt that is hashed in one go: 8,192 tokens are a quarter of a millisecond."""
+
+STRETCHES_PER_TURN = 8
+"""Stretches of a long prompt that are hashed before others have their turn: about 0.15 ms."""
 
 HOUSEKEEPING_FRACTION = 4
 """Links are checked and reservations expired four times per worker timeout."""
@@ -248,7 +255,10 @@ class RouterService:
         if request.request_id in self._active:
             raise self._refusal(409, "duplicate_request", f"request {request.request_id!r} is already being served")
         started = perf_counter()
-        path = self._path(request)
+        if len(request.token_ids) <= LONG_PROMPT_BYTES or request.multimodal is not None:
+            path = self._path(request)
+        else:
+            path = await self._long_path(request)
         self._metrics.hash_seconds.observe(perf_counter() - started)
         active = ActiveRequest(request, path, self._on_client_cancel)
         try:
@@ -265,6 +275,17 @@ class RouterService:
         if block_size == 0:
             return []
         return prompt_path(request, block_size, self.paths)
+
+    async def _long_path(self, request: InferenceRequest) -> list[int]:
+        """Return the same for a long prompt of text, letting others have their turn meanwhile."""
+        block_size = self._block_size(request.model)
+        path: list[int] = []
+        if block_size:
+            seed = hash_seed(request.lora_name, request.cache_salt)
+            for number, _ in enumerate(self.paths.grow(path, request.token_ids, block_size, seed)):
+                if number % STRETCHES_PER_TURN == STRETCHES_PER_TURN - 1:
+                    await asyncio.sleep(0)
+        return path
 
     def _block_size(self, model: str) -> int:
         workers = self.projection.fleet.models().get(model)
@@ -427,6 +448,7 @@ class RouterService:
         if not active.path and block_size:
             active.path = self._path(request)
         leg = self._next_leg(active, block_size)
+        forgiven = False
         while True:
             routing = _routing(active, block_size, leg)
             unavailable = {**self._unreachable, **active.tried} if active.tried else self._unreachable
@@ -441,6 +463,12 @@ class RouterService:
                     continue
                 if none.only_busy or UNREACHABLE in none.reasons.values():
                     return False
+                if active.tried and not forgiven:
+                    # Who failed it once comes last, not never: it may have been another's fault (a prefill worker that
+                    # died before its KV moved), or be a new life by now. The migration limit ends what does not end.
+                    forgiven = True
+                    active.tried.clear()
+                    continue
                 raise
             link = self._links[self._endpoint_of[decision.worker]]
             reason = decision.reason if leg.stage is Stage.WHOLE else f"{leg.stage.name.lower()}-{decision.reason}"
@@ -482,7 +510,9 @@ class RouterService:
                     self._metrics.stream_faults.labels("unknown_request").inc()
                     link.cancel(delta.request_id)
                 continue
-            dispatch = active.dispatch_of(delta.request_id)
+            dispatch = active.current
+            if dispatch is None or dispatch.id != delta.request_id:
+                dispatch = active.dispatch_of(delta.request_id)
             if dispatch is None or active.is_spent(dispatch):
                 continue  # the end of a leg that has given what it had to the next
             if delta.finish_reason == "error" and delta.retryable:

@@ -15,6 +15,11 @@ import zmq
 
 log = logging.getLogger(__name__)
 
+# As plain integers: combining the library's flags costs more than asking for them.
+_EVENTS = int(zmq.EVENTS)
+_POLLIN = int(zmq.POLLIN)
+_NOBLOCK = int(zmq.NOBLOCK)
+
 MESSAGES_PER_WAKEUP_MAX = 256
 """Messages handled before the loop gets its turn again; the rest follow in the next turn."""
 
@@ -35,7 +40,7 @@ class CallbackSocket:
         """Send without waiting; return False when the high-water mark is reached and nothing was sent."""
         try:
             if len(frames) == 1:
-                self.socket.send(frames[0], zmq.NOBLOCK)
+                self.socket.send(frames[0], _NOBLOCK)
             else:
                 self.socket.send_multipart(frames, zmq.NOBLOCK, copy=True)
         except zmq.Again:
@@ -66,9 +71,9 @@ class CallbackSocket:
                 return
             try:
                 # Asking costs less than the exception of an empty queue, which most looks would end with.
-                if not self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[arg-type,operator]
+                if not self.socket.getsockopt(_EVENTS) & _POLLIN:  # type: ignore[operator]
                     return
-                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+                frames = self.socket.recv_multipart(_NOBLOCK)
             except zmq.Again:
                 return
             except zmq.ZMQError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
@@ -51,3 +52,59 @@ class SimulationSettings(Settings):
         None, description="JSON table of measured step times, instead of the published polynomials."
     )
     json_out: Path | None = Field(None, description="Also write the figures to this file, as JSON.")
+
+
+class EngineSettings(Settings):
+    """The simulated engines that recorded traffic is played on."""
+
+    workers: int | None = Field(
+        None, ge=1, le=4096, description="Simulated workers; by default as many as were recorded, or 8 for a trace."
+    )
+    speed: float = Field(1.0, gt=0, le=10_000, description="How many times faster than recorded requests arrive.")
+    engine_speedup: float = Field(
+        1.0, gt=0, le=1e6, description="How many times faster than the published step times the engines are."
+    )
+    timing_table: Path | None = Field(
+        None, description="JSON table of measured step times, instead of the published polynomials."
+    )
+    blocks_per_worker: int | None = Field(
+        None, ge=1, description="KV blocks of each worker; by default as recorded, or enough for everything of a trace."
+    )
+    requests: int | None = Field(None, ge=1, description="Only the first N requests.")
+
+
+class WhatIfSettings(EngineSettings):
+    """Other settings of the router to try on recorded traffic; several values, separated by commas, make variants."""
+
+    policy: str | None = Field(None, description="Policies; by default the recorded one.")
+    overlap_weight: str | None = Field(
+        None, description="Credit for reusable blocks, as a multiple of the recorded one; 0 ignores caches."
+    )
+    prefill_weight: str | None = Field(None, description="Cost of one block that must be computed.")
+    queue_weight: str | None = Field(None, description="How much queued prompt tokens count.")
+    decode_weight: str | None = Field(None, description="Cost of one block of active requests.")
+    temperature: str | None = Field(None, description="Above 0, workers are sampled by cost.")
+    json_out: Path | None = Field(None, description="Also write the figures to this file, as JSON.")
+    plot: Path | None = Field(
+        None, description="Also draw them: .html needs nothing, .png the extra `plots` (matplotlib)."
+    )
+
+
+class TuneSettings(EngineSettings):
+    """A search for cost weights."""
+
+    objective: Literal["ttft-p99", "goodput"] = Field(
+        "ttft-p99", description="What to make better: the 99th percentile of TTFT, or requests within both targets."
+    )
+    ttft_target_ms: float = Field(1000.0, gt=0, description="TTFT that a request of the goodput must not exceed.")
+    itl_target_ms: float = Field(50.0, gt=0, description="Mean ITL that a request of the goodput must not exceed.")
+    trials: int = Field(40, ge=2, le=100_000, description="Simulations of the search part.")
+    seed: int = Field(0, ge=0, description="Seed of the search: the same one finds the same weights.")
+    search_share: float = Field(
+        0.6, gt=0.05, lt=0.95, description="Share of the requests, the earliest, to search on; the rest is held back."
+    )
+    block_size: int = Field(64, ge=1, le=65_536, description="Tokens in a KV block, of a trace.")
+    json_out: Path | None = Field(None, description="Also write the figures to this file, as JSON.")
+    config_out: Path | None = Field(
+        None, description="Write the weights to this file, for poolgrid router --settings-file."
+    )

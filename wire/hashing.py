@@ -12,6 +12,8 @@ Only whole blocks are hashed; a trailing partial block gives nothing. Source: Dy
 from __future__ import annotations
 
 import struct
+import sys
+from array import array
 from collections.abc import Mapping, Sequence
 
 from xxhash import xxh3_64_intdigest
@@ -22,6 +24,8 @@ HASH_SPEC = "xxh3-64/1337"
 
 TOKEN_BYTES = 4
 _U64 = 2**64
+_LONG_TOKENS = 256
+_NATIVE_U32 = sys.byteorder == "little" and array("I").itemsize == TOKEN_BYTES
 _pair = struct.Struct("<QQ")
 _unpackers = {8 * count: struct.Struct(f"<{count}Q").unpack for count in range(513)}
 """Ready-made for the chain lengths of one engine step; making the format costs as much as unpacking ten hashes."""
@@ -92,6 +96,9 @@ def unpack_hashes(packed: bytes) -> tuple[int, ...]:
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
     """Pack token ids for the wire: u32 little-endian, 4 bytes each."""
+    if len(token_ids) >= _LONG_TOKENS and _NATIVE_U32:
+        # No argument per token, and half the time; out of range raises OverflowError here, struct.error below.
+        return array("I", token_ids).tobytes()
     return struct.pack(f"<{len(token_ids)}I", *token_ids)
 
 

@@ -61,6 +61,8 @@ class _Group:
     max_sequence_length: np.ndarray[tuple[int], np.dtype[np.int64]]
     filtered: dict[WorkerKey, str]
     media_kinds: tuple[frozenset[str], ...]
+    last_slot: int
+    """The highest of ``slots``, 0 without any."""
 
 
 class Selector:
@@ -116,7 +118,7 @@ class Selector:
         group = self._group(request.model, roles)
         projection = self._projection
         untrusted = projection.trust.untrusted if self._approximate is None else {}
-        projection.ledger.ensure_slot(int(group.slots.max(initial=0)))
+        projection.ledger.ensure_slot(group.last_slot)
         if self._approximate is not None:
             self._approximate.expire(now_ms)
         filtered = dict(group.filtered)
@@ -163,14 +165,16 @@ class Selector:
         self, model: str, roles: tuple[Role, ...], unavailable: Mapping[WorkerKey, str] | None = None
     ) -> bool:
         """Tell whether any worker of these roles takes requests."""
-        missing = unavailable or {}
-        return any(worker not in missing for worker in self._group(model, roles).workers)
+        workers = self._group(model, roles).workers
+        if not unavailable:
+            return bool(workers)
+        return any(worker not in unavailable for worker in workers)
 
     def room(self, model: str, roles: tuple[Role, ...], missing: Mapping[WorkerKey, str]) -> tuple[int, int, int]:
         """Return the workers of these roles that take requests, the requests on them, and how many they are given."""
         group = self._group(model, roles)
         ledger = self._projection.ledger
-        ledger.ensure_slot(int(group.slots.max(initial=0)))
+        ledger.ensure_slot(group.last_slot)
         rows = [row for row, worker in enumerate(group.workers) if worker not in missing]
         slots = group.slots[rows]
         return len(rows), int(ledger.requests[slots].sum()), int(group.limits[rows].sum())
@@ -312,4 +316,5 @@ class Selector:
             np.array([worker.card.limits.max_sequence_length for worker in taken], np.int64),
             {worker.key: "draining" for worker in serving if worker.draining},
             tuple(frozenset(worker.card.media.kinds) for worker in taken),
+            int(slots.max(initial=0)),
         )

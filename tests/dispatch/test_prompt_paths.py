@@ -50,3 +50,14 @@ def test_objects_in_a_prompt_are_part_of_its_path() -> None:
     assert paths.path(token_ids, 4, 1337, objects) == sequence_hashes(block_hashes(token_ids, 4, 1337, objects))
     assert paths.path(token_ids, 4, 1337, objects)[3:] != without[3:]
     assert paths.path(token_ids, 4, 1337) == without
+
+
+def test_a_path_that_grows_while_others_are_asked_for_is_the_same() -> None:
+    paths = PromptPaths(8000)
+    token_ids = pack_tokens(range(STRETCH_BLOCKS * 4 * 5 + 9))
+    growing: list[int] = []
+    for number, _ in enumerate(paths.grow(growing, token_ids, 4, 1337)):
+        other = pack_tokens(range(number, number + STRETCH_BLOCKS * 8))
+        assert paths.path(other, 4, 1337) == plain(other, 4, 1337)
+        assert paths.path(token_ids, 4, 1337) == plain(token_ids, 4, 1337)
+    assert growing == plain(token_ids, 4, 1337)

@@ -178,6 +178,14 @@ class SimulatedSocket:
         assert option == zmq.LAST_ENDPOINT
         return self.endpoint
 
+    def getsockopt(self, option: int) -> int:
+        """Return what can be done now; asking when there is nothing to read makes the descriptor signal again."""
+        assert option == zmq.EVENTS
+        if self.inbox:
+            return int(zmq.POLLIN)
+        self._signalled = False
+        return 0
+
     def fileno(self) -> int:
         """Return the descriptor that signals."""
         return self.FD
@@ -216,6 +224,10 @@ class SimulatedSocket:
             monitor.arrive(None, [struct.pack("=hi", event, 0), self.endpoint.encode()])
 
     # -- messages ------------------------------------------------------------------------------------------------------
+
+    def send(self, frame: bytes, flags: int = 0) -> None:
+        """Send a message of one frame."""
+        self.send_multipart([frame], flags)
 
     def send_multipart(self, frames: Sequence[bytes], flags: int = 0, copy: bool = True) -> None:
         """Send, or raise what ZMQ raises."""
@@ -425,7 +437,8 @@ class Pipe:
     def _end(self) -> None:
         self.up = False
         self.network.pipes.pop(self.number, None)
-        self.network.trace.note(self.network.loop.time(), "disconnect", f"{self}")
+        if not self.network.loop.is_closed():
+            self.network.trace.note(self.network.loop.time(), "disconnect", f"{self}")
 
     def _server_notices(self) -> None:
         self.server.peers.pop(self.identity, None)

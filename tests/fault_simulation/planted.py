@@ -1,8 +1,7 @@
 """Bugs of our own making, to see whether the simulation finds them: the test of the test.
 
-Each replaces one method of a core or shell while it is planted; nothing of this is reachable from the product. Three
-were real: the simulation found them before they were planted here (``a-segment-closes-unsynced``,
-``zeros-are-corruption``, ``questions-pile-up``).
+Each replaces one method of a core or shell while it is planted; nothing of this is reachable from the product. Those
+that are ``real`` were here before: the simulation found them, they were mended, and are planted again to stay found.
 """
 
 from __future__ import annotations
@@ -35,6 +34,7 @@ class Planted:
     owner: Any
     method: str
     broken: Callable[..., Any]
+    real: bool = False
 
 
 def _skip_the_hole(self: FeedReader, now_ms: float) -> list[Any]:
@@ -142,7 +142,7 @@ PLANTED: dict[str, Planted] = {
         _leave_the_rest_of_a_failed_write,
     ),
     "a-reservation-never-expires": Planted(
-        "predictions that no worker confirms count for ever", "everything", LoadLedger, "expire", _never_expire
+        "predictions that no worker confirms count for ever", "pools", LoadLedger, "expire", _never_expire
     ),
     "a-dead-worker-keeps-its-blocks": Planted(
         "the index does not forget a worker that left", "crashes", PrefixIndex, "drop", _keep_the_dead
@@ -155,7 +155,12 @@ PLANTED: dict[str, Planted] = {
         _accept_any_position,
     ),
     "a-segment-closes-unsynced": Planted(
-        "the next segment begins before the last one is durable", "disk", FileJournal, "_close_segment", _close_unsynced
+        "the next segment begins before the last one is durable",
+        "disk",
+        FileJournal,
+        "_close_segment",
+        _close_unsynced,
+        True,
     ),
     "zeros-are-corruption": Planted(
         "a segment of which nothing was durable stops the journal from opening",
@@ -163,6 +168,7 @@ PLANTED: dict[str, Planted] = {
         files,
         "is_all_zeros",
         _zeros_are_not_nothing,
+        True,
     ),
     "questions-pile-up": Planted(
         "questions to a pool that were given up are kept for ever",
@@ -170,6 +176,7 @@ PLANTED: dict[str, Planted] = {
         PoolConnection,
         "_forget_given_up",
         _keep_every_question,
+        True,
     ),
 }
 

@@ -60,6 +60,7 @@ from workers.simulated.next_token import Vocabulary
 from workers.simulated.timing import PolynomialTiming, ScaledTiming
 
 LEASE_MS = 1000
+STALE_AFTER_MS = 500
 PEER_LEASE_MS = 2000.0
 DRAIN_TIMEOUT_MS = 500.0
 KEPT_TRANSFERS_MAX = 6
@@ -171,9 +172,11 @@ class Store:
                 "feed_port": world.port(),
                 "query_port": world.port(),
                 "lease_ms": LEASE_MS,
+                "stale_after_ms": STALE_AFTER_MS,
                 "snapshot_every_records": world.scenario.snapshot_every_records,
                 "fsync": plan.fsync,
                 "append_retry_ms": 100,
+                "fsync_interval_ms": 400,
                 "keepalive_ms": 300,
                 "blocks_per_worker_max": BLOCKS_PER_WORKER_MAX,
             }

@@ -25,7 +25,10 @@ from tests.fault_simulation.processes import (
 )
 from tests.fault_simulation.watcher import Watcher
 from wire.hashing import unpack_hashes
-from wire.identifiers import Tier, WorkerId, WorkerKey
+from wire.identifiers import StreamState, Tier, WorkerId, WorkerKey
+
+FOLLOWED = frozenset({StreamState.LIVE, StreamState.SYNCING})
+"""States of a stream of which nothing is missing."""
 
 
 def _key(worker: WorkerProcess) -> WorkerKey:
@@ -82,6 +85,8 @@ def unquiet_store(store: Store, workers: Iterable[WorkerProcess], watcher: Watch
             return f"{service.consolidator_id} knows epoch {known.epoch} of {key}, it lives in {worker.epoch}"
         if known.cursors[WORKER_SOURCE].next_seq != worker.stream.outbox.next_seq:
             return f"{service.consolidator_id} is behind {key}"
+        if {stream.state for stream in known.streams.values()} - FOLLOWED:
+            return f"{service.consolidator_id} believes of the streams of {key}: {known.streams}"
         if known.requests or known.restating or known.draining:
             return (
                 f"{service.consolidator_id} believes of {key}: {list(known.requests)}, restating {known.restating}, "
@@ -146,6 +151,8 @@ def unquiet_router(router: RouterProcess, workers: Iterable[WorkerProcess]) -> s
         known = projection.fleet.workers[key]
         if known.epoch != worker.epoch or known.draining or known.card != worker.card:
             return f"{router.life} knows epoch {known.epoch} of {key}, draining {known.draining}"
+        if projection.trust.stream(key)[0] not in FOLLOWED:
+            return f"{router.life} believes of the stream of {key}: {projection.trust.stream(key)}"
         holdings = projection.index.holdings(key)
         believed = {(sequence_hash, tier) for tier, blocks in holdings.items() for sequence_hash in blocks}
         if believed != held(worker):

@@ -146,7 +146,7 @@ _MIXES: dict[str, _Mix] = {
     "calm": _Mix((0, 0)),
     "lossy-network": _Mix((1, 5), {"partition": 3, "break": 4}),
     "crashes": _Mix((2, 6), {"crash": 8, "drain": 2, "join": 2, "remove": 1, "clock-jump": 1, "break": 1, "pause": 1}),
-    "disk": _Mix((2, 6), {"power-failure": 4, "disk-full": 4, "sync-fails": 2, "crash": 2}),
+    "disk": _Mix((2, 6), {"power-failure": 6, "disk-full": 4, "sync-fails": 2, "crash": 2}),
     "slow-readers": _Mix((2, 6), {"pause": 6, "break": 1, "crash": 1}),
     "disaggregated": _Mix((0, 5), {"crash": 4, "drain": 1, "break": 2, "partition": 2, "pause": 1}),
     "pools": _Mix((0, 5), {"crash": 4, "drain": 1, "break": 2, "partition": 2, "pause": 1}),
@@ -181,7 +181,10 @@ def make_scenario(seed: int, profile: str | None = None) -> Scenario:
     global_router = profile == "pools" or (profile == "everything" and rng.random() < 0.3)
     block_size = rng.choice((4, 8, 16))
     pools = _pools(rng, profile, disaggregated, global_router)
-    entrances = 1 if global_router else len(pools[0].routers)
+    entrances = len(pools[0].routers)
+    if global_router:
+        # Pools that can serve whole requests have clients of their own, too.
+        entrances = 1 if disaggregated else 1 + len(pools)
     span_s = rng.choice((1.0, 2.0, 4.0))
     requests = _requests(rng, rng.randint(4, 24), span_s, entrances, block_size, profile)
     ends_s = span_s + 1.0
@@ -262,7 +265,7 @@ def _requests(
         return [rng.randrange(3, VOCABULARY_SIZE) for _ in range(number)]
 
     shared = [tokens(block_size * rng.randint(1, 5)) for _ in range(3)]
-    cancels = 0.0 if profile == "calm" and rng.random() < 0.5 else 0.2
+    cancels = (0.0 if rng.random() < 0.5 else 0.2) if profile == "calm" else rng.choice((0.1, 0.4))
     plans: list[RequestPlan] = []
     for number in range(count):
         prompt = [*(rng.choice(shared) if rng.random() < 0.8 else []), *tokens(rng.randint(1, 3 * block_size))]
@@ -273,11 +276,11 @@ def _requests(
             RequestPlan(
                 request_id=f"r{number}",
                 at_s=0.3 + rng.random() * span_s,
-                entrance=rng.randrange(entrances),
+                entrance=rng.choice((0, rng.randrange(entrances))),
                 token_ids=pack_tokens(prompt),
                 sampling=Sampling(max_tokens=osl, seed=rng.choice((None, number))),
                 cancel_after_tokens=rng.randint(1, osl) if by_tokens else None,
-                cancel_after_s=rng.uniform(0.0, 0.3) if cancel and not by_tokens else None,
+                cancel_after_s=rng.uniform(0.0, rng.choice((0.3, 1.5))) if cancel and not by_tokens else None,
             )
         )
     return tuple(plans)
@@ -319,12 +322,12 @@ def _faults(
         if kind in ("drain", "join", "remove"):
             target = rng.choice(workers)
             if kind == "remove":
-                role = next(worker.role for pool in pools for worker in pool.workers if worker.name == target)
+                plan = next(worker for pool in pools for worker in pool.workers if worker.name == target)
                 alike = [
                     worker.name
                     for pool in pools
                     for worker in pool.workers
-                    if worker.role is role and worker.name not in removed
+                    if (worker.pool, worker.role) == (plan.pool, plan.role) and worker.name not in removed
                 ]
                 if len(alike) < 2:
                     continue
@@ -340,6 +343,10 @@ def _faults(
         elif kind == "clock-jump":
             amount_ms = rng.choice((-3_600_000, -5_000, 5_000, 3_600_000))
         faults.append(Fault(at_s, kind, target, other, for_s, amount_ms))
+        if kind == "crash" and target in workers and rng.random() < 0.4:
+            # A router that sleeps over a worker's death and return learns of both in one turn.
+            router = rng.choice([name for name in talks_to(target) if name in routers])
+            faults.append(Fault(at_s, "pause", router, for_s=min(left_s, rng.choice((0.4, 1.2)))))
     return tuple(sorted(faults, key=lambda fault: fault.at_s))
 
 
@@ -356,6 +363,8 @@ def _network(rng: Random, profile: str) -> Faults:
             slow=rng.choice((0.0, 0.05)),
             delay_max_s=rng.choice((0.001, 0.01, 0.05)),
         )
+    if profile == "pools" and rng.random() < 0.5:
+        return Faults(loss=rng.choice((0.05, 0.15)), delay_max_s=0.01)
     if rng.random() < 0.5:
         return Faults(delay_max_s=rng.choice((0.001, 0.01)))
     return Faults(

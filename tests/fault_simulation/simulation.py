@@ -145,7 +145,7 @@ class Simulation:
         if scenario.global_router:
             entrance = GlobalRouterProcess(world, load_document(_document(scenario), "simulated"), by_pool)
             self._add(entrance)
-            self.entrances = [entrance]
+            self.entrances = [entrance] if scenario.mode == "disagg" else [entrance, *entrances]
 
     def _add(self, process: Process) -> None:
         self.processes[process.name] = process
@@ -169,13 +169,15 @@ class Simulation:
             except StillBusy as busy:
                 watcher.fail(str(busy))
             finally:
+                watcher.over = True
+                digest = self.trace.digest()
                 self.loop.close(self.world.lives)
         virtual_s = self.loop.time()
         failure = watcher.failure
         return Report(
             scenario,
             failure,
-            self.trace.digest(),
+            digest,
             self.trace.events,
             virtual_s,
             {**self.network.counts, "dispatches": watcher.dispatches, "lives": len(self.world.lives)},

@@ -26,7 +26,11 @@ from typing import Any, TypeVar, cast
 T = TypeVar("T")
 
 THREAD_DELAY_MAX_S = 0.010
-"""Longest time after which a thread's work is done."""
+"""Longest time after which a thread's work is done, mostly."""
+
+SLOW_THREAD_SHARE = 0.1
+SLOW_THREAD_DELAY_MAX_S = 0.2
+"""Some take longer: a disk that syncs slowly."""
 
 
 class Life:
@@ -192,7 +196,9 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             if not future.done():
                 future.set_result(result)
 
-        self.call_later(self._rng.uniform(0.0, THREAD_DELAY_MAX_S), work)
+        slow = self._rng.random() < SLOW_THREAD_SHARE
+        delay_s = self._rng.uniform(0.0, SLOW_THREAD_DELAY_MAX_S if slow else THREAD_DELAY_MAX_S)
+        self.call_later(delay_s, work)
         return future
 
     # -- readers -------------------------------------------------------------------------------------------------------

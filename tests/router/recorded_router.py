@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 from router.consolidator.journal.files import FileJournal, JournalSettings
 from router.core.approximate_index import ApproximateIndex
@@ -181,6 +182,7 @@ class RecordedRouter:
             if chance.random() < 0.5 and worker in self.joined:
                 self.say(worker, RequestFinished(request_id, "stop"))
             self.projection.ledger.release(worker, request_id)
+            self.recorder.ended(request_id, 10 + len(request_id))
         elif draw < 0.75 and self.open:
             worker, request_id = chance.choice(self.open)
             self.projection.ledger.renew(worker, request_id, self.clock.monotonic_ms())
@@ -202,6 +204,15 @@ class RecordedRouter:
             self.join(chance.choice(NAMES))
 
     # -- what comes of it ------------------------------------------------------------------------------------------
+
+    def save(self, directory: Path) -> Path:
+        """Write both journals to a real directory, as a router with a data_dir would have; return it."""
+        below = directory / "decisions" / "router"
+        below.mkdir(parents=True)
+        for target, disk in ((directory, self.pool_disk), (below, self.decisions_disk)):
+            for name, data in disk.files.items():
+                (target / name).write_bytes(data)
+        return directory
 
     def replay(self, pool: FakeDisk | None = None, decisions: FakeDisk | None = None) -> ReplayOutcome:
         """Replay what was recorded."""

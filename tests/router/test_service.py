@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 import zmq
 from prometheus_client import CollectorRegistry
@@ -27,7 +28,7 @@ from wire.card import WorkerCard, WorkerLimits
 from wire.events import AnyEvent, JournalRecord, WorkerJoined, WorkerLeft
 from wire.hashing import pack_tokens
 from wire.identifiers import Role, WorkerId, WorkerKey
-from wire.requests import Generate, Sampling, TokenDelta
+from wire.requests import Generate, Sampling, TokenBatch, TokenDelta
 
 OLD, NEW = WorkerKey(WorkerId("old")), WorkerKey(WorkerId("new"))
 
@@ -121,6 +122,53 @@ def test_a_request_moves_to_a_worker_that_joins_in_the_turn_in_which_its_own_lea
             router.bring_up(AFTER)
             assert service.counts() == (1, 0)
             assert router.sent == [BEFORE, AFTER]
+
+    asyncio.run(scenario())
+
+
+def test_a_request_goes_back_to_a_worker_that_failed_it_when_there_is_no_other() -> None:
+    """With one decode worker, the death of a prefill worker before its KV moved must not end the request."""
+
+    async def scenario() -> None:
+        async with routed() as router:
+            service = router.service
+            router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
+            router.bring_up(BEFORE)
+            stream = await service.submit(REQUEST)
+            refusal = TokenDelta("r", 0, b"", "error", error="the KV is gone", retryable=True)
+
+            service._on_tokens(service._links[BEFORE], TokenBatch(1, [refusal]))
+
+            assert router.sent == [BEFORE, BEFORE]
+            assert service.counts() == (1, 0)
+            for attempt in range(1, 1 + RouterSettings().migration_limit):
+                again = msgspec.structs.replace(refusal, request_id=f"r~{attempt}")
+                service._on_tokens(service._links[BEFORE], TokenBatch(1, [again]))
+            [last] = await stream.next()
+            assert last.error == "the KV is gone; moved 3 times already"
+
+    asyncio.run(scenario())
+
+
+def test_a_request_whose_only_worker_is_lost_waits_for_its_next_life_as_long_as_it_is_in_the_pool() -> None:
+    async def scenario() -> None:
+        async with routed() as router:
+            service = router.service
+            router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
+            router.bring_up(BEFORE)
+            stream = await service.submit(REQUEST)
+            service._links[BEFORE].is_up = False
+            service._on_link_down(service._links[BEFORE], "connection lost")
+            assert service.counts() == (1, 1)
+
+            router.bring_up(BEFORE)
+            assert (service.counts(), router.sent) == ((1, 0), [BEFORE, BEFORE])
+
+            service._links[BEFORE].is_up = False
+            service._on_link_down(service._links[BEFORE], "connection lost")
+            router.feed.tell((OLD, WorkerLeft("lease expired")))
+            [last] = await stream.next()
+            assert last.finish_reason == "error"
 
     asyncio.run(scenario())
 

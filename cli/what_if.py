@@ -1,0 +1,180 @@
+"""`poolgrid what-if`: recorded traffic played on simulated engines, under the recorded settings and under others."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from cli.journal import UsageError, journal_errors, progress_bar
+from cli.recording import Stage, load_recording
+from router.core.cost import CostWeights
+from simulation.command import SIMULATED_POLICIES
+from simulation.settings import WhatIfSettings
+from simulation.variant_plot import PANELS, PlottingUnavailable, figures, write_plot
+from simulation.variants import Variant, run_variant
+
+VARIANTS_MAX = 64
+"""Simulations of one command; more of them nobody compares by eye."""
+
+_SWEPT = ("overlap_weight", "prefill_weight", "queue_weight", "decode_weight", "temperature")
+
+
+def what_if(directory: Path, settings: WhatIfSettings) -> int:
+    """Play recorded traffic under each variant; return the exit status."""
+    console = Console(highlight=False)
+    with journal_errors("trying other settings"):
+        _check_outputs(settings)
+        stage = load_recording(directory, settings)
+        variants = variants_of(settings, stage)
+        reports: dict[str, dict[str, Any]] = {}
+        for variant in variants:
+            with progress_bar(variant.name, len(stage.workload.requests), as_bytes=False) as on_progress:
+                result = run_variant(stage.workload, variant, stage.workers, stage.limits, stage.timing, on_progress)
+            reports[variant.name] = result.report
+        for remark in stage.remarks:
+            typer.echo(remark, err=True)
+        console.print(difference_table(stage, reports))
+        if settings.json_out is not None:
+            settings.json_out.write_text(json.dumps(report_of(stage, settings.speed, reports), indent=2) + "\n")
+        if settings.plot is not None:
+            write_plot(f"What if: {stage.name}, {len(stage.workload.requests)} requests", reports, settings.plot)
+    return 0
+
+
+def _check_outputs(settings: WhatIfSettings) -> None:
+    for name, out in (("--json", settings.json_out), ("--plot", settings.plot)):
+        if out is not None and (out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK)):
+            raise UsageError(f"{name} {out} cannot be written; nothing was simulated")
+    if settings.plot is not None:
+        if settings.plot.suffix not in (".html", ".png"):
+            raise UsageError(f"--plot {settings.plot}: its ending must be .html or .png; nothing was simulated")
+        if settings.plot.suffix == ".png":
+            try:
+                import matplotlib  # type: ignore[import-not-found,unused-ignore] # noqa: F401
+            except ImportError:
+                raise PlottingUnavailable(
+                    "drawing a PNG: matplotlib is not installed; pip install matplotlib (or the extra `plots`), or "
+                    "draw to .html; nothing was simulated"
+                ) from None
+
+
+def variants_of(settings: WhatIfSettings, stage: Stage) -> list[Variant]:
+    """Return the recorded settings and every combination of the given ones; raises ``UsageError``."""
+    recorded = stage.recorded_settings
+    weights = CostWeights(
+        **{name: float(recorded[name]) for name in CostWeights.__dataclass_fields__ if name in recorded}
+    )
+    policy = str(recorded.get("policy", "kv"))
+    if policy not in SIMULATED_POLICIES:
+        stage.remarks.append(f"the recorded policy {policy} cannot be simulated; kv stands in for it")
+        policy = "kv"
+    base = Variant("recorded", policy, weights, float(recorded.get("temperature", 0.0)))
+    policies = _words(settings.policy) or [policy]
+    for name in policies:
+        if name not in SIMULATED_POLICIES:
+            raise UsageError(f"--policy: {name!r} is unknown, allowed are {', '.join(SIMULATED_POLICIES)}")
+    swept = {name: _numbers(name, getattr(settings, name)) for name in _SWEPT}
+    given = {name: values for name, values in swept.items() if values}
+    variants = [base]
+    for name, values in itertools.product(policies, itertools.product(*given.values())):
+        # Only kv looks at weights; the others are tried once.
+        chosen = dict(zip(given, values, strict=True)) if name == "kv" else {}
+        label = " ".join([name, *(f"{key.replace('_', '-')}={value:g}" for key, value in chosen.items())])
+        variant = _with(Variant(label, name, weights, base.temperature), chosen)
+        if variant.settings() not in [each.settings() for each in variants]:
+            variants.append(variant)
+    if len(variants) > VARIANTS_MAX:
+        raise UsageError(f"{len(variants)} combinations, allowed are {VARIANTS_MAX}; nothing was simulated")
+    if len(variants) == 1:
+        stage.remarks.append("no other settings were given: try --policy, --overlap-weight or --temperature")
+    return variants
+
+
+def _with(variant: Variant, chosen: Mapping[str, float]) -> Variant:
+    weights = variant.weights
+    overlap = chosen.get("overlap_weight", 1.0)
+    weights = replace(
+        weights,
+        device_weight=weights.device_weight * overlap,
+        host_weight=weights.host_weight * overlap,
+        disk_weight=weights.disk_weight * overlap,
+        **{name: value for name, value in chosen.items() if name in CostWeights.__dataclass_fields__},
+    )
+    return replace(variant, weights=weights, temperature=chosen.get("temperature", variant.temperature))
+
+
+def _words(text: str | None) -> list[str]:
+    return [word.strip() for word in (text or "").split(",") if word.strip()]
+
+
+def _numbers(name: str, text: str | None) -> list[float]:
+    values = []
+    for word in _words(text):
+        try:
+            value = float(word)
+        except ValueError:
+            value = -1.0
+        if not 0.0 <= value <= 1000.0:
+            raise UsageError(f"--{name.replace('_', '-')}: {word!r}, allowed are numbers from 0 to 1000")
+        values.append(value)
+    return values
+
+
+def report_of(stage: Stage, speed: float, policies: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the figures by the keys of ``poolgrid simulate``."""
+    return {
+        "trace": stage.name,
+        "requests": len(stage.workload.requests),
+        "workers": stage.workers,
+        "routers": 1,
+        "event_delay_ms": 0.0,
+        "speed": speed,
+        "block_size": stage.workload.block_size,
+        "blocks_per_worker": stage.limits.total_kv_blocks,
+        "ideal_cached_token_ratio": stage.workload.ideal_cached_token_ratio,
+        "measured": stage.measured,
+        "policies": dict(policies),
+    }
+
+
+def difference_table(stage: Stage, reports: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Return every variant's figures, and how they differ from those under the recorded settings."""
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        title=f"{len(stage.workload.requests)} requests on {stage.workers} simulated workers; an infinite shared cache "
+        f"would reuse {stage.workload.ideal_cached_token_ratio:.1%}",
+        caption="milliseconds; spread: prompt tokens of the busiest worker over the mean",
+    )
+    table.add_column("settings", overflow="fold")
+    for heading in ("reused %", "TTFT mean", "TTFT p99", "ITL mean", "ITL p99", "spread"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    if stage.measured is not None:
+        table.add_row(
+            "[dim]measured then[/]",
+            *(f"[dim]{factor * figures(stage.measured, keys):,.2f}[/]" for _, _, factor, keys in PANELS),
+        )
+    base: list[float] = []
+    for name, report in reports.items():
+        values = [factor * figures(report, keys) for _, _, factor, keys in PANELS]
+        base = base or values
+        cells = [
+            f"{value:,.2f}" if values is base else f"{value:,.2f}\n{_change(value, before)}"
+            for value, before in zip(values, base, strict=True)
+        ]
+        table.add_row(name, *cells)
+    return table
+
+
+def _change(value: float, before: float) -> str:
+    return "new" if before == 0 and value else f"{(value - before) / before if before else 0.0:+.1%}"

@@ -1,0 +1,178 @@
+"""The traffic that a pool's routers recorded: when requests came, how long they were, what they shared, how it went.
+
+A request is its first decision; output lengths are what the router counted or, for requests whose tokens went past it,
+what the worker's blocks say. Nothing of a prompt is known but the sequence hashes of its whole blocks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from zlib import decompress
+
+from router.consolidator.journal.as_of import reaches_back_to, state_at
+from router.consolidator.journal.stored_records import stored_records
+from router.consolidator.ports import Disk
+from router.decision_journal.entries import DecisionMade, OverlapRealised, RequestEnded, RouterSettingsNoted, path_of
+from router.decision_journal.reader import stored_entries
+from wire.card import WorkerCard
+from wire.events import PrefillCompleted, RequestFinished, RequestProgressed, WorkerJoined, WorkerLeft
+from wire.identifiers import Role, Stage, WorkerKey
+
+PROGRESS_EVERY_ENTRIES = 500
+
+
+@dataclass(slots=True)
+class RecordedTraffic:
+    """One request and what came of it."""
+
+    request_id: str
+    time_ms: int
+    """Wall clock of the router at its first decision."""
+    model: str
+    isl: int
+    block_size: int
+    path: tuple[int, ...]
+    worker: WorkerKey
+    osl: int | None = None
+    cached_tokens: int | None = None
+    first_token_ms: int | None = None
+    """Wall clock of the worker at the first token."""
+    finished_ms: int | None = None
+
+
+@dataclass(slots=True)
+class PoolShape:
+    """The workers that served the traffic."""
+
+    workers: int = 0
+    """Most that were members at a time."""
+    card: WorkerCard | None = None
+    """Of most of them."""
+    roles: Counter[Role] = field(default_factory=Counter)
+
+
+@dataclass(slots=True)
+class Recording:
+    """All that was recorded of a pool's traffic with one model."""
+
+    requests: list[RecordedTraffic]
+    """In order of arrival."""
+    shape: PoolShape
+    settings: RouterSettingsNoted | None
+    """The rules of the last router life."""
+    other_models: int = 0
+    """Requests for models with less traffic, left out."""
+    unknown_lengths: int = 0
+    """Requests whose output length is not known, taken as one token."""
+
+
+def read_recording(
+    pool: Disk,
+    decisions: Iterable[Disk],
+    blocks_per_worker_max: int,
+    on_progress: Callable[[int], None] = lambda _: None,
+) -> Recording:
+    """Return the recorded traffic of the model with most requests; raises ``JournalCorrupt``, ``NotKept``.
+
+    ``on_progress`` is told the bytes read, now and then.
+    """
+    found: dict[str, RecordedTraffic] = {}
+    settings: RouterSettingsNoted | None = None
+    done = count = 0
+    for disk in decisions:
+        for stored in stored_entries(disk):
+            done += stored.size
+            count += 1
+            if count % PROGRESS_EVERY_ENTRIES == 0:
+                on_progress(done)
+            entry = stored.entry
+            if isinstance(entry, RouterSettingsNoted):
+                settings = entry
+            elif isinstance(entry, DecisionMade):
+                request = entry.request
+                if request.stage is not Stage.ENCODE and request.request_id not in found:
+                    found[request.request_id] = RecordedTraffic(
+                        request.request_id,
+                        entry.time_ms,
+                        request.model,
+                        request.isl,
+                        request.block_size,
+                        path_of(entry),
+                        stored.workers[_chosen(entry)],
+                    )
+            elif isinstance(entry, RequestEnded) and entry.request_id in found:
+                found[entry.request_id].osl = entry.output_tokens
+            elif isinstance(entry, OverlapRealised) and entry.attempt == 0 and entry.request_id in found:
+                found[entry.request_id].cached_tokens = entry.cached_tokens
+    shape = _follow_pool(pool, found, blocks_per_worker_max, done, on_progress)
+    models = Counter(each.model for each in found.values())
+    model = max(models, key=lambda name: models[name], default="")
+    requests = sorted(
+        (
+            each
+            for each in found.values()
+            if each.model == model and each.isl >= 1 and len(each.path) == each.isl // each.block_size
+        ),
+        key=lambda each: each.time_ms,
+    )
+    recording = Recording(requests, shape, settings, len(found) - models.get(model, 0))
+    for each in requests:
+        if not each.osl:
+            recording.unknown_lengths += 1
+            each.osl = 1
+    return recording
+
+
+def _chosen(made: DecisionMade) -> int:
+    """Return the number of the chosen worker."""
+    return int.from_bytes(decompress(made.columns)[4 * made.row : 4 * made.row + 4], "little")
+
+
+def _follow_pool(
+    pool: Disk,
+    found: dict[str, RecordedTraffic],
+    blocks_per_worker_max: int,
+    done: int,
+    on_progress: Callable[[int], None],
+) -> PoolShape:
+    """Read from the pool's stream who the workers were, and when requests had their first and last token."""
+    begin = reaches_back_to(pool)
+    state = state_at(pool, begin, blocks_per_worker_max)
+    members = {key: worker.card for key, worker in state.workers.items()}
+    shape = PoolShape()
+    blocks: dict[str, int] = {}
+
+    def look() -> None:
+        if len(members) > shape.workers:
+            shape.workers = len(members)
+            shape.roles = Counter(card.role for card in members.values())
+            shape.card = max(members.values(), key=lambda card: sum(each == card for each in members.values()))
+
+    look()
+    for number, stored in enumerate(stored_records(pool, begin)):
+        done += stored.size
+        if number % PROGRESS_EVERY_ENTRIES == 0:
+            on_progress(done)
+        record = stored.record
+        for event in record.events:
+            if isinstance(event, WorkerJoined):
+                members[record.worker] = event.card
+                look()
+            elif isinstance(event, WorkerLeft):
+                members.pop(record.worker, None)
+            elif isinstance(event, PrefillCompleted):
+                request = found.get(event.request_id)
+                if request is not None and request.first_token_ms is None:
+                    request.first_token_ms = record.time_ms
+            elif isinstance(event, RequestProgressed):
+                if event.request_id in found:
+                    blocks[event.request_id] = event.active_blocks
+            elif isinstance(event, RequestFinished):
+                request = found.get(event.request_id)
+                if request is not None:
+                    request.finished_ms = record.time_ms
+                    if request.osl is None and event.request_id in blocks:
+                        request.osl = max(1, blocks[event.request_id] * request.block_size - request.isl)
+    return shape

@@ -1,0 +1,181 @@
+"""`poolgrid what-if`, `poolgrid tune` and the settings file that it writes, on recorded traffic and on a trace."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from cli.main import app
+from cli.options import with_settings
+from router.settings import RouterSettings
+from tests.router.recorded_router import NAMES, RecordedRouter
+
+TRACE = Path(__file__).parents[1] / "data" / "conversation_1000.jsonl"
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data_dir with some hundred recorded requests."""
+
+    async def record() -> RecordedRouter:
+        router = RecordedRouter(seed=21, queue_weight=0.5)
+        for name in NAMES:
+            router.join(name)
+        for _ in range(250):
+            router.step()
+        await router.recorder.stop()
+        return router
+
+    return asyncio.run(record()).save(tmp_path_factory.mktemp("recording"))
+
+
+def run(*arguments: object, status: int = 0) -> str:
+    result = CliRunner().invoke(app, list(map(str, arguments)))
+    assert result.exit_code == status, result.output
+    return result.stdout if status == 0 else result.stderr
+
+
+def test_what_if_compares_variants_with_what_was_recorded_by_the_keys_of_simulate(
+    recording: Path, tmp_path: Path
+) -> None:
+    table = run("what-if", recording, "--policy", "kv,round-robin", "--overlap-weight", "0,1", "--json",
+                tmp_path / "out.json", "--plot", tmp_path / "out.html")  # fmt: skip
+    report = json.loads((tmp_path / "out.json").read_text())
+    run("simulate", TRACE, "--requests", 5, "--policy", "kv", "--json", tmp_path / "simulated.json")
+    simulated = json.loads((tmp_path / "simulated.json").read_text())
+
+    assert list(report["policies"]) == ["recorded", "kv overlap-weight=0", "round-robin"]
+    assert set(simulated) <= set(report)
+    assert set(simulated["policies"]["kv"]) <= set(report["policies"]["recorded"])
+    assert report["policies"]["recorded"]["settings"]["queue_weight"] == 0.5
+    assert report["policies"]["kv overlap-weight=0"]["settings"]["device_weight"] == 0
+    assert report["workers"] == len(NAMES)
+    assert report["requests"] == report["policies"]["recorded"]["requests"] > 50
+    ratio = {name: each["cached_token_ratio"] for name, each in report["policies"].items()}
+    assert ratio["recorded"] > ratio["kv overlap-weight=0"]
+    assert report["measured"]["requests"] == report["requests"]
+    assert "recorded" in table
+    page = (tmp_path / "out.html").read_text()
+    assert page.count("<svg") == 6
+    assert "kv overlap-weight=0" in page
+
+
+def test_what_if_is_a_function_of_its_arguments(recording: Path, tmp_path: Path) -> None:
+    for name in ("one.json", "two.json"):
+        run("what-if", recording, "--temperature", "0.5", "--json", tmp_path / name)
+
+    assert (tmp_path / "one.json").read_bytes() == (tmp_path / "two.json").read_bytes()
+
+
+def test_what_if_draws_a_png_or_says_what_to_install(
+    recording: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "pip install matplotlib" in run("what-if", recording, "--plot", tmp_path / "x.png", status=1)
+    monkeypatch.undo()
+    pytest.importorskip("matplotlib")
+
+    run("what-if", recording, "--policy", "random", "--plot", tmp_path / "out.png")
+
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG\r\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--policy", "clever"], "'clever' is unknown"),
+        (["--temperature", "hot"], "'hot', allowed are numbers"),
+        (["--plot", "x.gif"], "must be .html or .png"),
+        (["--json", "/nowhere/x"], "cannot be written"),
+        (["--overlap-weight", ",".join(map(str, range(100)))], "100 combinations"),
+    ],
+)
+def test_what_cannot_be_tried_is_refused_before_anything_runs(recording: Path, options: list[str], words: str) -> None:
+    assert words in run("what-if", recording, *options, status=2)
+
+
+def test_a_directory_without_decisions_is_refused(recording: Path, tmp_path: Path) -> None:
+    for segment in recording.glob("*.segment"):
+        (tmp_path / segment.name).write_bytes(segment.read_bytes())
+
+    assert "no decisions in" in run("what-if", tmp_path, status=2)
+    assert "no decisions in" in run("replay", tmp_path, status=2)
+
+
+def test_tune_searches_one_part_and_justifies_on_the_other(tmp_path: Path) -> None:
+    said = run("tune", TRACE, "--requests", 120, "--trials", 4, "--workers", 3, "--objective", "goodput",
+               "--ttft-target-ms", 400, "--itl-target-ms", 10, "--json", tmp_path / "out.json", "--config",
+               tmp_path / "tuned.toml")  # fmt: skip
+    report = json.loads((tmp_path / "out.json").read_text())
+    tuned = report["tune"]
+
+    assert report["requests"] == 48  # what is held back
+    assert len(tuned["trials"]) == 4
+    assert tuned["trials"][0]["settings"]["queue_weight"] == 0.25
+    assert tuned["accepted"] == (tuned["gain_held_back"] >= 0.01)
+    assert ("Keep the defaults" in tuned["verdict"]) != tuned["accepted"]
+    assert tuned["verdict"].split(":")[0] in " ".join(said.split())
+    written = (tmp_path / "tuned.toml").read_text()
+    assert tuned["verdict"] in written
+    expected = tuned["best"] if tuned["accepted"] else tuned["trials"][0]["settings"]
+    assert router_settings("--settings-file", str(tmp_path / "tuned.toml")).queue_weight == expected["queue_weight"]
+
+
+def test_tune_works_on_recorded_traffic_and_refuses_too_little_of_it(recording: Path) -> None:
+    assert "defaults" in run("tune", recording, "--trials", 2)
+    assert "both parts need at least 20" in run("tune", recording, "--requests", 30, status=2)
+    assert "nothing was sent" in run("tune", recording / "absent.jsonl", status=2)
+
+
+# -- the settings file -------------------------------------------------------------------------------------------------
+
+
+def router_settings(*arguments: str, env: dict[str, str] | None = None, status: int = 0) -> RouterSettings:
+    """What a router would run with."""
+    seen: list[RouterSettings] = []
+    one = typer.Typer()
+
+    @one.command()
+    @with_settings(RouterSettings, from_file=True)
+    def command(settings: RouterSettings) -> None:
+        """Keep the settings."""
+        seen.append(settings)
+
+    result = CliRunner().invoke(one, list(arguments), env=env)
+    assert result.exit_code == status, result.output
+    if status:
+        raise ValueError(result.stderr)
+    return seen[0]
+
+
+def test_a_settings_file_gives_way_to_the_environment_and_that_to_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "router.toml"
+    file.write_text("queue_weight = 0.5\ndecode_weight = 0.1\ntemperature = 0.2\n")
+
+    found = router_settings("--settings-file", str(file), "--decode-weight", "0.3", env={"POOLGRID_TEMPERATURE": "0.4"})
+
+    assert (found.queue_weight, found.decode_weight, found.temperature) == (0.5, 0.3, 0.4)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("que_weight = 1", "'que_weight' is no setting of this command"),
+        ("queue_weight = ", "is not TOML"),
+        ("queue_weight = 5000", "--queue-weight: Input should be less than or equal to 1000"),
+    ],
+)
+def test_a_settings_file_that_is_wrong_says_where(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "router.toml"
+    file.write_text(text)
+
+    with pytest.raises(ValueError, match=words.replace("(", r"\(")):
+        router_settings("--settings-file", str(file), status=2)
+    with pytest.raises(ValueError, match="cannot be read"):
+        router_settings("--settings-file", str(tmp_path / "absent"), status=2)
