@@ -90,6 +90,26 @@ def create(
     typer.echo(f"key {changed.keys[-1].id} of tenant {tenant} is in {file}; it is not shown again", err=True)
 
 
+@app.command()
+def revoke(
+    file: KeyFile, key_id: Annotated[str, typer.Argument(help="Short name of the key, as `list` shows it.")]
+) -> None:
+    """Take a key away; running routers refuse it once they have read the file again. Its tenant stays."""
+    document = _read(file)
+    tenants = {
+        name: msgspec.structs.replace(tenant, keys=tuple(key for key in tenant.keys if key.id != key_id))
+        for name, tenant in document.tenants.items()
+    }
+    if tenants == document.tenants:
+        typer.echo(f"{file} has no key {key_id!r}; nothing was written", err=True)
+        raise typer.Exit(1)
+    try:
+        key_file.write(file, msgspec.structs.replace(document, tenants=tenants))
+    except OSError as error:
+        typer.echo(f"writing {file}: {error.strerror}; nothing was written", err=True)
+        raise typer.Exit(1) from None
+
+
 @app.command("hash")
 def hash_command() -> None:
     """Print what a file keeps of the key on standard input (not of an argument: shells remember those)."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner, Result
 
 from cli.main import app
 from frontend.access import key_file
 from frontend.access.tenants import Tenants
+from frontend.ports import Refused
 
 
 def keys(*arguments: str, typed: str = "") -> Result:
@@ -45,6 +47,19 @@ def test_the_list_shows_limits_and_short_names_and_no_secret(tmp_path: Path) -> 
     assert "acme tokens_per_minute=1000" in shown
     assert f"{document.tenants['acme'].keys[0].id} expired 2001-01-01T00:00:00+00:00" in shown
     assert document.salt_secret not in shown
+
+
+def test_a_key_that_was_revoked_opens_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    made = [keys("create", str(path), "acme").stdout.split()[0] for _ in range(2)]
+    first = key_file.read(path).tenants["acme"].keys[0].id
+
+    assert keys("revoke", str(path), first).exit_code == 0
+    assert keys("revoke", str(path), first).exit_code == 1
+    tenants = Tenants(key_file.read(path), 0.0)
+    assert tenants.authenticate(made[1].encode(), 0.0).name == "acme"
+    with pytest.raises(Refused, match="not known"):
+        tenants.authenticate(made[0].encode(), 0.0)
 
 
 def test_check_names_every_problem_and_create_leaves_a_broken_file_alone(tmp_path: Path) -> None:

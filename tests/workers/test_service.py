@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import sys
 from collections.abc import Callable
 
+import msgspec
 import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
 from runtime.clock import SystemClock
 from tests.workers.builders import fold, make_request
-from tests.workers.fakes import PATIENCE_S, FakeConsolidator, Journal, fake_router
+from tests.workers.fakes import PATIENCE_S, FakeConsolidator, FakeRouter, Journal, fake_router
 from tests.workers.running import expected, make_settings, running_worker
 from wire.events import (
     BlocksStored,
@@ -29,6 +31,7 @@ from wire.hashing import block_hashes, pack_tokens, sequence_hashes
 from wire.identifiers import Tier
 from wire.requests import Cancel, Generate, Ping, Routing
 from workers import bootstrap
+from workers.adapters.http_api import HttpApi
 from workers.adapters.sockets import RequestSocket
 from workers.core.push_stream import PushStream
 from workers.engines.engine import EngineReport
@@ -421,6 +424,56 @@ def test_when_the_engine_breaks_requests_go_elsewhere_and_the_pool_hears_why() -
     asyncio.run(scenario())
 
 
+class SickEngine(BreakingEngine):
+    """An engine that lives and does nothing."""
+
+    ailment = "nothing has moved for 60000 ms"
+
+
+def test_an_engine_that_is_not_well_takes_no_requests_and_probes_hear_why() -> None:
+    async def scenario() -> None:
+        journal = Journal()
+        clock = SystemClock()
+        registry = CollectorRegistry()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        metrics = WorkerMetrics(registry)
+        async with FakeConsolidator(journal) as consolidator:
+            socket = RequestSocket(context, "127.0.0.1", 0)
+            card = bootstrap.make_card(make_settings(consolidator.endpoint), socket.port, 0)
+            engine = SickEngine()
+            service = WorkerService("w0", 5, card, engine, socket, ServiceLimits(), clock, metrics)
+            publisher = EventPublisher(
+                context, consolidator.endpoint, PushStream("w0", 0, 5, card), service.restate, clock, metrics, 100
+            )
+            api = HttpApi(registry)
+            api.show(service)
+            stop = asyncio.Event()
+            running = asyncio.create_task(service.run([publisher], stop))
+            async with fake_router(card.request_endpoint) as router:
+                await consolidator.until(lambda journal: journal.cards)
+                await router.send(make_request("r"))
+                await router.until_finished("r")
+                last = router.last("r")
+                assert (last.finish_reason, last.retryable) == ("error", True)
+                assert "is not well: nothing has moved" in (last.error or "")
+                status, _, body = api._route("GET", "/health", b"")
+                assert (status, json.loads(body)["status"]) == (503, "unhealthy")
+                assert json.loads(body)["reason"] == engine.ailment
+                assert api._route("GET", "/ready", b"")[0] == 503
+                assert api._route("GET", "/live", b"")[0] == 200
+                for query, wanted in ((b"dp_rank=1", 400), (b"dp_rank=x", 400), (b"dp_rank=0", 200), (b"", 200)):
+                    assert api._route("GET", "/blocks", query)[0] == wanted
+                engine.ailment = ""
+                assert service.is_ready
+            stop.set()
+            await running
+            socket.close(orderly=False)
+            publisher.close(orderly=False)
+        context.term()
+
+    asyncio.run(scenario())
+
+
 PROGRAM = """
 import asyncio, sys
 from runtime import lifecycle
@@ -471,5 +524,56 @@ def test_a_worker_process_ends_on_sigterm_after_its_requests_and_at_once_on_a_se
                 if process.returncode is None:
                     process.kill()
                     await process.wait()
+
+    asyncio.run(scenario())
+
+
+def routed(request_id: str, prompt: range, routing: Routing) -> Generate:
+    return msgspec.structs.replace(make_request(request_id, prompt, max_tokens=2), routing=routing)
+
+
+async def known(router: FakeRouter) -> None:
+    """Have the worker know of this router, as its pings do."""
+    await router.send(Ping(1))
+    await router.pong()
+
+
+def test_of_several_routers_one_that_knows_too_little_is_told_and_asked_to_choose_again() -> None:
+    async def scenario() -> None:
+        async with (
+            running_worker(speedup=0.01, total_kv_blocks=1024) as worker,
+            fake_router(worker.request_endpoint) as other,
+        ):
+            belief = Routing(overlap_tokens=0, expected_prefill_tokens=0)
+            await known(worker.router)
+            await worker.router.send(routed("long", range(2000), belief))
+            await known(other)
+            await other.send(routed("late", range(40), belief))
+            await other.until_finished("late")
+            refusal = other.last("late")
+            assert (refusal.finish_reason, refusal.retryable) == ("error", True)
+            assert refusal.booked_prefill_tokens == 2000
+            assert "2000 prompt tokens to compute, the router expected 0" in (refusal.error or "")
+
+            await other.send(routed("knows", range(40), Routing(expected_prefill_tokens=2000)))
+            await other.send(routed("insists", range(40), Routing()))
+            for request_id in ("knows", "insists"):
+                await other.send(Cancel(request_id))
+                await other.until_finished(request_id)
+                assert other.last(request_id).finish_reason == "cancelled", "it was taken"
+
+    asyncio.run(scenario())
+
+
+def test_a_lone_router_is_never_told_to_choose_again() -> None:
+    async def scenario() -> None:
+        async with running_worker(speedup=0.01, total_kv_blocks=1024) as worker:
+            await known(worker.router)
+            for name in ("first", "second"):
+                await worker.router.send(routed(name, range(2000), Routing(expected_prefill_tokens=0)))
+            for name in ("first", "second"):
+                await worker.router.send(Cancel(name))
+                await worker.router.until_finished(name)
+                assert worker.router.last(name).finish_reason == "cancelled"
 
     asyncio.run(scenario())
