@@ -49,9 +49,6 @@ from workers.simulated.timing import PolynomialTiming, TimingModel
 
 Fact = RequestStarted | PrefillCompleted | RequestProgressed | RequestFinished
 
-GUIDES = ("guided_json", "guided_regex", "guided_grammar", "guided_choice", "structural_tag")
-"""Fields of ``Sampling`` that say what an output must keep to."""
-
 CANCELLED = "cancelled"
 PREFILLED = "prefilled"
 """Finish reason of a prefill leg whose request goes on elsewhere; of the request here, once its KV was taken."""
@@ -227,12 +224,16 @@ class SimulatedEngine:
                 "logits_processors are set, and the simulated engine has no logits; a TensorRT-LLM worker takes them",
                 retryable=False,
             )
-        for guide in GUIDES:
-            if getattr(sampling, guide) is not None:
-                raise RefusedError(
-                    f"{guide} is set, and the simulated engine cannot keep to a guide; its tokens are random",
-                    retryable=False,
-                )
+        if sampling.guide:
+            raise RefusedError(
+                f"{sampling.guide} is set, and the simulated engine cannot keep to a guide; its tokens are random",
+                retryable=False,
+            )
+        if sampling.prompt_logprobs is not None:
+            raise RefusedError(
+                "prompt_logprobs is set, and the simulated engine has none; a TensorRT-LLM worker reports them",
+                retryable=False,
+            )
         osl = 1 if request.stage is Stage.PREFILL else sampling.max_tokens
         length = isl + osl
         if length > limits.max_sequence_length:
