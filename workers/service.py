@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -38,11 +38,14 @@ from wire.identifiers import Role, Stage
 from wire.limits import TEXT_CHARS_MAX
 from wire.requests import Cancel, FetchKv, Generate, KvOffered, Ping, Pong, ReleaseKv, TokenBatch, TokenDelta
 from workers.adapters.sockets import RequestSocket
-from workers.core.refusal import RefusedError
-from workers.engines.engine import Engine, EngineReport, KvHandover
+from workers.core.booked_prefill import BookedPrefill
+from workers.core.refusal import CrowdedError, RefusedError
+from workers.embedding_fetcher import EmbeddingFetcher
+from workers.engines.engine import EmbeddingTaker, Engine, EngineReport, KvHandover
 from workers.kv_fetcher import KvFetcher
 from workers.metrics import WorkerMetrics
 from workers.publisher import EventPublisher
+from workers.tensor_transfer.port import Tensor
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +61,15 @@ LEASE_CHECKS = 4
 
 PREFILLED = "prefilled"
 """Finish reason of a prefill leg whose request goes on elsewhere."""
+
+ENCODED = "encoded"
+"""Finish reason of an encode leg, whose embeddings are kept like the blocks of a prefill leg."""
+
+PROMPT_STAGES = (Stage.WHOLE, Stage.PREFILL)
+"""Stages in which a prompt is computed."""
+
+ROUTERS_MAX = 1024
+"""Routers that are counted; beyond it they are served, and not known to be several, which they are anyway."""
 
 STAGES = {
     Role.AGGREGATED: frozenset({Stage.WHOLE, Stage.PREFILL, Stage.DECODE}),
@@ -83,6 +95,14 @@ class KvExchange:
 
     handover: KvHandover
     fetcher: KvFetcher
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingExchange:
+    """The service's part in taking embeddings, for an engine that works behind encode workers."""
+
+    taker: EmbeddingTaker
+    fetcher: EmbeddingFetcher
 
 
 @dataclass(slots=True)
@@ -116,6 +136,7 @@ class WorkerService:
         clock: Clock,
         metrics: WorkerMetrics,
         kv: KvExchange | None = None,
+        embeddings: EmbeddingExchange | None = None,
     ) -> None:
         self._worker_id = worker_id
         self._epoch = epoch
@@ -131,13 +152,19 @@ class WorkerService:
         """Whom each request that the engine has belongs to; ``None`` when nobody takes its tokens any more."""
         self._kv = kv
         self._fetching: dict[str, Generate] = {}
-        """Decode legs whose KV was asked for, not answered yet."""
+        """Decode legs whose KV was asked for, and legs whose embeddings were, not answered yet."""
         self._kept: set[str] = set()
         """Prefill legs that have had their last delta and whose KV is kept."""
         self._endings: dict[str, Ending] = {}
         """Requests that are cancelled so that another worker continues them."""
         if kv is not None:
             kv.fetcher.start(self._on_offered, self._on_fetch_failed)
+        self._embeddings = embeddings
+        if embeddings is not None:
+            embeddings.fetcher.start(self._on_embeddings, self._on_fetch_failed)
+        self._books = [BookedPrefill() for _ in range(engine.dp_size)]
+        self._routers: dict[bytes, float] = {}
+        """When each router was last heard of; a lone one knows what is here."""
         self._steps = 0
         self._draining = False
         self._empty = asyncio.Event()
@@ -286,6 +313,8 @@ class WorkerService:
         if isinstance(message, Generate):
             self._generate(peer_id, message)
         elif isinstance(message, Ping):
+            if peer_id in self._routers or len(self._routers) < ROUTERS_MAX:
+                self._routers[peer_id] = self._clock.monotonic_ms()
             self._send(peer_id, codec.from_worker.encode(Pong(message.nonce, self._epoch, self._draining)))
         elif isinstance(message, Cancel):
             self._cancel(peer_id, message)
@@ -301,6 +330,9 @@ class WorkerService:
             if kv is not None and request.stage is Stage.DECODE:
                 kv.fetcher.begin(request.request_id, kv.handover.wanted(request))
                 self._fetching[request.request_id] = request
+            elif self._embeddings is not None and request.disaggregated_params is not None:
+                self._embeddings.fetcher.begin(request)
+                self._fetching[request.request_id] = request
             else:
                 self._engine.submit(request)
         except RefusedError as refusal:
@@ -314,10 +346,14 @@ class WorkerService:
                     "error",
                     error=refusal.reason[:TEXT_CHARS_MAX],
                     retryable=refusal.retryable,
+                    booked_prefill_tokens=refusal.booked_tokens if isinstance(refusal, CrowdedError) else None,
                 ),
             )
             return
         self._metrics.requests.inc()
+        if request.stage in PROMPT_STAGES:
+            uncached = len(request.token_ids) // 4 - request.routing.overlap_tokens
+            self._books[request.routing.dp_rank].accept(request.request_id, uncached)
         peer = self._peers.get(peer_id)
         if peer is None:
             peer = self._peers[peer_id] = Peer(self._clock.monotonic_ms())
@@ -358,6 +394,24 @@ class WorkerService:
                 f"lora_name is {routing.lora_name!r}, worker {self._worker_id} serves "
                 f"{', '.join(self._card.loras[:20]) or 'none'}",
                 retryable=True,
+            )
+        self._check_crowding(request)
+
+    def _check_crowding(self, request: Generate) -> None:
+        """Refuse what was chosen on a belief too far from the truth, where several routers choose."""
+        expected = request.routing.expected_prefill_tokens
+        if expected is None or len(self._routers) < 2 or request.stage not in PROMPT_STAGES:
+            return
+        booked = self._books[request.routing.dp_rank].crowding(expected)
+        if booked is None:
+            return
+        silent_since = self._clock.monotonic_ms() - self._limits.peer_lease_ms
+        for router in [router for router, heard_ms in self._routers.items() if heard_ms < silent_since]:
+            del self._routers[router]
+        if len(self._routers) > 1:
+            raise CrowdedError(
+                f"worker {self._worker_id} has {booked} prompt tokens to compute, the router expected {expected}",
+                booked,
             )
 
     def _cancel(self, peer_id: bytes, cancel: Cancel) -> None:
@@ -403,9 +457,18 @@ class WorkerService:
 
     def _on_offered(self, request_id: str, offer: KvOffered) -> None:
         assert self._kv is not None
+        handover = self._kv.handover
+        self._submit_fetched(request_id, lambda request: handover.submit_offered(request, offer))
+
+    def _on_embeddings(self, request_id: str, tensors: Sequence[Tensor]) -> None:
+        assert self._embeddings is not None
+        taker = self._embeddings.taker
+        self._submit_fetched(request_id, lambda request: taker.submit_embedded(request, tensors))
+
+    def _submit_fetched(self, request_id: str, submit: Callable[[Generate], None]) -> None:
         request = self._fetching.pop(request_id)
         try:
-            self._kv.handover.submit_offered(request, offer)
+            submit(request)
         except RefusedError as refusal:
             self._fetching[request_id] = request
             if not refusal.retryable:
@@ -418,10 +481,12 @@ class WorkerService:
         self._end_elsewhere(request_id, Ending(reason, "error"))
 
     def _end_fetching(self, request_id: str, delta: TokenDelta, event_reason: str) -> None:
-        """End a decode leg that the engine does not know."""
-        assert self._kv is not None
+        """End a leg that the engine does not know."""
         dp_rank = self._fetching.pop(request_id).routing.dp_rank
-        self._kv.fetcher.end(request_id)
+        if self._kv is not None:
+            self._kv.fetcher.end(request_id)
+        if self._embeddings is not None:
+            self._embeddings.fetcher.end(request_id)
         assert delta.finish_reason is not None
         self._metrics.finished.labels(delta.finish_reason).inc()
         owner = self._owners[request_id]
@@ -457,7 +522,8 @@ class WorkerService:
                 deltas.append(delta)
             if delta.finish_reason is not None:
                 self._metrics.finished.labels(delta.finish_reason).inc()
-                if delta.finish_reason == PREFILLED and owner is not None:
+                kept = delta.finish_reason == PREFILLED or (delta.finish_reason == ENCODED and report.keeps_encoded)
+                if kept and owner is not None:
                     self._kept.add(request_id)
                 else:
                     self._forget(request_id)
@@ -466,6 +532,7 @@ class WorkerService:
         for peer_id, deltas in by_peer.items():
             self._send(peer_id, codec.from_worker.encode(TokenBatch(self._steps, deltas)))
         for dp_rank, rank in report.ranks.items():
+            self._books[dp_rank].observe(rank.events)
             self._publishers[dp_rank].publish(rank.events, rank.load)
             self._metrics.observe_load(dp_rank, rank.load)
         self._metrics.observe_report(report)
@@ -497,6 +564,8 @@ class WorkerService:
 
     def _forget(self, request_id: str) -> None:
         owner = self._owners.pop(request_id, None)
+        for books in self._books:
+            books.remove(request_id)
         self._endings.pop(request_id, None)
         self._kept.discard(request_id)
         if owner is not None:
