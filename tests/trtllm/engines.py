@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client import CollectorRegistry
+from xxhash import xxh3_64_intdigest
 
 from runtime.clock import SystemClock
 from tests.fakes import install_tensorrt_llm
 from tests.fakes.tensorrt_llm._fake.executor import Executor
+from tests.fakes.tensorrt_llm.llmapi.llm import media_hash
 from wire.events import AnyEvent
 from wire.hashing import pack_tokens
 from wire.identifiers import Role, Stage
@@ -163,8 +165,10 @@ def make_request(
     )
 
 
-def expected(request: Generate) -> bytes:
-    sampling = Sampling(request.sampling.max_tokens, seed=SEED)
+def expected(request: Generate, *media: Any) -> bytes:
+    """What the fake answers; ``media`` are the pictures or tensors that it must have seen, in order."""
+    seed = SEED ^ (xxh3_64_intdigest(b"".join(media_hash(each) for each in media)) >> 1 if media else 0)
+    sampling = Sampling(request.sampling.max_tokens, seed=seed)
     return pack_tokens(expected_output(request.token_ids, sampling, Vocabulary(), request.stop_token_ids))
 
 

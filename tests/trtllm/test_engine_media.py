@@ -32,6 +32,11 @@ def picture(colour: str = "red") -> bytes:
     return data.getvalue()
 
 
+def seen(colour: str = "red") -> Any:
+    """The picture as an engine sees it."""
+    return Image.open(io.BytesIO(picture(colour))).convert("RGB")
+
+
 def item(data: bytes, kind: MediaKind = MediaKind.IMAGE, media_type: str = "image/png") -> MediaItem:
     return MediaItem(kind, data, media_type, digest_media(data))
 
@@ -63,7 +68,7 @@ def test_pictures_go_to_the_engine_as_pictures_with_the_prompt_as_text() -> None
                 ("RGB", (255, 0, 0)),
                 ("RGB", (0, 0, 255)),
             ]
-            assert told.output("r") == expected(text_request())
+            assert told.output("r") == expected(text_request(), seen("red"), seen("blue"))
 
     asyncio.run(scenario())
 
@@ -87,7 +92,7 @@ def test_encode_prefill_and_decode_give_what_one_worker_gives() -> None:
             text = msgspec.structs.replace(request, multimodal=None)
             last = await decode.finish(decode_leg(text, params))
             assert last.finish_reason == "length"
-            assert decode.output("r") == expected(text_request())
+            assert decode.output("r") == expected(text_request(), seen())
 
     asyncio.run(scenario())
 
@@ -100,7 +105,7 @@ def test_pictures_may_be_encoded_where_the_prompt_is_prefilled() -> None:
         ):
             params = await prefilled(prefill, with_media(make_request(), item(picture())))
             await decode.finish(decode_leg(make_request(), params))
-            assert decode.output("r") == expected(text_request()), "the prompt as the prefill engine computed it"
+            assert decode.output("r") == expected(text_request(), seen()), "what the prefill engine saw"
 
     asyncio.run(scenario())
 

@@ -89,6 +89,8 @@ class Request:
     disaggregated: DisaggregatedParams | None = None
     decode_priority: int | None = None
     encode: Callable[[], Response] | None = None
+    media_seed: int = 0
+    """Part of the sampling seed: an answer is right only if the right media took the right way."""
 
 
 @dataclass(slots=True)
@@ -510,6 +512,7 @@ class Executor:
                     first,
                     self.shape.kv_dtype,
                     self.shape.tokens_per_block,
+                    request.media_seed,
                 ),
                 multimodal_hashes=given.multimodal_hashes if given else None,
                 mrope_position_ids_handle=given.mrope_position_ids_handle if given else None,

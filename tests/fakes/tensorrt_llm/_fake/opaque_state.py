@@ -17,14 +17,31 @@ class State(msgspec.Struct, array_like=True):
     first_gen_tokens: tuple[int, ...]
     kv_dtype: str
     tokens_per_block: int
+    media_seed: int = 0
+    """What the media of the prompt do to its tokens: the generation engine has their KV, not them."""
 
 
-def make(ctx_request_id: int, prompt: bytes, first: tuple[int, ...], kv_dtype: str, tokens_per_block: int) -> bytes:
+def make(
+    ctx_request_id: int,
+    prompt: bytes,
+    first: tuple[int, ...],
+    kv_dtype: str,
+    tokens_per_block: int,
+    media_seed: int = 0,
+) -> bytes:
     """Return the state's bytes, ended by a checksum."""
     body = msgspec.msgpack.encode(
-        State(_MAGIC, ctx_request_id, xxh3_64_intdigest(prompt), first, kv_dtype, tokens_per_block)
+        State(_MAGIC, ctx_request_id, xxh3_64_intdigest(prompt), first, kv_dtype, tokens_per_block, media_seed)
     )
     return body + xxh3_64_intdigest(body).to_bytes(8, "little")
+
+
+def media_seed(state: bytes | None) -> int:
+    """Return the seed that the media of the prompt gave; 0 when the state cannot be read."""
+    try:
+        return msgspec.msgpack.decode((state or b"")[:-8], type=State).media_seed
+    except msgspec.MsgspecError:
+        return 0
 
 
 def fault(

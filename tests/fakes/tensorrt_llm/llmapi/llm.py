@@ -19,6 +19,7 @@ from wire.events import BlocksStored
 from wire.requests import Sampling
 
 from .._fake import behaviour as behaviours
+from .._fake import opaque_state
 from .._fake.block_key import salt_id
 from .._fake.cache_events import Tenant
 from .._fake.executor import EngineShape, Executor, Request
@@ -217,12 +218,19 @@ class BaseLLM:
         salt = cache_salt or ""
         digests = tuple((digest, 0) for digest in multimodal)
         identity = "".join([salt, *(f"|{digest.hex()}" for digest in multimodal)])
+        media_seed = (
+            opaque_state.media_seed(disaggregated_params.opaque_state)
+            if disaggregated_params is not None and request_type == "generation_only"
+            else xxh3_64_intdigest(b"".join(multimodal)) >> 1
+            if multimodal
+            else 0
+        )
         request = Request(
             id=result.id,
             prompt=tuple(token_ids),
             sampling=Sampling(
                 max_tokens=sampling.max_tokens,
-                seed=sampling.seed or 0,
+                seed=(sampling.seed or 0) ^ media_seed,
                 min_tokens=sampling.min_tokens or 0,
                 ignore_eos=sampling.ignore_eos,
                 logprobs=sampling.logprobs,
@@ -243,6 +251,7 @@ class BaseLLM:
             decode_priority=(
                 kv_cache_retention_config.decode_retention_priority if kv_cache_retention_config else None
             ),
+            media_seed=media_seed,
             encode=(lambda: _encoded(media, disaggregated_params)) if encoder else None,
         )
         if not self._submitted:
@@ -313,7 +322,7 @@ class BaseLLM:
     def _check_disaggregation(self, params: DisaggregatedParams | None, media: dict[str, Any]) -> list[bytes]:
         """Check a request's disaggregated params; return the hashes of its media."""
         if params is None or params.request_type is None:
-            return [_media_hash(each) for kind in sorted(media) for each in _as_list(media[kind])]
+            return [media_hash(each) for kind in sorted(media) for each in _as_list(media[kind])]
         if (params.mrope_position_ids_handle is None) != (params.mrope_position_deltas_handle is None):
             raise ValueError("mrope_position_ids_handle and mrope_position_deltas_handle must be both set or both None")
         if params.request_type == "generation_only" and (media or params.multimodal_embedding_handles):
@@ -328,7 +337,7 @@ class BaseLLM:
             return [
                 b"".join((word & 0xFFFFFFFF).to_bytes(4, "big") for word in words) for words in params.multimodal_hashes
             ]
-        return [_media_hash(each) for kind in sorted(media) for each in _as_list(media[kind])]
+        return [media_hash(each) for kind in sorted(media) for each in _as_list(media[kind])]
 
     def _check_length(self, token_ids: list[int], request_type: str | None) -> None:
         limit = getattr(self.args, "max_num_tokens", None)
@@ -433,7 +442,8 @@ def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _media_hash(item: Any) -> bytes:
+def media_hash(item: Any) -> bytes:
+    """Return 32 bytes that stand for a medium's content."""
     # Pictures and tensors by what they hold; anything else by what it is called.
     text = item if isinstance(item, bytes) else item.tobytes() if hasattr(item, "tobytes") else repr(item).encode()
     return b"".join(xxh3_64_intdigest(text, seed).to_bytes(8, "big") for seed in range(4))
@@ -442,7 +452,7 @@ def _media_hash(item: Any) -> bytes:
 def _encoded(media: dict[str, Any], params: DisaggregatedParams | None) -> Response:
     """What an encoder answers: a handle per item, and its hash as 8 integers."""
     items = [each for kind in sorted(media) for each in _as_list(media[kind])]
-    digests = [_media_hash(each) for each in items]
+    digests = [media_hash(each) for each in items]
     handles: Any = [
         {"method_key": 1, "tensor_size": (576, 4096), "storage_handle": digest, "storage_size_bytes": 576 * 4096 * 2}
         for digest in digests

@@ -1,0 +1,261 @@
+"""Every launch script starts its whole chain on the contract fake, answers, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from PIL import Image
+
+from tests.e2e.processes import READY_TIMEOUT_S, WAIT_TIMEOUT_S, eventually, metric, worker_rows
+
+pytestmark = pytest.mark.e2e
+
+LAUNCH = Path(__file__).parents[2] / "launch"
+
+WORKERS = {
+    "agg": 1,
+    "agg_router": 2,
+    "disagg": 2,
+    "disagg_router": 3,
+    "gpt_oss_disagg": 2,
+    "agg_multimodal": 1,
+    "disagg_multimodal": 2,
+    "epd_disagg": 3,
+    "epd_multimodal_image": 3,
+    "epd_multimodal_image_and_embeddings": 3,
+}
+MULTIMODAL = [name for name in WORKERS if "multimodal" in name or name.startswith("epd")]
+TOKENS = 64
+FIXED = {"seed": 7, "temperature": 0, "ignore_eos": True}
+WORDS = " ".join(f"word{number}" for number in range(300))
+
+
+class Script:
+    """One running launch script."""
+
+    def __init__(self, name: str, **environment: str) -> None:
+        self.name = name
+        self._process = subprocess.Popen(
+            [str(LAUNCH / f"{name}.sh")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={
+                **os.environ,
+                "ENGINE": "fake",
+                "PORT": "0",
+                "LOG_LEVEL": "warning",
+                "POOLGRID": f"{sys.executable} -m cli",
+                "SERVED_MODEL_NAME": "m",
+                **environment,
+            },
+            start_new_session=True,
+        )
+        self.url = ""
+
+    def wait_ready(self) -> None:
+        assert self._process.stdout is not None
+        readable, _, _ = select.select([self._process.stdout], [], [], 2 * READY_TIMEOUT_S)
+        line = self._process.stdout.readline().decode().split() if readable else []
+        assert line[:1] == ["ready"], f"{self.name} did not become ready: {self.stop()}"
+        self.url = line[1]
+        eventually("all workers are ready", partial(self._has_workers, WORKERS[self.name]))
+
+    def _has_workers(self, count: int) -> bool:
+        return [row["state"] for row in worker_rows(self.url).values()] == ["ready"] * count
+
+    def parts(self) -> list[psutil.Process]:
+        return psutil.Process(self._process.pid).children(recursive=True)
+
+    def chat(self, content: object, max_tokens: int = TOKENS, **more: object) -> httpx.Response:
+        body = {
+            "model": "m",
+            "messages": [{"role": "user", "content": content}],
+            "max_tokens": max_tokens,
+            **FIXED,
+            **more,
+        }
+        return httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=WAIT_TIMEOUT_S)
+
+    def wait(self) -> int:
+        return self._process.wait(WAIT_TIMEOUT_S)
+
+    def stop(self, number: int = signal.SIGTERM) -> tuple[int, str]:
+        """End it; the exit status and what was said on standard error."""
+        if self._process.poll() is None:
+            self._process.send_signal(number)
+        _, errors = self._process.communicate(timeout=WAIT_TIMEOUT_S)
+        return self._process.returncode, errors.decode()
+
+    def kill(self) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for part in self.parts():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    part.kill()
+        self._process.kill()
+        self._process.communicate()
+
+
+@contextlib.contextmanager
+def running(name: str, **environment: str) -> Iterator[Script]:
+    script = Script(name, **environment)
+    try:
+        script.wait_ready()
+        yield script
+    finally:
+        script.kill()
+
+
+def text_of(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    message = answer.json()["choices"][0]["message"]
+    assert answer.json()["usage"]["completion_tokens"] == TOKENS
+    return f"{message.get('reasoning_content') or ''}{message.get('content') or ''}"
+
+
+def indexes_are_true(url: str) -> bool:
+    """Compare what the router believes of each worker with what the fake engine itself says it holds."""
+    for row in httpx.get(f"{url}/v1/workers").json()["data"]:
+        rank = f"?dp_rank={row['dp_rank']}"
+        believed = httpx.get(f"{url}/v1/workers/{row['worker_id']}/blocks{rank}").text
+        if row["role"] != "encode" and believed != httpx.get(f"{row['http_endpoint']}/blocks{rank}").text:
+            return False
+    return True
+
+
+def assert_ends_cleanly(script: Script) -> None:
+    parts = script.parts()
+    assert len(parts) > WORKERS[script.name], "router and workers"
+    status, errors = script.stop()
+    assert status == 0, errors
+    assert "was killed" not in errors
+    assert not [part for part in parts if part.is_running() and part.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.fixture(scope="module")
+def aggregated_text() -> str:
+    """The answer of one aggregated worker, which every other chain must give too."""
+    with running("agg") as script:
+        text = text_of(script.chat(WORDS))
+        eventually("the index is what the engine holds", partial(indexes_are_true, script.url))
+        assert_ends_cleanly(script)
+        return text
+
+
+def test_every_script_has_a_test() -> None:
+    scripts = {path.stem for path in LAUNCH.glob("*.sh")}
+    assert scripts - {"lib", "epd"} == set(WORKERS)
+
+
+@pytest.mark.parametrize("name", ["agg_router", "disagg", "disagg_router", "gpt_oss_disagg"])
+def test_a_chain_answers_as_one_worker_does_token_for_token(name: str, aggregated_text: str) -> None:
+    with running(name) as script:
+        assert text_of(script.chat(WORDS)) == aggregated_text
+        again = script.chat(WORDS)
+        assert text_of(again) == aggregated_text
+        if "router" in name:
+            assert again.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+        if name != "gpt_oss_disagg":  # whose engines reuse nothing, and so tell of nothing
+            eventually("the index is what the engines hold", partial(indexes_are_true, script.url))
+        assert_ends_cleanly(script)
+
+
+def png(color: str) -> bytes:
+    data = io.BytesIO()
+    Image.new("RGB", (32, 32), color).save(data, "PNG")
+    return data.getvalue()
+
+
+def picture(color: str) -> dict[str, object]:
+    url = "data:image/png;base64," + base64.b64encode(png(color)).decode()
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+TEMPLATE = LAUNCH.parent / "engine_configs" / "llava-v1.6-mistral-7b-hf" / "template.jinja"
+LOOK = [{"type": "text", "text": WORDS}, picture("red")]
+
+
+@pytest.fixture(scope="module")
+def aggregated_description() -> str:
+    """What one aggregated worker says of a picture, which every other chain must say too."""
+    with running("agg_multimodal", CUSTOM_TEMPLATE=str(TEMPLATE)) as script:
+        text = text_of(script.chat(LOOK))
+        assert text_of(script.chat([LOOK[0], picture("blue")])) != text, "what is seen is what was sent"
+        assert_ends_cleanly(script)
+        return text
+
+
+def encoded(script: Script) -> float:
+    return metric(script.url, "poolgrid_router_legs_total", stage="encode")
+
+
+@pytest.mark.parametrize("name", [name for name in MULTIMODAL if name != "agg_multimodal"])
+def test_a_chain_sees_the_same_picture_as_one_worker(
+    name: str, aggregated_description: str, aggregated_text: str, tmp_path: Path
+) -> None:
+    (tmp_path / "inside.png").write_bytes(png("red"))
+    allowed = {"ALLOWED_LOCAL_MEDIA_PATH": str(tmp_path)}
+    with running(name, CUSTOM_TEMPLATE=str(TEMPLATE), **allowed) as script:
+        assert text_of(script.chat(LOOK)) == aggregated_description
+        assert encoded(script) == (1 if name.startswith("epd") else 0)
+        local = script.chat([LOOK[0], {"type": "image_url", "image_url": {"url": f"file://{tmp_path}/inside.png"}}])
+        if name == "epd_multimodal_image":  # takes no local files, whatever the environment says
+            assert local.status_code == 403
+        else:
+            assert text_of(local) == aggregated_description
+        assert_ends_cleanly(script)
+
+
+def test_a_script_that_loses_a_part_ends_everything_and_says_which() -> None:
+    with running("agg_router") as script:
+        (victim,) = [part for part in script.parts() if "worker-1" in part.cmdline()]
+        parts = script.parts()
+        victim.kill()
+        assert script.wait() == 1
+        status, errors = script.stop()
+        assert status == 1
+        assert "worker-1 has ended with status 137" in errors
+        assert not [part for part in parts if part.is_running() and part.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_script_that_is_interrupted_while_it_starts_leaves_nothing_behind() -> None:
+    script = Script("disagg", TRTLLM_FAKE=json.dumps({}))
+    try:
+        eventually("something has started", lambda: len(script.parts()) > 0)
+        parts = script.parts()
+        assert script.stop(signal.SIGINT)[0] == 0
+        assert not [part for part in parts if part.is_running() and part.status() != psutil.STATUS_ZOMBIE]
+    finally:
+        script.kill()
+
+
+@pytest.mark.parametrize(
+    ("name", "environment", "word"),
+    [
+        ("agg", {"ENGINE": "vllm"}, "ENGINE is 'vllm', allowed are trtllm and fake"),
+        ("agg", {"ENGINE": "trtllm", "MODEL_PATH": ""}, "MODEL_PATH is not set"),
+        ("agg", {"POOLGRID": "no-such-command"}, "no-such-command is not found"),
+        ("agg", {"AGG_ENGINE_ARGS": "/nowhere.yaml"}, "worker-0 was not ready"),
+        ("epd_multimodal_image_and_embeddings", {}, "ALLOWED_LOCAL_MEDIA_PATH is not set"),
+    ],
+)
+def test_what_is_missing_is_said_and_nothing_is_left(name: str, environment: dict[str, str], word: str) -> None:
+    script = Script(name, **environment)
+    try:
+        assert script.wait() == 1
+        assert word in script.stop()[1]
+    finally:
+        script.kill()
