@@ -17,8 +17,9 @@ from runtime.clock import Clock, SystemClock
 from runtime.http_server import HttpServer
 from runtime.planes import CurveKeys, PlaneContext, PlaneMetrics, end_security
 from runtime.tls import Tls
-from wire.card import WorkerCard, WorkerLimits
+from wire.card import MediaSpec, WorkerCard, WorkerLimits
 from wire.limits import PROMPT_TOKENS_MAX
+from wire.multimodal import MediaKind
 from workers.adapters.http_api import HttpApi
 from workers.adapters.sockets import RequestSocket
 from workers.core.push_stream import PushStream, PushTiming
@@ -138,7 +139,15 @@ async def open_trtllm(settings: TrtllmWorkerSettings, around: Surroundings) -> A
         progress_timeout_ms=settings.progress_timeout_ms,
     )
     async with open_engine(
-        arguments, settings.role, limits, around.clock, around.metrics, around.registry, settings.model_name
+        arguments,
+        settings.role,
+        limits,
+        around.clock,
+        around.metrics,
+        around.registry,
+        settings.model_name,
+        settings.logits_processors,
+        takes_media=settings.modality == "multimodal",
     ) as opened:
         yield Opened(opened.engine, trtllm_card(settings, arguments, opened, around.request_port, around.http_port))
 
@@ -171,6 +180,9 @@ def trtllm_card(
         engine=f"TensorRT-LLM {opened.version}",
         eos_token_ids=facts.eos_token_ids,
         vocabulary_size=facts.vocabulary_size,
+        media=MediaSpec(
+            tuple(MediaKind) if settings.modality == "multimodal" else (), placeholder_token_id=facts.image_token_id
+        ),
         endpoint_name=settings.endpoint_name,
     )
 

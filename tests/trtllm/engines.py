@@ -104,8 +104,8 @@ class Told:
     def events_of(self, request_id: str, rank: int = 0) -> list[AnyEvent]:
         return [event for event in self.events.get(rank, []) if getattr(event, "request_id", None) == request_id]
 
-    def sample(self, name: str, **labels: str) -> float | None:
-        return self.metrics.registry.get_sample_value(f"poolgrid_worker_{name}", labels)
+    def sample(self, metric: str, /, **labels: str) -> float | None:
+        return self.metrics.registry.get_sample_value(f"poolgrid_worker_{metric}", labels)
 
 
 @asynccontextmanager
@@ -120,7 +120,14 @@ async def running_engine(
     registry = CollectorRegistry()
     metrics = WorkerMetrics(registry)
     async with open_engine(
-        resolve_files(chosen), role, limits or EngineLimits(), SystemClock(), metrics, registry, "served"
+        resolve_files(chosen),
+        role,
+        limits or EngineLimits(),
+        SystemClock(),
+        metrics,
+        registry,
+        "served",
+        takes_media=chosen.modality == "multimodal",
     ) as opened:
         told = Told(opened.engine, opened.engine._llm, metrics)
         if runs:

@@ -16,11 +16,12 @@ from tests.trtllm.engines import BLOCK, PATIENCE_S, Told, expected, make_request
 from wire.events import BlocksStored, PrefillCompleted, RequestFinished, RequestProgressed, RequestStarted
 from wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes, unpack_hashes
 from wire.identifiers import Role, Stage
-from wire.requests import Routing
+from wire.requests import LogitsProcessorCall, Routing
 from workers.core.refusal import RefusedError
 from workers.engines.trtllm import EngineBrokenError, EngineLimits
 from workers.engines.trtllm_library import LibraryMissingError, load_library
 from workers.engines.trtllm_loading import end_engine, start_engine
+from workers.engines.trtllm_logits import RequestProcessors
 from workers.trtllm.contract import ContractError
 from workers.trtllm.outputs import OutputCursor
 
@@ -255,6 +256,25 @@ def test_engines_own_metrics_are_made_of_finished_requests() -> None:
                 {"model_name": "served", "engine_type": "trtllm", "finished_reason": "length"},
             )
             assert finished == 1
+
+    asyncio.run(scenario())
+
+
+def test_logits_processors_are_made_for_the_request_and_refused_where_the_engine_has_none() -> None:
+    async def scenario() -> None:
+        banned = LogitsProcessorCall("banned_tokens", b'{"token_ids": [7]}')
+        async with running_engine() as told:
+            calls = hold(told)
+            with pytest.raises(RefusedError, match="the fake has no logits_processor"):
+                told.engine.submit(make_request("r", logits_processors=(banned,)))
+            assert isinstance(calls[0]["sampling_params"].logits_processor, RequestProcessors)
+            with pytest.raises(RefusedError, match="this worker has allowed_tokens, banned_tokens"):
+                told.engine.submit(make_request("r", logits_processors=(LogitsProcessorCall("unknown"),)))
+            told.engine._calls._processors._reporter.report("banned_tokens")
+            await told.turned(lambda: told.sample("logits_processor_failures_total", name="banned_tokens") == 1)
+        async with running_engine(Role.DECODE, max_batch_size=64) as told:
+            with pytest.raises(RefusedError, match="disaggregated serving"):
+                told.engine.submit(make_request("r", logits_processors=(banned,)))
 
     asyncio.run(scenario())
 

@@ -204,11 +204,11 @@ def test_adapters_are_called_like_their_directories_and_numbered_by_name() -> No
     ("config", "generation", "wanted"),
     [
         ({}, {}, ModelFacts()),
-        ({"eos_token_id": 2, "vocab_size": 100, "max_position_embeddings": 64, "model_type": "llama"}, {},
-         ModelFacts((2,), 100, 64, "llama")),
+        ({"eos_token_id": 2, "vocab_size": 100, "max_position_embeddings": 64, "image_token_index": 9}, {},
+         ModelFacts((2,), 100, 64, 9)),
         ({"eos_token_id": 2}, {"eos_token_id": [7, 2]}, ModelFacts((7, 2))),
         ({"text_config": {"vocab_size": 9, "eos_token_id": [1]}}, {}, ModelFacts((1,), 9)),
-        ({"eos_token_id": "2", "vocab_size": True, "max_position_embeddings": -1, "model_type": 5}, {}, ModelFacts()),
+        ({"eos_token_id": "2", "vocab_size": True, "image_token_id": -5}, {}, ModelFacts()),
         ({}, {"eos_token_id": [None, -1]}, ModelFacts()),
     ],
 )  # fmt: skip

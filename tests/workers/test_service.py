@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import sys
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from wire.hashing import block_hashes, pack_tokens, sequence_hashes
 from wire.identifiers import Tier
 from wire.requests import Cancel, Generate, Ping, Routing
 from workers import bootstrap
+from workers.adapters.http_api import HttpApi
 from workers.adapters.sockets import RequestSocket
 from workers.core.push_stream import PushStream
 from workers.engines.engine import EngineReport
@@ -414,6 +416,56 @@ def test_when_the_engine_breaks_requests_go_elsewhere_and_the_pool_hears_why() -
                 last = router.last("r")
                 assert (last.finish_reason, last.retryable) == ("error", True)
                 assert "the device fell off" in journal.goodbyes[0]
+            socket.close(orderly=False)
+            publisher.close(orderly=False)
+        context.term()
+
+    asyncio.run(scenario())
+
+
+class SickEngine(BreakingEngine):
+    """An engine that lives and does nothing."""
+
+    ailment = "nothing has moved for 60000 ms"
+
+
+def test_an_engine_that_is_not_well_takes_no_requests_and_probes_hear_why() -> None:
+    async def scenario() -> None:
+        journal = Journal()
+        clock = SystemClock()
+        registry = CollectorRegistry()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        metrics = WorkerMetrics(registry)
+        async with FakeConsolidator(journal) as consolidator:
+            socket = RequestSocket(context, "127.0.0.1", 0)
+            card = bootstrap.make_card(make_settings(consolidator.endpoint), socket.port, 0)
+            engine = SickEngine()
+            service = WorkerService("w0", 5, card, engine, socket, ServiceLimits(), clock, metrics)
+            publisher = EventPublisher(
+                context, consolidator.endpoint, PushStream("w0", 0, 5, card), service.restate, clock, metrics, 100
+            )
+            api = HttpApi(registry)
+            api.show(service)
+            stop = asyncio.Event()
+            running = asyncio.create_task(service.run([publisher], stop))
+            async with fake_router(card.request_endpoint) as router:
+                await consolidator.until(lambda journal: journal.cards)
+                await router.send(make_request("r"))
+                await router.until_finished("r")
+                last = router.last("r")
+                assert (last.finish_reason, last.retryable) == ("error", True)
+                assert "is not well: nothing has moved" in (last.error or "")
+                status, _, body = api._route("GET", "/health", b"")
+                assert (status, json.loads(body)["status"]) == (503, "unhealthy")
+                assert json.loads(body)["reason"] == engine.ailment
+                assert api._route("GET", "/ready", b"")[0] == 503
+                assert api._route("GET", "/live", b"")[0] == 200
+                for query, wanted in ((b"dp_rank=1", 400), (b"dp_rank=x", 400), (b"dp_rank=0", 200), (b"", 200)):
+                    assert api._route("GET", "/blocks", query)[0] == wanted
+                engine.ailment = ""
+                assert service.is_ready
+            stop.set()
+            await running
             socket.close(orderly=False)
             publisher.close(orderly=False)
         context.term()

@@ -40,7 +40,7 @@ from wire.events import (
     RequestProgressed,
     RequestStarted,
 )
-from wire.hashing import unpack_tokens
+from wire.hashing import pack_tokens, unpack_tokens
 from wire.identifiers import Role, Stage
 from wire.limits import TEXT_CHARS_MAX
 from wire.requests import Generate, TokenDelta, TokenLogprobs
@@ -52,6 +52,10 @@ from workers.engines.trtllm_collector import EngineCollector
 from workers.engines.trtllm_feed import TrtllmFeed, WireCacheEvent
 from workers.engines.trtllm_library import REQUEST_ERRORS, TrtllmLibrary, load_library
 from workers.engines.trtllm_loading import end_engine, start_engine
+from workers.engines.trtllm_logits import ProcessorsOfRequests
+from workers.engines.trtllm_media import load_media
+from workers.logits.failure_channel import FailureChannel
+from workers.logits.registry import LogitsProcessorRegistry
 from workers.metrics import WorkerMetrics
 from workers.trtllm import disaggregated_params as codec
 from workers.trtllm.engine_arguments import EngineArguments
@@ -171,6 +175,7 @@ class TrtllmEngine:
         metrics: WorkerMetrics,
         trtllm_metrics: TrtllmMetrics,
         collector: EngineCollector,
+        processors: ProcessorsOfRequests,
         load_media: MediaLoader | None = None,
     ) -> None:
         self._library = library
@@ -181,7 +186,7 @@ class TrtllmEngine:
         self._clock = clock
         self._metrics = metrics
         self._load_media = load_media
-        self._calls = TrtllmCalls(library, llm, arguments, facts)
+        self._calls = TrtllmCalls(library, llm, arguments, facts, processors)
         self._transfers_kv = bool((arguments.values.get("cache_transceiver_config") or {}).get("backend"))
         self._dp_size = arguments.attention_dp_size
         self._feed = TrtllmFeed(
@@ -295,6 +300,8 @@ class TrtllmEngine:
         if active.result is None:
             assert active.task is not None, "what is being prepared has a task"
             active.task.cancel()
+            active.ended = True
+            self._touch(active)
         elif active.began or not active.transfers:
             self._abort(active)
 
@@ -381,11 +388,9 @@ class TrtllmEngine:
         assert self._load_media is not None
         request = active.request
         try:
-            inputs = await asyncio.to_thread(self._load_media, request, request.disaggregated_params is not None)
+            has_handles = request.disaggregated_params is not None and request.stage is not Stage.ENCODE
+            inputs = await asyncio.to_thread(self._load_media, request, has_handles)
             self._start(active, inputs)
-        except asyncio.CancelledError:
-            if self._closed:
-                raise
         except Exception as error:
             active.error = error
         else:
@@ -501,7 +506,9 @@ class TrtllmEngine:
                 told.update(error="the engine returned no disaggregated params", retryable=True)
                 self._finish(active, "error", **told)
             else:
-                self._finish(active, PREFILLED, disaggregated_params=codec.encode(params), **told)
+                self._finish(
+                    active, PREFILLED, disaggregated_params=codec.encode(params, self._engine_prompt(active)), **told
+                )
         elif active.cancelling or reason == CANCELLED:
             if not active.cancelling:
                 told.update(error="the engine cancelled the request", retryable=True)
@@ -530,6 +537,11 @@ class TrtllmEngine:
         elif blocks is not None:
             events.append(RequestProgressed(request_id, blocks))
         self._pending.decode_tokens += fresh
+
+    @staticmethod
+    def _engine_prompt(active: _Active) -> bytes | None:
+        """Return the token ids that the engine made of a prompt with media."""
+        return None if active.request.multimodal is None else pack_tokens(active.result.prompt_token_ids)
 
     def _prompt_logprobs(self, active: _Active, output: Any) -> tuple[TokenLogprobs, ...] | None:
         alternatives = active.request.sampling.prompt_logprobs
@@ -797,6 +809,8 @@ async def open_engine(
     metrics: WorkerMetrics,
     registry: CollectorRegistry,
     served_model_name: str,
+    logits_processors: Sequence[str] = (),
+    takes_media: bool = False,
 ) -> AsyncIterator[OpenedEngine]:
     """Load a model and keep its engine until the end of the block; whatever ends it, the engine is shut down.
 
@@ -804,6 +818,7 @@ async def open_engine(
     ``LibraryMissingError``, ``EngineBrokenError``, and what TensorRT-LLM raises.
     """
     _check_adapters(arguments)
+    named = LogitsProcessorRegistry.from_settings(logits_processors)
     started_ms = clock.monotonic_ms()
     library = await asyncio.to_thread(load_library)
     log.info("starting TensorRT-LLM %s with %s", library.version, arguments.values.get("model"))
@@ -812,11 +827,27 @@ async def open_engine(
     except Exception as error:
         raise EngineBrokenError(f"starting TensorRT-LLM {library.version} failed: {error!r}") from error
     collector: EngineCollector | None = None
+    failures = FailureChannel(lambda name: metrics.logits_processor_failures.labels(name).inc())
     try:
+        mode = "prefill_and_decode" if role is Role.AGGREGATED else role.name.lower()
+        processors = ProcessorsOfRequests(named, failures.reporter, mode, arguments.values)
         trtllm_metrics = TrtllmMetrics(registry)
         collector = EngineCollector(registry, served_model_name, trtllm_metrics)
         facts = await asyncio.to_thread(read_model_facts, str(arguments.values["model"]))
-        engine = TrtllmEngine(library, llm, role, arguments, facts, limits, clock, metrics, trtllm_metrics, collector)
+        engine = TrtllmEngine(
+            library,
+            llm,
+            role,
+            arguments,
+            facts,
+            limits,
+            clock,
+            metrics,
+            trtllm_metrics,
+            collector,
+            processors,
+            load_media if takes_media else None,
+        )
         try:
             await engine.begin()
             load_s = (clock.monotonic_ms() - started_ms) / 1e3
@@ -827,6 +858,7 @@ async def open_engine(
         finally:
             await engine.close()
     finally:
+        failures.close()
         if collector is not None:
             collector.close()
         await end_engine(llm, _shut_down)

@@ -17,10 +17,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from wire.errors import DecodeError
+from wire.hashing import unpack_tokens
 from wire.identifiers import Stage
 from wire.requests import Generate
 from workers.core.refusal import RefusedError
 from workers.engines.trtllm_library import TrtllmLibrary, parameters_of
+from workers.engines.trtllm_logits import ProcessorsOfRequests
 from workers.trtllm import disaggregated_params as codec
 from workers.trtllm.engine_arguments import EngineArguments
 from workers.trtllm.loras import adapters
@@ -40,8 +42,16 @@ HEALTH_TOKEN = 1
 class TrtllmCalls:
     """Makes the calls of one engine."""
 
-    def __init__(self, library: TrtllmLibrary, llm: Any, arguments: EngineArguments, facts: ModelFacts) -> None:
+    def __init__(
+        self,
+        library: TrtllmLibrary,
+        llm: Any,
+        arguments: EngineArguments,
+        facts: ModelFacts,
+        processors: ProcessorsOfRequests,
+    ) -> None:
         self._library = library
+        self._processors = processors
         self._llm = llm
         self._eos_token_ids = frozenset(facts.eos_token_ids)
         self._vocabulary_size = facts.vocabulary_size
@@ -61,9 +71,11 @@ class TrtllmCalls:
             return self._llm.generate_async(inputs)
         routing = request.routing
         given: dict[str, Any] = {"sampling_params": self._sampling_params(request), "streaming": not context_only}
-        params = self._disaggregated_params(request, context_only)
+        params, prompt = self._disaggregated_params(request, context_only)
         if params is not None:
             given["disaggregated_params"] = params
+        if prompt is not None:
+            inputs = list(unpack_tokens(prompt))
         adapter = None
         if routing.lora_name:
             adapter = self.adapters.get(routing.lora_name)
@@ -100,7 +112,7 @@ class TrtllmCalls:
         return {"scheduling_params": self._library.scheduling_params(attention_dp_rank=rank, attention_dp_relax=False)}
 
     def _sampling_params(self, request: Generate) -> Any:
-        """Return a request's own ``SamplingParams``. Logits processors, once there are any, are attached here."""
+        """Return a request's own ``SamplingParams``."""
         plan = plan_sampling(request, self._eos_token_ids, self._can_guide)
         arguments = plan.arguments
         if self._measures:
@@ -110,17 +122,24 @@ class TrtllmCalls:
             arguments["guided_decoding"] = self._library.guided_decoding_params(**plan.guide)
         if plan.logit_bias:
             arguments["embedding_bias"] = embedding_bias(plan.logit_bias, self._vocabulary_size)
+        processor = self._processors.make(request, self._vocabulary_size)
+        if processor is not None:
+            arguments["logits_processor"] = processor
         return self._library.sampling_params(**arguments)
 
-    def _disaggregated_params(self, request: Generate, context_only: bool) -> Any:
-        """Return what the leg before left, made into what this leg is asked for; ``None`` for a whole request."""
+    def _disaggregated_params(self, request: Generate, context_only: bool) -> tuple[Any, bytes | None]:
+        """Return what the leg before left, made into what this leg is asked for (``None`` for a whole request).
+
+        The second value are the token ids of a prompt with media, for a decode leg.
+        """
         made: Any = None
+        prompt: bytes | None = None
         if request.disaggregated_params is not None:
             try:
                 decoded = codec.decode(request.disaggregated_params, self._library.disaggregated_params)
             except DecodeError as error:
                 raise RefusedError(f"disaggregated_params: {error}", retryable=False) from None
-            made = decoded.params
+            made, prompt = decoded.params, decoded.prompt
             fresh = set(decoded.dropped) - self._dropped_fields
             if fresh:
                 self._dropped_fields |= fresh
@@ -137,7 +156,7 @@ class TrtllmCalls:
             made.request_type = codec.CONTEXT_ONLY
         elif made is not None:
             made.request_type = codec.WHOLE
-        return made
+        return made, prompt if request.stage is Stage.DECODE else None
 
 
 def embedding_bias(bias: Mapping[int, float], vocabulary_size: int) -> Any:

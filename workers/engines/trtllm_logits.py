@@ -10,11 +10,15 @@ Rules
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from wire.requests import Generate
+from workers.core.refusal import RefusedError
 from workers.logits.failure_channel import FailureReporter
-from workers.logits.processor import LogitsProcessor
+from workers.logits.processor import LogitsProcessor, RequestFacts
+from workers.logits.registry import LogitsProcessorRegistry
+from workers.logits.support import reason_refused
 
 
 class Reporter(Protocol):
@@ -23,6 +27,29 @@ class Reporter(Protocol):
     def report(self, name: str) -> None:
         """Say that the processor of this name failed once."""
         ...
+
+
+class ProcessorsOfRequests:
+    """Makes the processors that a worker's requests name."""
+
+    def __init__(
+        self, registry: LogitsProcessorRegistry, reporter: Reporter, mode: str, arguments: Mapping[str, Any]
+    ) -> None:
+        self._registry = registry
+        self._reporter = reporter
+        self._mode = mode
+        self._arguments = arguments
+
+    def make(self, request: Generate, vocabulary_size: int) -> Any:
+        """Return a request's processors as one of the engine's, ``None`` without any; raises ``RefusedError``."""
+        calls = request.sampling.logits_processors
+        if not calls:
+            return None
+        reason = reason_refused(request.stage, self._mode, self._arguments)
+        if reason is not None:
+            raise RefusedError(reason, retryable=False)
+        made = self._registry.make(calls, RequestFacts(len(request.token_ids) // 4, vocabulary_size))
+        return engine_processor([(call.name, each) for call, each in zip(calls, made, strict=True)], self._reporter)
 
 
 def engine_processor(named: Sequence[tuple[str, LogitsProcessor]], reporter: Reporter | FailureReporter) -> Any:

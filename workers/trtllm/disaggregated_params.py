@@ -9,6 +9,8 @@ Rules:
 2. Decoding keeps only the fields that the installed class has, and says which it dropped.
 3. Bytes from another process are checked: shape, types, and the limits of the wire. A fault is a ``DecodeError``.
 4. Tuples inside handles come back as tuples: they hold shapes and storage keys that are compared as such.
+5. A prompt with media has other token ids in the engine than on the wire: those that the context engine computed travel
+   along, because the decode engine gets no media to make them of.
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ _TUPLE = 1
 
 _WHAT = "disaggregated params"
 
+_PROMPT = "poolgrid_prompt_token_ids"
+
 P = TypeVar("P")
 
 
@@ -44,6 +48,8 @@ class Decoded(NamedTuple, Generic[P]):
 
     params: P
     dropped: tuple[str, ...]
+    prompt: bytes | None = None
+    """Token ids of the prompt as the context engine computed it, u32 little-endian; only of a prompt with media."""
 
 
 class _Known(msgspec.Struct, kw_only=True):
@@ -60,8 +66,8 @@ class _Known(msgspec.Struct, kw_only=True):
     mrope_position_deltas_handle: dict[str, Any] | None = None
 
 
-def encode(params: Any) -> bytes:
-    """Return the msgpack form of a ``DisaggregatedParams``.
+def encode(params: Any, prompt: bytes | None = None) -> bytes:
+    """Return the msgpack form of a ``DisaggregatedParams``, and of the prompt's token ids if they are given.
 
     Raises ``TypeError`` naming the field whose value cannot travel (a tensor), ``LimitError`` when it is too large.
     """
@@ -70,6 +76,8 @@ def encode(params: Any) -> bytes:
         value = getattr(params, field.name)
         if value is not None:
             carried[field.name] = _outward(value, field.name)
+    if prompt is not None:
+        carried[_PROMPT] = prompt
     try:
         data = msgspec.msgpack.encode(carried)
     except OverflowError as error:
@@ -90,13 +98,16 @@ def decode(data: bytes | memoryview, params_class: type[P]) -> Decoded[P]:
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise DecodeError(_WHAT, str(error)) from None
     _check(known)
+    prompt = carried.pop(_PROMPT, None)
+    if prompt is not None and (not isinstance(prompt, bytes) or len(prompt) % 4):
+        raise DecodeError(_WHAT, f"{_PROMPT} is not a string of 4-byte token ids")
     installed = {field.name for field in dataclasses.fields(params_class)}  # type: ignore[arg-type]
     dropped = tuple(name for name in carried if name not in installed)
     try:
         params = params_class(**{name: value for name, value in carried.items() if name in installed})
     except (TypeError, ValueError) as error:
         raise DecodeError(_WHAT, f"TensorRT-LLM refuses them: {error}") from None
-    return Decoded(params, dropped)
+    return Decoded(params, dropped, prompt)
 
 
 def encode_text(params: Any) -> str:

@@ -11,6 +11,9 @@ from wire.limits import STOP_TOKENS_MAX, U32_MAX
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 
+IMAGE_TOKEN_KEYS = ("image_token_index", "image_token_id")
+"""What configurations of different models call it."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
@@ -19,7 +22,8 @@ class ModelFacts:
     eos_token_ids: tuple[int, ...] = ()
     vocabulary_size: int = 0
     max_sequence_length: int = 0
-    model_type: str = ""
+    image_token_id: int | None = None
+    """The token that stands for a picture in the prompt's text."""
 
 
 def model_facts(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelFacts:
@@ -41,12 +45,12 @@ def model_facts(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Mod
         for each in given if isinstance(given, list) else [given]:
             if _is_u32(each) and each not in ids:
                 ids.append(int(each))
-    kind = config.get("model_type")
+    images = [config[key] for key in IMAGE_TOKEN_KEYS if _is_u32(config.get(key))]
     return ModelFacts(
         tuple(ids[:STOP_TOKENS_MAX]),
         number("vocab_size"),
         number("max_position_embeddings"),
-        kind if isinstance(kind, str) else "",
+        int(images[0]) if images else None,
     )
 
 

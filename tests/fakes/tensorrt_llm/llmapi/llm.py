@@ -434,7 +434,8 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _media_hash(item: Any) -> bytes:
-    text = item if isinstance(item, bytes) else repr(item).encode()
+    # Pictures and tensors by what they hold; anything else by what it is called.
+    text = item if isinstance(item, bytes) else item.tobytes() if hasattr(item, "tobytes") else repr(item).encode()
     return b"".join(xxh3_64_intdigest(text, seed).to_bytes(8, "big") for seed in range(4))
 
 
