@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from urllib.parse import quote
 
 from cli.api_key import api_key_headers
 from cli.part import START_TIMEOUT_S, Part, part_environment, stop_parts
@@ -43,6 +44,8 @@ class LocalFleet:
         for _, pool in pools:
             arguments = ["router", "--port", "0", "--policy", settings.policy]
             arguments += ["--queue-limit", str(settings.queue_limit), *model, *common]
+            if settings.data_dir is not None:
+                arguments += ["--data-dir", str(settings.data_dir / quote(pool.name, safe=""))]
             self._routers[pool.name] = Part(f"router of {pool.name}", arguments, self._environment)
         await asyncio.gather(*(self._start_part(router) for router in self._routers.values()))
         for router in self._routers.values():

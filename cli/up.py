@@ -49,7 +49,9 @@ class UpSettings(Settings):
         description="How many times faster than real engines the workers are; with --pools, times the pool's own.",
     )
     data_dir: Path | None = Field(
-        None, description="Directory of the journal; by default a temporary one that ends with the pool."
+        None,
+        description="Directory of the journal and of the recorded decisions; by default a temporary one that ends with "
+        "the pool. With --pools, one below it for each pool, and none by default.",
     )
     policy: str = Field("kv", description="How a worker is chosen; see poolgrid router --help.")
     model_path: Path = Field(TINY_MODEL_PATH, description="Hugging Face style model directory (no weights needed).")

@@ -38,7 +38,8 @@ from wire.identifiers import Role, Stage
 from wire.limits import TEXT_CHARS_MAX
 from wire.requests import Cancel, FetchKv, Generate, KvOffered, Ping, Pong, ReleaseKv, TokenBatch, TokenDelta
 from workers.adapters.sockets import RequestSocket
-from workers.core.refusal import RefusedError
+from workers.core.booked_prefill import BookedPrefill
+from workers.core.refusal import CrowdedError, RefusedError
 from workers.engines.engine import Engine, EngineReport, KvHandover
 from workers.kv_fetcher import KvFetcher
 from workers.metrics import WorkerMetrics
@@ -58,6 +59,12 @@ LEASE_CHECKS = 4
 
 PREFILLED = "prefilled"
 """Finish reason of a prefill leg whose request goes on elsewhere."""
+
+PROMPT_STAGES = (Stage.WHOLE, Stage.PREFILL)
+"""Stages in which a prompt is computed."""
+
+ROUTERS_MAX = 1024
+"""Routers that are counted; beyond it they are served, and not known to be several, which they are anyway."""
 
 STAGES = {
     Role.AGGREGATED: frozenset({Stage.WHOLE, Stage.PREFILL, Stage.DECODE}),
@@ -138,6 +145,9 @@ class WorkerService:
         """Requests that are cancelled so that another worker continues them."""
         if kv is not None:
             kv.fetcher.start(self._on_offered, self._on_fetch_failed)
+        self._books = [BookedPrefill() for _ in range(engine.dp_size)]
+        self._routers: dict[bytes, float] = {}
+        """When each router was last heard of; a lone one knows what is here."""
         self._steps = 0
         self._draining = False
         self._empty = asyncio.Event()
@@ -286,6 +296,8 @@ class WorkerService:
         if isinstance(message, Generate):
             self._generate(peer_id, message)
         elif isinstance(message, Ping):
+            if peer_id in self._routers or len(self._routers) < ROUTERS_MAX:
+                self._routers[peer_id] = self._clock.monotonic_ms()
             self._send(peer_id, codec.from_worker.encode(Pong(message.nonce, self._epoch, self._draining)))
         elif isinstance(message, Cancel):
             self._cancel(peer_id, message)
@@ -314,10 +326,14 @@ class WorkerService:
                     "error",
                     error=refusal.reason[:TEXT_CHARS_MAX],
                     retryable=refusal.retryable,
+                    booked_prefill_tokens=refusal.booked_tokens if isinstance(refusal, CrowdedError) else None,
                 ),
             )
             return
         self._metrics.requests.inc()
+        if request.stage in PROMPT_STAGES:
+            uncached = len(request.token_ids) // 4 - request.routing.overlap_tokens
+            self._books[request.routing.dp_rank].accept(request.request_id, uncached)
         peer = self._peers.get(peer_id)
         if peer is None:
             peer = self._peers[peer_id] = Peer(self._clock.monotonic_ms())
@@ -358,6 +374,24 @@ class WorkerService:
                 f"lora_name is {routing.lora_name!r}, worker {self._worker_id} serves "
                 f"{', '.join(self._card.loras[:20]) or 'none'}",
                 retryable=True,
+            )
+        self._check_crowding(request)
+
+    def _check_crowding(self, request: Generate) -> None:
+        """Refuse what was chosen on a belief too far from the truth, where several routers choose."""
+        expected = request.routing.expected_prefill_tokens
+        if expected is None or len(self._routers) < 2 or request.stage not in PROMPT_STAGES:
+            return
+        booked = self._books[request.routing.dp_rank].crowding(expected)
+        if booked is None:
+            return
+        silent_since = self._clock.monotonic_ms() - self._limits.peer_lease_ms
+        for router in [router for router, heard_ms in self._routers.items() if heard_ms < silent_since]:
+            del self._routers[router]
+        if len(self._routers) > 1:
+            raise CrowdedError(
+                f"worker {self._worker_id} has {booked} prompt tokens to compute, the router expected {expected}",
+                booked,
             )
 
     def _cancel(self, peer_id: bytes, cancel: Cancel) -> None:
@@ -466,6 +500,7 @@ class WorkerService:
         for peer_id, deltas in by_peer.items():
             self._send(peer_id, codec.from_worker.encode(TokenBatch(self._steps, deltas)))
         for dp_rank, rank in report.ranks.items():
+            self._books[dp_rank].observe(rank.events)
             self._publishers[dp_rank].publish(rank.events, rank.load)
             self._metrics.observe_load(dp_rank, rank.load)
         self._metrics.observe_report(report)
@@ -497,6 +532,8 @@ class WorkerService:
 
     def _forget(self, request_id: str) -> None:
         owner = self._owners.pop(request_id, None)
+        for books in self._books:
+            books.remove(request_id)
         self._endings.pop(request_id, None)
         self._kept.discard(request_id)
         if owner is not None:

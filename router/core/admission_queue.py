@@ -27,10 +27,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+
+
+STALE_FACTOR = 2
+STALE_MIN = 16
+"""A heap is cleaned when it has this many times what is live in it, and this many more: memory follows what waits."""
 
 
 class QueueOrder(Enum):
@@ -64,22 +69,19 @@ class QueuedRequest(Generic[T]):
 class _Backlog(Generic[T]):
     """What one tenant has waiting at one priority of one lane."""
 
+    began: int
+    """Arrival of the request with which the tenant began to wait here."""
     heap: list[tuple[float, int, QueuedRequest[T]]] = field(default_factory=list)
     live: int = 0
     """Requests in the heap that still wait; the others are dropped when they come up, or when they are the majority."""
-    prompt_tokens: int = 0
-    weight: float = 1.0
 
     def push(self, key: float, request: QueuedRequest[T]) -> None:
         heappush(self.heap, (key, request.arrival, request))
         self.live += 1
-        self.prompt_tokens += request.prompt_tokens
-        self.weight = request.weight
 
-    def drop(self, request: QueuedRequest[T]) -> None:
+    def drop(self) -> None:
         self.live -= 1
-        self.prompt_tokens -= request.prompt_tokens
-        if len(self.heap) > 2 * self.live + 16:
+        if len(self.heap) > STALE_FACTOR * self.live + STALE_MIN:
             self.heap = [entry for entry in self.heap if entry[2].waits]
             heapify(self.heap)
 
@@ -96,23 +98,52 @@ class _Band(Generic[T]):
     backlogs: dict[str, _Backlog[T]] = field(default_factory=dict)
     """By tenant; only tenants that wait."""
     served: dict[str, float] = field(default_factory=dict)
-    """Tokens charged to each tenant, divided by its weight; forgotten with the band."""
+    """Tokens charged to each tenant, divided by its weight; only grows, and is forgotten with the band."""
+    turns: list[tuple[float, int, str]] = field(default_factory=list)
+    """Heap of (served, began, tenant). An entry may be older than the count it speaks of: it is mended at the top."""
 
-    def enter(self, tenant: str) -> None:
-        """Lift a tenant that begins to wait to the least served one that waits."""
+    def begin(self, tenant: str, arrival: int) -> _Backlog[T]:
+        """Let a tenant begin to wait, with at least the count of the least served one that waits."""
+        served = self.served.get(tenant, 0.0)
         if self.backlogs:
-            least = min(self.served[each] for each in self.backlogs)
-            self.served[tenant] = max(self.served.get(tenant, 0.0), least)
+            served = max(served, self.served[self.next_tenant()])
+        self.served[tenant] = served
+        backlog = self.backlogs[tenant] = _Backlog(arrival)
+        if len(self.turns) > STALE_FACTOR * len(self.backlogs) + STALE_MIN:
+            self.turns = [(self.served[each], there.began, each) for each, there in self.backlogs.items()]
+            heapify(self.turns)
         else:
-            self.served.setdefault(tenant, 0.0)
+            heappush(self.turns, (served, arrival, tenant))
+        return backlog
 
     def next_tenant(self) -> str:
-        """Return the least served tenant; of equals the one whose first request came first."""
-        return min(self.backlogs, key=lambda each: (self.served[each], self.backlogs[each].first().arrival))
+        """Return the least served tenant that waits; of equals the one that began to wait first."""
+        turns = self.turns
+        while True:
+            served, began, tenant = turns[0]
+            backlog = self.backlogs.get(tenant)
+            if backlog is None or backlog.began != began:
+                heappop(turns)
+            elif self.served[tenant] != served:
+                heapreplace(turns, (self.served[tenant], began, tenant))
+            else:
+                return tenant
+
+
+@dataclass(slots=True)
+class _Held:
+    """What one tenant has waiting at one priority, over all lanes."""
+
+    weight: float
+    requests: int = 0
+    prompt_tokens: int = 0
+
+    def share(self, by_tokens: bool) -> float:
+        return (self.prompt_tokens if by_tokens else self.requests) / self.weight
 
 
 class AdmissionQueue(Generic[T]):
-    """A bounded queue; the time of ``enter``, ``leave`` and ``head`` grows with the tenants, not with the requests."""
+    """A bounded queue. A turn takes time with the logarithm of its requests and tenants; overflow, with the tenants."""
 
     def __init__(
         self,
@@ -126,6 +157,8 @@ class AdmissionQueue(Generic[T]):
         self._order = order
         self._aging_tokens_per_ms = aging_tokens_per_s / 1000
         self._lanes: dict[str, dict[int, _Band[T]]] = {}
+        self._held: dict[int, dict[str, _Held]] = {}
+        """By priority and tenant; only what waits."""
         self._resumed: dict[int, QueuedRequest[T]] = {}
         self._arrivals = 0
         self._requests = 0
@@ -159,10 +192,13 @@ class AdmissionQueue(Generic[T]):
         band = self._lanes.setdefault(request.lane, {}).setdefault(request.priority, _Band())
         backlog = band.backlogs.get(request.tenant)
         if backlog is None:
-            band.enter(request.tenant)
-            backlog = band.backlogs[request.tenant] = _Backlog()
+            backlog = band.begin(request.tenant, request.arrival)
         backlog.push(self._key(request), request)
         request.waits = True
+        held = self._held.setdefault(request.priority, {}).setdefault(request.tenant, _Held(request.weight))
+        held.weight = request.weight
+        held.requests += 1
+        held.prompt_tokens += request.prompt_tokens
         self._requests += 1
         self._prompt_tokens += request.prompt_tokens
         return evicted
@@ -183,7 +219,15 @@ class AdmissionQueue(Generic[T]):
         if dispatched:
             band.served[request.tenant] += max(1, request.prompt_tokens) / request.weight
         backlog = band.backlogs[request.tenant]
-        backlog.drop(request)
+        backlog.drop()
+        tenants = self._held[request.priority]
+        held = tenants[request.tenant]
+        held.requests -= 1
+        held.prompt_tokens -= request.prompt_tokens
+        if held.requests == 0:
+            del tenants[request.tenant]
+            if not tenants:
+                del self._held[request.priority]
         self._requests -= 1
         self._prompt_tokens -= request.prompt_tokens
         if backlog.live == 0:
@@ -235,53 +279,62 @@ class AdmissionQueue(Generic[T]):
 
     def _make_room(self, newcomer: QueuedRequest[T]) -> list[QueuedRequest[T]]:
         """Return who must go so that the newcomer fits; only itself when it is the one to give way."""
-        excess_requests = self._requests + 1 - self._requests_max
-        excess_tokens = self._prompt_tokens + newcomer.prompt_tokens - self._prompt_tokens_max
         if self._requests_max < 1:
             return [newcomer]
+        excess_requests = self._requests + 1 - self._requests_max
+        excess_tokens = self._prompt_tokens + newcomer.prompt_tokens - self._prompt_tokens_max
         evicted: list[QueuedRequest[T]] = []
-        gone: set[int] = set()
         while excess_requests > 0 or (excess_tokens > 0 and self._requests > len(evicted)):
-            victim = self._victim(newcomer, gone, by_tokens=excess_requests <= 0)
+            victim = self._victim(newcomer, evicted, by_tokens=excess_requests <= 0)
             if victim is newcomer:
                 return [newcomer]
             evicted.append(victim)
-            gone.add(victim.arrival)
             excess_requests -= 1
             excess_tokens -= victim.prompt_tokens
         return evicted
 
-    def _victim(self, newcomer: QueuedRequest[T], gone: set[int], by_tokens: bool) -> QueuedRequest[T]:
-        """Return who gives way next, if those in ``gone`` already have."""
-        lowest = newcomer.priority
-        for bands in self._lanes.values():
-            for priority, band in bands.items():
-                if priority < lowest and (not gone or any(_left(each, gone) for each in band.backlogs.values())):
-                    lowest = priority
-        held: dict[str, float] = {}
-        if lowest == newcomer.priority:
-            held[newcomer.tenant] = (newcomer.prompt_tokens if by_tokens else 1) / newcomer.weight
-        backlogs: dict[str, list[_Backlog[T]]] = {}
-        for bands in self._lanes.values():
-            if lowest not in bands:
-                continue
-            for tenant, backlog in bands[lowest].backlogs.items():
-                amount: float = backlog.prompt_tokens if by_tokens else backlog.live
-                if gone:
-                    left = _left(backlog, gone)
-                    if not left:
-                        continue
-                    amount = sum(each.prompt_tokens for each in left) if by_tokens else len(left)
-                held[tenant] = held.get(tenant, 0.0) + amount / backlog.weight
-                backlogs.setdefault(tenant, []).append(backlog)
-        most = max(held.values())
-        if lowest == newcomer.priority and held[newcomer.tenant] >= most:
-            return newcomer
-        tenant = next(each for each, amount in held.items() if amount == most)
-        return max(
-            (each for backlog in backlogs[tenant] for each in _left(backlog, gone)), key=lambda each: each.arrival
+    def _victim(self, newcomer: QueuedRequest[T], evicted: list[QueuedRequest[T]], by_tokens: bool) -> QueuedRequest[T]:
+        """Return who gives way next, if the evicted ones already have."""
+        gone: dict[int, dict[str, _Held]] = {}
+        for each in evicted:
+            went = gone.setdefault(each.priority, {}).setdefault(each.tenant, _Held(each.weight))
+            went.requests += 1
+            went.prompt_tokens += each.prompt_tokens
+
+        def left(priority: int) -> dict[str, _Held]:
+            there = self._held.get(priority, {})
+            without = gone.get(priority)
+            if without is None:
+                return there
+            rest = {
+                tenant: _Held(held.weight, held.requests - went.requests, held.prompt_tokens - went.prompt_tokens)
+                if (went := without.get(tenant)) is not None
+                else held
+                for tenant, held in there.items()
+            }
+            return {tenant: held for tenant, held in rest.items() if held.requests > 0}
+
+        lowest = min(
+            (each for each in self._held if each < newcomer.priority and left(each)), default=newcomer.priority
         )
-
-
-def _left(backlog: _Backlog[T], gone: set[int]) -> list[QueuedRequest[T]]:
-    return [request for _, _, request in backlog.heap if request.waits and request.arrival not in gone]
+        tenants = left(lowest)
+        if lowest == newcomer.priority:
+            own = tenants.get(newcomer.tenant, _Held(newcomer.weight))
+            share = _Held(newcomer.weight, own.requests + 1, own.prompt_tokens + newcomer.prompt_tokens).share(
+                by_tokens
+            )
+            others = (held.share(by_tokens) for tenant, held in tenants.items() if tenant != newcomer.tenant)
+            if share >= max(others, default=0.0):
+                return newcomer
+        tenant = max(tenants, key=lambda each: tenants[each].share(by_tokens))
+        spared = {each.arrival for each in evicted}
+        return max(
+            (
+                request
+                for bands in self._lanes.values()
+                if lowest in bands and tenant in bands[lowest].backlogs
+                for _, _, request in bands[lowest].backlogs[tenant].heap
+                if request.waits and request.arrival not in spared
+            ),
+            key=lambda each: each.arrival,
+        )

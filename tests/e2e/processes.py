@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import signal
@@ -10,10 +11,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import TracebackType
 
 import httpx
 import psutil
+from typer.testing import CliRunner
+
+from cli.main import app
 
 READY_TIMEOUT_S = 60.0
 WAIT_TIMEOUT_S = 60.0
@@ -164,3 +169,10 @@ def pool_is_quiet(url: str) -> bool:
         row["running_requests"] == row["waiting_requests"] == row["active_requests"] == row["prefill_tokens"] == 0
         for row in rows
     )
+
+
+def assert_decisions_replay(directory: Path) -> int:
+    """Replay what routers recorded below a data_dir; every derivable decision must be identical; return how many."""
+    found = CliRunner().invoke(app, ["replay", str(directory), "--json"])
+    assert found.exit_code == 0, found.output
+    return sum(row["identical"] for row in json.loads(found.stdout)["routers"].values())

@@ -14,6 +14,7 @@ from loadgen.settings import BenchSettings
 from tests.e2e.expectation import Verifier, expected_text
 from tests.e2e.processes import (
     Process,
+    assert_decisions_replay,
     eventually,
     index_equals_workers,
     metric,
@@ -59,9 +60,10 @@ class DisaggregatedPool:
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[DisaggregatedPool]:
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DisaggregatedPool]:
+    directory = tmp_path_factory.mktemp("disaggregated")
     with contextlib.ExitStack() as stack:
-        router = stack.enter_context(Process("router", "--port", "0")).wait_ready()
+        router = stack.enter_context(Process("router", "--port", "0", "--data-dir", str(directory))).wait_ready()
         names = ("p0", "p1", "d0", "d1")
         workers = {
             name: start_worker(router.word("ingest"), name, "prefill" if name[0] == "p" else "decode") for name in names
@@ -72,6 +74,8 @@ def pool() -> Iterator[DisaggregatedPool]:
             worker.wait_ready()
         eventually("every worker is reachable", made.is_whole)
         yield made
+        assert router.stop()[0] == 0
+    assert assert_decisions_replay(directory) > 100
 
 
 def blocks_are_free(url: str) -> bool:

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from cli.main import app
 from tests.e2e.disturbed_load import assert_unharmed, load_while
 from tests.e2e.expectation import MODEL, expected_text
-from tests.e2e.processes import Process, eventually, metric, pool_is_quiet
+from tests.e2e.processes import Process, assert_decisions_replay, eventually, metric, pool_is_quiet
 from wire.hashing import pack_tokens
 
 pytestmark = pytest.mark.e2e
@@ -29,9 +29,9 @@ OTHERS = sorted(path for path in POOL_CONFIGS.glob("*.json") if path != FOUR_CLA
 
 
 @contextmanager
-def running_fleet(path: Path) -> Iterator[Process]:
+def running_fleet(path: Path, *arguments: str) -> Iterator[Process]:
     """Run `poolgrid up --pools` and end it in good order; nothing may be left behind."""
-    with Process("up", "--pools", str(path), "--port", "0", "--speedup", "20") as up:
+    with Process("up", "--pools", str(path), "--port", "0", "--speedup", "20", *arguments) as up:
         up.wait_ready()
         yield up
         below = up.descendants()
@@ -41,9 +41,13 @@ def running_fleet(path: Path) -> Iterator[Process]:
 
 
 @pytest.fixture(scope="module")
-def fleet() -> Iterator[Process]:
-    with running_fleet(FOUR_CLASSES) as up:
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    """A fleet of which routers and workers are killed; what its routers decided can be derived again all the same."""
+    directory = tmp_path_factory.mktemp("fleet")
+    with running_fleet(FOUR_CLASSES, "--data-dir", str(directory)) as up:
         yield up
+    placed = [assert_decisions_replay(pool) for pool in sorted(directory.iterdir())]
+    assert sum(placed) > 10
 
 
 def pools(url: str) -> dict[str, dict[str, Any]]:

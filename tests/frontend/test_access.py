@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import msgspec
+import openai
 import pytest
 from fastapi import FastAPI
 from hypothesis import given
@@ -440,6 +441,34 @@ def test_a_bucket_that_changes_size_remembers_what_was_used() -> None:
     assert bucket.wait_s(551, 0.0) > 0.0
     bucket.resize(10, 0.0)
     assert bucket.wait_s(1, 0.0) == pytest.approx(41 / 10 * 60)
+
+
+# -- OpenAI's own client -----------------------------------------------------------------------------------------------
+
+
+def test_the_openai_client_understands_every_refusal(write: Callable[..., Path]) -> None:
+    async def run() -> None:
+        async with running(write(requests_per_minute=2, models=("tiny",))) as service:
+
+            async def ask(key: str, model: str = "tiny") -> str | None:
+                url = f"{str(service.client.base_url).rstrip('/')}/v1"
+                async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
+                    answer = await client.chat.completions.create(
+                        model=model, messages=[{"role": "user", "content": "Hello"}]
+                    )
+                    return answer.choices[0].message.content
+
+            assert await ask(KEY) == "Hello, world!"
+            with pytest.raises(openai.AuthenticationError) as unknown:
+                await ask("sk-other")
+            assert unknown.value.code == "invalid_api_key"
+            with pytest.raises(openai.PermissionDeniedError):
+                await ask(KEY, "tiny-lora")
+            with pytest.raises(openai.RateLimitError) as limited:
+                await ask(KEY)
+            assert int(limited.value.response.headers["retry-after"]) >= 1
+
+    asyncio.run(run())
 
 
 # -- the contract is whole ---------------------------------------------------------------------------------------------

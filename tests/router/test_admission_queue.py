@@ -183,8 +183,15 @@ def test_who_left_has_no_place_and_costs_no_memory() -> None:
         queue.leave(gone)
         queue.leave(gone)
 
-    held = queue._lanes["m"][0].backlogs[""].heap
-    assert len(held) < 50
+    for number in range(5000):
+        gone = request(f"gone-again-{number}", "other")
+        queue.enter(gone)
+        queue.leave(gone)
+
+    band = queue._lanes["m"][0]
+    assert len(band.backlogs[""].heap) < 50
+    assert len(band.turns) < 50
+    assert list(queue._held[0]) == [""]
     assert len(queue) == 1
     assert queue.prompt_tokens == 10
     assert drained(queue) == ["first"]
@@ -212,6 +219,7 @@ class Naive:
     aging_per_ms: float | None
     waiting: list[QueuedRequest[str]] = field(default_factory=list)
     served: dict[tuple[str, int, str], float] = field(default_factory=dict)
+    began: dict[tuple[str, int, str], int] = field(default_factory=dict)
     arrivals: dict[str, int] = field(default_factory=dict)
 
     def tenants(self, lane: str, priority: int) -> set[str]:
@@ -247,6 +255,7 @@ class Naive:
         if newcomer.tenant not in waiting:
             least = min((self.served[(*band, each)] for each in waiting), default=0.0)
             self.served[(*band, newcomer.tenant)] = max(self.served.get((*band, newcomer.tenant), 0.0), least)
+            self.began[(*band, newcomer.tenant)] = self.arrivals[newcomer.item]
         self.waiting.append(newcomer)
         return [each.item for each in evicted]
 
@@ -282,10 +291,12 @@ class Naive:
                 first = firsts.get(each.tenant)
                 if first is None or self.key(each) < self.key(first):
                     firsts[each.tenant] = each
-        turn = min(
-            firsts.values(), key=lambda each: (self.served[lane, priority, each.tenant], self.arrivals[each.item])
-        )
-        return turn.item
+
+        def turn(each: QueuedRequest[str]) -> tuple[float, int]:
+            band = (lane, priority, each.tenant)
+            return self.served[band], self.began[band]
+
+        return min(firsts.values(), key=turn).item
 
 
 @pytest.mark.parametrize("order", QueueOrder)

@@ -8,13 +8,14 @@ import signal
 import sys
 from collections.abc import Callable
 
+import msgspec
 import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
 from runtime.clock import SystemClock
 from tests.workers.builders import fold, make_request
-from tests.workers.fakes import PATIENCE_S, FakeConsolidator, Journal, fake_router
+from tests.workers.fakes import PATIENCE_S, FakeConsolidator, FakeRouter, Journal, fake_router
 from tests.workers.running import expected, make_settings, running_worker
 from wire.events import (
     BlocksStored,
@@ -523,5 +524,56 @@ def test_a_worker_process_ends_on_sigterm_after_its_requests_and_at_once_on_a_se
                 if process.returncode is None:
                     process.kill()
                     await process.wait()
+
+    asyncio.run(scenario())
+
+
+def routed(request_id: str, prompt: range, routing: Routing) -> Generate:
+    return msgspec.structs.replace(make_request(request_id, prompt, max_tokens=2), routing=routing)
+
+
+async def known(router: FakeRouter) -> None:
+    """Have the worker know of this router, as its pings do."""
+    await router.send(Ping(1))
+    await router.pong()
+
+
+def test_of_several_routers_one_that_knows_too_little_is_told_and_asked_to_choose_again() -> None:
+    async def scenario() -> None:
+        async with (
+            running_worker(speedup=0.01, total_kv_blocks=1024) as worker,
+            fake_router(worker.request_endpoint) as other,
+        ):
+            belief = Routing(overlap_tokens=0, expected_prefill_tokens=0)
+            await known(worker.router)
+            await worker.router.send(routed("long", range(2000), belief))
+            await known(other)
+            await other.send(routed("late", range(40), belief))
+            await other.until_finished("late")
+            refusal = other.last("late")
+            assert (refusal.finish_reason, refusal.retryable) == ("error", True)
+            assert refusal.booked_prefill_tokens == 2000
+            assert "2000 prompt tokens to compute, the router expected 0" in (refusal.error or "")
+
+            await other.send(routed("knows", range(40), Routing(expected_prefill_tokens=2000)))
+            await other.send(routed("insists", range(40), Routing()))
+            for request_id in ("knows", "insists"):
+                await other.send(Cancel(request_id))
+                await other.until_finished(request_id)
+                assert other.last(request_id).finish_reason == "cancelled", "it was taken"
+
+    asyncio.run(scenario())
+
+
+def test_a_lone_router_is_never_told_to_choose_again() -> None:
+    async def scenario() -> None:
+        async with running_worker(speedup=0.01, total_kv_blocks=1024) as worker:
+            await known(worker.router)
+            for name in ("first", "second"):
+                await worker.router.send(routed(name, range(2000), Routing(expected_prefill_tokens=0)))
+            for name in ("first", "second"):
+                await worker.router.send(Cancel(name))
+                await worker.router.until_finished(name)
+                assert worker.router.last(name).finish_reason == "cancelled"
 
     asyncio.run(scenario())

@@ -12,3 +12,11 @@ class RefusedError(WireError):
         self.reason = reason
         self.retryable = retryable
         super().__init__(reason)
+
+
+class CrowdedError(RefusedError):
+    """Other routers sent the rank more than the one that chose it knew; ``booked_tokens`` is the truth."""
+
+    def __init__(self, reason: str, booked_tokens: int) -> None:
+        super().__init__(reason, retryable=True)
+        self.booked_tokens = booked_tokens

@@ -1,0 +1,95 @@
+"""Two routers in front of one consolidator and its workers: one truth, and no request harmed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+
+import httpx
+import pytest
+
+from loadgen.command import bench
+from loadgen.settings import BenchSettings
+from tests.e2e.disturbed_load import assert_unharmed
+from tests.e2e.expectation import MODEL, Verifier
+from tests.e2e.processes import (
+    WAIT_TIMEOUT_S,
+    Process,
+    eventually,
+    index_equals_workers,
+    metric,
+    pool_is_quiet,
+    ready_workers,
+)
+from tests.e2e.test_failures import TRACE
+
+pytestmark = pytest.mark.e2e
+
+WORKERS = 3
+MODEL_OPTIONS = ("--model", MODEL.name, "--vocabulary-size", str(MODEL.vocab_size))
+REQUESTS = 300
+
+
+def all_ready(url: str) -> bool:
+    return len(ready_workers(url)) == WORKERS
+
+
+@pytest.fixture(scope="module")
+def routers() -> Iterator[list[Process]]:
+    """Two routers and three workers, each a process of its own, on one consolidator."""
+    with ExitStack() as stack:
+        consolidator = stack.enter_context(Process("consolidator")).wait_ready()
+        feed = ("--feed-endpoint", consolidator.word("feed"), "--query-endpoint", consolidator.word("query"))
+        parts = [
+            stack.enter_context(Process("router", "--port", "0", "--router-id", name, *feed)) for name in ("r0", "r1")
+        ]
+        for number in range(WORKERS):
+            name = ("--worker-id", f"worker-{number}", "--consolidator", consolidator.word("ingest"))
+            options = (*MODEL_OPTIONS, "--speedup", "50", *name)
+            parts.append(stack.enter_context(Process("worker", *options)))
+        for part in parts:
+            part.wait_ready()
+        both = parts[:2]
+        for router in both:
+            eventually("all workers are there", partial(all_ready, router.url))
+        yield both
+        for part in [*parts, consolidator]:
+            assert part.stop()[0] == 0
+
+
+def run_bench(url: str) -> subprocess.Popen[bytes]:
+    shape = ("--speed", "40", "--length-scale", "0.25", "--osl-max", "32")
+    arguments = ("--url", url, "--trace", str(TRACE), "--requests", str(REQUESTS), *shape)
+    return subprocess.Popen([sys.executable, "-m", "cli", "bench", "--trace", str(TRACE), *arguments])
+
+
+def test_two_routers_share_the_load_and_end_with_the_same_true_index(routers: list[Process]) -> None:
+    other = run_bench(routers[1].url)
+    settings = BenchSettings(
+        url=routers[0].url, trace=TRACE, requests=REQUESTS, speed=40, length_scale=0.25, osl_max=32
+    )
+    report = bench(settings, verify=Verifier(settings))
+    assert other.wait(WAIT_TIMEOUT_S) == 0, "every request through the other router was served"
+
+    assert_unharmed(report)
+    assert report.requests == REQUESTS
+    # Both send the same prompts: what one router had computed, the other one finds.
+    found, realised = (
+        [metric(router.url, f"poolgrid_router_{name}_tokens_total") for router in routers]
+        for name in ("overlap_found", "overlap_realised")
+    )
+    sent = sum(metric(router.url, "poolgrid_router_prompt_tokens_total") for router in routers)
+    assert report.ideal_cached_token_ratio is not None
+    assert sum(realised) > report.ideal_cached_token_ratio * sent
+    assert min(found) > 0
+    for router in routers:
+        url = router.url
+        eventually("nothing is on any book", partial(pool_is_quiet, url))
+        eventually("the index is what the workers hold", partial(index_equals_workers, url))
+        assert metric(router.url, "poolgrid_router_untrusted_workers") == 0
+    rows = [httpx.get(f"{router.url}/v1/workers").json()["data"] for router in routers]
+    assert [row["indexed_blocks"] for row in rows[0]] == [row["indexed_blocks"] for row in rows[1]]
+    assert all(row["requests_total"] > 0 for row in rows[0])
