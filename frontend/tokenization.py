@@ -21,7 +21,7 @@ RETRY_AFTER_S = 1
 
 
 FAST_FACTOR = 4
-"""How much longer a prompt may be for a fast tokenizer to be done at once. It is 20 to 100 times as fast on text, but no
+"""How much longer a prompt may be for a fast tokenizer to be done at once. It is 20 to 100 times as fast on text, no
 faster on a run of one letter, which must not hold the event loop up for more than a few steps of an engine."""
 
 
