@@ -252,6 +252,8 @@ class ActiveRequest:
             self._append(dispatch, tokens)
             return True
         logprobs = delta.logprobs
+        # Once: a later worker's prompt has the output so far in it.
+        of_prompt = None if self._cached_tokens is not None or self.output else delta.prompt_logprobs
         dispatch.position += len(tokens) // 4
         if dispatch.repeated and tokens:
             known = min(len(dispatch.repeated), len(tokens))
@@ -268,11 +270,11 @@ class ActiveRequest:
             self.encoded_params = delta.disaggregated_params
         elif delta.finish_reason == PREFILLED:
             self.disaggregated_params = delta.disaggregated_params
-            self._deliver(StreamDelta(tokens, None, cached, logprobs))
+            self._deliver(StreamDelta(tokens, None, cached, logprobs, None, of_prompt))
         elif delta.finish_reason is not None:
-            self.finish(StreamDelta(tokens, delta.finish_reason, cached, logprobs, delta.error))
+            self.finish(StreamDelta(tokens, delta.finish_reason, cached, logprobs, delta.error, of_prompt))
         elif tokens or cached is not None:
-            self._deliver(StreamDelta(tokens, None, cached, logprobs))
+            self._deliver(StreamDelta(tokens, None, cached, logprobs, None, of_prompt))
         return True
 
     def _append(self, dispatch: Dispatch, tokens: bytes) -> None:

@@ -53,6 +53,8 @@ class StreamDelta:
     cached_tokens: int | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
     error: str | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    """Of the prompt's tokens from the second on; once, with the first delta, when asked for."""
 
 
 class TokenStream(Protocol):

@@ -329,6 +329,7 @@ class Job:
             ignore_eos=bool(body.ignore_eos),
             logprobs=self.logprobs,
             logit_bias=body.logit_bias or None,
+            prompt_logprobs=self.logprobs if isinstance(body, CompletionBody) and body.echo else None,
             **self.guide,
             logits_processors=_logits_processors(body) if body.logits_processors else (),
         )
@@ -388,10 +389,6 @@ class Preparation:
         body = parse_completion(raw)
         if body.best_of is not None and body.best_of != (body.n or 1):
             raise unsupported("best_of", f"no candidates are generated beyond n (got {quoted(body.best_of)})")
-        if body.echo and body.logprobs is not None:
-            raise unsupported(
-                "echo", "together with logprobs it needs log probabilities of the prompt, which engines do not report"
-            )
         guide = guide_of(body, body.nvext)
         return self._job(body, chat=False, logprobs=body.logprobs, prompts=len(_prompts(body)), guide=guide)
 

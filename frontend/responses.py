@@ -7,6 +7,7 @@ Text is JSON-escaped so that no client that splits lines by Unicode's rules sees
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isnan
 from typing import Any
 
 import msgspec
@@ -153,9 +154,13 @@ class AnswerEncoder:
     def _completion_logprobs(self, placed: Sequence[PlacedLogprobs]) -> dict[str, Any]:
         return {
             "tokens": [self._text(entry.token.token_id) for entry in placed],
-            "token_logprobs": [max(entry.token.logprob, LOGPROB_MIN) for entry in placed],
+            "token_logprobs": [
+                None if isnan(entry.token.logprob) else max(entry.token.logprob, LOGPROB_MIN) for entry in placed
+            ],
             "top_logprobs": [
-                {self._text(token_id): max(value, LOGPROB_MIN) for token_id, value in entry.token.alternatives}
+                None
+                if isnan(entry.token.logprob)
+                else {self._text(token_id): max(value, LOGPROB_MIN) for token_id, value in entry.token.alternatives}
                 for entry in placed
             ],
             "text_offset": [entry.text_offset for entry in placed],

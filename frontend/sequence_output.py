@@ -12,6 +12,7 @@ The text of a token that stopped the sequence (end of sequence or ``stop_token_i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ class PlacedLogprobs(NamedTuple):
     """Log probabilities of one output token and where its text begins in the output."""
 
     token: TokenLogprobs
+    """Of the first token of a prompt that is repeated, which nothing precedes, the log probability is NaN."""
     text_offset: int
 
 
@@ -36,8 +38,11 @@ class SequenceOutput:
     __slots__ = (
         "_collected",
         "_detokenizer",
+        "_failed_here",
         "_logprobs",
         "_min_tokens",
+        "_model",
+        "_prompt_logprobs_due",
         "_stop_token_ids",
         "_stops",
         "cached_tokens",
@@ -82,14 +87,18 @@ class SequenceOutput:
         self._stop_token_ids = request.stop_token_ids
         self._min_tokens = request.sampling.min_tokens
         self._logprobs = request.sampling.logprobs is not None
+        self._model = model
+        self._failed_here = False
+        self._prompt_logprobs_due = request.sampling.prompt_logprobs is not None
         self._stops = StopStrings(stops) if stops else None
         self._detokenizer: Detokenizer = model.detokenizer(request.token_ids)
         self._collected: list[bytes] | None = [] if collect and not stops and not self._logprobs else None
 
     @property
     def stopped_here(self) -> bool:
-        """Return whether a stop string ended the sequence, so that its worker must be told."""
-        return self._stops is not None and self._stops.matched is not None
+        """Return whether the sequence ended here and not at its worker, which must be told: a stop string was found,
+        or the worker left out what was asked for."""
+        return self._failed_here or (self._stops is not None and self._stops.matched is not None)
 
     def absorb(self, deltas: Sequence[StreamDelta]) -> int:
         """Take what arrived since the last call and return how many output tokens that was."""
@@ -99,6 +108,11 @@ class SequenceOutput:
             return 0
         by_token = self._stops is not None or self._logprobs
         for delta in deltas:
+            ended_well = delta.finish_reason in ("stop", "length")
+            if self._prompt_logprobs_due and (delta.prompt_logprobs is not None or ended_well):
+                self._place_prompt_logprobs(delta.prompt_logprobs)
+                if self.finish_reason is not None:
+                    break
             if self.cached_tokens is None:
                 self.cached_tokens = delta.cached_tokens
             if by_token:
@@ -120,6 +134,22 @@ class SequenceOutput:
         """Return the log probabilities for the next chunk and forget them."""
         taken, self.new_logprobs = self.new_logprobs, []
         return taken
+
+    def _place_prompt_logprobs(self, given: Sequence[TokenLogprobs] | None) -> None:
+        """Put the prompt's log probabilities before those of the output: the text repeats the prompt (``echo``)."""
+        self._prompt_logprobs_due = False
+        token_ids = unpack_tokens(self.request.token_ids)
+        if given is None or len(given) != len(token_ids) - 1:
+            self._fail("the worker did not report log probabilities of the prompt")
+            self._failed_here = True
+            return
+        detokenizer = self._model.detokenizer()
+        offset = 0
+        placed: list[PlacedLogprobs] = []
+        for token_id, logprobs in zip(token_ids, (TokenLogprobs(token_ids[0], math.nan), *given), strict=True):
+            placed.append(PlacedLogprobs(logprobs, offset))
+            offset += len(detokenizer.feed((token_id,)))
+        self.new_logprobs = [*placed, *self.new_logprobs]
 
     def _by_delta(self, delta: StreamDelta) -> None:
         packed = delta.token_ids

@@ -633,6 +633,12 @@ class GlobalRouterService:
         if active.migrations >= self._settings.migration_limit:
             self._end(flight, StreamDelta(b"", "error", error=f"{why}; moved {active.migrations} times already"))
             return
+        guide = active.request.sampling.guide
+        if guide and active.emitted_tokens:
+            # Another worker would keep to the guide from its beginning again, after what the client has.
+            message = f"{why}; an output with {guide} cannot go on elsewhere once it has begun"
+            self._end(flight, StreamDelta(b"", "error", error=message))
+            return
         active.migrations += 1
         active.pool = ""
         self._metrics.moves.labels("before_output" if before_output else "amid_output").inc()

@@ -619,6 +619,12 @@ class RouterService:
         if active.migrations >= self._settings.migration_limit:
             self._end(active, StreamDelta(b"", "error", error=f"{why}; moved {active.migrations} times already"))
             return
+        guide = active.request.sampling.guide
+        if guide and active.emitted_tokens:
+            # Another worker would keep to the guide from its beginning again, after what the client has.
+            message = f"{why}; an output with {guide} cannot go on elsewhere once it has begun"
+            self._end(active, StreamDelta(b"", "error", error=message))
+            return
         active.migrations += 1
         self._metrics.migrations.labels(cause).inc()
         self._place(active, why)

@@ -51,6 +51,7 @@ from tests.consolidator.journal_builder import FakeDisk
 from tests.router.fleet_builder import BLOCK_SIZE, Pool, stored, worker_key
 from wire.events import RequestStarted
 from workers.metrics import WorkerMetrics
+from workers.tensor_transfer.metrics import TensorMetrics
 from workers.trtllm.metrics import TrtllmMetrics
 
 ROOT = Path(__file__).parents[1]
@@ -167,6 +168,7 @@ async def _exported() -> dict[str, str]:
     clock = SystemClock()
     registry = CollectorRegistry()
     WorkerMetrics(registry)
+    TensorMetrics(registry)
     PlaneMetrics(registry)
     Tls.load(SecuritySettings(), registry)
     TrtllmMetrics(registry)

@@ -68,6 +68,14 @@ class Sampling(msgspec.Struct, array_like=True, frozen=True, gc=False):
     logits_processors: Annotated[tuple[LogitsProcessorCall, ...], Meta(max_length=LOGITS_PROCESSORS_MAX)] = ()
     """Run one after the other on the logits of each token."""
 
+    @property
+    def guide(self) -> str:
+        """Return the name of the field that says what the output must keep to; empty = none does."""
+        for name in ("guided_json", "guided_regex", "guided_grammar", "guided_choice", "structural_tag"):
+            if getattr(self, name) is not None:
+                return name
+        return ""
+
 
 class Routing(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """What the router decided or was told, for the worker to honour."""

@@ -18,6 +18,10 @@ PROFILES = ("calm", "lossy-network", "crashes", "disk", "slow-readers", "disaggr
 
 MODEL = "m"
 VOCABULARY_SIZE = 500
+START_S = 0.3
+"""When the first clients may come; now and then before all workers have joined."""
+CALM_START_S = 1.5
+"""When nothing may go wrong, everybody is there by then."""
 
 FaultKind = Literal[
     "crash",
@@ -187,7 +191,7 @@ def make_scenario(seed: int, profile: str | None = None) -> Scenario:
         entrances = 1 if disaggregated else 1 + len(pools)
     span_s = rng.choice((1.0, 2.0, 4.0))
     requests = _requests(rng, rng.randint(4, 24), span_s, entrances, block_size, profile)
-    ends_s = span_s + 1.0
+    ends_s = span_s + 1.0 + (CALM_START_S - START_S if profile == "calm" else 0.0)
     return Scenario(
         seed=seed,
         profile=profile,
@@ -275,7 +279,7 @@ def _requests(
         plans.append(
             RequestPlan(
                 request_id=f"r{number}",
-                at_s=0.3 + rng.random() * span_s,
+                at_s=(CALM_START_S if profile == "calm" else START_S) + rng.random() * span_s,
                 entrance=rng.choice((0, rng.randrange(entrances))),
                 token_ids=pack_tokens(prompt),
                 sampling=Sampling(max_tokens=osl, seed=rng.choice((None, number))),

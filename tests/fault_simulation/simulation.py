@@ -1,7 +1,7 @@
 """One run: a scenario played to its end, watched all the way, and looked at when all is quiet.
 
     0 s              everything starts
-    0.3 s ...        clients come, faults happen
+    ``START_S`` ...  clients come, faults happen
     ``ends_s``       everything is mended: partitions heal, disks have room, what is down is started again
     then             all must become quiet (``quiet.py``) within ``QUIET_WITHIN_S``
     then             each entrance must serve one more request, and all become quiet again

@@ -15,6 +15,7 @@ from frontend.ports import InferenceRequest, StreamDelta
 from tests.frontend.fake_backend import TINY, FakeBackend, Script, Step, speak, with_logprobs
 from tests.frontend.server import application, in_process
 from wire.hashing import pack_tokens, unpack_tokens
+from wire.requests import TokenLogprobs
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -506,3 +507,39 @@ def test_the_same_request_id_twice_at_once_is_two_requests() -> None:
     first, second, third = asyncio.run(go())
     assert first == third == "same"
     assert second.startswith("same.")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_repeated_prompt_has_log_probabilities_where_the_worker_reports_them(stream: bool) -> None:
+    prompt = list(unpack_tokens(TINY.encode("Once upon a time")))
+
+    def script(request: InferenceRequest) -> list[Step]:
+        steps = with_logprobs(speak(", said"), 1)
+        assert isinstance(steps[0], list)
+        steps[0][0].prompt_logprobs = tuple(TokenLogprobs(token, -0.25, ((token, -0.25),)) for token in prompt[1:])
+        return steps
+
+    backend = FakeBackend(script)
+    answer = post(backend, COMPLETIONS, prompt=prompt, echo=True, logprobs=1, stream=stream)
+    assert backend.requests[0].sampling.prompt_logprobs == 1
+    if stream:
+        chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+        parts = [chunk["choices"][0] for chunk in chunks]
+    else:
+        parts = answer.json()["choices"]
+    text = "".join(part["text"] for part in parts)
+    placed = [part["logprobs"] for part in parts if part["logprobs"]]
+    tokens = [token for logprobs in placed for token in logprobs["tokens"]]
+    offsets = [offset for logprobs in placed for offset in logprobs["text_offset"]]
+    values = [value for logprobs in placed for value in logprobs["token_logprobs"]]
+    assert text == "Once upon a time, said" == "".join(tokens)
+    assert [text[offset : offset + len(token)] for offset, token in zip(offsets, tokens, strict=True)] == tokens
+    assert values[0] is None
+    assert values[1 : len(prompt)] == [-0.25] * (len(prompt) - 1)
+
+
+def test_a_worker_that_leaves_out_log_probabilities_of_the_prompt_fails_the_request() -> None:
+    backend = FakeBackend(lambda _: with_logprobs(speak("Hello"), 0))
+    answer = post(backend, COMPLETIONS, prompt="hi", echo=True, logprobs=0)
+    assert answer.status_code == 500
+    assert "log probabilities of the prompt" in answer.json()["error"]["message"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -25,7 +26,7 @@ from tests.global_router.fake_fleet import (
 )
 from wire.hashing import unpack_hashes
 from wire.identifiers import Role, Stage
-from wire.requests import Generate
+from wire.requests import Generate, Sampling
 from wire.selection import SelectRefused, WorkerRank
 
 BUSY = SelectRefused(0, "busy", "every worker is busy", 3.0)
@@ -308,6 +309,22 @@ class TestFailuresUnderWay:
             resumed = fleet.sent_to("a")[-1]
             assert resumed.routing.emitted_tokens == position
             assert len(resumed.token_ids) == 4 * (32 + position)
+            fleet.assert_nothing_is_left()
+
+        run(scenario)
+
+    @pytest.mark.parametrize(("position", "reason"), [(0, "length"), (2, "error")])
+    def test_an_output_with_a_guide_goes_on_only_if_it_has_not_begun(self, position: int, reason: str) -> None:
+        async def scenario() -> None:
+            fleet = FakeFleet(aggregated())
+            fleet.scripts["a-1"] = break_at(position)
+            guided = Sampling(max_tokens=6, guided_regex="a+")
+            asked = dataclasses.replace(request(hints=targets(0, 0)), sampling=guided)
+
+            _, last = await read(await fleet.service.submit(asked))
+
+            assert last.finish_reason == reason
+            assert (reason == "error") == ("guided_regex cannot go on elsewhere" in (last.error or ""))
             fleet.assert_nothing_is_left()
 
         run(scenario)

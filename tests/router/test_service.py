@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -188,6 +189,30 @@ def test_a_request_that_is_cancelled_while_it_waits_to_move_on_ends_once_and_goe
             assert [delta.finish_reason for delta in await stream.next()] == ["cancelled"]
             assert await stream.next() == []
             assert service.counts() == (0, 0)
+            assert router.sent == [BEFORE]
+
+    asyncio.run(scenario())
+
+
+def test_an_output_with_a_guide_that_has_begun_does_not_move_to_another_worker() -> None:
+    async def scenario() -> None:
+        async with routed() as router:
+            service = router.service
+            router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
+            router.bring_up(BEFORE)
+            guided = Sampling(max_tokens=4, guided_regex="a+")
+            stream = await service.submit(dataclasses.replace(REQUEST, sampling=guided))
+            active = service._active["r"]
+            assert active.current is not None
+            active.accept(active.current, TokenDelta(active.current.id, 0, pack_tokens((7,))))
+            router.feed.tell((NEW, WorkerJoined(card(AFTER))))
+            router.bring_up(AFTER)
+
+            router.feed.tell((OLD, WorkerLeft("dead")))
+
+            deltas = await stream.next()
+            assert deltas[-1].finish_reason == "error"
+            assert "guided_regex cannot go on elsewhere" in (deltas[-1].error or "")
             assert router.sent == [BEFORE]
 
     asyncio.run(scenario())
