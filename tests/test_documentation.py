@@ -44,11 +44,14 @@ from router.service import RouterService
 from router.settings import RouterSettings
 from runtime.clock import SystemClock
 from runtime.planes import PlaneMetrics
+from runtime.security import SecuritySettings
 from runtime.settings import Settings
+from runtime.tls import Tls
 from tests.consolidator.journal_builder import FakeDisk
 from tests.router.fleet_builder import BLOCK_SIZE, Pool, stored, worker_key
 from wire.events import RequestStarted
 from workers.metrics import WorkerMetrics
+from workers.tensor_transfer.metrics import TensorMetrics
 from workers.trtllm.metrics import TrtllmMetrics
 
 ROOT = Path(__file__).parents[1]
@@ -165,7 +168,9 @@ async def _exported() -> dict[str, str]:
     clock = SystemClock()
     registry = CollectorRegistry()
     WorkerMetrics(registry)
+    TensorMetrics(registry)
     PlaneMetrics(registry)
+    Tls.load(SecuritySettings(), registry)
     TrtllmMetrics(registry)
     FrontendMetrics(registry)
     MediaMetrics(registry)

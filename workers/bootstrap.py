@@ -23,15 +23,22 @@ from wire.multimodal import MediaKind
 from workers.adapters.http_api import HttpApi
 from workers.adapters.sockets import RequestSocket
 from workers.core.push_stream import PushStream, PushTiming
+from workers.embedding_fetcher import EmbeddingFetcher
 from workers.engines.engine import Engine
 from workers.engines.simulated import RealTimeSimulatedEngine
+from workers.engines.simulated_encode import EncodeLimits, SimulatedEncodeEngine
 from workers.kv_fetcher import KvFetcher
 from workers.metrics import WorkerMetrics
 from workers.publisher import EventPublisher
-from workers.service import KvExchange, ServiceLimits, WorkerService
+from workers.service import EmbeddingExchange, KvExchange, ServiceLimits, WorkerService
 from workers.settings import TrtllmWorkerSettings, WorkerSettings
 from workers.simulated.kv_transfer import KvSource
 from workers.simulated.timing import PolynomialTiming, ScaledTiming, TableTiming, TimingModel
+from workers.tensor_transfer.metrics import TensorMetrics
+from workers.tensor_transfer.nixl_transfer import NixlTensorTransfer, make_agent
+from workers.tensor_transfer.port import TensorTransfer
+from workers.tensor_transfer.tensor_store import TensorStore
+from workers.tensor_transfer.zmq_transfer import ZmqTensorTransfer
 from workers.trtllm.engine_arguments import EngineArguments, resolve_files
 from workers.trtllm.engine_rules import look_up
 
@@ -60,6 +67,7 @@ def make_card(settings: WorkerSettings, request_port: int, http_port: int) -> Wo
         engine=ENGINE_NAME,
         eos_token_ids=(settings.eos_token_id,),
         vocabulary_size=settings.vocabulary_size,
+        media=settings.media_spec(),
     )
 
 
@@ -78,6 +86,7 @@ class Opened:
     engine: Engine
     card: WorkerCard
     kv: KvExchange | None = None
+    embeddings: EmbeddingExchange | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +102,55 @@ class Surroundings:
     http_port: int
 
 
+def make_tensor_transfer(settings: WorkerSettings, around: Surroundings) -> TensorTransfer | None:
+    """Return this worker's end of tensor transfers, ``None`` for a text-only one.
+
+    Raises ``OSError`` when the port cannot be bound, ``NixlMissing``.
+    """
+    if settings.modality == "text":
+        return None
+    metrics = TensorMetrics(around.registry, settings.tensor_transport)
+    # Before the socket: without NIXL nothing has been bound.
+    name = f"{settings.worker_id}-{around.epoch}"
+    agent = make_agent(name) if settings.tensor_transport == "nixl" else None
+    store = TensorStore(f"{around.epoch:x}", settings.tensor_store_mb * 2**20, settings.tensor_lease_ms)
+    over_zmq = ZmqTensorTransfer(
+        around.context,
+        settings.host,
+        settings.tensor_port,
+        settings.advertise_host,
+        store,
+        around.clock,
+        metrics,
+        chunk_bytes=settings.tensor_chunk_kb * 1024,
+        timeout_ms=settings.tensor_fetch_timeout_ms,
+    )
+    if agent is None:
+        return over_zmq
+    return NixlTensorTransfer(agent, name, over_zmq, around.clock, metrics, settings.tensor_fetch_timeout_ms)
+
+
+@asynccontextmanager
+async def open_simulated_encode(settings: WorkerSettings, around: Surroundings) -> AsyncIterator[Opened]:
+    """Open the simulated encode engine; raises what ``make_tensor_transfer`` raises."""
+    tensors = make_tensor_transfer(settings, around)
+    assert tensors is not None, "an encode worker is multimodal"
+    limits = EncodeLimits(
+        max_waiting_requests=settings.max_waiting_requests, ms_per_image=settings.encode_ms_per_image / settings.speedup
+    )
+    try:
+        engine = SimulatedEncodeEngine(limits, tensors, around.clock)
+        yield Opened(engine, make_card(settings, around.request_port, around.http_port))
+    finally:
+        await tensors.close()
+
+
 @asynccontextmanager
 async def open_simulated(settings: WorkerSettings, around: Surroundings) -> AsyncIterator[Opened]:
-    """Open the simulated engine; raises ``TableError`` when the timing table cannot be used."""
+    """Open the simulated engine.
+
+    Raises ``TableError`` when the timing table cannot be used, and what ``make_tensor_transfer`` raises.
+    """
     card = make_card(settings, around.request_port, around.http_port)
     engine = RealTimeSimulatedEngine(
         settings.engine_limits(),
@@ -104,22 +159,28 @@ async def open_simulated(settings: WorkerSettings, around: Surroundings) -> Asyn
         around.clock,
         settings.transfer_model(),
         KvSource(card.request_endpoint, settings.worker_id, around.epoch),
+        settings.modality == "multimodal",
     )
-    fetcher = KvFetcher(
-        around.context,
-        settings.kv_fetch_timeout_ms,
-        settings.max_waiting_requests + settings.max_batch_size,
-        around.clock,
-        around.metrics,
-    )
+    fetches_max = settings.max_waiting_requests + settings.max_batch_size
+    tensors = make_tensor_transfer(settings, around)
+    embeddings = None if tensors is None else EmbeddingFetcher(tensors, fetches_max)
+    fetcher = KvFetcher(around.context, settings.kv_fetch_timeout_ms, fetches_max, around.clock, around.metrics)
     orderly = True
     try:
-        yield Opened(engine, card, KvExchange(engine, fetcher))
+        yield Opened(
+            engine,
+            card,
+            KvExchange(engine, fetcher),
+            None if embeddings is None else EmbeddingExchange(engine, embeddings),
+        )
     except asyncio.CancelledError:
         orderly = False
         raise
     finally:
         fetcher.close(orderly)
+        if embeddings is not None and tensors is not None:
+            await embeddings.close()
+            await tensors.close()
 
 
 @asynccontextmanager
@@ -190,7 +251,7 @@ def trtllm_card(
 def _open(settings: AnySettings, around: Surroundings) -> AbstractAsyncContextManager[Opened]:
     if isinstance(settings, TrtllmWorkerSettings):
         return open_trtllm(settings, around)
-    return open_simulated(settings, around)
+    return open_simulated_encode(settings, around) if settings.role == "encode" else open_simulated(settings, around)
 
 
 async def serve(
@@ -218,7 +279,7 @@ async def serve(
     try:
         requests = RequestSocket(context, settings.host, settings.request_port)
         api = HttpApi(registry)
-        tls = Tls.load(settings)
+        tls = Tls.load(settings, registry)
         http = HttpServer(api, settings.host, settings.http_port, "http_port", tls=tls)
         # Before the engine: loading one takes minutes, and probes ask all the while.
         http.start()
@@ -238,6 +299,7 @@ async def serve(
                 clock,
                 metrics,
                 opened.kv,
+                opened.embeddings,
             )
             api.show(service)
             for dp_rank in range(opened.engine.dp_size):

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -40,10 +40,12 @@ from wire.requests import Cancel, FetchKv, Generate, KvOffered, Ping, Pong, Rele
 from workers.adapters.sockets import RequestSocket
 from workers.core.booked_prefill import BookedPrefill
 from workers.core.refusal import CrowdedError, RefusedError
-from workers.engines.engine import Engine, EngineReport, KvHandover
+from workers.embedding_fetcher import EmbeddingFetcher
+from workers.engines.engine import EmbeddingTaker, Engine, EngineReport, KvHandover
 from workers.kv_fetcher import KvFetcher
 from workers.metrics import WorkerMetrics
 from workers.publisher import EventPublisher
+from workers.tensor_transfer.port import Tensor
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +61,9 @@ LEASE_CHECKS = 4
 
 PREFILLED = "prefilled"
 """Finish reason of a prefill leg whose request goes on elsewhere."""
+
+ENCODED = "encoded"
+"""Finish reason of an encode leg, whose embeddings are kept like the blocks of a prefill leg."""
 
 PROMPT_STAGES = (Stage.WHOLE, Stage.PREFILL)
 """Stages in which a prompt is computed."""
@@ -92,6 +97,14 @@ class KvExchange:
     fetcher: KvFetcher
 
 
+@dataclass(frozen=True, slots=True)
+class EmbeddingExchange:
+    """The service's part in taking embeddings, for an engine that works behind encode workers."""
+
+    taker: EmbeddingTaker
+    fetcher: EmbeddingFetcher
+
+
 @dataclass(slots=True)
 class Peer:
     """A router connection with requests here."""
@@ -123,6 +136,7 @@ class WorkerService:
         clock: Clock,
         metrics: WorkerMetrics,
         kv: KvExchange | None = None,
+        embeddings: EmbeddingExchange | None = None,
     ) -> None:
         self._worker_id = worker_id
         self._epoch = epoch
@@ -138,13 +152,16 @@ class WorkerService:
         """Whom each request that the engine has belongs to; ``None`` when nobody takes its tokens any more."""
         self._kv = kv
         self._fetching: dict[str, Generate] = {}
-        """Decode legs whose KV was asked for, not answered yet."""
+        """Decode legs whose KV was asked for, and legs whose embeddings were, not answered yet."""
         self._kept: set[str] = set()
         """Prefill legs that have had their last delta and whose KV is kept."""
         self._endings: dict[str, Ending] = {}
         """Requests that are cancelled so that another worker continues them."""
         if kv is not None:
             kv.fetcher.start(self._on_offered, self._on_fetch_failed)
+        self._embeddings = embeddings
+        if embeddings is not None:
+            embeddings.fetcher.start(self._on_embeddings, self._on_fetch_failed)
         self._books = [BookedPrefill() for _ in range(engine.dp_size)]
         self._routers: dict[bytes, float] = {}
         """When each router was last heard of; a lone one knows what is here."""
@@ -313,6 +330,9 @@ class WorkerService:
             if kv is not None and request.stage is Stage.DECODE:
                 kv.fetcher.begin(request.request_id, kv.handover.wanted(request))
                 self._fetching[request.request_id] = request
+            elif self._embeddings is not None and request.disaggregated_params is not None:
+                self._embeddings.fetcher.begin(request)
+                self._fetching[request.request_id] = request
             else:
                 self._engine.submit(request)
         except RefusedError as refusal:
@@ -437,9 +457,18 @@ class WorkerService:
 
     def _on_offered(self, request_id: str, offer: KvOffered) -> None:
         assert self._kv is not None
+        handover = self._kv.handover
+        self._submit_fetched(request_id, lambda request: handover.submit_offered(request, offer))
+
+    def _on_embeddings(self, request_id: str, tensors: Sequence[Tensor]) -> None:
+        assert self._embeddings is not None
+        taker = self._embeddings.taker
+        self._submit_fetched(request_id, lambda request: taker.submit_embedded(request, tensors))
+
+    def _submit_fetched(self, request_id: str, submit: Callable[[Generate], None]) -> None:
         request = self._fetching.pop(request_id)
         try:
-            self._kv.handover.submit_offered(request, offer)
+            submit(request)
         except RefusedError as refusal:
             self._fetching[request_id] = request
             if not refusal.retryable:
@@ -452,10 +481,12 @@ class WorkerService:
         self._end_elsewhere(request_id, Ending(reason, "error"))
 
     def _end_fetching(self, request_id: str, delta: TokenDelta, event_reason: str) -> None:
-        """End a decode leg that the engine does not know."""
-        assert self._kv is not None
+        """End a leg that the engine does not know."""
         dp_rank = self._fetching.pop(request_id).routing.dp_rank
-        self._kv.fetcher.end(request_id)
+        if self._kv is not None:
+            self._kv.fetcher.end(request_id)
+        if self._embeddings is not None:
+            self._embeddings.fetcher.end(request_id)
         assert delta.finish_reason is not None
         self._metrics.finished.labels(delta.finish_reason).inc()
         owner = self._owners[request_id]
@@ -491,7 +522,8 @@ class WorkerService:
                 deltas.append(delta)
             if delta.finish_reason is not None:
                 self._metrics.finished.labels(delta.finish_reason).inc()
-                if delta.finish_reason == PREFILLED and owner is not None:
+                kept = delta.finish_reason == PREFILLED or (delta.finish_reason == ENCODED and report.keeps_encoded)
+                if kept and owner is not None:
                     self._kept.add(request_id)
                 else:
                     self._forget(request_id)

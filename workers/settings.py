@@ -13,7 +13,7 @@ from pydantic import Field, StringConstraints, model_validator
 
 from runtime.security import SecuritySettings
 from runtime.settings import Settings
-from wire.card import WorkerLimits
+from wire.card import MediaSpec, WorkerLimits
 from wire.identifiers import Role
 from wire.limits import BLOCKS_PER_EVENT_MAX, IDENTIFIER_BYTES_MAX, LORAS_PER_WORKER_MAX
 from workers.core.outbox import OUTBOX_BYTES_DEFAULT, OUTBOX_BYTES_MIN
@@ -101,7 +101,7 @@ class WorkerSettings(WorkerProcessSettings):
     role: Literal["aggregated", "prefill", "decode", "encode"] = Field(
         "aggregated",
         description="What the worker does: whole requests and any leg, the prefill leg only, or the decode leg and "
-        "whole requests; encode is not built yet and refused.",
+        "whole requests, or the embeddings of images for the others (encode).",
     )
     block_size: int = Field(32, ge=1, le=4096, description="Tokens in a KV block.")
     total_kv_blocks: int = Field(16_384, ge=1, le=BLOCKS_PER_EVENT_MAX, description="KV blocks on the device.")
@@ -169,14 +169,52 @@ class WorkerSettings(WorkerProcessSettings):
         description="How long a decode worker waits for a prefill worker's answer before the request fails as "
         "retryable.",
     )
+    modality: Literal["text", "multimodal"] = Field(
+        "text", description="What requests may carry: text only, or images and embeddings too."
+    )
+    tokens_per_image: int = Field(
+        16, ge=1, le=65_536, description="Prompt tokens that stand for an image, with modality multimodal."
+    )
+    encode_ms_per_image: float = Field(
+        20.0, ge=0.0, le=60_000.0, description="Time that an encode worker takes for an image; divided by speedup."
+    )
+    tensor_transport: Literal["zmq", "nixl"] = Field(
+        "zmq",
+        description="How embeddings come from encode workers: in messages, or read from their memory with NIXL "
+        "(poolgrid[nixl]). poolgrid_worker_tensor_transport shows it.",
+    )
+    tensor_port: int = Field(
+        0, ge=0, le=65535, description="Port at which tensors are asked for and let go of; 0 = any free one."
+    )
+    tensor_store_mb: int = Field(
+        256,
+        ge=1,
+        le=1_048_576,
+        description="Embeddings kept for other workers, in 2^20 bytes; beyond it encode legs are refused as retryable.",
+    )
+    tensor_lease_ms: float = Field(
+        10_000.0,
+        ge=10.0,
+        le=TIMEOUT_MS_MAX,
+        description="How long embeddings are kept that nobody asks for; as long as a silent router keeps its lease.",
+    )
+    tensor_fetch_timeout_ms: float = Field(
+        2000.0,
+        ge=10.0,
+        le=TIMEOUT_MS_MAX,
+        description="Silence of an encode worker after which a fetch of embeddings fails as retryable.",
+    )
+    tensor_chunk_kb: int = Field(
+        1024, ge=1, le=4096, description="Piece of a tensor in one message, in 2^10 bytes, without NIXL."
+    )
     loras: tuple[Name, ...] = Field((), max_length=LORAS_PER_WORKER_MAX, description="LoRA adapters that are served.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         self.engine_limits()
         self.vocabulary()
-        if self.role == "encode":
-            raise ValueError("role is 'encode', which is not built yet; allowed are aggregated, prefill and decode")
+        if self.role == "encode" and self.modality != "multimodal":
+            raise ValueError("role is 'encode' and modality is 'text': an encode worker needs modality multimodal")
         return self
 
     def engine_limits(self) -> EngineLimits:
@@ -190,6 +228,13 @@ class WorkerSettings(WorkerProcessSettings):
             max_sequence_length=self.max_sequence_length,
             max_waiting_requests=self.max_waiting_requests,
         )
+
+    def media_spec(self) -> MediaSpec:
+        """Return what the worker's card says of media."""
+        if self.modality == "text":
+            return MediaSpec()
+        # The simulated engine's own placeholder and filler: no tokenizer needs to know them.
+        return MediaSpec(("image", "embeddings"), "<image>", None, self.tokens_per_image, 0)
 
     def card_limits(self) -> WorkerLimits:
         """Return the limits as the worker's card states them."""

@@ -5,23 +5,27 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.fakes import install_tensorrt_llm
 from tests.fakes.tensorrt_llm._fake import behaviour as behaviours
 from tests.trtllm.engines import BLOCK, PATIENCE_S, Told, expected, make_request, running_engine
 from wire.events import BlocksStored, PrefillCompleted, RequestFinished, RequestProgressed, RequestStarted
 from wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes, unpack_hashes
 from wire.identifiers import Role, Stage
 from wire.requests import LogitsProcessorCall, Routing
+from workers import bootstrap
 from workers.core.refusal import RefusedError
 from workers.engines.trtllm import EngineBrokenError, EngineLimits
 from workers.engines.trtllm_library import LibraryMissingError, load_library
 from workers.engines.trtllm_loading import end_engine, start_engine
 from workers.engines.trtllm_logits import RequestProcessors
+from workers.settings import TrtllmWorkerSettings
 from workers.trtllm.contract import ContractError
 from workers.trtllm.outputs import OutputCursor
 
@@ -410,6 +414,50 @@ def test_a_start_that_fails_says_why_and_an_end_that_fails_is_survived() -> None
         await end_engine("engine", lambda made: exec("raise OSError"))
 
     asyncio.run(scenario())
+
+
+def test_cache_events_are_reported_in_the_turn_in_which_they_are_read() -> None:
+    """A restatement between the two would tell routers what the reports tell them once more."""
+
+    async def scenario() -> None:
+        async with running_engine() as told:
+            await told.turned(lambda: told.engine._deliver)
+            event = BlocksStored(None, b"12345678")
+            told.engine._on_cache(0, [event])
+            assert told.reports[-1].ranks[0].events == [event]
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_is_stopped_while_its_engine_loads_ends_and_leaves_no_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    install_tensorrt_llm()
+    library = load_library()
+    loading, may_exist = threading.Event(), threading.Event()
+    made: list[Any] = []
+
+    def slow(**arguments: Any) -> Any:
+        loading.set()
+        may_exist.wait(PATIENCE_S)
+        made.append(library.llm(**arguments))
+        return made[0]
+
+    monkeypatch.setattr("workers.engines.trtllm.load_library", lambda: replace(library, llm=slow))
+
+    async def scenario() -> None:
+        stop = asyncio.Event()
+        settings = TrtllmWorkerSettings(model_path="m")
+        serving = asyncio.create_task(bootstrap.serve(settings, stop, lambda url: None))
+        assert await asyncio.to_thread(loading.wait, PATIENCE_S)
+        stop.set()
+        async with asyncio.timeout(PATIENCE_S):
+            await serving
+        may_exist.set()
+        while not made or made[0]._executor is not None:  # noqa: ASYNC110 - its own thread ends it
+            await asyncio.sleep(0.001)
+
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
 
 
 def test_wrong_arguments_are_found_before_the_engine_starts() -> None:

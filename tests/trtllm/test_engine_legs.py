@@ -192,6 +192,7 @@ def test_a_cancel_during_the_transfer_waits_for_the_kv_and_leaks_nothing() -> No
             assert not result.aborted(), "an abort now would leak the blocks"
             decode.executor.open_transfers()
             await decode.until(lambda: decode.finished("r"))
+            assert result.aborted(), "and not left to run to its end"
             assert decode.deltas["r"][-1].finish_reason == "cancelled"
             assert decode.events_of("r")[-1] == RequestFinished("r", "cancelled")
             assert decode.executor.look(lambda: decode.executor.engines[0].load().active_blocks) == 0

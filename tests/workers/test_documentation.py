@@ -43,7 +43,7 @@ def test_every_metric_is_documented_with_its_help() -> None:
         ({"host": "0.0.0.0"}, "set advertise_host"),
         ({"speedup": 0}, "speedup"),
         ({"bloc_size": 4}, "bloc_size"),
-        ({"role": "encode"}, "role is 'encode', which is not built yet; allowed are aggregated, prefill and decode"),
+        ({"role": "encode"}, "an encode worker needs modality multimodal"),
         ({"role": "prefil"}, "role"),
         ({"kv_transfer_gigabytes_per_s": 0}, "kv_transfer_gigabytes_per_s"),
     ],

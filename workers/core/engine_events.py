@@ -31,6 +31,8 @@ class StoredBlock(msgspec.Struct, frozen=True, gc=False):
     priority: int = DEFAULT_PRIORITY
     multimodal: bool = False
     """The block also depends on something that is not among its tokens (``mm_keys``)."""
+    media_hashes: tuple[int, ...] = ()
+    """u64 hashes of the media that touch it, where the engine names media as the front end does."""
 
 
 class Diff(msgspec.Struct, frozen=True, gc=False):

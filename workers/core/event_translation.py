@@ -343,7 +343,8 @@ class EventTranslator:
             assert above is not None
             self._recall_prefix(above)
         tokens = blocks[0].tokens if whole == 1 else b"".join([block.tokens for block in blocks[:whole]])
-        named = sequence_hashes(block_hashes(tokens, self._block_size, seed), parent)
+        media = {place: block.media_hashes for place, block in enumerate(blocks[:whole]) if block.media_hashes}
+        named = sequence_hashes(block_hashes(tokens, self._block_size, seed, media), parent)
         run: list[int] = []
         run_parent, run_tier = parent, Tier.DEVICE
         for block, sequence_hash in zip(blocks, named, strict=False):

@@ -6,7 +6,7 @@ of its own; they share the process, its request plane and its steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -14,6 +14,7 @@ from wire.events import AnyEvent, BlocksStored, LoadReported
 from wire.requests import Generate, KvOffered, TokenDelta
 from workers.core.kv_arrival import KvArrival
 from workers.core.kv_fetches import KvWanted
+from workers.tensor_transfer.port import Tensor
 
 
 @dataclass(slots=True)
@@ -31,7 +32,8 @@ class EngineReport:
 
     deltas: list[TokenDelta]
     """New tokens by request, of all ranks. The delta that has a finish reason is the request's last; after
-    ``prefilled`` the engine keeps the request's blocks until ``released`` names it or it is cancelled."""
+    ``prefilled`` or ``encoded`` the engine keeps the request's blocks or embeddings until ``released`` names it or it
+    is cancelled."""
     ranks: dict[int, RankReport]
     """By rank; one of which there is nothing to say may be absent."""
     steps: int = 1
@@ -48,6 +50,9 @@ class EngineReport:
     """How many of those nobody came for."""
     kept_transfers: int = 0
     """Prefilled requests whose blocks are kept now."""
+    keeps_encoded: bool = False
+    """Whether the engine keeps embeddings for its peers after ``encoded`` and says when they are released; without it
+    such a request has ended."""
 
 
 class Engine(Protocol):
@@ -92,6 +97,14 @@ class Engine(Protocol):
 
     def restate(self, dp_rank: int) -> list[BlocksStored]:
         """Return everything in a rank's cache, as reports have told it up to now, parents before children."""
+        ...
+
+
+class EmbeddingTaker(Protocol):
+    """What an engine that computes prompts needs to be, to have embeddings fetched for it by its worker."""
+
+    def submit_embedded(self, request: Generate, tensors: Sequence[Tensor]) -> None:
+        """Take a request with the embeddings of its images, in order, or raise ``RefusedError``."""
         ...
 
 

@@ -7,7 +7,7 @@ fast as its timing model says as long as the machine keeps up. An idle engine wa
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from runtime.clock import Clock
 from wire.events import AnyEvent, BlocksStored, LoadReported
@@ -20,6 +20,7 @@ from workers.simulated.engine import EngineLimits, SimulatedEngine
 from workers.simulated.kv_transfer import KvSource, TransferModel, read_ticket
 from workers.simulated.next_token import Vocabulary
 from workers.simulated.timing import TimingModel
+from workers.tensor_transfer.port import Tensor
 
 LAG_FORGIVEN_MS = 250.0
 """How far the engine may fall behind its deadlines before it stops trying to catch up."""
@@ -39,10 +40,13 @@ class RealTimeSimulatedEngine:
         clock: Clock,
         transfer: TransferModel | None = None,
         source: KvSource | None = None,
+        takes_media: bool = False,
     ) -> None:
         self._recorder = EngineRecorder(limits.total_kv_blocks, limits.host_kv_blocks, limits.max_sequence_length)
         self._translator = EventTranslator(limits.block_size)
-        self._core = SimulatedEngine(limits, vocabulary, timing, self._recorder, transfer=transfer, source=source)
+        self._core = SimulatedEngine(
+            limits, vocabulary, timing, self._recorder, transfer=transfer, source=source, takes_media=takes_media
+        )
         self._clock = clock
         self._wake = asyncio.Event()
 
@@ -78,6 +82,11 @@ class RealTimeSimulatedEngine:
     def submit_offered(self, request: Generate, offer: KvOffered) -> None:
         """Take a request of the decode stage, or raise ``RefusedError``."""
         self._core.submit(request, self._clock.monotonic_ms(), offer=offer)
+        self._wake.set()
+
+    def submit_embedded(self, request: Generate, tensors: Sequence[Tensor]) -> None:
+        """Take a request whose images an encode worker has seen, or raise ``RefusedError``."""
+        self._core.submit(request, self._clock.monotonic_ms(), embeddings=list(tensors))
         self._wake.set()
 
     def offer(self, transfer_id: str) -> KvOffered:

@@ -22,7 +22,7 @@ All operations work on whole prefixes, so that their cost per block is a few dic
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from wire.identifiers import Tier
@@ -136,10 +136,12 @@ class BlockPool:
         end: int,
         tokens: Callable[[int, int], bytes],
         seed: int,
+        media: Callable[[int, int], Mapping[int, Sequence[int]]] | None = None,
     ) -> None:
         """Name the caller's private blocks ``start`` to ``end`` of its prefix; it holds all blocks before them.
 
-        ``tokens(first_block, end_block)`` returns the token ids of a range of blocks.
+        ``tokens(first_block, end_block)`` returns the token ids of a range of blocks, ``media`` the hashes of the media
+        that touch them, by position in the range.
         """
         refs = self._refs
         self._private -= end - start
@@ -171,7 +173,12 @@ class BlockPool:
                 parents[sequence_hash] = previous
                 previous = sequence_hash
             first = at
-            self._recorder.stored(parent, fresh, lambda: tokens(first, end), self.block_size, seed)
+            if media is None:
+                self._recorder.stored(parent, fresh, lambda: tokens(first, end), self.block_size, seed)
+            else:
+                self._recorder.stored(
+                    parent, fresh, lambda: tokens(first, end), self.block_size, seed, media(first, end)
+                )
 
     def release(self, hashes: Sequence[int], private: int) -> None:
         """Give up a held prefix (all of what the caller holds of it) and private blocks."""

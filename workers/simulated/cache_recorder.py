@@ -8,7 +8,7 @@ proves that both come to the same wire events.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from xxhash import xxh3_64_intdigest
@@ -29,9 +29,18 @@ class CacheRecorder(Protocol):
     """What the block pool and the engine tell about cached blocks, in order."""
 
     def stored(
-        self, parent: int | None, hashes: Sequence[int], tokens: Callable[[], bytes], block_size: int, seed: int
+        self,
+        parent: int | None,
+        hashes: Sequence[int],
+        tokens: Callable[[], bytes],
+        block_size: int,
+        seed: int,
+        media: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
-        """Note a chain of new device blocks; ``tokens`` returns their token ids, and may not be called later."""
+        """Note a chain of new device blocks; ``tokens`` returns their token ids, and may not be called later.
+
+        ``media`` are the hashes of the media that touch them, by position in the chain.
+        """
         ...
 
     def removed(self, hashes: Sequence[int], tier: Tier) -> None:
@@ -47,7 +56,13 @@ class SilentRecorder:
     """Listens to nothing."""
 
     def stored(
-        self, parent: int | None, hashes: Sequence[int], tokens: Callable[[], bytes], block_size: int, seed: int
+        self,
+        parent: int | None,
+        hashes: Sequence[int],
+        tokens: Callable[[], bytes],
+        block_size: int,
+        seed: int,
+        media: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         """Ignore it."""
 
@@ -65,7 +80,13 @@ class WireRecorder:
         self._facts = CacheFacts()
 
     def stored(
-        self, parent: int | None, hashes: Sequence[int], tokens: Callable[[], bytes], block_size: int, seed: int
+        self,
+        parent: int | None,
+        hashes: Sequence[int],
+        tokens: Callable[[], bytes],
+        block_size: int,
+        seed: int,
+        media: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         """Note a chain of new device blocks."""
         self._facts.stored(parent, hashes, Tier.DEVICE)
@@ -100,14 +121,24 @@ class EngineRecorder:
         ]
 
     def stored(
-        self, parent: int | None, hashes: Sequence[int], tokens: Callable[[], bytes], block_size: int, seed: int
+        self,
+        parent: int | None,
+        hashes: Sequence[int],
+        tokens: Callable[[], bytes],
+        block_size: int,
+        seed: int,
+        media: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         """Note a chain of new device blocks."""
         self._close()
         packed = tokens()
         stride = 4 * block_size
         blocks = tuple(
-            StoredBlock(engine_hash(sequence_hash), packed[at * stride : (at + 1) * stride])
+            StoredBlock(
+                engine_hash(sequence_hash),
+                packed[at * stride : (at + 1) * stride],
+                media_hashes=tuple(media.get(at, ())) if media else (),
+            )
             for at, sequence_hash in enumerate(hashes)
         )
         parent_hash = None if parent is None else engine_hash(parent)

@@ -41,6 +41,7 @@ from workers.core.refusal import RefusedError
 from workers.simulated.block_pool import BlockPool
 from workers.simulated.cache_recorder import CacheRecorder, SilentRecorder
 from workers.simulated.kv_transfer import KvSource, TransferModel, check_offer, make_offer, read_ticket, write_ticket
+from workers.simulated.media import Embeddings, MediaMark, mark_media, read_media
 from workers.simulated.next_token import Vocabulary
 from workers.simulated.scheduler import Scheduler
 from workers.simulated.sequence import Phase, Sequence
@@ -139,8 +140,10 @@ class SimulatedEngine:
         report_tokens: bool = True,
         transfer: TransferModel | None = None,
         source: KvSource | None = None,
+        takes_media: bool = False,
     ) -> None:
         self.limits = limits
+        self._takes_media = takes_media
         self.vocabulary = vocabulary or Vocabulary()
         self._timing = timing or PolynomialTiming()
         self._pool = BlockPool(
@@ -197,10 +200,12 @@ class SimulatedEngine:
         now_ms: float,
         sequence_hashes: list[int] | None = None,
         offer: KvOffered | None = None,
+        embeddings: list[Embeddings] | None = None,
     ) -> None:
         """Accept a request, or raise ``RefusedError`` and change nothing.
 
-        A request of the decode stage needs the ``offer`` that its source made for it.
+        A request of the decode stage needs the ``offer`` that its source made for it. ``embeddings`` stand for the
+        images of a request that an encode worker has seen.
         ``sequence_hashes``, where the caller has them, are those of every whole block of the prompt, made with the
         request's own seed; they are computed otherwise. The list is read, never changed.
         """
@@ -261,9 +266,12 @@ class SimulatedEngine:
                 f"submitting {request_id!r}: {len(sequence_hashes)} sequence hashes were given, "
                 f"the prompt has {isl // limits.block_size} whole blocks"
             )
-        sequence = Sequence(request, self._next_order, now_ms, limits.block_size, self.vocabulary, sequence_hashes)
-        if request.stage is Stage.DECODE:
-            ticket = read_ticket(request)
+        ticket = read_ticket(request) if request.stage is Stage.DECODE else None
+        marks = self._marks(request, embeddings) if ticket is None else ticket.media
+        sequence = Sequence(
+            request, self._next_order, now_ms, limits.block_size, self.vocabulary, sequence_hashes, marks
+        )
+        if ticket is not None:
             check_offer(sequence, ticket, offer or KvOffered(ticket.transfer_id, known=False))
             sequence.transfer_id = ticket.transfer_id
         elif request.stage is Stage.PREFILL:
@@ -272,6 +280,15 @@ class SimulatedEngine:
         self._next_order += 1
         self._sequences[request_id] = sequence
         self._scheduler.enqueue(sequence)
+
+    def _marks(self, request: Generate, embeddings: list[Embeddings] | None) -> tuple[MediaMark, ...]:
+        """Look at a request's media; raises ``RefusedError``."""
+        if request.multimodal is None:
+            return ()
+        if not self._takes_media:
+            raise RefusedError("the request has media, and this worker takes text only", retryable=False)
+        media = read_media(request)
+        return () if media is None else mark_media(media, embeddings)
 
     def cancel(self, request_id: str) -> bool:
         """End a request now; its last delta and fact come with the next outcome. Say whether it was active.
@@ -628,7 +645,8 @@ class SimulatedEngine:
         stored = sequence.shared
         if full > stored:
             sequence.name_blocks(full)
-            self._pool.store(sequence.hashes, stored, full, sequence.tokens, sequence.seed)
+            media = sequence.media_of if sequence.touched else None
+            self._pool.store(sequence.hashes, stored, full, sequence.tokens, sequence.seed, media)
             sequence.shared = full
             sequence.private -= full - stored
 

@@ -19,6 +19,7 @@ from wire.hashing import pack_hashes, unpack_tokens
 from wire.identifiers import U32, U64, Identifier
 from wire.requests import Generate, KvOffered
 from workers.core.refusal import RefusedError
+from workers.simulated.media import MediaMark
 from workers.simulated.sequence import Sequence
 
 KV_BYTES_PER_TOKEN_DEFAULT = 131_072
@@ -92,6 +93,8 @@ class KvTicket(msgspec.Struct, array_like=True, frozen=True):
     """Sequence hash of the last whole block of the prompt."""
     timeout_ms: Annotated[float, Meta(ge=1.0, le=TIMEOUT_MS_MAX)]
     """The source keeps the blocks this long after it was last asked for them."""
+    media: tuple[MediaMark, ...] = ()
+    """The media of the prompt, which a decode leg comes without."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -113,6 +116,7 @@ def write_ticket(sequence: Sequence, source: KvSource, timeout_ms: float) -> byt
             prompt_digest=_digest(sequence),
             last_hash=sequence.hashes[whole - 1] if whole else None,
             timeout_ms=timeout_ms,
+            media=sequence.marks,
         )
     )
 

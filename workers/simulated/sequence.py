@@ -9,11 +9,14 @@ generated it. With ``emitted`` output tokens a decoding sequence therefore has `
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from collections.abc import Sequence as TypingSequence
 from enum import Enum
 
 from wire.hashing import TOKEN_BYTES, block_hashes, hash_seed, sequence_hashes
 from wire.identifiers import Stage
 from wire.requests import Generate
+from workers.simulated.media import MediaMark, key_of, touched_blocks
 from workers.simulated.next_token import TokenStream, Vocabulary
 
 
@@ -43,6 +46,7 @@ class Sequence:
         "isl",
         "key",
         "logprobs",
+        "marks",
         "max_tokens",
         "moved_blocks",
         "order",
@@ -57,6 +61,7 @@ class Sequence:
         "started",
         "stream",
         "target",
+        "touched",
         "transfer_id",
         "transfer_ms",
         "wake_ms",
@@ -70,6 +75,7 @@ class Sequence:
         block_size: int,
         vocabulary: Vocabulary,
         prompt_hashes: list[int] | None,
+        marks: tuple[MediaMark, ...] = (),
     ) -> None:
         self.request_id = request.request_id
         self.prompt = request.token_ids
@@ -84,9 +90,14 @@ class Sequence:
         self.arrival_ms = arrival_ms
         self.block_size = block_size
         self.seed = hash_seed(request.routing.lora_name, request.routing.cache_salt)
-        self.stream = TokenStream(vocabulary, self.prompt, request.sampling, request.stop_token_ids)
+        self.marks = marks
+        """Its media; what is generated depends on them as on the prompt."""
+        self.touched = touched_blocks(marks, block_size) if marks else {}
+        """The media that touch each block, by the block's position."""
+        seen = self.prompt + key_of(marks) if marks else self.prompt
+        self.stream = TokenStream(vocabulary, seen, request.sampling, request.stop_token_ids)
         if prompt_hashes is None:
-            prompt_hashes = sequence_hashes(block_hashes(self.prompt, block_size, self.seed))
+            prompt_hashes = sequence_hashes(block_hashes(self.prompt, block_size, self.seed, self.touched))
         self.hashes = prompt_hashes
         """Sequence hashes of whole blocks, prompt first; extended as the output fills blocks."""
         self.phase = Phase.WAITING
@@ -160,8 +171,12 @@ class Sequence:
             return
         # A new list: the caller of ``submit`` may share the prompt's between requests.
         parent = self.hashes[-1] if have else None
-        fresh = block_hashes(self.tokens(have, count), self.block_size, self.seed)
+        fresh = block_hashes(self.tokens(have, count), self.block_size, self.seed, self.media_of(have, count))
         self.hashes = self.hashes + sequence_hashes(fresh, parent)
+
+    def media_of(self, first_block: int, end_block: int) -> Mapping[int, TypingSequence[int]]:
+        """Return the media that touch a range of blocks, by position in the range."""
+        return {at - first_block: hashes for at, hashes in self.touched.items() if first_block <= at < end_block}
 
     def tokens(self, first_block: int, end_block: int) -> bytes:
         """Return the token ids of a range of blocks, over prompt and output."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,7 +100,13 @@ class RankEvents:
     # what the block pool tells
 
     def stored(
-        self, parent: int | None, hashes: Sequence[int], tokens: Callable[[], bytes], block_size: int, seed: int
+        self,
+        parent: int | None,
+        hashes: Sequence[int],
+        tokens: Callable[[], bytes],
+        block_size: int,
+        seed: int,
+        media: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         ids = unpack_tokens(tokens())
         tenant = self._tenants[seed]

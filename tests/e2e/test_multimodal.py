@@ -1,0 +1,169 @@
+"""Images over encode, prefill and decode workers: answers depend on every byte of them, whatever dies in between."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from frontend.media.placeholders import place_media
+from tests.e2e.expectation import expected_text
+from tests.e2e.processes import Process, eventually, index_equals_workers, metric, pool_is_quiet, ready_workers
+from tests.frontend.fake_backend import TINY
+from tests.frontend.media.samples import data_url, image, png, safetensors
+from wire.card import MediaSpec
+from wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
+from workers.simulated.media import key_of, mark_media
+
+pytestmark = pytest.mark.e2e
+
+SPEC = MediaSpec(("image", "embeddings"), "<image>", None, 16, 0)
+MAKER = ("--model", "tiny", "--vocabulary-size", "4096", "--speedup", "50", "--modality", "multimodal")
+CAT, DOG = png(color=(1, 1, 1)), image("JPEG", color=(2, 2, 2))
+LENGTHY = "Look closely at every part of it and say what you see. " * 40
+
+
+class EncodingPool:
+    """A router, two encode workers, a prefill and a decode worker, each its own process."""
+
+    def __init__(self, router: Process, workers: dict[str, Process]) -> None:
+        self.url = router.url
+        self.workers = workers
+
+    def ask(self, *parts: bytes | str, kind: str = "image", request_id: str | None = None) -> httpx.Response:
+        content: list[dict[str, Any]] = []
+        for part in parts:
+            if isinstance(part, bytes):
+                content.append({"type": "image_url", "image_url": {"url": data_url(part)}})
+            elif part.startswith("/"):
+                content.append({"type": "image_url", "image_url": {"url": part}})
+            else:
+                content.append({"type": "text", "text": part})
+        body = {"model": "tiny", "messages": [{"role": "user", "content": content}], "max_tokens": 12}
+        headers = {} if request_id is None else {"x-request-id": request_id}
+        return httpx.post(f"{self.url}/v1/chat/completions", json=body, headers=headers, timeout=60)
+
+    def legs(self) -> dict[str, float]:
+        return {
+            stage: metric(self.url, "poolgrid_router_legs_total", stage=stage)
+            for stage in ("encode", "prefill", "decode")
+        }
+
+    def workers_of(self, request_id: str) -> list[str]:
+        answer = httpx.get(f"{self.url}/v1/decisions/{request_id}", timeout=30).json()
+        return [attempt["worker"] for attempt in answer["attempts"]]
+
+    def nothing_is_kept(self) -> bool:
+        return all(
+            httpx.get(f"{worker.url}/health", timeout=30).json()[kind] == 0
+            for worker in self.workers.values()
+            for kind in ("running_requests", "waiting_requests", "fetching_requests", "kept_transfers")
+        ) and all(metric(worker.url, "poolgrid_worker_tensors_kept") == 0 for worker in self.workers.values())
+
+
+@pytest.fixture(scope="module")
+def media_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("media")
+
+
+@pytest.fixture(scope="module")
+def pool(media_directory: Path) -> Iterator[EncodingPool]:
+    with contextlib.ExitStack() as stack:
+        router = stack.enter_context(
+            Process("router", "--port", "0", "--allowed-local-media-path", str(media_directory))
+        ).wait_ready()
+        roles = {"e0": "encode", "e1": "encode", "p0": "prefill", "d0": "decode"}
+        workers = {
+            name: stack.enter_context(
+                Process(
+                    *("worker", "--worker-id", name, "--role", role, *MAKER),
+                    *("--consolidator", router.word("ingest")),
+                )
+            )
+            for name, role in roles.items()
+        }
+        for worker in workers.values():
+            worker.wait_ready()
+        made = EncodingPool(router, workers)
+        eventually("every worker is reachable", lambda: len(ready_workers(router.url)) == len(workers))
+        yield made
+
+
+def right_answer(text: str, *media: bytes, kind: MediaKind = MediaKind.IMAGE) -> str:
+    """Return what one worker would say that has the whole request and the bytes of its media."""
+    prompt = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+    items = [MediaItem(kind, data, "image/png", digest_media(data)) for data in media]
+    tokens, placed = place_media(prompt, items, SPEC, TINY.encode)
+    return expected_text(tokens + key_of(mark_media(MultimodalInput(prompt, placed))), 12)
+
+
+def said(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["message"]["content"])
+
+
+def test_an_image_is_encoded_prefilled_and_decoded_on_three_workers_and_the_answer_is_that_of_one(
+    pool: EncodingPool,
+) -> None:
+    before = pool.legs()
+    answer = pool.ask(LENGTHY, CAT, "And this? ", DOG)
+
+    assert said(answer) == right_answer(f"{LENGTHY}<image>And this? <image>", CAT, DOG)
+    assert answer.headers["x-poolgrid-worker"] == "d0"
+    assert {stage: count - before[stage] for stage, count in pool.legs().items()} == {
+        "encode": 1,
+        "prefill": 1,
+        "decode": 1,
+    }
+    eventually("nothing is kept", pool.nothing_is_kept)
+
+
+def test_equal_images_hit_the_cache_and_other_images_change_everything_after_them(pool: EncodingPool) -> None:
+    first = pool.ask("Now: ", png(color=(9, 9, 9)), LENGTHY)
+    again = pool.ask("Now: ", png(color=(9, 9, 9)), LENGTHY)
+    other = pool.ask("Now: ", png(color=(9, 9, 8)), LENGTHY)
+
+    assert said(first) == said(again) == right_answer(f"Now: <image>{LENGTHY}", png(color=(9, 9, 9)))
+    assert said(other) == right_answer(f"Now: <image>{LENGTHY}", png(color=(9, 9, 8)))
+    cached = [
+        answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] // 32 for answer in (first, again, other)
+    ]
+    assert cached == [0, (again.json()["usage"]["prompt_tokens"] - 1) // 32, 0]
+    eventually("the index equals what the workers hold", lambda: index_equals_workers(pool.url))
+
+
+def test_equal_images_go_to_the_encode_worker_that_had_them_before(pool: EncodingPool) -> None:
+    chosen: dict[int, set[str]] = {}
+    for turn in range(2):
+        for color in range(6):
+            request_id = f"affinity-{turn}-{color}"
+            said(pool.ask("Which? ", png(color=(color, 0, 7)), request_id=request_id))
+            chosen.setdefault(color, set()).add(pool.workers_of(request_id)[0])
+
+    assert all(len(workers) == 1 for workers in chosen.values()), chosen
+    assert set.union(*chosen.values()) == {"e0", "e1"}
+
+
+def test_precomputed_embeddings_need_no_encode_worker(pool: EncodingPool, media_directory: Path) -> None:
+    before = pool.legs()["encode"]
+    path = media_directory / "cat.safetensors"
+    path.write_bytes(safetensors())
+
+    assert said(pool.ask(LENGTHY, str(path))) == right_answer(
+        f"{LENGTHY}<image>", safetensors(), kind=MediaKind.EMBEDDINGS
+    )
+    assert pool.legs()["encode"] == before
+
+
+def test_answers_stay_right_when_encode_workers_die_until_none_is_left(pool: EncodingPool) -> None:
+    for name in ("e0", "e1"):
+        pool.workers.pop(name).kill()
+        for color in range(3):
+            picture = png(color=(color, 5, 5))
+            assert said(pool.ask("Still? ", picture)) == right_answer("Still? <image>", picture)
+    eventually("nothing is kept", pool.nothing_is_kept)
+    eventually("the ledger is empty", lambda: pool_is_quiet(pool.url))

@@ -1,0 +1,40 @@
+"""What a worker measures of its tensor transfers, under ``poolgrid_worker_tensor_``."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+FETCH_SECONDS_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+
+
+class TensorMetrics:
+    """The collectors of one end; ``transport`` is ``zmq`` or ``nixl``."""
+
+    def __init__(self, registry: CollectorRegistry, transport: str = "zmq") -> None:
+        self.transport = Gauge(
+            "poolgrid_worker_tensor_transport", "1 for the transport in use.", ["transport"], registry=registry
+        )
+        self.transport.labels(transport).set(1)
+        self.fetched = Counter(
+            "poolgrid_worker_tensor_fetches",
+            "Tensors asked for, by how they travelled and what became of it (fetched, failed).",
+            ["transport", "outcome"],
+            registry=registry,
+        )
+        self.fetched_bytes = Counter(
+            "poolgrid_worker_tensor_fetched_bytes", "Bytes of tensors fetched.", ["transport"], registry=registry
+        )
+        self.fetch_seconds = Histogram(
+            "poolgrid_worker_tensor_fetch_seconds",
+            "Duration of one fetch.",
+            ["transport"],
+            buckets=FETCH_SECONDS_BUCKETS,
+            registry=registry,
+        )
+        self.kept = Gauge("poolgrid_worker_tensors_kept", "Tensors offered and not taken yet.", registry=registry)
+        self.kept_bytes = Gauge("poolgrid_worker_tensor_kept_bytes", "Bytes of them.", registry=registry)
+        self.expired = Counter(
+            "poolgrid_worker_tensor_lease_expiries",
+            "Tensors that nobody came for within their lease.",
+            registry=registry,
+        )

@@ -1,0 +1,184 @@
+"""Tensors read from the memory of their source by NIXL: no copy in Python, RDMA where the hardware has it.
+
+Offering, leases and releases stay with ``ZmqTensorTransfer``, whose descriptors get a region added. A taker reads the
+region with its own agent and releases the tensor over ZMQ. A descriptor without a region, from a source without NIXL,
+is fetched over ZMQ; a source with NIXL serves takers without it in the same way.
+
+NIXL has no file descriptor to wait for; a transfer under way is looked at every ``POLL_S``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from runtime.clock import Clock
+from wire.tensors import NixlRegion, TensorDescriptor
+from workers.tensor_transfer.metrics import TensorMetrics
+from workers.tensor_transfer.port import Tensor, TensorUnavailable
+from workers.tensor_transfer.zmq_transfer import ZmqTensorTransfer, dtype_of
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.0005
+"""Between two looks at a transfer: below the time of the smallest embeddings, above that of a turn of the loop."""
+
+HOST_MEMORY = "DRAM"
+
+
+class NixlMissing(Exception):
+    """NIXL cannot be used here; the message says why and what to do."""
+
+
+def make_agent(name: str) -> Any:
+    """Return a NIXL agent with the UCX backend; raises ``NixlMissing``."""
+    try:
+        nixl = importlib.import_module("nixl._api")
+    except ImportError as error:
+        raise NixlMissing(
+            f"tensor_transport is nixl, and NIXL cannot be imported ({error}): install poolgrid[nixl], or choose zmq"
+        ) from None
+    try:
+        return nixl.nixl_agent(name, nixl.nixl_agent_config(backends=["UCX"]))
+    except Exception as error:  # the bindings raise their own exceptions
+        raise NixlMissing(f"tensor_transport is nixl, and its agent cannot be made: {error}") from None
+
+
+class NixlTensorTransfer:
+    """``TensorTransfer`` by NIXL, with ZMQ beside it."""
+
+    kind = "nixl"
+
+    def __init__(
+        self, agent: Any, name: str, beside: ZmqTensorTransfer, clock: Clock, metrics: TensorMetrics, timeout_ms: float
+    ) -> None:
+        self._agent = agent
+        self._name = name
+        self._beside = beside
+        self._clock = clock
+        self._metrics = metrics
+        self._timeout_ms = timeout_ms
+        self._registered: dict[str, Any] = {}
+        self._told: Callable[[str, bool], None] = lambda tensor_id, expired: None
+        self._remotes: dict[str, bytes] = {}
+        """Metadata of the agents that this one knows, by name."""
+        self._locks: dict[str, asyncio.Lock] = {}
+        beside.on_gone(self._gone)
+
+    # -- as a source -----------------------------------------------------------------------------------------------
+
+    def offer(self, name: str, tensor: Tensor) -> TensorDescriptor:
+        """Keep a tensor and register its memory; raises ``RefusedError``."""
+        descriptor, kept = self._beside.keep(name, tensor)
+        if kept.nbytes == 0:
+            return descriptor
+        address = kept.__array_interface__["data"][0]
+        region = [(address, kept.nbytes, 0, "")]
+        self._registered[descriptor.tensor_id] = self._agent.register_memory(region, HOST_MEMORY)
+        # After the registration: what a peer needs to reach this memory is part of it.
+        metadata = self._agent.get_agent_metadata()
+        return msgspec.structs.replace(descriptor, nixl=NixlRegion(self._name, metadata, address))
+
+    def withdraw(self, tensor_id: str) -> bool:
+        """Let go of an offered tensor; say whether it was kept."""
+        self._deregister(tensor_id)
+        return self._beside.withdraw(tensor_id)
+
+    def on_gone(self, told: Callable[[str, bool], None]) -> None:
+        """Have ``told(tensor_id, expired)`` called when an offered tensor is gone."""
+        self._told = told
+
+    def _gone(self, tensor_id: str, expired: bool) -> None:
+        self._deregister(tensor_id)
+        self._told(tensor_id, expired)
+
+    def _deregister(self, tensor_id: str) -> None:
+        registered = self._registered.pop(tensor_id, None)
+        if registered is not None:
+            self._agent.deregister_memory(registered)
+
+    # -- as a taker ------------------------------------------------------------------------------------------------
+
+    async def fetch(self, descriptor: TensorDescriptor) -> Tensor:
+        """Return a tensor of another worker and let its source go; raises ``TensorUnavailable``."""
+        region = descriptor.nixl
+        if region is None:
+            return await self._beside.fetch(descriptor)
+        began_ms = self._clock.monotonic_ms()
+        try:
+            buffer = np.empty(descriptor.size_bytes, np.uint8)
+            dtype = dtype_of(descriptor)
+            async with asyncio.timeout(self._timeout_ms / 1000):
+                # One at a time from each source: to learn of newer memory of an agent ends its transfers under way.
+                async with self._locks.setdefault(region.agent, asyncio.Lock()):
+                    await self._read(region, buffer)
+        except (TensorUnavailable, TimeoutError) as error:
+            self._metrics.fetched.labels(self.kind, "failed").inc()
+            why = str(error) or f"it took more than {self._timeout_ms:.0f} ms"
+            raise TensorUnavailable(f"reading tensor {descriptor.tensor_id} by NIXL: {why}") from None
+        finally:
+            self._beside.release(descriptor)
+        self._metrics.fetched.labels(self.kind, "fetched").inc()
+        self._metrics.fetched_bytes.labels(self.kind).inc(buffer.nbytes)
+        self._metrics.fetch_seconds.labels(self.kind).observe((self._clock.monotonic_ms() - began_ms) / 1e3)
+        return buffer.view(dtype).reshape(descriptor.shape)
+
+    async def _read(self, region: NixlRegion, buffer: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
+        agent = self._agent
+        address = buffer.__array_interface__["data"][0]
+        registered = handle = None
+        try:
+            self._meet(region)
+            registered = agent.register_memory([(address, buffer.nbytes, 0, "")], HOST_MEMORY)
+            handle = agent.initialize_xfer(
+                "READ",
+                agent.get_xfer_descs([(address, buffer.nbytes, 0)], HOST_MEMORY),
+                agent.get_xfer_descs([(region.address, buffer.nbytes, 0)], HOST_MEMORY),
+                region.agent,
+            )
+            state = agent.transfer(handle)
+            while state == "PROC":
+                await asyncio.sleep(POLL_S)
+                state = agent.check_xfer_state(handle)
+            if state != "DONE":
+                raise TensorUnavailable(f"its transfer ended as {state}")
+        except (TensorUnavailable, asyncio.CancelledError):
+            raise
+        except Exception as error:  # the bindings raise their own exceptions: a peer that is gone, memory that is
+            self._forget(region.agent)
+            raise TensorUnavailable(f"{type(error).__name__}: {error}") from None
+        finally:
+            # In this order: a transfer under way is ended before its memory goes.
+            if handle is not None:
+                agent.release_xfer_handle(handle)
+            if registered is not None:
+                agent.deregister_memory(registered)
+
+    def _meet(self, region: NixlRegion) -> None:
+        """Know the source's agent, and its memory as of now."""
+        if self._remotes.get(region.agent) != region.metadata:
+            # What it registered since is in the newer metadata only.
+            self._forget(region.agent)
+            self._agent.add_remote_agent(region.metadata)
+            self._remotes[region.agent] = region.metadata
+
+    def _forget(self, name: str) -> None:
+        if self._remotes.pop(name, None) is not None:
+            try:
+                self._agent.remove_remote_agent(name)
+            except Exception as error:
+                log.warning("NIXL does not forget agent %s: %s", name, error)
+
+    async def close(self) -> None:
+        """End."""
+        for tensor_id in list(self._registered):
+            self._deregister(tensor_id)
+        for name in list(self._remotes):
+            self._forget(name)
+        await self._beside.close()
