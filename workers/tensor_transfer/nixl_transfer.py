@@ -32,8 +32,8 @@ POLL_S = 0.0005
 HOST_MEMORY = "DRAM"
 
 
-class NixlMissing(Exception):
-    """NIXL cannot be used here; the message says why and what to do."""
+class NixlMissing(OSError):
+    """NIXL cannot be used here; the message says why and what to do. Ends a worker like a port that is taken."""
 
 
 def make_agent(name: str) -> Any:
