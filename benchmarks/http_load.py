@@ -59,6 +59,7 @@ class _Connection(asyncio.Protocol):
         self._parser: httptools.HttpResponseParser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
         self._history: list[dict[str, str]] = []
+        self._words = ""
         self._turn = 0
         self._started = self._first = 0.0
         self._events = 0
@@ -112,6 +113,13 @@ class _Connection(asyncio.Protocol):
         self._started = time.perf_counter()
         self._transport.write(head.encode() + body)
 
+    def _long_text(self) -> str:
+        """Return a long prompt like no other without stalling the others: the same words, begun elsewhere."""
+        if not self._words:
+            self._words = self._text(self._load.spec.long_isl)
+        at = self._words.index(" ", self._random.randrange(len(self._words) // 2))
+        return self._words[at:] + self._words[:at]
+
     def _text(self, words: int) -> str:
         return " " + " ".join(self._random.choices(self._load.spec.words, k=words))
 
@@ -128,7 +136,7 @@ class _Connection(asyncio.Protocol):
             self._turn += 1
             body["messages"] = self._history
         else:
-            text = self._text(spec.long_isl if self._long else spec.isl)
+            text = self._long_text() if self._long else self._text(spec.isl)
             if spec.chat:
                 body["messages"] = [{"role": "user", "content": text}]
             else:

@@ -141,7 +141,8 @@ class MockEngine:
         events.append(RequestStarted(request.request_id, isl, known * self._block_size, blocks))
         if known < len(path):
             events.append(BlocksStored(path[known - 1] if known else None, pack_hashes(path[known:])))
-            cache.update(dict.fromkeys(path[known:]))
+            # Leaves go first, as they do in real engines.
+            cache.update(dict.fromkeys(reversed(path[known:])))
             if len(cache) > TOTAL_BLOCKS:
                 events.append(
                     BlocksRemoved(pack_hashes([cache.popitem(last=False)[0] for _ in range(len(cache) - TOTAL_BLOCKS)]))

@@ -121,6 +121,8 @@ class PromptEncoder:
         """Prompt tokens that came from the cache, since the start."""
         self.encoded_tokens = 0
         """Prompt tokens that were computed."""
+        self.fast_failures = 0
+        """Prompts on which ``fastokens`` failed, and which the reference encoded."""
         if cache_bytes <= 0 or (self.delimiters and not self._cuts_agree(probe_texts[::8])):
             self.delimiters = ()
 
@@ -132,7 +134,7 @@ class PromptEncoder:
     def encode(self, text: str, add_special_tokens: bool = False) -> bytes:
         """Return the token ids of a text, u32 little-endian."""
         if len(text) < 2 * SEGMENT_CHARS_MIN or not self.delimiters or (add_special_tokens and self._wrapping is None):
-            packed = self._encoder.encode((text,), add_special_tokens)[0]
+            packed = self._encode((text,), add_special_tokens)[0]
             self.encoded_tokens += len(packed) // 4
             return packed
         packed = self._by_segments(text)
@@ -165,7 +167,7 @@ class PromptEncoder:
         computed = 0
         if missing:
             texts = [segments[index] for index in missing]
-            for index, packed in zip(missing, self._encoder.encode(texts, False), strict=True):
+            for index, packed in zip(missing, self._encode(texts, False), strict=True):
                 parts[index] = packed
                 computed += len(packed)
                 if len(segments[index]) >= SEGMENT_CHARS_MIN:
@@ -173,6 +175,16 @@ class PromptEncoder:
         self.reused_tokens += reused // 4
         self.encoded_tokens += computed // 4
         return b"".join(parts)
+
+    def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[bytes]:
+        try:
+            return self._encoder.encode(texts, add_special_tokens)
+        except BaseException as error:  # a panic of the native code arrives as a BaseException of its own
+            if self._encoder is self._reference or isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            self.fast_failures += 1
+            log.warning("fastokens failed on a prompt, tokenizers does it: %s: %s", type(error).__name__, error)
+            return self._reference.encode(texts, add_special_tokens)
 
     def _keep(self, segment: str, packed: bytes) -> None:
         size = _size(segment, packed)

@@ -57,6 +57,10 @@ class Nvext(Struct, frozen=True):
     use_raw_prompt: Any = None
     token_data: Any = None
     backend_instance_id: Any = None
+    prefill_worker_id: Any = None
+    decode_worker_id: Any = None
+    dp_rank: Any = None
+    prefill_dp_rank: Any = None
     max_thinking_tokens: Any = None
     greed_sampling: Any = None
 
@@ -222,6 +226,10 @@ REFUSED_NVEXT: Mapping[str, tuple[tuple[object, ...], str]] = {
     "use_raw_prompt": ((False,), "use /v1/completions"),
     "token_data": ((), "use a token array as the prompt of /v1/completions"),
     "backend_instance_id": ((), "the router chooses the worker"),
+    "prefill_worker_id": ((), "the router chooses the worker"),
+    "decode_worker_id": ((), "the router chooses the worker"),
+    "dp_rank": ((), "the router chooses the worker and its rank"),
+    "prefill_dp_rank": ((), "the router chooses the worker and its rank"),
     "max_thinking_tokens": ((), "reasoning is not limited separately"),
     "greed_sampling": ((False,), "use temperature 0"),
 }

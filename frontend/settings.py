@@ -69,7 +69,7 @@ class FrontendSettings(MediaSettings):
         ge=0,
         le=1024 * 1024,
         description="Request bodies up to this size are tokenized on the event loop (about 1 ms); longer ones go to "
-        "a tokenizer thread, whose hand-over costs about 0.1 ms. Sixteen times this where fastokens does the work.",
+        "a tokenizer thread, whose hand-over costs about 0.1 ms. Four times this where fastokens does the work.",
     )
     tokenization_cache_bytes: int = Field(
         default=CACHE_BYTES_DEFAULT,

@@ -136,7 +136,9 @@ async def serve(
             clock=clock,
         )
         add_global_router_endpoints(app, service, clock)
-        server = HttpServer(app, settings.host, settings.port, "port", settings.shutdown_timeout_ms, Tls.load(settings))
+        server = HttpServer(
+            app, settings.host, settings.port, "port", settings.shutdown_timeout_ms, Tls.load(settings, registry)
+        )
         hang_up = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hang_up.set)
         try:

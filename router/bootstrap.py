@@ -124,7 +124,7 @@ async def serve(
         settings.port,
         "port",
         settings.shutdown_timeout_ms,
-        Tls.load(settings),
+        Tls.load(settings, registry),
         reuse_port=place is not None,
     )
     starting: asyncio.Task[None] | None = None

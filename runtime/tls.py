@@ -13,6 +13,8 @@ import logging
 import ssl
 from pathlib import Path
 
+from prometheus_client import CollectorRegistry, Gauge
+
 from runtime.security import SecuritySettings
 
 log = logging.getLogger(__name__)
@@ -34,6 +36,8 @@ class Tls:
         """Read the files; raises ``TlsError``."""
         self._certificate = certificate
         self._key = key
+        self.stale = False
+        """Whether the files have changed to something that cannot be used."""
         self._seen = self._signature()
         self.context = _context(certificate, key)
         """What the server uses; it is changed in place."""
@@ -45,11 +49,18 @@ class Tls:
             self.context.verify_mode = ssl.CERT_REQUIRED
 
     @classmethod
-    def load(cls, settings: SecuritySettings) -> Tls | None:
+    def load(cls, settings: SecuritySettings, registry: CollectorRegistry) -> Tls | None:
         """Return what the settings name; ``None`` without a certificate. Raises ``TlsError``."""
+        stale = Gauge(
+            "poolgrid_http_certificate_stale",
+            "1 while the files of the HTTP server's certificate cannot be used and an older one is in use.",
+            registry=registry,
+        )
         if settings.tls_certificate is None or settings.tls_key is None:
             return None
-        return cls(settings.tls_certificate, settings.tls_key, settings.tls_client_ca)
+        tls = cls(settings.tls_certificate, settings.tls_key, settings.tls_client_ca)
+        stale.set_function(lambda: float(tls.stale))
+        return tls
 
     async def watch(self) -> None:
         """Use new files when they change; runs until it is cancelled."""
@@ -68,8 +79,10 @@ class Tls:
             _context(self._certificate, self._key)
             self.context.load_cert_chain(self._certificate, self._key)
         except (TlsError, OSError, ssl.SSLError) as error:
+            self.stale = True
             log.error("reading a new certificate: %s. The one before stays in use: mend the files", error)
             return False
+        self.stale = False
         log.info("a new certificate from %s is in use", self._certificate)
         return True
 

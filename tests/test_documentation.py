@@ -44,7 +44,9 @@ from router.service import RouterService
 from router.settings import RouterSettings
 from runtime.clock import SystemClock
 from runtime.planes import PlaneMetrics
+from runtime.security import SecuritySettings
 from runtime.settings import Settings
+from runtime.tls import Tls
 from tests.consolidator.journal_builder import FakeDisk
 from tests.router.fleet_builder import BLOCK_SIZE, Pool, stored, worker_key
 from wire.events import RequestStarted
@@ -168,6 +170,7 @@ async def _exported() -> dict[str, str]:
     WorkerMetrics(registry)
     TensorMetrics(registry)
     PlaneMetrics(registry)
+    Tls.load(SecuritySettings(), registry)
     TrtllmMetrics(registry)
     FrontendMetrics(registry)
     MediaMetrics(registry)

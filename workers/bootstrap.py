@@ -279,7 +279,7 @@ async def serve(
     try:
         requests = RequestSocket(context, settings.host, settings.request_port)
         api = HttpApi(registry)
-        tls = Tls.load(settings)
+        tls = Tls.load(settings, registry)
         http = HttpServer(api, settings.host, settings.http_port, "http_port", tls=tls)
         # Before the engine: loading one takes minutes, and probes ask all the while.
         http.start()

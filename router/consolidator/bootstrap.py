@@ -66,7 +66,11 @@ async def serve(settings: ConsolidatorProcessSettings, stop: asyncio.Event, read
     await service.start()
     try:
         server = HttpServer(
-            HealthApp(service, registry), settings.host, settings.http_port, "http_port", tls=Tls.load(settings)
+            HealthApp(service, registry),
+            settings.host,
+            settings.http_port,
+            "http_port",
+            tls=Tls.load(settings, registry),
         )
         try:
             server.start()

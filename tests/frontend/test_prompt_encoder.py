@@ -285,6 +285,24 @@ def test_a_fast_tokenizer_that_differs_is_not_used(monkeypatch: pytest.MonkeyPat
     assert encoder.encode("ﬁ") == answer(tokenizer, "ﬁ")
 
 
+def test_a_prompt_on_which_the_fast_tokenizer_fails_is_encoded_all_the_same() -> None:
+    tokenizer, _ = made("byte-level", awkward=False, fast=False)
+    encoder = PromptEncoder(tokenizer, fast=False)
+
+    class Panic(BaseException):
+        """What a native panic looks like."""
+
+    class Failing:
+        def encode(self, _: object, __: bool) -> list[bytes]:
+            raise Panic("match limit exceeded")
+
+    encoder._encoder = Failing()
+    long = f"<|start|>{'some text ' * 60}<|end|>{'more text ' * 60}"
+    for text in ("short", long):
+        assert encoder.encode(text) == answer(tokenizer, text)
+    assert encoder.fast_failures == 2
+
+
 def test_the_shipped_model_is_cut_at_its_template_and_tokenized_fast_where_that_is_installed() -> None:
     tokenizer = Tokenizer.from_file(str(TINY_MODEL_PATH / "tokenizer.json"))
     encoder = PromptEncoder(tokenizer, template_text="<|im_start|>{{ role }}<|im_end|>")

@@ -97,6 +97,7 @@ SHARED_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"cache_salt": "s" * 257}, "cache_salt"),
     ({"nvext": {"agent_hints": {"priority": 2**31}}}, "nvext.agent_hints.priority"),
     ({"nvext": {"agent_hints": {"osl": 0}}}, "nvext.agent_hints.osl"),
+    ({"nvext": {"dp_rank": 1}}, "nvext.dp_rank"),
     ({"model": 5}, "model"),
 ]
 

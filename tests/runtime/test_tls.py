@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 import trustme
+from prometheus_client import CollectorRegistry
 
 from runtime.http_server import HttpServer
 from runtime.security import SecuritySettings
@@ -75,8 +76,8 @@ async def shown_certificate(server: HttpServer, context: ssl.SSLContext) -> byte
         writer.close()
 
 
-def loaded(settings: SecuritySettings) -> Tls:
-    tls = Tls.load(settings)
+def loaded(settings: SecuritySettings, registry: CollectorRegistry | None = None) -> Tls:
+    tls = Tls.load(settings, registry or CollectorRegistry())
     assert tls is not None
     return tls
 
@@ -100,7 +101,8 @@ def test_requests_and_streams_go_over_tls_and_plain_ones_do_no_harm(tmp_path: Pa
 def test_a_new_certificate_is_used_from_the_next_connection_on(tmp_path: Path) -> None:
     async def run() -> None:
         files = Files(tmp_path)
-        tls = loaded(files.settings())
+        registry = CollectorRegistry()
+        tls = loaded(files.settings(), registry)
         async with serving(tls) as server:
             first = await shown_certificate(server, files.trusting())
             assert not tls.check(), "nothing has changed"
@@ -111,12 +113,14 @@ def test_a_new_certificate_is_used_from_the_next_connection_on(tmp_path: Path) -
 
             files.key.write_text("half a renewal")
             assert not tls.check()
+            assert registry.get_sample_value("poolgrid_http_certificate_stale") == 1
             assert await shown_certificate(server, files.trusting()) == second
             files.certificate.unlink()
             assert not tls.check()
             assert await chat(server, files.trusting()) == 200
             files.issue()
             assert tls.check()
+            assert registry.get_sample_value("poolgrid_http_certificate_stale") == 0
 
     asyncio.run(run())
 
@@ -150,7 +154,7 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
         (files.settings(tls_client_ca=tmp_path / "junk"), "tls_client_ca"),
     ):
         with pytest.raises(TlsError, match=words):
-            Tls.load(settings)
+            Tls.load(settings, CollectorRegistry())
     with pytest.raises(TlsError):
         client_context(tmp_path / "junk", None)
-    assert Tls.load(SecuritySettings()) is None
+    assert Tls.load(SecuritySettings(), CollectorRegistry()) is None

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -32,12 +33,14 @@ POLL_S = 0.0005
 HOST_MEMORY = "DRAM"
 
 
-class NixlMissing(Exception):
-    """NIXL cannot be used here; the message says why and what to do."""
+class NixlMissing(OSError):
+    """NIXL cannot be used here; the message says why and what to do. Ends a worker like a port that is taken."""
 
 
 def make_agent(name: str) -> Any:
     """Return a NIXL agent with the UCX backend; raises ``NixlMissing``."""
+    # It logs to standard output, which belongs to the line that says a worker is ready.
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     try:
         nixl = importlib.import_module("nixl._api")
     except ImportError as error:

@@ -1,0 +1,66 @@
+"""Equal media meet on one encode worker, a popular one does not pile up, and a worker's end moves only what it had."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from router.core.candidates import Candidates, RoutingRequest
+from router.core.media_affinity import LOAD_BOUND, MediaAffinity
+from router.core.policy import KvAware
+from wire.identifiers import Stage, WorkerId, WorkerKey
+
+MEDIA = range(400)
+
+
+def _request(media: int, request_id: str = "r") -> RoutingRequest:
+    return RoutingRequest(request_id, "m", 64, 16, 4, stage=Stage.ENCODE, media=(media,), media_kinds=("image",))
+
+
+def _candidates(loads: dict[str, int]) -> Candidates:
+    zero = np.zeros(len(loads))
+    workers = tuple(WorkerKey(WorkerId(name)) for name in loads)
+    return Candidates(workers, zero, zero, np.array(list(loads.values()), np.float64), zero, zero, zero)
+
+
+def _chosen(media: int, loads: dict[str, int], request_id: str = "r") -> str:
+    candidates = _candidates(loads)
+    return str(candidates.workers[MediaAffinity().choose(_request(media, request_id), candidates).row])
+
+
+def test_a_medium_goes_to_the_same_worker_whoever_asks_and_media_spread_over_all() -> None:
+    idle = dict.fromkeys("abcd", 0)
+    homes = [_chosen(media, idle) for media in MEDIA]
+
+    assert homes == [_chosen(media, idle, f"other {media}") for media in MEDIA]
+    assert min(homes.count(name) for name in idle) > len(MEDIA) / 4 * 0.6
+
+
+def test_a_worker_that_leaves_moves_only_its_own_media() -> None:
+    with_all, without = dict.fromkeys("abcd", 0), dict.fromkeys("abc", 0)
+
+    for media in MEDIA:
+        home = _chosen(media, with_all)
+        assert home == "d" or _chosen(media, without) == home
+
+
+def test_one_popular_medium_is_spread_when_its_worker_is_above_its_share() -> None:
+    loads = dict.fromkeys("abcd", 0)
+    for _ in range(100):
+        loads[_chosen(7, loads)] += 1
+
+    assert max(loads.values()) <= LOAD_BOUND * 25 + 2
+    assert _chosen(7, dict.fromkeys("abcd", 0)) == max(loads, key=lambda name: loads[name])
+
+
+def test_among_equal_workers_equal_media_meet_though_their_requests_differ() -> None:
+    candidates = _candidates(dict.fromkeys("abcd", 0))
+    policy = KvAware()
+
+    for media in range(20):
+        rows = {
+            policy.choose(
+                RoutingRequest(f"r{number}", "m", 64, 16, 4, media=(media,), media_kinds=("image",)), candidates
+            ).row
+            for number in range(5)
+        }
+        assert len(rows) == 1
