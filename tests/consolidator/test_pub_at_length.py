@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -70,9 +71,9 @@ def test_a_pub_engine_is_followed_at_length_without_loss(tmp_path: Path, dialect
             newest = next(reversed(device.values()))
             await reader.until(lambda newest=newest: newest in reader.view.get("e", {}).get(Tier.DEVICE, ()))  # type: ignore[misc]
         elapsed_s = time.monotonic() - began
-        print(
+        sys.stdout.write(
             f"\n{dialect}: {stored} blocks in {frames} frames, {lost} of them lost on the way and replayed, "
-            f"{shell.counts['source_replays']} replays, {len(device)} blocks held at the end, {elapsed_s:.1f} s"
+            f"{shell.counts['source_replays']} replays, {len(device)} blocks held at the end, {elapsed_s:.1f} s\n"
         )
 
         assert reader.view == {"e": cache.held()}
