@@ -1,7 +1,7 @@
 """Our reading of harmony against the package of those who made the format, where its vocabulary is at hand.
 
-``openai-harmony`` reads token ids of a vocabulary that it downloads, or finds as ``o200k_base.tiktoken`` in the directory
-that ``TIKTOKEN_ENCODINGS_BASE`` names. Without it these tests are skipped: CI has no network.
+``openai-harmony`` reads token ids of a vocabulary that it downloads, or finds as ``o200k_base.tiktoken`` in the
+directory that ``TIKTOKEN_ENCODINGS_BASE`` names. Without it these tests are skipped: CI has no network.
 """
 
 from __future__ import annotations
