@@ -16,9 +16,9 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from cli.api_key import api_key_headers
 from cli.part import START_TIMEOUT_S, Part, PartFailed, part_environment, stop_parts
@@ -39,7 +39,19 @@ class UpSettings(Settings):
         description="Pool-grid document: run a whole fleet from it instead of one pool, each pool with a router and "
         "the workers that its `simulate` describes, and a global router before them. The urls in it are not used.",
     )
-    workers: int = Field(4, ge=1, le=256, description="Simulated workers.")
+    workers: int | None = Field(
+        None,
+        ge=0,
+        le=256,
+        description="Simulated workers that do the whole of a request; by default 4, and none beside decode workers.",
+    )
+    prefill: int = Field(
+        0, ge=0, le=256, description="Simulated workers that compute prompts for decode workers, of which it takes one."
+    )
+    decode: int = Field(0, ge=0, le=256, description="Simulated workers that go on where prefill workers end.")
+    encode: int = Field(
+        0, ge=0, le=256, description="Simulated workers that encode images; with one, all workers take images."
+    )
     host: str = Field("127.0.0.1", description="Address that everything listens on.")
     port: int = Field(8000, ge=0, le=65535, description="Port of the OpenAI API; 0 takes any free one.")
     speedup: float = Field(
@@ -62,6 +74,30 @@ class UpSettings(Settings):
     )
     queue_limit: int = Field(1024, ge=0, le=1_000_000, description="Requests that may wait for a worker.")
     log_level: str = Field("warning", description="Least severe log lines shown: debug, info, warning or error.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.prefill and not self.decode:
+            raise ValueError(f"prefill is {self.prefill} and decode is 0: prefill workers need a decode worker")
+        if not self.whole_workers + self.decode:
+            raise ValueError("workers and decode are 0: nobody would generate tokens")
+        return self
+
+    @property
+    def whole_workers(self) -> int:
+        """Return how many workers do the whole of a request."""
+        if self.workers is not None:
+            return self.workers
+        return 0 if self.decode else 4
+
+    def workers_by_name(self) -> dict[str, str]:
+        """Return the role of every worker, by its id."""
+        counts = {"aggregated": self.whole_workers, "prefill": self.prefill, "decode": self.decode}
+        return {
+            f"{'worker' if role == 'aggregated' else role}-{number}": role
+            for role, count in {**counts, "encode": self.encode}.items()
+            for number in range(count)
+        }
 
 
 class LocalPool:
@@ -97,32 +133,32 @@ class LocalPool:
                 *("--query-endpoint", self._consolidator.word("query"), *common),
             ],
         )
-        workers = [
-            self._start_part(f"worker-{number}", self._worker_arguments(number)) for number in range(settings.workers)
-        ]
+        roles = settings.workers_by_name()
+        workers = [self._start_part(name, self._worker_arguments(name, role)) for name, role in roles.items()]
         started = await asyncio.gather(router, *workers)
         self._router, self._workers = started[0], list(started[1:])
         url = self._router.ready_words[0]
         self._router.arguments += ["--port", url.rpartition(":")[2]]
         select = self._router.word("select").rpartition(":")[2]
         self._router.arguments += ["--select-port", select]
-        await _until_workers_are_known(url, settings.workers)
+        await _until_workers_are_known(url, len(roles))
         return url
 
     def greeting(self, url: str) -> str:
         """Return what a newcomer should know."""
         return (
-            f"{self._settings.workers} simulated workers serve model {self._model.name!r}. "
+            f"{len(self._settings.workers_by_name())} simulated workers serve model {self._model.name!r}. "
             f"Send requests to {url}/v1, for example:\n{example_request(url, self._model.name)}"
             f"Watch them with: poolgrid top --url {url}    Stop with Ctrl-C.\n"
         )
 
-    def _worker_arguments(self, number: int) -> list[str]:
+    def _worker_arguments(self, name: str, role: str) -> list[str]:
         settings = self._settings
         assert self._consolidator is not None
         first = max(self._model.tokenizer.get_added_tokens_decoder(), default=-1) + 1
         return [
-            *("worker", "--worker-id", f"worker-{number}", "--model", self._model.name, "--host", settings.host),
+            *("worker", "--worker-id", name, "--role", role, "--model", self._model.name, "--host", settings.host),
+            *("--modality", "multimodal" if settings.encode else "text"),
             *("--consolidator", self._consolidator.word("ingest"), "--speedup", str(settings.speedup)),
             *("--block-size", str(settings.block_size), "--total-kv-blocks", str(settings.blocks_per_worker)),
             *("--max-sequence-length", str(settings.max_sequence_length)),
