@@ -459,7 +459,7 @@ class RouterService:
             if dispatched is not None:
                 dispatched.set_exception(self._refusal(503, "no_worker", str(none)))
             else:
-                self._end(active, StreamDelta(b"", "error", error=str(none)))
+                self._end(active, active.failure(str(none)))
             return True
         self._admission.leave(queued, dispatched=True)
         if dispatched is not None:
@@ -602,6 +602,7 @@ class RouterService:
                 if delta.booked_prefill_tokens is not None and dispatch is active.current:
                     self._choose_again(active, dispatch, delta.booked_prefill_tokens)
                     continue
+                active.unsupported = delta.unsupported
                 lost = active.awaits_embeddings
                 # What did not arrive is no fault of who waited for it: it gets the media themselves, and blame if that
                 # fails too.
@@ -692,21 +693,13 @@ class RouterService:
         dispatch = active.current
         if dispatch is None:
             return  # it waits for a decode worker already
-        if active.emitted_tokens >= active.request.sampling.max_tokens:
-            self._end(active, StreamDelta(b"", "length"))
-            return
         cause = "before_output" if active.emitted_tokens == 0 else "amid_output"
         if blame:
             active.tried[dispatch.worker] = why
         self._withdraw(active)
-        if active.migrations >= self._settings.migration_limit:
-            self._end(active, StreamDelta(b"", "error", error=f"{why}; moved {active.migrations} times already"))
-            return
-        guide = active.request.sampling.guide
-        if guide and active.emitted_tokens:
-            # Another worker would keep to the guide from its beginning again, after what the client has.
-            message = f"{why}; an output with {guide} cannot go on elsewhere once it has begun"
-            self._end(active, StreamDelta(b"", "error", error=message))
+        ending = active.end_instead_of_move(why, self._settings.migration_limit)
+        if ending is not None:
+            self._end(active, ending)
             return
         active.migrations += 1
         self._metrics.migrations.labels(cause).inc()
@@ -719,7 +712,7 @@ class RouterService:
             if self._dispatch(active, perf_counter()):
                 return
         except NoWorker as none:
-            self._end(active, StreamDelta(b"", "error", error=f"{why}; {none}"))
+            self._end(active, active.failure(f"{why}; {none}"))
             return
         self._admission.enter(self._queued(_Waiting(active, None), self._clock.monotonic_ms()))
 
