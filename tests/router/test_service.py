@@ -47,6 +47,9 @@ class ToldFeed:
     def trouble(self, now_ms: float) -> str:
         return ""
 
+    def behind(self) -> int:
+        return 0
+
     async def stop(self) -> None:
         pass
 
