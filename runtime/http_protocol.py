@@ -68,7 +68,7 @@ class _DirectCycle(RequestResponseCycle):
         self.waiting_for_100_continue = False
         content = [STATUS_LINE[message["status"]]]
         self.chunked_encoding = True
-        for name, value in (*self.default_headers, *message["headers"]):
+        for name, value in (*self.default_headers, *message.get("headers", ())):
             if name == b"content-length":
                 self.chunked_encoding = False
             elif name == b"connection" and value == b"close":
@@ -85,8 +85,9 @@ class _DirectCycle(RequestResponseCycle):
             self._head = b"".join(content)
 
     def _continue(self, message: Any) -> None:
-        body: bytes = message["body"]
-        more_body: bool = message["more_body"]
+        # Both may be left out (ASGI, "Response Body").
+        body: bytes = message.get("body", b"")
+        more_body: bool = message.get("more_body", False)
         if not self.chunked_encoding:
             self.transport.write(self._head + body)
             self._head = b""
