@@ -71,6 +71,8 @@ class ActiveRequest:
         """Whether who computes the prompt encodes the media too: embeddings did not arrive, or nobody makes them."""
         self.tried: dict[WorkerKey, str] = {}
         """Workers that failed this request, and how."""
+        self.unsupported = False
+        """Whether the last of them cannot do what the request asks for."""
         self.reason = ""
         self.pool = ""
         """The pools that serve it, where there are several; for the response header."""
@@ -182,6 +184,7 @@ class ActiveRequest:
         self.dispatches += 1
         self.encode_legs += stage is Stage.ENCODE
         self.current = dispatch
+        self.unsupported = False
         self._served_by = str(worker)
         self.reason = reason
         # The decode leg continues the prompt that the prefill leg was given, whose first token is out already.
@@ -272,7 +275,9 @@ class ActiveRequest:
             self.disaggregated_params = delta.disaggregated_params
             self._deliver(StreamDelta(tokens, None, cached, logprobs, None, of_prompt))
         elif delta.finish_reason is not None:
-            self.finish(StreamDelta(tokens, delta.finish_reason, cached, logprobs, delta.error, of_prompt))
+            self.finish(
+                StreamDelta(tokens, delta.finish_reason, cached, logprobs, delta.error, of_prompt, delta.unsupported)
+            )
         elif tokens or cached is not None:
             self._deliver(StreamDelta(tokens, None, cached, logprobs, None, of_prompt))
         return True
@@ -286,6 +291,22 @@ class ActiveRequest:
             waiting[-1].token_ids += tokens
         else:
             self._deliver(StreamDelta(tokens))
+
+    def failure(self, message: str) -> StreamDelta:
+        """Return the last delta of a request that cannot go on after a worker failed it."""
+        return StreamDelta(b"", "error", error=message, unsupported=self.unsupported)
+
+    def end_instead_of_move(self, why: str, migration_limit: int) -> StreamDelta | None:
+        """Return how the request ends when its worker is lost because of ``why``; ``None`` when it may go on."""
+        if self.emitted_tokens >= self.request.sampling.max_tokens:
+            return StreamDelta(b"", "length")
+        if self.migrations >= migration_limit:
+            return self.failure(f"{why}; moved {self.migrations} times already")
+        guide = self.request.sampling.guide
+        if guide and self.emitted_tokens:
+            # Another worker would keep to the guide from its beginning again, after what the client has.
+            return self.failure(f"{why}; an output with {guide} cannot go on elsewhere once it has begun")
+        return None
 
     def finish(self, delta: StreamDelta) -> None:
         """Deliver the last delta."""

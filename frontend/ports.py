@@ -55,6 +55,8 @@ class StreamDelta:
     error: str | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     """Of the prompt's tokens from the second on; once, with the first delta, when asked for."""
+    unsupported: bool = False
+    """With an error: no worker can do what the request asks for, which is the client's to mend."""
 
 
 class TokenStream(Protocol):

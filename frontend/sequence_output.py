@@ -57,6 +57,7 @@ class SequenceOutput:
         "stream",
         "text",
         "text_length",
+        "unsupported",
     )
 
     def __init__(
@@ -81,6 +82,8 @@ class SequenceOutput:
         self.finish_reason: str | None = None
         """``stop``, ``length`` or ``error`` once the sequence has ended, ``cancelled`` when the client gave it up."""
         self.error: str | None = None
+        self.unsupported = False
+        """With the finish reason ``error``: whether it is the request that no worker can do."""
         self.started = False
         """Whether a chunk of this choice has been written."""
         self.last_token_at_ms: float | None = None
@@ -198,6 +201,7 @@ class SequenceOutput:
             self._fail(delta.error or "the request was cancelled by the server")
         else:
             self._fail(delta.error or f"the engine ended the request with {reason}")
+            self.unsupported = delta.unsupported
 
     def _fail(self, message: str) -> None:
         self.finish_reason = "error"

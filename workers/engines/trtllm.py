@@ -44,7 +44,7 @@ from wire.hashing import pack_tokens, unpack_tokens
 from wire.identifiers import Role, Stage
 from wire.limits import TEXT_CHARS_MAX
 from wire.requests import Generate, TokenDelta, TokenLogprobs
-from workers.core.refusal import RefusedError
+from workers.core.refusal import RefusedError, UnsupportedError
 from workers.engines.engine import EngineReport, RankReport
 from workers.engines.model_files import read_model_facts
 from workers.engines.trtllm_calls import TrtllmCalls
@@ -335,7 +335,7 @@ class TrtllmEngine:
         if stage is Stage.ENCODE and request.multimodal is None:
             raise RefusedError("an encode leg comes without media", retryable=False)
         if request.multimodal is not None and self._load_media is None:
-            raise RefusedError("the request has media, this worker was started with --modality text", retryable=True)
+            raise UnsupportedError("the request has media, this worker was started with --modality text", True)
         if len(self._active) >= self._limits.max_requests:
             raise RefusedError(
                 f"{len(self._active)} requests are in the engine, allowed are at most {self._limits.max_requests} "
@@ -374,7 +374,7 @@ class TrtllmEngine:
         except RefusedError:
             raise
         except (request_error, *REQUEST_ERRORS) as error:
-            raise RefusedError(f"TensorRT-LLM refuses the request: {error}"[:TEXT_CHARS_MAX], retryable=False) from None
+            raise UnsupportedError(f"TensorRT-LLM refuses the request: {error}"[:TEXT_CHARS_MAX]) from None
         except Exception as error:
             self._look_at_engine(error)
             log.warning("request %s could not be given to the engine: %r", active.request_id, error)
@@ -555,16 +555,25 @@ class TrtllmEngine:
         assert error is not None
         if self._look_at_engine(error):
             return
-        retryable = True
+        retryable, unsupported = True, False
         if isinstance(error, RefusedError):
-            text, retryable = error.reason, error.retryable
+            text, retryable, unsupported = error.reason, error.retryable, error.unsupported
         elif isinstance(error, (self._library.request_error, *REQUEST_ERRORS, WireError)):
             # A decode leg may fail by what happened on the way of its KV; computed anew it may succeed.
             text, retryable = str(error), active.transfers
+            unsupported = not retryable and not isinstance(error, WireError)
         else:
             log.error("request %s failed: %r", active.request_id, error, exc_info=error)
             text = repr(error)
-        self._finish(active, "error", tokens=tokens, position=position, error=text, retryable=retryable)
+        self._finish(
+            active,
+            "error",
+            tokens=tokens,
+            position=position,
+            error=text,
+            retryable=retryable,
+            unsupported=unsupported,
+        )
 
     def _finish(
         self,
@@ -575,6 +584,7 @@ class TrtllmEngine:
         position: int | None = None,
         error: str | None = None,
         retryable: bool = False,
+        unsupported: bool = False,
         cached_tokens: int | None = None,
         logprobs: tuple[TokenLogprobs, ...] | None = None,
         prompt_logprobs: tuple[TokenLogprobs, ...] | None = None,
@@ -601,6 +611,7 @@ class TrtllmEngine:
                 logprobs=logprobs,
                 disaggregated_params=disaggregated_params,
                 prompt_logprobs=prompt_logprobs,
+                unsupported=unsupported,
             )
         )
         if reason == PREFILLED:
