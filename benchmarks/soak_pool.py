@@ -33,6 +33,8 @@ STOP_TIMEOUT_S = 30.0
 BASELINE_INTERVAL_S = 0.3
 """Two looks this far apart that agree are the baseline."""
 
+WARM_ROUNDS = 6
+
 SCRAPE_TIMEOUT_S = 20.0
 """A router that is busy with a thousand streams answers late, and that is no fault."""
 
@@ -41,7 +43,7 @@ ROUTER_BOUNDS = {
     "tokenization-cache-bytes": 8 * MIB,
     "path-cache-bytes": 8 * MIB,
 }
-JOURNAL_BOUNDS = {"retention-bytes": 64 * MIB, "segment-bytes": 8 * MIB}
+JOURNAL_BOUNDS = {"retention-bytes": 4 * MIB, "segment-bytes": MIB, "snapshot-every-records": 1000}
 STOP_ORDER = {"router": 0, "consolidator": 2}
 """Workers end between the two."""
 
@@ -129,7 +131,7 @@ class SoakPool:
         self._shape = shape
         self._directory = directory
         self._services: list[_Service] = []
-        self._http = httpx.AsyncClient(timeout=SCRAPE_TIMEOUT_S, trust_env=False)
+        self._http = _client()
         model = PromptModel.load(TINY_MODEL_PATH)
         self.model: str = model.name
         first = max(model.tokenizer.get_added_tokens_decoder(), default=-1) + 1
@@ -172,7 +174,7 @@ class SoakPool:
     async def _reaches(self, workers: int) -> bool:
         # Each HTTP process of a router has links of its own; each new connection goes to any of them.
         for _ in range(1 if self._shape.http_workers == 1 else 8 * self._shape.http_workers):
-            async with httpx.AsyncClient(timeout=SCRAPE_TIMEOUT_S, trust_env=False) as client:
+            async with _client() as client:
                 rows = (await client.get(f"{self.url}/v1/workers")).json()["data"]
             if sum(row["state"] == "ready" for row in rows) < workers:
                 return False
@@ -245,12 +247,21 @@ class SoakPool:
                 await asyncio.sleep(BASELINE_INTERVAL_S)
 
     async def warm(self) -> None:
-        """Do once what starts threads and opens connections for good, so that the baseline has them."""
-        long = " ".join(["word"] * 4000)
-        for prompt in [long, "short"] * (3 * self._shape.http_workers):
-            body = {"model": self.model, "prompt": prompt, "max_tokens": 2}
-            async with httpx.AsyncClient(timeout=SCRAPE_TIMEOUT_S, trust_env=False) as client:
-                await asyncio.gather(*(client.post(f"{self.url}/v1/completions", json=body) for _ in range(4)))
+        """Do once what starts threads and opens connections for good, so that the baseline has them.
+
+        Every prompt is another one, so that requests spread over all workers, and over all pairs of a prefill and a
+        decode worker, which connect when they first meet.
+        """
+        shape = self._shape
+        pairs = shape.prefill_workers * shape.decode_workers or shape.workers
+        for number in range(WARM_ROUNDS * shape.http_workers):
+            async with _client() as client:
+                await asyncio.gather(*(self._ask(client, f"{number} {at} ", at) for at in range(2 * pairs)))
+
+    async def _ask(self, client: httpx.AsyncClient, start: str, at: int) -> None:
+        prompt = start + "word " * (4000 if at == 0 else 100)
+        body = {"model": self.model, "prompt": prompt, "max_tokens": 2}
+        (await client.post(f"{self.url}/v1/completions", json=body)).raise_for_status()
 
     async def leftovers(self, baseline: Mapping[str, Reading]) -> list[str]:
         """Return in words what is not as before the load: requests, blocks, tasks, descriptors, threads, the index."""
@@ -263,7 +274,7 @@ class SoakPool:
                     found.append(f"router: its ledger has {row[key]} {key} on {name}")
             held = (await self._http.get(f"{row['http_endpoint']}/blocks")).text.split("\n")
             for _ in range(1 if self._shape.http_workers == 1 else 4 * self._shape.http_workers):
-                async with httpx.AsyncClient(timeout=SCRAPE_TIMEOUT_S, trust_env=False) as client:
+                async with _client() as client:
                     believed = (await client.get(f"{self.url}/v1/workers/{name}/blocks")).text.split("\n")
                 if believed != held:
                     apart = len(set(believed) ^ set(held))
@@ -342,6 +353,11 @@ def summed(text: str, names: tuple[str, ...]) -> dict[str, float]:
         if name in names:
             found[name] = found.get(name, 0.0) + float(line.rpartition(" ")[2])
     return found
+
+
+def _client() -> httpx.AsyncClient:
+    # Plain HTTP on loopback: authorities, which take long to load, are never asked.
+    return httpx.AsyncClient(timeout=SCRAPE_TIMEOUT_S, trust_env=False, verify=False)
 
 
 def _flags(settings: Mapping[str, int]) -> list[str]:

@@ -172,7 +172,7 @@ class Plan:
         content = msgspec.json.encode(body)
         headers = b""
         if self._random.random() < 0.05:
-            content = gzip.compress(content, 1)
+            content = gzip.compress(content, 1, mtime=0)
             headers = b"content-encoding: gzip\r\n"
         patience = self._random.random()
         leave_at = int(patience**2 * CHUNK_BYTES * self._longest_answer / 2)

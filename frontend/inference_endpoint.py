@@ -294,6 +294,9 @@ class _Exchange:
         head: StreamHead,
         keep_alive: KeepAlive | None,
     ) -> None:
+        if pumps is None:
+            await self._events_of_one(job, prompts, encoder, head, keep_alive)
+            return
         unfinished = len(self._outputs)
         while unfinished:
             parts: list[bytes] = []
@@ -322,6 +325,48 @@ class _Exchange:
         if keep_alive is not None:
             keep_alive.close()
         await self._end(last)
+
+    async def _events_of_one(
+        self,
+        job: Job,
+        prompts: Sequence[Prompt],
+        encoder: AnswerEncoder,
+        head: StreamHead,
+        keep_alive: KeepAlive | None,
+    ) -> None:
+        """As ``_events``, for one sequence: what happens for every token of nearly every stream."""
+        [output] = self._outputs
+        stream = output.stream
+        assert stream is not None, "submitted before anything is awaited from it"
+        write = None if self._direct is None else self._direct.write
+        index = output.index
+        while True:
+            self._absorb(output, await stream.next())
+            finish_reason = output.finish_reason
+            last = finish_reason is not None
+            failed = finish_reason == "error"
+            if failed:
+                finish_reason = None
+            part = b""
+            if output.text or finish_reason is not None:
+                if not output.started:
+                    output.started = True
+                    part = encoder.role(index)
+                part += encoder.chunk(index, output.take_text(), output.take_logprobs(), finish_reason)
+            if last and not failed:
+                break
+            if part:
+                if write is None or not head.is_sent or not write(part):
+                    await self._write(await head.before(part))
+                if keep_alive is not None:
+                    keep_alive.wrote = True
+            if failed:
+                await head.settled()
+                raise _generation_failed(output)
+        part = await head.before(part + encoder.end(self._usage(job, prompts)))
+        if keep_alive is not None:
+            keep_alive.close()
+        await self._end(part)
 
     async def _whole(
         self,
@@ -353,7 +398,7 @@ class _Exchange:
             return await pumps.next()
         output = self._outputs[0]
         assert output.stream is not None, "submitted before anything is awaited from it"
-        return ((output, await output.stream.next()),)
+        return ((output, await output.stream.next(output.waits_for_end)),)
 
     def _take(self, arrivals: Arrivals) -> Iterable[SequenceOutput]:
         """Absorb everything that arrived and return each sequence that it was for, once."""
@@ -454,6 +499,7 @@ class _Exchange:
         for output in self._outputs:
             if output.stream is not None and output.finish_reason is None:
                 output.finish_reason = "cancelled"
+                output.completion_tokens += output.stream.unread_tokens
                 output.stream.cancel()
 
     def _left(self) -> None:
@@ -500,7 +546,7 @@ class _Pumps:
         assert stream is not None, "submitted before the pumps begin"
         while True:
             try:
-                deltas = await stream.next()
+                deltas = await stream.next(output.waits_for_end)
             except Exception as error:
                 log.exception("reading the tokens of %s failed: this is a bug", output.request.request_id)
                 deltas = [StreamDelta(b"", finish_reason="error", error=f"reading tokens failed: {error}")]

@@ -77,9 +77,15 @@ class TokenStream(Protocol):
         """Return the pools that serve, for the response header; empty where there is only one pool."""
         ...
 
-    async def next(self) -> list[StreamDelta]:
+    @property
+    def unread_tokens(self) -> int:
+        """Return how many output tokens have arrived that ``next`` has not returned."""
+        ...
+
+    async def next(self, until_end: bool = False) -> list[StreamDelta]:
         """Wait until something is new and return all of it; after the finishing delta, an empty list.
 
+        With ``until_end`` tokens alone are nothing new: they are kept for the delta that finishes, or that says more.
         The waiting may be cancelled (the client left); ``cancel`` follows.
         """
         ...

@@ -26,6 +26,11 @@ class StreamHead:
         self._task: asyncio.Task[None] | None = None
         self._timer = asyncio.get_running_loop().call_later(REFUSAL_WAIT_S, self._waited)
 
+    @property
+    def is_sent(self) -> bool:
+        """Return whether the head is out, and what the body begins with too."""
+        return self._sent and (self._task is None or self._task.done())
+
     async def before(self, body: bytes) -> bytes:
         """Send the head unless it is out; return ``body`` with the beginning before it the first time."""
         if not self._sent:

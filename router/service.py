@@ -588,6 +588,8 @@ class RouterService:
         on_link = self._on_link[link.endpoint]
         for delta in batch.deltas:
             active = on_link.get(delta.request_id)
+            if active is not None and active.extend(delta):
+                continue
             if active is None:
                 if delta.finish_reason is None:
                     self._metrics.stream_faults.labels("unknown_request").inc()

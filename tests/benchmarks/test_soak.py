@@ -62,12 +62,12 @@ def test_memory_must_surely_grow_to_be_a_fault() -> None:
 def test_wrong_answers_and_a_load_that_was_none_are_faults() -> None:
     tally = Tally()
     full = [Sample(at, 100, {}) for at in range(10)]
-    assert load_faults(tally, full, 100) == []
-    assert load_faults(tally, [Sample(at, 50, {}) for at in range(10)], 100) == [
+    assert load_faults(tally, full, 100, 600) == []
+    assert load_faults(tally, [Sample(at, 50, {}) for at in range(10)], 100, 600) == [
         "clients: 50 streams were open on average, 100 were wanted"
     ]
     tally.fault(Plan(0, 0, "tiny", 64).next(), "status 500, not 200")
-    (found,) = load_faults(tally, full, 100)
+    (found,) = load_faults(tally, full, 100, 600)
     assert "1 wrong answers" in found
     assert "status 500" in found
 
