@@ -350,7 +350,7 @@ async def measure_turns(bench: Bench, machine: Machine, steps: int, turns: int, 
     if len(quiet) < TURNS_MIN:
         raise RuntimeError(
             f"measuring: the machine was quiet for {len(quiet)} turns in {patience.patience_s:.0f} s (others took more "
-            f"than {patience.foreign_max} CPUs in {disturbed} turns, or all the time), at least {TURNS_MIN} are needed; "
+            f"than {patience.foreign_max} CPUs in {disturbed} turns, or always), at least {TURNS_MIN} are needed; "
             "wait for a quiet machine, or allow more with --foreign-max"
         )
     return Measured(blocks, disturbed, statistics.fmean(quiet))

@@ -178,6 +178,15 @@ class EventTranslator:
             expected = self._next_event_id
             event_id = event.event_id
             self._next_event_id = event_id + 1
+            if event_id == expected and event.window_size == self._window and self._windows_known:
+                # The usual case. What follows this comes to the same, by more questions.
+                if type(event) is Stored:
+                    if len(event.blocks) != 1 or self._incomplete or not self._store_one(event):
+                        self._store(event)
+                    continue
+                if type(event) is Removed:
+                    self._remove(event)
+                    continue
             if event_id != expected:
                 if event_id < expected:
                     self._start_over()
@@ -212,8 +221,7 @@ class EventTranslator:
                     continue
                 self._windows_known = True
             if isinstance(event, Stored):
-                if len(event.blocks) != 1 or self._incomplete or not self._store_one(event):
-                    self._store(event)
+                self._store(event)
             elif isinstance(event, Removed):
                 self._remove(event)
             else:
