@@ -447,7 +447,7 @@ def summarize(found: dict[str, list[Block]]) -> dict[str, Any]:
 def show(figures: dict[str, Any], title: str, console: Console) -> None:
     """Print the figures of one measurement."""
     table = Table(title=title)
-    for column in ("", "step (ms)", "added to off", "its CPU time", "added to drained"):
+    for column in ("", "step (ms)", "added to off", "its CPU time", "added to drained", "its CPU time"):
         table.add_column(column, justify="right")
 
     def said(kind: str, base: str, what: str) -> str:
@@ -463,6 +463,7 @@ def show(figures: dict[str, Any], title: str, console: Console) -> None:
             said(kind, "off", "step"),
             said(kind, "off", "step_cpu"),
             said(kind, "drained", "step"),
+            said(kind, "drained", "step_cpu"),
         )
     console.print(table)
     for name, what in (
@@ -515,7 +516,7 @@ def main() -> None:
     figures["foreign_cpus"] = measured.foreign
     figures["events_per_second"] = arguments.events_per_second
     figures["events_per_step"] = plan.events_per_step
-    console = Console(width=120)
+    console = Console(width=140)
     where = "a thread of the reader's process" if arguments.same_process else "a process of its own"
     show(figures, f"engine in {where}, {arguments.events_per_second:,} events per second", console)
     console.print(
