@@ -87,7 +87,7 @@ class FeedLimits:
     idle_pause_max_ms: float = 200.0
     """Between two turns of an idle engine: its last events come late, and there is no other sign of them."""
     events_per_turn: int = 256
-    """Then others have their turn: 1 to 3 ms of our work, besides parsing the JSON. The rest is read after ``turn_gap_ms``."""
+    """Then others have their turn: 1 to 3 ms of our work. The rest is read after ``turn_gap_ms``."""
     blocks_per_turn: int = 1024
     """The same for events with many blocks (an event of a long prompt has thousands)."""
     turn_gap_ms: float = 1.0
