@@ -10,7 +10,7 @@ Figures are CPU time from the scheduler's counts, so other load on the machine c
 ``stream``   chat streams, 1,024 tokens in, 128 out, 16 clients, engines as fast as they can: CPU µs per token
 ``chunks``   chat streams, 16 tokens in, 512 out: the same with less of the request in it
 ``turns``    conversations of real growth: 8k tokens in the first turn, then 10 further turns: CPU ms per turn
-``long``     short requests while one client sends 60k-token prompts: p99 of the short ones
+``long``     short requests, 100 or so a second: TTFT alone, and while one client sends 60k-token prompts all the time
 
 Peers run from the Python named by ``--peer-python`` and are skipped where their wheels are not installed: ours and
 Dynamo route by KV cache, tokenize and detokenize; smg and vllm-router pass text through to mock OpenAI servers.
@@ -51,7 +51,7 @@ TESTS: dict[str, dict[str, Any]] = {
     "stream": {"chat": True, "stream": True, "concurrency": 16, "isl": 1024, "osl": 128},
     "chunks": {"chat": True, "stream": True, "concurrency": 16, "isl": 16, "osl": 512},
     "turns": {"chat": True, "concurrency": 4, "isl": 8000, "osl": 32, "turns": 11, "turn_words": 200},
-    "long": {"concurrency": 4, "isl": 64, "osl": 1, "long_isl": 60_000},
+    "long": {"concurrency": 4, "isl": 64, "osl": 1, "pause_s": 0.04, "long_isl": 60_000},
 }
 
 
@@ -145,11 +145,12 @@ class Bench:
                 }[peer]
                 port, pid = start(fleet)
                 self._await(port)
-                figures[test] = self._load(fleet, test, port, pid)
+                shape = TESTS[test]
+                alone = self._load({**shape, "long_isl": 0}, port, pid) if shape.get("long_isl") else None
+                figures[test] = {**self._load(shape, port, pid), "alone": alone}
         return figures
 
-    def _load(self, fleet: Fleet, test: str, port: int, pid: int) -> dict[str, Any]:
-        shape = TESTS[test]
+    def _load(self, shape: dict[str, Any], port: int, pid: int) -> dict[str, Any]:
         path = "/v1/chat/completions" if shape.get("chat") else "/v1/completions"
         spec = LoadSpec(
             port=port, path=path, words=self._words, model=MODEL, duration_s=self._seconds, pids={"peer": pid}, **shape
@@ -308,6 +309,21 @@ def show(figures: dict[str, dict[str, Any]], console: Console) -> None:
                 f"{row['failures']} {row['failure'][:60]}",
             )
         console.print(table)
+        if shape.get("long_isl"):
+            show_long(rows, shape["long_isl"], console)
+
+
+def show_long(rows: dict[str, dict[str, Any]], long_isl: int, console: Console) -> None:
+    """Print what long prompts do to the TTFT of short ones."""
+    columns = ["peer", "TTFT p50 ms alone", "among long", "ratio", "p99 ms alone", "among long", "ratio"]
+    table = Table(*columns, "long prompts/s", title=f"short requests while prompts of {long_isl:,} tokens arrive")
+    for peer, row in rows.items():
+        cells = []
+        for quantile in ("p50", "p99"):
+            alone, among = row["alone"]["ttft_ms"].get(quantile, 0), row["ttft_ms"].get(quantile, 0)
+            cells += [f"{alone:.2f}", f"{among:.2f}", f"{among / alone:.2f}" if alone else ""]
+        table.add_row(peer, *cells, f"{row['long_requests'] / row['window_s']:.1f}")
+    console.print(table)
 
 
 def main() -> int:

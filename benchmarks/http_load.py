@@ -45,6 +45,8 @@ class LoadSpec(msgspec.Struct, kw_only=True):
     duration_s: float = 4.0
     seed: int = 0
     pids: dict[str, int] = {}
+    pause_s: float = 0.0
+    """Between the answer of a short request and the next one of its client."""
     long_isl: int = 0
     """Above 0, one more connection sends prompts of this many words all the time; it is reported apart."""
 
@@ -100,10 +102,13 @@ class _Connection(asyncio.Protocol):
             if self._load.spec.turns > 1:
                 self._take_answer(body)
             # Not in this callback: the old parser is still on the stack.
-            asyncio.get_running_loop().call_soon(self._send)
+            pause_s = 0.0 if self._long else self._load.spec.pause_s
+            asyncio.get_running_loop().call_later(pause_s, self._send)
 
     def _send(self) -> None:
         assert self._transport is not None
+        if self._load.ended:
+            return
         body = self._next_body()
         head = (
             f"POST {self._load.spec.path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"

@@ -13,9 +13,9 @@ import typer
 from pydantic.fields import FieldInfo
 from typer.core import TyperGroup
 
+from cli.local_pool import UpSettings
 from cli.main import app
 from cli.options import environment_name
-from cli.up import UpSettings
 from frontend.media.settings import MediaSettings
 from frontend.settings import FrontendSettings
 from global_router.settings import GlobalRouterSettings

@@ -86,6 +86,11 @@ def _add_attempt(root: Tree, attempt: Mapping[str, Any]) -> None:
         f"ISL {attempt['isl']} = {attempt['isl_blocks']} blocks, {attempt['overlap_blocks']} believed to be there, "
         f"{'not known yet what' if reused is None else f'{reused} tokens'} really reused"
     )
+    if attempt.get("behind_records"):
+        branch.add(
+            f"[yellow]the router was catching up[/]: {attempt['behind_records']} records or more of the pool's journal "
+            "were not applied yet"
+        )
     if margin is not None:
         name = escape(str(attempt.get("runner_up") or "not named"))
         branch.add(f"the runner-up would have cost {margin:.2f} more ({name})")

@@ -14,8 +14,8 @@ from pathlib import Path
 from urllib.parse import quote
 
 from cli.api_key import api_key_headers
+from cli.local_pool import UpSettings, example_request
 from cli.part import START_TIMEOUT_S, Part, part_environment, stop_parts
-from cli.up import UpSettings, example_request
 from frontend.prompt_model import PromptModel
 from global_router.core.grid_document import GridDocument, Pool, PoolSimulation, StageName
 from workers.settings import WorkerSettings

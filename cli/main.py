@@ -12,10 +12,11 @@ from cli.config import app as config_app
 from cli.engine_config import app as engine_config_app
 from cli.journal import app as journal_app
 from cli.keys import app as keys_app
+from cli.local_pool import UpSettings
 from cli.options import with_chosen_settings, with_settings
 from cli.router_group import serve_group
 from cli.service_process import run_service, say_ready
-from cli.up import UpSettings, run_up
+from cli.up import run_up
 from frontend.settings import FrontendSettings
 from global_router.settings import GlobalRouterSettings
 from loadgen.settings import BenchSettings

@@ -1,11 +1,6 @@
-"""`poolgrid up`: a whole pool on one machine, each part a process of its own, watched until the end.
+"""`poolgrid up`: a pool or a fleet on one machine, each part a process of its own, watched until the end.
 
-Rules
-    1. Parts start in the order consolidator, router, workers; ``ready URL`` is printed once every part is ready.
-    2. A part that dies is started again where it was (same ports), at most ``RESTARTS_MAX`` times within
-       ``RESTART_WINDOW_S``; a part that dies more often ends everything with status 1.
-    3. At the end parts stop in the order router, workers, consolidator; whoever is not gone in time is killed. Parts
-       also stop when this process disappears, whatever became of it: they hold the other end of a pipe.
+``ready URL`` is printed once every part is ready. The status is 1 when a part did not start, or died too often.
 """
 
 from __future__ import annotations
@@ -18,149 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from pydantic import Field
-
-from cli.api_key import api_key_headers
-from cli.part import START_TIMEOUT_S, Part, PartFailed, part_environment, stop_parts
+from cli.local_pool import LocalPool, UpSettings
+from cli.part import PartFailed
 from cli.service_process import say_ready
-from frontend.models import TINY_MODEL_PATH
 from frontend.prompt_model import ModelDirectoryError, PromptModel
 from runtime import lifecycle, logs
-from runtime.settings import Settings
 
 log = logging.getLogger(__name__)
-
-
-class UpSettings(Settings):
-    """A pool of simulated workers on this machine."""
-
-    pools: Path | None = Field(
-        None,
-        description="Pool-grid document: run a whole fleet from it instead of one pool, each pool with a router and "
-        "the workers that its `simulate` describes, and a global router before them. The urls in it are not used.",
-    )
-    workers: int = Field(4, ge=1, le=256, description="Simulated workers.")
-    host: str = Field("127.0.0.1", description="Address that everything listens on.")
-    port: int = Field(8000, ge=0, le=65535, description="Port of the OpenAI API; 0 takes any free one.")
-    speedup: float = Field(
-        1.0,
-        gt=0,
-        le=1e6,
-        description="How many times faster than real engines the workers are; with --pools, times the pool's own.",
-    )
-    data_dir: Path | None = Field(
-        None,
-        description="Directory of the journal and of the recorded decisions; by default a temporary one that ends with "
-        "the pool. With --pools, one below it for each pool, and none by default.",
-    )
-    policy: str = Field("kv", description="How a worker is chosen; see poolgrid router --help.")
-    model_path: Path = Field(TINY_MODEL_PATH, description="Hugging Face style model directory (no weights needed).")
-    block_size: int = Field(32, ge=1, le=4096, description="Tokens in a KV block.")
-    blocks_per_worker: int = Field(16_384, ge=16, le=1_048_576, description="KV blocks of each worker.")
-    max_sequence_length: int = Field(
-        131_072, ge=2, le=4_194_304, description="Prompt and output tokens of one request."
-    )
-    queue_limit: int = Field(1024, ge=0, le=1_000_000, description="Requests that may wait for a worker.")
-    log_level: str = Field("warning", description="Least severe log lines shown: debug, info, warning or error.")
-
-
-class LocalPool:
-    """All parts of a pool on this machine."""
-
-    def __init__(self, settings: UpSettings, data_dir: Path, model: PromptModel) -> None:
-        self._settings = settings
-        self._data_dir = data_dir
-        self._model = model
-        self._environment = part_environment()
-        self._consolidator: Part | None = None
-        self._router: Part | None = None
-        self._workers: list[Part] = []
-        self.failed = asyncio.Event()
-
-    async def start(self) -> str:
-        """Start everything; return the URL of the OpenAI API."""
-        settings = self._settings
-        common = ["--log-level", settings.log_level]
-        self._consolidator = await self._start_part(
-            "consolidator", ["consolidator", "--host", settings.host, "--data-dir", str(self._data_dir), *common]
-        )
-        ports = {key: self._consolidator.word(key).rpartition(":")[2] for key in ("ingest", "feed", "query")}
-        for key, port in ports.items():
-            self._consolidator.arguments += [f"--{key}-port", port]
-        router = self._start_part(
-            "router",
-            [
-                *("router", "--host", settings.host, "--port", str(settings.port), "--policy", settings.policy),
-                *("--model-path", str(settings.model_path), "--queue-limit", str(settings.queue_limit)),
-                *("--data-dir", str(self._data_dir)),
-                *("--feed-endpoint", self._consolidator.word("feed")),
-                *("--query-endpoint", self._consolidator.word("query"), *common),
-            ],
-        )
-        workers = [
-            self._start_part(f"worker-{number}", self._worker_arguments(number)) for number in range(settings.workers)
-        ]
-        started = await asyncio.gather(router, *workers)
-        self._router, self._workers = started[0], list(started[1:])
-        url = self._router.ready_words[0]
-        self._router.arguments += ["--port", url.rpartition(":")[2]]
-        select = self._router.word("select").rpartition(":")[2]
-        self._router.arguments += ["--select-port", select]
-        await _until_workers_are_known(url, settings.workers)
-        return url
-
-    def greeting(self, url: str) -> str:
-        """Return what a newcomer should know."""
-        return (
-            f"{self._settings.workers} simulated workers serve model {self._model.name!r}. "
-            f"Send requests to {url}/v1, for example:\n{example_request(url, self._model.name)}"
-            f"Watch them with: poolgrid top --url {url}    Stop with Ctrl-C.\n"
-        )
-
-    def _worker_arguments(self, number: int) -> list[str]:
-        settings = self._settings
-        assert self._consolidator is not None
-        first = max(self._model.tokenizer.get_added_tokens_decoder(), default=-1) + 1
-        return [
-            *("worker", "--worker-id", f"worker-{number}", "--model", self._model.name, "--host", settings.host),
-            *("--consolidator", self._consolidator.word("ingest"), "--speedup", str(settings.speedup)),
-            *("--block-size", str(settings.block_size), "--total-kv-blocks", str(settings.blocks_per_worker)),
-            *("--max-sequence-length", str(settings.max_sequence_length)),
-            *("--vocabulary-size", str(self._model.vocab_size), "--first-token-id", str(first)),
-            *("--drain-timeout-ms", "2000", "--log-level", settings.log_level),
-        ]
-
-    async def _start_part(self, name: str, arguments: list[str]) -> Part:
-        part = Part(name, arguments, self._environment)
-        if name == "consolidator":
-            self._consolidator = part
-        elif name == "router":
-            self._router = part
-        else:
-            self._workers.append(part)
-        await part.start()
-        part.watch(self.failed)
-        return part
-
-    async def stop(self) -> None:
-        """End everything in order."""
-        for parts in ([self._router], self._workers, [self._consolidator]):
-            await stop_parts(parts)
-
-
-async def _until_workers_are_known(url: str, workers: int) -> None:
-    """Wait until the router can reach every worker."""
-    import httpx
-
-    async with (
-        httpx.AsyncClient(base_url=url, timeout=5.0, headers=api_key_headers()) as client,
-        asyncio.timeout(START_TIMEOUT_S),
-    ):
-        while True:
-            answer = (await client.get("/v1/workers")).json()
-            if sum(row["state"] == "ready" for row in answer["data"]) >= workers:
-                return
-            await asyncio.sleep(0.02)
 
 
 def run_up(settings: UpSettings) -> int:
@@ -242,11 +101,3 @@ async def _start(local: Local) -> None:
     sys.stderr.write(local.greeting(url))
     sys.stderr.flush()
     say_ready(url)
-
-
-def example_request(url: str, model_name: str) -> str:
-    """Return a request that a newcomer can paste."""
-    return (
-        f"  curl {url}/v1/chat/completions -H 'content-type: application/json' "
-        f'-d \'{{"model": "{model_name}", "messages": [{{"role": "user", "content": "Hello"}}], "max_tokens": 32}}\'\n'
-    )

@@ -6,7 +6,8 @@ Rules
     2. A decode worker repeats the first token, which the client has from the prefill worker: the repetition must be
        equal, and is swallowed.
     3. All output is kept (4 bytes a token) while the request lives, because a migration continues from prompt + output.
-    4. ``next`` hands over everything since the last call: one wake-up per engine step, however many tokens.
+    4. ``next`` hands over everything since the last call: one wake-up per engine step, however many tokens; none for
+       tokens alone when the whole answer is waited for.
 """
 
 from __future__ import annotations
@@ -71,6 +72,8 @@ class ActiveRequest:
         """Whether who computes the prompt encodes the media too: embeddings did not arrive, or nobody makes them."""
         self.tried: dict[WorkerKey, str] = {}
         """Workers that failed this request, and how."""
+        self.unsupported = False
+        """Whether the last of them cannot do what the request asks for."""
         self.reason = ""
         self.pool = ""
         """The pools that serve it, where there are several; for the response header."""
@@ -79,6 +82,10 @@ class ActiveRequest:
         self._served_by = ""
         self._deltas: list[StreamDelta] = []
         self._waiter: asyncio.Future[None] | None = None
+        self._until_end = False
+        """Whether ``next`` waits for more than tokens: they are in ``output`` only, from ``_read_bytes`` on."""
+        self._read_bytes = 0
+        """Output that ``next`` has returned."""
         self._cached_tokens: int | None = None
         self._on_cancel = on_cancel
 
@@ -94,17 +101,27 @@ class ActiveRequest:
         """Return the short reason code of the last decision."""
         return self.reason
 
-    async def next(self) -> list[StreamDelta]:
-        """Wait until something is new and return all of it; an empty list after the end."""
+    @property
+    def unread_tokens(self) -> int:
+        """Return how many output tokens have arrived that ``next`` has not returned."""
+        return (len(self.output) - self._read_bytes) // 4
+
+    async def next(self, until_end: bool = False) -> list[StreamDelta]:
+        """Wait until something is new and return all of it; an empty list after the end.
+
+        With ``until_end`` tokens alone are nothing new: they are kept for the delta that finishes, or that says more.
+        """
         if not self._deltas:
             if self.finished:
                 return []
+            self._until_end = until_end
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
         deltas, self._deltas = self._deltas, []
+        self._read_bytes = len(self.output)
         return deltas
 
     def cancel(self) -> None:
@@ -182,6 +199,7 @@ class ActiveRequest:
         self.dispatches += 1
         self.encode_legs += stage is Stage.ENCODE
         self.current = dispatch
+        self.unsupported = False
         self._served_by = str(worker)
         self.reason = reason
         # The decode leg continues the prompt that the prefill leg was given, whose first token is out already.
@@ -230,6 +248,41 @@ class ActiveRequest:
             )
         return codec.multimodal.encode(media)
 
+    def extend(self, delta: TokenDelta) -> bool:
+        """Take a delta of the current dispatch that is tokens in their place and nothing else, as nearly all are;
+        return False, and change nothing, when it is anything more."""
+        dispatch = self.current
+        if (
+            dispatch is None
+            or dispatch.id != delta.request_id
+            or delta.position != dispatch.position
+            or delta.finish_reason is not None
+            or delta.cached_tokens is not None
+            or delta.logprobs is not None
+            or delta.prompt_logprobs is not None
+            or not delta.token_ids
+            or dispatch.repeated
+            or dispatch.stage is Stage.ENCODE
+            # The first output of a leg after another says that it has what the other kept for it.
+            or self.kept is not None
+            or self.encoded is not None
+        ):
+            return False
+        # As ``_append``; a call less for every token of every stream.
+        tokens = delta.token_ids
+        dispatch.position += len(tokens) >> 2
+        self.output += tokens
+        if not self._until_end:
+            waiting = self._deltas
+            if waiting and waiting[-1].logprobs is None and waiting[-1].finish_reason is None:
+                waiting[-1].token_ids += tokens
+            else:
+                waiting.append(StreamDelta(tokens))
+                waiter = self._waiter
+                if waiter is not None and not waiter.done():
+                    waiter.set_result(None)
+        return True
+
     def accept(self, dispatch: Dispatch, delta: TokenDelta) -> bool:
         """Take what a worker sent; return False when it does not continue what came before."""
         if delta.position != dispatch.position:
@@ -272,7 +325,9 @@ class ActiveRequest:
             self.disaggregated_params = delta.disaggregated_params
             self._deliver(StreamDelta(tokens, None, cached, logprobs, None, of_prompt))
         elif delta.finish_reason is not None:
-            self.finish(StreamDelta(tokens, delta.finish_reason, cached, logprobs, delta.error, of_prompt))
+            self.finish(
+                StreamDelta(tokens, delta.finish_reason, cached, logprobs, delta.error, of_prompt, delta.unsupported)
+            )
         elif tokens or cached is not None:
             self._deliver(StreamDelta(tokens, None, cached, logprobs, None, of_prompt))
         return True
@@ -281,11 +336,29 @@ class ActiveRequest:
         """Take tokens and nothing else: what nearly every delta is. They join what the client has not fetched yet."""
         dispatch.position += len(tokens) // 4
         self.output += tokens
+        if self._until_end:
+            return
         waiting = self._deltas
         if waiting and waiting[-1].logprobs is None and waiting[-1].finish_reason is None:
             waiting[-1].token_ids += tokens
         else:
             self._deliver(StreamDelta(tokens))
+
+    def failure(self, message: str) -> StreamDelta:
+        """Return the last delta of a request that cannot go on after a worker failed it."""
+        return StreamDelta(b"", "error", error=message, unsupported=self.unsupported)
+
+    def end_instead_of_move(self, why: str, migration_limit: int) -> StreamDelta | None:
+        """Return how the request ends when its worker is lost because of ``why``; ``None`` when it may go on."""
+        if self.emitted_tokens >= self.request.sampling.max_tokens:
+            return StreamDelta(b"", "length")
+        if self.migrations >= migration_limit:
+            return self.failure(f"{why}; moved {self.migrations} times already")
+        guide = self.request.sampling.guide
+        if guide and self.emitted_tokens:
+            # Another worker would keep to the guide from its beginning again, after what the client has.
+            return self.failure(f"{why}; an output with {guide} cannot go on elsewhere once it has begun")
+        return None
 
     def finish(self, delta: StreamDelta) -> None:
         """Deliver the last delta."""
@@ -293,6 +366,11 @@ class ActiveRequest:
         self._deliver(delta)
 
     def _deliver(self, delta: StreamDelta) -> None:
+        if self._until_end:
+            self._until_end = False
+            held = self.output[self._read_bytes : len(self.output) - len(delta.token_ids)]
+            if held:
+                self._deltas.append(StreamDelta(bytes(held)))
         self._deltas.append(delta)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

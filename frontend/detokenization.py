@@ -52,22 +52,28 @@ class ByteLevelDetokenizer:
     ``table`` maps a token id to its bytes; special tokens are empty, and so is an id that the table does not have.
     """
 
-    __slots__ = ("_decode", "_table")
+    __slots__ = ("_decode", "_decoder", "_table")
 
     def __init__(self, table: Sequence[bytes]) -> None:
         self._table = table
-        self._decode = _incremental_utf8("replace").decode
+        self._decoder = _incremental_utf8("replace")
+        self._decode = self._decoder.decode
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """Take new tokens and return the text that is certain now."""
         table = self._table
         try:
-            if len(token_ids) == 1:
-                return self._decode(table[token_ids[0]])
-            return self._decode(b"".join([table[token_id] for token_id in token_ids]))
+            raw = table[token_ids[0]] if len(token_ids) == 1 else b"".join([table[token_id] for token_id in token_ids])
         except IndexError:
             size = len(table)
-            return self._decode(b"".join([table[token_id] for token_id in token_ids if token_id < size]))
+            raw = b"".join([table[token_id] for token_id in token_ids if token_id < size])
+        # Whole characters after whole characters, as nearly always, need no memory; asking for them is much quicker.
+        if not self._decoder.buffer:
+            try:
+                return raw.decode()
+            except UnicodeDecodeError:
+                pass
+        return self._decode(raw)
 
     def flush(self) -> str:
         """Return the replacement character of an unfinished one, or nothing."""

@@ -7,8 +7,9 @@ Rules of this file
 - A request with one sequence has no further task. One with several has a pump per sequence, for its whole life.
 - Everything that arrived since the last wake-up goes out in one write; writing awaits the connection's own flow
   control, and what arrives meanwhile stays with the backend, bounded by ``max_tokens``.
-- The status line goes out once every sequence has a worker. What fails before is a JSON error with its status; what
-  fails later in a stream is an error event, and the stream ends there without ``[DONE]``.
+- The status line of a stream goes out with its first output, or ``REFUSAL_WAIT_S`` after every sequence has a worker.
+  What fails before (no worker, or one that refuses) is a JSON error with its status; what fails later is an error
+  event, and the stream ends there without ``[DONE]``.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from frontend.request_ids import RequestIds
 from frontend.responses import AnswerEncoder, usage
 from frontend.sequence_output import SequenceOutput
 from frontend.settings import FrontendSettings
+from frontend.stream_head import StreamHead
 from frontend.tokenization import TokenizationPool
 from runtime.clock import Clock
 from runtime.http_protocol import CONNECTION
@@ -269,15 +271,17 @@ class _Exchange:
         encoder: AnswerEncoder,
         pumps: _Pumps | None,
     ) -> None:
-        await self._start(200, [*self._response_headers(), *_STREAM_HEADERS])
-        opening = encoder.begin()
-        if opening:
-            await self._send({"type": "http.response.body", "body": opening, "more_body": True})
+        head = StreamHead(self._start_stream, self._write, encoder.begin())
+
+        async def comment(body: bytes) -> None:
+            await self._write(await head.before(body))
+
         interval_s = self._endpoint._settings.keep_alive_interval_s
-        keep_alive = KeepAlive(self._write, interval_s) if interval_s else None
+        keep_alive = KeepAlive(comment, interval_s) if interval_s else None
         try:
-            await self._events(job, prompts, encoder, pumps, keep_alive)
+            await self._events(job, prompts, encoder, pumps, head, keep_alive)
         finally:
+            head.close()
             if keep_alive is not None:
                 keep_alive.close()
 
@@ -287,9 +291,12 @@ class _Exchange:
         prompts: Sequence[Prompt],
         encoder: AnswerEncoder,
         pumps: _Pumps | None,
+        head: StreamHead,
         keep_alive: KeepAlive | None,
     ) -> None:
-        send = self._send
+        if pumps is None:
+            await self._events_of_one(job, prompts, encoder, head, keep_alive)
+            return
         unfinished = len(self._outputs)
         while unfinished:
             parts: list[bytes] = []
@@ -307,15 +314,59 @@ class _Exchange:
                         parts.append(encoder.role(output.index))
                     parts.append(encoder.chunk(output.index, output.take_text(), output.take_logprobs(), finish_reason))
             if parts and (unfinished or failed is not None):
-                await send({"type": "http.response.body", "body": b"".join(parts), "more_body": True})
+                await self._write(await head.before(b"".join(parts)))
                 if keep_alive is not None:
                     keep_alive.wrote = True
             if failed is not None:
+                await head.settled()
                 raise _generation_failed(failed)
+        parts.append(encoder.end(self._usage(job, prompts)))
+        last = await head.before(b"".join(parts))
         if keep_alive is not None:
             keep_alive.close()
-        parts.append(encoder.end(self._usage(job, prompts)))
-        await self._end(b"".join(parts))
+        await self._end(last)
+
+    async def _events_of_one(
+        self,
+        job: Job,
+        prompts: Sequence[Prompt],
+        encoder: AnswerEncoder,
+        head: StreamHead,
+        keep_alive: KeepAlive | None,
+    ) -> None:
+        """As ``_events``, for one sequence: what happens for every token of nearly every stream."""
+        [output] = self._outputs
+        stream = output.stream
+        assert stream is not None, "submitted before anything is awaited from it"
+        write = None if self._direct is None else self._direct.write
+        index = output.index
+        while True:
+            self._absorb(output, await stream.next())
+            finish_reason = output.finish_reason
+            last = finish_reason is not None
+            failed = finish_reason == "error"
+            if failed:
+                finish_reason = None
+            part = b""
+            if output.text or finish_reason is not None:
+                if not output.started:
+                    output.started = True
+                    part = encoder.role(index)
+                part += encoder.chunk(index, output.take_text(), output.take_logprobs(), finish_reason)
+            if last and not failed:
+                break
+            if part:
+                if write is None or not head.is_sent or not write(part):
+                    await self._write(await head.before(part))
+                if keep_alive is not None:
+                    keep_alive.wrote = True
+            if failed:
+                await head.settled()
+                raise _generation_failed(output)
+        part = await head.before(part + encoder.end(self._usage(job, prompts)))
+        if keep_alive is not None:
+            keep_alive.close()
+        await self._end(part)
 
     async def _whole(
         self,
@@ -347,7 +398,7 @@ class _Exchange:
             return await pumps.next()
         output = self._outputs[0]
         assert output.stream is not None, "submitted before anything is awaited from it"
-        return ((output, await output.stream.next()),)
+        return ((output, await output.stream.next(output.waits_for_end)),)
 
     def _take(self, arrivals: Arrivals) -> Iterable[SequenceOutput]:
         """Absorb everything that arrived and return each sequence that it was for, once."""
@@ -402,6 +453,9 @@ class _Exchange:
         self._connection.started = True
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
+    async def _start_stream(self) -> None:
+        await self._start(200, [*self._response_headers(), *_STREAM_HEADERS])
+
     async def _write(self, body: bytes) -> None:
         if not self._connection.done:
             await self._send({"type": "http.response.body", "body": body, "more_body": True})
@@ -445,6 +499,7 @@ class _Exchange:
         for output in self._outputs:
             if output.stream is not None and output.finish_reason is None:
                 output.finish_reason = "cancelled"
+                output.completion_tokens += output.stream.unread_tokens
                 output.stream.cancel()
 
     def _left(self) -> None:
@@ -491,7 +546,7 @@ class _Pumps:
         assert stream is not None, "submitted before the pumps begin"
         while True:
             try:
-                deltas = await stream.next()
+                deltas = await stream.next(output.waits_for_end)
             except Exception as error:
                 log.exception("reading the tokens of %s failed: this is a bug", output.request.request_id)
                 deltas = [StreamDelta(b"", finish_reason="error", error=f"reading tokens failed: {error}")]
@@ -564,4 +619,6 @@ def _base_id(request_ids: list[str]) -> str:
 
 
 def _generation_failed(output: SequenceOutput) -> RequestError:
+    if output.unsupported:
+        return RequestError(400, "unsupported_by_worker", f"generating choice {output.index}: {output.error}")
     return RequestError(500, "generation_failed", f"generating choice {output.index}: {output.error}")

@@ -55,6 +55,8 @@ class StreamDelta:
     error: str | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     """Of the prompt's tokens from the second on; once, with the first delta, when asked for."""
+    unsupported: bool = False
+    """With an error: no worker can do what the request asks for, which is the client's to mend."""
 
 
 class TokenStream(Protocol):
@@ -75,9 +77,15 @@ class TokenStream(Protocol):
         """Return the pools that serve, for the response header; empty where there is only one pool."""
         ...
 
-    async def next(self) -> list[StreamDelta]:
+    @property
+    def unread_tokens(self) -> int:
+        """Return how many output tokens have arrived that ``next`` has not returned."""
+        ...
+
+    async def next(self, until_end: bool = False) -> list[StreamDelta]:
         """Wait until something is new and return all of it; after the finishing delta, an empty list.
 
+        With ``until_end`` tokens alone are nothing new: they are kept for the delta that finishes, or that says more.
         The waiting may be cancelled (the client left); ``cancel`` follows.
         """
         ...

@@ -43,6 +43,7 @@ class SequenceOutput:
         "_min_tokens",
         "_model",
         "_prompt_logprobs_due",
+        "_simple",
         "_stop_token_ids",
         "_stops",
         "cached_tokens",
@@ -57,6 +58,7 @@ class SequenceOutput:
         "stream",
         "text",
         "text_length",
+        "unsupported",
     )
 
     def __init__(
@@ -81,6 +83,8 @@ class SequenceOutput:
         self.finish_reason: str | None = None
         """``stop``, ``length`` or ``error`` once the sequence has ended, ``cancelled`` when the client gave it up."""
         self.error: str | None = None
+        self.unsupported = False
+        """With the finish reason ``error``: whether it is the request that no worker can do."""
         self.started = False
         """Whether a chunk of this choice has been written."""
         self.last_token_at_ms: float | None = None
@@ -93,6 +97,8 @@ class SequenceOutput:
         self._stops = StopStrings(stops) if stops else None
         self._detokenizer: Detokenizer = model.detokenizer(request.token_ids)
         self._collected: list[bytes] | None = [] if collect and not stops and not self._logprobs else None
+        self._simple = not stops and not self._logprobs and not self._prompt_logprobs_due
+        """Whether tokens become text as they come, with nothing to look for in them."""
 
     @property
     def stopped_here(self) -> bool:
@@ -100,8 +106,24 @@ class SequenceOutput:
         or the worker left out what was asked for."""
         return self._failed_here or (self._stops is not None and self._stops.matched is not None)
 
+    @property
+    def waits_for_end(self) -> bool:
+        """Return whether nothing becomes of its tokens before the last of them: only the first is waited for."""
+        return self._collected is not None and self.last_token_at_ms is not None
+
     def absorb(self, deltas: Sequence[StreamDelta]) -> int:
         """Take what arrived since the last call and return how many output tokens that was."""
+        if self._simple and len(deltas) == 1:
+            delta = deltas[0]
+            if delta.finish_reason is None and delta.cached_tokens is None:
+                packed = delta.token_ids
+                if self._collected is not None:
+                    self._collected.append(packed)
+                else:
+                    self.text += self._detokenizer.feed(unpack_tokens(packed))
+                tokens = len(packed) // TOKEN_BYTES
+                self.completion_tokens += tokens
+                return tokens
         before = self.completion_tokens
         if not deltas:
             self._fail("the router ended the stream without a finish reason")
@@ -198,6 +220,7 @@ class SequenceOutput:
             self._fail(delta.error or "the request was cancelled by the server")
         else:
             self._fail(delta.error or f"the engine ended the request with {reason}")
+            self.unsupported = delta.unsupported
 
     def _fail(self, message: str) -> None:
         self.finish_reason = "error"

@@ -27,6 +27,7 @@ from global_router.pools import Discover, Pools, select_endpoint
 from global_router.service import GlobalRouterService
 from global_router.settings import GlobalRouterSettings
 from runtime.clock import SystemClock
+from runtime.event_loop import LoopMetrics
 from runtime.http_server import HttpServer
 from runtime.planes import CurveKeys, PlaneContext, PlaneMetrics
 from runtime.tls import Tls, client_context
@@ -98,6 +99,7 @@ async def serve(
     )
     registry = CollectorRegistry()
     metrics = GlobalRouterMetrics(registry)
+    LoopMetrics(registry)
     context = PlaneContext.make(CurveKeys.load(settings), PlaneMetrics(registry))
     for exposure in settings.exposures(settings.host, http=True, planes="", keyed=frontend.api_keys is not None):
         log.warning("%s", exposure)

@@ -516,6 +516,7 @@ class GlobalRouterService:
     def _on_delta(self, flight: _Flight, dispatch: Dispatch, delta: TokenDelta, link: Link) -> None:
         active = flight.active
         if delta.finish_reason == "error" and delta.retryable:
+            active.unsupported = delta.unsupported
             lost = active.awaits_embeddings
             # What did not arrive is no fault of who waited for it: it gets the media themselves, and blame if that
             # fails too.
@@ -616,9 +617,6 @@ class GlobalRouterService:
         dispatch = active.current
         if dispatch is None:
             return  # it is being placed already
-        if active.emitted_tokens >= active.request.sampling.max_tokens:
-            self._end(flight, StreamDelta(b"", "length"))
-            return
         now_ms = self._clock.monotonic_ms()
         leg = flight.legs[dispatch.id]
         pool = leg.pool
@@ -630,14 +628,9 @@ class GlobalRouterService:
             leg.ticket = None
         before_output = active.emitted_tokens == 0
         self._withdraw(flight)
-        if active.migrations >= self._settings.migration_limit:
-            self._end(flight, StreamDelta(b"", "error", error=f"{why}; moved {active.migrations} times already"))
-            return
-        guide = active.request.sampling.guide
-        if guide and active.emitted_tokens:
-            # Another worker would keep to the guide from its beginning again, after what the client has.
-            message = f"{why}; an output with {guide} cannot go on elsewhere once it has begun"
-            self._end(flight, StreamDelta(b"", "error", error=message))
+        ending = active.end_instead_of_move(why, self._settings.migration_limit)
+        if ending is not None:
+            self._end(flight, ending)
             return
         active.migrations += 1
         active.pool = ""
@@ -678,13 +671,13 @@ class GlobalRouterService:
                 except Refused as refusal:
                     left_s = (deadline_ms - self._clock.monotonic_ms()) / 1000
                     if left_s <= 0:
-                        self._end(flight, StreamDelta(b"", "error", error=f"{why}; {refusal}"))
+                        self._end(flight, flight.active.failure(f"{why}; {refusal}"))
                         return
                     flight.excluded.clear()  # a worker of the same name may be a new life by now
                     try:
                         await self.pools.news(left_s)
                     except TimeoutError:
-                        self._end(flight, StreamDelta(b"", "error", error=f"{why}; {refusal}"))
+                        self._end(flight, flight.active.failure(f"{why}; {refusal}"))
                         return
         except Exception as error:
             log.exception("moving request %s failed: this is a bug", flight.record.request_id)

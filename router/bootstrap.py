@@ -32,6 +32,7 @@ from router.select_plane import SelectPlane
 from router.service import RouterService
 from router.settings import RouterSettings
 from runtime.clock import SystemClock
+from runtime.event_loop import LoopMetrics
 from runtime.http_server import HttpServer
 from runtime.planes import CurveKeys, PlaneContext, PlaneMetrics
 from runtime.process_group import GroupMember, GroupMetrics, GroupPlace
@@ -66,6 +67,7 @@ async def serve(
     clock = SystemClock()
     registry = CollectorRegistry()
     metrics = RouterMetrics(registry)
+    LoopMetrics(registry)
     keys = CurveKeys.load(settings)
     plane_metrics = PlaneMetrics(registry)
 

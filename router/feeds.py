@@ -26,7 +26,7 @@ class _Listener:
 
     def on_snapshot(self, offset: int, workers: list[WorkerState], chains: Iterable[tuple[int, BlockChain]]) -> None:
         """Pass a snapshot on."""
-        self._reader.on_snapshot(offset, workers, list(chains))
+        self._reader.on_snapshot(offset, workers, chains)
 
     def on_records(self, records: Sequence[JournalRecord]) -> None:
         """Pass records on."""
@@ -54,6 +54,10 @@ class EmbeddedFeed:
             f"the journal cannot be written since {(now_ms - consolidator.stalled_since_ms) / 1000:.0f} s "
             f"({consolidator.stall_reason}); what workers say waits with them"
         )
+
+    def behind(self) -> int:
+        """Return 0: records arrive in the turn in which they are written."""
+        return 0
 
     async def stop(self) -> None:
         """Stop following and end the consolidator."""
@@ -92,6 +96,10 @@ class RemoteFeed:
             f"the consolidator has been silent for {(now_ms - heard_ms) / 1000:.0f} s: it is gone, cut off, or cannot "
             "write its journal"
         )
+
+    def behind(self) -> int:
+        """Return how many records are still to come of those that the consolidator has named."""
+        return self._follower.behind if self._follower is not None else 0
 
     async def stop(self) -> None:
         """Stop following."""

@@ -105,6 +105,11 @@ class RouterMetrics:
         self.records_applied = Counter(
             "poolgrid_router_records_applied_total", "Journal records applied.", registry=registry
         )
+        self.decisions_behind = Counter(
+            "poolgrid_router_decisions_behind_total",
+            "Choices made while the pool's journal was known to hold more than was applied.",
+            registry=registry,
+        )
         self.snapshots_loaded = Counter(
             "poolgrid_router_snapshots_loaded_total", "Snapshots that replaced the router's state.", registry=registry
         )
@@ -120,6 +125,11 @@ class Viewed(Protocol):
     @property
     def trouble(self) -> str:
         """Return why the state may not be current."""
+        ...
+
+    @property
+    def behind_records(self) -> int:
+        """Return how many records the journal is known to hold beyond those applied."""
         ...
 
     def is_reachable(self, key: WorkerKey) -> bool:
@@ -151,6 +161,11 @@ class StateCollector(Collector):
             ("active_requests", "Requests on workers.", active),
             ("queued_requests", "Requests waiting for a worker with room.", waiting),
             ("queued_prompt_tokens", "Prompt tokens of the waiting requests.", self._viewed.queued_prompt_tokens),
+            (
+                "behind_records",
+                "Records that the pool's journal is known to hold and that are not applied.",
+                self._viewed.behind_records,
+            ),
             ("index_blocks", "Distinct blocks in the index.", len(index)),
             ("index_bytes", "Bytes that the index uses.", index.size_bytes()),
             ("ledger_requests", "Requests in the load ledger.", len(projection.ledger)),

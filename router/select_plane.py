@@ -68,6 +68,11 @@ class PoolView(Protocol):
         """Return the workers that the router cannot talk to, and why."""
         ...
 
+    @property
+    def behind_records(self) -> int:
+        """Return how many records the pool's journal is known to hold beyond those applied."""
+        ...
+
     def counts(self) -> tuple[int, int]:
         """Return active and waiting requests of the router itself."""
         ...
@@ -180,6 +185,8 @@ class SelectPlane:
         self._selector.book(decision, path, now_ms, message.request_id, lease_ms)
         self._pool.decisions.add(decision)
         self._metrics.decisions.labels(decision.policy, decision.reason).inc()
+        if decision.behind_records:
+            self._metrics.decisions_behind.inc()
         worker = self._pool.projection.fleet.workers[decision.worker]
         return Selected(
             message.ask,
@@ -274,6 +281,7 @@ class SelectPlane:
             unavailable,
             roles=self._roles(model, stage),
             dry_run=dry_run,
+            behind_records=self._pool.behind_records,
         )
 
     def _roles(self, model: str, stage: Stage) -> tuple[Role, ...]:

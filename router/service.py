@@ -6,7 +6,9 @@ Rules
     2. A request is in exactly one place: waiting in ``AdmissionQueue``, or on one worker. It ends exactly once.
     3. A worker that is lost, refuses, or breaks its stream costs the client nothing while another worker can go on: the
        request moves with prompt + output so far, at most ``migration_limit`` times. Workers that failed it come last.
-    4. What an ended request still has on a worker is cancelled there; output for unknown requests is answered by a
+    4. Catching up is done in slices, and requests have their turn between them. A snapshot is loaded beside the state
+       in use; records that come meanwhile wait for it. What is decided until all is applied is marked as behind.
+    5. What an ended request still has on a worker is cancelled there; output for unknown requests is answered by a
        cancel too, so no worker computes for nobody.
 """
 
@@ -14,7 +16,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -30,7 +33,7 @@ from router.core.candidates import RoutingRequest
 from router.core.decision import Decision, DecisionLog
 from router.core.drain_rate import DrainRate
 from router.core.fleet import media_of
-from router.core.projection import Projection
+from router.core.projection import LOAD_STEP_BLOCKS, Projection, SnapshotLoad
 from router.core.selector import NoWorker, Selector
 from router.core.stage_plan import (
     DECODE_ROLES,
@@ -66,6 +69,12 @@ LONG_PROMPT_BYTES = 8192 * 4
 
 STRETCHES_PER_TURN = 8
 """Stretches of a long prompt that are hashed before others have their turn: about 0.15 ms."""
+
+RECORDS_PER_SLICE = 512
+"""Records applied between two turns when many come at once, as many as the feed hands over: about ten milliseconds."""
+
+ARRIVED_RECORDS_MAX = 100_000
+"""Records that wait for a snapshot or for their slice; beyond it the router does nothing else until fewer wait."""
 
 HOUSEKEEPING_FRACTION = 4
 """Links are checked and reservations expired four times per worker timeout."""
@@ -124,18 +133,30 @@ class RouterService:
         self._housekeeping: asyncio.Task[None] | None = None
         self._created_s = clock.wall_ms() // 1000
         self._troubled = False
+        self._loading: SnapshotLoad | None = None
+        """The snapshot that is being loaded."""
+        self._replaced: SnapshotLoad | None = None
+        """One that was loaded, with the state that it replaced, which is let go of in slices too."""
+        self._arrived: deque[JournalRecord] = deque()
+        """Records that are still to be applied."""
+        self._slice_scheduled = False
+        self._level = asyncio.Event()
+        """Set while all that arrived is applied."""
 
     # -- life ------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Follow the journal; returns when the state is that of the pool, and the router may serve."""
         await self._feed.start(self)
+        await self._level.wait()
         self.ready = True
         self._housekeeping = asyncio.create_task(self._keep_house(), name="router housekeeping")
 
     async def stop(self) -> None:
         """Cancel what is left, close every connection, stop following."""
         self.ready = False
+        self._loading = self._replaced = None
+        self._arrived.clear()
         if self._housekeeping is not None:
             self._housekeeping.cancel()
         for active in list(self._active.values()):
@@ -172,15 +193,67 @@ class RouterService:
     # -- the journal -----------------------------------------------------------------------------------------------
 
     def on_snapshot(
-        self, next_offset: int, workers: Sequence[WorkerState], chains: Sequence[tuple[int, BlockChain]]
+        self, next_offset: int, workers: Sequence[WorkerState], chains: Iterable[tuple[int, BlockChain]]
     ) -> None:
-        """Replace all state by a snapshot of the pool."""
-        self.projection.load_snapshot(next_offset, workers, chains, self._clock.monotonic_ms())
-        self._metrics.snapshots_loaded.inc()
-        self._after_records()
+        """Replace all state by a snapshot of the pool; at once when it is small, else a slice at a time."""
+        self._arrived.clear()  # they are in the snapshot, or of another life
+        self._loading = self.projection.begin_load(next_offset, workers, chains)
+        self._level.clear()
+        if not self._slice_scheduled:
+            self._slice()
 
     def on_records(self, records: Sequence[JournalRecord]) -> None:
-        """Apply journal records."""
+        """Apply journal records; at once when they are few, else a slice at a time."""
+        if self._loading is None and not self._arrived and len(records) <= RECORDS_PER_SLICE:
+            self._apply(records)
+            return
+        self._level.clear()
+        self._arrived.extend(records)
+        if not self._slice_scheduled:
+            self._slice()
+        while len(self._arrived) > ARRIVED_RECORDS_MAX:
+            self._catch_up()
+
+    def _slice(self) -> None:
+        """Do one slice of what is to be caught up with, and have the next done once others had their turn."""
+        self._slice_scheduled = False
+        if self._catch_up():
+            self._slice_scheduled = True
+            asyncio.get_running_loop().call_soon(self._slice)
+
+    def _catch_up(self) -> bool:
+        """Load, apply or let go of a little; return whether there is more."""
+        if self._loading is not None:
+            if not self._loading.step(LOAD_STEP_BLOCKS):
+                loaded, self._loading = self._loading, None
+                self.projection.adopt(loaded, self._clock.monotonic_ms())
+                self._replaced = loaded
+                self._metrics.snapshots_loaded.inc()
+                self._note_level()
+                self._after_records()
+        elif self._arrived:
+            records = [self._arrived.popleft() for _ in range(min(RECORDS_PER_SLICE, len(self._arrived)))]
+            self._note_level()
+            self._apply(records)
+        elif self._replaced is not None:
+            index = self._replaced.index
+            if index is None or not index.discard(LOAD_STEP_BLOCKS):
+                self._replaced = None
+        return self._loading is not None or bool(self._arrived) or self._replaced is not None
+
+    def _note_level(self) -> None:
+        if self._loading is None and not self._arrived:
+            self._level.set()
+
+    @property
+    def behind_records(self) -> int:
+        """Return how many records the pool's journal is known to hold beyond those applied; 0 when level with it."""
+        behind = len(self._arrived) + self._feed.behind()
+        if self._loading is not None:
+            behind += max(1, self._loading.next_offset - self.projection.next_offset)
+        return behind
+
+    def _apply(self, records: Sequence[JournalRecord]) -> None:
         now_ms = self._clock.monotonic_ms()
         for record in records:
             self.projection.apply(record, now_ms)
@@ -386,7 +459,7 @@ class RouterService:
             if dispatched is not None:
                 dispatched.set_exception(self._refusal(503, "no_worker", str(none)))
             else:
-                self._end(active, StreamDelta(b"", "error", error=str(none)))
+                self._end(active, active.failure(str(none)))
             return True
         self._admission.leave(queued, dispatched=True)
         if dispatched is not None:
@@ -412,6 +485,7 @@ class RouterService:
                 self._unreachable,
                 roles=leg.roles,
                 dry_run=True,
+                behind_records=self.behind_records,
             )
         except NoWorker as none:
             if none.only_busy:
@@ -454,7 +528,14 @@ class RouterService:
             unavailable = {**self._unreachable, **active.tried} if active.tried else self._unreachable
             try:
                 decision = self._selector.select(
-                    routing, active.path, now_ms, self._clock.wall_ms(), unavailable, active.dispatches, leg.roles
+                    routing,
+                    active.path,
+                    now_ms,
+                    self._clock.wall_ms(),
+                    unavailable,
+                    active.dispatches,
+                    leg.roles,
+                    behind_records=self.behind_records,
                 )
             except NoWorker as none:
                 if leg.stage is Stage.ENCODE and not none.only_busy:
@@ -492,6 +573,8 @@ class RouterService:
         self._on_link[link.endpoint][generate.request_id] = active
         metrics = self._metrics
         metrics.decisions.labels(decision.policy, reason).inc()
+        if decision.behind_records:
+            metrics.decisions_behind.inc()
         metrics.legs.labels(leg.stage.name.lower(), leg.reason).inc()
         if leg.stage is not Stage.ENCODE and decision.attempt == active.encode_legs:
             metrics.prompt_tokens.inc(routing.isl)
@@ -505,6 +588,8 @@ class RouterService:
         on_link = self._on_link[link.endpoint]
         for delta in batch.deltas:
             active = on_link.get(delta.request_id)
+            if active is not None and active.extend(delta):
+                continue
             if active is None:
                 if delta.finish_reason is None:
                     self._metrics.stream_faults.labels("unknown_request").inc()
@@ -519,6 +604,7 @@ class RouterService:
                 if delta.booked_prefill_tokens is not None and dispatch is active.current:
                     self._choose_again(active, dispatch, delta.booked_prefill_tokens)
                     continue
+                active.unsupported = delta.unsupported
                 lost = active.awaits_embeddings
                 # What did not arrive is no fault of who waited for it: it gets the media themselves, and blame if that
                 # fails too.
@@ -609,21 +695,13 @@ class RouterService:
         dispatch = active.current
         if dispatch is None:
             return  # it waits for a decode worker already
-        if active.emitted_tokens >= active.request.sampling.max_tokens:
-            self._end(active, StreamDelta(b"", "length"))
-            return
         cause = "before_output" if active.emitted_tokens == 0 else "amid_output"
         if blame:
             active.tried[dispatch.worker] = why
         self._withdraw(active)
-        if active.migrations >= self._settings.migration_limit:
-            self._end(active, StreamDelta(b"", "error", error=f"{why}; moved {active.migrations} times already"))
-            return
-        guide = active.request.sampling.guide
-        if guide and active.emitted_tokens:
-            # Another worker would keep to the guide from its beginning again, after what the client has.
-            message = f"{why}; an output with {guide} cannot go on elsewhere once it has begun"
-            self._end(active, StreamDelta(b"", "error", error=message))
+        ending = active.end_instead_of_move(why, self._settings.migration_limit)
+        if ending is not None:
+            self._end(active, ending)
             return
         active.migrations += 1
         self._metrics.migrations.labels(cause).inc()
@@ -636,7 +714,7 @@ class RouterService:
             if self._dispatch(active, perf_counter()):
                 return
         except NoWorker as none:
-            self._end(active, StreamDelta(b"", "error", error=f"{why}; {none}"))
+            self._end(active, active.failure(f"{why}; {none}"))
             return
         self._admission.enter(self._queued(_Waiting(active, None), self._clock.monotonic_ms()))
 

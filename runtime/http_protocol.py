@@ -30,11 +30,14 @@ BODY_BYTES_MAX_DEFAULT = 1024 * 1024
 class Connection:
     """What a direct endpoint gets beside ASGI."""
 
-    __slots__ = ("body", "on_left")
+    __slots__ = ("body", "on_left", "write")
 
-    def __init__(self, body: bytes) -> None:
+    def __init__(self, body: bytes, write: Callable[[bytes], bool]) -> None:
         self.body = body
         """The whole body."""
+        self.write = write
+        """Writes the next part of a body whose length was not announced, at once; ``False`` = it did not, because the
+        client reads too slowly: send it, which waits."""
         self.on_left: Callable[[], None] | None = None
         """Called once when the client leaves before the answer is complete."""
 
@@ -65,7 +68,7 @@ class _DirectCycle(RequestResponseCycle):
         self.waiting_for_100_continue = False
         content = [STATUS_LINE[message["status"]]]
         self.chunked_encoding = True
-        for name, value in (*self.default_headers, *message["headers"]):
+        for name, value in (*self.default_headers, *message.get("headers", ())):
             if name == b"content-length":
                 self.chunked_encoding = False
             elif name == b"connection" and value == b"close":
@@ -82,8 +85,9 @@ class _DirectCycle(RequestResponseCycle):
             self._head = b"".join(content)
 
     def _continue(self, message: Any) -> None:
-        body: bytes = message["body"]
-        more_body: bool = message["more_body"]
+        # Both may be left out (ASGI, "Response Body").
+        body: bytes = message.get("body", b"")
+        more_body: bool = message.get("more_body", False)
         if not self.chunked_encoding:
             self.transport.write(self._head + body)
             self._head = b""
@@ -98,6 +102,15 @@ class _DirectCycle(RequestResponseCycle):
             if not self.keep_alive:
                 self.transport.close()
             self.on_response()
+
+    def write_now(self, part: bytes) -> bool:
+        """Write the next part of a body of unknown length without waiting; return False where that has to wait."""
+        if self.disconnected:
+            return True
+        if self.flow.write_paused or not self.chunked_encoding or not part:
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+        return True
 
     def left(self) -> None:
         """Tell the endpoint that its client is gone."""
@@ -169,7 +182,7 @@ class DirectProtocol(HttpToolsProtocol):
             return
         self._gathering = None
         parts = cycle.parts
-        cycle.connection = Connection(parts[0] if len(parts) == 1 else b"".join(parts))
+        cycle.connection = Connection(parts[0] if len(parts) == 1 else b"".join(parts), cycle.write_now)
         cycle.parts = []
         cycle.more_body = False
         cycle.scope["extensions"] = {CONNECTION: cycle.connection}  # type: ignore[dict-item]

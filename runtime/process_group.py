@@ -179,6 +179,7 @@ class GroupMetrics:
 
 SUMMED_GAUGES = frozenset(
     {
+        "poolgrid_event_loop_tasks",
         "poolgrid_frontend_in_flight_requests",
         "poolgrid_frontend_tokenization_cache_bytes",
         "poolgrid_frontend_tokenizations_pending",

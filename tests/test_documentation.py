@@ -43,6 +43,7 @@ from router.policy_loading import PolicyError, load_policy
 from router.service import RouterService
 from router.settings import RouterSettings
 from runtime.clock import SystemClock
+from runtime.event_loop import LoopMetrics
 from runtime.planes import PlaneMetrics
 from runtime.security import SecuritySettings
 from runtime.settings import Settings
@@ -170,6 +171,7 @@ async def _exported() -> dict[str, str]:
     WorkerMetrics(registry)
     TensorMetrics(registry)
     PlaneMetrics(registry)
+    LoopMetrics(registry)
     Tls.load(SecuritySettings(), registry)
     TrtllmMetrics(registry)
     FrontendMetrics(registry)

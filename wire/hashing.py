@@ -31,6 +31,8 @@ _hashes = [struct.Struct(f"<{count}Q") for count in range(513)]
 _unpackers = {8 * count: packed.unpack for count, packed in enumerate(_hashes)}
 """Ready-made for the chain lengths of one engine step; making the format costs as much as unpacking ten hashes."""
 _packers = [packed.pack for packed in _hashes]
+_token_unpackers = {TOKEN_BYTES * count: struct.Struct(f"<{count}I").unpack for count in range(65)}
+"""The same for the tokens of a few engine steps."""
 
 
 def hash_seed(lora_name: str = "", cache_salt: str = "") -> int:
@@ -116,7 +118,9 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
 
 def unpack_tokens(packed: bytes | memoryview) -> tuple[int, ...]:
     """Unpack token ids; the codec has checked that the length is a multiple of 4."""
-    return struct.unpack(f"<{len(packed) // TOKEN_BYTES}I", packed)
+    size = len(packed)
+    unpack = _token_unpackers.get(size)
+    return struct.unpack(f"<{size // TOKEN_BYTES}I", packed) if unpack is None else unpack(packed)
 
 
 def stable_u64(text: str, seed: int = 0) -> int:

@@ -165,6 +165,8 @@ class TokenDelta(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Of the prompt's tokens from the second on; with the first delta, when asked for."""
     booked_prefill_tokens: U32 | None = None
     """With a refusal because of ``expected_prefill_tokens``: what the rank has really promised to compute."""
+    unsupported: bool = False
+    """With an error: the worker cannot do what the request asks for, which is the client's to mend."""
 
 
 class TokenBatch(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import CollectorRegistry
 
 from runtime.clock import Clock, SystemClock
+from runtime.event_loop import LoopMetrics
 from runtime.http_server import HttpServer
 from runtime.planes import CurveKeys, PlaneContext, PlaneMetrics, end_security
 from runtime.tls import Tls
@@ -267,6 +268,7 @@ async def serve(
     clock = SystemClock()
     registry = CollectorRegistry()
     metrics = WorkerMetrics(registry)
+    LoopMetrics(registry)
     context = PlaneContext.make(CurveKeys.load(settings), PlaneMetrics(registry))
     for warning in settings.exposures(settings.host, http=True, planes="the request plane"):
         log.warning("%s", warning)

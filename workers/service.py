@@ -347,6 +347,7 @@ class WorkerService:
                     error=refusal.reason[:TEXT_CHARS_MAX],
                     retryable=refusal.retryable,
                     booked_prefill_tokens=refusal.booked_tokens if isinstance(refusal, CrowdedError) else None,
+                    unsupported=refusal.unsupported,
                 ),
             )
             return
@@ -473,8 +474,15 @@ class WorkerService:
             self._fetching[request_id] = request
             if not refusal.retryable:
                 self._metrics.kv_fetch_failures.labels("wrong").inc()
-            reason = refusal.reason[:TEXT_CHARS_MAX]
-            delta = TokenDelta(request_id, 0, b"", "error", error=reason, retryable=refusal.retryable)
+            delta = TokenDelta(
+                request_id,
+                0,
+                b"",
+                "error",
+                error=refusal.reason[:TEXT_CHARS_MAX],
+                retryable=refusal.retryable,
+                unsupported=refusal.unsupported,
+            )
             self._end_fetching(request_id, delta, "error")
 
     def _on_fetch_failed(self, request_id: str, reason: str) -> None:

@@ -18,6 +18,7 @@ from router.consolidator.ports import Journal
 from router.consolidator.service import ConsolidatorService
 from router.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
 from runtime.clock import Clock, SystemClock
+from runtime.event_loop import LoopMetrics
 from runtime.http_server import HttpServer
 from runtime.planes import CurveKeys, MakeContext, PlaneContext, PlaneMetrics
 from runtime.tls import Tls
@@ -58,6 +59,7 @@ def create(
 async def serve(settings: ConsolidatorProcessSettings, stop: asyncio.Event, ready: Callable[[Endpoints], None]) -> None:
     """Run a consolidator in a process of its own until ``stop`` is set; ``ready`` is told where it answers."""
     registry = CollectorRegistry()
+    LoopMetrics(registry)
     keys = CurveKeys.load(settings)
     metrics = PlaneMetrics(registry)
     service = create(settings, registry, SystemClock(), lambda: PlaneContext.make(keys, metrics))

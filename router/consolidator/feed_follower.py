@@ -80,6 +80,11 @@ class FeedFollower:
         return self._reader.next_offset
 
     @property
+    def behind(self) -> int:
+        """Return how many records, at least, are missing of those that the consolidator is known to have."""
+        return max(self._reader.behind, int(self._subscription_inbox.has_more))
+
+    @property
     def holes(self) -> int:
         """Return how many holes were found in the feed."""
         return self._reader.holes

@@ -115,7 +115,8 @@ class ConsolidatorService:
         self._tasks: set[asyncio.Task[None]] = set()
         self._snapshot_offset = 0
         self._snapshotting = False
-        self._waiters: list[tuple[bytes, int]] = []
+        self._waiters: dict[bytes, int] = {}
+        """The last question of each router that waits for a snapshot."""
         self._dumping = False
         self._stopping = False
         self._sources: list[PubShell] = []
@@ -522,8 +523,8 @@ class ConsolidatorService:
                 continue
             if isinstance(request, Replay):
                 self._replay(frames[0], request)
-            elif len(self._waiters) < SNAPSHOT_WAITERS_MAX:
-                self._waiters.append((frames[0], request.request))
+            elif frames[0] in self._waiters or len(self._waiters) < SNAPSHOT_WAITERS_MAX:
+                self._waiters[frames[0]] = request.request
             else:
                 self._counts["feed_answers_dropped"] += 1
         self._dump_if_asked()
@@ -559,8 +560,8 @@ class ConsolidatorService:
                 parts = await asyncio.get_running_loop().run_in_executor(None, cut_snapshot, frozen)
                 if self._stopping:
                     return
-                waiters, self._waiters = self._waiters, []
-                for peer, request in waiters:
+                waiters, self._waiters = self._waiters, {}
+                for peer, request in waiters.items():
                     self._counts["feed_snapshots"] += 1
                     self._send_snapshot(peer, request, frozen, parts)
         finally:

@@ -45,6 +45,9 @@ class Decision:
     untrusted: Mapping[WorkerKey, str] = field(default_factory=dict)
     """Workers whose overlap is what the router's own choices predict, because their stream is not believed, and why."""
 
+    behind_records: int = 0
+    """Records that the pool's journal was known to hold beyond ``offset``; above 0 the router was catching up."""
+
     @property
     def worker(self) -> WorkerKey:
         """Return the chosen worker."""
@@ -52,8 +55,11 @@ class Decision:
 
     @property
     def reason(self) -> str:
-        """Return the short reason code; it says so when the chosen worker's overlap was predicted."""
-        return f"{self.choice.reason}-predicted" if self.worker in self.untrusted else self.choice.reason
+        """Return the short reason code; it says so when the chosen worker's overlap was predicted, and when the
+        router was behind the pool's journal.
+        """
+        reason = f"{self.choice.reason}-predicted" if self.worker in self.untrusted else self.choice.reason
+        return f"{reason}-behind" if self.behind_records else reason
 
     @property
     def overlap_blocks(self) -> int:
@@ -141,6 +147,7 @@ class Decision:
         return {
             **self.summary(),
             "offset": self.offset,
+            "behind_records": self.behind_records,
             "attempt": self.attempt,
             "block_size": self.request.block_size,
             "margin": self.margin(),

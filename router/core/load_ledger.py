@@ -197,11 +197,15 @@ class LoadLedger:
         if self.witness is not None and (renewed or expired):
             self.witness.expired(now_ms, renewed)
 
-    def restore(self, entries: Iterable[tuple[WorkerKey, str, Entry]]) -> None:
-        """Replace everything by the entries of another ledger at another time; their slots must be those of here."""
+    def clear(self) -> None:
+        """Forget everything; slots may mean other workers from now on."""
         for worker in list(self._of_worker):
             self.drop(worker)
         self._unconfirmed.clear()
+
+    def restore(self, entries: Iterable[tuple[WorkerKey, str, Entry]]) -> None:
+        """Replace everything by the entries of another ledger at another time; their slots must be those of here."""
+        self.clear()
         for worker, request_id, entry in entries:
             self._put(worker, request_id, entry)
             if not entry.confirmed:

@@ -1,8 +1,11 @@
 """The router's state: a fold over the pool's journal.
 
 ``apply(record)`` is the only way facts get in, in journal order; the ledger's ``reserve`` and ``release`` add the
-router's own predictions on top. ``load_snapshot`` replaces everything by a state that the consolidator folded, after
-which the next record is the one at the snapshot's offset. The law: snapshot(n) + records from n on == records from 0.
+router's own predictions on top. A snapshot replaces everything by a state that the consolidator folded, after which the
+next record is the one at the snapshot's offset. The law: snapshot(n) + records from n on == records from 0.
+
+A snapshot is loaded beside the state in use (``SnapshotLoad``), in as many steps as the caller likes, and takes its
+place in one (``adopt``). Nobody ever sees half of it, and what is seen does not depend on how many steps it took.
 """
 
 from __future__ import annotations
@@ -36,6 +39,44 @@ from wire.feed import BlockChain, SourceStream, WorkerState
 from wire.hashing import unpack_hashes
 from wire.identifiers import StreamState, WorkerId, WorkerKey
 from wire.streams import after, after_batch
+
+LOAD_STEP_BLOCKS = 4096
+"""Blocks of a snapshot loaded between two turns of a router: one to three milliseconds."""
+
+
+class SnapshotLoad:
+    """A snapshot on its way into a projection."""
+
+    def __init__(
+        self,
+        index: PrefixIndex | None,
+        next_offset: int,
+        workers: Sequence[WorkerState],
+        chains: Iterable[tuple[int, BlockChain]],
+    ) -> None:
+        self.next_offset = next_offset
+        self.workers = workers
+        self.keys = [WorkerKey(WorkerId(state.worker_id), state.dp_rank) for state in workers]
+        self.index = index
+        """Where the blocks go; ``None`` when they are not wanted. After ``adopt`` it is what was there before."""
+        self._chains = iter(chains)
+        if index is not None:
+            for key in self.keys:
+                index.slot(key)
+
+    def step(self, blocks: int) -> bool:
+        """Load about that many blocks; return whether there are more."""
+        index = self.index
+        if index is None:
+            return False
+        keys = self.keys
+        for position, chain in self._chains:
+            hashes = unpack_hashes(chain.sequence_hashes)
+            index.store(keys[position], chain.parent, hashes, chain.tier)
+            blocks -= len(hashes)
+            if blocks <= 0:
+                return True
+        return False
 
 
 class Projection:
@@ -118,13 +159,30 @@ class Projection:
         chains: Iterable[tuple[int, BlockChain]],
         now_ms: float,
     ) -> None:
-        """Replace all state; ``chains`` name their worker by its position in ``workers``."""
+        """Replace all state in one go; ``chains`` name their worker by its position in ``workers``."""
+        load = self.begin_load(next_offset, workers, chains)
+        while load.step(LOAD_STEP_BLOCKS):
+            pass
+        self.adopt(load, now_ms)
+
+    def begin_load(
+        self, next_offset: int, workers: Sequence[WorkerState], chains: Iterable[tuple[int, BlockChain]]
+    ) -> SnapshotLoad:
+        """Begin to load a snapshot beside the state in use; ``chains`` are read as it steps on."""
+        return SnapshotLoad(self.index.empty() if self._index_blocks else None, next_offset, workers, chains)
+
+    def adopt(self, load: SnapshotLoad, now_ms: float) -> None:
+        """Replace all state by a snapshot that was loaded to its end."""
+        next_offset, workers, keys = load.next_offset, load.workers, load.keys
         if self.witness is not None:
             self.witness.loaded(next_offset, now_ms)
         for key in list(self.fleet.workers):
-            self._forget(key)
+            self.trust.forget(key)
             self.fleet.leave(key)
-        keys = [WorkerKey(WorkerId(state.worker_id), state.dp_rank) for state in workers]
+        self.ledger.clear()
+        if load.index is None:
+            load.index = self.index.empty()
+        self.index.exchange(load.index)
         for key, state in zip(keys, workers, strict=True):
             worker = self.fleet.join(key, state.epoch, state.card)
             worker.load = state.load
@@ -137,9 +195,6 @@ class Projection:
             for request in state.requests:
                 prefill = request.isl - request.cached_tokens if request.prefilling else 0
                 self.ledger.started(key, slot, request.request_id, prefill, request.active_blocks, now_ms)
-        if self._index_blocks:
-            for position, chain in chains:
-                self.index.store(keys[position], chain.parent, unpack_hashes(chain.sequence_hashes), chain.tier)
         self.next_offset = next_offset
 
     def _note_stream(self, worker: Worker, source: str, event: AnyEvent | None) -> None:

@@ -108,12 +108,13 @@ class Selector:
         attempt: int = 0,
         roles: tuple[Role, ...] = (Role.AGGREGATED,),
         dry_run: bool = False,
+        behind_records: int = 0,
     ) -> Decision:
         """Choose a worker for a request whose prompt has the sequence hashes ``path``.
 
         ``now_ms`` is monotonic, ``time_ms`` wall clock for the record; ``unavailable`` names workers that the caller
-        knows it cannot use, and why. A ``dry_run`` leaves no trace: a policy that counts is asked on a copy, and no
-        witness is told. Raises ``NoWorker``.
+        knows it cannot use, and why; ``behind_records`` marks the decision and changes nothing else. A ``dry_run``
+        leaves no trace: a policy that counts is asked on a copy, and no witness is told. Raises ``NoWorker``.
         """
         group = self._group(request.model, roles)
         projection = self._projection
@@ -156,6 +157,7 @@ class Selector:
             filtered,
             attempt,
             untrusted={worker: why for worker, why in untrusted.items() if worker in group.row_of_worker},
+            behind_records=behind_records,
         )
         if self._witness is not None and not dry_run:
             self._witness.decided(decision, path, now_ms, unavailable or {}, roles)

@@ -158,6 +158,8 @@ class DecisionMade(Entry, frozen=True):
     terms: tuple[str, ...]
     filtered: list[tuple[int, str]]
     untrusted: list[tuple[int, str]] = []
+    behind_records: int = 0
+    """Records that the pool's journal was known to hold beyond ``offset``."""
 
 
 class DecisionBooked(Entry, frozen=True):
@@ -290,6 +292,7 @@ def decision_of(made: DecisionMade, workers: Sequence[WorkerKey]) -> Decision:
         {workers[number]: why for number, why in made.filtered},
         made.attempt,
         untrusted={workers[number]: why for number, why in made.untrusted},
+        behind_records=made.behind_records,
     )
 
 
@@ -326,4 +329,5 @@ def made_of(
         tuple(choice.terms),
         [(number_of[worker], why) for worker, why in decision.filtered.items()],
         [(number_of[worker], why) for worker, why in decision.untrusted.items()],
+        decision.behind_records,
     )

@@ -292,7 +292,16 @@ class Replay:
         unavailable = {stored.workers[number]: why for number, why in made.unavailable}
         roles = tuple(Role(role) for role in made.roles)
         try:
-            derived = selector.select(made.request, path, made.now_ms, made.time_ms, unavailable, made.attempt, roles)
+            derived = selector.select(
+                made.request,
+                path,
+                made.now_ms,
+                made.time_ms,
+                unavailable,
+                made.attempt,
+                roles,
+                behind_records=made.behind_records,
+            )
         except NoWorker as none:
             return difference("the decision", made.reason, f"no worker: {none}")
         self._last, self._path = derived, path

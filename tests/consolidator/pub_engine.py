@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import select
 import struct
+from collections import deque
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -86,10 +88,19 @@ class Cache:
         return value
 
     def remove(self, count: int, tier: Tier = Tier.DEVICE) -> Any:
-        hashes = list(self.truth[tier])[-count:]
+        held = self.truth[tier]
+        hashes = list(islice(reversed(held), count))[::-1]
         for engine_hash in hashes:
-            del self.truth[tier][engine_hash]
+            del held[engine_hash]
         return block_removed(self.dialect, hashes, MEDIA[tier])
+
+    def evict(self, count: int) -> Any:
+        """Remove the oldest blocks of the device, parents before their children."""
+        held = self.truth[Tier.DEVICE]
+        hashes = list(islice(held, count))
+        for engine_hash in hashes:
+            del held[engine_hash]
+        return block_removed(self.dialect, hashes, MEDIA[Tier.DEVICE])
 
     def clear(self) -> Any:
         for held in self.truth.values():
@@ -129,8 +140,7 @@ class PubEngine:
         self.router.setsockopt(zmq.SNDHWM, 0)
         bind_again(self.router, replay or "tcp://127.0.0.1:*")
         self.replay_endpoint: str = self.router.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.keep = keep
-        self.kept: list[tuple[int, bytes]] = []
+        self.kept: deque[tuple[int, bytes]] = deque(maxlen=keep)
         self.seq = 0
 
     async def subscribed(self) -> None:
@@ -139,7 +149,7 @@ class PubEngine:
 
     async def publish(self, events: list[Any], lose: bool = False) -> None:
         payload = frame_of(events)
-        self.kept = [*self.kept, (self.seq, payload)][-self.keep :] if self.keep else []
+        self.kept.append((self.seq, payload))
         if not lose:
             await self.pub.send_multipart([b"", struct.pack(">Q", self.seq), payload])
         self.seq += 1
@@ -150,7 +160,7 @@ class PubEngine:
         while True:
             peer, _, start = await self.router.recv_multipart()
             first = struct.unpack(">Q", start)[0]
-            for seq, payload in self.kept:
+            for seq, payload in tuple(self.kept):  # more may be published meanwhile
                 if seq >= first:
                     await self.router.send_multipart([peer, b"", *topic, struct.pack(">Q", seq), payload])
             await self.router.send_multipart([peer, b"", *topic, struct.pack(">q", -1), b""])

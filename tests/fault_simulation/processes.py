@@ -8,7 +8,7 @@ router's ``submit`` directly. Timeouts are shorter than the defaults, so that a 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from random import Random
 from typing import cast
@@ -269,12 +269,16 @@ class WatchedFeed:
         """Pass on what is wrong."""
         return self._feed.trouble(now_ms)
 
+    def behind(self) -> int:
+        """Pass on how much is missing."""
+        return self._feed.behind()
+
     async def stop(self) -> None:
         """Stop following."""
         await self._feed.stop()
 
     def on_snapshot(
-        self, next_offset: int, workers: Sequence[WorkerState], chains: Sequence[tuple[int, BlockChain]]
+        self, next_offset: int, workers: Sequence[WorkerState], chains: Iterable[tuple[int, BlockChain]]
     ) -> None:
         """Pass a snapshot on."""
         assert self._reader is not None

@@ -69,7 +69,9 @@ class FakeStream:
     """Called when ``next`` has nothing to give and waits: the moment for a test to act."""
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def next(self) -> list[StreamDelta]:
+    unread_tokens: int = 0
+
+    async def next(self, until_end: bool = False) -> list[StreamDelta]:
         while self.steps:
             step = self.steps.pop(0)
             if isinstance(step, asyncio.Event):

@@ -441,6 +441,29 @@ def test_a_generation_that_fails_is_a_server_error_with_its_reason() -> None:
     assert "worker-0 ran out of memory" in response.json()["error"]["message"]
 
 
+def refusing(request: InferenceRequest) -> list[Step]:
+    return [[StreamDelta(b"", "error", error="guided_regex is set, and this engine has no guides", unsupported=True)]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 2])
+def test_what_a_worker_cannot_do_is_the_requests_fault_with_the_workers_reason(n: int, stream: bool) -> None:
+    response = post(FakeBackend(refusing), COMPLETIONS, prompt="hi", stream=stream, n=n)
+
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (400, "unsupported_by_worker")
+    assert error["type"] == "invalid_request_error"
+    assert "guided_regex is set, and this engine has no guides" in error["message"]
+
+
+def test_what_a_worker_cannot_do_is_an_event_of_a_stream_that_has_begun() -> None:
+    backend = FakeBackend(lambda request: [*speak("Hel")[:1], *refusing(request)])
+
+    response = post(backend, COMPLETIONS, prompt="hi", stream=True)
+
+    assert (response.status_code, events(response.text)[-1]["error"]["code"]) == (200, "unsupported_by_worker")
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_stream_that_fails_ends_with_an_error_event_and_without_done(n: int) -> None:
     backend = FakeBackend(lambda request: [asyncio.Event()] if request.request_id == "id-1-1" else failing(request))

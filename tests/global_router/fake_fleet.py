@@ -226,6 +226,7 @@ class FakeFleet:
         error: str | None = None,
         retryable: bool = False,
         params: bytes | None = None,
+        unsupported: bool = False,
     ) -> None:
         delta = TokenDelta(
             message.request_id,
@@ -237,6 +238,7 @@ class FakeFleet:
             retryable,
             None,
             params,
+            unsupported=unsupported,
         )
         self.service.on_tokens(link, TokenBatch(0, [delta]))
 

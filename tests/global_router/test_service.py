@@ -48,13 +48,15 @@ async def answer(fleet: FakeFleet, **fields: Any) -> tuple[list[int], StreamDelt
     return tokens, last, stream.pool
 
 
-def fail_at(position: int, retryable: bool = True) -> Callable[[FakeFleet, FakeLink, Generate], None]:
+def fail_at(
+    position: int, retryable: bool = True, unsupported: bool = False
+) -> Callable[[FakeFleet, FakeLink, Generate], None]:
     """A worker that generates ``position`` tokens and then reports an error."""
 
     def script(fleet: FakeFleet, link: FakeLink, message: Generate) -> None:
         if position:
             fleet.say(link, message, output_of(message)[:position], 0)
-        fleet.say(link, message, [], position, "error", "out of memory", retryable)
+        fleet.say(link, message, [], position, "error", "out of memory", retryable, unsupported=unsupported)
 
     return script
 
@@ -374,6 +376,19 @@ class TestFailuresUnderWay:
             assert len(tokens) == position
             assert (last.finish_reason, last.error) == ("error", "out of memory")
             assert len(fleet.links.links) == 1
+            fleet.assert_nothing_is_left()
+
+        run(scenario)
+
+    @pytest.mark.parametrize("retryable", [False, True])
+    def test_what_no_worker_can_do_ends_as_the_clients_fault(self, retryable: bool) -> None:
+        async def scenario() -> None:
+            fleet = FakeFleet(aggregated(), migration_limit=1)
+            fleet.default_script = fail_at(0, retryable, unsupported=True)
+
+            _, last, _ = await answer(fleet)
+
+            assert (last.finish_reason, last.unsupported) == ("error", True)
             fleet.assert_nothing_is_left()
 
         run(scenario)

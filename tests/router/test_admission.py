@@ -105,6 +105,9 @@ class Feed:
     def trouble(self, now_ms: float) -> str:
         return ""
 
+    def behind(self) -> int:
+        return 0
+
 
 class Scene:
     def __init__(self, service: RouterService, workers: dict[str, Worker]) -> None:

@@ -50,6 +50,7 @@ class View:
         self.decisions = DecisionLog(10)
         self.out_of_reach: dict[WorkerKey, str] = {}
         self.load_changes = 0
+        self.behind_records = 0
 
     @property
     def unreachable(self) -> Mapping[WorkerKey, str]:

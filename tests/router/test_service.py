@@ -47,6 +47,9 @@ class ToldFeed:
     def trouble(self, now_ms: float) -> str:
         return ""
 
+    def behind(self) -> int:
+        return 0
+
     async def stop(self) -> None:
         pass
 
@@ -146,6 +149,27 @@ def test_a_request_goes_back_to_a_worker_that_failed_it_when_there_is_no_other()
                 service._on_tokens(service._links[BEFORE], TokenBatch(1, [again]))
             [last] = await stream.next()
             assert last.error == "the KV is gone; moved 3 times already"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("retryable", [False, True])
+def test_what_no_worker_can_do_ends_as_the_clients_fault(retryable: bool) -> None:
+    async def scenario() -> None:
+        async with routed() as router:
+            service = router.service
+            router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
+            router.bring_up(BEFORE)
+            stream = await service.submit(REQUEST)
+            for attempt in range(1 + RouterSettings().migration_limit if retryable else 1):
+                dispatch_id = f"r~{attempt}" if attempt else "r"
+                refusal = TokenDelta(dispatch_id, 0, b"", "error", error="no guides", retryable=retryable)
+                refusal = msgspec.structs.replace(refusal, unsupported=True)
+                service._on_tokens(service._links[BEFORE], TokenBatch(1, [refusal]))
+
+            [last] = await stream.next()
+            assert (last.finish_reason, last.unsupported) == ("error", True)
+            assert service.counts() == (0, 0)
 
     asyncio.run(scenario())
 

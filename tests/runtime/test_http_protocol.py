@@ -48,6 +48,10 @@ class Endpoint:
                 await send({"type": "http.response.body", "body": part, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
             return
+        if headers.get(b"x-bare"):
+            await send({"type": "http.response.start", "status": 200})
+            await send({"type": "http.response.body", "body": b"bare"})
+            return
         answer = b"%d %s" % (len(body), how)
         headers_out = [(b"content-length", b"%d" % len(answer))]
         if headers.get(b"x-close"):
@@ -225,5 +229,15 @@ def test_nonsense_is_answered_400() -> None:
             client.writer.write(b"NONSENSE\r\n\r\n")
             status, _, _ = await client.response()
             assert status == 400
+
+    asyncio.run(go())
+
+
+def test_what_asgi_lets_an_endpoint_leave_out_has_its_default() -> None:
+    async def go() -> None:
+        async with talking() as (_, client):
+            client.writer.write(post(b"", "x-bare: 1"))
+            status, headers, body = await client.response()
+            assert (status, headers["transfer-encoding"], body) == (200, "chunked", b"bare")
 
     asyncio.run(go())

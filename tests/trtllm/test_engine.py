@@ -21,7 +21,8 @@ from wire.identifiers import Role, Stage
 from wire.requests import LogitsProcessorCall, Routing
 from workers import bootstrap
 from workers.core.refusal import RefusedError
-from workers.engines.trtllm import EngineBrokenError, EngineLimits
+from workers.engines.trtllm import EngineLimits
+from workers.engines.trtllm_health import EngineBrokenError
 from workers.engines.trtllm_library import LibraryMissingError, load_library
 from workers.engines.trtllm_loading import end_engine, start_engine
 from workers.engines.trtllm_logits import RequestProcessors
@@ -295,7 +296,7 @@ def test_what_a_request_does_wrong_is_its_own_error() -> None:
             with pytest.raises(RefusedError, match="top_p"):
                 told.engine.submit(make_request("r", top_p=1.5))
             last = await told.finish(make_request("r", max_tokens=100))
-            assert (last.finish_reason, last.retryable) == ("error", False)
+            assert (last.finish_reason, last.retryable, last.unsupported) == ("error", False, True)
             assert "max_sequence_length" in (last.error or "")
             assert told.events_of("r") == [RequestFinished("r", "error")]
             assert (await told.finish(make_request("s"))).finish_reason == "length"

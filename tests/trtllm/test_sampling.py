@@ -10,7 +10,7 @@ import pytest
 from tests.fakes.tensorrt_llm import GuidedDecodingParams, SamplingParams
 from wire.hashing import pack_tokens
 from wire.requests import Generate, Sampling
-from workers.core.refusal import RefusedError
+from workers.core.refusal import UnsupportedError
 from workers.trtllm.sampling import SEED_MASK, SamplingPlan, engine_priority, plan_sampling, request_of
 
 
@@ -84,7 +84,7 @@ def test_each_guide_becomes_the_engines(given: dict[str, Any], guide: dict[str, 
     made = plan(**given).guide
     assert made == guide
     GuidedDecodingParams(**guide)
-    with pytest.raises(RefusedError, match="guided_decoding_backend") as refused:
+    with pytest.raises(UnsupportedError, match="guided_decoding_backend") as refused:
         plan(can_guide=False, **given)
     assert refused.value.retryable, "another worker may have one"
 
@@ -106,7 +106,7 @@ def test_a_choice_matches_its_texts_and_nothing_else() -> None:
     ],
 )
 def test_guides_that_cannot_be_followed_are_refused(given: dict[str, Any], words: str) -> None:
-    with pytest.raises(RefusedError, match=words) as refused:
+    with pytest.raises(UnsupportedError, match=words) as refused:
         plan(**given)
     assert not refused.value.retryable
 

@@ -219,6 +219,7 @@ GOLDEN: dict[tuple[str, str], Any] = {
             TokenDelta("r-3", 0, b"", "error", error="out of blocks", retryable=True),
             TokenDelta("r-4", 0, pack_tokens([14]), "prefilled", cached_tokens=0, disaggregated_params=b"\x01\x02"),
             TokenDelta("r-5", 0, b"", "encoded", disaggregated_params=b"\x03"),
+            TokenDelta("r-6", 0, b"", "error", error="no guides here", unsupported=True),
         ],
     ),
     ("from_worker", "pong"): Pong(5, 7, draining=True),

@@ -14,7 +14,7 @@ import pytest
 from wire.identifiers import Stage
 from wire.limits import LOGITS_PROCESSORS_MAX
 from wire.requests import LogitsProcessorCall
-from workers.core.refusal import RefusedError
+from workers.core.refusal import RefusedError, UnsupportedError
 from workers.logits.failure_channel import FailureChannel
 from workers.logits.processor import LogitsRow, RequestFacts
 from workers.logits.registry import BUILT_IN, LogitsProcessorRegistry, RegistrationError
@@ -82,7 +82,7 @@ def test_wrong_arguments_are_refused_with_their_place(name: str, arguments: byte
 
 
 def test_an_unknown_name_is_refused_with_the_names_there_are() -> None:
-    with pytest.raises(RefusedError, match="'nope', this worker has allowed_tokens, banned_tokens, forced_prefix"):
+    with pytest.raises(UnsupportedError, match="'nope', this worker has allowed_tokens, banned_tokens, forced_prefix"):
         make("nope")
 
 

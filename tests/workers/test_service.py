@@ -29,7 +29,7 @@ from wire.events import (
 )
 from wire.hashing import block_hashes, pack_tokens, sequence_hashes
 from wire.identifiers import Tier
-from wire.requests import Cancel, Generate, Ping, Routing
+from wire.requests import Cancel, Generate, Ping, Routing, Sampling
 from workers import bootstrap
 from workers.adapters.http_api import HttpApi
 from workers.adapters.sockets import RequestSocket
@@ -38,6 +38,8 @@ from workers.engines.engine import EngineReport
 from workers.metrics import WorkerMetrics
 from workers.publisher import EventPublisher
 from workers.service import ServiceLimits, WorkerService
+
+ONE_TOKEN = pack_tokens([1])
 
 
 def test_requests_get_their_tokens_and_the_pool_hears_of_everything() -> None:
@@ -99,15 +101,19 @@ def test_a_second_request_with_an_active_id_is_refused_and_the_first_goes_on() -
 
 
 @pytest.mark.parametrize(
-    ("request_", "named", "retryable"),
+    ("request_", "named", "retryable", "unsupported"),
     [
-        (make_request("r", range(10), max_tokens=5000), "max_sequence_length", False),
-        (make_request("r", (), max_tokens=5), "prompt has 0 tokens", False),
-        (Generate("r", pack_tokens([1]), make_request().sampling, routing=Routing(lora_name="x")), "lora_name", True),
-        (Generate("r", pack_tokens([1]), make_request().sampling, routing=Routing(dp_rank=3)), "dp_rank is 3", False),
+        (make_request("r", range(10), max_tokens=5000), "max_sequence_length", False, False),
+        (make_request("r", (), max_tokens=5), "prompt has 0 tokens", False, False),
+        (Generate("r", ONE_TOKEN, Sampling(5), routing=Routing(lora_name="x")), "lora_name", True, False),
+        (Generate("r", ONE_TOKEN, Sampling(5), routing=Routing(dp_rank=3)), "dp_rank is 3", False, False),
+        (Generate("r", ONE_TOKEN, Sampling(5, guided_regex="a+")), "guided_regex is set", False, True),
+        (Generate("r", ONE_TOKEN, Sampling(5, prompt_logprobs=1)), "prompt_logprobs is set", False, True),
     ],
 )
-def test_a_request_that_cannot_run_is_answered_with_the_reason(request_: Generate, named: str, retryable: bool) -> None:
+def test_a_request_that_cannot_run_is_answered_with_the_reason(
+    request_: Generate, named: str, retryable: bool, unsupported: bool
+) -> None:
     async def scenario() -> None:
         async with running_worker() as worker:
             await worker.router.send(request_)
@@ -115,6 +121,7 @@ def test_a_request_that_cannot_run_is_answered_with_the_reason(request_: Generat
 
             refusal = worker.router.last("r")
             assert (refusal.finish_reason, refusal.retryable, refusal.token_ids) == ("error", retryable, b"")
+            assert refusal.unsupported is unsupported
             assert named in (refusal.error or "")
 
     asyncio.run(scenario())

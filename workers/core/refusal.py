@@ -8,10 +8,22 @@ from wire.errors import WireError
 class RefusedError(WireError):
     """A request cannot be taken; ``retryable`` says whether another worker, or this one later, might take it."""
 
+    unsupported = False
+    """Whether it is what the client asked for that this worker cannot do."""
+
     def __init__(self, reason: str, retryable: bool) -> None:
         self.reason = reason
         self.retryable = retryable
         super().__init__(reason)
+
+
+class UnsupportedError(RefusedError):
+    """This worker cannot do what the request asks for: a feature that it lacks, or a value that it does not take."""
+
+    unsupported = True
+
+    def __init__(self, reason: str, retryable: bool = False) -> None:
+        super().__init__(reason, retryable)
 
 
 class CrowdedError(RefusedError):

@@ -20,7 +20,7 @@ from wire.errors import DecodeError
 from wire.hashing import unpack_tokens
 from wire.identifiers import Stage
 from wire.requests import Generate
-from workers.core.refusal import RefusedError
+from workers.core.refusal import RefusedError, UnsupportedError
 from workers.engines.trtllm_library import TrtllmLibrary, parameters_of
 from workers.engines.trtllm_logits import ProcessorsOfRequests
 from workers.trtllm import disaggregated_params as codec
@@ -86,7 +86,7 @@ class TrtllmCalls:
             )
         if routing.cache_salt:
             if "cache_salt" not in self._accepted:
-                raise RefusedError("this TensorRT-LLM has no cache salts, and tenants must not share blocks", False)
+                raise UnsupportedError("this TensorRT-LLM has no cache salts, and tenants must not share blocks")
             given["cache_salt"] = routing.cache_salt
         given.update(self._scheduling(routing.dp_rank))
         if routing.priority and "priority" in self._accepted:
@@ -162,16 +162,14 @@ class TrtllmCalls:
 def embedding_bias(bias: Mapping[int, float], vocabulary_size: int) -> Any:
     """Return a logit bias as TensorRT-LLM takes it: a tensor over the vocabulary; raises ``RefusedError``."""
     if not vocabulary_size:
-        raise RefusedError("logit_bias is given, and the model's files do not say its vocabulary size", retryable=False)
+        raise UnsupportedError("logit_bias is given, and the model's files do not say its vocabulary size")
     beyond = [token_id for token_id in bias if not 0 <= token_id < vocabulary_size]
     if beyond:
-        raise RefusedError(
-            f"logit_bias names token {beyond[0]}, allowed are 0 to {vocabulary_size - 1}", retryable=False
-        )
+        raise UnsupportedError(f"logit_bias names token {beyond[0]}, allowed are 0 to {vocabulary_size - 1}")
     try:
         import torch
     except ImportError:
-        raise RefusedError("logit_bias needs torch, which is not installed here", retryable=False) from None
+        raise UnsupportedError("logit_bias needs torch, which is not installed here") from None
     tensor = torch.zeros(vocabulary_size, dtype=torch.float32)
     for token_id, value in bias.items():
         tensor[token_id] = value

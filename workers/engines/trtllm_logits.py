@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from wire.requests import Generate
-from workers.core.refusal import RefusedError
+from workers.core.refusal import UnsupportedError
 from workers.logits.failure_channel import FailureReporter
 from workers.logits.processor import LogitsProcessor, RequestFacts
 from workers.logits.registry import LogitsProcessorRegistry
@@ -47,7 +47,7 @@ class ProcessorsOfRequests:
             return None
         reason = reason_refused(request.stage, self._mode, self._arguments)
         if reason is not None:
-            raise RefusedError(reason, retryable=False)
+            raise UnsupportedError(reason)
         made = self._registry.make(calls, RequestFacts(len(request.token_ids) // 4, vocabulary_size))
         return engine_processor([(call.name, each) for call, each in zip(calls, made, strict=True)], self._reporter)
 

@@ -19,7 +19,7 @@ from wire import codec
 from wire.errors import DecodeError
 from wire.multimodal import MediaItem, MediaKind
 from wire.requests import Generate
-from workers.core.refusal import RefusedError
+from workers.core.refusal import RefusedError, UnsupportedError
 
 SAFETENSORS = "application/x-safetensors"
 
@@ -39,9 +39,7 @@ def load_media(request: Generate, has_handles: bool) -> dict[str, Any]:
         return inputs
     kinds = {item.kind for item in media.items}
     if len(kinds) > 1:
-        raise RefusedError(
-            "the request has pictures and embeddings, TensorRT-LLM takes one of the two per request", retryable=False
-        )
+        raise UnsupportedError("the request has pictures and embeddings, TensorRT-LLM takes one of the two per request")
     if MediaKind.IMAGE in kinds:
         inputs["multi_modal_data"] = {"image": [_load(at, item, _image) for at, item in enumerate(media.items)]}
     else:
@@ -63,7 +61,7 @@ def _load(at: int, item: MediaItem, load: Callable[[MediaItem], Any]) -> Any:
             f"medium {at} ({item.media_type}) needs {error.name}, which is not installed here", True
         ) from None
     except Exception as error:  # whatever the decoder of a broken file raises
-        raise RefusedError(f"medium {at} ({item.media_type}) cannot be loaded: {error}", retryable=False) from None
+        raise UnsupportedError(f"medium {at} ({item.media_type}) cannot be loaded: {error}") from None
 
 
 def _image(item: MediaItem) -> Any:

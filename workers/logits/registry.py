@@ -14,7 +14,7 @@ import msgspec
 
 from wire.limits import LOGITS_PROCESSORS_MAX
 from wire.requests import LogitsProcessorCall
-from workers.core.refusal import RefusedError
+from workers.core.refusal import UnsupportedError
 from workers.logits.forced_prefix import forced_prefix
 from workers.logits.processor import LogitsProcessor, LogitsProcessorFactory, RequestFacts
 from workers.logits.token_sets import allowed_tokens, banned_tokens
@@ -74,16 +74,13 @@ class LogitsProcessorRegistry:
     def make(self, calls: Sequence[LogitsProcessorCall], facts: RequestFacts) -> list[LogitsProcessor]:
         """Return the processors that a request asks for, in its order; raises ``RefusedError``."""
         if len(calls) > LOGITS_PROCESSORS_MAX:
-            raise RefusedError(
-                f"logits_processors has {len(calls)} entries, allowed are {LOGITS_PROCESSORS_MAX}", retryable=False
-            )
+            raise UnsupportedError(f"logits_processors has {len(calls)} entries, allowed are {LOGITS_PROCESSORS_MAX}")
         processors: list[LogitsProcessor] = []
         for index, call in enumerate(calls):
             factory = self._factories.get(call.name)
             if factory is None:
-                raise RefusedError(
-                    f"logits_processors[{index}].name is {call.name!r}, this worker has {', '.join(self.names)}",
-                    retryable=False,
+                raise UnsupportedError(
+                    f"logits_processors[{index}].name is {call.name!r}, this worker has {', '.join(self.names)}"
                 )
             try:
                 arguments: dict[str, Any] = (
@@ -91,7 +88,7 @@ class LogitsProcessorRegistry:
                 )
                 processors.append(factory(arguments, facts))
             except Exception as error:  # a processor of the operator's must not end the worker
-                raise RefusedError(
-                    f"logits_processors[{index}] ({call.name}): {error}; the request was not run", retryable=False
+                raise UnsupportedError(
+                    f"logits_processors[{index}] ({call.name}): {error}; the request was not run"
                 ) from error
         return processors

@@ -37,7 +37,7 @@ from wire.identifiers import Stage, Tier
 from wire.requests import Generate, KvOffered, TokenDelta
 from workers.core.cache_facts import chains, stored_chain
 from workers.core.kv_arrival import KvArrival
-from workers.core.refusal import RefusedError
+from workers.core.refusal import RefusedError, UnsupportedError
 from workers.simulated.block_pool import BlockPool
 from workers.simulated.cache_recorder import CacheRecorder, SilentRecorder
 from workers.simulated.kv_transfer import KvSource, TransferModel, check_offer, make_offer, read_ticket, write_ticket
@@ -220,19 +220,16 @@ class SimulatedEngine:
         if sampling.max_tokens < 1:
             raise RefusedError("max_tokens is 0, allowed are integers from 1", retryable=False)
         if sampling.logits_processors:
-            raise RefusedError(
-                "logits_processors are set, and the simulated engine has no logits; a TensorRT-LLM worker takes them",
-                retryable=False,
+            raise UnsupportedError(
+                "logits_processors are set, and the simulated engine has no logits; a TensorRT-LLM worker takes them"
             )
         if sampling.guide:
-            raise RefusedError(
-                f"{sampling.guide} is set, and the simulated engine cannot keep to a guide; its tokens are random",
-                retryable=False,
+            raise UnsupportedError(
+                f"{sampling.guide} is set, and the simulated engine cannot keep to a guide; its tokens are random"
             )
         if sampling.prompt_logprobs is not None:
-            raise RefusedError(
-                "prompt_logprobs is set, and the simulated engine has none; a TensorRT-LLM worker reports them",
-                retryable=False,
+            raise UnsupportedError(
+                "prompt_logprobs is set, and the simulated engine has none; a TensorRT-LLM worker reports them"
             )
         osl = 1 if request.stage is Stage.PREFILL else sampling.max_tokens
         length = isl + osl
@@ -286,7 +283,7 @@ class SimulatedEngine:
         if request.multimodal is None:
             return ()
         if not self._takes_media:
-            raise RefusedError("the request has media, and this worker takes text only", retryable=False)
+            raise UnsupportedError("the request has media, and this worker takes text only")
         media = read_media(request)
         return () if media is None else mark_media(media, embeddings)
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from wire.hashing import stable_u64
 from wire.requests import Generate, Sampling
-from workers.core.refusal import RefusedError
+from workers.core.refusal import UnsupportedError
 
 NO_END_ID = -1
 """TensorRT-LLM's way to say that no token ends the output."""
@@ -101,23 +101,20 @@ def plan_guide(sampling: Sampling, can_guide: bool) -> dict[str, Any] | None:
         guides["grammar"] = sampling.guided_grammar
     if sampling.guided_choice is not None:
         if not sampling.guided_choice:
-            raise RefusedError("guided_choice has 0 texts, allowed is 1 or more", retryable=False)
+            raise UnsupportedError("guided_choice has 0 texts, allowed is 1 or more")
         if "regex" in guides:
-            raise RefusedError(
-                "2 guides are given (regex, choice), TensorRT-LLM follows at most one per request", retryable=False
-            )
+            raise UnsupportedError("2 guides are given (regex, choice), TensorRT-LLM follows at most one per request")
         guides["regex"] = "(" + "|".join(re.escape(each) for each in sampling.guided_choice) + ")"
     if sampling.structural_tag is not None:
         guides["structural_tag"] = sampling.structural_tag
     if not guides:
         return None
     if len(guides) > 1:
-        raise RefusedError(
-            f"{len(guides)} guides are given ({', '.join(guides)}), TensorRT-LLM follows at most one per request",
-            retryable=False,
+        raise UnsupportedError(
+            f"{len(guides)} guides are given ({', '.join(guides)}), TensorRT-LLM follows at most one per request"
         )
     if not can_guide:
-        raise RefusedError(
+        raise UnsupportedError(
             "guided decoding is asked for, and this worker's engine was started without it: set "
             "guided_decoding_backend to xgrammar or llguidance",
             retryable=True,
@@ -146,4 +143,4 @@ def _text(schema: bytes) -> str:
     try:
         return schema.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise RefusedError(f"guided_json is not UTF-8: {error}", retryable=False) from None
+        raise UnsupportedError(f"guided_json is not UTF-8: {error}") from None

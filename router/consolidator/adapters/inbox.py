@@ -29,6 +29,8 @@ class Inbox:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._scheduled = False
         self._paused = False
+        self.has_more = False
+        """Whether messages were left behind when it last received: others run before they are taken."""
 
     def start(self) -> None:
         """Begin to receive on the running loop."""
@@ -70,8 +72,9 @@ class Inbox:
                 room -= len(frames[-1])
                 messages.append(frames)
         except zmq.Again:
-            pass
+            self.has_more = False
         else:
+            self.has_more = True
             self.check()
         if messages:
             self._handle(messages)

@@ -88,6 +88,11 @@ class FeedReader:
         self._goal = 0
         """The highest next offset that the feed has named: replay goes at least up to here."""
 
+    @property
+    def behind(self) -> int:
+        """Return how many records, at least, are missing of those that the feed has named: 0 while live."""
+        return 0 if self.state is FeedState.LIVE else max(1, self._goal - self.next_offset)
+
     def start(self, now_ms: float) -> list[FeedEffect]:
         """Begin: the subscription is on its way."""
         return self._ask_snapshot(now_ms)

@@ -1,0 +1,66 @@
+"""The head of a stream (status line, headers, what its body begins with): sent once, by whoever writes first.
+
+It waits a moment for output, so that a worker that refuses at once is answered with a status of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+REFUSAL_WAIT_S = 0.1
+"""How long the head waits for output: long enough for a worker to refuse, too short to be noticed."""
+
+
+class StreamHead:
+    """Calls ``start`` before the first write, or after ``REFUSAL_WAIT_S`` when nothing is written until then."""
+
+    def __init__(
+        self, start: Callable[[], Awaitable[None]], write: Callable[[bytes], Awaitable[None]], beginning: bytes
+    ) -> None:
+        self._start = start
+        self._write = write
+        self._beginning = beginning
+        self._starting = asyncio.Lock()
+        self._sent = False
+        self._task: asyncio.Task[None] | None = None
+        self._timer = asyncio.get_running_loop().call_later(REFUSAL_WAIT_S, self._waited)
+
+    @property
+    def is_sent(self) -> bool:
+        """Return whether the head is out, and what the body begins with too."""
+        return self._sent and (self._task is None or self._task.done())
+
+    async def before(self, body: bytes) -> bytes:
+        """Send the head unless it is out; return ``body`` with the beginning before it the first time."""
+        if not self._sent:
+            async with self._starting:
+                if not self._sent:
+                    await self._start()
+                    self._sent = True
+                    return self._beginning + body
+        return body
+
+    async def settled(self) -> None:
+        """Wait until the head is either out or will not be sent by anyone but the caller."""
+        self._timer.cancel()
+        async with self._starting:
+            pass
+
+    def close(self) -> None:
+        """Send nothing more by itself."""
+        self._timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
+
+    def _waited(self) -> None:
+        if not self._sent:
+            self._task = asyncio.ensure_future(self._alone())
+
+    async def _alone(self) -> None:
+        try:
+            beginning = await self.before(b"")
+            if beginning:
+                await self._write(beginning)
+        except OSError:
+            pass  # the client has left; whoever watches the connection finds out

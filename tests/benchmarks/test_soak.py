@@ -1,0 +1,90 @@
+"""The soak finds what is left behind, and a pool that was loaded and left by its clients is as it was before."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from benchmarks.growth import Slope
+from benchmarks.soak import Sample, growth_faults, load_faults
+from benchmarks.soak_clients import Tally
+from benchmarks.soak_pool import Reading, leftovers, summed
+from benchmarks.soak_requests import ENDINGS, MALFORMED, Plan
+
+QUIET = Reading(rss_mb=100, descriptors=40, sockets=20, threads=9, processes=1, tasks=6, books={"requests": 0.0})
+
+
+def test_the_same_seed_plans_the_same_and_another_one_does_not() -> None:
+    def drawn(seed: int) -> list[bytes]:
+        plan = Plan(seed, 7, "tiny", 64)
+        return [plan.next().data for _ in range(50)]
+
+    assert drawn(1) == drawn(1)
+    assert drawn(1) != drawn(2)
+
+
+def test_every_kind_of_request_and_of_leaving_is_drawn() -> None:
+    plan = Plan(0, 0, "tiny", 64)
+    drawn = [plan.next() for _ in range(3000)]
+    assert {planned.leaving for planned in drawn} == set(ENDINGS)
+    kinds = Counter(planned.kind for planned in drawn)
+    assert {f"malformed: {name}" for name in MALFORMED} <= set(kinds)
+    assert {"completion", "token completion", "chat", "chat with tools", "response", "several choices"} <= set(kinds)
+
+
+@pytest.mark.parametrize(
+    ("now", "said"),
+    [
+        (Reading(100, 41, 20, 9, 1, 6, {"requests": 0.0}), "router: 41 descriptors, 40 before the load"),
+        (Reading(100, 40, 21, 9, 1, 6, {"requests": 0.0}), "router: 21 sockets, 20 before the load"),
+        (Reading(100, 40, 20, 99, 1, 6, {"requests": 0.0}), "router: 99 threads, 9 before the load"),
+        (Reading(100, 40, 20, 9, 1, 7, {"requests": 0.0}), "router: 7 tasks, 6 before the load"),
+        (Reading(100, 40, 20, 9, 1, 6, {"requests": 1.0}), "router: requests is 1, not 0"),
+    ],
+)
+def test_what_is_left_behind_is_said(now: Reading, said: str) -> None:
+    assert leftovers({"router": QUIET}, {"router": now}) == [said]
+    assert leftovers({"router": QUIET}, {"router": QUIET}) == []
+
+
+def test_memory_must_surely_grow_to_be_a_fault() -> None:
+    slopes = {"leaks": Slope(3, 2, 4), "noisy": Slope(3, -1, 7), "unknown": None}
+    (found,) = growth_faults(slopes, 300, 1.0)
+    assert found.startswith("leaks: memory grows by 3.00 MB/min (2.00 to 4.00)")
+    assert growth_faults(slopes, 10, 1.0) == []
+
+
+def test_wrong_answers_and_a_load_that_was_none_are_faults() -> None:
+    tally = Tally()
+    full = [Sample(at, 100, {}) for at in range(10)]
+    assert load_faults(tally, full, 100, 600) == []
+    assert load_faults(tally, [Sample(at, 50, {}) for at in range(10)], 100, 600) == [
+        "clients: 50 streams were open on average, 100 were wanted"
+    ]
+    tally.fault(Plan(0, 0, "tiny", 64).next(), "status 500, not 200")
+    (found,) = load_faults(tally, full, 100, 600)
+    assert "1 wrong answers" in found
+    assert "status 500" in found
+
+
+def test_samples_of_a_metric_add_up() -> None:
+    text = '# HELP a b\na{x="1"} 2\na{x="2"} 3.5\nab 9\nc 1\n'
+    assert summed(text, ("a", "c", "d")) == {"a": 5.5, "c": 1.0}
+
+
+@pytest.mark.e2e
+def test_nothing_is_left_of_streams_whose_clients_leave(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    command = [sys.executable, "-m", "benchmarks.soak", "--streams", "60", "--seconds", "3", "--workers", "2"]
+    command += ["--speedup", "2", "--osl-max", "64", "--sample-s", "0.5", "--json", str(out)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = json.loads(out.read_text())
+    assert found["held"]
+    assert found["statuses"]["200"] > 60
+    assert set(found["left"]) >= {"amid request", "before answer", "amid answer"}

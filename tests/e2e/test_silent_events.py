@@ -1,0 +1,56 @@
+"""TensorRT-LLM's silent failure: an engine that reuses its cache and never says what is in it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.processes import Process, eventually, metric, ready_workers, worker_rows
+from tests.fakes import FAKES_PATH
+
+pytestmark = pytest.mark.e2e
+
+
+def complete(url: str, number: int) -> httpx.Response:
+    prompt = [5 + (place % 1000) for place in range(320)] + [number + 5] * 20
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 2, "temperature": 0}
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=30)
+
+
+def stream(url: str) -> dict[str, Any]:
+    (row,) = worker_rows(url).values()
+    told = row["stream"]
+    assert isinstance(told, dict)
+    return told
+
+
+def test_an_event_stream_that_never_fills_is_found_out_and_the_routers_own_choices_stand_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(FAKES_PATH), os.environ.get("PYTHONPATH", "")]))
+    with Process("router", "--port", "0") as router:
+        router.wait_ready()
+        options = ("--engine", "trtllm", "--model-path", "tiny", "--kv-block-size", "16", "--worker-id", "w")
+        silent = ("--no-publish-events-and-metrics", "--consolidator", router.word("ingest"))
+        with Process("worker", *options, *silent) as worker:
+            worker.wait_ready()
+            eventually("the worker is ready", lambda: ready_workers(router.url) == ["w"])
+            reused = [
+                complete(router.url, number).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+                for number in range(24)
+            ]
+            assert max(reused) >= 320 - 16, "the engine reuses its cache"
+            eventually("the router has found out", lambda: not stream(router.url)["trusted"])
+            told = stream(router.url)
+            assert (told["predicted_tokens"], told["disagreement"]) == (0, 1.0)
+            assert "the index predicted 0 cached tokens" in told["untrusted_because"]
+            assert metric(router.url, "poolgrid_router_untrusted_workers") == 1
+
+            # From now on what was sent there is believed to be there.
+            complete(router.url, 100)
+            assert complete(router.url, 101).headers["x-poolgrid-decision"].endswith("-predicted")
+            newest = httpx.get(f"{router.url}/v1/decisions").json()["data"][0]
+            assert newest["overlap_blocks"] == 320 // 16

@@ -1,0 +1,244 @@
+"""A router that catches up: in slices, beside what it serves from, and what it decides meanwhile says so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+
+import zmq
+from prometheus_client import CollectorRegistry
+
+from router.consolidator.core.feed_frames import FeedFrame
+from router.consolidator.core.feed_reader import FeedReader, FeedState
+from router.core.candidates import RoutingRequest
+from router.core.decision import Decision
+from router.core.load_ledger import LoadLedger
+from router.core.policy import make_policy
+from router.core.prefix_index import PrefixIndex
+from router.core.projection import LOAD_STEP_BLOCKS, Projection
+from router.core.selector import Selector
+from router.metrics import RouterMetrics
+from router.ports import JournalReader
+from router.service import ARRIVED_RECORDS_MAX, RECORDS_PER_SLICE, RouterService
+from router.settings import RouterSettings
+from runtime.clock import SystemClock
+from tests.router.fleet_builder import make_card, stored, worker_key
+from wire import codec
+from wire.events import JournalRecord, WorkerJoined
+from wire.feed import BlockChain, Records, SnapshotPart, WorkerState
+from wire.hashing import pack_hashes
+from wire.identifiers import Tier
+
+BLOCKS_PER_CHAIN = 64
+
+
+def a_worker(name: str) -> WorkerState:
+    return WorkerState(name, 0, 1, 0, make_card(), False, [])
+
+
+def a_path(number: int) -> list[int]:
+    return [number * 1000 + block for block in range(BLOCKS_PER_CHAIN)]
+
+
+def a_record(offset: int, number: int) -> JournalRecord:
+    return JournalRecord(offset, "w", 0, 1, offset, 0, 0, [stored(a_path(number))])
+
+
+class HeldFeed:
+    """A journal that a test hands over."""
+
+    def __init__(self) -> None:
+        self.missing = 0
+        self.reader: JournalReader | None = None
+
+    async def start(self, reader: JournalReader) -> None:
+        self.reader = reader
+        reader.on_snapshot(1, [a_worker("w")], [(0, BlockChain(None, pack_hashes(a_path(0)), Tier.DEVICE))])
+
+    def trouble(self, now_ms: float) -> str:
+        return ""
+
+    def behind(self) -> int:
+        return self.missing
+
+    async def stop(self) -> None:
+        pass
+
+    def snapshot(self, offset: int, chains: Iterable[tuple[int, BlockChain]]) -> None:
+        assert self.reader is not None
+        self.reader.on_snapshot(offset, [a_worker("v"), a_worker("w")], chains)
+
+    def tell(self, records: Sequence[JournalRecord]) -> None:
+        assert self.reader is not None
+        self.reader.on_records(records)
+
+
+class Scene:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        settings = RouterSettings()
+        self.projection = Projection(PrefixIndex(), LoadLedger())
+        self.selector = Selector(self.projection, make_policy("kv", settings.cost_weights(), 0.0))
+        self.feed = HeldFeed()
+        self.service = RouterService(
+            settings,
+            self.projection,
+            self.selector,
+            self.feed,
+            RouterMetrics(CollectorRegistry()),
+            SystemClock(),
+            context,
+        )
+
+    def decide(self, number: int) -> Decision:
+        request = RoutingRequest("r", "m", 16 * BLOCKS_PER_CHAIN, 16, BLOCKS_PER_CHAIN)
+        return self.selector.select(request, a_path(number), 0.0, 0, behind_records=self.service.behind_records)
+
+    async def turns(self, done: Callable[[], bool]) -> int:
+        """Let slices be done until a condition holds; return how many turns that took."""
+        for turn in range(100_000):
+            if done():
+                return turn
+            await asyncio.sleep(0)
+        raise AssertionError("it never came to be")
+
+
+def run(scenario: Callable[[Scene], Awaitable[None]]) -> None:
+    async def played() -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        scene = Scene(context)
+        try:
+            await scene.service.start()
+            await scenario(scene)
+        finally:
+            await scene.service.stop()
+            context.destroy(linger=0)
+
+    asyncio.run(played())
+
+
+def many_chains(count: int) -> Iterator[tuple[int, BlockChain]]:
+    for number in range(count):
+        yield number % 2, BlockChain(None, pack_hashes(a_path(number)), Tier.DEVICE)
+
+
+def test_a_large_snapshot_is_loaded_in_slices_beside_the_state_that_serves() -> None:
+    async def scenario(scene: Scene) -> None:
+        slices = 5
+        assert not scene.decide(0).reason.endswith("-behind")
+        scene.feed.snapshot(500, many_chains(slices * LOAD_STEP_BLOCKS // BLOCKS_PER_CHAIN))
+        scene.feed.tell([a_record(500, 9_000)])
+        await asyncio.sleep(0)
+
+        meanwhile = scene.decide(0)
+        assert meanwhile.offset == 1  # the old state, whole
+        assert meanwhile.overlap_blocks == BLOCKS_PER_CHAIN
+        assert [str(worker) for worker in meanwhile.candidates.workers] == ["w"]
+        assert meanwhile.behind_records == 499 + 1
+        assert meanwhile.reason.endswith("-behind")
+        assert meanwhile.explanation()["behind_records"] == 500
+
+        assert await scene.turns(lambda: scene.service.behind_records == 0) >= slices - 1
+        after = scene.decide(9_000)
+        assert after.offset == 501
+        assert after.overlap_blocks == BLOCKS_PER_CHAIN
+        assert after.behind_records == 0
+        assert not after.reason.endswith("-behind")
+        assert len(scene.projection.index) == slices * LOAD_STEP_BLOCKS + BLOCKS_PER_CHAIN
+
+    run(scenario)
+
+
+def test_many_records_at_once_are_applied_in_slices_and_in_order() -> None:
+    async def scenario(scene: Scene) -> None:
+        count = 4 * RECORDS_PER_SLICE
+        scene.feed.tell([a_record(1 + at, at) for at in range(count)])
+        scene.feed.tell([a_record(1 + count, count)])
+
+        assert scene.decide(0).behind_records > 3 * RECORDS_PER_SLICE
+        assert await scene.turns(lambda: scene.service.behind_records == 0) >= 3
+        assert scene.projection.next_offset == count + 2
+        assert scene.decide(count).overlap_blocks == BLOCKS_PER_CHAIN
+
+    run(scenario)
+
+
+def test_a_snapshot_amid_another_replaces_it_and_the_records_that_waited() -> None:
+    async def scenario(scene: Scene) -> None:
+        scene.feed.snapshot(500, many_chains(4 * LOAD_STEP_BLOCKS // BLOCKS_PER_CHAIN))
+        scene.feed.tell([a_record(500, 9_000)])
+        scene.feed.snapshot(7, many_chains(2))  # another life, with less
+        scene.feed.tell([a_record(7, 9_001)])
+        await scene.turns(lambda: scene.service.behind_records == 0)
+
+        assert scene.projection.next_offset == 8
+        assert len(scene.projection.index) == 3 * BLOCKS_PER_CHAIN
+        assert scene.decide(9_000).overlap_blocks == 0
+
+    run(scenario)
+
+
+def test_records_beyond_the_bound_are_applied_before_anything_else() -> None:
+    async def scenario(scene: Scene) -> None:
+        scene.feed.tell(
+            [
+                JournalRecord(1 + at, "w", 0, 1, at, 0, 0, [])
+                for at in range(ARRIVED_RECORDS_MAX + 2 * RECORDS_PER_SLICE)
+            ]
+        )
+
+        assert scene.service.behind_records <= ARRIVED_RECORDS_MAX
+        await scene.turns(lambda: scene.service.behind_records == 0)
+
+    run(scenario)
+
+
+def test_what_the_feed_lacks_marks_decisions_too() -> None:
+    async def scenario(scene: Scene) -> None:
+        scene.feed.missing = 12
+
+        assert scene.decide(0).behind_records == 12
+
+    run(scenario)
+
+
+def test_a_reader_of_the_feed_knows_how_much_it_lacks() -> None:
+    life = b"l"
+
+    def frame(offset: int) -> FeedFrame:
+        record = JournalRecord(offset, "w", 0, 1, 0, 0, 0, [WorkerJoined(make_card())])
+        return FeedFrame(offset, codec.journal_record.encode(record), life)
+
+    reader = FeedReader()
+    reader.start(0.0)
+    assert reader.behind == 1
+    reader.answer(SnapshotPart(1, 10, 0, True, [], []), life, 0.0)
+    assert (reader.state, reader.behind) == (FeedState.LIVE, 0)
+
+    reader.receive(frame(14), 1.0)
+    assert (reader.state, reader.behind) == (FeedState.REPLAYING, 5)
+    payloads = [frame(offset).payload for offset in range(10, 14)]
+    reader.answer(Records(2, [each for each in payloads if each is not None], 15), life, 2.0)
+    assert reader.behind == 0 or reader.state is FeedState.REPLAYING
+    reader.answer(Records(3, [each for each in [frame(14).payload] if each is not None], 15), life, 3.0)
+    assert (reader.state, reader.behind, reader.next_offset) == (FeedState.LIVE, 0, 15)
+
+
+def test_a_state_loaded_in_slices_is_that_loaded_in_one_go() -> None:
+    states = [a_worker("v"), a_worker("w")]
+    sliced, whole = Projection(PrefixIndex(), LoadLedger()), Projection(PrefixIndex(), LoadLedger())
+    for projection in (sliced, whole):
+        projection.load_snapshot(3, [a_worker("w"), a_worker("x")], many_chains(2), 0.0)
+    load = sliced.begin_load(9, states, many_chains(40))
+    while load.step(1):
+        pass
+    sliced.adopt(load, 1.0)
+    whole.load_snapshot(9, states, many_chains(40), 1.0)
+
+    for name in ("v", "w"):
+        assert sliced.index.holdings(worker_key(name)) == whole.index.holdings(worker_key(name))
+        assert sliced.index.slot(worker_key(name)) == whole.index.slot(worker_key(name))
+    assert sliced.fleet.workers.keys() == whole.fleet.workers.keys()
+    assert load.index is not None
+    while load.index.discard(10):
+        pass
+    assert len(load.index) == 0
