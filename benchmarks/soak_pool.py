@@ -43,7 +43,7 @@ ROUTER_BOUNDS = {
     "tokenization-cache-bytes": 8 * MIB,
     "path-cache-bytes": 8 * MIB,
 }
-JOURNAL_BOUNDS = {"retention-bytes": 64 * MIB, "segment-bytes": 8 * MIB}
+JOURNAL_BOUNDS = {"retention-bytes": 4 * MIB, "segment-bytes": MIB, "snapshot-every-records": 1000}
 STOP_ORDER = {"router": 0, "consolidator": 2}
 """Workers end between the two."""
 
