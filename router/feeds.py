@@ -15,7 +15,7 @@ from wire.events import JournalRecord
 from wire.feed import BlockChain, WorkerState
 
 SILENCE_MS = 2500.0
-"""Silence of a consolidator that is worth a word: it speaks every ``keepalive_ms``, 500 unless set otherwise."""
+"""Silence of a consolidator that is worth a word: it speaks every ``feed_keep_alive_ms``, 500 unless set otherwise."""
 
 
 class _Listener:

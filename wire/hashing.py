@@ -27,8 +27,10 @@ _U64 = 2**64
 _LONG_TOKENS = 256
 _NATIVE_U32 = sys.byteorder == "little" and array("I").itemsize == TOKEN_BYTES
 _pair = struct.Struct("<QQ")
-_unpackers = {8 * count: struct.Struct(f"<{count}Q").unpack for count in range(513)}
+_hashes = [struct.Struct(f"<{count}Q") for count in range(513)]
+_unpackers = {8 * count: packed.unpack for count, packed in enumerate(_hashes)}
 """Ready-made for the chain lengths of one engine step; making the format costs as much as unpacking ten hashes."""
+_packers = [packed.pack for packed in _hashes]
 _token_unpackers = {TOKEN_BYTES * count: struct.Struct(f"<{count}I").unpack for count in range(65)}
 """The same for the tokens of a few engine steps."""
 
@@ -84,9 +86,19 @@ def sequence_hashes(hashes: Sequence[int], parent: int | None = None) -> list[in
     return chained
 
 
+def child_hash(token_bytes: bytes, parent: int, seed: int = BASE_SEED) -> int:
+    """Return the sequence hash of one whole block behind ``parent``.
+
+    What ``sequence_hashes(block_hashes(token_bytes, ...), parent)`` says of one block, in a tenth of its time: engines
+    that generate store their blocks one by one.
+    """
+    return xxh3_64_intdigest(_pair.pack(parent, xxh3_64_intdigest(token_bytes, seed)), BASE_SEED)
+
+
 def pack_hashes(hashes: Sequence[int]) -> bytes:
     """Pack u64 hashes for the wire: little-endian, 8 bytes each."""
-    return struct.pack(f"<{len(hashes)}Q", *hashes)
+    count = len(hashes)
+    return _packers[count](*hashes) if count < len(_packers) else struct.pack(f"<{count}Q", *hashes)
 
 
 def unpack_hashes(packed: bytes) -> tuple[int, ...]:

@@ -58,7 +58,7 @@ class FeedFollower:
         self._synced = asyncio.Event()
         self._closed = False
         self.heard_ms: float | None = None
-        """Monotonic time of the last message of the consolidator: it speaks at least every ``keepalive_ms``."""
+        """Monotonic time of the last message of the consolidator: it speaks at least every ``feed_keep_alive_ms``."""
         self.undecodable = 0
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:

@@ -450,11 +450,11 @@ class ConsolidatorService:
 
     def _keepalive(self) -> None:
         now_ms = self._clock.monotonic_ms()
-        if not self._blocked and now_ms - self._published_ms >= self.settings.keepalive_ms:
+        if not self._blocked and now_ms - self._published_ms >= self.settings.feed_keep_alive_ms:
             self._feed.send_multipart(encode_alive(self.core.pool.offset, self._life), zmq.NOBLOCK)
             self._published_ms = now_ms
-        wait_ms = max(1.0, self._published_ms + self.settings.keepalive_ms - now_ms)
-        self._after("keepalive", min(wait_ms, self.settings.keepalive_ms), self._keepalive)
+        wait_ms = max(1.0, self._published_ms + self.settings.feed_keep_alive_ms - now_ms)
+        self._after("keepalive", min(wait_ms, self.settings.feed_keep_alive_ms), self._keepalive)
 
     def _after(self, name: str, delay_ms: float, work: Callable[[], None]) -> None:
         if self._stopping:

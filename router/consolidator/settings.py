@@ -68,7 +68,7 @@ class ConsolidatorSettings(SecuritySettings):
     memory_journal_bytes: int = Field(
         default=64 * MIB, ge=MIB, description="Bytes of records kept for replay when there is no data_dir."
     )
-    keepalive_ms: int = Field(
+    feed_keep_alive_ms: int = Field(
         default=500, ge=10, le=60_000, description="Silence of the feed after which the next offset is announced."
     )
     feed_high_water_mark: int = Field(

@@ -76,20 +76,10 @@ class Decision:
     @property
     def size_bytes(self) -> int:
         """Return about how much memory the record takes: its columns, and what is measured for the rest."""
-        columns = self.candidates
-        arrays = [
-            columns.prefill_tokens,
-            columns.active_blocks,
-            columns.requests,
-            columns.device_overlap,
-            columns.host_overlap,
-            columns.disk_overlap,
-            *self.choice.terms.values(),
-        ]
-        if self.choice.costs is not None:
-            arrays.append(self.choice.costs)
+        # Six columns, the cost and the terms: all as long as there are candidates, numbers of 8 bytes.
+        arrays = 6 + len(self.choice.terms) + (self.choice.costs is not None)
         others = len(self.filtered) + len(self.untrusted)
-        return DECISION_BYTES + sum(array.nbytes + ARRAY_BYTES for array in arrays) + OTHER_BYTES * others
+        return DECISION_BYTES + arrays * (8 * len(self.candidates) + ARRAY_BYTES) + OTHER_BYTES * others
 
     def margin(self) -> float | None:
         """Return by how much the runner-up would have cost more; ``None`` without a cost or a runner-up."""

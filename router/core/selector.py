@@ -18,7 +18,7 @@ from router.core.candidates import Candidates, FloatArray, RoutingRequest
 from router.core.decision import Decision
 from router.core.fleet import Worker
 from router.core.media_affinity import MediaAffinity
-from router.core.policy import Policy
+from router.core.policy import Choice, FewCandidates, KvAware, Policy
 from router.core.prefix_index import PrefixIndex, slots_of
 from router.core.projection import Projection
 from router.core.witness import Witness
@@ -26,6 +26,10 @@ from wire.identifiers import Role, Stage, WorkerKey
 
 FEW_WORKERS = 8
 """Up to this many holders of a prefix are filled in one by one; beyond, their mask is unpacked at once."""
+
+
+FEW_CANDIDATES = 16
+"""Up to this many workers are compared as plain numbers; arrays pay beyond."""
 
 
 class NoWorker(Exception):
@@ -48,6 +52,16 @@ BUSY = "busy"
 
 
 @dataclass(slots=True)
+class _Few:
+    """A handful of workers in plain numbers."""
+
+    slots: list[int]
+    limits: list[float]
+    max_sequence_length: int
+    """The smallest of them."""
+
+
+@dataclass(slots=True)
 class _Group:
     """Workers of one model, ready to be looked at; rebuilt when the fleet changes."""
 
@@ -63,6 +77,8 @@ class _Group:
     media_kinds: tuple[frozenset[str], ...]
     last_slot: int
     """The highest of ``slots``, 0 without any."""
+    few: _Few | None
+    """The same in plain numbers, where there are few workers and at least one."""
 
 
 class Selector:
@@ -122,6 +138,24 @@ class Selector:
         projection.ledger.ensure_slot(group.last_slot)
         if self._approximate is not None:
             self._approximate.expire(now_ms)
+        if group.few is not None and not untrusted and not request.media_kinds:
+            chosen = self._choose_of_few(group, group.few, request, path, unavailable)
+            if chosen is not None:
+                candidates, choice = chosen
+                decision = Decision(
+                    request,
+                    time_ms,
+                    self._policy.name,
+                    projection.next_offset,
+                    choice,
+                    candidates,
+                    dict(group.filtered),
+                    attempt,
+                    behind_records=behind_records,
+                )
+                if self._witness is not None and not dry_run:
+                    self._witness.decided(decision, path, now_ms, unavailable or {}, roles)
+                return decision
         filtered = dict(group.filtered)
         rows = self._eligible(group, request, unavailable or {}, filtered)
         if not len(rows):
@@ -162,6 +196,55 @@ class Selector:
         if self._witness is not None and not dry_run:
             self._witness.decided(decision, path, now_ms, unavailable or {}, roles)
         return decision
+
+    def _choose_of_few(
+        self,
+        group: _Group,
+        few: _Few,
+        request: RoutingRequest,
+        path: Sequence[int],
+        unavailable: Mapping[WorkerKey, str] | None,
+    ) -> tuple[Candidates, Choice] | None:
+        """Choose among few workers that may all serve, without arrays; ``None`` where it takes the general way.
+
+        What comes out is the same, bit for bit.
+        """
+        policy = self._policy
+        if type(policy) is not KvAware or policy.temperature > 0.0 or request.stage is Stage.ENCODE:
+            return None
+        if few.max_sequence_length <= request.isl:
+            return None
+        if unavailable and not group.row_of_worker.keys().isdisjoint(unavailable):
+            return None
+        ledger = self._projection.ledger
+        slots = few.slots
+        requests_at = ledger.requests.item
+        requests: list[float] = [requests_at(slot) for slot in slots]
+        for count, limit in zip(requests, few.limits, strict=True):
+            if count >= limit:
+                return None
+        prefill_at, blocks_at = ledger.prefill_tokens.item, ledger.active_blocks.item
+        device = [0.0] * len(slots)
+        host, disk = device[:], device[:]
+        if path:
+            index = self._projection.index
+            for depth, mask in index.find(path):
+                for row, slot in enumerate(slots):
+                    if mask >> slot & 1:
+                        if index.uses_lower_tiers:
+                            overlap = index.by_tier(path, slot, depth)
+                            device[row], host[row], disk[row] = overlap.device, overlap.host, overlap.disk
+                        else:
+                            device[row] = depth
+        columns = FewCandidates(
+            [prefill_at(slot) for slot in slots], [blocks_at(slot) for slot in slots], device, host, disk
+        )
+        row, reason, terms = policy.choose_of_few(request, columns)
+        # For the record, and for whoever looks at it: arrays as the general way has them, made at once.
+        matrix = np.array([columns[0], columns[1], requests, device, host, disk, *terms], np.float64)
+        candidates = Candidates(group.workers, matrix[0], matrix[1], matrix[2], matrix[3], matrix[4], matrix[5])
+        named = {"overlap_credit": matrix[7], "adjusted_prefill": matrix[8], "potential_decode_blocks": matrix[9]}
+        return candidates, Choice(row, reason, matrix[6], named)
 
     def available(
         self, model: str, roles: tuple[Role, ...], unavailable: Mapping[WorkerKey, str] | None = None
@@ -308,15 +391,23 @@ class Selector:
         index = self._projection.index
         taken = [worker for worker in serving if not worker.draining]
         slots = np.array([index.slot(worker.key) for worker in taken], np.intp)
+        limits = np.array([max(1.0, self._factor * worker.card.limits.max_batch_size) for worker in taken], np.float64)
         return _Group(
             tuple(worker.key for worker in taken),
             slots,
             np.arange(len(taken)),
             {worker.key: row for row, worker in enumerate(taken)},
             {int(slot): row for row, slot in enumerate(slots)},
-            np.array([max(1.0, self._factor * worker.card.limits.max_batch_size) for worker in taken], np.float64),
+            limits,
             np.array([worker.card.limits.max_sequence_length for worker in taken], np.int64),
             {worker.key: "draining" for worker in serving if worker.draining},
             tuple(frozenset(worker.card.media.kinds) for worker in taken),
             int(slots.max(initial=0)),
+            _few(taken, slots.tolist(), limits.tolist()),
         )
+
+
+def _few(workers: Sequence[Worker], slots: list[int], limits: list[float]) -> _Few | None:
+    if not 1 <= len(workers) <= FEW_CANDIDATES:
+        return None
+    return _Few(slots, limits, min(worker.card.limits.max_sequence_length for worker in workers))

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -15,6 +12,7 @@ from rich.console import Console
 from cli.explain import explain, tree
 from router.core.candidates import RoutingRequest
 from router.core.policy import KvAware
+from tests.cli.json_server import Answer, serving
 from tests.router.fleet_builder import Pool, stored
 from wire.events import WorkerDraining
 
@@ -52,29 +50,13 @@ def drawn(answer: Mapping[str, Any], of_pools: Mapping[str, Mapping[str, Any]] |
         return console.export_text()
 
 
-@contextmanager
-def serving(answers: Mapping[str, Any]) -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            found = answers.get(self.path)
-            body = json.dumps(found if found is not None else {"error": {"message": "none is kept"}}).encode()
-            self.send_response(200 if found is not None else 404)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+def kept(answers: Mapping[str, Any]) -> Answer:
+    def answer(path: str) -> tuple[int, bytes]:
+        found = answers.get(path)
+        body = json.dumps(found if found is not None else {"error": {"message": "none is kept"}}).encode()
+        return 200 if found is not None else 404, body
 
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        thread.join(10)
-        server.server_close()
+    return answer
 
 
 def test_a_routers_decision_shows_every_candidate_term_and_filter() -> None:
@@ -108,8 +90,8 @@ def test_a_global_decision_shows_cell_spill_fallback_refusal_and_the_pools_own_r
 def test_the_pools_are_asked_too(capsys: pytest.CaptureFixture[str]) -> None:
     path = "/v1/decisions/r-%5Bred%5D1"
     with (
-        serving({path: router_answer()}) as pool,
-        serving({path: GLOBAL, "/v1/pools": {"data": [{"name": "cheap", "url": pool}]}}) as url,
+        serving(kept({path: router_answer()})) as pool,
+        serving(kept({path: GLOBAL, "/v1/pools": {"data": [{"name": "cheap", "url": pool}]}})) as url,
     ):
         assert explain("r-[red]1", url, as_json=True) == 0
 
@@ -119,7 +101,7 @@ def test_the_pools_are_asked_too(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_is_not_kept_or_not_there_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    with serving({}) as url:
+    with serving(kept({})) as url:
         assert explain("gone", url, as_json=False) == 1
     assert "explaining 'gone': none is kept" in capsys.readouterr().err
 

@@ -7,11 +7,6 @@ import json
 import os
 import re
 import signal
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 import httpx
 import pytest
@@ -30,6 +25,7 @@ from cli.top import (
     usage_bar,
     view,
 )
+from tests.cli.json_server import Answer, serving
 
 WORKERS = {
     "object": "list",
@@ -63,38 +59,12 @@ DECISIONS = {
     ],
 }  # fmt: skip
 
-Answer = Callable[[str], tuple[int, bytes]]
-
 
 def good(path: str) -> tuple[int, bytes]:
     if path == "/v1/workers":
         return 200, json.dumps(WORKERS).encode()
     assert path == "/v1/decisions?limit=20"
     return 200, json.dumps(DECISIONS).encode()
-
-
-@contextmanager
-def router(answer: Answer) -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            status, body = answer(self.path)
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        thread.join(10)
-        server.server_close()
 
 
 def drawn(frame: Frame, width: int = 200) -> str:
@@ -114,7 +84,7 @@ def look(url: str, before: Frame | None = None) -> Frame:
 
 class TestView:
     def test_a_frame_says_who_is_there_and_how_the_last_decisions_went(self) -> None:
-        with router(good) as url:
+        with serving(good) as url:
             text = drawn(look(url))
 
         lines = text.splitlines()
@@ -133,7 +103,7 @@ class TestView:
         assert "[bold]r-78" in text, "names are never markup"
 
     def test_a_narrow_terminal_keeps_what_matters_most(self) -> None:
-        with router(good) as url:
+        with serving(good) as url:
             text = drawn(look(url), width=80)
 
         worker = next(line for line in text.splitlines() if "w1/3" in line)
@@ -179,7 +149,7 @@ class TestView:
 
 class TestFetch:
     def test_a_router_that_goes_away_leaves_the_last_known_state_and_a_fault(self) -> None:
-        with router(good) as url:
+        with serving(good) as url:
             before = look(url)
 
         after = look(url, before)
@@ -201,7 +171,7 @@ class TestFetch:
         ],
     )
     def test_what_is_no_answer_of_a_router_is_a_fault(self, answer: Answer, words: str) -> None:
-        with router(answer) as url:
+        with serving(answer) as url:
             frame = look(url)
 
         assert frame.fault is not None
@@ -210,14 +180,14 @@ class TestFetch:
 
 class TestTop:
     def test_once_prints_one_frame(self, capsys: pytest.CaptureFixture[str]) -> None:
-        with router(good) as url:
+        with serving(good) as url:
             code = top(url + "/v1/", 1.0, once=True)
 
         assert code == 0
         assert "journal offset 1,234" in " ".join(capsys.readouterr().out.split())
 
     def test_once_fails_without_a_router(self, capsys: pytest.CaptureFixture[str]) -> None:
-        with router(good) as url:
+        with serving(good) as url:
             pass
 
         assert top(url, 1.0, once=True) == 1
@@ -243,7 +213,7 @@ class TestTop:
                 os.kill(os.getpid(), signal.SIGINT)
             return good(path)
 
-        with router(answer) as url:
+        with serving(answer) as url:
             code = top(url, 0.05, once=False)
 
         assert code == 0

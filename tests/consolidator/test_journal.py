@@ -203,21 +203,25 @@ def test_a_snapshot_and_the_records_after_it_are_the_whole_state() -> None:
     assert verify(disk, BLOCKS_MAX) == 45
 
 
-def test_a_damaged_snapshot_gives_way_to_the_one_before_it() -> None:
-    for position in (0, 9, 13, 20, 40, 60, 200, -1):
-        disk = FakeDisk()
-        journal = write(disk, 30)
-        journal.write_snapshot(fold(30).freeze())
-        journal.append(encoded(30, 5), 0)
-        journal.write_snapshot(fold(35).freeze())
-        disk.files[f"{35:020d}.snapshot"][position] ^= 1
+def test_a_byte_flipped_anywhere_in_a_snapshot_is_found_and_the_one_before_it_serves() -> None:
+    whole = FakeDisk()
+    journal = write(whole, 30)
+    journal.write_snapshot(fold(30).freeze())
+    journal.append(encoded(30, 5), 0)
+    journal.write_snapshot(fold(35).freeze())
+    name = f"{35:020d}.snapshot"
+    size = whole.size(name)
+    for position in (*range(24), *range(24, size, 7), size - 1):
+        disk = whole.copy()
+        disk.files[name][position] ^= 1
 
+        with pytest.raises(JournalCorrupt) as caught:
+            verify(disk, BLOCKS_MAX)
+        assert caught.value.file == name
+        assert caught.value.position <= position
         journal = FileJournal(disk)
-
         assert facts(journal.recover(BLOCKS_MAX)) == facts(fold(35))
         assert "going back to the snapshot before it" in journal.report[0]
-        with pytest.raises(JournalCorrupt):
-            verify(disk, BLOCKS_MAX)
 
 
 def test_retention_removes_only_segments_that_no_kept_snapshot_needs() -> None:

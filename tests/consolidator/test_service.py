@@ -333,7 +333,7 @@ def test_a_restarted_consolidator_goes_on_from_its_files(tmp_path: Path, fsync: 
 
 def test_a_feed_follower_equals_the_truth_after_losses_a_late_start_and_restarts(tmp_path: Path) -> None:
     async def scenario(context: zmq.asyncio.Context) -> None:
-        changes: dict[str, Any] = {"data_dir": tmp_path, "keepalive_ms": 20, "lease_ms": 60_000}
+        changes: dict[str, Any] = {"data_dir": tmp_path, "feed_keep_alive_ms": 20, "lease_ms": 60_000}
         service = await started(**changes)
         ports: dict[str, Any] = {
             name: int(endpoint.rsplit(":", 1)[1])
@@ -393,7 +393,7 @@ def test_a_feed_follower_equals_the_truth_after_losses_a_late_start_and_restarts
 
 def test_a_follower_that_is_far_behind_a_short_journal_takes_another_snapshot() -> None:
     async def scenario(context: zmq.asyncio.Context) -> None:
-        settings = ConsolidatorSettings(keepalive_ms=20, lease_ms=60_000)
+        settings = ConsolidatorSettings(feed_keep_alive_ms=20, lease_ms=60_000)
         journal = MemoryJournal(bytes_max=500)
         service = ConsolidatorService(settings, CollectorRegistry(), SystemClock(), lambda: journal)
         await service.start()
@@ -563,7 +563,7 @@ class Process:
             "snapshot_every_records": 200,
             "segment_bytes": 65536,
             "lease_ms": 20_000,
-            "keepalive_ms": 50,
+            "feed_keep_alive_ms": 50,
             **ports,
         }
         self.process = subprocess.Popen(

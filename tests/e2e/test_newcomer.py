@@ -115,23 +115,18 @@ def test_a_client_that_leaves_frees_its_worker(pool: Process, streaming: bool) -
     eventually("the worker is idle again", lambda: pool_is_quiet(pool.url))
 
 
-def test_a_pool_can_have_workers_for_every_leg_of_a_request() -> None:
+def test_a_pool_of_all_roles_answers_and_ctrl_c_ends_everything_and_leaves_no_process() -> None:
     image = {"type": "image_url", "image_url": {"url": data_url(png())}}
     question = {"type": "text", "text": "What is to be seen here? " * 60}
     body = {"model": "tiny", "messages": [{"role": "user", "content": [image, question]}], "max_tokens": 8}
-    with running_pool("--prefill", "1", "--decode", "1", "--encode", "1", workers=0) as up:
+    with Process("up", "--port", "0", "--prefill", "1", "--decode", "1", "--encode", "1", "--speedup", "50") as up:
+        up.wait_ready()
         answer = httpx.post(f"{up.url}/v1/chat/completions", json=body, timeout=60)
-
         assert answer.json()["usage"]["completion_tokens"] == 8
         legs = httpx.get(f"{up.url}/v1/decisions/{answer.headers['x-request-id']}").json()["attempts"]
         assert [leg["worker"] for leg in legs] == ["encode-0", "prefill-0", "decode-0"]
-
-
-def test_ctrl_c_ends_everything_and_leaves_no_process() -> None:
-    with Process("up", "--port", "0", "--workers", "1") as up:
-        up.wait_ready()
         below = up.descendants()
-        assert len(below) == 3
+        assert len(below) == 5
 
         up.signal(signal.SIGINT)
 

@@ -177,7 +177,7 @@ class Store:
                 "fsync": plan.fsync,
                 "append_retry_ms": 100,
                 "fsync_interval_ms": 400,
-                "keepalive_ms": 300,
+                "feed_keep_alive_ms": 300,
                 "blocks_per_worker_max": BLOCKS_PER_WORKER_MAX,
             }
         )

@@ -15,7 +15,7 @@ from router.consolidator.journal.files import FileJournal, JournalSettings
 from router.consolidator.journal.framing import FILE_HEADER, frame, payload_at, scan
 from router.core.candidates import RoutingRequest
 from router.decision_journal.entries import DecisionMade, InputsLost, encoder
-from router.decision_journal.reader import decisions_about, stored_entries
+from router.decision_journal.reader import StoredEntry, decisions_about, stored_entries
 from tests.consolidator.journal_builder import FakeDisk
 from tests.router.recorded_router import BLOCKS_MAX, NAMES, RecordedRouter, written
 
@@ -233,19 +233,26 @@ def test_a_request_is_explained_from_the_journal_with_what_was_really_reused() -
     assert decisions_about(router.decisions_disk, "nobody") == []
 
 
-def test_a_flipped_byte_is_located_and_everything_before_it_is_read() -> None:
-    router = recorded(seed=13, steps=60)
-    (name,) = router.decisions_disk.names()
-    entries = list(stored_entries(router.decisions_disk))
-    for position in range(0, router.decisions_disk.size(name), 97):
-        disk = router.decisions_disk.copy()
-        disk.files[name][position] ^= 0x20
-        read: list[int] = []
-        with pytest.raises(JournalCorrupt) as caught:
-            read.extend(each.number for each in stored_entries(disk))
-        assert caught.value.position <= position
-        assert "only the decisions in it are lost" in caught.value.remedy
-        assert caught.value.offset <= len(entries)
+def test_a_byte_flipped_anywhere_is_located_and_everything_before_it_is_read() -> None:
+    router = recorded(seed=13, steps=60, segment_bytes=6000)
+    names = router.decisions_disk.names()
+    assert len(names) > 1
+    entries = [(each.number, each.entry) for each in stored_entries(router.decisions_disk)]
+    for name in names:
+        size = router.decisions_disk.size(name)
+        for position in (*range(24), *range(24, size, 97), size - 1):
+            disk = router.decisions_disk.copy()
+            disk.files[name][position] ^= 0x20
+            read: list[StoredEntry] = []
+
+            with pytest.raises(JournalCorrupt) as caught:
+                read.extend(stored_entries(disk))
+
+            assert caught.value.file == name
+            assert caught.value.position <= position
+            assert caught.value.offset == len(read)
+            assert [(each.number, each.entry) for each in read] == entries[: len(read)]
+            assert "only the decisions in it are lost" in caught.value.remedy
 
 
 def test_entries_of_a_later_version_are_skipped_and_counted() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
+import numpy as np
 import pytest
 
+import router.core.selector as selector_module
 from router.core.candidates import RoutingRequest
 from router.core.cost import FIELD_WEIGHTS, CostWeights
 from router.core.decision import Decision, DecisionLog
@@ -13,7 +16,7 @@ from router.core.policy import KvAware, LeastLoaded, Policy, Random, RoundRobin,
 from router.core.selector import BUSY, NoWorker
 from tests.router.fleet_builder import BLOCK_SIZE, Pool, make_card, stored, worker_key
 from wire.events import RequestFinished, RequestProgressed, RequestStarted, WorkerDraining, WorkerLeft
-from wire.identifiers import Tier, WorkerKey
+from wire.identifiers import Stage, Tier, WorkerKey
 
 
 def request(request_id: str = "r", blocks: int = 10, model: str = "m") -> RoutingRequest:
@@ -253,3 +256,44 @@ def test_many_workers_share_a_prefix() -> None:
     assert decision.worker in keys[175:]
     assert isinstance(decision.worker, WorkerKey)
     assert worker_key("w199") in keys
+
+
+def _columns(decision: Decision) -> list[bytes]:
+    shown = decision.candidates
+    columns = [shown.prefill_tokens, shown.active_blocks, shown.requests]
+    columns += [shown.device_overlap, shown.host_overlap, shown.disk_overlap, *decision.choice.terms.values()]
+    assert decision.choice.costs is not None
+    assert {column.dtype for column in columns} == {np.dtype(np.float64)}
+    return [column.tobytes() for column in (*columns, decision.choice.costs)]
+
+
+@pytest.mark.parametrize("stage", [Stage.WHOLE, Stage.PREFILL, Stage.DECODE])
+def test_few_workers_are_compared_without_arrays_to_the_same_bit(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = random.Random(f"few {stage}")
+    reasons = set()
+    for round_number in range(150):
+        pool = Pool()
+        workers = pool.join(*(f"w{number:02}" for number in range(source.choice((1, 2, 3, 4, 9, 16)))))
+        chain = [source.getrandbits(64) for _ in range(12)]
+        tiers = source.random() < 0.3
+        for worker in workers:
+            held = source.choice((0, 0, 3, 3, 12))
+            if held:
+                tier = source.choice((Tier.DEVICE, Tier.HOST, Tier.DISK)) if tiers else Tier.DEVICE
+                pool.say(worker, stored(chain[:held], tier=tier))
+            for number in range(source.randrange(4)):
+                pool.say(worker, RequestStarted(f"{worker}/{number}", 16 * source.randrange(1, 9), 0, 3))
+        weights = CostWeights(*(source.choice((0.0, 0.1, 0.25, 1.0, 1 / 3)) for _ in range(6)))
+        wanted = RoutingRequest(f"r{round_number}", "m", 12 * 16 + source.randrange(16), 16, 13, stage=stage)
+        plain = pool.selector(KvAware(weights))
+        few = plain.select(wanted, chain, 0.0, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(selector_module, "FEW_CANDIDATES", 0)
+            patch.setattr(KvAware, "choose_of_few", None)  # so that this way is not the other one
+            general = pool.selector(KvAware(weights)).select(wanted, chain, 0.0, 0)
+        assert _columns(few) == _columns(general)
+        assert (few.choice.row, few.reason, few.filtered) == (general.choice.row, general.reason, general.filtered)
+        assert list(few.choice.terms) == list(general.choice.terms)
+        assert (few.candidates.workers, few.size_bytes) == (general.candidates.workers, general.size_bytes)
+        reasons.add(few.reason)
+    assert reasons == {"only", "cheapest", "tie"}

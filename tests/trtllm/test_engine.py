@@ -21,7 +21,8 @@ from wire.identifiers import Role, Stage
 from wire.requests import LogitsProcessorCall, Routing
 from workers import bootstrap
 from workers.core.refusal import RefusedError
-from workers.engines.trtllm import EngineBrokenError, EngineLimits
+from workers.engines.trtllm import EngineLimits
+from workers.engines.trtllm_health import EngineBrokenError
 from workers.engines.trtllm_library import LibraryMissingError, load_library
 from workers.engines.trtllm_loading import end_engine, start_engine
 from workers.engines.trtllm_logits import RequestProcessors

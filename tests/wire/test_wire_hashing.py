@@ -13,6 +13,7 @@ from wire.hashing import (
     BASE_SEED,
     HASH_SPEC,
     block_hashes,
+    child_hash,
     hash_seed,
     pack_hashes,
     pack_tokens,
@@ -142,3 +143,9 @@ class TestPacking:
     def test_tokens_return_unchanged(self, tokens: list[int]) -> None:
         assert list(unpack_tokens(pack_tokens(tokens))) == tokens
         assert list(unpack_tokens(memoryview(pack_tokens(tokens)))) == tokens
+
+
+@pytest.mark.parametrize(("parent", "seed"), [(0, BASE_SEED), (U64_MAX, 0), (PLAIN[1], U64_MAX)])
+def test_one_block_behind_a_parent_is_named_as_in_a_chain(parent: int, seed: int) -> None:
+    block = TOKENS[:64]
+    assert [child_hash(block, parent, seed)] == sequence_hashes(block_hashes(block, 16, seed), parent)

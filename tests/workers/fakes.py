@@ -29,7 +29,7 @@ from wire.ingest import (
 )
 from wire.requests import FromWorker, Pong, TokenBatch, TokenDelta, ToWorker
 
-PATIENCE_S = 10.0
+PATIENCE_S = 30.0
 """How long a test waits for what must come; only a failing test waits that long."""
 
 

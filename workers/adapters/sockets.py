@@ -85,76 +85,73 @@ class RequestSocket:
             self._socket.close()
 
 
-class EventSocket:
-    """A DEALER socket towards the consolidator."""
+class DealerSocket:
+    """A DEALER socket towards one other process."""
+
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        endpoint: str,
+        high_water_mark: int,
+        on_frames: Callable[[list[bytes]], None],
+    ) -> None:
+        """Connect; raises ``zmq.ZMQError`` for an endpoint that is none, and closes the socket then."""
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, high_water_mark)
+        socket.setsockopt(zmq.RCVHWM, high_water_mark)
+        socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
+        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_INTERVAL_MS)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_INTERVAL_MAX_MS)
+        try:
+            socket.connect(endpoint)
+        except zmq.ZMQError:
+            socket.close()
+            raise
+        self._socket = LingeringSocket(socket, on_frames)
+
+    def send(self, frames: Sequence[bytes]) -> bool:
+        """Send; ``False`` when the socket takes no more just now."""
+        return self._socket.send(frames)
+
+    def close(self, orderly: bool) -> None:
+        """Close; an orderly end lets the last frames leave."""
+        if orderly:
+            self._socket.close_after_sending()
+        else:
+            self._socket.close()
+
+
+class EventSocket(DealerSocket):
+    """Towards the consolidator."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, on_frames: Callable[[list[bytes]], None]
     ) -> None:
         socket = context.socket(zmq.DEALER)
         watch_as_client(socket, "the consolidator's ingest plane")
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SNDHWM, EVENT_HIGH_WATER_MARK)
-        socket.setsockopt(zmq.RCVHWM, EVENT_HIGH_WATER_MARK)
-        socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
         # Nothing piles up towards a consolidator that is not there: the outbox keeps it, and greets again.
         socket.setsockopt(zmq.IMMEDIATE, 1)
-        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_INTERVAL_MS)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_INTERVAL_MAX_MS)
         try:
-            socket.connect(endpoint)
+            super().__init__(socket, endpoint, EVENT_HIGH_WATER_MARK, on_frames)
         except zmq.ZMQError as error:
-            socket.close()
             raise ValueError(
                 f"connecting consolidator: {endpoint!r} cannot be used ({error}); "
                 "allowed are ZMQ endpoints such as tcp://127.0.0.1:5557"
             ) from error
-        self._socket = LingeringSocket(socket, on_frames)
-
-    def send(self, frames: Sequence[bytes]) -> bool:
-        """Send; ``False`` when the consolidator cannot be reached or takes no more just now."""
-        return self._socket.send(frames)
-
-    def close(self, orderly: bool) -> None:
-        """Close; an orderly end lets the last frames leave."""
-        if orderly:
-            self._socket.close_after_sending()
-        else:
-            self._socket.close()
 
 
-class SourceSocket:
-    """A DEALER socket towards the request plane of a prefill worker."""
+class SourceSocket(DealerSocket):
+    """Towards the request plane of a prefill worker; what is for one that is not there waits in the socket."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, on_frames: Callable[[list[bytes]], None]
     ) -> None:
-        socket = context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SNDHWM, SOURCE_HIGH_WATER_MARK)
-        socket.setsockopt(zmq.RCVHWM, SOURCE_HIGH_WATER_MARK)
-        socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
-        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_INTERVAL_MS)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_INTERVAL_MAX_MS)
         try:
             if not endpoint.startswith("tcp://"):
                 raise zmq.ZMQError(zmq.EPROTONOSUPPORT)
-            socket.connect(endpoint)
+            super().__init__(context.socket(zmq.DEALER), endpoint, SOURCE_HIGH_WATER_MARK, on_frames)
         except zmq.ZMQError as error:
-            socket.close()
             raise ValueError(
                 f"fetching KV: the prefill worker's endpoint {endpoint!r} cannot be used ({error}); "
                 "allowed are ZMQ endpoints such as tcp://127.0.0.1:40001"
             ) from error
-        self._socket = LingeringSocket(socket, on_frames)
-
-    def send(self, frames: Sequence[bytes]) -> bool:
-        """Send; ``False`` when no more can be on its way. To a worker that is not there it waits in the socket."""
-        return self._socket.send(frames)
-
-    def close(self, orderly: bool) -> None:
-        """Close; an orderly end lets the last frames leave."""
-        if orderly:
-            self._socket.close_after_sending()
-        else:
-            self._socket.close()

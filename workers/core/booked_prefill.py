@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from wire.events import AnyEvent, PrefillCompleted, RequestFinished, RequestStarted
+from workers.core.cache_facts import CACHE_EVENTS
 
 CROWDING_TOLERANCE_TOKENS = 1024
 """How far a belief may be from the truth: an eighth of a usual engine step, less than choosing again can gain."""
@@ -45,6 +46,8 @@ class BookedPrefill:
     def observe(self, events: Iterable[AnyEvent]) -> None:
         """Follow what the engine says of its requests."""
         for event in events:
+            if type(event) in CACHE_EVENTS:
+                continue
             if isinstance(event, RequestStarted):
                 if event.request_id in self._tokens:
                     self.accept(event.request_id, event.isl - event.cached_tokens)

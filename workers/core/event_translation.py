@@ -34,7 +34,7 @@ from enum import Enum
 import msgspec
 
 from wire.events import BlocksRemoved, BlocksStored, CacheCleared
-from wire.hashing import BASE_SEED, TOKEN_BYTES, block_hashes, sequence_hashes
+from wire.hashing import BASE_SEED, TOKEN_BYTES, block_hashes, child_hash, sequence_hashes
 from wire.identifiers import Tier
 from workers.core.cache_facts import CacheFacts, chains, stored_chain
 from workers.core.engine_events import AnyEngineEvent, Created, Removed, Stored, StoredBlock, Updated
@@ -178,6 +178,15 @@ class EventTranslator:
             expected = self._next_event_id
             event_id = event.event_id
             self._next_event_id = event_id + 1
+            if event_id == expected and event.window_size == self._window and self._windows_known:
+                # The usual case. What follows this comes to the same, by more questions.
+                if type(event) is Stored:
+                    if len(event.blocks) != 1 or self._incomplete or not self._store_one(event):
+                        self._store(event)
+                    continue
+                if type(event) is Removed:
+                    self._remove(event)
+                    continue
             if event_id != expected:
                 if event_id < expected:
                     self._start_over()
@@ -212,8 +221,6 @@ class EventTranslator:
                     continue
                 self._windows_known = True
             if isinstance(event, Stored):
-                if len(event.blocks) == 1 and not self._incomplete and self._store_one(event):
-                    continue
                 self._store(event)
             elif isinstance(event, Removed):
                 self._remove(event)
@@ -286,21 +293,22 @@ class EventTranslator:
 
     def _store_one(self, event: Stored) -> bool:
         """Do what ``_store`` does for the usual event, a new whole block on a known parent; say whether it was one."""
-        (block,) = event.blocks
+        block = event.blocks[0]
         above = event.parent_hash
         engine_hash = block.block_hash
-        if above is None or len(block.tokens) != self._stride or block.multimodal or engine_hash in self._blocks:
+        blocks = self._blocks
+        if above is None or len(block.tokens) != self._stride or block.multimodal or engine_hash in blocks:
             return False
-        known = self._blocks.get(above)
+        known = blocks.get(above)
         if known is None or engine_hash in self._swallowed or self._remembered:
             return False
         parent = known.sequence_hash
         seed = known.seed
-        (sequence_hash,) = sequence_hashes(block_hashes(block.tokens, self._block_size, seed), parent)
-        tier = _tier(block.cache_level)
-        entry = self._blocks[engine_hash] = _Block(sequence_hash, parent, above, seed, tier)
+        sequence_hash = child_hash(block.tokens, parent, seed)
+        tier = _tier(block.cache_level) if block.cache_level else Tier.DEVICE
+        entry = blocks[engine_hash] = _Block(sequence_hash, parent, above, seed, tier)
         if self._arrive(entry):
-            self._facts.stored(parent, (sequence_hash,), tier)
+            self._facts.stored_one(parent, sequence_hash, tier)
         return True
 
     def _store(self, event: Stored) -> None:
@@ -433,7 +441,7 @@ class EventTranslator:
             block = self._blocks.pop(engine_hash, None)
             if block is not None:
                 if self._depart(block):
-                    self._facts.removed((block.sequence_hash,), block.tier)
+                    self._facts.removed_one(block.sequence_hash, block.tier)
                 continue
             if self._swallowed.pop(engine_hash, None) is not None:
                 self._removed_since_loss -= 1
@@ -475,12 +483,13 @@ class EventTranslator:
 
     def _depart(self, block: _Block) -> bool:
         """Count a block out of its tier; say whether its sequence hash is gone from there."""
-        key = (block.sequence_hash, block.tier)
-        copies = self._copies.pop(key, 1)
-        if copies > 2:
-            self._copies[key] = copies - 1
-        if copies > 1:
-            return False
+        if self._copies:
+            key = (block.sequence_hash, block.tier)
+            copies = self._copies.pop(key, 1)
+            if copies > 2:
+                self._copies[key] = copies - 1
+            if copies > 1:
+                return False
         self._present[block.tier].discard(block.sequence_hash)
         return True
 

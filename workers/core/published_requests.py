@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import msgspec
 
 from wire.events import AnyEvent, PrefillCompleted, RequestFinished, RequestProgressed, RequestStarted
+from workers.core.cache_facts import CACHE_EVENTS
 
 
 class PublishedRequests:
@@ -22,6 +23,8 @@ class PublishedRequests:
     def apply(self, events: Iterable[AnyEvent]) -> None:
         """Take in what is about to be published."""
         for event in events:
+            if type(event) in CACHE_EVENTS:
+                continue
             if isinstance(event, RequestStarted):
                 self._started[event.request_id] = event
             elif isinstance(event, PrefillCompleted):

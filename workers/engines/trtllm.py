@@ -13,8 +13,7 @@ Rules:
    leaks the blocks.
 5. What a request causes is its own error. An engine that has shut down, or says that it is not healthy, ends ``run``:
    the worker then tells everybody and ends. Anything else is logged and costs at most the request.
-6. An engine that is idle proves itself by generating a token every now and then, with a salt of its own; one that is
-   busy by its progress (``workers.trtllm.progress``). ``ailment`` says what is wrong; progress heals it.
+6. Whether the engine does its work at all is ``trtllm_health``'s to know.
 """
 
 from __future__ import annotations
@@ -50,6 +49,7 @@ from workers.engines.model_files import read_model_facts
 from workers.engines.trtllm_calls import TrtllmCalls
 from workers.engines.trtllm_collector import EngineCollector
 from workers.engines.trtllm_feed import TrtllmFeed, WireCacheEvent
+from workers.engines.trtllm_health import EngineBrokenError, EngineHealth
 from workers.engines.trtllm_library import REQUEST_ERRORS, TrtllmLibrary, load_library
 from workers.engines.trtllm_loading import end_engine, start_engine
 from workers.engines.trtllm_logits import ProcessorsOfRequests
@@ -63,7 +63,6 @@ from workers.trtllm.loras import adapters
 from workers.trtllm.metrics import TrtllmMetrics
 from workers.trtllm.model_facts import ModelFacts
 from workers.trtllm.outputs import FINISH_REASONS, GOES_ON, OutputCursor, prompt_logprobs
-from workers.trtllm.progress import ProgressMonitor
 from workers.trtllm.rank_load import RankLoad
 from workers.trtllm.statistics import EngineStatistics
 
@@ -79,13 +78,6 @@ WARM_UP_TIMEOUT_S = 600.0
 
 STATISTICS_TIMEOUT_S = 5.0
 """How long the first statistics are waited for, which say how many blocks there are."""
-
-WATCH_INTERVAL_S = 1.0
-"""Time between two looks at the engine's health; a quarter of ``progress_timeout_ms`` where that is less."""
-
-
-class EngineBrokenError(RuntimeError):
-    """The engine will not do anything any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +193,18 @@ class TrtllmEngine:
         self._feeding: asyncio.Task[None] | None = None
         self._reads = arguments.publishes_kv_events or bool(arguments.values.get("enable_iter_perf_stats"))
         self._loads = [RankLoad(arguments.block_size) for _ in range(self._dp_size)]
-        self._progress = [ProgressMonitor(limits.progress_timeout_ms) for _ in range(self._dp_size)]
+        self._health = EngineHealth(
+            llm,
+            self._calls,
+            self._feed.wake,
+            self._dp_size,
+            role is not Role.ENCODE,
+            interval_ms=limits.health_interval_ms,
+            timeout_ms=limits.health_timeout_ms,
+            progress_timeout_ms=limits.progress_timeout_ms,
+            clock=clock,
+            metrics=metrics,
+        )
         self._active: dict[str, _Active] = {}
         self._kept: dict[str, _Active] = {}
         """In order of their deadlines: all wait equally long."""
@@ -212,14 +215,8 @@ class TrtllmEngine:
         self._flushing: asyncio.Handle | None = None
         self._deliver: Callable[[EngineReport], None] | None = None
         self._loop = asyncio.get_running_loop()
-        self._broken: asyncio.Future[None] = self._loop.create_future()
         self._iterations: dict[int, int] = {}
         self._has_statistics = asyncio.Event()
-        self._proved_ms = clock.monotonic_ms()
-        """When the engine last did something for somebody."""
-        self._ailment = ""
-        self._probe_failed = ""
-        self._probing: asyncio.Task[None] | None = None
         self._closed = False
 
     # -- what the worker sees ------------------------------------------------------------------------------------------
@@ -232,7 +229,7 @@ class TrtllmEngine:
     @property
     def ailment(self) -> str:
         """Why the engine does not do its work; empty = it does."""
-        return self._ailment
+        return self._health.ailment
 
     def describe(self) -> dict[str, object]:
         """Return how reading its events goes, and which ranks' indexes lack something after a loss."""
@@ -266,10 +263,10 @@ class TrtllmEngine:
         self._flush()
         watching = self._loop.create_task(self._watch(), name="engine health")
         try:
-            await asyncio.wait({self._broken, watching}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({self._health.broken, watching}, return_when=asyncio.FIRST_COMPLETED)
             if watching.done():
                 watching.result()
-            self._broken.result()
+            self._health.broken.result()
         finally:
             watching.cancel()
 
@@ -309,7 +306,7 @@ class TrtllmEngine:
         """Refuse what the adapter itself cannot take."""
         stage = request.stage
         sampling = request.sampling
-        if self._broken.done() or self._closed:
+        if self._health.broken.done() or self._closed:
             raise RefusedError("the engine has shut down", retryable=True)
         if request.request_id in self._active or request.request_id in self._kept:
             raise RefusedError(f"request id {request.request_id!r} is already active on this worker", retryable=False)
@@ -359,7 +356,7 @@ class TrtllmEngine:
         self._active[request_id] = active
         self._contexts += active.context_only
         self._loads[active.rank].entered(request_id, active.prompt_tokens, computes=not active.transfers)
-        self._progress[active.rank].entered(request_id, active.transfers, self._clock.monotonic_ms())
+        self._health.entered(active.rank, request_id, active.transfers)
 
     def _start(self, active: _Active, inputs: Any) -> None:
         """Call the engine; raises ``RefusedError`` with what it says."""
@@ -376,7 +373,7 @@ class TrtllmEngine:
         except (request_error, *REQUEST_ERRORS) as error:
             raise UnsupportedError(f"TensorRT-LLM refuses the request: {error}"[:TEXT_CHARS_MAX]) from None
         except Exception as error:
-            self._look_at_engine(error)
+            self._health.is_broken(error)
             log.warning("request %s could not be given to the engine: %r", active.request_id, error)
             raise RefusedError(f"the engine took no request: {error!r}"[:TEXT_CHARS_MAX], retryable=True) from error
         self._feed.wake()
@@ -435,7 +432,7 @@ class TrtllmEngine:
                 self._abort(active)
                 if self._active.get(active.request_id) is active:
                     self._finish(active, "error", error=f"its output could not be read: {error!r}", retryable=True)
-            if self._broken.done():
+            if self._health.broken.done():
                 return  # everybody is told by the worker
         pending = self._pending
         if not pending:
@@ -522,9 +519,7 @@ class TrtllmEngine:
     def _book(self, active: _Active, cached_tokens: int, fresh: int) -> None:
         """Note that a request has grown, in the books and for the event stream."""
         request_id = active.request_id
-        now_ms = self._clock.monotonic_ms()
-        self._progress[active.rank].moved(request_id, now_ms)
-        self._note_proof(now_ms)
+        self._health.moved(active.rank, request_id)
         began, blocks = self._loads[active.rank].grew(request_id, active.prompt_tokens + active.cursor.taken)
         events = self._pending.rank(active.rank)
         if began:
@@ -553,7 +548,7 @@ class TrtllmEngine:
         """End a request whose result raised."""
         error = active.error
         assert error is not None
-        if self._look_at_engine(error):
+        if self._health.is_broken(error):
             return
         retryable, unsupported = True, False
         if isinstance(error, RefusedError):
@@ -595,9 +590,9 @@ class TrtllmEngine:
         now_ms = self._clock.monotonic_ms()
         del self._active[request_id]
         self._contexts -= active.context_only
-        self._progress[active.rank].left(request_id, now_ms)
+        self._health.left(active.rank, request_id, now_ms)
         if error is None:
-            self._note_proof(now_ms)
+            self._health.proved(now_ms)
             self._collector.observe_request(getattr(active.result, "metrics_dict", None) or {}, reason)
         self._pending.deltas.append(
             TokenDelta(
@@ -665,42 +660,13 @@ class TrtllmEngine:
         self._has_statistics.set()
         self._flush_soon()
 
-    # -- health --------------------------------------------------------------------------------------------------------
-
-    def _look_at_engine(self, error: BaseException) -> bool:
-        """Say whether the engine is dead, and let ``run`` end with ``error`` if so."""
-        if self._broken.done():
-            return True
-        try:
-            alive = bool(self._llm._check_health())
-        except Exception as failure:
-            log.warning("asking the engine for its health failed: %r", failure)
-            alive = False
-        if alive:
-            return False
-        self._broken.set_exception(EngineBrokenError(f"TensorRT-LLM has shut down: {error}"))
-        return True
-
-    def _note_proof(self, now_ms: float) -> None:
-        self._proved_ms = now_ms
-        self._probe_failed = ""
-        if self._ailment:
-            self._set_ailment("")
-
-    def _set_ailment(self, ailment: str) -> None:
-        if ailment and not self._ailment:
-            log.error("the engine is not well: %s; new requests are refused", ailment)
-        elif self._ailment and not ailment:
-            log.warning("the engine is well again")
-        self._ailment = ailment
-        self._metrics.engine_healthy.set(not ailment)
+    # -- its life ------------------------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        limits = self._limits
-        interval_s = min(WATCH_INTERVAL_S, limits.progress_timeout_ms / 4e3, limits.health_interval_ms / 2e3)
+        """Look after the engine's health and after kept KV."""
         while True:
-            await asyncio.sleep(interval_s)
-            if self._look_at_engine(RuntimeError("it says that it is not healthy")):
+            await asyncio.sleep(self._health.check_interval_s)
+            if self._health.is_broken(RuntimeError("it says that it is not healthy")):
                 return
             now_ms = self._clock.monotonic_ms()
             for active in list(self._kept.values()):
@@ -708,56 +674,11 @@ class TrtllmEngine:
                     break
                 log.warning(
                     "nobody said within %.0f ms that the KV of prefill leg %s was fetched: giving it up",
-                    limits.kv_transfer_timeout_ms,
+                    self._limits.kv_transfer_timeout_ms,
                     active.request_id,
                 )
                 self._release(active, EXPIRED)
-            self._metrics.engine_silence_seconds.set(max(each.silent_ms(now_ms) for each in self._progress) / 1e3)
-            if self._active:
-                stalls = [stall for monitor in self._progress if (stall := monitor.stall(now_ms)) is not None]
-                self._set_ailment(stalls[0].reason if stalls else self._probe_failed)
-            elif (
-                self._role is not Role.ENCODE
-                and now_ms - self._proved_ms >= limits.health_interval_ms
-                and (self._probing is None or self._probing.done())
-            ):
-                self._probing = self._loop.create_task(self._probe_idle(), name="engine probe")
-
-    async def _probe_idle(self) -> None:
-        """Generate a token on every rank of an idle engine."""
-        timeout_s = self._limits.health_timeout_ms / 1e3
-        self._proved_ms = self._clock.monotonic_ms()
-        try:
-            await self._generate_one(timeout_s)
-        except TimeoutError:
-            self._probe_failed = f"a one-token generation has not ended within {timeout_s * 1e3:.0f} ms"
-        except Exception as error:
-            if self._look_at_engine(error):
-                return
-            self._probe_failed = f"a one-token generation failed: {error}"[:TEXT_CHARS_MAX]
-        else:
-            self._metrics.health_checks.labels("passed").inc()
-            self._note_proof(self._clock.monotonic_ms())
-            return
-        self._metrics.health_checks.labels("failed").inc()
-        self._set_ailment(self._probe_failed)
-
-    async def _generate_one(self, timeout_s: float) -> None:
-        results: list[Any] = []
-        try:
-            async with asyncio.timeout(timeout_s):
-                results += [self._calls.generate_one(rank) for rank in range(self._dp_size)]
-                self._feed.wake()
-                for result in results:
-                    # Not ``result(timeout)``: it has no effect.
-                    await result.aresult()
-        except BaseException:
-            for result in results:
-                if not result.finished:
-                    result.abort()
-            raise
-
-    # -- its life ------------------------------------------------------------------------------------------------------
+            self._health.check(now_ms, busy=bool(self._active))
 
     async def begin(self) -> None:
         """Read what the engine publishes, from before its first request; then generate a first token on every rank."""
@@ -767,12 +688,12 @@ class TrtllmEngine:
             self._feeding = self._loop.create_task(self._feed.run(self._on_cache, self._on_load), name="engine feed")
             self._feeding.add_done_callback(self._on_feed_end)
         try:
-            await self._generate_one(WARM_UP_TIMEOUT_S)
+            await self._health.generate_one(WARM_UP_TIMEOUT_S)
         except TimeoutError:
             raise EngineBrokenError(
                 f"starting the engine: its first token did not come within {WARM_UP_TIMEOUT_S:.0f} s"
             ) from None
-        self._note_proof(self._clock.monotonic_ms())
+        self._health.proved(self._clock.monotonic_ms())
         if self._reads:
             try:
                 async with asyncio.timeout(STATISTICS_TIMEOUT_S):
@@ -783,23 +704,23 @@ class TrtllmEngine:
                 )
 
     def _on_feed_end(self, feeding: asyncio.Task[None]) -> None:
-        if not feeding.cancelled() and not self._broken.done():
+        if not feeding.cancelled() and not self._health.broken.done():
             # It tries again by itself; that it ends is a fault of ours, and routers would trust a stale index.
             error = feeding.exception()
-            self._broken.set_exception(EngineBrokenError(f"reading the engine's events ended: {error!r}"))
+            self._health.broken.set_exception(EngineBrokenError(f"reading the engine's events ended: {error!r}"))
 
     async def close(self) -> None:
         """End every task; the engine itself is shut down by who made it."""
         self._closed = True
         tasks = [active.task for active in self._active.values() if active.task is not None]
-        tasks += [task for task in (self._feeding, self._probing) if task is not None]
+        tasks += [self._feeding] if self._feeding is not None else []
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
         if self._flushing is not None:
             self._flushing.cancel()
-        self._broken.cancel()
+        await self._health.close()
 
 
 @dataclass(frozen=True, slots=True)

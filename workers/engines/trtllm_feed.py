@@ -87,7 +87,7 @@ class FeedLimits:
     idle_pause_max_ms: float = 200.0
     """Between two turns of an idle engine: its last events come late, and there is no other sign of them."""
     events_per_turn: int = 256
-    """Then others have their turn: below 2 ms of work. The rest is read after ``turn_gap_ms``."""
+    """Then others have their turn: 1 to 3 ms of our work. The rest is read after ``turn_gap_ms``."""
     blocks_per_turn: int = 1024
     """The same for events with many blocks (an event of a long prompt has thousands)."""
     turn_gap_ms: float = 1.0
@@ -235,34 +235,45 @@ class TrtllmFeed:
         """Wait; say whether ``wake`` ended it. The shortest pause is always kept: many requests make no more turns."""
         shortest = self._limits.pause_min_ms
         await asyncio.sleep(shortest / 1e3)
-        try:
-            async with asyncio.timeout(max(0.0, pause_ms - shortest) / 1e3):
-                await self._woken.wait()
-        except TimeoutError:
-            return False
+        if not self._woken.is_set():
+            if pause_ms <= shortest:
+                return False
+            try:
+                async with asyncio.timeout((pause_ms - shortest) / 1e3):
+                    await self._woken.wait()
+            except TimeoutError:
+                return False
         self._woken.clear()
         return True
 
     async def _read_events(self, on_cache: OnCache) -> tuple[int, bool]:
         """Read a turn's events and hand them over; return how many, and whether there may be more."""
-        limits = self._limits
-        by_rank: dict[int, list[AnyEngineEvent]] = {}
+        events_max = self._limits.events_per_turn
+        blocks_max = self._limits.blocks_per_turn
+        by_rank: list[list[AnyEngineEvent]] = [[] for _ in self._translators]
+        # What an event says of its rank; it may say nothing where there is only one.
+        takers = {rank: events.append for rank, events in enumerate(by_rank)}
+        only = by_rank[0].append if len(by_rank) == 1 else None
         count = blocks = 0
         more = False
         error: Exception | None = None
         try:
             async for item in self._llm.get_kv_cache_events_async(timeout=0):
                 count += 1
-                event = self._parse(item)
-                if event is not None:
-                    rank = event.attention_dp_rank or 0
-                    events = by_rank.get(rank)
-                    if events is None:
-                        events = by_rank[rank] = []
-                    events.append(event)
+                try:
+                    # At once: what was read last is still in the processor's cache.
+                    event = parse_event(item)
+                    rank = event.attention_dp_rank
+                    take = only if rank is None else takers.get(rank)
+                    if take is None:
+                        raise _foreign(rank)
+                except DecodeError as failure:
+                    self._drop(EVENTS, failure, "the hole that it leaves clears its rank")
+                else:
+                    take(event)
                     if type(event) is Stored:
                         blocks += len(event.blocks)
-                if count >= limits.events_per_turn or blocks >= limits.blocks_per_turn:
+                if count >= events_max or blocks >= blocks_max:
                     more = True
                     break
         except NOTHING_THERE:
@@ -278,26 +289,15 @@ class TrtllmFeed:
             self._metrics.lag_seconds.observe(max(0.0, read_ms - self._empty_ms) / 1e3)
         if not more:
             self._empty_ms = read_ms
-        for rank, events in by_rank.items():
-            self._hand_over(rank, events, on_cache)
+        for rank, events in enumerate(by_rank):
+            if events:
+                self._hand_over(rank, events, on_cache)
         self._note(EVENTS, error)
         if error is not None:
             self._clear_if_failing_long(on_cache)
         else:
             self._cleared = False
         return count, more
-
-    def _parse(self, item: dict[str, Any]) -> AnyEngineEvent | None:
-        try:
-            event = parse_event(item)
-            if not 0 <= (event.attention_dp_rank or 0) < len(self._translators):
-                raise DecodeError("a KV cache event of the engine", f"attention_dp_rank is {event.attention_dp_rank}")
-            if event.attention_dp_rank is None and len(self._translators) > 1:
-                raise DecodeError("a KV cache event of the engine", "attention_dp_rank is missing")
-        except DecodeError as error:
-            self._drop(EVENTS, error, "the hole that it leaves clears its rank")
-            return None
-        return event
 
     def _hand_over(self, rank: int, events: list[AnyEngineEvent], on_cache: OnCache) -> None:
         translator = self._translators[rank]
@@ -383,6 +383,11 @@ class TrtllmFeed:
             told: list[WireCacheEvent] = [translator.lose()]
             self._metrics.observe_events(rank, 0, translator)
             on_cache(rank, told)
+
+
+def _foreign(rank: int | None) -> DecodeError:
+    said = "is missing" if rank is None else f"is {rank}"
+    return DecodeError("a KV cache event of the engine", f"attention_dp_rank {said}")
 
 
 _engines_with_a_reader: weakref.WeakSet[Any] = weakref.WeakSet()

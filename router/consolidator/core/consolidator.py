@@ -27,7 +27,6 @@ from typing import NamedTuple
 from router.consolidator.core.cursor import Cursor, Verdict
 from router.consolidator.core.pool_state import (
     BLOCKS_PER_WORKER_MAX,
-    CONSOLIDATOR_SOURCE,
     WORKER_SOURCE,
     PoolState,
     Worker,
@@ -64,6 +63,7 @@ from wire.ingest import (
     Welcome,
 )
 from wire.limits import EVENTS_PER_BATCH_MAX, TEXT_CHARS_MAX
+from wire.streams import CONSOLIDATOR_SOURCE
 
 EVENTS_TO_SPLIT_MAX = EVENTS_PER_BATCH_MAX // 8
 """Events of a batch up to which each may become several in the record without breaking the contract's limit. Larger

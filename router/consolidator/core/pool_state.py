@@ -51,8 +51,7 @@ from wire.events import (
 from wire.feed import BlockChain, RequestState, SourceStream, WorkerState
 from wire.hashing import pack_hashes
 from wire.identifiers import StreamState, Tier, WorkerId, WorkerKey
-from wire.streams import CONSOLIDATOR_SOURCE as CONSOLIDATOR_SOURCE
-from wire.streams import after, after_batch
+from wire.streams import CONSOLIDATOR_SOURCE, after, after_batch
 
 REQUESTS_PER_WORKER_MAX = 65_536
 """Unfinished requests remembered per rank, far above any engine's batch and queue; beyond it the oldest goes."""

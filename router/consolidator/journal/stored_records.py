@@ -16,7 +16,6 @@ from typing import Any, get_args
 
 import msgspec
 
-from router.consolidator.core.pool_state import CONSOLIDATOR_SOURCE
 from router.consolidator.journal.errors import JournalCorrupt
 from router.consolidator.journal.framing import (
     FILE_HEADER,
@@ -32,6 +31,7 @@ from router.consolidator.ports import Disk
 from wire import codec
 from wire.errors import DecodeError
 from wire.events import AnyEvent, JournalRecord
+from wire.streams import CONSOLIDATOR_SOURCE
 
 SUFFIX = ".segment"
 
