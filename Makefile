@@ -23,6 +23,8 @@ docs:  ## write the generated page
 
 SEEDS ?= 0..4999
 JOBS ?= 2
+INDEX_EXAMPLES ?= 5000
 
-soak:  ## thousands of seeds of the fault simulation, each under every profile: make soak SEEDS=0..999 JOBS=8
+soak:  ## thousands of seeds of the fault simulation, each under every profile, and of programs for the index
+	INDEX_EXAMPLES=$(INDEX_EXAMPLES) $(PYTHON) -m pytest tests/router/test_prefix_index.py
 	$(PYTHON) -m tests.fault_simulation --seeds $(SEEDS) --all-profiles --jobs $(JOBS) --keep

@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 
 import uvloop
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from benchmarks.growth import Slope, slope
@@ -125,7 +125,7 @@ async def soak(options: argparse.Namespace, directory: Path, progress: Progress)
         plans = [Plan(options.seed, number, pool.model, options.osl_max) for number in range(options.streams)]
         clients = Clients(address.hostname, address.port, plans, max(1, options.streams // 20))
         clients.start(RAMP_SHARE * options.seconds)
-        await _sample(run, pool, clients.tally, options, progress, bar)
+        await _sample(run, pool, clients, options, progress, bar)
         progress.update(bar, description="waiting for quiet")
         await clients.stop()
         await _settle(run, pool)
@@ -137,10 +137,12 @@ async def soak(options: argparse.Namespace, directory: Path, progress: Progress)
 
 
 async def _sample(
-    run: Run, pool: SoakPool, tally: Tally, options: argparse.Namespace, progress: Progress, bar: Any
+    run: Run, pool: SoakPool, clients: Clients, options: argparse.Namespace, progress: Progress, bar: TaskID
 ) -> None:
+    tally = clients.tally
     started = time.monotonic()
     while (now_s := time.monotonic() - started) < options.seconds:
+        clients.check()
         run.samples.append(Sample(now_s, tally.open, await pool.readings()))
         progress.update(
             bar,

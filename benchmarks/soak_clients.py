@@ -101,7 +101,7 @@ class Connection(asyncio.Protocol):
                 timer.cancel()
             self._planned = self._done = None
             self._used = True
-        if how in ("answered", "left") and leaving == "close":
+        if leaving == "close" or not self.is_open:
             self.close()
         return how
 
@@ -178,6 +178,7 @@ class Connection(asyncio.Protocol):
             self._timers.append(loop.call_later(planned.patience * SLOW_MAX_S, then))
         elif planned.leaving == "half-close" and transport.can_write_eof():
             transport.write_eof()
+            self.is_open = False
             self._timers.append(asyncio.get_running_loop().call_later(WAIT_MAX_S, self._leave))
         else:
             self._leave()
@@ -219,6 +220,12 @@ class Clients:
             self._tasks.append(loop.create_task(self._client(plan, ramp_s * number / count)))
         for _ in range(self._idle):
             self._tasks.append(loop.create_task(self._idler()))
+
+    def check(self) -> None:
+        """Raise what a client raised: it is a bug of this tool."""
+        for task in self._tasks:
+            if task.done() and not task.cancelled():
+                task.result()
 
     async def stop(self) -> None:
         """Let everybody finish the request that is open, then close; raises what a client raised."""

@@ -40,8 +40,8 @@ SCRAPE_TIMEOUT_S = 20.0
 
 ROUTER_BOUNDS = {
     "decision-log-length": 1000,
-    "tokenization-cache-bytes": 8 * MIB,
-    "path-cache-bytes": 8 * MIB,
+    "tokenization-cache-bytes": 2 * MIB,
+    "path-cache-bytes": 2 * MIB,
 }
 JOURNAL_BOUNDS = {"retention-bytes": 4 * MIB, "segment-bytes": MIB, "snapshot-every-records": 1000}
 STOP_ORDER = {"router": 0, "consolidator": 2}
@@ -228,11 +228,17 @@ class SoakPool:
         return reading
 
     async def _metrics(self, service: _Service) -> str:
+        return (await self._get(f"{service.url}/metrics")).text
+
+    async def _get(self, url: str) -> httpx.Response:
         try:
-            answer = await self._http.get(f"{service.url}/metrics")
+            try:
+                return await self._http.get(url)
+            except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
+                # The server ends a connection that was idle for its time-out, also just when it is used again.
+                return await self._http.get(url)
         except httpx.HTTPError as error:
-            raise PoolFailed(f"reading the metrics of {service.name}: {error!r}") from error
-        return answer.text
+            raise PoolFailed(f"reading {url}: {error!r}") from error
 
     async def baseline(self) -> dict[str, Reading]:
         """Return what each service holds while nobody asks, once that has stopped to change."""
@@ -266,13 +272,13 @@ class SoakPool:
     async def leftovers(self, baseline: Mapping[str, Reading]) -> list[str]:
         """Return in words what is not as before the load: requests, blocks, tasks, descriptors, threads, the index."""
         found = leftovers(baseline, await self.readings())
-        rows = (await self._http.get(f"{self.url}/v1/workers")).json()["data"]
+        rows = (await self._get(f"{self.url}/v1/workers")).json()["data"]
         for row in rows:
             name = row["worker_id"]
             for key in ("running_requests", "waiting_requests", "active_requests", "prefill_tokens", "active_blocks"):
                 if row[key]:
                     found.append(f"router: its ledger has {row[key]} {key} on {name}")
-            held = (await self._http.get(f"{row['http_endpoint']}/blocks")).text.split("\n")
+            held = (await self._get(f"{row['http_endpoint']}/blocks")).text.split("\n")
             for _ in range(1 if self._shape.http_workers == 1 else 4 * self._shape.http_workers):
                 async with _client() as client:
                     believed = (await client.get(f"{self.url}/v1/workers/{name}/blocks")).text.split("\n")

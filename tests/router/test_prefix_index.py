@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import pytest
@@ -139,8 +140,11 @@ class IndexAgainstModel(RuleBasedStateMachine):
         assert not self.index._off_device
 
 
+INDEX_EXAMPLES = int(os.environ.get("INDEX_EXAMPLES", "80"))
+"""Programs of rules per run, and half as many of its variant; `make soak` takes thousands."""
+
 INDEX_SETTINGS = settings(
-    max_examples=100,
+    max_examples=INDEX_EXAMPLES,
     stateful_step_count=40,
     deadline=None,
     # Shrinking a long program of rules takes minutes; the explicit phases find, and a seed reproduces.
@@ -156,7 +160,7 @@ class IndexSweptInSmallSlices(IndexAgainstModel):
         self.index = PrefixIndex(sweep_slice_blocks=1)
 
 
-IndexSweptInSmallSlices.TestCase.settings = INDEX_SETTINGS
+IndexSweptInSmallSlices.TestCase.settings = settings(INDEX_SETTINGS, max_examples=INDEX_EXAMPLES // 2)
 TestIndexSweptInSmallSlices = IndexSweptInSmallSlices.TestCase
 
 IndexAgainstModel.TestCase.settings = INDEX_SETTINGS
