@@ -10,7 +10,8 @@ Figures are CPU time from the scheduler's counts, so other load on the machine c
 ``stream``   chat streams, 1,024 tokens in, 128 out, 16 clients, engines as fast as they can: CPU µs per token
 ``chunks``   chat streams, 16 tokens in, 512 out: the same with less of the request in it
 ``turns``    conversations of real growth: 8k tokens in the first turn, then 10 further turns: CPU ms per turn
-``long``     short requests, 100 or so a second: TTFT alone, and while one client sends 60k-token prompts all the time
+``long``     short requests, 100 or so a second: TTFT alone, and while some 8 prompts of 60k tokens arrive a second
+``flood``    the same, with one such prompt after the other, which takes all of the core
 
 Peers run from the Python named by ``--peer-python`` and are skipped where their wheels are not installed: ours and
 Dynamo route by KV cache, tokenize and detokenize; smg and vllm-router pass text through to mock OpenAI servers.
@@ -51,7 +52,8 @@ TESTS: dict[str, dict[str, Any]] = {
     "stream": {"chat": True, "stream": True, "concurrency": 16, "isl": 1024, "osl": 128},
     "chunks": {"chat": True, "stream": True, "concurrency": 16, "isl": 16, "osl": 512},
     "turns": {"chat": True, "concurrency": 4, "isl": 8000, "osl": 32, "turns": 11, "turn_words": 200},
-    "long": {"concurrency": 4, "isl": 64, "osl": 1, "pause_s": 0.04, "long_isl": 60_000},
+    "long": {"concurrency": 4, "isl": 64, "osl": 1, "pause_s": 0.04, "long_isl": 60_000, "long_pause_s": 0.1},
+    "flood": {"concurrency": 4, "isl": 64, "osl": 1, "pause_s": 0.04, "long_isl": 60_000},
 }
 
 
@@ -330,7 +332,7 @@ def main() -> int:
     """Run it and print it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", default="ours,dynamo,dynamo-fast,smg,vllm-router")
-    parser.add_argument("--tests", default="short,stream,chunks,turns,long")
+    parser.add_argument("--tests", default="short,stream,chunks,turns,long,flood")
     parser.add_argument("--seconds", type=float, default=4.0, help="measured time per test")
     parser.add_argument("--peer-python", default=sys.executable, help="Python that has the peers' wheels")
     parser.add_argument("--model-dir", type=Path, default=Path(tempfile.gettempdir()) / "poolgrid-bench-model")

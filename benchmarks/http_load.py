@@ -47,6 +47,8 @@ class LoadSpec(msgspec.Struct, kw_only=True):
     pids: dict[str, int] = {}
     pause_s: float = 0.0
     """Between the answer of a short request and the next one of its client."""
+    long_pause_s: float = 0.0
+    """The same for the client of long prompts."""
     long_isl: int = 0
     """Above 0, one more connection sends prompts of this many words all the time; it is reported apart."""
 
@@ -102,7 +104,7 @@ class _Connection(asyncio.Protocol):
             if self._load.spec.turns > 1:
                 self._take_answer(body)
             # Not in this callback: the old parser is still on the stack.
-            pause_s = 0.0 if self._long else self._load.spec.pause_s
+            pause_s = self._load.spec.long_pause_s if self._long else self._load.spec.pause_s
             asyncio.get_running_loop().call_later(pause_s, self._send)
 
     def _send(self) -> None:

@@ -83,15 +83,20 @@ def memory_slopes(samples: Sequence[Sample], warmup_s: float) -> dict[str, Slope
     return {name: slope([(sample.at_s / 60, sample.readings[name].rss_mb) for sample in late]) for name in names}
 
 
-def growth_faults(slopes: Mapping[str, Slope | None], window_s: float, limit_mb_per_min: float) -> list[str]:
-    """Return in words whose memory surely grows faster than the limit; nothing when the window is too short to say."""
+def growth_faults(
+    slopes: Mapping[str, Slope | None], processes: Mapping[str, int], window_s: float, limit_mb_per_min: float
+) -> list[str]:
+    """Return in words whose memory surely grows faster than the limit; nothing when the window is too short to say.
+
+    The limit is for one process; a service of several may grow by as many times.
+    """
     if window_s < JUDGED_SECONDS_MIN:
         return []
     return [
         f"{name}: memory grows by {found.value:.2f} MB/min ({found.low:.2f} to {found.high:.2f}), allowed are "
-        f"{limit_mb_per_min:g}"
+        f"{limit_mb_per_min * processes[name]:g}"
         for name, found in slopes.items()
-        if found is not None and found.low > limit_mb_per_min
+        if found is not None and found.low > limit_mb_per_min * processes[name]
     ]
 
 
@@ -271,8 +276,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stderr.write(f"the soak could not go on: {error or 'a process was not ready in time'}\n")
             return 2
     slopes = memory_slopes(run.samples, warmup_s)
+    processes = {name: reading.processes for name, reading in run.baseline.items()}
     run.faults += load_faults(tally, run.samples, run.streams, run.seconds)
-    run.faults += growth_faults(slopes, run.seconds - warmup_s, options.growth_mb_per_min)
+    run.faults += growth_faults(slopes, processes, run.seconds - warmup_s, options.growth_mb_per_min)
     show(run, tally, slopes, warmup_s, Console(width=160))
     if options.json is not None:
         options.json.write_text(json.dumps(report(run, tally, slopes, options), indent=1) + "\n")

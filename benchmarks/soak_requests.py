@@ -26,7 +26,7 @@ ENDINGS: dict[Leaving, int] = {
     "half-close": 1,
     "slow": 3,
 }
-"""Weights. About a third of all requests end with a client that is gone."""
+"""Weights. More than a quarter of all requests end with a client that is gone."""
 
 WORDS = [
     f"{first}{second}" for first in ("ka", "lo", "mi", "ne", "ru", "so", "te", "vu") for second in "abdegiklmnoprstu"

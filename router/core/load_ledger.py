@@ -193,7 +193,8 @@ class LoadLedger:
                 continue
             self.finished(worker, request_id)
             expired += 1
-        self.expired_reservations += expired
+            # A worker's word for what others sent is meant to run out; only missing events are worth a count.
+            self.expired_reservations += not request_id.startswith(OTHERS)
         if self.witness is not None and (renewed or expired):
             self.witness.expired(now_ms, renewed)
 

@@ -54,9 +54,11 @@ def test_what_is_left_behind_is_said(now: Reading, said: str) -> None:
 
 def test_memory_must_surely_grow_to_be_a_fault() -> None:
     slopes = {"leaks": Slope(3, 2, 4), "noisy": Slope(3, -1, 7), "unknown": None}
-    (found,) = growth_faults(slopes, 300, 1.0)
+    one = dict.fromkeys(slopes, 1)
+    (found,) = growth_faults(slopes, one, 300, 1.0)
     assert found.startswith("leaks: memory grows by 3.00 MB/min (2.00 to 4.00)")
-    assert growth_faults(slopes, 10, 1.0) == []
+    assert growth_faults(slopes, one, 10, 1.0) == []
+    assert growth_faults(slopes, {**one, "leaks": 3}, 300, 1.0) == []
 
 
 def test_wrong_answers_and_a_load_that_was_none_are_faults() -> None:

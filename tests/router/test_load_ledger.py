@@ -71,3 +71,14 @@ def test_a_workers_word_about_what_others_sent_it_counts_for_a_moment() -> None:
     ledger.expire(50)
     assert left(ledger) == ["r0"]
     assert int(ledger.prefill_tokens[0]) == 100
+
+
+def test_a_word_for_others_that_runs_out_is_no_missing_event() -> None:
+    ledger = ledger_with(0)
+
+    ledger.crowded(W, 0, "d", booked_tokens=900, now_ms=0)
+    ledger.expire(999)
+    assert left(ledger) == ["r0"]
+    assert ledger.expired_reservations == 0
+    ledger.expire(1000)
+    assert ledger.expired_reservations == 1
