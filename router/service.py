@@ -33,6 +33,7 @@ from router.core.candidates import RoutingRequest
 from router.core.decision import Decision, DecisionLog
 from router.core.drain_rate import DrainRate
 from router.core.fleet import media_of
+from router.core.load_ledger import CROWDING_LEASE_MS
 from router.core.projection import LOAD_STEP_BLOCKS, Projection, SnapshotLoad
 from router.core.selector import NoWorker, Selector
 from router.core.stage_plan import (
@@ -131,6 +132,7 @@ class RouterService:
         self._pumping = False
         self._pump_scheduled = False
         self._housekeeping: asyncio.Task[None] | None = None
+        self._crowding_timer: asyncio.TimerHandle | None = None
         self._created_s = clock.wall_ms() // 1000
         self._troubled = False
         self._loading: SnapshotLoad | None = None
@@ -159,6 +161,8 @@ class RouterService:
         self._arrived.clear()
         if self._housekeeping is not None:
             self._housekeeping.cancel()
+        if self._crowding_timer is not None:
+            self._crowding_timer.cancel()
         for active in list(self._active.values()):
             self._end(active, StreamDelta(b"", "error", error="the router is shutting down"))
         for link in self._links.values():
@@ -174,8 +178,7 @@ class RouterService:
             self._note_trouble(self.trouble)
             for link in list(self._links.values()):
                 link.check(now_ms)
-            held = {dispatch.id for active in self._active.values() for dispatch in active.legs}
-            self.projection.ledger.expire(now_ms, held)
+            self._expire_reservations()
             overdue_ms = now_ms - self._settings.queue_timeout_ms
             for queued in self._admission.resumed():
                 if queued.entered_ms < overdue_ms:
@@ -650,7 +653,24 @@ class RouterService:
         active.current = None
         active.crowded += 1
         self.projection.ledger.crowded(dispatch.worker, slot, dispatch.id, booked_tokens, now_ms)
+        self._await_crowding_end(now_ms)
         self._place(active, "its worker had more to do than was known")
+
+    def _await_crowding_end(self, now_ms: float) -> None:
+        """Look when the next entry is due, if soon: what a worker said of others must not outlive their events."""
+        due_ms = self.projection.ledger.next_due_ms
+        if self._crowding_timer is None and due_ms is not None and due_ms - now_ms <= CROWDING_LEASE_MS:
+            wait_s = max(0.001, (due_ms - now_ms) / 1000)
+            self._crowding_timer = asyncio.get_running_loop().call_later(wait_s, self._end_crowding)
+
+    def _end_crowding(self) -> None:
+        self._crowding_timer = None
+        self._expire_reservations()
+        self._await_crowding_end(self._clock.monotonic_ms())
+
+    def _expire_reservations(self) -> None:
+        held = {dispatch.id for active in self._active.values() for dispatch in active.legs}
+        self.projection.ledger.expire(self._clock.monotonic_ms(), held)
 
     def _begin_decode(self, active: ActiveRequest, prefill: Dispatch) -> None:
         """Go on with a prefilled request on a decode worker; its blocks stay on the prefill worker until they moved."""

@@ -198,6 +198,11 @@ class LoadLedger:
         if self.witness is not None and (renewed or expired):
             self.witness.expired(now_ms, renewed)
 
+    @property
+    def next_due_ms(self) -> float | None:
+        """Return when the first unconfirmed entry is due, or was; ``None`` without any."""
+        return self._unconfirmed[0][0] if self._unconfirmed else None
+
     def clear(self) -> None:
         """Forget everything; slots may mean other workers from now on."""
         for worker in list(self._of_worker):

@@ -240,3 +240,27 @@ def test_an_output_with_a_guide_that_has_begun_does_not_move_to_another_worker()
             assert router.sent == [BEFORE]
 
     asyncio.run(scenario())
+
+
+def test_what_a_worker_said_of_other_routers_requests_is_forgotten_soon() -> None:
+    async def scenario() -> None:
+        async with routed() as made:
+            worker = WorkerKey(WorkerId("a"))
+            made.feed.tell((worker, WorkerJoined(card(BEFORE))))
+            made.bring_up(BEFORE)
+            stream = await made.service.submit(REQUEST)
+            link = made.service._links[BEFORE]
+            refusal = TokenDelta("r", 0, b"", "error", error="crowded", retryable=True, booked_prefill_tokens=5000)
+            made.service._on_tokens(link, TokenBatch(1, [refusal]))
+
+            ledger = made.service.projection.ledger
+            slot = made.service.projection.index.slot(worker)
+            assert made.sent == [BEFORE, BEFORE], "it was chosen again, with what the worker said"
+            assert int(ledger.prefill_tokens[slot]) == 5000 + 20
+            async with asyncio.timeout(30):
+                while int(ledger.prefill_tokens[slot]) > 20:  # noqa: ASYNC110 - the ledger tells nobody
+                    await asyncio.sleep(0.01)
+            assert len(ledger) == 1, "the request itself is still there"
+            stream.cancel()
+
+    asyncio.run(scenario())
