@@ -10,34 +10,44 @@
     GONE           has left the pool
 
 The consolidator decides (``router.consolidator.core``) and writes ``StreamStateChanged``; what other events imply is
-not written twice. Every reader folds with ``after``, so all of them see the same state at the same offset.
+not written twice. Every reader uses ``fold``, so all of them see the same state at the same offset.
 """
 
 from __future__ import annotations
 
-from wire.events import AnyEvent, SnapshotBegan, SnapshotEnded, StreamStateChanged, WorkerLeft
+from collections.abc import Iterable
+
+from wire.events import AnyEvent, SnapshotBegan, SnapshotEnded, StreamStateChanged
+from wire.feed import SourceStream
 from wire.identifiers import StreamState
 
 CONSOLIDATOR_SOURCE = "consolidator"
 """Source of the records that the consolidator writes on its own account."""
 
 
-def after(state: StreamState, source: str, event: AnyEvent) -> StreamState:
-    """Return the state of a source's stream after an event of one of its own batches."""
-    if isinstance(event, StreamStateChanged):
-        return event.state if event.source == source else state
-    if isinstance(event, SnapshotBegan):
-        return StreamState.SNAPSHOTTING
-    if isinstance(event, SnapshotEnded):
-        return StreamState.LIVE
-    if isinstance(event, WorkerLeft):
-        return StreamState.GONE
-    return after_batch(state)
+def fold(streams: dict[str, SourceStream], source: str, events: Iterable[AnyEvent]) -> bool:
+    """Fold the events of one record into the streams of its worker, by source; return whether any changed.
 
-
-def after_batch(state: StreamState) -> StreamState:
-    """Return the state after any batch was taken in, an empty one included: the first one ends ``SYNCING``."""
-    return StreamState.LIVE if state is StreamState.SYNCING else state
+    Any batch of a source ends its ``SYNCING``, an empty one too. What the consolidator writes on its own account says
+    something of a stream only by ``StreamStateChanged``.
+    """
+    known = streams.get(source)
+    before = StreamState.SYNCING if known is None else known.state
+    state = StreamState.LIVE if before is StreamState.SYNCING else before
+    changed = False
+    for event in events:
+        kind = type(event)
+        if kind is SnapshotBegan:
+            state = StreamState.SNAPSHOTTING
+        elif kind is SnapshotEnded:
+            state = StreamState.LIVE
+        elif isinstance(event, StreamStateChanged):
+            streams[event.source] = SourceStream(event.source, event.state, event.reason)
+            changed = True
+    if source != CONSOLIDATOR_SOURCE and state is not before:
+        streams[source] = SourceStream(source, state)
+        changed = True
+    return changed
 
 
 def worst(states: list[StreamState]) -> StreamState:

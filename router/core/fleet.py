@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from wire.card import MediaSpec, WorkerCard
 from wire.events import LoadReported
 from wire.feed import SourceStream
-from wire.identifiers import Role, StreamState, WorkerKey
-from wire.streams import CONSOLIDATOR_SOURCE
+from wire.identifiers import Role, WorkerKey
 
 
 @dataclass(slots=True)
@@ -35,11 +34,6 @@ class Worker:
     requests_total: int = 0
     streams: dict[str, SourceStream] = field(default_factory=dict)
     """Of each source, how far its stream can be trusted."""
-
-    def source_is_new(self, source: str) -> bool:
-        """Tell whether a batch of this source is the first that says something of its stream."""
-        stream = self.streams.get(source)
-        return source != CONSOLIDATOR_SOURCE and (stream is None or stream.state is StreamState.SYNCING)
 
 
 @dataclass(slots=True)

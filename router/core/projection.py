@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from router.core.fleet import Fleet, Worker
+from router.core.fleet import Fleet
 from router.core.load_ledger import LoadLedger
 from router.core.prefix_index import PrefixIndex
 from router.core.stream_trust import StreamTrust
 from router.core.witness import Witness
 from wire.events import (
-    AnyEvent,
     BlocksRemoved,
     BlocksStored,
     CacheCleared,
@@ -29,16 +28,14 @@ from wire.events import (
     RequestProgressed,
     RequestStarted,
     SnapshotBegan,
-    SnapshotEnded,
-    StreamStateChanged,
     WorkerDraining,
     WorkerJoined,
     WorkerLeft,
 )
-from wire.feed import BlockChain, SourceStream, WorkerState
+from wire.feed import BlockChain, WorkerState
 from wire.hashing import unpack_hashes
-from wire.identifiers import StreamState, WorkerId, WorkerKey
-from wire.streams import after, after_batch
+from wire.identifiers import WorkerId, WorkerKey
+from wire.streams import fold
 
 LOAD_STEP_BLOCKS = 4096
 """Blocks of a snapshot loaded between two turns of a router: one to three milliseconds."""
@@ -131,11 +128,6 @@ class Projection:
             elif isinstance(event, CacheCleared | SnapshotBegan):
                 if self._index_blocks:
                     index.clear(key)
-                if worker is not None and isinstance(event, SnapshotBegan):
-                    self._note_stream(worker, record.source, event)
-            elif isinstance(event, SnapshotEnded | StreamStateChanged):
-                if worker is not None:
-                    self._note_stream(worker, record.source, event)
             elif isinstance(event, WorkerJoined):
                 self._forget(key)
                 worker = self.fleet.join(key, record.epoch, event.card)
@@ -147,8 +139,8 @@ class Projection:
                 self.fleet.leave(key)
                 worker = None
         if worker is not None:
-            if worker.source_is_new(record.source):
-                self._note_stream(worker, record.source, None)
+            if fold(worker.streams, record.source, record.events):
+                self.trust.note_streams(key, worker.streams.values())
             worker.last_event_ms = record.time_ms
             worker.last_recorded_ms = record.recorded_ms
 
@@ -196,17 +188,6 @@ class Projection:
                 prefill = request.isl - request.cached_tokens if request.prefilling else 0
                 self.ledger.started(key, slot, request.request_id, prefill, request.active_blocks, now_ms)
         self.next_offset = next_offset
-
-    def _note_stream(self, worker: Worker, source: str, event: AnyEvent | None) -> None:
-        """Fold what an event (or ``None``, any batch at all) says of a stream; ``wire.streams`` has the rules."""
-        if isinstance(event, StreamStateChanged):
-            worker.streams[event.source] = SourceStream(event.source, event.state, event.reason)
-        else:
-            known = worker.streams.get(source)
-            state = known.state if known is not None else StreamState.SYNCING
-            state = after_batch(state) if event is None else after(state, source, event)
-            worker.streams[source] = SourceStream(source, state)
-        self.trust.note_streams(worker.key, worker.streams.values())
 
     def _forget(self, key: WorkerKey) -> None:
         self.index.drop(key)

@@ -63,7 +63,7 @@ from wire.ingest import (
     Welcome,
 )
 from wire.limits import EVENTS_PER_BATCH_MAX, TEXT_CHARS_MAX
-from wire.streams import CONSOLIDATOR_SOURCE
+from wire.streams import CONSOLIDATOR_SOURCE, fold
 
 EVENTS_TO_SPLIT_MAX = EVENTS_PER_BATCH_MAX // 8
 """Events of a batch up to which each may become several in the record without breaking the contract's limit. Larger
@@ -381,7 +381,7 @@ class Consolidator:
         if worker is None or worker.stream(source).state is state:
             return
         events: list[AnyEvent] = [StreamStateChanged(source, state, reason[:TEXT_CHARS_MAX])]
-        worker.observe(CONSOLIDATOR_SOURCE, events)
+        fold(worker.streams, CONSOLIDATOR_SOURCE, events)
         self._record(key, worker.epoch, 0, turn.now.wall_ms, events, CONSOLIDATOR_SOURCE, turn)
 
     def _caught_up(self, worker: Worker, turn: Turn) -> None:
@@ -440,7 +440,7 @@ class Consolidator:
         cursor.advance()
         tally.batches += 1
         tally.events += len(batch.events)
-        worker.observe(batch.source, events)
+        fold(worker.streams, batch.source, events)
         self._record(worker.key, batch.epoch, batch.seq, batch.time_ms, events, batch.source, turn)
         link = self._links[worker.key]
         if batch.source == WORKER_SOURCE and cursor.next_seq > link.behind_seq and not link.attached:

@@ -51,7 +51,7 @@ from wire.events import (
 from wire.feed import BlockChain, RequestState, SourceStream, WorkerState
 from wire.hashing import pack_hashes
 from wire.identifiers import StreamState, Tier, WorkerId, WorkerKey
-from wire.streams import CONSOLIDATOR_SOURCE, after, after_batch
+from wire.streams import CONSOLIDATOR_SOURCE, fold
 
 REQUESTS_PER_WORKER_MAX = 65_536
 """Unfinished requests remembered per rank, far above any engine's batch and queue; beyond it the oldest goes."""
@@ -83,21 +83,6 @@ class Worker:
     def stream(self, source: str) -> SourceStream:
         """Return how far the stream of a source can be trusted; a source that was not heard of yet is syncing."""
         return self.streams.get(source) or SourceStream(source, StreamState.SYNCING)
-
-    def observe(self, source: str, events: Iterable[AnyEvent]) -> None:
-        """Note what a record says of the stream of its source (and of any that it names)."""
-        stream = self.stream(source)
-        state, reason = stream.state, stream.reason
-        if source != CONSOLIDATOR_SOURCE:
-            state = after_batch(state)
-        for event in events:
-            kind = type(event)
-            if kind is SnapshotBegan or kind is SnapshotEnded:
-                state, reason = after(state, source, event), ""
-            elif isinstance(event, StreamStateChanged):
-                self.streams[event.source] = SourceStream(event.source, event.state, event.reason)
-        if source != CONSOLIDATOR_SOURCE and state is not stream.state:
-            self.streams[source] = SourceStream(source, state, reason)
 
     def apply(self, source: str, event: AnyEvent) -> None:
         """Apply one event of a journal record that is about this worker."""
@@ -248,7 +233,7 @@ class PoolState:
             elif worker is not None and type(event) is not StreamStateChanged:
                 worker.apply(record.source, event)
         if worker is not None:
-            worker.observe(record.source, record.events)
+            fold(worker.streams, record.source, record.events)
         if worker is not None and record.source != CONSOLIDATOR_SOURCE:
             cursor = worker.cursors.get(record.source)
             if cursor is None:
