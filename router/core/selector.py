@@ -303,8 +303,15 @@ class Selector:
         elif self._approximate is not None:
             self._approximate.record(worker, path, now_ms)
         else:
+            asked = self._policy.needs_overlap and worker not in decision.untrusted
             self._projection.trust.chosen(
-                worker, dispatch_id or request.request_id, path, request.block_size, request.stage, now_ms
+                worker,
+                dispatch_id or request.request_id,
+                path,
+                request.block_size,
+                request.stage,
+                now_ms,
+                decision.overlap_blocks if asked else None,
             )
         if self._witness is not None:
             self._witness.booked(decision, dispatch_id or request.request_id, now_ms, lease_ms)

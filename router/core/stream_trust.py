@@ -112,12 +112,24 @@ class StreamTrust:
     # Choices
 
     def chosen(
-        self, worker: WorkerKey, request_id: str, path: Sequence[int], block_size: int, stage: Stage, now_ms: float
+        self,
+        worker: WorkerKey,
+        request_id: str,
+        path: Sequence[int],
+        block_size: int,
+        stage: Stage,
+        now_ms: float,
+        blocks: int | None = None,
     ) -> None:
-        """Note a choice: its start will be checked, and for an untrusted worker it is what it holds from now on."""
+        """Note a choice: its start will be checked, and for an untrusted worker it is what it holds from now on.
+
+        ``blocks`` is what the index says the worker holds of the path, where the caller has asked it already.
+        """
         if not path or stage is Stage.DECODE or stage is Stage.ENCODE:
             return
-        self._pending[(worker, request_id)] = _Pending(path, block_size, self._index.overlap(path, worker).blocks)
+        self._pending[(worker, request_id)] = _Pending(
+            path, block_size, self._index.overlap(path, worker).blocks if blocks is None else blocks
+        )
         while len(self._pending) > PENDING_MAX:
             self._pending.popitem(last=False)
         if worker in self.untrusted:
