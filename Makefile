@@ -1,7 +1,7 @@
 PYTHON ?= .venv/bin/python
 export PYTHON
 
-.PHONY: check lint types test format docs soak
+.PHONY: check lint types test format docs soak attack
 
 check: lint types test  ## everything CI runs, in the environment that is there
 
@@ -18,8 +18,10 @@ format:
 	$(PYTHON) -m ruff check --fix .
 	$(PYTHON) -m ruff format .
 
-docs:  ## write the generated page
-	$(PYTHON) -m cli.configuration_page > docs/configuration.md
+docs:  ## write what is generated
+	$(PYTHON) -m cli.configuration_page
+	$(PYTHON) -m cli.request_life_page > docs/request_life.md
+	$(PYTHON) -m attacks.page
 
 SEEDS ?= 0..4999
 JOBS ?= 2
@@ -28,3 +30,8 @@ INDEX_EXAMPLES ?= 5000
 soak:  ## thousands of seeds of the fault simulation, each under every profile, and of programs for the index
 	INDEX_EXAMPLES=$(INDEX_EXAMPLES) $(PYTHON) -m pytest tests/router/test_prefix_index.py
 	$(PYTHON) -m tests.fault_simulation --seeds $(SEEDS) --all-profiles --jobs $(JOBS) --keep
+
+PARTS ?=
+
+attack:  ## every attack of docs/attacks.md on a fresh pool, or those of PARTS="guides slow-disk"
+	$(PYTHON) -m attacks $(PARTS)

@@ -43,14 +43,17 @@ from router.core.load_ledger import LoadLedger
 from router.core.policy import make_policy
 from router.core.prefix_index import PrefixIndex
 from router.core.projection import Projection
+from router.core.router_state import RouterState
 from router.core.selector import Selector
 from router.feeds import EmbeddedFeed, RemoteFeed
+from router.fleet_links import link_opener
 from router.metrics import RouterMetrics
 from router.ports import JournalFeed
 from router.service import RouterService
 from router.settings import RouterSettings
 from runtime import garbage, lifecycle
 from runtime.clock import SystemClock
+from tests.router.fleet_builder import decided
 from wire import codec
 from wire.card import WorkerCard, WorkerLimits
 from wire.events import AnyEvent, BlocksStored, EventBatch, JournalRecord, WorkerJoined
@@ -249,7 +252,7 @@ class Heartbeat:
         return self._service.projection.next_offset
 
     def _decide(self, now_ms: float, behind: int) -> None:
-        decision = self._selector.select(self._request, [1], now_ms, 0, dry_run=True, behind_records=behind)
+        decision = decided(self._selector.select(self._request, [1], now_ms, 0, dry_run=True, behind_records=behind))
         self.decisions += 1
         self.marked += decision.reason.endswith("-behind")
         self.most_behind = max(self.most_behind, behind)
@@ -282,7 +285,8 @@ def router_process(given: dict[str, Any]) -> None:
         feed = WatchedFeed(inner)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         metrics = RouterMetrics(CollectorRegistry())
-        service = RouterService(settings, projection, selector, feed, metrics, clock, context)
+        open_link = link_opener(context, settings, metrics, clock)
+        service = RouterService(settings, RouterState(selector), feed, metrics, clock, open_link)
         heartbeat = Heartbeat(service, selector)
         signal.signal(signal.SIGCONT, heartbeat.resumed)
         beating = asyncio.create_task(heartbeat.beat())

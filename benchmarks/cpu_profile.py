@@ -74,25 +74,27 @@ LINES: tuple[tuple[str, str, str], ...] = (
     ("wire/hashing.py", r"(?!(un)?pack_tokens).*", HASHING),
     ("dispatch/prompt_paths.py", r".*", HASHING),
     ("dispatch/media_path.py", r".*", HASHING),
-    ("router/service.py", r"RouterService\.(_path|_long_path)", HASHING),
+    ("router/choosing.py", r"Chooser\.path\w*", HASHING),
     ("router/core/decision.py", r".*", RECORDING),
     ("router/decision_journal/", r".*", RECORDING),
     ("router/metrics.py", r".*", RECORDING),
     ("prometheus_client/", r".*", RECORDING),
     ("router/core/", r".*", DECISION),
-    ("router/service.py", r"RouterService\.(_on_tokens|_forget|_withdraw|_release|_end)", INTAKE),
+    ("router/service.py", r"RouterService\.(_on_ended|_end|_give_up)", INTAKE),
     ("dispatch/worker_link.py", r"WorkerLink\._on_\w+", INTAKE),
-    ("dispatch/token_stream.py", r"ActiveRequest\.(begin_dispatch|next_dispatch_id|_params_for|_media_for)", DISPATCH),
-    ("dispatch/token_stream.py", r".*", INTAKE),
+    ("dispatch/request_machine.py", r"RequestMachine\.begin", DISPATCH),
+    ("dispatch/request_machine.py", r".*", INTAKE),
+    ("dispatch/token_delivery.py", r".*", INTAKE),
+    ("dispatch/in_flight.py", r".*", INTAKE),
     ("dispatch/", r".*", DISPATCH),
-    ("router/service.py", r".*", DISPATCH),
+    ("router/", r".*", DISPATCH),
     ("asyncio/", r".*", LOOP),
     ("runtime/lifecycle.py", r".*", LOOP),
 )
 """Beginning of the file's path, function, group; the first line that fits counts."""
 
 EVENT_FRAMES = ("router/consolidator/", "router/feeds.py")
-EVENT_FUNCTIONS = ("RouterService.on_records", "RouterService.on_snapshot", "RouterService._catch_up")
+EVENT_FUNCTIONS = ("CatchingUp.on_records", "CatchingUp.on_snapshot", "CatchingUp._step")
 
 WAITS = frozenset(
     (

@@ -34,7 +34,7 @@ from wire.events import (
 )
 from wire.hashing import block_hashes, hash_seed, pack_hashes, sequence_hashes
 from wire.identifiers import Role
-from wire.requests import Generate, TokenDelta
+from wire.requests import FinishReason, Generate, TokenDelta
 from workers.adapters.sockets import RequestSocket
 from workers.core.push_stream import PushStream, PushTiming
 from workers.engines.engine import EngineReport, RankReport
@@ -114,7 +114,7 @@ class MockEngine:
         events: list[AnyEvent] = []
         for request_id in self._cancelled:
             if self._running.pop(request_id, None) is not None:
-                deltas.append(TokenDelta(request_id, 0, b"", "cancelled"))
+                deltas.append(TokenDelta(request_id, 0, b"", FinishReason.CANCELLED))
                 events.append(RequestFinished(request_id, "cancelled"))
         self._cancelled.clear()
         waiting, self._waiting = self._waiting, []
@@ -158,7 +158,7 @@ class MockEngine:
         running.produced += 1
         reason = None
         if running.produced >= request.sampling.max_tokens:
-            reason = "length"
+            reason = FinishReason.LENGTH
             del self._running[request.request_id]
             events.append(RequestFinished(request.request_id, reason))
         elif running.produced % self._block_size == 0:

@@ -30,6 +30,7 @@ from router.core.policy import KvAware
 from router.core.prefix_index import PrefixIndex, slots_of
 from router.core.projection import Projection
 from router.core.selector import Selector
+from tests.router.fleet_builder import decided
 from wire import codec
 from wire.card import WorkerCard, WorkerLimits
 from wire.events import BlocksStored, JournalRecord, WorkerJoined
@@ -240,7 +241,7 @@ def decision_figures(workers: int) -> dict[str, float]:
             projection.index.store(key, None, path[: 64 + number % 128])
     selector = Selector(projection, KvAware())
     request = RoutingRequest("r", "m", 8192, BLOCK_SIZE, len(path))
-    decision = selector.select(request, path, 0.0, 0)
+    decision = decided(selector.select(request, path, 0.0, 0))
 
     def book() -> None:
         selector.book(decision, path, 0.0)
@@ -248,7 +249,7 @@ def decision_figures(workers: int) -> dict[str, float]:
 
     hashing = median_us(lambda: sequence_hashes(block_hashes(tokens, BLOCK_SIZE)), 300)
     overlap = median_us(lambda: projection.index.find(path), 1000)
-    select = median_us(lambda: selector.select(request, path, 0.0, 0), 500)
+    select = median_us(lambda: decided(selector.select(request, path, 0.0, 0)), 500)
     booking = median_us(book, 1000)
     return {
         "hashing_us": hashing,

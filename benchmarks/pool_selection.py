@@ -20,8 +20,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from global_router.core.document_reader import load_document
-from global_router.core.grid_document import GridDocument
+from global_router.core.document.grid_document import GridDocument
+from global_router.core.document.reader import load_document
 from loadgen.trace import TraceError, read_trace
 from simulation.fleet import (
     FleetPool,

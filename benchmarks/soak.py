@@ -30,8 +30,9 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 from benchmarks.growth import Slope, slope
+from benchmarks.services import PoolFailed, Reading
 from benchmarks.soak_clients import Clients, Tally
-from benchmarks.soak_pool import PoolFailed, PoolShape, Reading, SoakPool
+from benchmarks.soak_pool import PoolShape, SoakPool
 from benchmarks.soak_requests import Plan
 
 WARMUP_SHARE = 0.25

@@ -13,30 +13,31 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import sys
-from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 
-from cli.part import part_environment
+from benchmarks.services import (
+    ROUTER_BOOKS,
+    START_TIMEOUT_S,
+    WORKER_BOOKS,
+    Reading,
+    Service,
+    get,
+    plain_client,
+    summed,
+)
 from frontend.models import TINY_MODEL_PATH
 from frontend.prompt_model import PromptModel
 
 MIB = 1024 * 1024
-START_TIMEOUT_S = 90.0
-STOP_TIMEOUT_S = 30.0
 BASELINE_INTERVAL_S = 0.3
 """Two looks this far apart that agree are the baseline."""
 
 WARM_ROUNDS = 6
-
-SCRAPE_TIMEOUT_S = 20.0
-"""A router that is busy with a thousand streams answers late, and that is no fault."""
 
 ROUTER_BOUNDS = {
     "decision-log-length": 1000,
@@ -50,29 +51,9 @@ STOP_ORDER = {"router": 0, "consolidator": 2}
 BLOCKS_PER_WORKER = 8192
 BLOCK_SIZE = 32
 
-ROUTER_BOOKS = (
-    "poolgrid_frontend_in_flight_requests",
-    "poolgrid_frontend_tokenizations_pending",
-    "poolgrid_router_active_requests",
-    "poolgrid_router_ledger_requests",
-    "poolgrid_router_queued_requests",
-    "poolgrid_router_queued_prompt_tokens",
-)
-WORKER_BOOKS = (
-    "poolgrid_worker_running_requests",
-    "poolgrid_worker_waiting_requests",
-    "poolgrid_worker_queued_prefill_tokens",
-    "poolgrid_worker_active_blocks",
-    "poolgrid_worker_kept_transfers",
-    "poolgrid_worker_tensors_kept",
-    "poolgrid_worker_outbox_batches",
-)
-"""Gauges that are 0 when nobody asks."""
-
 EXECUTOR_THREADS = min(32, (os.cpu_count() or 1) + 4)
 """What asyncio's own thread pool grows to in each process when it is used; it never shrinks."""
 
-TASKS = "poolgrid_event_loop_tasks"
 SERVER_FAULTS = re.compile(r'^poolgrid_frontend_requests_total\{.*status="5\d\d".*\} (\S+)$', re.MULTILINE)
 CONTRADICTIONS = "poolgrid_router_index_contradictions_total"
 BAD_LINES = re.compile(r"traceback|this is a bug|error|was never (retrieved|awaited)|in callback", re.IGNORECASE)
@@ -89,49 +70,14 @@ class PoolShape:
     speedup: float = 0.5
 
 
-@dataclass(slots=True)
-class Reading:
-    """One service at a moment."""
-
-    rss_mb: float = 0.0
-    descriptors: int = 0
-    sockets: int = 0
-    threads: int = 0
-    processes: int = 0
-    tasks: float = 0.0
-    books: dict[str, float] = field(default_factory=dict)
-
-
-class PoolFailed(RuntimeError):
-    """A process did not start, or is gone."""
-
-
-class _Service:
-    """One command, and what its ready line said."""
-
-    def __init__(self, name: str, process: Process, log: Path, words: list[str]) -> None:
-        self.name = name
-        self.process = process
-        self.log = log
-        self.words = words
-
-    def word(self, key: str) -> str:
-        return next(word.partition("=")[2] for word in self.words if word.startswith(f"{key}="))
-
-    @property
-    def url(self) -> str:
-        """Where its metrics are."""
-        return next((word for word in self.words if word.startswith("http")), "") or self.word("http")
-
-
 class SoakPool:
     """All processes of a run."""
 
     def __init__(self, shape: PoolShape, directory: Path) -> None:
         self._shape = shape
         self._directory = directory
-        self._services: list[_Service] = []
-        self._http = _client()
+        self._services: list[Service] = []
+        self._http = plain_client()
         model = PromptModel.load(TINY_MODEL_PATH)
         self.model: str = model.name
         first = max(model.tokenizer.get_added_tokens_decoder(), default=-1) + 1
@@ -143,7 +89,7 @@ class SoakPool:
         return self._router.url
 
     @property
-    def _router(self) -> _Service:
+    def _router(self) -> Service:
         return next(service for service in self._services if service.name == "router")
 
     async def start(self) -> None:
@@ -174,71 +120,28 @@ class SoakPool:
     async def _reaches(self, workers: int) -> bool:
         # Each HTTP process of a router has links of its own; each new connection goes to any of them.
         for _ in range(1 if self._shape.http_workers == 1 else 8 * self._shape.http_workers):
-            async with _client() as client:
+            async with plain_client() as client:
                 rows = (await client.get(f"{self.url}/v1/workers")).json()["data"]
             if sum(row["state"] == "ready" for row in rows) < workers:
                 return False
         return True
 
-    async def _start(self, command: str, arguments: list[str]) -> _Service:
+    async def _start(self, command: str, arguments: list[str]) -> Service:
         name = arguments[1] if command == "worker" else command
-        log = self._directory / f"{name}.log"
-        with log.open("ab") as output:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "cli", command, *arguments, "--log-level", "warning"),
-                stdin=PIPE,
-                stdout=PIPE,
-                stderr=output,
-                env=part_environment(),
-                start_new_session=True,
-            )
-        service = _Service(name, process, log, [])
+        service = await Service.start(name, [command, *arguments, "--log-level", "warning"], self._directory)
         self._services.append(service)
-        assert process.stdout is not None
-        async with asyncio.timeout(START_TIMEOUT_S):
-            line = (await process.stdout.readline()).decode().split()
-        if not line or line[0] != "ready":
-            raise PoolFailed(f"starting {name}: it said {' '.join(line)!r}; see {log}:\n{log.read_text()[-2000:]}")
-        service.words = line[1:]
+        await service.wait_ready()
         return service
 
     async def readings(self) -> dict[str, Reading]:
         """Return what each service holds now; raises ``PoolFailed`` when one is gone."""
-        found = await asyncio.gather(*(self._reading(service) for service in self._services))
+        found = await asyncio.gather(
+            *(
+                service.reading(self._http, ROUTER_BOOKS if service.name == "router" else WORKER_BOOKS)
+                for service in self._services
+            )
+        )
         return {service.name: reading for service, reading in zip(self._services, found, strict=True)}
-
-    async def _reading(self, service: _Service) -> Reading:
-        if service.process.returncode is not None:
-            raise PoolFailed(f"{service.name} ended with status {service.process.returncode}; see {service.log}")
-        text = await self._metrics(service)
-        names = ROUTER_BOOKS if service.name == "router" else WORKER_BOOKS
-        values = summed(text, (*names, TASKS))
-        reading = Reading(tasks=values.pop(TASKS, 0.0), books=values)
-        main = psutil.Process(service.process.pid)
-        for process in (main, *main.children(recursive=True)):
-            try:
-                reading.rss_mb += process.memory_info().rss / 1e6
-                reading.threads += process.num_threads()
-                reading.processes += 1
-                for link in _descriptors(process.pid):
-                    reading.descriptors += 1
-                    reading.sockets += link.startswith("socket:")
-            except (psutil.NoSuchProcess, FileNotFoundError) as error:
-                raise PoolFailed(f"a process of {service.name} is gone: {error}; see {service.log}") from error
-        return reading
-
-    async def _metrics(self, service: _Service) -> str:
-        return (await self._get(f"{service.url}/metrics")).text
-
-    async def _get(self, url: str) -> httpx.Response:
-        try:
-            try:
-                return await self._http.get(url)
-            except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
-                # The server ends a connection that was idle for its time-out, also just when it is used again.
-                return await self._http.get(url)
-        except httpx.HTTPError as error:
-            raise PoolFailed(f"reading {url}: {error!r}") from error
 
     async def baseline(self) -> dict[str, Reading]:
         """Return what each service holds while nobody asks, once that has stopped to change."""
@@ -261,7 +164,7 @@ class SoakPool:
         shape = self._shape
         pairs = shape.prefill_workers * shape.decode_workers or shape.workers
         for number in range(WARM_ROUNDS * shape.http_workers):
-            async with _client() as client:
+            async with plain_client() as client:
                 await asyncio.gather(*(self._ask(client, f"{number} {at} ", at) for at in range(2 * pairs)))
 
     async def _ask(self, client: httpx.AsyncClient, start: str, at: int) -> None:
@@ -272,15 +175,15 @@ class SoakPool:
     async def leftovers(self, baseline: Mapping[str, Reading]) -> list[str]:
         """Return in words what is not as before the load: requests, blocks, tasks, descriptors, threads, the index."""
         found = leftovers(baseline, await self.readings())
-        rows = (await self._get(f"{self.url}/v1/workers")).json()["data"]
+        rows = (await get(self._http, f"{self.url}/v1/workers")).json()["data"]
         for row in rows:
             name = row["worker_id"]
             for key in ("running_requests", "waiting_requests", "active_requests", "prefill_tokens", "active_blocks"):
                 if row[key]:
                     found.append(f"router: its ledger has {row[key]} {key} on {name}")
-            held = (await self._get(f"{row['http_endpoint']}/blocks")).text.split("\n")
+            held = (await get(self._http, f"{row['http_endpoint']}/blocks")).text.split("\n")
             for _ in range(1 if self._shape.http_workers == 1 else 4 * self._shape.http_workers):
-                async with _client() as client:
+                async with plain_client() as client:
                     believed = (await client.get(f"{self.url}/v1/workers/{name}/blocks")).text.split("\n")
                 if believed != held:
                     apart = len(set(believed) ^ set(held))
@@ -291,7 +194,7 @@ class SoakPool:
     async def faults(self) -> list[str]:
         """Return in words what no process may have to say at the end: answers 5xx, contradictions, bad log lines."""
         found = []
-        text = await self._metrics(self._router)
+        text = await self._router.metrics(self._http)
         broken = sum(float(value) for value in SERVER_FAULTS.findall(text))
         if broken:
             found.append(f"router: {broken:.0f} answers 5xx")
@@ -315,26 +218,16 @@ class SoakPool:
             "poolgrid_router_index_blocks",
             "poolgrid_router_expired_reservations_total",
         )
-        return summed(await self._metrics(self._router), names)
+        return summed(await self._router.metrics(self._http), names)
 
     async def stop(self) -> list[str]:
         """End everything in order; return in words what did not end well."""
         await self._http.aclose()
         found = []
         for service in sorted(self._services, key=lambda service: STOP_ORDER.get(service.name, 1)):
-            process = service.process
-            if process.returncode is None:
-                process.terminate()
-            try:
-                async with asyncio.timeout(STOP_TIMEOUT_S):
-                    status = await process.wait()
-            except TimeoutError:
-                found.append(f"{service.name} did not end within {STOP_TIMEOUT_S:.0f} s")
-                process.kill()
-                await process.wait()
-                continue
-            if status:
-                found.append(f"{service.name} ended with status {status}")
+            fault = await service.stop()
+            if fault is not None:
+                found.append(fault)
         return found
 
 
@@ -351,31 +244,5 @@ def leftovers(baseline: Mapping[str, Reading], now: Mapping[str, Reading]) -> li
     return found
 
 
-def summed(text: str, names: tuple[str, ...]) -> dict[str, float]:
-    """Return the sum of all samples of each metric that ``text`` (Prometheus' form) has."""
-    found: dict[str, float] = {}
-    for line in text.splitlines():
-        name = line[: min(at for at in (line.find("{"), line.find(" "), len(line)) if at >= 0)]
-        if name in names:
-            found[name] = found.get(name, 0.0) + float(line.rpartition(" ")[2])
-    return found
-
-
-def _client() -> httpx.AsyncClient:
-    # Plain HTTP on loopback: authorities, which take long to load, are never asked.
-    return httpx.AsyncClient(timeout=SCRAPE_TIMEOUT_S, trust_env=False, verify=False)
-
-
 def _flags(settings: Mapping[str, int]) -> list[str]:
     return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-
-
-def _descriptors(pid: int) -> list[str]:
-    directory = f"/proc/{pid}/fd"
-    found = []
-    for name in os.listdir(directory):
-        try:
-            found.append(os.readlink(f"{directory}/{name}"))
-        except FileNotFoundError:
-            continue  # closed meanwhile
-    return found

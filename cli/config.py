@@ -1,79 +1,142 @@
-"""`poolgrid config ...`: check, draw, convert and build pool-grid documents."""
+"""The functions behind ``poolgrid config``: check, show, convert, build, schema.
+
+Each takes paths, prints, and returns an exit status: 0, or 1 with every problem on a line of its own,
+``JSON-path: problem`` on standard output. Remarks about the work itself go to standard error.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
-import typer
+from rich.console import Console
 
-app = typer.Typer(help="Check, draw, convert and build pool-grid documents.", no_args_is_help=True)
+from global_router.core.builder.grid_builder import build_grid
+from global_router.core.builder.pool_profiles import load_profiles
+from global_router.core.document.canonical_text import document_text, json_text
+from global_router.core.document.grid_document import GridDocument
+from global_router.core.document.problems import GridDocumentError
+from global_router.core.document.reader import LoadedDocument, load_document
+from global_router.document_file import read_bytes, read_document_file
+from global_router.heat_map import DrawingUnavailable, save_png, terminal_map
 
-Document = Annotated[Path, typer.Argument(help="Pool-grid document (JSON), in poolgrid's or Dynamo's form.")]
-
-
-@app.command()
-def check(file: Document) -> None:
-    """Find every problem of a document at once, one a line: `JSON-path: problem`. Status 1 when there is any."""
-    from global_router.config_commands import check as run
-
-    raise typer.Exit(run(file))
-
-
-@app.command()
-def show(
-    file: Document,
-    png: Annotated[Path | None, typer.Option(help="Also draw to this PNG (needs the `plots` extra).")] = None,
-) -> None:
-    """Draw each grid as a heat map: which pool serves which cell."""
-    from global_router.config_commands import show as run
-
-    raise typer.Exit(run(file, png))
+SCHEMA_ID = "https://poolgrid.dev/schemas/pool_grid.schema.json"
 
 
-@app.command()
-def convert(
-    file: Document,
-    out: Annotated[Path | None, typer.Option(help="Write here instead of to standard output.")] = None,
-) -> None:
-    """Rewrite a document of Dynamo's form into poolgrid's."""
-    from global_router.config_commands import convert as run
-
-    raise typer.Exit(run(file, out))
+def _print(text: str, to_stderr: bool = False) -> None:
+    Console(stderr=to_stderr, soft_wrap=True).print(text, markup=False, highlight=False, emoji=False)
 
 
-@app.command()
-def build(
-    profiles: Annotated[
-        Path, typer.Argument(help="Pool profiles: TTFT by ISL and load, ITL by context and load, cost.")
-    ],
-    out: Annotated[Path, typer.Argument(help="Document to write.")],
-    strict: Annotated[bool, typer.Option("--strict", help="Fail when some cell's target is met by no pool.")] = False,
-    evidence: Annotated[
-        Path | None, typer.Option(help="Where the evidence goes (default: beside the document).")
-    ] = None,
-) -> None:
-    """Derive a grid from profiles: each cell gets the cheapest pool that meets its target, with the evidence."""
-    from global_router.config_commands import build as run
-
-    raise typer.Exit(run(profiles, out, strict, evidence))
+def _print_problems(error: GridDocumentError) -> int:
+    for problem in (*error.problems, *error.warnings):
+        _print(str(problem))
+    if error.left_off:
+        _print(f"$: and {error.left_off} more problems")
+    return 1
 
 
-@app.command()
-def rollback(
-    url: Annotated[str, typer.Option(help="Global router to talk to.", envvar="POOLGRID_URL")] = (
-        "http://127.0.0.1:8000"
-    ),
-) -> None:
-    """Put the previous document of a running global router in force. Status 1 when there is none, or no router."""
-    from cli.rollback import rollback as run
+def check(path: Path) -> int:
+    """Print every problem and warning of a document, one per line; return 1 if it cannot be used, else 0."""
+    try:
+        loaded = read_document_file(path)
+    except GridDocumentError as error:
+        return _print_problems(error)
+    for warning in loaded.warnings:
+        _print(str(warning))
+    _print(f"{path}: {_summary(loaded)}", to_stderr=True)
+    return 0
 
-    raise typer.Exit(run(url))
+
+def _summary(loaded: LoadedDocument) -> str:
+    document = loaded.document
+    stages = ", ".join(
+        f"{name} with {len(stage.pools)} pools over {' × '.join(str(axis.resolution) for axis in stage.axes)} cells"
+        for name, stage in document.stages.items()
+    )
+    form = "" if loaded.form == "poolgrid" else " (Dynamo's form; poolgrid config convert rewrites it)"
+    return f"ok, {stages}{form}"
 
 
-@app.command()
-def schema() -> None:
-    """Print the JSON Schema of pool-grid documents."""
-    from global_router.config_commands import schema_text
+def show(path: Path, png: Path | None = None) -> int:
+    """Draw the grids of a document as heat maps in the terminal and, if asked, as PNG."""
+    try:
+        loaded = read_document_file(path)
+    except GridDocumentError as error:
+        return _print_problems(error)
+    console = Console()
+    console.print(terminal_map(loaded.document, console.width))
+    if png is None:
+        return 0
+    try:
+        save_png(loaded.document, png)
+    except DrawingUnavailable as error:
+        _print(f"drawing {png}: {error}; no file was written", to_stderr=True)
+        return 1
+    except OSError as error:
+        _print(f"drawing {png}: cannot write: {error.strerror or error}", to_stderr=True)
+        return 1
+    return 0
 
-    typer.echo(schema_text(), nl=False)
+
+def convert(path: Path, out: Path | None = None) -> int:
+    """Write a document in our canonical form, to ``out`` or standard output; it reads back as an equal document."""
+    try:
+        loaded = read_document_file(path)
+    except GridDocumentError as error:
+        return _print_problems(error)
+    for warning in loaded.warnings:
+        _print(str(warning), to_stderr=True)
+    text = document_text(loaded.document)
+    assert load_document(text).document == loaded.document, "the canonical text must read back as the same document"
+    if out is None:
+        _print(text.rstrip("\n"))
+        return 0
+    return _write(out, text)
+
+
+def build(profiles: Path, out: Path, strict: bool = False, evidence: Path | None = None) -> int:
+    """Build a grid from pool profiles into ``out``, with the evidence beside it (``out`` with ``.evidence.json``)."""
+    try:
+        built = build_grid(load_profiles(read_bytes(profiles), str(profiles)), strict)
+    except GridDocumentError as error:
+        return _print_problems(error)
+    beside = evidence or out.with_name(f"{out.stem}.evidence.json")
+    status = _write(beside, json_text(built.evidence) + "\n") or _write(out, built.text)
+    if status == 0:
+        for warning in built.loaded.warnings:
+            _print(str(warning), to_stderr=True)
+        for name in built.left_out:
+            _print(f"{profiles}: pool {name} is left out, no cell needs it", to_stderr=True)
+        missed = f", {built.missed} of them with a target that no pool meets" if built.missed else ""
+        _print(f"{out}: {built.cells} cells{missed}; evidence in {beside}", to_stderr=True)
+    return status
+
+
+def _write(path: Path, text: str) -> int:
+    """Write a file whole or not at all."""
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        _print(f"writing {path}: {error.strerror or error}; it is unchanged", to_stderr=True)
+        partial.unlink(missing_ok=True)
+        return 1
+    return 0
+
+
+def schema() -> dict[str, Any]:
+    """Return the JSON Schema of grid documents in our form.
+
+    It says what a single field may be; rules between fields (shapes, references, overlaps) are found by ``check``.
+    """
+    made = GridDocument.model_json_schema()
+    made["properties"] = {"$schema": {"type": "string"}, **made["properties"]}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": SCHEMA_ID, **made}
+
+
+def schema_text() -> str:
+    """Return the text of ``docs/schemas/pool_grid.schema.json``."""
+    return json.dumps(schema(), indent=2) + "\n"

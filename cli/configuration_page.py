@@ -1,11 +1,13 @@
-"""Prints ``docs/configuration.md`` from the settings models and the commands that take them.
+"""Writes what the pages say of settings: ``docs/configuration.md``, and the marked tables of other pages.
 
-``python -m cli.configuration_page > docs/configuration.md``; a test fails while the committed page differs.
+``python -m cli.configuration_page`` writes them; a test fails while a committed page differs. A table stands between
+``<!-- settings: Model OtherModel -->`` and ``<!-- /settings -->``, and holds the settings that these models declare.
 """
 
 from __future__ import annotations
 
-import sys
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
@@ -22,6 +24,7 @@ from global_router.settings import GlobalRouterSettings
 from loadgen.settings import BenchSettings
 from router.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
 from router.settings import RouterSettings
+from runtime.http_settings import HttpSettings
 from runtime.security import SecuritySettings
 from runtime.settings import Settings
 from simulation.settings import EngineSettings, SimulationSettings, TuneSettings, WhatIfSettings
@@ -29,6 +32,7 @@ from workers.settings import EngineChoice, TrtllmWorkerSettings, WorkerProcessSe
 from workers.trtllm.settings import TrtllmSettings
 
 SOURCE_ROOT = Path(__file__).parents[1]
+DOCS = SOURCE_ROOT / "docs"
 
 BOUNDS = (
     ("ge", "≥"),
@@ -96,6 +100,13 @@ SECTIONS = (
         (SecuritySettings,),
         "The same options of `router`, `global-router`, `worker` and `consolidator`: [security.md](security.md).",
     ),
+    Section(
+        "What HTTP takes from anybody",
+        "router",
+        (HttpSettings,),
+        "The same options of `router`, `global-router`, `worker` and `consolidator`, for one process each: "
+        "[security.md](security.md#before-a-request-is-whole).",
+    ),
     Section("Load generator", "bench", (BenchSettings,), "What the modes mean: [bench.md](bench.md)."),
     Section("Simulator", "simulate", (SimulationSettings,), "What it prints: [simulate.md](simulate.md)."),
     Section(
@@ -109,10 +120,12 @@ SECTIONS = (
     ),
 )
 
+MODELS: Mapping[str, type[Settings]] = {model.__name__: model for section in SECTIONS for model in section.models}
+
 HEAD = """\
 # Configuration
 
-<!-- Generated: python -m cli.configuration_page > docs/configuration.md -->
+<!-- Generated: python -m cli.configuration_page -->
 
 Every setting is declared once and has an option and an environment variable. The command line wins over the
 environment, the environment over the default; `poolgrid router` also takes `--settings-file` (TOML, settings by name),
@@ -126,8 +139,30 @@ an option of each; the default is info, for `up` warning.
 """
 
 
+_MARKED = re.compile(r"(<!-- settings: ([\w ]+) -->\n).*?(?=<!-- /settings -->)", re.DOTALL)
+
+
+def pages() -> dict[Path, str]:
+    """Return the text of every page that says something of settings, as it should be."""
+    made = {DOCS / "configuration.md": page()}
+    for path in sorted(DOCS.glob("*.md")):
+        text = path.read_text(encoding="utf-8")
+        if _MARKED.search(text):
+            made[path] = _MARKED.sub(lambda found: found[1] + table(found[2].split()), text)
+    return made
+
+
+def table(names: list[str]) -> str:
+    """Return the table of the settings that models declare, by the models' names; raises ``KeyError``."""
+    lines = ["| setting | default | what it is |", "|---|---|---|"]
+    for name in names:
+        for field_name, field in declared(MODELS[name]).items():
+            lines.append(f"| `{field_name}` | {shown_default(field)} | {_cell(field.description)} |")
+    return "\n".join([*lines, ""])
+
+
 def page() -> str:
-    """Return the whole page."""
+    """Return ``docs/configuration.md``."""
     return "\n".join([HEAD, *(_section(section) for section in SECTIONS), _top()])
 
 
@@ -142,18 +177,27 @@ def _section(section: Section) -> str:
     ]
     fields: dict[str, FieldInfo] = {}
     for model in section.models:
-        inherited = {name for base in model.__bases__ for name in getattr(base, "model_fields", ())}
-        fields.update({name: field for name, field in model.model_fields.items() if name not in inherited})
+        fields.update(declared(model))
     for name, field in fields.items():
         cells = (
             f"`{options[name]}`",
             f"`{environment_name(name)}`",
             shown_default(field),
             shown_range(field),
-            (field.description or "").replace("|", "\\|"),
+            _cell(field.description),
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
+
+
+def declared(model: type[Settings]) -> dict[str, FieldInfo]:
+    """Return the settings that a model declares itself, without those of its bases."""
+    inherited = {name for base in model.__bases__ for name in getattr(base, "model_fields", ())}
+    return {name: field for name, field in model.model_fields.items() if name not in inherited}
+
+
+def _cell(text: str | None) -> str:
+    return (text or "").replace("|", "\\|")
 
 
 def _top() -> str:
@@ -189,6 +233,8 @@ def _parameters(command: str) -> list[Any]:
 
 def shown_default(field: FieldInfo) -> str:
     """Return a field's default as a cell."""
+    if field.is_required():
+        return "required"
     value = field.get_default(call_default_factory=True)
     if value is None:
         return "none"
@@ -234,4 +280,5 @@ def _number(value: Any, grouped: bool = False) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(page())
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")

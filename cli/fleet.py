@@ -14,10 +14,12 @@ from pathlib import Path
 from urllib.parse import quote
 
 from cli.api_key import api_key_headers
+from cli.held_port import HeldPorts
 from cli.local_pool import UpSettings, example_request
 from cli.part import START_TIMEOUT_S, Part, part_environment, stop_parts
 from frontend.prompt_model import PromptModel
-from global_router.core.grid_document import GridDocument, Pool, PoolSimulation, StageName
+from global_router.core.document.axis import StageName
+from global_router.core.document.grid_document import GridDocument, Pool, PoolSimulation
 from workers.settings import WorkerSettings
 
 
@@ -33,7 +35,7 @@ class LocalFleet:
         self._routers: dict[str, Part] = {}
         self._workers: list[Part] = []
         self._global_router: Part | None = None
-        self.failed = asyncio.Event()
+        self._ports = HeldPorts(settings.host)
 
     async def start(self) -> str:
         """Start everything; return the URL of the OpenAI API once every pool can be used."""
@@ -42,29 +44,26 @@ class LocalFleet:
         common = ["--host", settings.host, "--log-level", settings.log_level]
         model = ["--model-path", str(settings.model_path)]
         for _, pool in pools:
-            arguments = ["router", "--port", "0", "--policy", settings.policy]
-            arguments += ["--queue-limit", str(settings.queue_limit), *model, *common]
+            ports = [f"--{name}={self._ports.hold()}" for name in ("port", "select-port", "ingest-port")]
+            arguments = ["router", *ports, "--policy", settings.policy]
+            arguments += [*settings.front_end_arguments, *model, *common]
             if settings.data_dir is not None:
                 arguments += ["--data-dir", str(settings.data_dir / quote(pool.name, safe=""))]
             self._routers[pool.name] = Part(f"router of {pool.name}", arguments, self._environment)
         await asyncio.gather(*(self._start_part(router) for router in self._routers.values()))
-        for router in self._routers.values():
-            ports = {key: router.word(key).rpartition(":")[2] for key in ("ingest", "select")}
-            router.arguments += ["--ingest-port", ports["ingest"], "--select-port", ports["select"]]
-            router.arguments += ["--port", router.ready_words[0].rpartition(":")[2]]
         for stage, pool in pools:
             for number in range((pool.simulate or PoolSimulation()).workers):
                 name = f"{pool.name}-{number}"
                 arguments = [*self._worker_arguments(stage, pool, name), *common]
                 self._workers.append(Part(name, arguments, self._environment))
         await asyncio.gather(*(self._start_part(worker) for worker in self._workers))
+        port = str(self._ports.hold(settings.port))
         urls = [f"--pool-url={name}={router.ready_words[0]}" for name, router in self._routers.items()]
-        arguments = ["global-router", "--config", str(self._path), "--port", str(settings.port), *urls, *model, *common]
-        arguments += ["--queue-limit", str(settings.queue_limit)]
+        arguments = ["global-router", "--config", str(self._path), "--port", port, *urls, *model, *common]
+        arguments += settings.front_end_arguments
         self._global_router = Part("global router", arguments, self._environment)
         await self._start_part(self._global_router)
         url = self._global_router.ready_words[0]
-        self._global_router.arguments += ["--port", url.rpartition(":")[2]]
         await _until_pools_are_complete(
             url, {pool.name: (pool.simulate or PoolSimulation()).workers for _, pool in pools}
         )
@@ -101,13 +100,14 @@ class LocalFleet:
 
     async def _start_part(self, part: Part) -> None:
         await part.start()
-        part.watch(self.failed)
+        part.watch()
 
     async def stop(self) -> None:
         """End everything in order."""
         await stop_parts([self._global_router])
         await stop_parts(self._workers)
         await stop_parts(self._routers.values())
+        self._ports.close()
 
 
 async def _until_pools_are_complete(url: str, workers: dict[str, int]) -> None:

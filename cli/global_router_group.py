@@ -42,12 +42,11 @@ async def serve_global_group(
 class _Group:
     def __init__(self, parts: list[Part]) -> None:
         self._parts = parts
-        self.failed = asyncio.Event()
 
     async def start(self) -> list[str]:
         await asyncio.gather(*(part.start() for part in self._parts))
         for part in self._parts:
-            part.watch(self.failed)
+            part.watch()
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._pass_on, signal.SIGHUP)
         return self._parts[0].ready_words
 

@@ -4,7 +4,7 @@ Rules
     1. The kernel spreads connections over the processes (SO_REUSEPORT). The port is fixed by a socket of this process
        that is bound for as long as the group lives, and never listened on.
     2. Each process knows its place in the group (``runtime.process_group``), by which it finds the others.
-    3. A process that dies is started again with the same arguments; what dies too often ends all.
+    3. A process that dies is started again with the same arguments, at growing intervals; the others go on serving.
 """
 
 from __future__ import annotations
@@ -15,16 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from cli.part import STOP_TIMEOUT_S, Part, PartFailed, part_environment
+from cli.part import STOP_TIMEOUT_S, Part, part_environment
 from runtime.http_server import bind
 from runtime.process_group import GROUP_VARIABLE, GroupPlace
 
 
 class Group(Protocol):
     """The processes of a command."""
-
-    failed: asyncio.Event
-    """Set when one of them died too often."""
 
     async def start(self) -> list[str]:
         """Start all and return the words of the ready line; raises ``PartFailed``."""
@@ -50,20 +47,14 @@ async def run_group(
 ) -> None:
     """Run a group, made from the port and its directory, until ``stop`` is set; ``ready`` gets the ready line's words.
 
-    Raises ``OSError`` when the port cannot be bound, ``PartFailed`` when a process does not start or dies too often.
+    Raises ``OSError`` when the port cannot be bound, ``PartFailed`` when a process does not start.
     """
     holder = bind(host, port, "port", reuse_port=True)
     with tempfile.TemporaryDirectory(prefix="poolgrid-http-") as directory:
         group = make_group(holder.getsockname()[1], Path(directory))
         try:
             ready(*await group.start())
-            failed = asyncio.ensure_future(group.failed.wait())
-            stopping = asyncio.ensure_future(stop.wait())
-            await asyncio.wait({failed, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            failed.cancel()
-            stopping.cancel()
-            if not stop.is_set():
-                raise PartFailed("a process of the group died too often: ending all of them")
+            await stop.wait()
         finally:
             await group.stop()
             holder.close()

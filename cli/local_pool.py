@@ -2,8 +2,8 @@
 
 Rules
     1. Parts start in the order consolidator, router, workers.
-    2. A part that dies is started again where it was (same ports), at most ``RESTARTS_MAX`` times within
-       ``RESTART_WINDOW_S``; a part that dies more often ends everything.
+    2. A part that dies is started again where it was, at growing intervals (``cli.restart_pace``): its ports are held
+       for it (``cli.held_port``), and the others go on. Only a part that does not start the first time ends everything.
     3. At the end parts stop in the order router, workers, consolidator; whoever is not gone in time is killed. Parts
        also stop when this process disappears, whatever became of it: they hold the other end of a pipe.
 """
@@ -17,6 +17,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from cli.api_key import api_key_headers
+from cli.held_port import HeldPorts
 from cli.part import START_TIMEOUT_S, Part, part_environment, stop_parts
 from frontend.models import TINY_MODEL_PATH
 from frontend.prompt_model import PromptModel
@@ -67,6 +68,10 @@ class UpSettings(Settings):
     queue_limit: int = Field(
         1024, ge=0, le=1_000_000, description="Requests that may wait for a worker; with --pools, for a pool with room."
     )
+    isolate_tenants: bool = Field(
+        False,
+        description="Clients share cached work only where they send the same cache_salt; see poolgrid router --help.",
+    )
     log_level: str = Field("warning", description="Least severe log lines shown: debug, info, warning or error.")
 
     @model_validator(mode="after")
@@ -76,6 +81,12 @@ class UpSettings(Settings):
         if not self.whole_workers + self.decode:
             raise ValueError("workers and decode are 0: nobody would generate tokens")
         return self
+
+    @property
+    def front_end_arguments(self) -> list[str]:
+        """Return what routers of both kinds are told of clients."""
+        isolation = ["--isolate-tenants"] if self.isolate_tenants else []
+        return ["--queue-limit", str(self.queue_limit), *isolation]
 
     @property
     def whole_workers(self) -> int:
@@ -105,23 +116,22 @@ class LocalPool:
         self._consolidator: Part | None = None
         self._router: Part | None = None
         self._workers: list[Part] = []
-        self.failed = asyncio.Event()
+        self._ports = HeldPorts(settings.host)
 
     async def start(self) -> str:
         """Start everything; return the URL of the OpenAI API."""
         settings = self._settings
         common = ["--log-level", settings.log_level]
-        self._consolidator = await self._start_part(
-            "consolidator", ["consolidator", "--host", settings.host, "--data-dir", str(self._data_dir), *common]
-        )
-        ports = {key: self._consolidator.word(key).rpartition(":")[2] for key in ("ingest", "feed", "query")}
-        for key, port in ports.items():
-            self._consolidator.arguments += [f"--{key}-port", port]
+        planes = [f"--{key}-port={self._ports.hold()}" for key in ("ingest", "feed", "query")]
+        consolidator = ["consolidator", "--host", settings.host, "--data-dir", str(self._data_dir), *planes, *common]
+        self._consolidator = await self._start_part("consolidator", consolidator)
+        port = self._ports.hold(settings.port)
         router = self._start_part(
             "router",
             [
-                *("router", "--host", settings.host, "--port", str(settings.port), "--policy", settings.policy),
-                *("--model-path", str(settings.model_path), "--queue-limit", str(settings.queue_limit)),
+                *("router", "--host", settings.host, "--port", str(port), "--policy", settings.policy),
+                *("--select-port", str(self._ports.hold())),
+                *("--model-path", str(settings.model_path), *settings.front_end_arguments),
                 *("--data-dir", str(self._data_dir)),
                 *("--feed-endpoint", self._consolidator.word("feed")),
                 *("--query-endpoint", self._consolidator.word("query"), *common),
@@ -132,9 +142,6 @@ class LocalPool:
         started = await asyncio.gather(router, *workers)
         self._router, self._workers = started[0], list(started[1:])
         url = self._router.ready_words[0]
-        self._router.arguments += ["--port", url.rpartition(":")[2]]
-        select = self._router.word("select").rpartition(":")[2]
-        self._router.arguments += ["--select-port", select]
         await _until_workers_are_known(url, len(roles))
         return url
 
@@ -170,13 +177,14 @@ class LocalPool:
         else:
             self._workers.append(part)
         await part.start()
-        part.watch(self.failed)
+        part.watch()
         return part
 
     async def stop(self) -> None:
         """End everything in order."""
         for parts in ([self._router], self._workers, [self._consolidator]):
             await stop_parts(parts)
+        self._ports.close()
 
 
 async def _until_workers_are_known(url: str, workers: int) -> None:

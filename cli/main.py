@@ -26,7 +26,7 @@ class Commands(LateGroup):
         "what-if": "cli.commands.what_if",
         "tune": "cli.commands.tune",
         "explain": "cli.commands.explain",
-        "config": "cli.config",
+        "config": "cli.commands.config",
         "engine-config": "cli.engine_config",
         "keys": "cli.keys",
         "journal": "cli.journal",

@@ -1,8 +1,9 @@
 """A child process of `poolgrid up`: started, awaited by its ready line, started again when it dies, ended in order.
 
 Rules
-    1. A part that dies is started again with the same arguments (so: the same ports), at most ``RESTARTS_MAX`` times
-       within ``RESTART_WINDOW_S``; a part that dies more often sets ``failed``.
+    1. A part that dies is started again with the same arguments (so: the same ports), at growing intervals and without
+       end (``cli.restart_pace``). Nobody else is ended for it: what works goes on serving, and the log says what does
+       not.
     2. A part also ends when this process disappears, whatever became of it: it holds the other end of a pipe.
 """
 
@@ -14,10 +15,10 @@ import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 
+from cli.restart_pace import RestartPace
 from cli.service_process import PARENT_PIPE_VARIABLE
 
 log = logging.getLogger(__name__)
@@ -26,8 +27,6 @@ START_TIMEOUT_S = 60.0
 """A part that is not ready by then is given up; on a loaded machine an interpreter may take ten seconds to start."""
 
 STOP_TIMEOUT_S = 10.0
-RESTARTS_MAX = 10
-RESTART_WINDOW_S = 60.0
 
 
 def part_environment() -> dict[str, str]:
@@ -43,7 +42,7 @@ def part_environment() -> dict[str, str]:
 
 
 class PartFailed(RuntimeError):
-    """A part could not be started, or died too often."""
+    """A part could not be started."""
 
 
 class Part:
@@ -58,12 +57,15 @@ class Part:
         self.ready_words: list[str] = []
         self._environment = environment
         self._process: Process | None = None
-        self._restarts: deque[float] = deque(maxlen=RESTARTS_MAX)
+        self._pace = RestartPace(name)
+        self._ready_s: float | None = None
+        """When it was last ready; ``None`` while it is not."""
         self._watch: asyncio.Task[None] | None = None
         self.stopping = False
 
     async def start(self) -> None:
-        """Start the process and wait until it says that it is ready."""
+        """Start the process and wait until it says that it is ready; raises ``PartFailed``."""
+        self._ready_s = None
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             # Not from the current directory, which may hold a package of the same name: from where this code is.
@@ -87,28 +89,37 @@ class Part:
             status = await self._process.wait()
             raise PartFailed(f"{self.name} ended with status {status} before it was ready; its own words are above")
         self.ready_words = line[1:]
+        self._ready_s = asyncio.get_running_loop().time()
 
-    def watch(self, failed: asyncio.Event) -> None:
-        """Start the process again whenever it dies; ``failed`` is set when it dies too often."""
-        self._watch = asyncio.ensure_future(self._keep_alive(failed))
+    def watch(self) -> None:
+        """Start the process again whenever it dies."""
+        self._watch = asyncio.ensure_future(self._keep_alive())
 
-    async def _keep_alive(self, failed: asyncio.Event) -> None:
+    async def _keep_alive(self) -> None:
         loop = asyncio.get_running_loop()
         while not self.stopping:
             assert self._process is not None
             status = await self._process.wait()
             if self.stopping:
                 return
-            now = loop.time()
-            if len(self._restarts) == RESTARTS_MAX and now - self._restarts[0] < RESTART_WINDOW_S:
-                log.error("%s died %d times within %.0f s: giving up", self.name, RESTARTS_MAX + 1, RESTART_WINDOW_S)
-                failed.set()
-                return
-            self._restarts.append(now)
-            log.warning("%s ended with status %s: starting it again", self.name, status)
+            lived_s = 0.0 if self._ready_s is None else loop.time() - self._ready_s
+            pause_s = self._pace.died(lived_s)
+            if self._pace.is_loud:
+                log.error(
+                    "%s keeps dying, %d times now, the last time with status %s: it is started again in %.1f s, and so "
+                    "on; the other parts go on",
+                    self.name,
+                    self._pace.deaths,
+                    status,
+                    pause_s,
+                )
+            else:
+                log.warning("%s ended with status %s: starting it again in %.1f s", self.name, status, pause_s)
+            await asyncio.sleep(pause_s)
             try:
                 await self.start()
-            except PartFailed as error:
+            except (PartFailed, OSError) as error:
+                # OSError: this machine has no process or descriptor left to give, for now.
                 log.warning("%s", error)
                 await self._kill()
 

@@ -32,7 +32,7 @@ async def serve_group(
 ) -> None:
     """Run the group until ``stop`` is set; ``ready`` gets the URL and the words of the parts' ready lines.
 
-    Raises ``OSError`` when the port cannot be bound, ``PartFailed`` when a process does not start or dies too often.
+    Raises ``OSError`` when the port cannot be bound, ``PartFailed`` when a process does not start.
     """
 
     def make_group(port: int, directory: Path) -> _Group:
@@ -59,7 +59,6 @@ class _Group:
         self._directory = directory
         self._consolidator: Part | None = None
         self._routers: list[Part] = []
-        self.failed = asyncio.Event()
 
     async def start(self) -> list[str]:
         """Start all and return the words of the ready line."""
@@ -71,7 +70,7 @@ class _Group:
             await part.start()
             for key in ("ingest", "feed", "query"):
                 part.arguments += [f"--{key}-port", part.word(key).rpartition(":")[2]]
-            part.watch(self.failed)
+            part.watch()
             endpoints = {"feed_endpoint": part.word("feed"), "query_endpoint": part.word("query")}
             settings = settings.model_copy(update=endpoints)
             words.append(f"ingest={part.word('ingest')}")
@@ -81,7 +80,7 @@ class _Group:
         first = self._routers[0]
         first.arguments += ["--select-port", first.word("select").rpartition(":")[2]]
         for part in self._routers:
-            part.watch(self.failed)
+            part.watch()
         return [first.ready_words[0], *words, f"select={first.word('select')}"]
 
     def _router(self, settings: RouterSettings, index: int) -> Part:

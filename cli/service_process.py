@@ -18,7 +18,7 @@ from typing import Annotated
 import typer
 from prometheus_client import disable_created_metrics
 
-from runtime import garbage, lifecycle, logs
+from runtime import allocation, garbage, lifecycle, logs
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +45,7 @@ def run_service(name: str, log_level: str, main: Callable[[asyncio.Event], Await
     except ValueError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
+    allocation.return_large_blocks()
     disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per counter, which nothing reads
     # Start-up objects live as long as the process: out of the collector's sight, they cost no pause later.
     gc.collect()
@@ -58,7 +59,8 @@ def run_service(name: str, log_level: str, main: Callable[[asyncio.Event], Await
     try:
         lifecycle.run(supervised)
     except (OSError, ValueError, RuntimeError) as error:
-        log.error("%s", error)
+        for line in str(error).splitlines() or [type(error).__name__]:
+            log.error("%s", line)
         log.debug("where it happened", exc_info=True)
         raise typer.Exit(1) from None
 

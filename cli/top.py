@@ -41,8 +41,15 @@ BAR_CELLS = 10
 POOL_PATH = "/v1/pools"
 WORKER_PATH = "/v1/workers"
 
-_POOL_STYLES = {"available": "green", "saturated": "yellow", "draining": "yellow", "breaker-open": "red", "down": "red"}
-_STATE_STYLES = {"ready": "green", "draining": "yellow", "unreachable": "red", "stale": "red"}
+_POOL_STYLES = {
+    "available": "green",
+    "saturated": "yellow",
+    "draining": "yellow",
+    "connecting": "yellow",
+    "breaker-open": "red",
+    "down": "red",
+}
+_STATE_STYLES = {"ready": "green", "draining": "yellow", "connecting": "yellow", "unreachable": "red", "stale": "red"}
 
 _STREAM_STYLES = {"live": "green", "syncing": "yellow", "replaying": "yellow", "snapshotting": "yellow"}
 

@@ -1,6 +1,7 @@
 """`poolgrid up`: a pool or a fleet on one machine, each part a process of its own, watched until the end.
 
-``ready URL`` is printed once every part is ready. The status is 1 when a part did not start, or died too often.
+``ready URL`` is printed once every part is ready. The status is 1 when a part did not start; a part
+that dies later is started again, and ends nothing.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def run_up(settings: UpSettings) -> int:
 def run_fleet(settings: UpSettings, path: Path, model: PromptModel) -> int:
     """Run the fleet of a pool-grid document; return the exit status."""
     from cli.fleet import LocalFleet
-    from global_router.config_commands import read_document_file
-    from global_router.core.problems import GridDocumentError
+    from global_router.core.document.problems import GridDocumentError
+    from global_router.document_file import read_document_file
 
     try:
         document = read_document_file(path).document
@@ -51,8 +52,6 @@ def run_fleet(settings: UpSettings, path: Path, model: PromptModel) -> int:
 
 class Local(Protocol):
     """What runs on this machine until it is told to stop."""
-
-    failed: asyncio.Event
 
     async def start(self) -> str:
         """Start every part; return the URL of the OpenAI API once it can serve."""
@@ -75,19 +74,17 @@ def _run(make: Callable[[Path], Local]) -> int:
         with tempfile.TemporaryDirectory(prefix="poolgrid-") as temporary:
             pool = make(Path(temporary))
             stopping = asyncio.ensure_future(stop.wait())
-            failing = asyncio.ensure_future(pool.failed.wait())
             starting = asyncio.ensure_future(_start(pool))
             try:
                 await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
                 if starting.done():
                     await starting
-                    await asyncio.wait({stopping, failing}, return_when=asyncio.FIRST_COMPLETED)
-                status = 1 if pool.failed.is_set() else 0
+                    await stopping
             except (PartFailed, TimeoutError, OSError) as error:
                 log.error("%s", error or "the workers did not join in time")
                 status = 1
             finally:
-                for task in (starting, stopping, failing):
+                for task in (starting, stopping):
                     task.cancel()
                 await asyncio.gather(starting, return_exceptions=True)
                 await pool.stop()

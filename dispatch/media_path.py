@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dispatch.prompt_paths import PromptPaths
+from dispatch.tenant_paths import TenantPaths
 from frontend.ports import InferenceRequest
 from wire.hashing import TOKEN_BYTES, block_hashes, hash_seed, sequence_hashes
 from wire.multimodal import known_tokens, media_hash_u64, media_hashes_of_blocks
 
 
-def prompt_path(request: InferenceRequest, block_size: int, paths: PromptPaths) -> list[int]:
+def prompt_path(request: InferenceRequest, block_size: int, paths: TenantPaths) -> list[int]:
     """Return the sequence hashes of the prompt's whole blocks of ``block_size`` tokens.
 
     ``paths`` remembers those of text. With media they end where the engine's own tokens are not known: at the first
@@ -17,7 +17,7 @@ def prompt_path(request: InferenceRequest, block_size: int, paths: PromptPaths) 
     seed = hash_seed(request.lora_name, request.cache_salt)
     media = request.multimodal
     if media is None:
-        return paths.path(request.token_ids, block_size, seed)
+        return paths.of(request).path(request.token_ids, block_size, seed)
     known = known_tokens(media.items, len(request.token_ids) // TOKEN_BYTES)
     touched = media_hashes_of_blocks(media.items, block_size)
     return sequence_hashes(block_hashes(request.token_ids[: TOKEN_BYTES * known], block_size, seed, touched))

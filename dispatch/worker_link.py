@@ -17,6 +17,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from runtime.clock import Clock
+from runtime.complaints import Complaints
 from runtime.zmq_socket import CallbackSocket, FrameSocket
 from wire import codec
 from wire.errors import DecodeError
@@ -48,6 +49,7 @@ class WorkerLink:
         on_down: Callable[[WorkerLink, str], None],
         on_undecodable: Callable[[], None],
     ) -> None:
+        """Begin to connect; raises ``zmq.ZMQError``, and keeps no socket then."""
         self.endpoint = endpoint
         self.is_up = False
         self._timeout_ms = timeout_ms
@@ -56,23 +58,18 @@ class WorkerLink:
         self._on_up = on_up
         self._on_down = on_down
         self._on_undecodable = on_undecodable
+        self._complaints = Complaints(log, clock)
         self._nonce = 0
         self._retry: asyncio.TimerHandle | None = None
         self._fresh_from = 1
         """Answers to pings before this one are from before the connection broke, and prove nothing."""
+        self._heard = False
+        """Whether anything came since the last look; there are too many frames to ask a clock about each."""
         self._heard_ms = clock.monotonic_ms()
-        socket = context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER_MARK)
-        socket.setsockopt(zmq.RCVHWM, 0)  # bounded by the tokens of the requests that this router has there
-        # Nothing waits for a connection that is not there: what was on a broken link has already moved elsewhere.
-        socket.setsockopt(zmq.IMMEDIATE, 1)
-        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_INTERVAL_MS)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_INTERVAL_MAX_MS)
-        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        """When that was last found."""
+        socket, monitor = _connected(context, endpoint)
         self._monitor = CallbackSocket(monitor, self._on_monitor)
         self._socket = FrameSocket(socket, self._on_frame)
-        socket.connect(endpoint)
         self.ping()
 
     def generate(self, message: Generate) -> bool:
@@ -101,7 +98,10 @@ class WorkerLink:
 
     def check(self, now_ms: float) -> None:
         """Ping, and go down when the worker has been silent for too long; called at a fraction of the timeout."""
-        if self.is_up and now_ms - self._heard_ms > self._timeout_ms:
+        if self._heard:
+            self._heard = False
+            self._heard_ms = now_ms
+        elif self.is_up and now_ms - self._heard_ms > self._timeout_ms:
             self._go_down(f"silent for {now_ms - self._heard_ms:.0f} ms, allowed are {self._timeout_ms:.0f}")
         self.ping()
 
@@ -118,9 +118,9 @@ class WorkerLink:
             message: FromWorker = codec.from_worker.decode(frame)
         except DecodeError as error:
             self._on_undecodable()
-            log.warning("from %s: %s; the frame was dropped", self.endpoint, error)
+            self._complaints.about(self.endpoint, error)
             return
-        self._heard_ms = self._clock.monotonic_ms()
+        self._heard = True
         if isinstance(message, Pong):
             if not self.is_up and message.nonce >= self._fresh_from:
                 self.is_up = True
@@ -143,3 +143,28 @@ class WorkerLink:
             self.is_up = False
             self._fresh_from = self._nonce + 1
             self._on_down(self, why)
+
+
+def _connected(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+    """Return a socket towards a worker and its monitor; what was made is closed when the rest cannot be."""
+    socket = context.socket(zmq.DEALER)
+    try:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER_MARK)
+        socket.setsockopt(zmq.RCVHWM, 0)  # bounded by the tokens of the requests that this router has there
+        # Nothing waits for a connection that is not there: what was on a broken link has already moved elsewhere.
+        socket.setsockopt(zmq.IMMEDIATE, 1)
+        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_INTERVAL_MS)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_INTERVAL_MAX_MS)
+        # Before it connects: the first event is not missed.
+        monitor: zmq.Socket[bytes] = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        try:
+            socket.connect(endpoint)
+        except BaseException:
+            socket.disable_monitor()
+            monitor.close(linger=0)
+            raise
+    except BaseException:
+        socket.close(linger=0)
+        raise
+    return socket, monitor

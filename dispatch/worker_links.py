@@ -4,7 +4,7 @@ Rules
     1. One link per worker process, by the endpoint of its request plane.
     2. A link that is new, or down, may take a moment to come up: ``up`` waits for it, at most for a given time.
     3. A link that has been down or unused for ``idle_ms`` is closed, unless somebody holds it for requests. Beyond
-       ``LINKS_MAX`` links no worker is reached.
+       ``links_max`` links no worker is reached.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from typing import Protocol
 
 import zmq
 
+from dispatch.link_budget import LINKS_MAX
 from dispatch.worker_link import WorkerLink
+from runtime.awake_clock import within
 from runtime.clock import Clock
 from wire.requests import Generate, TokenBatch
 
 log = logging.getLogger(__name__)
-
-LINKS_MAX = 8192
-"""Worker processes of a large fleet of pools, twice over; each link is a socket and its monitor."""
 
 
 class Link(Protocol):
@@ -83,7 +82,9 @@ class WorkerLinks:
         idle_ms: float,
         clock: Clock,
         on_undecodable: Callable[[], None],
+        links_max: int = LINKS_MAX,
     ) -> None:
+        self._links_max = links_max
         self._context = context
         self._timeout_ms = timeout_ms
         self._idle_ms = idle_ms
@@ -100,16 +101,17 @@ class WorkerLinks:
 
     async def up(self, endpoint: str, timeout_s: float) -> Link | None:
         """Return the link to a worker once it is up, or ``None`` when it does not come up in time."""
-        self._used_ms[endpoint] = self._clock.monotonic_ms()
         link = self._links.get(endpoint) or self._open(endpoint)
-        if link is None or link.is_up:
+        if link is None:
+            return None
+        self._used_ms[endpoint] = self._clock.monotonic_ms()
+        if link.is_up:
             return link
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         waiters = self._waiters.setdefault(endpoint, [])
         waiters.append(waiter)
         try:
-            async with asyncio.timeout(timeout_s):
-                await waiter
+            await within(1000 * timeout_s, self._clock, waiter)
         except TimeoutError:
             return None
         finally:
@@ -149,8 +151,8 @@ class WorkerLinks:
 
     def _open(self, endpoint: str) -> WorkerLink | None:
         assert self._owner is not None, "attached before the first link"
-        if len(self._links) >= LINKS_MAX:
-            log.error("connecting to worker %s: there are %d links, the most that are kept", endpoint, LINKS_MAX)
+        if len(self._links) >= self._links_max:
+            log.error("connecting to worker %s: there are %d links, the most that fit", endpoint, self._links_max)
             return None
         try:
             link = WorkerLink(

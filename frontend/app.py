@@ -23,11 +23,14 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from frontend.access.cache_domains import CacheDomains
 from frontend.access.gate import AccessGate, GateKeys, caller_of
 from frontend.access.shared_cells import SharedCells
 from frontend.access.watched_key_file import WatchedKeyFile
-from frontend.errors import RequestError, refused
+from frontend.errors import RequestError, refused, without_others
+from frontend.guide_check import GuideCheck
 from frontend.inference_endpoint import InferenceEndpoint
+from frontend.inflation import BodyInflation, InflationLimits
 from frontend.media.loader import MediaLoader
 from frontend.media.metrics import MediaMetrics
 from frontend.metrics import FrontendMetrics
@@ -137,6 +140,7 @@ def create_app(
                     yield
         finally:
             tokenization.close()
+            guides.close()
             await media.close()
 
     app = _Application(title="poolgrid", summary="OpenAI API of a KV-cache-aware router", lifespan=whole_life)
@@ -145,10 +149,26 @@ def create_app(
     metrics.tokenizations_pending.set_function(lambda: tokenization.pending)
     clock = clock or SystemClock()
     media = MediaLoader(settings, MediaMetrics(registry), clock)
+    guides = GuideCheck(
+        settings.guide_compile_limit_ms,
+        settings.guide_check_queue,
+        lambda outcome: metrics.guides.labels(outcome).inc(),
+    )
     preparation = Preparation(backend, models, settings)
+    domains = CacheDomains(settings.isolate_tenants, settings.tenant_header)
+    inflation = BodyInflation(
+        InflationLimits(
+            output_bytes=settings.max_body_bytes,
+            members=settings.gzip_request_members,
+            ratio=settings.gzip_request_ratio,
+            time_ms=settings.gzip_request_timeout_ms,
+        ),
+        tokenization,
+        clock,
+    )
     # For endpoints of the routers that take the same bodies.
     app.state.preparation, app.state.tokenization, app.state.media = preparation, tokenization, media
-    request_ids = RequestIds(secrets.token_hex(6) if id_prefix is None else id_prefix)
+    request_ids = RequestIds(f"r{secrets.token_hex(6)}" if id_prefix is None else id_prefix)
     keys = None
     if settings.api_keys is not None:
         keys = _gate_keys(settings.api_keys, settings, metrics, clock, request_ids, place)
@@ -163,11 +183,14 @@ def create_app(
             prepare=prepare,
             backend=backend,
             tokenization=tokenization,
+            inflation=inflation,
             request_ids=request_ids,
             metrics=metrics,
             settings=settings,
             clock=clock,
             media=media,
+            guides=guides,
+            domains=domains,
         )
         app.router.routes.insert(0, Route(path, endpoint, methods=["POST"], name=endpoint.name))
         app.direct[path] = endpoint if keys is None else AccessGate(endpoint, keys)
@@ -181,10 +204,10 @@ def create_app(
         )
     describe_inference(app)
     _add_models(app, backend, preparation)
-    add_tokenizer_endpoints(app, preparation, tokenization, settings)
+    add_tokenizer_endpoints(app, preparation, tokenization, inflation, domains, settings)
     _add_health(app, backend, ready, troubles)
     _add_metrics(app, registry if exposed is None else exposed)
-    _add_error_shape(app, metrics)
+    _add_error_shape(app, metrics, settings.isolate_tenants)
     return app
 
 
@@ -205,7 +228,7 @@ def _gate_keys(
         None if place is None else SharedCells(place.directory, place.index, place.size, clock).cell,
     )
     metrics.keys_stale.set_function(lambda: float(watched.stale))
-    return GateKeys(watched, metrics, clock, settings.metrics_need_key, request_ids)
+    return GateKeys(watched, metrics, clock, settings.metrics_need_key or settings.isolate_tenants, request_ids)
 
 
 def _add_models(app: FastAPI, backend: InferenceBackend, preparation: Preparation) -> None:
@@ -288,13 +311,15 @@ def _add_metrics(app: FastAPI, registry: Exposed) -> None:
         return Response(body, headers={"content-type": content_type})
 
 
-def _add_error_shape(app: FastAPI, metrics: FrontendMetrics) -> None:
+def _add_error_shape(app: FastAPI, metrics: FrontendMetrics, isolate_tenants: bool) -> None:
     """Give OpenAI's error shape also to what FastAPI itself refuses: unknown paths, wrong methods."""
 
     async def on_request_error(request: Request, error: Exception) -> Response:
         if isinstance(error, Refused):
             error = refused(error)
         assert isinstance(error, RequestError), "registered for these types only"
+        if isolate_tenants:
+            error = without_others(error)
         if error.is_refusal:
             caller = caller_of(request.scope)
             metrics.refused(error.code, caller.tenant if caller is not None else "")

@@ -84,6 +84,21 @@ def refused(refusal: Refused) -> RequestError:
     return RequestError(refusal.status, refusal.code, str(refusal), param=refusal.param, headers=headers)
 
 
+_WITHOUT_OTHERS = {
+    "busy": "there is no room for the request now; try again later",
+    "no_worker": "no worker can take the request now; try again later",
+    "tokenizer_busy": "there is no room for the prompt now; try again later",
+    "media_busy": "there is no room for the media now; try again later",
+    "guide_check_busy": "there is no time to try the guide now; try again later",
+}
+
+
+def without_others(error: RequestError) -> RequestError:
+    """Return an error without what its words tell of other clients: how many wait, what they hold, where they run."""
+    error.message = _WITHOUT_OTHERS.get(error.code, error.message)
+    return error
+
+
 def quoted(value: object) -> str:
     """Return an offending value as it was written in JSON, cut to ``VALUE_CHARS_MAX``."""
     try:

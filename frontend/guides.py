@@ -96,10 +96,10 @@ _asked = attrgetter(*_SPELLINGS)
 _NOTHING = (None,) * len(_SPELLINGS)
 
 
-def guide_of(body: Any, nvext: Any) -> Guide:
-    """Return the guide that a body asks for, or none; raises ``RequestError``."""
+def guide_of(body: Any, nvext: Any) -> tuple[Guide, str]:
+    """Return the guide that a body asks for, or none, and the field it is from; raises ``RequestError``."""
     if nvext is None and _asked(body) == _NOTHING:
-        return {}
+        return {}, ""
     found: dict[str, Guide] = {}
     if body.response_format is not None:
         _found(found, "response_format", _response_format(body.response_format))
@@ -120,7 +120,8 @@ def guide_of(body: Any, nvext: Any) -> Guide:
                 _found(found, f"{param}.{kind}", _KINDS[kind](value, f"{param}.{kind}"))
     if len(found) > 1:
         raise two_guides(*list(found)[:2])
-    return next(iter(found.values()), {})
+    param, guide = next(iter(found.items()), ("", {}))
+    return guide, param
 
 
 def two_guides(first: str, second: str) -> RequestError:

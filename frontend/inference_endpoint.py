@@ -23,10 +23,14 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
+from frontend.access.cache_domains import CacheDomains
 from frontend.access.gate import caller_of
 from frontend.access.tenants import Caller
-from frontend.compression import accepts_gzip, compressed, inflate
-from frontend.errors import RequestError, refused
+from frontend.body_shape import SHORT_BYTES, check_shape
+from frontend.compression import accepts_gzip, compressed
+from frontend.errors import RequestError, refused, without_others
+from frontend.guide_check import GuideCheck
+from frontend.inflation import BodyInflation
 from frontend.keep_alive import KeepAlive
 from frontend.media.loader import MediaLoader
 from frontend.media.memory_budget import MediaLease
@@ -34,7 +38,7 @@ from frontend.metrics import FrontendMetrics
 from frontend.ports import HINT_HEADERS, InferenceBackend, Refused, StreamDelta
 from frontend.preparation import Job, Prompt
 from frontend.request_body import check_announced, receive_body
-from frontend.request_ids import RequestIds
+from frontend.request_ids import RequestIds, base_name
 from frontend.responses import AnswerEncoder, usage
 from frontend.sequence_output import SequenceOutput
 from frontend.settings import FrontendSettings
@@ -87,23 +91,29 @@ class InferenceEndpoint:
         prepare: Callable[[bytes], Job],
         backend: InferenceBackend,
         tokenization: TokenizationPool,
+        inflation: BodyInflation,
         request_ids: RequestIds,
         metrics: FrontendMetrics,
         settings: FrontendSettings,
         clock: Clock,
         media: MediaLoader,
+        guides: GuideCheck,
+        domains: CacheDomains,
     ) -> None:
         self.name = name
         """Value of the metrics' ``endpoint`` label."""
         self._prepare = prepare
         self._backend = backend
         self._tokenization = tokenization
+        self._inflation = inflation
         self._request_ids = request_ids
         self._metrics = metrics
         self._in_flight = metrics.in_flight.labels(self.name)
         self._settings = settings
         self._clock = clock
         self._media = media
+        self._guides = guides
+        self._domains = domains
         self._gzip_bytes = settings.gzip_response_bytes or sys.maxsize
         """Shortest answer that is compressed."""
         self.body_bytes_max = settings.max_body_bytes
@@ -160,7 +170,6 @@ class _Exchange:
         """Answer; raises only what is a bug or the end of the process."""
         connection = self._connection
         watcher: asyncio.Task[None] | None = None
-        request_ids: list[str] = []
         task = asyncio.current_task()
         assert task is not None, "ASGI servers call applications in a task"
         try:
@@ -174,18 +183,24 @@ class _Exchange:
                 self._direct.on_left = partial(_leave, connection, task)
             if self._headers.content_encoding:
                 body = await self._inflate(body)
-            job = self._endpoint._prepare(body)
+            if len(body) > SHORT_BYTES:
+                await check_shape(body, self._endpoint._settings.max_body_values, self._endpoint._tokenization)
+            job = self._prepared(body)
             self.streaming = job.stream
             if self._caller is not None:
                 self._caller.check_model(job.body.model)
+            self._endpoint._domains.claim(job, self._caller, self._headers.all)
+            if job.guide:
+                await self._try_guide(job)
             if job.media:
                 if self._caller is not None:
                     self._caller.check_feature("media")  # before anything is fetched for it
                 self._lease = self._endpoint._media.lease()
-                job.items = await self._endpoint._media.load(job.media, self._lease)
+                job.items = await self._endpoint._media.load(job.media, self._lease, job.domain)
             prompts = await self._tokenize(job, len(body))
             del body
-            request_ids = self._endpoint._request_ids.claim(self._wanted_id, len(prompts) * job.choices_per_prompt)
+            count = len(prompts) * job.choices_per_prompt
+            request_ids = self._endpoint._request_ids.of_sequences(self._wanted_id, count)
             await self._serve(job, prompts, request_ids)
         except RequestError as error:
             await self._answer_error(error)
@@ -212,8 +227,6 @@ class _Exchange:
             self._give_up()
             if self._lease is not None:
                 self._lease.close()
-            if request_ids:
-                self._endpoint._request_ids.release(request_ids)
             self._count_tokens()
 
     async def _read_body(self, content_type: bytes, content_length: bytes) -> bytes | None:
@@ -225,10 +238,26 @@ class _Exchange:
             return whole
         return await receive_body(self._receive, limit)
 
+    def _prepared(self, body: bytes) -> Job:
+        """Return the job that a body asks for; raises ``RequestError``."""
+        try:
+            return self._endpoint._prepare(body)
+        except RecursionError:
+            # The parser takes what is nested some hundred deep; what looks at it afterwards may take less.
+            raise RequestError(
+                400, "invalid_json", f"reading the request body ({len(body)} bytes): it is nested too deeply"
+            ) from None
+
+    async def _try_guide(self, job: Job) -> None:
+        """Return when the guide may go to a worker; raises ``RequestError``."""
+        if self._caller is not None:
+            self._caller.check_feature("guided_decoding")
+        await self._endpoint._guides.check(job.guide, job.guide_param, job.domain)
+
     async def _inflate(self, body: bytes) -> bytes:
-        limit = self._endpoint._settings.max_body_bytes
+        connection = self._connection
         encoding = self._headers.content_encoding.decode("latin-1").strip().lower()
-        return await self._endpoint._tokenization.run(len(body), partial(inflate, body, encoding, limit))
+        return await self._endpoint._inflation.inflated(body, encoding, lambda: connection.left)
 
     async def _tokenize(self, job: Job, body_bytes: int) -> list[Prompt]:
         pool = self._endpoint._tokenization
@@ -266,7 +295,7 @@ class _Exchange:
             output.stream = await self._endpoint._backend.submit(request)
         for prompt in prompts:
             self._metrics.isl.observe(prompt.isl)
-        encoder = job.encoder(prompts, _base_id(request_ids), self._clock.wall_ms() // 1000)
+        encoder = job.encoder(prompts, base_name(request_ids), self._clock.wall_ms() // 1000)
         self._encoder = encoder
         pumps = _Pumps(outputs) if len(outputs) > 1 else None
         try:
@@ -377,7 +406,8 @@ class _Exchange:
             if failed:
                 await head.settled()
                 raise _generation_failed(output)
-        part = await head.before(part + encoder.end(self._usage(job, prompts)))
+        end = await self._completed(job, partial(encoder.end, self._usage(job, prompts)))
+        part = await head.before(part + end)
         if keep_alive is not None:
             keep_alive.close()
         await self._end(part)
@@ -405,7 +435,7 @@ class _Exchange:
                         unfinished -= 1
                         if output.finish_reason == "error":
                             raise _generation_failed(output)
-        body = encoder.whole(self._outputs, self._usage(job, prompts))
+        body = await self._completed(job, partial(encoder.whole, self._outputs, self._usage(job, prompts)))
         headers = [*self._response_headers(), (b"content-type", b"application/json")]
         if len(body) >= self._endpoint._gzip_bytes:
             headers.append((b"vary", b"accept-encoding"))
@@ -415,6 +445,15 @@ class _Exchange:
         headers.append((b"content-length", b"%d" % len(body)))
         await self._start(200, headers)
         await self._end(body)
+
+    async def _completed(self, job: Job, complete: Callable[[], bytes]) -> bytes:
+        """Return the end of an answer. A response counts the tokens of its reasoning, in a thread when it is long."""
+        pool = self._endpoint._tokenization
+        if job.responses is None or pool.is_short(
+            TOKEN_BYTES * sum(output.completion_tokens for output in self._outputs), job.model.tokenizes_fast
+        ):
+            return complete()
+        return await pool.run_in_thread(complete, is_due=True)
 
     def _take(self, arrivals: Arrivals) -> Iterable[SequenceOutput]:
         """Absorb everything that arrived and return each sequence that it was for, once."""
@@ -454,6 +493,8 @@ class _Exchange:
         )
 
     def _response_headers(self) -> list[tuple[bytes, bytes]]:
+        if self._endpoint._settings.isolate_tenants:
+            return [(b"x-request-id", self._wanted_id.encode())]
         streams = [output.stream for output in self._outputs if output.stream is not None]
         if len(streams) == 1:
             [stream] = streams
@@ -489,6 +530,8 @@ class _Exchange:
 
     async def _answer_error(self, error: RequestError) -> None:
         self._give_up()
+        if self._endpoint._settings.isolate_tenants:
+            error = without_others(error)
         if error.is_refusal:
             self._metrics.refused(error.code, self._caller.tenant if self._caller is not None else "")
         body = error.body()
@@ -607,9 +650,10 @@ _HINT_HEADERS = {name.encode(): name for name in HINT_HEADERS}
 class _Headers:
     """The request headers that matter here."""
 
-    __slots__ = ("accept_encoding", "content_encoding", "content_length", "content_type", "hints", "request_id")
+    __slots__ = ("accept_encoding", "all", "content_encoding", "content_length", "content_type", "hints", "request_id")
 
     def __init__(self, scope: Scope) -> None:
+        self.all = scope["headers"]
         self.content_type = self.content_length = self.content_encoding = self.accept_encoding = b""
         self.request_id: bytes | None = None
         self.hints: dict[str, str] | None = None
@@ -636,12 +680,10 @@ def _header_value(values: list[str]) -> bytes:
     return "".join(character if " " <= character <= "~" else "?" for character in text).encode()
 
 
-def _base_id(request_ids: list[str]) -> str:
-    first = request_ids[0]
-    return first if len(request_ids) == 1 else first.removesuffix("-0")
-
-
 def _generation_failed(output: SequenceOutput) -> RequestError:
     if output.unsupported:
         return RequestError(400, "unsupported_by_worker", f"generating choice {output.index}: {output.error}")
+    if output.poison:
+        # Not a 5xx, which client libraries send again by themselves: each time it would cost workers.
+        return RequestError(422, "workers_lost", f"generating choice {output.index}: {output.error}")
     return RequestError(500, "generation_failed", f"generating choice {output.index}: {output.error}")

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from frontend.ports import InferenceBackend
 from frontend.prompt_model import PromptModels
-from runtime.instruments import Counter, Gauge, Histogram
+from runtime.instruments import Counter, Gauge, GaugeFamily, Histogram
 
 TTFT_BUCKETS_S = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.15, 0.25, 0.4, 0.6, 1.0, 1.6, 2.5, 4.0, 6.0, 10.0, 30.0, 120.0,
@@ -72,8 +72,18 @@ class FrontendMetrics:
             ["endpoint", "status", "streaming"],
             registry=registry,
         )
+        self.guides = Counter(
+            "poolgrid_frontend_guides",
+            "Guides of requests by what became of them before a worker saw them: known, accepted, refused, busy",
+            ["outcome"],
+            registry=registry,
+        )
         self.in_flight = Gauge(
-            "poolgrid_frontend_in_flight_requests", "Requests being served now", ["endpoint"], registry=registry
+            "poolgrid_frontend_in_flight_requests",
+            "Requests being served now",
+            ["endpoint"],
+            across="sum",
+            registry=registry,
         )
         self.ttft = Histogram(
             "poolgrid_frontend_time_to_first_token_seconds",
@@ -121,6 +131,7 @@ class FrontendMetrics:
         self.tokenizations_pending = Gauge(
             "poolgrid_frontend_tokenizations_pending",
             "Long prompts in tokenizer threads or waiting for one",
+            across="sum",
             registry=registry,
         )
         self.disconnects = Counter(
@@ -143,6 +154,7 @@ class FrontendMetrics:
         self.keys_stale = Gauge(
             "poolgrid_frontend_api_keys_stale",
             "1 while the file of API keys cannot be used and an older one is in force",
+            across="largest",
             registry=registry,
         )
         self._tenant_requests = Counter(
@@ -218,13 +230,17 @@ class TokenizationCollector(Collector):
             "Prompt tokens by whether they were computed or came from the cache of prompt segments.",
             labels=["model", "source"],
         )
-        used = GaugeMetricFamily(
-            "poolgrid_frontend_tokenization_cache_bytes", "Bytes that the cache of segments uses.", labels=["model"]
+        used = GaugeFamily(
+            "poolgrid_frontend_tokenization_cache_bytes",
+            "Bytes that the cache of segments uses.",
+            labels=["model"],
+            across="sum",
         )
-        fast = GaugeMetricFamily(
+        fast = GaugeFamily(
             "poolgrid_frontend_fast_tokenizer",
             "1 when fastokens tokenizes prompts, 0 when tokenizers does (the log says why).",
             labels=["model"],
+            across="largest",
         )
         backend, models = self._shown if self._shown is not None else (None, {})
         for served in list(backend.models()) if backend is not None else ():

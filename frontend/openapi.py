@@ -37,7 +37,7 @@ _BAD_REQUEST = {
     "429": "Busy, or over a limit of the tenant; come back after Retry-After seconds",
     "503": "No worker can serve the model now",
 }
-_STATUSES = {**_BAD_REQUEST, "500": "Generation failed"}
+_STATUSES = {**_BAD_REQUEST, "422": "Workers were lost with the request", "500": "Generation failed"}
 
 _STRUCTS = (ChatBody, CompletionBody, ResponsesBody, TokenizeBody, DetokenizeBody, Tokenized, Detokenized)
 

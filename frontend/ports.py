@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from runtime.tenant_caches import WHOLE, CacheShares
 from wire.card import MediaSpec
 from wire.multimodal import MultimodalInput
 from wire.requests import Sampling, TokenLogprobs
@@ -40,6 +41,8 @@ class InferenceRequest:
     tenant: str = ""
     """Whose request it is; requests of one tenant share a queue's turns. Empty without API keys."""
     tenant_weight: float = 1.0
+    cache_shares: CacheShares | None = WHOLE
+    """Among whom the process's caches are divided; ``None`` = the request leaves nothing in them."""
     hints: Mapping[str, Any] = field(default_factory=lambda: NO_HINTS)
     """What the client asked of routing, as it came: ``nvext`` (the parts ``router`` and ``agent_hints``) and
     ``headers`` (those of ``HINT_HEADERS``, by name in lower case). Either may be absent."""
@@ -59,6 +62,8 @@ class StreamDelta:
     """Of the prompt's tokens from the second on; once, with the first delta, when asked for."""
     unsupported: bool = False
     """With an error: no worker can do what the request asks for, which is the client's to mend."""
+    poison: bool = False
+    """With an error: workers were lost with the request on them, and it is not tried on another."""
 
 
 class TokenStream(Protocol):

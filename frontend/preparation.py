@@ -42,10 +42,12 @@ from frontend.schema import (
 )
 from frontend.settings import FrontendSettings
 from frontend.tools import tool_use
+from runtime.tenant_caches import CacheDomain
 from wire.card import MediaSpec
 from wire.hashing import TOKEN_BYTES, pack_tokens, stable_u64
 from wire.limits import LOGITS_ARGUMENT_BYTES_MAX
 from wire.multimodal import MediaItem, MultimodalInput
+from wire.request_ids import name_of
 from wire.requests import LogitsProcessorCall, Sampling
 
 COMPLETION_MAX_TOKENS_DEFAULT = 16
@@ -101,6 +103,8 @@ class Job:
     settings: FrontendSettings
     guide: Guide
     """What the output must keep to, as fields of ``Sampling``."""
+    guide_param: str
+    """The field of the body that it is from."""
     output_model: PromptModel
     """``model``, with those special tokens shown that the parsers of the output look for."""
     output_format: OutputFormat | None = None
@@ -115,6 +119,10 @@ class Job:
     """Media that the messages name, in order."""
     items: tuple[MediaItem, ...] = ()
     """The same, loaded; the caller sets them before ``look_up`` and ``tokenize``."""
+    domain: CacheDomain | None = None
+    """Whose it is, for caches; the caller sets it. Without one nothing is looked up or kept."""
+    own_salt: str = ""
+    """Takes the place of the salt that the client wrote."""
     sighted: list[_Sighted] = field(default_factory=list)
     """Prompts as ``look_up`` left them for ``tokenize``, in order."""
 
@@ -122,6 +130,12 @@ class Job:
     def choices_per_prompt(self) -> int:
         """Return ``n``."""
         return self.body.n or 1
+
+    @property
+    def client_salt(self) -> str:
+        """Return the cache salt that the client wrote, or an empty one."""
+        nvext = self.body.nvext
+        return self.body.cache_salt or (nvext.cache_salt if nvext is not None else None) or ""
 
     @property
     def stream(self) -> bool:
@@ -173,13 +187,13 @@ class Job:
                 text = self._rendered(body, min(limit_ms, self.settings.template_time_limit_ms))
             except TemplateTooSlow:
                 return None
-            lookup = None if self.items else self.model.look_up(text, bool(body.add_special_tokens))
+            lookup = None if self.items else self.model.look_up(text, bool(body.add_special_tokens), self.domain)
             self.sighted = [_Sighted(text, lookup)]
         else:
             assert isinstance(body, CompletionBody), "there are two kinds of body"
             special = body.add_special_tokens is not False
             texts = [prompt for prompt, _ in _prompts(body) if isinstance(prompt, str)]
-            self.sighted = [_Sighted(text, self.model.look_up(text, special)) for text in texts]
+            self.sighted = [_Sighted(text, self.model.look_up(text, special, self.domain)) for text in texts]
         return sum(prompt.text_bytes for prompt in self.sighted)
 
     def tokenize(self) -> list[Prompt]:
@@ -243,11 +257,10 @@ class Job:
         priority = hints.priority or 0 if hints is not None else 0
         expected = hints.osl if hints is not None else None
         routing_hints = _hints(nvext, headers)
-        cache_salt = body.cache_salt or (nvext.cache_salt if nvext is not None else None) or ""
         seed = body.seed
         if seed is None and len(request_ids) > 1:
             # Without a seed of their own the choices of one request could all be the same text.
-            seed = stable_u64(request_ids[0]) & 0x7FFF_FFFF
+            seed = stable_u64(name_of(request_ids[0])) & 0x7FFF_FFFF
         # As ``SequenceOutput`` collects: neither events, nor stop strings to look for, nor log probabilities.
         read_whole = not self.stream and not self.stops and self.logprobs is None
         requests: list[InferenceRequest] = []
@@ -265,7 +278,8 @@ class Job:
                         stop_token_ids=stop_token_ids,
                         priority=priority,
                         lora_name=self.lora_name,
-                        cache_salt=cache_salt,
+                        cache_salt=self.own_salt or self.client_salt,
+                        cache_shares=None if self.domain is None else self.domain.shares,
                         expected_output_tokens=expected,
                         multimodal=prompt.multimodal,
                         read_whole=read_whole,
@@ -280,11 +294,11 @@ class Job:
         end = text[-PROMPT_END_CHARS:] if self.output_format is not None else ""
         special = bool(body.add_special_tokens)
         if self.items:
-            packed, multimodal = with_media(text, self.items, self.served.media, self.model, special)
+            packed, multimodal = with_media(text, self.items, self.served.media, self.model, special, self.domain)
             return Prompt(packed, end=end, multimodal=multimodal)
         if sighted.lookup is not None:
             return Prompt(self.model.complete(sighted.lookup), end=end)
-        return Prompt(self.model.encode(text, add_special_tokens=special), end=end)
+        return Prompt(self.model.encode(text, special, self.domain), end=end)
 
     def _rendered(self, body: ChatBody, limit_ms: float) -> str:
         """Return the text of a chat prompt; raises ``RequestError``, and ``TemplateTooSlow`` when that is not final."""
@@ -324,8 +338,10 @@ class Job:
             if sighted is not None and sighted.lookup is not None:
                 packed = self.model.complete(sighted.lookup)
             else:
-                packed = self.model.encode(prompt, add_special_tokens=body.add_special_tokens is not False)
+                packed = self.model.encode(prompt, body.add_special_tokens is not False, self.domain)
             return Prompt(packed, prompt if body.echo else "")
+        if len(prompt) >= self.max_sequence_length:
+            raise self._too_long(len(prompt))  # before anything is done with each of them
         check_vocabulary(prompt, self.model.vocab_size, param)
         packed = pack_tokens(prompt)
         return Prompt(packed, self.model.decode(packed) if body.echo else "")
@@ -337,18 +353,21 @@ class Job:
             return own
         return own + tuple(token_id for token_id in self.model.eos_token_ids if token_id not in own)
 
+    def _too_long(self, tokens: int) -> RequestError:
+        return invalid(
+            self.prompt_param,
+            f"{self.prompt_param} has {tokens} tokens: {self.body.model} takes sequences of at most "
+            f"{self.max_sequence_length} tokens, one of them generated. The request was not run.",
+            code="context_length_exceeded",
+        )
+
     def _sampling(self, prompt: Prompt) -> Sampling:
         body = self.body
         room = self.max_sequence_length - prompt.isl
         if prompt.isl < 1:
             raise invalid(self.prompt_param, f"{self.prompt_param} is empty: allowed is a prompt of at least one token")
         if room < 1:
-            raise invalid(
-                self.prompt_param,
-                f"{self.prompt_param} has {prompt.isl} tokens: {self.body.model} takes sequences of at most "
-                f"{self.max_sequence_length} tokens, one of them generated. The request was not run.",
-                code="context_length_exceeded",
-            )
+            raise self._too_long(prompt.isl)
         name, max_tokens = "max_tokens", body.max_tokens
         if isinstance(body, ChatBody):
             if body.max_completion_tokens is not None:
@@ -413,6 +432,8 @@ class Preparation:
         refuse(body, REFUSED_RESPONSES)
         job = self.chat_job(chat_body(body))
         job.responses = body
+        if job.guide_param == "response_format":
+            job.guide_param = "text.format"
         return job
 
     def chat_job(self, body: ChatBody) -> Job:
@@ -425,7 +446,7 @@ class Preparation:
         use, guide = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
         if body.continue_final_message and body.add_generation_prompt:
             raise invalid("continue_final_message", "continue_final_message is true: add_generation_prompt must not be")
-        own = guide_of(body, body.nvext)
+        own, param = guide_of(body, body.nvext)
         if own and use is not None:
             raise (
                 two_guides("tools", "response_format")
@@ -436,15 +457,19 @@ class Preparation:
                     "set tool_choice to none, or leave the guide out",
                 )
             )
-        return self._job(body, chat=True, logprobs=wanted, prompts=1, use=use, guide=own or guide)
+        return self._job(
+            body, chat=True, logprobs=wanted, prompts=1, use=use, guide=own or guide, guide_param=param or "tools"
+        )
 
     def completion(self, raw: bytes) -> Job:
         """Check the body of a completion request; raises ``RequestError``."""
         body = parse_completion(raw)
         if body.best_of is not None and body.best_of != (body.n or 1):
             raise unsupported("best_of", f"no candidates are generated beyond n (got {quoted(body.best_of)})")
-        guide = guide_of(body, body.nvext)
-        return self._job(body, chat=False, logprobs=body.logprobs, prompts=len(_prompts(body)), guide=guide)
+        guide, param = guide_of(body, body.nvext)
+        return self._job(
+            body, chat=False, logprobs=body.logprobs, prompts=len(_prompts(body)), guide=guide, guide_param=param
+        )
 
     def served(self, name: str) -> tuple[ServedModel, str] | None:
         """Return the served model that a client means by ``name``, and the LoRA adapter if it named one."""
@@ -484,6 +509,7 @@ class Preparation:
         logprobs: int | None,
         prompts: int,
         guide: Guide,
+        guide_param: str,
         use: ToolUse | None = None,
     ) -> Job:
         served, lora_name, model = self._found(body.model)
@@ -513,6 +539,7 @@ class Preparation:
             logprobs=logprobs,
             settings=self._settings,
             guide=guide,
+            guide_param=guide_param,
             output_model=output_model,
             output_format=output_format,
             tool_use=use,

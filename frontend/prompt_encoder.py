@@ -7,8 +7,11 @@ Rules
     3. A segment keeps its delimiter at its front, so that what follows is tokenized as the continuation that it is
        (SentencePiece style tokenizers treat the start of a text differently).
     4. Cuts depend on the text before them only, so the prompts of one conversation are cut alike, turn after turn.
-    5. The cache (``segment_cache.py``) holds the token ids of whole segments, at most ``cache_bytes`` of them.
-    6. ``fastokens``, where it is installed and agrees with ``tokenizers`` on every probe, does the work; otherwise
+    5. Caches (``segment_cache.py``) hold the token ids of whole segments, at most ``cache_bytes`` of them: one for each
+       tenant, and in it each salt finds its own (``runtime.tenant_caches``).
+    6. Tokenizers remember words, whoever wrote them. Without ``word_cache`` none does: then the time that a text takes
+       depends on nothing that was encoded before. ``tokenizers`` can be told so, ``fastokens`` cannot and is not used.
+    7. ``fastokens``, where it is installed and agrees with ``tokenizers`` on every probe, does the work; otherwise
        ``tokenizers`` does, and ``slow_because`` says why.
 
 Why a cut is exact: the tokenizer first takes the added tokens that are not normalized out of the raw text, leftmost and
@@ -31,6 +34,7 @@ from typing import Any, Protocol
 from tokenizers import Tokenizer
 
 from frontend.segment_cache import SEGMENT_CHARS_MIN, Cutter, SegmentCache, cut
+from runtime.tenant_caches import CacheDomain, TenantCaches
 from wire.hashing import pack_tokens
 
 log = logging.getLogger(__name__)
@@ -91,6 +95,9 @@ class Lookup:
     """Which segments are not known."""
     texts: list[str]
     """Their text."""
+    cache: SegmentCache | None = None
+    """Where they are kept."""
+    salt: str = ""
 
     @property
     def text_bytes(self) -> int:
@@ -108,8 +115,11 @@ class PromptEncoder:
         template_text: str = "",
         cache_bytes: int = CACHE_BYTES_DEFAULT,
         fast: bool = True,
+        word_cache: bool = True,
     ) -> None:
         """Choose the fastest exact way. ``template_text`` shows which delimiters prompts will have."""
+        if not word_cache:
+            _forget_words(tokenizer)
         text = tokenizer.to_str()
         document = json.loads(text)
         self._reference: BatchEncoder = _Tokenizers(tokenizer)
@@ -118,14 +128,16 @@ class PromptEncoder:
         """Why ``fastokens`` is not used; empty when it is."""
         contents = [str(added["content"]) for added in document.get("added_tokens") or []]
         probe_texts = list(probes(contents))
-        if fast:
+        if fast and not word_cache:
+            self.slow_because = "it remembers words, by which tenants could tell what others have sent"
+        elif fast:
             self._encoder, self.slow_because = _choose(text, self._reference, probe_texts)
         else:
             self.slow_because = "it is switched off"
         self.delimiters = _delimiters(document, tokenizer, template_text)
         """Added tokens in front of which prompts are cut."""
         self._wrapping = _wrapping(document.get("post_processor"))
-        self._cache = SegmentCache(cache_bytes)
+        self._caches = TenantCaches(cache_bytes, SegmentCache)
         self.reused_tokens = 0
         """Prompt tokens that came from the cache, since the start."""
         self.encoded_tokens = 0
@@ -140,35 +152,39 @@ class PromptEncoder:
         """Return whether ``fastokens`` does the work."""
         return not self.slow_because
 
-    def encode(self, text: str, add_special_tokens: bool = False) -> bytes:
-        """Return the token ids of a text, u32 little-endian."""
-        return self.complete(self.look_up(text, add_special_tokens))
+    def encode(self, text: str, add_special_tokens: bool = False, domain: CacheDomain | None = None) -> bytes:
+        """Return the token ids of a text, u32 little-endian; without a ``domain`` nothing is looked up or kept."""
+        return self.complete(self.look_up(text, add_special_tokens, domain))
 
-    def look_up(self, text: str, add_special_tokens: bool = False) -> Lookup:
+    def look_up(self, text: str, add_special_tokens: bool = False, domain: CacheDomain | None = None) -> Lookup:
         """Cut a text and look its segments up, which is quick; ``complete`` does the rest, here or in a thread."""
         if len(text) < 2 * SEGMENT_CHARS_MIN or not self.delimiters or (add_special_tokens and self._wrapping is None):
             return Lookup(False, add_special_tokens, [b""], [0], [text])
+        cache = None if domain is None else self._caches.of(domain.tenant, domain.shares)
+        if cache is None or domain is None:
+            return Lookup(False, add_special_tokens, [b""], [0], [text])
+        salt = domain.salt
         parts: list[bytes] = []
         missing: list[int] = []
         texts: list[str] = []
-        cache, delimiters, length = self._cache, self.delimiters, len(text)
+        delimiters, length = self.delimiters, len(text)
         cutter = Cutter(text, delimiters)
         begin = 0
         while begin < length:
-            found = cache.standing_at(text, begin, delimiters)
+            found = cache.standing_at(text, begin, delimiters, salt)
             if found is not None:
                 begin, packed = found
             else:
                 end = cutter.end_from(begin)
                 segment = text[begin:end]
                 begin = end
-                known = cache.get(segment)
+                known = cache.get(segment, salt)
                 if known is None:
                     missing.append(len(parts))
                     texts.append(segment)
                 packed = known or b""
             parts.append(packed)
-        return Lookup(True, add_special_tokens, parts, missing, texts)
+        return Lookup(True, add_special_tokens, parts, missing, texts, cache, salt)
 
     def complete(self, lookup: Lookup) -> bytes:
         """Return the token ids of a text that was looked up, u32 little-endian; once for each lookup."""
@@ -179,8 +195,8 @@ class PromptEncoder:
             found = self._encode(lookup.texts, of_tokenizer)
             for index, segment, packed in zip(lookup.missing, lookup.texts, found, strict=True):
                 parts[index] = packed
-                if lookup.is_cut and len(segment) >= SEGMENT_CHARS_MIN:
-                    self._cache.keep(segment, packed)
+                if lookup.cache is not None and len(segment) >= SEGMENT_CHARS_MIN:
+                    lookup.cache.keep(segment, packed, lookup.salt)
         if lookup.is_cut and lookup.add_special_tokens and self._wrapping is not None:
             before, after = self._wrapping
             packed = b"".join((before, *parts, after))
@@ -194,12 +210,12 @@ class PromptEncoder:
 
     def clear(self) -> None:
         """Forget all segments."""
-        self._cache.clear()
+        self._caches.clear()
 
     @property
     def cache_used_bytes(self) -> int:
         """Return the bytes that the segments take."""
-        return self._cache.used_bytes
+        return sum(cache.used_bytes for cache in self._caches)
 
     def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[bytes]:
         try:
@@ -222,6 +238,18 @@ class PromptEncoder:
                     log.warning("prompts are not cut: the tokenizer does not cut at %r", delimiter)
                     return False
         return True
+
+
+def _forget_words(tokenizer: Tokenizer) -> None:
+    """Have a tokenizer keep no words; raises ``RuntimeError`` where the library cannot."""
+    model = tokenizer.model
+    resize = getattr(model, "_resize_cache", None)
+    if resize is not None:
+        # Whatever was kept before stays findable, so there must be nothing: the document is only just loaded.
+        model._clear_cache()
+        resize(0)
+    elif type(model).__name__ in ("BPE", "Unigram"):
+        raise RuntimeError("this version of tokenizers cannot switch its cache of words off; use 0.21 or newer")
 
 
 def _delimiters(document: Mapping[str, Any], tokenizer: Tokenizer, template_text: str) -> tuple[str, ...]:

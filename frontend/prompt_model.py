@@ -27,6 +27,7 @@ from frontend.detokenization import (
     byte_level_alphabet,
 )
 from frontend.prompt_encoder import CACHE_BYTES_DEFAULT, Lookup, PromptEncoder
+from runtime.tenant_caches import CacheDomain
 from wire.hashing import pack_tokens, unpack_tokens
 
 log = logging.getLogger(__name__)
@@ -67,12 +68,14 @@ class PromptModel:
         chat_template: Path | None = None,
         tokenization_cache_bytes: int = CACHE_BYTES_DEFAULT,
         fast_tokenizer: bool = True,
+        word_cache: bool = True,
     ) -> PromptModel:
         """Read a model directory; raises ``ModelDirectoryError``. ``name`` defaults to the directory's.
 
         ``chat_template`` is a Jinja file that is used in place of the model's own templates.
         ``tokenization_cache_bytes`` bounds the cache of prompt segments (0 = none); ``fast_tokenizer`` allows the
-        ``fastokens`` package where it is installed and agrees with ``tokenizers``.
+        ``fastokens`` package where it is installed and agrees with ``tokenizers``. Without ``word_cache`` the time that
+        a text takes does not depend on the words of others.
         """
         directory = Path(path)
         if not directory.is_dir():
@@ -105,20 +108,22 @@ class PromptModel:
             template=template,
             tool_template=tool_template,
             byte_table=_byte_table(tokenizer),
-            encoder=_encoder(tokenizer, (template, tool_template), tokenization_cache_bytes, fast_tokenizer),
+            encoder=_encoder(
+                tokenizer, (template, tool_template), tokenization_cache_bytes, fast_tokenizer, word_cache
+            ),
         )
 
-    def encode(self, text: str, add_special_tokens: bool = False) -> bytes:
-        """Tokenize a prompt into u32 little-endian token ids."""
+    def encode(self, text: str, add_special_tokens: bool = False, domain: CacheDomain | None = None) -> bytes:
+        """Tokenize a prompt into u32 little-endian token ids; without a ``domain`` nothing is looked up or kept."""
         if self.encoder is not None:
-            return self.encoder.encode(text, add_special_tokens)
+            return self.encoder.encode(text, add_special_tokens, domain)
         # The batch call leaves out character offsets, a quarter of the time; for one text it starts no threads.
         encoding = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         return pack_tokens(encoding.ids)
 
-    def look_up(self, text: str, add_special_tokens: bool = False) -> Lookup | None:
+    def look_up(self, text: str, add_special_tokens: bool = False, domain: CacheDomain | None = None) -> Lookup | None:
         """Look up what is known of a prompt, which is quick; ``None`` where nothing is kept."""
-        return None if self.encoder is None else self.encoder.look_up(text, add_special_tokens)
+        return None if self.encoder is None else self.encoder.look_up(text, add_special_tokens, domain)
 
     def complete(self, lookup: Lookup) -> bytes:
         """Tokenize the rest of a prompt that was looked up."""
@@ -263,13 +268,14 @@ def _templates(
 
 
 def _encoder(
-    tokenizer: Tokenizer, templates: Sequence[ChatTemplate | None], cache_bytes: int, fast: bool
+    tokenizer: Tokenizer, templates: Sequence[ChatTemplate | None], cache_bytes: int, fast: bool, word_cache: bool
 ) -> PromptEncoder:
     encoder = PromptEncoder(
         tokenizer,
         template_text="".join(template.source for template in templates if template is not None),
         cache_bytes=cache_bytes,
         fast=fast,
+        word_cache=word_cache,
     )
     log.info(
         "tokenizing with %s; prompts are cut at %s",

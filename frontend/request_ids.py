@@ -1,48 +1,57 @@
-"""Names for requests: unique among those in flight here, and the client's own ``x-request-id`` when it is usable.
+"""Names for requests: the client's own ``x-request-id`` where it is usable, and an id that nobody else's request has.
 
-A proxy that retries sends the same ``x-request-id`` twice. The second becomes ``<id>.<number>`` while the first is
-in flight, because two requests of one name could not be told apart behind the router.
+The name is what answers and their headers show. The id (``wire.request_ids``) is what everything behind the front end
+goes by: two requests that clients call the same, at once or through two routers, are two requests there.
 """
 
 from __future__ import annotations
 
 import re
 
-CLIENT_ID_CHARS_MAX = 128
-"""Half of what an identifier may have on the wire, which leaves room for the suffix of a choice."""
+from wire.request_ids import SEPARATOR, internal_id, name_of
 
-_SANE = re.compile(rb"[A-Za-z0-9._:~-]{1,%d}" % CLIENT_ID_CHARS_MAX)
+CLIENT_ID_CHARS_MAX = 128
+"""Half of what an identifier may have on the wire, which leaves room for what makes the id unique."""
+
+_SANE = re.compile(rb"[A-Za-z0-9._:-]{1,%d}" % CLIENT_ID_CHARS_MAX)
+"""``~`` is not among them: it divides what the client chose from what it did not."""
+
+
+class FreshName(str):
+    """A name that the front end made, which is unique by itself."""
+
+    __slots__ = ()
 
 
 class RequestIds:
-    """The request ids in flight of one process. ``prefix`` tells processes apart (random, chosen by the shell)."""
+    """Makes the request ids of one process. ``prefix`` tells processes apart (random, chosen by the shell)."""
 
     def __init__(self, prefix: str) -> None:
+        if not prefix[:1].isalpha() or SEPARATOR in prefix:
+            raise ValueError(f"making request ids: prefix is {prefix!r}, it must begin with a letter and have no '~'")
         self._prefix = prefix
         self._count = 0
-        self._active: set[str] = set()
 
     def wanted(self, header: bytes | None) -> str:
-        """Return the client's id when it is sane (letters, digits, ``._:~-``, at most 128), else a fresh one."""
+        """Return the client's name when it is sane (letters, digits, ``._:-``, at most 128), else a fresh one."""
         if header is not None and _SANE.fullmatch(header):
             return header.decode("ascii")
+        return FreshName(self._unique())
+
+    def of_sequences(self, wanted: str, sequences: int) -> list[str]:
+        """Return ids for the sequences of a request: of ``<name>`` for one, of ``<name>-<i>`` for several."""
+        names = [str(wanted)] if sequences == 1 else [f"{wanted}-{index}" for index in range(sequences)]
+        if isinstance(wanted, FreshName):
+            return names
+        unique = self._unique()
+        return [internal_id(name, unique) for name in names]
+
+    def _unique(self) -> str:
         self._count += 1
         return f"{self._prefix}{self._count:x}"
 
-    def claim(self, wanted: str, sequences: int) -> list[str]:
-        """Reserve ids for the sequences of a request: ``<id>`` for one, ``<id>-<i>`` for several."""
-        base = wanted
-        while True:
-            ids = [base] if sequences == 1 else [f"{base}-{index}" for index in range(sequences)]
-            if self._active.isdisjoint(ids):
-                self._active.update(ids)
-                return ids
-            self._count += 1
-            base = f"{wanted}.{self._count:x}"
 
-    def release(self, ids: list[str]) -> None:
-        """Give ids back once their streams have ended."""
-        self._active.difference_update(ids)
-
-    def __len__(self) -> int:
-        return len(self._active)
+def base_name(request_ids: list[str]) -> str:
+    """Return what the client calls the request of these sequences."""
+    name = name_of(request_ids[0])
+    return name if len(request_ids) == 1 else name.removesuffix("-0")

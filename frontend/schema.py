@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from frontend.errors import RequestError, invalid, quoted, unsupported
+from frontend.field_words import allowed, body_type, words_at
 from wire.limits import IDENTIFIER_BYTES_MAX, LOGITS_PROCESSORS_MAX, STOP_TOKENS_MAX, U32_MAX
 
 LOGPROBS_PER_TOKEN_MAX = 20
@@ -27,8 +28,10 @@ LOGIT_BIAS_MAX = 1024
 JSON_NUMBER_MAX = 2**63 - 1
 JSON_NUMBER_MIN = -(2**63)
 
-TokenId = Annotated[int, Meta(ge=0, le=U32_MAX)]
+TokenId = Annotated[int, Meta(ge=0, le=U32_MAX, extra={"plural": "token ids"})]
 Count = Annotated[int, Meta(ge=1, le=U32_MAX)]
+TopK = Annotated[int, Meta(ge=-1, le=U32_MAX), allowed("an integer from 1, or 0 or -1 for no limit")]
+ToolChoice = Annotated[Any, allowed("none, auto, required or an object that names a function")]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
@@ -50,10 +53,10 @@ class Nvext(Struct, frozen=True):
     """Extensions by the name that the field's clients already send."""
 
     agent_hints: AgentHints | None = None
-    router: Any = None
+    router: Annotated[Any, allowed("an object")] = None
     """Latency targets; read (and refused, if they are wrong) by the router that has a use for them."""
     cache_salt: Annotated[str, Meta(max_length=IDENTIFIER_BYTES_MAX)] | None = None
-    guided_decoding: Any = None
+    guided_decoding: Annotated[Any, allowed("an object with json, regex, grammar, choice or structural_tag")] = None
     """A guide, by kind (``json``, ``regex``, ``grammar``, ``choice``)."""
     use_raw_prompt: Any = None
     token_data: Any = None
@@ -69,7 +72,11 @@ class Nvext(Struct, frozen=True):
 class LogitsProcessor(Struct):
     """A logits processor that the workers' operator registered."""
 
-    name: Annotated[str, Meta(min_length=1, max_length=IDENTIFIER_BYTES_MAX)]
+    name: Annotated[
+        str,
+        Meta(min_length=1, max_length=IDENTIFIER_BYTES_MAX),
+        allowed("the name of a processor that the workers have"),
+    ]
     arguments: dict[str, Any] = {}
 
 
@@ -78,7 +85,7 @@ class InferenceBody(Struct, kw_only=True):
 
     model: str
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: Annotated[StreamOptions | None, allowed('an object such as {"include_usage": true}')] = None
     n: Annotated[int, Meta(ge=1, le=U32_MAX)] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=STOP_TOKENS_MAX // 2)] | None = None
@@ -87,7 +94,7 @@ class InferenceBody(Struct, kw_only=True):
     ignore_eos: bool | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=U32_MAX)] | None = None
+    top_k: TopK | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     seed: Annotated[int, Meta(ge=JSON_NUMBER_MIN, le=JSON_NUMBER_MAX)] | None = None
     presence_penalty: Penalty | None = None
@@ -97,21 +104,34 @@ class InferenceBody(Struct, kw_only=True):
         Annotated[
             dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]],
             Meta(max_length=LOGIT_BIAS_MAX),
+            allowed(f"an object of at most {LOGIT_BIAS_MAX} token ids, each with a number from -100 to 100"),
         ]
         | None
     ) = None
     add_special_tokens: bool | None = None
     cache_salt: Annotated[str, Meta(max_length=IDENTIFIER_BYTES_MAX)] | None = None
     nvext: Nvext | None = None
-    logits_processors: Annotated[list[LogitsProcessor], Meta(max_length=LOGITS_PROCESSORS_MAX)] | None = None
+    logits_processors: (
+        Annotated[
+            list[LogitsProcessor],
+            Meta(max_length=LOGITS_PROCESSORS_MAX),
+            allowed(
+                f'a list of at most {LOGITS_PROCESSORS_MAX} objects such as {{"name": "banned_tokens", "arguments": '
+                '{"token_ids": [7]}}'
+            ),
+        ]
+        | None
+    ) = None
     # Guides towards structured output: see guides.py.
-    response_format: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    structural_tag: Any = None
-    structured_outputs: Any = None
+    response_format: Annotated[
+        Any, allowed("an object with the type text, json_object, json_schema, regex, ebnf or structural_tag")
+    ] = None
+    guided_json: Annotated[Any, allowed("a JSON schema, an object")] = None
+    guided_regex: Annotated[Any, allowed("a regular expression")] = None
+    guided_choice: Annotated[Any, allowed("a list of strings that are not empty")] = None
+    guided_grammar: Annotated[Any, allowed("a grammar in EBNF")] = None
+    structural_tag: Annotated[Any, allowed("an object")] = None
+    structured_outputs: Annotated[Any, allowed("an object with json, regex, grammar, choice or structural_tag")] = None
     # Known elsewhere, refused here when they ask for something: see REFUSED.
     use_beam_search: Any = None
     prompt_logprobs: Any = None
@@ -129,9 +149,11 @@ class ImageUrl(Struct):
 class ContentPart(Struct):
     """One part of a message's content: text, or an image by its URL."""
 
-    type: str
+    type: Annotated[str, allowed("text or image_url")]
     text: str | None = None
-    image_url: ImageUrl | str | None = None
+    image_url: Annotated[
+        ImageUrl | str | None, allowed('an object such as {"url": "https://..."}, or the URL alone')
+    ] = None
 
 
 class PlacedPart(ContentPart):
@@ -160,7 +182,9 @@ class Message(Struct):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[ContentPart] | None = None
+    content: Annotated[str | list[ContentPart] | None, allowed("a string, a list of text and image parts or null")] = (
+        None
+    )
     name: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
@@ -170,13 +194,13 @@ class Message(Struct):
 class ChatBody(InferenceBody, kw_only=True):
     """Body of ``/v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Meta(min_length=1)]
+    messages: Annotated[list[Message], Meta(min_length=1), allowed("a list of at least one message")]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=LOGPROBS_PER_TOKEN_MAX)] | None = None
     tools: list[dict[str, Any]] | None = None
     documents: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
+    tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
@@ -196,7 +220,10 @@ class ChatBody(InferenceBody, kw_only=True):
 class CompletionBody(InferenceBody, kw_only=True):
     """Body of ``/v1/completions``."""
 
-    prompt: str | list[TokenId | str | list[TokenId]]
+    prompt: Annotated[
+        str | list[TokenId | str | list[TokenId]],
+        allowed("a string, a list of strings, a list of token ids or a list of such lists"),
+    ]
     logprobs: Annotated[int, Meta(ge=0, le=LOGPROBS_PER_TOKEN_MAX)] | None = None
     echo: bool | None = None
     best_of: Any = None
@@ -242,74 +269,6 @@ REFUSED_NVEXT: Mapping[str, tuple[tuple[object, ...], str]] = {
     "greed_sampling": ((False,), "use temperature 0"),
 }
 
-ALLOWED: Mapping[str, str] = {
-    "model": "a string",
-    "messages": "a list of at least one message",
-    "prompt": "a string, a list of strings, a list of token ids or a list of such lists",
-    "stream": "true or false",
-    "stream_options": 'an object such as {"include_usage": true}',
-    "stream_options.include_usage": "true or false",
-    "n": "an integer from 1",
-    "stop": "a string or a list of strings",
-    "stop_token_ids": f"a list of at most {STOP_TOKENS_MAX // 2} token ids",
-    "logits_processors": f'a list of at most {LOGITS_PROCESSORS_MAX} objects such as {{"name": "banned_tokens", '
-    '"arguments": {"token_ids": [7]}}',
-    "logits_processors.name": "the name of a processor that the workers have",
-    "logits_processors.arguments": "an object",
-    "max_tokens": "an integer from 1",
-    "max_completion_tokens": "an integer from 1",
-    "min_tokens": "an integer from 0",
-    "ignore_eos": "true or false",
-    "temperature": "a number from 0 to 2",
-    "top_p": "a number above 0 and up to 1",
-    "top_k": "an integer from 1, or 0 or -1 for no limit",
-    "min_p": "a number from 0 to 1",
-    "seed": "a signed 64-bit integer",
-    "presence_penalty": "a number from -2 to 2",
-    "frequency_penalty": "a number from -2 to 2",
-    "repetition_penalty": "a number above 0 and up to 2",
-    "logit_bias": f"an object of at most {LOGIT_BIAS_MAX} token ids, each with a number from -100 to 100",
-    "logprobs": f"true or false for chat, an integer from 0 to {LOGPROBS_PER_TOKEN_MAX} for completions",
-    "top_logprobs": f"an integer from 0 to {LOGPROBS_PER_TOKEN_MAX}",
-    "cache_salt": f"a string of at most {IDENTIFIER_BYTES_MAX} characters",
-    "echo": "true or false",
-    "tools": "a list of objects",
-    "documents": "a list of objects",
-    "chat_template_kwargs": "an object",
-    "tool_choice": "none, auto, required or an object that names a function",
-    "response_format": "an object with the type text, json_object, json_schema, regex, ebnf or structural_tag",
-    "guided_json": "a JSON schema, an object",
-    "guided_regex": "a regular expression",
-    "guided_grammar": "a grammar in EBNF",
-    "guided_choice": "a list of strings that are not empty",
-    "structural_tag": "an object",
-    "structured_outputs": "an object with json, regex, grammar, choice or structural_tag",
-    "role": "system, developer, user, assistant, tool or function",
-    "type": "text or image_url",
-    "image_url": 'an object such as {"url": "https://..."}, or the URL alone',
-    "image_url.url": "a string",
-    "text": "a string",
-    "add_special_tokens": "true or false",
-    "add_generation_prompt": "true or false",
-    "continue_final_message": "true or false",
-    "parallel_tool_calls": "true or false",
-    "reasoning_effort": "a string",
-    "input": "a string or a list of items",
-    "instructions": "a string",
-    "max_output_tokens": "an integer from 1",
-    "text.format": "an object with the type text, json_object or json_schema",
-    "reasoning": 'an object such as {"effort": "low"}',
-    "effort": "a string",
-    "metadata": "an object",
-    "user": "a string",
-    "tokens": "a list of token ids",
-    "content": "a string, a list of text and image parts or null",
-    "nvext": "an object",
-    "nvext.agent_hints.priority": "a signed 32-bit integer",
-    "nvext.agent_hints.osl": "an integer from 1",
-}
-"""What each field may be, in words, for its error message."""
-
 Body = TypeVar("Body", bound=Struct)
 
 _chat_decoder = msgspec.json.Decoder(ChatBody)
@@ -345,7 +304,7 @@ def parse(decoder: msgspec.json.Decoder[Body], body: bytes) -> Body:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise _explain(error, body) from None
+        raise _explain(error, body, body_type(decoder)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestError(
             400, "invalid_json", f"reading the request body ({len(body)} bytes): it is not valid JSON: {error}"
@@ -374,7 +333,7 @@ def _asks_for_nothing(value: object, inert: tuple[object, ...]) -> bool:
     return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in inert)
 
 
-def _explain(error: msgspec.ValidationError, body: bytes) -> RequestError:
+def _explain(error: msgspec.ValidationError, body: bytes, kind: type) -> RequestError:
     """Name the field of a validation error, its value and what is allowed there."""
     match = _AT.match(str(error))
     assert match is not None, "the pattern matches any text"
@@ -383,19 +342,22 @@ def _explain(error: msgspec.ValidationError, body: bytes) -> RequestError:
     missing = _MISSING.search(what)
     if missing is not None:
         param = f"{path}.{missing[1]}" if path else missing[1]
-        return invalid(param, f"{param} is missing: {_allowed(param, 'it is required')}", "missing_required_parameter")
+        return invalid(
+            param, f"{param} is missing: {_allowed(kind, param, 'it is required')}", "missing_required_parameter"
+        )
     if not path:
         return invalid("body", f"the request body must be a JSON object: {what}", "invalid_type")
     code = "invalid_type" if what.startswith("Expected") and ", got" in what else "invalid_value"
     if match["key"]:
-        return invalid(path, f"a key of {path} is not allowed: {_allowed(path, what)}", code)
-    return invalid(path, f"{path} is {_value_at(body, path)}: {_allowed(path, what)}. The request was not run.", code)
+        return invalid(path, f"a key of {path} is not allowed: {_allowed(kind, path, what)}", code)
+    return invalid(
+        path, f"{path} is {_value_at(body, path)}: {_allowed(kind, path, what)}. The request was not run.", code
+    )
 
 
-def _allowed(param: str, otherwise: str) -> str:
-    plain = re.sub(r"\[[^\]]*\]", "", param)
-    allowed = ALLOWED.get(plain) or ALLOWED.get(plain.rpartition(".")[2])
-    return f"allowed is {allowed}" if allowed is not None else otherwise[0].lower() + otherwise[1:]
+def _allowed(kind: type, path: str, otherwise: str) -> str:
+    words = words_at(kind, path)
+    return f"allowed is {words}" if words is not None else otherwise[0].lower() + otherwise[1:]
 
 
 def _value_at(body: bytes, path: str) -> str:

@@ -2,10 +2,11 @@
 
 Rules
     1. At most ``budget_bytes``; the segment that was used longest ago goes first. One takes at most a sixteenth of it.
-    2. A segment that stands at a place of a prompt is found without looking for its end and without hashing all of it:
+    2. A segment is found by requests of the salt that it was kept under, and by no others.
+    3. A segment that stands at a place of a prompt is found without looking for its end and without hashing all of it:
        its head, the first ``SEGMENT_CHARS_MIN`` characters, names up to ``SAME_HEAD_MAX`` segments, and those are
        compared with the prompt as they are. What is not found so is found by its whole text.
-    3. Threads may use it at once.
+    4. Threads may use it at once.
 """
 
 from __future__ import annotations
@@ -24,44 +25,53 @@ ENTRY_OVERHEAD_BYTES = 800
 """Two objects and a map entry; the head and its own."""
 
 
+_Name = str | tuple[str, str]
+"""A segment, or a segment and its salt: most requests have none, and a string is the quicker key."""
+
+
 class SegmentCache:
     """Segments by their text."""
 
     def __init__(self, budget_bytes: int) -> None:
         self._budget = budget_bytes
-        self._packed: OrderedDict[str, bytes] = OrderedDict()
-        self._heads: dict[str, tuple[str, ...]] = {}
+        self._packed: OrderedDict[_Name, bytes] = OrderedDict()
+        self._heads: dict[_Name, tuple[str, ...]] = {}
         self._lock = threading.Lock()
         self.used_bytes = 0
 
-    def standing_at(self, text: str, begin: int, delimiters: tuple[str, ...]) -> tuple[int, bytes] | None:
+    def standing_at(
+        self, text: str, begin: int, delimiters: tuple[str, ...], salt: str = ""
+    ) -> tuple[int, bytes] | None:
         """Return the end and the ids of a segment that ``text`` has from ``begin`` on, up to a delimiter or its end."""
-        for segment in self._heads.get(_head(text, begin), ()):
+        head = text[begin : begin + SEGMENT_CHARS_MIN]
+        for segment in self._heads.get((salt, head) if salt else head, ()):
             end = begin + len(segment)
             if text.startswith(segment, begin) and (end == len(text) or text.startswith(delimiters, end)):
-                packed = self.get(segment)
+                packed = self.get(segment, salt)
                 if packed is not None:
                     return end, packed
         return None
 
-    def get(self, segment: str) -> bytes | None:
+    def get(self, segment: str, salt: str = "") -> bytes | None:
         """Return the ids of a segment."""
+        name = (salt, segment) if salt else segment
         with self._lock:
-            packed = self._packed.get(segment)
+            packed = self._packed.get(name)
             if packed is not None:
-                self._packed.move_to_end(segment)
+                self._packed.move_to_end(name)
             return packed
 
-    def keep(self, segment: str, packed: bytes) -> None:
+    def keep(self, segment: str, packed: bytes, salt: str = "") -> None:
         """Remember a segment of at least ``SEGMENT_CHARS_MIN`` characters."""
-        size = _size(segment, packed)
+        name = (salt, segment) if salt else segment
+        size = _size(name, packed)
         if size > self._budget // 16:
             return
         with self._lock:
-            if segment in self._packed:
+            if name in self._packed:
                 return
-            self._packed[segment] = packed
-            head = _head(segment, 0)
+            self._packed[name] = packed
+            head = _head(name)
             self._heads[head] = (segment, *self._heads.get(head, ())[: SAME_HEAD_MAX - 1])
             self.used_bytes += size
             while self.used_bytes > self._budget:
@@ -79,8 +89,8 @@ class SegmentCache:
     def __len__(self) -> int:
         return len(self._packed)
 
-    def _behead(self, segment: str) -> None:
-        head = _head(segment, 0)
+    def _behead(self, name: _Name) -> None:
+        head, segment = _head(name), _segment(name)
         left = tuple(each for each in self._heads.get(head, ()) if each is not segment)
         if left:
             self._heads[head] = left
@@ -124,10 +134,17 @@ class Cutter:
         return nearest
 
 
-def _head(text: str, begin: int) -> str:
-    return text[begin : begin + SEGMENT_CHARS_MIN]
+def _segment(name: _Name) -> str:
+    return name if isinstance(name, str) else name[1]
 
 
-def _size(segment: str, packed: bytes) -> int:
-    # A character takes one, two or four bytes; four is the bound that needs no look at them.
-    return (len(segment) if segment.isascii() else 4 * len(segment)) + len(packed) + ENTRY_OVERHEAD_BYTES
+def _head(name: _Name) -> _Name:
+    return name[:SEGMENT_CHARS_MIN] if isinstance(name, str) else (name[0], name[1][:SEGMENT_CHARS_MIN])
+
+
+def _size(name: _Name, packed: bytes) -> int:
+    segment = _segment(name)
+    # A character takes one, two or four bytes; four is the bound that needs no look at them. A salt is its request's
+    # own object, which this may be the last to hold.
+    salt_bytes = 0 if isinstance(name, str) else 4 * len(name[0])
+    return salt_bytes + (len(segment) if segment.isascii() else 4 * len(segment)) + len(packed) + ENTRY_OVERHEAD_BYTES

@@ -53,6 +53,7 @@ class SequenceOutput:
         "index",
         "last_token_at_ms",
         "new_logprobs",
+        "poison",
         "request",
         "started",
         "stream",
@@ -85,6 +86,8 @@ class SequenceOutput:
         self.error: str | None = None
         self.unsupported = False
         """With the finish reason ``error``: whether it is the request that no worker can do."""
+        self.poison = False
+        """Likewise: whether workers were lost with it."""
         self.started = False
         """Whether a chunk of this choice has been written."""
         self.last_token_at_ms: float | None = None
@@ -221,6 +224,7 @@ class SequenceOutput:
         else:
             self._fail(delta.error or f"the engine ended the request with {reason}")
             self.unsupported = delta.unsupported
+            self.poison = delta.poison
 
     def _fail(self, message: str) -> None:
         self.finish_reason = "error"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from frontend.media.settings import MediaSettings
 from frontend.models import TINY_MODEL_PATH
@@ -37,11 +37,19 @@ class FrontendSettings(MediaSettings):
         "of 10,000 messages takes.",
     )
     max_body_bytes: int = Field(
-        default=32 * 1024 * 1024,
+        default=16 * 1024 * 1024,
         ge=1024,
         le=1024 * 1024 * 1024,
-        description="Largest request body, answered 413 above it. 32 MiB holds a 1 M-token prompt as a JSON array "
-        "four times over, and bounds what one client can make the process hold.",
+        description="Largest request body, answered 413 above it. 16 MiB holds a 1 M-token prompt as text three times "
+        "over, or 12 MiB of pictures, and is parsed in 10 ms, in which nobody else has a turn.",
+    )
+    max_body_values: int = Field(
+        default=327_680,
+        ge=1024,
+        le=16_777_216,
+        description="Values in one request body (numbers, texts, objects), and an eighth as many objects and lists, "
+        "and members of objects; 413 above it. Parsing so many takes some 10 ms, in which nobody else has a turn. It "
+        "holds a prompt of 262,144 token ids; a server for longer ones needs more. Text is one value, however long.",
     )
     api_keys: Path | None = Field(
         default=None,
@@ -54,8 +62,42 @@ class FrontendSettings(MediaSettings):
         le=3_600_000,
         description="Least time between two looks whether the file of API keys has changed; a look is one stat.",
     )
+    isolate_tenants: bool = Field(
+        default=False,
+        description="Tell clients apart without API keys too: a request shares cached work only with those that have "
+        "the same tenant-header and cache_salt, and one that has neither shares with none; the server then keeps no "
+        "prompts, paths or media of its own. With or without keys, answers do not say which worker served and why, "
+        "refusals do not say what others use, and /metrics needs an operator's key where there are keys.",
+    )
+    tenant_header: str = Field(
+        default="",
+        pattern=r"^([A-Za-z0-9-]{1,64})?$",
+        description="Header that names the tenant of a request, for isolate-tenants without API keys, e.g. "
+        "x-tenant-id. A proxy must set it, and overwrite what clients send; empty = none.",
+    )
+    share_word_cache: bool = Field(
+        default=False,
+        description="With API keys or isolate-tenants, let the tokenizer remember words of all tenants, and use "
+        "fastokens where it can be: new text is tokenized 20 to 80 times as fast, and tenants that time their requests "
+        "can tell which words others have sent. Without both this is always so.",
+    )
     metrics_need_key: bool = Field(
         default=False, description="Whether /metrics needs an operator's key; only with --api-keys."
+    )
+    guide_compile_limit_ms: float = Field(
+        default=250.0,
+        ge=10,
+        le=60_000,
+        description="CPU time that a guide (schema, grammar, expression) may take to compile and to begin an answer "
+        "with, tried in a process of its own before any worker sees it; 400 above it. A schema of a thousand "
+        "properties takes 70 ms, nearly all take 5.",
+    )
+    guide_check_queue: int = Field(
+        default=64,
+        ge=1,
+        le=4096,
+        description="Guides that may wait to be tried, 16 of one tenant; 503 beyond. A hundred usual ones take a "
+        "second.",
     )
     tokenizer_threads: int = Field(
         default=2,
@@ -122,6 +164,27 @@ class FrontendSettings(MediaSettings):
         description="A stream that was silent for so long carries a comment, which clients skip and proxies take for a "
         "sign of life; 0 = never. Read time-outs are 30 s and more.",
     )
+    gzip_request_members: int = Field(
+        default=1024,
+        ge=1,
+        le=1_000_000,
+        description="Most gzip members that a compressed request body may have, answered 413 above it. bgzip writes "
+        "one for each 64 KiB, most else one in all.",
+    )
+    gzip_request_ratio: float = Field(
+        default=100.0,
+        ge=1,
+        le=1100,
+        description="How many times as long a compressed request body may be inflated, beyond the first MiB; answered "
+        "413 above it. Text of chats comes to some 3 to 10; 1,032 is the most that gzip can do.",
+    )
+    gzip_request_timeout_ms: float = Field(
+        default=5000.0,
+        gt=0,
+        le=3_600_000,
+        description="Longest time a compressed request body may take to inflate, answered 413 above it. The largest "
+        "honest ones take 150 ms on an idle core.",
+    )
     gzip_response_bytes: int = Field(
         default=4096,
         ge=0,
@@ -154,3 +217,17 @@ class FrontendSettings(MediaSettings):
         default="auto",
         description="In which format the model writes tool calls; auto = from the model's template and tokens.",
     )
+
+    @property
+    def word_cache(self) -> bool:
+        """Return whether the tokenizer may remember words."""
+        return self.share_word_cache or not (self.isolate_tenants or self.api_keys is not None)
+
+    @model_validator(mode="after")
+    def _tenants_are_told_one_way(self) -> Self:
+        if self.tenant_header and (self.api_keys is not None or not self.isolate_tenants):
+            raise ValueError(
+                f"tenant_header is {self.tenant_header!r}: it is for isolate_tenants without api_keys, which name "
+                "tenants themselves; leave it out, or set isolate_tenants"
+            )
+        return self

@@ -45,9 +45,10 @@ class TokenizationPool:
         """Do ``work`` here when it is short, else in a thread; raises ``RequestError`` 429 when that is full."""
         return work() if self.is_short(size_bytes, fast) else await self.run_in_thread(work)
 
-    async def run_in_thread(self, work: Callable[[], T]) -> T:
-        """Do ``work`` in a thread; raises ``RequestError`` 429 when too much waits for one."""
-        if self.pending >= self._limit:
+    async def run_in_thread(self, work: Callable[[], T], is_due: bool = False) -> T:
+        """Do ``work`` in a thread; raises ``RequestError`` 429 when too much waits for one, unless the work ``is_due``:
+        that of an answer which has been generated is never refused, and bounded by the requests there are."""
+        if self.pending >= self._limit and not is_due:
             raise RequestError(
                 429,
                 "tokenizer_busy",
@@ -59,7 +60,12 @@ class TokenizationPool:
         future = self._executor.submit(work)
         # Counted until the thread is done, also when the client has gone: that is what occupies the thread.
         future.add_done_callback(self._done)
-        return await asyncio.wrap_future(future)
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            # What the work raised refers to this frame, and the future to what it raised: without this, whatever the
+            # request holds (a body of 32 MB) would wait for the collector, which runs seldom.
+            del future
 
     def close(self) -> None:
         """Let running work end and take no more."""

@@ -5,6 +5,8 @@ A chat is tokenized exactly as ``/v1/chat/completions`` would: the token ids are
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,10 +14,12 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from msgspec import Struct
 
+from frontend.access.cache_domains import CacheDomains
 from frontend.access.gate import caller_of
-from frontend.compression import inflate
+from frontend.body_shape import check_shape
 from frontend.errors import RequestError, invalid
-from frontend.preparation import Preparation, check_vocabulary
+from frontend.inflation import BodyInflation, ClientLeft
+from frontend.preparation import Job, Preparation, check_vocabulary
 from frontend.request_body import check_announced, receive_body
 from frontend.schema import ChatBody, Message, TokenId, parse
 from frontend.settings import FrontendSettings
@@ -70,28 +74,36 @@ _detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
 
 
 def add_tokenizer_endpoints(
-    app: FastAPI, preparation: Preparation, tokenization: TokenizationPool, settings: FrontendSettings
+    app: FastAPI,
+    preparation: Preparation,
+    tokenization: TokenizationPool,
+    inflation: BodyInflation,
+    domains: CacheDomains,
+    settings: FrontendSettings,
 ) -> None:
     """Add the two endpoints to an application."""
 
     @app.post(TOKENIZE_PATH, tags=["tokenizer"])
     async def tokenize(request: Request) -> Response:
         """Return the token ids of a prompt or a chat."""
-        raw = await _body(request, tokenization, settings)
+        raw = await _body(request, inflation, settings)
+        await check_shape(raw, settings.max_body_values, tokenization)
         body = parse(_tokenize_decoder, raw)
         _check_model(request, body.model)
-        return _json(await tokenization.run(len(raw), partial(_tokenized, preparation, body)))
+        claim = partial(domains.claim, caller=caller_of(request.scope), headers=request.headers.raw)
+        return _json(await tokenization.run(len(raw), partial(_tokenized, preparation, body, claim)))
 
     @app.post(DETOKENIZE_PATH, tags=["tokenizer"])
     async def detokenize(request: Request) -> Response:
         """Return the text of token ids."""
-        raw = await _body(request, tokenization, settings)
+        raw = await _body(request, inflation, settings)
+        await check_shape(raw, settings.max_body_values, tokenization)
         body = parse(_detokenize_decoder, raw)
         _check_model(request, body.model)
         return _json(await tokenization.run(len(raw), partial(_detokenized, preparation, body)))
 
 
-def _tokenized(preparation: Preparation, body: TokenizeBody) -> Tokenized:
+def _tokenized(preparation: Preparation, body: TokenizeBody, claim: Callable[[Job], None]) -> Tokenized:
     if (body.prompt is None) == (body.messages is None):
         raise invalid("prompt", "prompt and messages: allowed is one of them", "missing_required_parameter")
     served, model = preparation.found(body.model)
@@ -111,7 +123,9 @@ def _tokenized(preparation: Preparation, body: TokenizeBody) -> Tokenized:
             reasoning_effort=body.reasoning_effort,
             chat_template_kwargs=body.chat_template_kwargs,
         )
-        (prompt,) = preparation.chat_job(chat).tokenize()
+        job = preparation.chat_job(chat)
+        claim(job)
+        (prompt,) = job.tokenize()
         packed = prompt.token_ids
     tokens = list(unpack_tokens(packed))
     texts = (
@@ -127,15 +141,28 @@ def _detokenized(preparation: Preparation, body: DetokenizeBody) -> Detokenized:
     return Detokenized(model.tokenizer.decode(body.tokens, skip_special_tokens=False))
 
 
-async def _body(request: Request, tokenization: TokenizationPool, settings: FrontendSettings) -> bytes:
+async def _body(request: Request, inflation: BodyInflation, settings: FrontendSettings) -> bytes:
     headers = request.headers
     limit = settings.max_body_bytes
     check_announced(headers.get("content-type", "").encode(), headers.get("content-length", "").encode(), limit)
     raw = await receive_body(request.receive, limit)
     if raw is None:
-        raise RequestError(400, "client_left", "reading the request body: the client left before it was complete")
+        raise _client_left()
     encoding = headers.get("content-encoding", "").strip().lower()
-    return await tokenization.run(len(raw), partial(inflate, raw, encoding, limit)) if encoding else raw
+    if not encoding:
+        return raw
+    # After the body only the end of the connection is left to come.
+    end = asyncio.ensure_future(request.receive())
+    try:
+        return await inflation.inflated(raw, encoding, lambda: end.done() and end.result()["type"] == "http.disconnect")
+    except ClientLeft:
+        raise _client_left() from None
+    finally:
+        end.cancel()
+
+
+def _client_left() -> RequestError:
+    return RequestError(400, "client_left", "reading the request body: the client left before it was complete")
 
 
 def _check_model(request: Request, model: str) -> None:

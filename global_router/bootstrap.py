@@ -9,29 +9,31 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
-import zmq
 from prometheus_client import CollectorRegistry
 
+from dispatch.link_budget import links_that_fit
 from dispatch.worker_links import WorkerLinks
 from frontend.app import create_app
 from frontend.prompt_model import PromptModel
 from frontend.settings import FrontendSettings
-from global_router.config_commands import read_document_file
 from global_router.configuration import Configuration
 from global_router.configuration_group import ConfigurationGroup
-from global_router.core.document_history import Reload
-from global_router.core.grid_document import GridDocument
-from global_router.core.problems import GridDocumentError
+from global_router.core.document.grid_document import GridDocument
+from global_router.core.document.history import Reload
+from global_router.core.document.problems import GridDocumentError
+from global_router.document_file import read_document_file
 from global_router.http_api import add_global_router_endpoints
 from global_router.metrics import GlobalRouterMetrics, register_views
 from global_router.pools import Discover, Pools, select_endpoint
 from global_router.service import GlobalRouterService
 from global_router.settings import GlobalRouterSettings
+from runtime.awake_clock import AwakeClock
 from runtime.clock import SystemClock
 from runtime.event_loop import LoopMetrics
 from runtime.http_server import HttpServer
 from runtime.planes import CurveKeys, PlaneContext, PlaneMetrics
 from runtime.process_group import GroupMember, GroupMetrics, GroupPlace
+from runtime.tasks import Restart, supervised
 from runtime.tls import Tls, client_context
 
 log = logging.getLogger(__name__)
@@ -103,6 +105,7 @@ async def serve(
         chat_template=frontend.chat_template,
         tokenization_cache_bytes=frontend.tokenization_cache_bytes,
         fast_tokenizer=frontend.fast_tokenizer,
+        word_cache=frontend.word_cache,
     )
     registry = CollectorRegistry()
     metrics = GlobalRouterMetrics(registry)
@@ -110,15 +113,19 @@ async def serve(
     context = PlaneContext.make(CurveKeys.load(settings), PlaneMetrics(registry))
     for exposure in settings.exposures(settings.host, http=True, planes="", keyed=frontend.api_keys is not None):
         log.warning("%s", exposure)
-    context.set(zmq.MAX_SOCKETS, 65_536)  # two for each worker and pool
+    shortest_ms = min(
+        settings.worker_timeout_ms, settings.status_timeout_ms, settings.select_timeout_ms, settings.connect_timeout_ms
+    )
+    awake = AwakeClock(clock, shortest_ms).start()
     links = WorkerLinks(
         context,
         settings.worker_timeout_ms,
         settings.link_idle_ms,
-        clock,
+        awake,
         metrics.stream_faults.labels("undecodable").inc,
+        links_that_fit(),
     )
-    configuration = Configuration(loaded, settings.config, clock)
+    configuration = Configuration(loaded, settings.config, awake)
     member = GroupMember(place) if place is not None else None
     group_metrics = GroupMetrics(registry, member) if member is not None else None
     group = ConfigurationGroup(configuration, member)
@@ -129,10 +136,10 @@ async def serve(
         headers=_pool_headers(settings.pool_api_key),
         verify=client_context(settings.pool_ca, settings.tls_pair()),
     ) as client:
-        pools = Pools(urls, context, discovery(client), clock, settings.status_interval_ms, settings.status_timeout_ms)
-        service = GlobalRouterService(settings, configuration, pools, links, metrics, clock)
+        pools = Pools(urls, context, discovery(client), awake, settings.status_interval_ms, settings.status_timeout_ms)
+        service = GlobalRouterService(settings, configuration, pools, links, metrics, awake)
         links.attach(service)
-        register_views(registry, service)
+        register_views(registry, service.view)
 
         def on_reload(outcome: Reload) -> None:
             metrics.reloads.labels(outcome.outcome).inc()
@@ -144,12 +151,12 @@ async def serve(
             {prompt_model.name: prompt_model},
             settings=frontend,
             registry=registry,
-            ready=lambda: service.missing() or (member.missing() if member is not None else None),
+            ready=lambda: service.view.missing() or (member.missing() if member is not None else None),
             clock=clock,
             exposed=group_metrics,
             place=place,
         )
-        add_global_router_endpoints(app, service, clock, group)
+        add_global_router_endpoints(app, service, awake, group)
         server = HttpServer(
             app,
             settings.host,
@@ -159,6 +166,7 @@ async def serve(
             Tls.load(settings, registry),
             reuse_port=place is not None,
             registry=registry,
+            limits=settings.http_limits(),
         )
         hang_up = asyncio.Event()
 
@@ -173,10 +181,9 @@ async def serve(
                 await group.adopt()
             pools.use(configuration.active.document)
             server.start()
-            tasks.append(asyncio.create_task(service.keep_house(), name="housekeeping"))
-            tasks.append(
-                asyncio.create_task(configuration.watch(settings.reload_interval_ms / 1000, hang_up), name="reload")
-            )
+            tasks.append(supervised(service.keep_house, "global router housekeeping", Restart()))
+            reload_s = settings.reload_interval_ms / 1000
+            tasks.append(supervised(lambda: configuration.watch(reload_s, hang_up), "reload", Restart()))
             looking = asyncio.create_task(pools.first_look(), name="first look at the pools")
             stopping = asyncio.create_task(_wait(stop), name="stop")
             tasks += [looking, stopping]
@@ -200,6 +207,7 @@ async def serve(
             links.close()
             pools.close()
             context.destroy(linger=0)
+            awake.stop()
             log.info("global router has ended")
 
 

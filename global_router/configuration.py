@@ -15,13 +15,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from global_router.core.closed_loop import ClosedLoop
-from global_router.core.document_history import DocumentHistory, Reload
-from global_router.core.document_reader import LoadedDocument
-from global_router.core.grid import Grid
-from global_router.core.grid_document import GridDocument
-from global_router.core.json_text import DOCUMENT_BYTES_MAX
-from global_router.core.output_length import OutputLengths
+from global_router.core.choice.closed_loop import ClosedLoop
+from global_router.core.choice.grid import Grid
+from global_router.core.choice.output_length import OutputLengths
+from global_router.core.document.grid_document import GridDocument
+from global_router.core.document.history import DocumentHistory, Reload
+from global_router.core.document.json_text import DOCUMENT_BYTES_MAX
+from global_router.core.document.reader import LoadedDocument
 from runtime.clock import Clock
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,8 @@ class Configuration:
         document = revision.loaded.document
         keep = before is not None and before.document.output_length == document.output_length
         outputs = before.outputs if before is not None and keep else OutputLengths(document.output_length)
-        return Active(revision.number, revision.loaded.source, document, Grid(document), ClosedLoop(document), outputs)
+        loop = ClosedLoop(document, before=None if before is None else before.loop)
+        return Active(revision.number, revision.loaded.source, document, Grid(document), loop, outputs)
 
     async def watch(self, interval_s: float, wake: asyncio.Event) -> None:
         """Look at the file at an interval, and at once when ``wake`` is set; runs until it is cancelled."""

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from global_router.configuration import Configuration, Version
-from global_router.core.document_history import Reload
+from global_router.core.document.history import Reload
 from runtime.process_group import ANSWER_TIMEOUT_S, Answer, GroupMember
 
 log = logging.getLogger(__name__)

@@ -9,11 +9,13 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
-from global_router.core.closed_loop import Spill
-from global_router.core.fallback import FallbackChoice
-from global_router.core.grid import Selection
-from global_router.core.output_length import ExpectedOutput
-from global_router.core.request_hints import RequestHints
+from global_router.core.choice.closed_loop import Spill
+from global_router.core.choice.fallback import FallbackChoice
+from global_router.core.choice.grid import Selection
+from global_router.core.choice.output_length import ExpectedOutput
+from global_router.core.choice.request_hints import RequestHints
+from global_router.core.document.axis import TARGETS
+from wire.request_ids import name_of
 
 NOTES_MAX = 50
 """Of one request; one that waits is tried again and again, and says the same each time."""
@@ -130,8 +132,10 @@ class RequestDecision:
         return {
             **self.summary(),
             "hints": {
-                "ttft_target_ms": None if hints.ttft is None else hints.ttft.value_ms,
-                "itl_target_ms": None if hints.itl is None else hints.itl.value_ms,
+                **{
+                    kind.default_key: hints.targets[kind.name].value_ms if kind.name in hints.targets else None
+                    for kind in TARGETS
+                },
                 "priority": hints.priority,
                 "osl": hints.osl,
             },
@@ -147,17 +151,22 @@ class RequestDecisions:
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._records: OrderedDict[str, RequestDecision] = OrderedDict()
+        self._latest: dict[str, str] = {}
+        """The latest request that clients called by a name."""
 
     def add(self, record: RequestDecision) -> None:
         """Keep a record, forgetting the oldest beyond the capacity; a second one of the same id replaces the first."""
         self._records.pop(record.request_id, None)
         self._records[record.request_id] = record
+        self._latest[name_of(record.request_id)] = record.request_id
         while len(self._records) > self._capacity:
-            self._records.popitem(last=False)
+            forgotten, _ = self._records.popitem(last=False)
+            if self._latest.get(name_of(forgotten)) == forgotten:
+                del self._latest[name_of(forgotten)]
 
     def get(self, request_id: str) -> RequestDecision | None:
-        """Return a request's record, if it is kept."""
-        return self._records.get(request_id)
+        """Return a request's record, if it is kept; asked by a client's name for it, the latest so called."""
+        return self._records.get(request_id) or self._records.get(self._latest.get(request_id, ""))
 
     def newest(self, limit: int) -> list[RequestDecision]:
         """Return the last records, newest first."""

@@ -16,8 +16,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from global_router.core.axis import Axis
-from global_router.core.grid_document import GridDocument, Pool, Stage, StageName
+from global_router.core.document.axis import Axis, StageName
+from global_router.core.document.grid_document import GridDocument, Pool, Stage
 
 NAMED_COLUMNS_MAX = 10
 """Up to this many columns, if they fit, cells show their pool's name; beyond, its letter."""
@@ -122,7 +122,7 @@ def _cost(pool: Pool) -> str:
 
 
 def _pool_table(stage: Stage) -> Table:
-    count = Counter(_all_pools(stage.mapping_rows))
+    count = Counter(_all_pools(stage.mapping))
     total = sum(count.values())
     colors, letters, ranks = _colors(stage), _letters(stage), stage.speed_ranks()
     overrides = Counter(override.target_pool for override in stage.priority_overrides)

@@ -8,9 +8,9 @@ from fastapi import FastAPI, Path, Query
 
 from frontend.errors import RequestError
 from global_router.configuration_group import ConfigurationGroup
-from global_router.core.document_history import Reload
-from global_router.core.fallback import PoolState
-from global_router.core.grid_document import StageName
+from global_router.core.choice.fallback import PoolState
+from global_router.core.document.axis import StageName
+from global_router.core.document.history import Reload
 from global_router.pools import PoolConnection
 from global_router.service import GlobalRouterService
 from runtime.clock import Clock
@@ -29,7 +29,7 @@ def add_global_router_endpoints(
     async def list_pools() -> dict[str, Any]:
         """List every pool of the document in force: its state, its last status, its breaker; and who waits for room."""
         active = service.configuration.active
-        in_flight = service.in_flight()
+        in_flight = service.view.in_flight()
         rows: list[dict[str, Any]] = []
         for stage_name, stage in active.document.stages.items():
             for pool in stage.pools:
@@ -70,7 +70,7 @@ def add_global_router_endpoints(
             "source": active.source,
             "document": active.document.model_dump(mode="json", exclude_defaults=True),
             "reloads": [{"time_ms": time_ms, **outcome.explanation()} for time_ms, outcome in configuration.reloads],
-            "loop_steps": [step.explanation() for step in service.loop_steps[-STEPS_LISTED_MAX:]],
+            "loop_steps": [step.explanation() for step in service.books.loop_steps[-STEPS_LISTED_MAX:]],
         }
 
     @app.post("/v1/config/reload", tags=["global router"], responses={409: {"description": "The file is no document"}})

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from global_router.core.fallback import PoolState
-from runtime.instruments import Counter, Gauge, Histogram
+from global_router.core.choice.fallback import PoolState
+from runtime.instruments import Counter, Gauge, GaugeFamily, Histogram
 
 SELECT_SECONDS_BUCKETS = (100e-6, 250e-6, 500e-6, 750e-6, 1e-3, 1.5e-3, 2.5e-3, 5e-3, 10e-3, 50e-3, 0.25, 1.0)
 QUEUE_SECONDS_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
@@ -42,7 +42,10 @@ class GlobalRouterMetrics:
             registry=registry,
         )
         Gauge(
-            "poolgrid_global_router_http_workers", "HTTP processes whose figures are in this answer.", registry=registry
+            "poolgrid_global_router_http_workers",
+            "HTTP processes whose figures are in this answer.",
+            across="sum",
+            registry=registry,
         ).set(1)
         self.queue_seconds = Histogram(
             "poolgrid_global_router_queue_seconds",
@@ -65,6 +68,11 @@ class GlobalRouterMetrics:
             "poolgrid_global_router_moves_total",
             "Requests moved to another worker before or amid their output.",
             ["cause"],
+            registry=registry,
+        )
+        self.poison_requests = Counter(
+            "poolgrid_global_router_poison_requests_total",
+            "Requests ended because workers were lost one after another with them, before their first token.",
             registry=registry,
         )
         self.breaker_steps = Counter(
@@ -126,14 +134,17 @@ class StateCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield what the state is now."""
-        pools = GaugeMetricFamily(
-            "poolgrid_global_router_pools", "1 for the state that a pool is in.", labels=["pool", "state"]
+        pools = GaugeFamily(
+            "poolgrid_global_router_pools",
+            "1 for the state that a pool is in.",
+            labels=["pool", "state"],
+            across="largest",
         )
         for name, state in dict(self._viewed.pool_states()).items():
             for each in PoolState:
                 pools.add_metric([name, each.value], 1.0 if each is state else 0.0)
-        dispatched = GaugeMetricFamily(
-            "poolgrid_global_router_in_flight", "Dispatches under way by pool.", labels=["pool"]
+        dispatched = GaugeFamily(
+            "poolgrid_global_router_in_flight", "Dispatches under way by pool.", labels=["pool"], across="sum"
         )
         for name, count in dict(self._viewed.in_flight()).items():
             dispatched.add_metric([name], count)
@@ -144,9 +155,12 @@ class StateCollector(Collector):
             ("queued_requests", "Requests waiting for a pool with room.", waiting),
             ("queued_prompt_tokens", "Prompt tokens of the waiting requests.", self._viewed.queued_prompt_tokens),
         ):
-            yield GaugeMetricFamily(f"poolgrid_global_router_{name}", text, value=value)
-        yield GaugeMetricFamily(
-            "poolgrid_global_router_revision", "Revision of the document in force.", value=self._viewed.revision()
+            yield GaugeFamily(f"poolgrid_global_router_{name}", text, across="sum", value=value)
+        yield GaugeFamily(
+            "poolgrid_global_router_revision",
+            "Revision of the document in force.",
+            value=self._viewed.revision(),
+            across="largest",
         )
 
 

@@ -7,7 +7,7 @@ draining workers is draining.
 
 from __future__ import annotations
 
-from global_router.core.fallback import PoolState
+from global_router.core.choice.fallback import PoolState
 from wire.identifiers import Role, Stage
 from wire.selection import ModelStatus, PoolStatus
 

@@ -25,13 +25,17 @@ from urllib.parse import urlsplit
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from global_router.core.circuit_breaker import BreakerStep, CircuitBreaker
-from global_router.core.fallback import PoolState
-from global_router.core.grid_document import CircuitBreakerSettings, GridDocument
+from global_router.core.choice.circuit_breaker import BreakerStep, CircuitBreaker
+from global_router.core.choice.fallback import PoolState
+from global_router.core.document.grid_document import CircuitBreakerSettings, GridDocument
 from global_router.pool_status import state_for
+from runtime.awake_clock import within
 from runtime.clock import Clock
+from runtime.complaints import Complaints
+from runtime.tasks import Restart, supervised
 from runtime.zmq_socket import CallbackSocket
 from wire import codec
+from wire.addresses import zmq_endpoint_problem
 from wire.errors import DecodeError
 from wire.identifiers import Stage
 from wire.limits import RENEWALS_MAX
@@ -54,6 +58,9 @@ log = logging.getLogger(__name__)
 RETRY_MIN_S = 0.1
 RETRY_MAX_S = 2.0
 """Between two attempts to find a pool that is not there; a pool that comes up is used two seconds later at most."""
+
+FOLLOWING = Restart(limit=None, pause_s=RETRY_MIN_S, pause_max_s=RETRY_MAX_S)
+"""A pool whose follower fails in a way that nobody thought of is followed again, and is down meanwhile."""
 
 ASKS_OPEN_MAX = 100_000
 """Questions open at one pool; far more than requests arrive within a select timeout. Beyond, the pool is lost."""
@@ -105,7 +112,6 @@ class PoolConnection:
         self.name = name
         self.url = url
         self.breaker = CircuitBreaker(breaker)
-        self.breaker_settings = breaker
         self.breaker_steps: list[BreakerStep] = []
         """The last changes, newest last."""
         self.status: PoolStatus | None = None
@@ -116,6 +122,7 @@ class PoolConnection:
         self._context = context
         self._discover = discover
         self._clock = clock
+        self._complaints = Complaints(log, clock)
         self._interval_s = status_interval_ms / 1000
         self._timeout_ms = status_timeout_ms
         self._on_news = on_news
@@ -135,7 +142,7 @@ class PoolConnection:
 
     def start(self) -> None:
         """Begin to look for the pool."""
-        self._task = asyncio.create_task(self._follow(), name=f"pool {self.name}")
+        self._task = supervised(self._follow, f"pool {self.name}", FOLLOWING)
 
     def close(self) -> None:
         """End the connection; open questions fail."""
@@ -153,10 +160,18 @@ class PoolConnection:
             except (OSError, ValueError, zmq.ZMQError) as error:
                 self.last_error = str(error) or type(error).__name__
                 log.debug("pool %s: %s", self.name, self.last_error)
+            except Exception as error:
+                # A pool whose looking-for ended would be down until the process is started again.
+                why = f"{type(error).__name__}: {error}"
+                if why != self.last_error:
+                    log.exception("looking for pool %s failed as it should not; it is tried again", self.name)
+                self.last_error = why
             if self._socket is not None:
                 pause_s = RETRY_MIN_S
                 self._disconnect(self.last_error)
-            self.reached.set()
+            if not self.reached.is_set():
+                self.reached.set()
+                self._on_news()  # who waited for the first answer need not wait for this one
             await asyncio.sleep(pause_s)
             pause_s = min(RETRY_MAX_S, 2 * pause_s)
 
@@ -222,7 +237,7 @@ class PoolConnection:
         try:
             message = codec.from_pool.decode(frames[-1])
         except DecodeError as error:
-            log.warning("from pool %s: %s; the frame was dropped", self.name, error)
+            self._complaints.about(f"pool {self.name}", error)
             return
         self._heard_ms = self._clock.monotonic_ms()
         if isinstance(message, PoolStatus):
@@ -266,8 +281,7 @@ class PoolConnection:
             raise PoolLost(f"pool {self.name}: {self.last_error or 'too many questions are open'}")
         self._asks[message.ask] = (future, request_id)
         try:
-            async with asyncio.timeout(timeout_s):
-                return await future
+            return await within(1000 * timeout_s, self._clock, future)
         except TimeoutError:
             raise PoolLost(f"pool {self.name} did not answer within {1000 * timeout_s:.0f} ms") from None
         finally:
@@ -318,6 +332,8 @@ class PoolConnection:
 
     def state(self, model: str, stage: Stage, now_ms: float) -> PoolState:
         """Return whether the pool takes a request of a model and stage."""
+        if not self.reached.is_set():
+            return PoolState.CONNECTING
         state = state_for(self.status, model, stage)
         if state is PoolState.SATURATED:
             room = self._freed.get((model, stage is Stage.ENCODE))
@@ -329,6 +345,8 @@ class PoolConnection:
 
     def overall_state(self, now_ms: float) -> PoolState:
         """Return the best state of any model, for views."""
+        if not self.reached.is_set():
+            return PoolState.CONNECTING
         if self.status is None or not self.status.ready:
             return PoolState.DOWN
         states = {
@@ -388,9 +406,8 @@ class Pools:
                 )
                 self._pools[name] = made
                 made.start()
-            elif pool_there.breaker_settings != document.circuit_breaker:
-                pool_there.breaker = CircuitBreaker(document.circuit_breaker)
-                pool_there.breaker_settings = document.circuit_breaker
+            else:
+                pool_there.breaker.use(document.circuit_breaker)
         self._pools = {name: self._pools[name] for name in wanted}
 
     async def first_look(self) -> None:
@@ -430,4 +447,8 @@ def select_endpoint(url: str, answer: object) -> str:
         raise ValueError(f"asking {url}/v1/pool: the answer names no select_endpoint; is it a pool's router?")
     host = urlsplit(url).hostname or ""
     port = endpoint.rpartition(":")[2]
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    reached = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    problem = zmq_endpoint_problem(reached)
+    if problem is not None:
+        raise ValueError(f"asking {url}/v1/pool: the answer's select_endpoint is {endpoint!r}: {reached!r} {problem}")
+    return reached

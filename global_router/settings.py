@@ -6,10 +6,11 @@ from pathlib import Path
 
 from pydantic import Field, field_validator
 
-from runtime.security import SecuritySettings
+from runtime.http_settings import HttpSettings
+from wire.addresses import http_url_problem
 
 
-class GlobalRouterSettings(SecuritySettings):
+class GlobalRouterSettings(HttpSettings):
     """Pools' health, dispatch, reload and HTTP of one global router."""
 
     config: Path = Field(
@@ -123,6 +124,9 @@ class GlobalRouterSettings(SecuritySettings):
             name, _, url = value.partition("=")
             if not name or not url.startswith(("http://", "https://")):
                 raise ValueError(f"{value!r} is not of the form NAME=http://host:port")
+            problem = http_url_problem(url)
+            if problem is not None:
+                raise ValueError(f"the url of {name!r} is {url!r}, which {problem}; allowed is http://host:port")
         return values
 
     def pool_urls(self) -> dict[str, str]:

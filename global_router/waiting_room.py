@@ -28,6 +28,7 @@ from admission.queue_view import QueueView
 from frontend.ports import Refused
 from global_router.metrics import GlobalRouterMetrics
 from global_router.settings import GlobalRouterSettings
+from runtime.awake_clock import within
 from runtime.clock import Clock
 
 log = logging.getLogger(__name__)
@@ -146,13 +147,7 @@ class WaitingRoom:
         lane.wake.set()
         self._ask_soon()
         try:
-            async with asyncio.timeout(timeout_ms / 1000):
-                await placed
-        except TimeoutError:
-            if placed.done() and not placed.cancelled():
-                placed.result()  # it was served, or refused, in the very turn in which its time ran out
-                return
-            raise
+            await within(timeout_ms, self._clock, placed)
         finally:
             self._queue.leave(place)
             lane.wake.set()  # it may have been the last one

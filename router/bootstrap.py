@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry
 
+from dispatch.link_budget import links_that_fit
 from frontend.app import create_app
 from frontend.prompt_model import PromptModel
 from frontend.settings import FrontendSettings
@@ -20,10 +21,12 @@ from router.core.load_ledger import LoadLedger
 from router.core.policy import POLICY_NAMES
 from router.core.prefix_index import PrefixIndex
 from router.core.projection import Projection
+from router.core.router_state import RouterState
 from router.core.selector import Selector
 from router.decision_journal.opening import open_recorder
 from router.dry_run import add_route_endpoint
 from router.feeds import EmbeddedFeed, RemoteFeed
+from router.fleet_links import link_opener
 from router.http_api import add_index_endpoint, add_pool_endpoint, add_router_endpoints, readiness, troubles
 from router.metrics import DecisionRecordCollector, RouterMetrics, register_views
 from router.policy_loading import load_policy
@@ -31,6 +34,7 @@ from router.ports import JournalFeed
 from router.select_plane import SelectPlane
 from router.service import RouterService
 from router.settings import RouterSettings
+from runtime.awake_clock import AwakeClock
 from runtime.clock import SystemClock
 from runtime.event_loop import LoopMetrics
 from runtime.http_server import HttpServer
@@ -65,6 +69,7 @@ async def serve(
     Raises ``OSError`` when a port cannot be bound, ``PolicyError``, ``ModelDirectoryError``, ``JournalCorrupt``.
     """
     clock = SystemClock()
+    awake = AwakeClock(clock, min(settings.worker_timeout_ms, settings.reservation_ttl_ms)).start()
     registry = CollectorRegistry()
     metrics = RouterMetrics(registry)
     LoopMetrics(registry)
@@ -84,26 +89,28 @@ async def serve(
         chat_template=frontend.chat_template,
         tokenization_cache_bytes=frontend.tokenization_cache_bytes,
         fast_tokenizer=frontend.fast_tokenizer,
+        word_cache=frontend.word_cache,
     )
     index = PrefixIndex(settings.index_budget_bytes)
     ledger = LoadLedger(settings.reservation_ttl_ms, settings.ledger_budget_bytes)
     approximate = ApproximateIndex(index, settings.approximate_ttl_ms) if settings.policy == POLICY_NAMES[1] else None
     projection = Projection(index, ledger, approximate)
-    selector = Selector(projection, policy, settings.worker_queue_factor)
+    state = RouterState(Selector(projection, policy, settings.worker_queue_factor))
     embedded: ConsolidatorService | None = None
     feed: JournalFeed
     if settings.feed_endpoint is not None and settings.query_endpoint is not None:
-        feed = RemoteFeed(settings.feed_endpoint, settings.query_endpoint, clock, make_context)
+        feed = RemoteFeed(settings.feed_endpoint, settings.query_endpoint, awake, make_context)
     else:
         embedded = create_consolidator(consolidator, registry, clock, make_context)
         feed = EmbeddedFeed(embedded)
-    recorder = open_recorder(settings, consolidator, projection, policy, clock)
+    recorder = open_recorder(settings, consolidator, state, awake)
     context = make_context()
-    service = RouterService(settings, projection, selector, feed, metrics, clock, context)
-    register_views(registry, service)
+    open_link = link_opener(context, settings, metrics, awake)
+    service = RouterService(settings, state, feed, metrics, awake, open_link, links_that_fit())
+    register_views(registry, service.view)
     if recorder is not None:
-        service.record = recorder
-        selector.watch(recorder)
+        service.books.record = recorder
+        state.log = recorder
         registry.register(DecisionRecordCollector(recorder))
     member = GroupMember(place) if place is not None else None
     group_metrics = GroupMetrics(registry, member) if member is not None else None
@@ -120,7 +127,7 @@ async def serve(
     )
     add_router_endpoints(app, service, clock)
     add_index_endpoint(app, service)
-    add_route_endpoint(app, service, frontend.max_body_bytes)
+    add_route_endpoint(app, service, frontend.max_body_bytes, frontend.max_body_values)
     server = HttpServer(
         app,
         settings.host,
@@ -130,12 +137,13 @@ async def serve(
         Tls.load(settings, registry),
         reuse_port=place is not None,
         registry=registry,
+        limits=settings.http_limits(),
     )
     starting: asyncio.Task[None] | None = None
     stopping = asyncio.ensure_future(stop.wait())
     plane: SelectPlane | None = None
     try:
-        plane = SelectPlane(context, settings.host, settings.select_port, service, selector, metrics, clock)
+        plane = SelectPlane(context, settings.host, settings.select_port, service.view, state, metrics, awake)
         add_pool_endpoint(app, plane, service, recorder)
         if member is not None and group_metrics is not None:
             await member.start({"metrics": group_metrics.text})
@@ -165,4 +173,5 @@ async def serve(
         if recorder is not None:
             await recorder.stop()
         context.destroy(linger=0)
+        awake.stop()
         log.info("router has ended")

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request
 
+from frontend.body_shape import check_shape
 from frontend.errors import RequestError, invalid, refused
 from frontend.media.loader import MediaLoader
 from frontend.ports import Refused
@@ -25,7 +26,7 @@ DRY_RUN_PREFIX = "dry-run-"
 """Begins the request id of a dry run without ``x-request-id``: ties and samples are drawn from it."""
 
 
-def add_route_endpoint(app: FastAPI, service: RouterService, max_body_bytes: int) -> None:
+def add_route_endpoint(app: FastAPI, service: RouterService, max_body_bytes: int, max_body_values: int) -> None:
     """Add ``POST /v1/route`` to an application that ``create_app`` made."""
     preparation: Preparation = app.state.preparation
     tokenization: TokenizationPool = app.state.tokenization
@@ -40,15 +41,16 @@ def add_route_endpoint(app: FastAPI, service: RouterService, max_body_bytes: int
     async def route(request: Request) -> dict[str, Any]:
         """Say where a request would go now and why; nothing is dispatched or reserved."""
         body = await _body(request, max_body_bytes)
+        await check_shape(body, max_body_values, tokenization)
         job = _job(preparation, body)
         with closing(media.lease()) as lease:
             # The hashes of blocks depend on the bytes of media, so there is no telling a prefix without them.
-            job.items = await media.load(job.media, lease)
+            job.items = await media.load(job.media, lease, None)
             prompts = await tokenization.run(len(body), job.tokenize)
             given = request.headers.get("x-request-id")
             wanted = request_ids.wanted(None if given is None else given.encode("latin-1"))
             count = len(prompts) * job.choices_per_prompt
-            ids = [wanted] if count == 1 else [f"{wanted}-{index}" for index in range(count)]
+            ids = request_ids.of_sequences(wanted, count)
             try:
                 routes = [service.preview(each).explanation() for each in job.requests(prompts, ids)]
             except Refused as refusal:

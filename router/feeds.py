@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import zmq
 
 from router.consolidator.feed_follower import FeedFollower
+from router.consolidator.ports import PoolListener
 from router.consolidator.service import ConsolidatorService
-from router.ports import JournalReader
 from runtime.clock import Clock
-from wire.events import JournalRecord
-from wire.feed import BlockChain, WorkerState
 
 SILENCE_MS = 2500.0
 """Silence of a consolidator that is worth a word: it speaks every ``feed_keep_alive_ms``, 500 unless set otherwise."""
-
-
-class _Listener:
-    """Hands what a consolidator says to a reader."""
-
-    def __init__(self, reader: JournalReader) -> None:
-        self._reader = reader
-
-    def on_snapshot(self, offset: int, workers: list[WorkerState], chains: Iterable[tuple[int, BlockChain]]) -> None:
-        """Pass a snapshot on."""
-        self._reader.on_snapshot(offset, workers, chains)
-
-    def on_records(self, records: Sequence[JournalRecord]) -> None:
-        """Pass records on."""
-        self._reader.on_records(records)
 
 
 class EmbeddedFeed:
@@ -40,20 +23,14 @@ class EmbeddedFeed:
         self._consolidator = consolidator
         self._unsubscribe: Callable[[], None] | None = None
 
-    async def start(self, reader: JournalReader) -> None:
+    async def start(self, listener: PoolListener) -> None:
         """Recover the journal, open the consolidator's sockets, deliver the state."""
         await self._consolidator.start()
-        self._unsubscribe = self._consolidator.subscribe(_Listener(reader))
+        self._unsubscribe = self._consolidator.subscribe(listener)
 
     def trouble(self, now_ms: float) -> str:
-        """Return what keeps the consolidator from writing, if anything."""
-        consolidator = self._consolidator
-        if not consolidator.stalled:
-            return ""
-        return (
-            f"the journal cannot be written since {(now_ms - consolidator.stalled_since_ms) / 1000:.0f} s "
-            f"({consolidator.stall_reason}); what workers say waits with them"
-        )
+        """Return what keeps the consolidator from writing as it should, if anything."""
+        return self._consolidator.trouble
 
     def behind(self) -> int:
         """Return 0: records arrive in the turn in which they are written."""
@@ -81,9 +58,9 @@ class RemoteFeed:
         self._make_context = make_context
         self._follower: FeedFollower | None = None
 
-    async def start(self, reader: JournalReader) -> None:
+    async def start(self, listener: PoolListener) -> None:
         """Follow; returns when the first snapshot was delivered, however long the consolidator takes to come up."""
-        self._follower = FeedFollower(*self._endpoints, _Listener(reader), self._clock, make_context=self._make_context)
+        self._follower = FeedFollower(*self._endpoints, listener, self._clock, make_context=self._make_context)
         await self._follower.start()
         await self._follower.wait_synced()
 

@@ -29,10 +29,10 @@ def add_router_endpoints(app: FastAPI, service: RouterService, clock: Clock) -> 
         projection = service.projection
         now_ms = clock.wall_ms()
         rows = [
-            worker_row(projection, projection.fleet.workers[key], service.is_reachable(key), now_ms)
+            worker_row(projection, projection.fleet.workers[key], service.view.unreachable.get(key, ""), now_ms)
             for key in sorted(projection.fleet.workers)
         ]
-        queue = service.queue_view().row()
+        queue = service.view.queue().row()
         return {"object": "list", "offset": projection.next_offset, "queue": queue, "data": rows}
 
     @app.get("/v1/decisions", tags=["router"])
@@ -40,29 +40,29 @@ def add_router_endpoints(app: FastAPI, service: RouterService, clock: Clock) -> 
         limit: Annotated[int, Query(ge=1, le=DECISIONS_LISTED_MAX, description="How many, newest first.")] = 20,
     ) -> dict[str, Any]:
         """List the last routing decisions, newest first."""
-        return {"object": "list", "data": [decision.summary() for decision in service.decisions.newest(limit)]}
+        return {"object": "list", "data": [decision.summary() for decision in service.books.decisions.newest(limit)]}
 
     @app.get("/v1/decisions/{request_id}", tags=["router"], responses={404: {"description": "Not kept (any more)"}})
     async def explain(request_id: Annotated[str, Path(max_length=256)]) -> dict[str, Any]:
         """Explain one request's decisions: every candidate, every cost term, who was filtered out and why."""
-        decisions = service.decisions.of_request(request_id)
+        decisions = service.books.decisions.of_request(request_id)
         if not decisions:
             raise RequestError(
                 404,
                 "decision_not_found",
-                f"no decision about request {request_id!r} is kept; the last {len(service.decisions)} are",
+                f"no decision about request {request_id!r} is kept; the last {len(service.books.decisions)} are",
                 param="request_id",
             )
         return {"request_id": request_id, "attempts": [decision.explanation() for decision in decisions]}
 
 
-def worker_row(projection: Projection, worker: Worker, reachable: bool, now_ms: int) -> dict[str, Any]:
-    """Return what ``/v1/workers`` says of one worker."""
+def worker_row(projection: Projection, worker: Worker, unreachable: str, now_ms: int) -> dict[str, Any]:
+    """Return what ``/v1/workers`` says of one worker; ``unreachable`` says why it cannot be reached, if so."""
     load = worker.load
     slot = projection.index.slot(worker.key)
     ledger = projection.ledger
     ledger.ensure_slot(slot)
-    state = "draining" if worker.draining else "ready" if reachable else "unreachable"
+    state = "draining" if worker.draining else "unreachable" if unreachable else "ready"
     lag_ms = worker.last_recorded_ms - worker.last_event_ms if worker.last_event_ms else None
     return {
         "worker_id": worker.key.worker_id,
@@ -70,6 +70,7 @@ def worker_row(projection: Projection, worker: Worker, reachable: bool, now_ms: 
         "model": worker.card.model,
         "role": worker.card.role.name.lower(),
         "state": state,
+        "unreachable_because": unreachable or None,
         "epoch": worker.epoch,
         "engine": worker.card.engine,
         "block_size": worker.card.block_size,

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from dispatch.prompt_paths import PromptPaths
+from dispatch.tenant_paths import TenantPaths
 from router.core.decision import DecisionLog
 from router.core.projection import Projection
 from router.decision_journal.recorder import DecisionRecorder
-from runtime.instruments import Counter, Gauge, Histogram
+from runtime.instruments import Across, Counter, Gauge, GaugeFamily, Histogram
 from wire.identifiers import StreamState, WorkerKey
 
 DECISION_SECONDS_BUCKETS = (10e-6, 25e-6, 50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 50e-3)
@@ -54,7 +54,10 @@ class RouterMetrics:
             registry=registry,
         )
         Gauge(
-            "poolgrid_router_http_workers", "HTTP processes whose figures are in this answer.", registry=registry
+            "poolgrid_router_http_workers",
+            "HTTP processes whose figures are in this answer.",
+            across="sum",
+            registry=registry,
         ).set(1)
         self.queue_seconds = Histogram(
             "poolgrid_router_queue_seconds",
@@ -83,6 +86,11 @@ class RouterMetrics:
             "poolgrid_router_migrations_total",
             "Requests moved to another worker before or amid their output.",
             ["cause"],
+            registry=registry,
+        )
+        self.poison_requests = Counter(
+            "poolgrid_router_poison_requests_total",
+            "Requests ended because workers were lost one after another with them, before their first token.",
             registry=registry,
         )
         self.crowded = Counter(
@@ -118,9 +126,20 @@ class RouterMetrics:
 class Viewed(Protocol):
     """What the state metrics are read from."""
 
-    projection: Projection
-    decisions: DecisionLog
-    paths: PromptPaths
+    @property
+    def projection(self) -> Projection:
+        """Return the router's state."""
+        ...
+
+    @property
+    def decisions(self) -> DecisionLog:
+        """Return the last decisions."""
+        ...
+
+    @property
+    def paths(self) -> TenantPaths:
+        """Return the cache of prompts' hashes."""
+        ...
 
     @property
     def trouble(self) -> str:
@@ -157,25 +176,37 @@ class StateCollector(Collector):
         projection = self._viewed.projection
         index = projection.index
         active, waiting = self._viewed.counts()
-        for name, text, value in (
-            ("active_requests", "Requests on workers.", active),
-            ("queued_requests", "Requests waiting for a worker with room.", waiting),
-            ("queued_prompt_tokens", "Prompt tokens of the waiting requests.", self._viewed.queued_prompt_tokens),
+        gauges: tuple[tuple[str, str, float, Across], ...] = (
+            ("active_requests", "Requests on workers.", active, "sum"),
+            ("queued_requests", "Requests waiting for a worker with room.", waiting, "sum"),
+            (
+                "queued_prompt_tokens",
+                "Prompt tokens of the waiting requests.",
+                self._viewed.queued_prompt_tokens,
+                "sum",
+            ),
             (
                 "behind_records",
                 "Records that the pool's journal is known to hold and that are not applied.",
                 self._viewed.behind_records,
+                "largest",
             ),
-            ("index_blocks", "Blocks in the index.", len(index)),
-            ("index_bytes", "Bytes that the index uses.", index.size_bytes()),
-            ("ledger_requests", "Requests in the load ledger.", len(projection.ledger)),
-            ("ledger_bytes", "Bytes that the load ledger uses.", projection.ledger.size_bytes()),
-            ("decision_log_bytes", "Bytes that the kept decisions use.", self._viewed.decisions.size_bytes),
-            ("journal_offset", "Next journal offset to apply.", projection.next_offset),
-            ("journal_trouble", "1 while the journal's state may not be current.", int(bool(self._viewed.trouble))),
-            ("path_cache_bytes", "Bytes that the hashes of prompt parts use.", self._viewed.paths.used_bytes),
-        ):
-            yield GaugeMetricFamily(f"poolgrid_router_{name}", text, value=value)
+            ("index_blocks", "Blocks in the index.", len(index), "largest"),
+            ("index_bytes", "Bytes that the index uses.", index.size_bytes(), "sum"),
+            ("ledger_requests", "Requests in the load ledger.", len(projection.ledger), "largest"),
+            ("ledger_bytes", "Bytes that the load ledger uses.", projection.ledger.size_bytes(), "sum"),
+            ("decision_log_bytes", "Bytes that the kept decisions use.", self._viewed.decisions.size_bytes, "sum"),
+            ("journal_offset", "Next journal offset to apply.", projection.next_offset, "largest"),
+            (
+                "journal_trouble",
+                "1 while the journal's state may not be current.",
+                int(bool(self._viewed.trouble)),
+                "largest",
+            ),
+            ("path_cache_bytes", "Bytes that the hashes of prompt parts use.", self._viewed.paths.used_bytes, "sum"),
+        )
+        for name, text, value, across in gauges:
+            yield GaugeFamily(f"poolgrid_router_{name}", text, across=across, value=value)
         ledger, trust = projection.ledger, projection.trust
         for name, text, count in (
             ("index_evicted_blocks", "Blocks cut to stay in the byte budget.", index.counters.evicted_blocks),
@@ -199,25 +230,33 @@ class StateCollector(Collector):
         ):
             yield CounterMetricFamily(f"poolgrid_router_{name}", text, value=count)
         states = {"ready": 0, "draining": 0, "unreachable": 0}
-        yield GaugeMetricFamily(
+        yield GaugeFamily(
             "poolgrid_router_untrusted_workers",
             "Workers whose overlap is predicted from the router's own choices, because their stream is not believed.",
             value=len(trust.untrusted),
+            across="largest",
         )
-        disagreement = GaugeMetricFamily(
+        disagreement = GaugeFamily(
             "poolgrid_router_overlap_disagreement_ratio",
             "Share of tokens that the index and the worker disagree about, over its last requests.",
             labels=["worker"],
+            across="largest",
         )
         for key, check in list(trust.checks.items()):
             disagreement.add_metric([str(key)], check.disagreement)
         yield disagreement
         streams = dict.fromkeys((state.name.lower() for state in StreamState), 0)
-        lag = GaugeMetricFamily(
-            "poolgrid_router_event_lag_seconds", "Age of a worker's last batch when recorded.", labels=["worker"]
+        lag = GaugeFamily(
+            "poolgrid_router_event_lag_seconds",
+            "Age of a worker's last batch when recorded.",
+            labels=["worker"],
+            across="largest",
         )
-        held = GaugeMetricFamily(
-            "poolgrid_router_worker_blocks", "Blocks that the index says a worker holds.", labels=["worker"]
+        held = GaugeFamily(
+            "poolgrid_router_worker_blocks",
+            "Blocks that the index says a worker holds.",
+            labels=["worker"],
+            across="largest",
         )
         # A copy: scrapes run beside the loop that owns the fleet.
         for key, worker in list(projection.fleet.workers.items()):
@@ -227,11 +266,11 @@ class StateCollector(Collector):
             if worker.last_event_ms:
                 lag.add_metric([str(key)], max(0, worker.last_recorded_ms - worker.last_event_ms) / 1000)
             held.add_metric([str(key)], index.held_blocks(key))
-        workers = GaugeMetricFamily("poolgrid_router_workers", "Workers by state.", labels=["state"])
+        workers = GaugeFamily("poolgrid_router_workers", "Workers by state.", labels=["state"], across="largest")
         for state, count in states.items():
             workers.add_metric([state], count)
-        stream_states = GaugeMetricFamily(
-            "poolgrid_router_streams", "Workers by the state of their event stream.", labels=["state"]
+        stream_states = GaugeFamily(
+            "poolgrid_router_streams", "Workers by the state of their event stream.", labels=["state"], across="largest"
         )
         for state, count in streams.items():
             stream_states.add_metric([state], count)
@@ -263,9 +302,15 @@ class DecisionRecordCollector(Collector):
             ("decision_journal_errors", "Writes to the decision journal that failed.", counters.failed_writes),
         ):
             yield CounterMetricFamily(f"poolgrid_router_{name}", text, value=count)
-        for name, text, value in (
-            ("decision_journal_failing", "1 while the decision journal cannot be written.", bool(recorder.failing)),
-            ("decision_journal_bytes", "Size of the decision journal.", recorder.segments.sizes()[1]),
-            ("decision_journal_pending", "Inputs of decisions that wait to be written.", recorder.pending),
-        ):
-            yield GaugeMetricFamily(f"poolgrid_router_{name}", text, value=float(value))
+        gauges: tuple[tuple[str, str, float, Across], ...] = (
+            (
+                "decision_journal_failing",
+                "1 while the decision journal cannot be written.",
+                bool(recorder.failing),
+                "largest",
+            ),
+            ("decision_journal_bytes", "Size of the decision journal.", recorder.segments.sizes()[1], "sum"),
+            ("decision_journal_pending", "Inputs of decisions that wait to be written.", recorder.pending, "sum"),
+        )
+        for name, text, value, across in gauges:
+            yield GaugeFamily(f"poolgrid_router_{name}", text, across=across, value=float(value))

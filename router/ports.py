@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from wire.events import JournalRecord
-from wire.feed import BlockChain, WorkerState
-
-
-class JournalReader(Protocol):
-    """Who follows a journal: called in order, from the task that owns the router's state."""
-
-    def on_snapshot(
-        self, next_offset: int, workers: Sequence[WorkerState], chains: Iterable[tuple[int, BlockChain]]
-    ) -> None:
-        """Replace all state; the next record is the one at ``next_offset``. ``chains`` may be read later, once."""
-        ...
-
-    def on_records(self, records: Sequence[JournalRecord]) -> None:
-        """Apply records that follow on what was applied before, without holes."""
-        ...
+from router.consolidator.ports import PoolListener
 
 
 class DecisionRecord(Protocol):
-    """Keeps what came of decisions; what led to them it hears as a ``Witness``."""
+    """Keeps what came of decisions; what led to them it is told as the log of the router's state."""
 
     def realised(self, request_id: str, attempt: int, cached_tokens: int) -> None:
         """Note what the chosen worker really reused."""
@@ -38,7 +22,7 @@ class DecisionRecord(Protocol):
 class JournalFeed(Protocol):
     """A consolidator, in this process or elsewhere."""
 
-    async def start(self, reader: JournalReader) -> None:
+    async def start(self, listener: PoolListener) -> None:
         """Deliver a snapshot, then every record after it; returns once the snapshot was delivered (not: loaded)."""
         ...
 

@@ -19,11 +19,14 @@ import zmq
 from router.core.candidates import RoutingRequest
 from router.core.decision import Decision, DecisionLog
 from router.core.fleet import media_of
+from router.core.inputs import Booked, Released, Renewed, WorkerWanted
 from router.core.projection import Projection
-from router.core.selector import NoWorker, Selector
+from router.core.router_state import RouterState
+from router.core.selector import Found, NoWorker, PolicyFailed
 from router.core.stage_plan import DECODE_ROLES, ENCODE_ROLES, PREFILL_ROLES, WHOLE_ROLES
 from router.metrics import RouterMetrics
 from runtime.clock import Clock
+from runtime.complaints import Complaints, shown_peer
 from runtime.planes import name_plane
 from runtime.zmq_socket import CallbackSocket
 from wire import codec
@@ -43,6 +46,7 @@ from wire.selection import (
     RoleStatus,
     Select,
     Selected,
+    SelectRefusal,
     SelectRefused,
     WorkerRank,
 )
@@ -52,6 +56,9 @@ log = logging.getLogger(__name__)
 ANSWERS_QUEUED_MAX = 10_000
 """Answers that wait for one asker; far more than it has questions open."""
 
+QUESTIONS_QUEUED_MAX = 64
+"""Questions of one asker that ZMQ keeps while we are busy; the rest wait at the asker. They may be large."""
+
 EXCLUDED = "excluded by the asker"
 NOT_READY_RETRY_S = 1.0
 
@@ -59,9 +66,20 @@ NOT_READY_RETRY_S = 1.0
 class PoolView(Protocol):
     """What the select plane needs of the pool's router."""
 
-    ready: bool
-    projection: Projection
-    decisions: DecisionLog
+    @property
+    def ready(self) -> bool:
+        """Tell whether the router's state is that of the pool."""
+        ...
+
+    @property
+    def projection(self) -> Projection:
+        """Return the router's state."""
+        ...
+
+    @property
+    def decisions(self) -> DecisionLog:
+        """Return the last decisions."""
+        ...
 
     @property
     def unreachable(self) -> Mapping[WorkerKey, str]:
@@ -95,19 +113,22 @@ class SelectPlane:
         host: str,
         port: int,
         pool: PoolView,
-        selector: Selector,
+        state: RouterState,
         metrics: RouterMetrics,
         clock: Clock,
     ) -> None:
         """Bind ``host:port`` (0 = any free port); raises ``OSError`` that names the setting."""
         self._pool = pool
-        self._selector = selector
+        self._state = state
+        self._selector = state.selector
         self._metrics = metrics
         self._clock = clock
+        self._complaints = Complaints(log, clock)
         socket = context.socket(zmq.ROUTER)
         name_plane(socket, "select")
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, ANSWERS_QUEUED_MAX)
+        socket.setsockopt(zmq.RCVHWM, QUESTIONS_QUEUED_MAX)
         if ":" in host:
             socket.setsockopt(zmq.IPV6, 1)
         shown = f"[{host}]" if ":" in host else host
@@ -131,16 +152,16 @@ class SelectPlane:
             message = codec.to_pool.decode(frames[-1])
         except DecodeError as error:
             self._metrics.select_asks.labels("undecodable", "dropped").inc()
-            log.warning("on the select plane: %s; the frame was dropped", error)
+            self._complaints.about(f"{shown_peer(frames[0])} on the select plane", error)
             return
         answer: FromPool
         if isinstance(message, Select):
             answer = self.select(message)
-            outcome = answer.code if isinstance(answer, SelectRefused) else "selected"
+            outcome = answer.code.value if isinstance(answer, SelectRefused) else "selected"
             self._metrics.select_asks.labels("select", outcome).inc()
         elif isinstance(message, Probe):
             answer = self.probe(message)
-            self._metrics.select_asks.labels("probe", answer.code or "found").inc()
+            self._metrics.select_asks.labels("probe", answer.code.value if answer.code is not None else "found").inc()
         elif isinstance(message, AskStatus):
             answer = self.status(message.ask)
         else:
@@ -149,40 +170,38 @@ class SelectPlane:
         self._socket.send([frames[0], codec.from_pool.encode(answer)])
 
     def _on_reservation(self, message: Renew | Release) -> None:
-        ledger = self._pool.projection.ledger
         if isinstance(message, Renew):
             now_ms = self._clock.monotonic_ms()
             for reservation in message.reservations:
-                ledger.renew(_key(reservation.worker), reservation.request_id, now_ms)
+                self._state.apply(Renewed(_key(reservation.worker), reservation.request_id, now_ms))
         else:
-            ledger.release(_key(message.reservation.worker), message.reservation.request_id)
+            self._state.apply(Released(_key(message.reservation.worker), message.reservation.request_id))
             self._pool.load_changed()
 
     def select(self, message: Select) -> Selected | SelectRefused:
         """Choose a worker and book it, or say why not."""
         if not self._pool.ready:
             return SelectRefused(
-                message.ask, "not_ready", "the pool's router is rebuilding its state", NOT_READY_RETRY_S
+                message.ask, SelectRefusal.NOT_READY, "the pool's router is rebuilding its state", NOT_READY_RETRY_S
             )
         now_ms = self._clock.monotonic_ms()
         path = unpack_hashes(message.sequence_hashes)
         excluded = {_key(rank): EXCLUDED for rank in message.excluded}
-        try:
-            decision = self._decide(
-                message.request_id,
-                message.model,
-                message.stage,
-                message.isl,
-                path,
-                excluded,
-                message.priority,
-                unpack_hashes(message.media_hashes),
-                message.media_kinds,
-            )
-        except NoWorker as none:
-            return self._refusal(message.ask, none)
+        decision = self._decide(
+            message.request_id,
+            message.model,
+            message.stage,
+            message.isl,
+            path,
+            excluded,
+            message.priority,
+            unpack_hashes(message.media_hashes),
+            message.media_kinds,
+        )
+        if not isinstance(decision, Decision):
+            return self._refusal(message.ask, decision)
         lease_ms = self._pool.projection.ledger.lease_ms(message.lease_ms)
-        self._selector.book(decision, path, now_ms, message.request_id, lease_ms)
+        self._state.apply(Booked(decision, path, message.request_id, now_ms, lease_ms))
         self._pool.decisions.add(decision)
         self._metrics.decisions.labels(decision.policy, decision.reason).inc()
         if decision.behind_records:
@@ -202,18 +221,16 @@ class SelectPlane:
     def probe(self, message: Probe) -> Probed:
         """Say what ``select`` would find; change nothing."""
         if not self._pool.ready:
-            return Probed(message.ask, "not_ready")
+            return Probed(message.ask, SelectRefusal.NOT_READY)
         path = unpack_hashes(message.sequence_hashes)
         best = self._selector.best_overlap_blocks(message.model, self._roles(message.model, message.stage), path)
-        try:
-            decision = self._decide("", message.model, message.stage, message.isl, path, {}, 0, dry_run=True)
-        except NoWorker as none:
-            code = "busy" if none.only_busy else "no_worker"
-            return Probed(message.ask, code, 0, best, self._block_size(message.model))
+        decision = self._decide("", message.model, message.stage, message.isl, path, {}, 0, dry_run=True)
+        if not isinstance(decision, Decision):
+            return Probed(message.ask, _code(decision), 0, best, self._block_size(message.model))
         row = decision.choice.row
         return Probed(
             message.ask,
-            "",
+            None,
             decision.overlap_blocks,
             best,
             decision.request.block_size,
@@ -267,22 +284,22 @@ class SelectPlane:
         media: tuple[int, ...] = (),
         media_kinds: tuple[str, ...] = (),
         dry_run: bool = False,
-    ) -> Decision:
+    ) -> Found:
         block_size = max(1, self._block_size(model))
         request = RoutingRequest(
             request_id, model, isl, block_size, -(-isl // block_size), priority, stage, media, media_kinds
         )
         unavailable = {**self._pool.unreachable, **excluded} if excluded else self._pool.unreachable
-        return self._selector.select(
+        wanted = WorkerWanted(
             request,
             path,
             self._clock.monotonic_ms(),
             self._clock.wall_ms(),
             unavailable,
             roles=self._roles(model, stage),
-            dry_run=dry_run,
             behind_records=self._pool.behind_records,
         )
+        return self._state.preview(wanted) if dry_run else self._state.apply(wanted)
 
     def _roles(self, model: str, stage: Stage) -> tuple[Role, ...]:
         """Return who can do a stage: workers of that role; an aggregated one can do all but
@@ -300,14 +317,26 @@ class SelectPlane:
         workers = self._pool.projection.fleet.models().get(model)
         return workers[0].card.block_size if workers else 0
 
-    def _refusal(self, ask: int, none: NoWorker) -> SelectRefused:
+    def _refusal(self, ask: int, none: NoWorker | PolicyFailed) -> SelectRefused:
+        code = _code(none)
+        if isinstance(none, PolicyFailed):
+            log.error("choosing a worker for a global router: %s", none, exc_info=none.error)
+            return SelectRefused(ask, code, str(none)[:TEXT_CHARS_MAX])
         reasons = tuple(
             (WorkerRank(worker.worker_id, worker.dp_rank), why[:TEXT_CHARS_MAX])
             for worker, why in list(none.reasons.items())[:REFUSAL_REASONS_MAX]
         )
-        code = "busy" if none.only_busy else "no_worker"
-        retry_after_s = self._pool.retry_after_s() if none.only_busy else None
+        retry_after_s = self._pool.retry_after_s() if code is SelectRefusal.BUSY else None
         return SelectRefused(ask, code, str(none)[:TEXT_CHARS_MAX], retry_after_s, reasons)
+
+
+def _code(none: NoWorker | PolicyFailed) -> SelectRefusal:
+    """Return in a word why there is no worker."""
+    if isinstance(none, PolicyFailed):
+        return SelectRefusal.POLICY_FAILED
+    if none.busy:
+        return SelectRefusal.BUSY
+    return SelectRefusal.DRAINING if none.draining else SelectRefusal.NO_WORKER
 
 
 def _key(rank: WorkerRank) -> WorkerKey:

@@ -10,10 +10,11 @@ from dispatch.prompt_paths import BUDGET_BYTES
 from router.core.cost import CostWeights
 from router.core.decision import DECISION_LOG_BYTES
 from router.core.load_ledger import CROWDING_RETRIES, LEDGER_BYTES
-from runtime.security import SecuritySettings
+from runtime.http_settings import HttpSettings
+from runtime.settings import ZmqEndpoint
 
 
-class RouterSettings(SecuritySettings):
+class RouterSettings(HttpSettings):
     """Selection, admission, dispatch and HTTP of one router."""
 
     host: str = Field("127.0.0.1", description="Address the HTTP server listens on; loopback unless told otherwise.")
@@ -31,12 +32,12 @@ class RouterSettings(SecuritySettings):
         description="Processes that share the HTTP port, each a router of its own over the same event stream, with its "
         "own admission queue and caches. One uses one core; take as many as there are cores to spare.",
     )
-    feed_endpoint: str | None = Field(
+    feed_endpoint: ZmqEndpoint | None = Field(
         None,
         description="Feed of a consolidator that runs alone (tcp://host:port), with query_endpoint; without them, one "
         "runs inside this process.",
     )
-    query_endpoint: str | None = Field(
+    query_endpoint: ZmqEndpoint | None = Field(
         None, description="Where that consolidator answers replay and snapshot requests (tcp://host:port)."
     )
     policy: str = Field(

@@ -14,6 +14,8 @@ class LoopMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         loop = asyncio.get_running_loop()
-        tasks = Gauge("poolgrid_event_loop_tasks", "Tasks of the event loop that have not ended.", registry=registry)
+        tasks = Gauge(
+            "poolgrid_event_loop_tasks", "Tasks of the event loop that have not ended.", across="sum", registry=registry
+        )
         # Scrapes run in other threads, which ``all_tasks`` allows for.
         tasks.set_function(lambda: float(len(asyncio.all_tasks(loop))))

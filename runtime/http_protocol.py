@@ -10,68 +10,27 @@ Rules
        no task has to wait for that either.
     4. Status line, headers and a body of known length are one write. Headers are the endpoint's own and are not checked
        again.
-    5. What is not HTTP is answered 400 and counted. The log says so at most once in ``SAID_EVERY_S``, with the number:
-       a port scanner cannot fill it.
+    5. What may come at all, and for how long, is ``runtime.bounded_protocol``'s.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 from typing import Any
 
-import httptools
 from prometheus_client import CollectorRegistry
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
-from runtime.instruments import Counter
-
-log = logging.getLogger(__name__)
+from runtime.bounded_protocol import BoundedProtocol
+from runtime.http_connections import HttpConnections, InvalidRequests
+from runtime.http_settings import HttpLimits
 
 CONNECTION = "poolgrid.connection"
 """Key of the ``Connection`` among a scope's extensions."""
 
 BODY_BYTES_MAX_DEFAULT = 1024 * 1024
 """Largest body that is gathered for an endpoint that names no limit of its own."""
-
-
-SAID_EVERY_S = 60.0
-"""Shortest time between two lines of the log about what is not HTTP."""
-
-NOT_HTTP = "reading a request: this is not HTTP/1.1"
-
-
-class InvalidRequests:
-    """What came to a server and is not HTTP; ``registry`` shows the number when there is one."""
-
-    def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        self._count = Counter(
-            "poolgrid_http_invalid_requests_total",
-            "Requests that were not HTTP, or broken beyond reading; answered 400.",
-            registry=registry,
-        )
-        self._unsaid = 0
-        self._say_at_s = float("-inf")
-
-    @property
-    def count(self) -> int:
-        """Return how many there were."""
-        return int(self._count.value)
-
-    def note(self, sender: str, now_s: float) -> None:
-        """Count one from ``sender``, and say so when it is time; ``now_s`` is any clock that does not go back."""
-        self._count.inc()
-        self._unsaid += 1
-        if now_s >= self._say_at_s:
-            log.warning(
-                "answered 400 to what is not HTTP, %d since the last such line, now from %s; a port scan or a client "
-                "that speaks TLS to a server without it does that",
-                self._unsaid,
-                sender,
-            )
-            self._unsaid = 0
-            self._say_at_s = now_s + SAID_EVERY_S
 
 
 class Connection:
@@ -179,32 +138,30 @@ def _is_over(_: bytes) -> bool:
     return True
 
 
-class DirectProtocol(HttpToolsProtocol):
+class DirectProtocol(BoundedProtocol):
     """One connection."""
-
-    invalid_requests: InvalidRequests
-    """Those of its server, which makes a subclass of its own."""
 
     _gathering: _DirectCycle | None = None
     _serving: _DirectCycle | None = None
 
-    def data_received(self, data: bytes) -> None:
-        """Read; as uvicorn does it, but for what becomes of what is not HTTP."""
-        self._unset_keepalive_if_required()
-        try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            pass  # no protocol is upgraded to here: the request is answered as what it is otherwise
-        except httptools.HttpParserError:
-            self.invalid_requests.note("somebody" if self.client is None else self.client[0], self.loop.time())
-            self.send_400_response(NOT_HTTP)
+    @classmethod
+    def serving(cls, limits: HttpLimits, registry: CollectorRegistry | None) -> type[DirectProtocol]:
+        """Return the protocol of one server, with these limits and metrics in ``registry``."""
 
-    def on_headers_complete(self) -> None:
+        class Serving(cls):  # type: ignore[misc, valid-type]
+            table = HttpConnections(limits, registry)
+            invalid_requests = InvalidRequests(registry)
+
+        return Serving
+
+    def begin(self) -> None:
         """Take the short way where there is one, else go on as usual."""
         direct_endpoint = getattr(self.app, "direct_endpoint", None)
         endpoint = None
+        announced = self._announced_bytes
         if (
             direct_endpoint is not None
+            and announced is not None
             and self.parser.get_method() == b"POST"
             and self.parser.get_http_version() == "1.1"
             and not self.parser.should_upgrade()
@@ -215,8 +172,12 @@ class DirectProtocol(HttpToolsProtocol):
             and not self.root_path
         ):
             endpoint = direct_endpoint(self.url)
-        if endpoint is None or not self._is_gathered(getattr(endpoint, "body_bytes_max", BODY_BYTES_MAX_DEFAULT)):
-            super().on_headers_complete()
+        if (
+            endpoint is None
+            or announced is None
+            or announced > getattr(endpoint, "body_bytes_max", BODY_BYTES_MAX_DEFAULT)
+        ):
+            super().begin()
             return
         scope = self.scope
         scope["method"] = "POST"
@@ -247,11 +208,11 @@ class DirectProtocol(HttpToolsProtocol):
         else:
             super().on_body(body)
 
-    def on_message_complete(self) -> None:
+    def finish(self) -> None:
         """Call the endpoint with the whole body."""
         cycle = self._gathering
         if cycle is None:
-            super().on_message_complete()
+            super().finish()
             return
         self._gathering = None
         parts = cycle.parts
@@ -262,6 +223,10 @@ class DirectProtocol(HttpToolsProtocol):
         self._serving = cycle
         self._start_asgi_task(cycle, cycle.endpoint)
 
+    def abandon(self) -> None:
+        """Forget the body that is not whole."""
+        self._gathering = None
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell the endpoint at once."""
         self._gathering = None
@@ -271,12 +236,3 @@ class DirectProtocol(HttpToolsProtocol):
             serving.disconnected = True
             serving.left()
             serving._let_go()
-
-    def _is_gathered(self, body_bytes_max: int) -> bool:
-        length = None
-        for name, value in self.headers:
-            if name == b"content-length":
-                length = value
-            elif name == b"transfer-encoding":
-                return False
-        return length is not None and length.isdigit() and int(length) <= body_bytes_max

@@ -9,23 +9,57 @@ import asyncio
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import uvicorn
 from prometheus_client import CollectorRegistry
 
-from runtime.http_protocol import DirectProtocol, InvalidRequests
+from runtime.http_connections import connections_that_fit
+from runtime.http_protocol import DirectProtocol
+from runtime.http_settings import HttpLimits
 from runtime.tls import Tls
+from runtime.tls_listener import TlsListener
 
 BACKLOG = 2048
 """Connections that wait to be accepted; the kernel refuses more."""
 
 
 class _Server(uvicorn.Server):
+    def __init__(
+        self, config: uvicorn.Config, protocol: type[DirectProtocol], tls: Tls | None, listener: socket.socket
+    ) -> None:
+        super().__init__(config)
+        self._protocol = protocol
+        self._tls = tls
+        self._listener = listener
+        self._tls_listener: TlsListener | None = None
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Leave signals alone."""
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to accept: uvicorn does it, but not with TLS."""
+        if self._tls is None:
+            await super().startup(sockets)
+            return
+        await super().startup([])
+        make = partial(self._protocol, self.config, self.server_state, self.lifespan.state)
+        self._tls_listener = TlsListener(self._listener, self._tls.context, self._protocol.table, make)
+
+    async def on_tick(self, counter: int) -> bool:
+        """End what has run out of time; uvicorn calls ten times a second."""
+        self._protocol.table.tick(asyncio.get_running_loop().time())
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept nothing new, then let what is open finish."""
+        if self._tls_listener is not None:
+            self._tls_listener.close()
+        await super().shutdown(sockets)
 
 
 class HttpServer:
@@ -41,16 +75,18 @@ class HttpServer:
         tls: Tls | None = None,
         reuse_port: bool = False,
         registry: CollectorRegistry | None = None,
+        limits: HttpLimits | None = None,
     ) -> None:
         """Bind ``host:port`` (0 = any free port); raises ``OSError`` that names the ``setting``.
 
         With ``reuse_port`` several processes may serve one port, and the kernel spreads connections over them. Metrics
-        of the server go into ``registry``.
+        of the server go into ``registry``. ``limits`` are those of ``HttpSettings``, and its defaults without.
         """
-
-        class Protocol(DirectProtocol):
-            invalid_requests = InvalidRequests(registry)
-
+        limits = limits or HttpLimits()
+        limits = replace(limits, connections=connections_that_fit(limits.connections))
+        protocol = DirectProtocol.serving(limits, registry)
+        self.connections = protocol.table
+        """Its connections, for whoever looks on."""
         self._tls = tls
         self._listener = bind(host, port, setting, reuse_port)
         self.host = host
@@ -59,7 +95,7 @@ class HttpServer:
         self._server = _Server(
             uvicorn.Config(
                 app,
-                http=Protocol,
+                http=protocol,
                 ws="none",
                 loop="none",
                 log_config=None,
@@ -70,8 +106,10 @@ class HttpServer:
                 server_header=False,
                 # Nothing here asks who the client is, and one wrapper less runs for every message.
                 proxy_headers=False,
-                ssl_context_factory=None if tls is None else lambda _config, _default: tls.context,
-            )
+            ),
+            protocol,
+            tls,
+            self._listener,
         )
         self._task: asyncio.Task[None] | None = None
         self._watch: asyncio.Task[None] | None = None

@@ -2,6 +2,7 @@
 
 A service: ``main(stop)`` runs until it is done or ``stop`` is set. The first
 signal sets ``stop``; a second one cancels the main task, for whoever does not want to wait for a drain.
+A background task that fails for good (``runtime.tasks``) sets ``stop`` too, and the process ends with an error.
 """
 
 from __future__ import annotations
@@ -12,13 +13,31 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable
 
+from runtime.tasks import on_fatal, owned
+
 log = logging.getLogger(__name__)
+
+
+class TaskFailed(RuntimeError):
+    """A background task that the process cannot do without has failed."""
 
 
 async def _supervise(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
-    task = asyncio.ensure_future(main(stop))
+    fatal: list[TaskFailed] = []
+
+    def on_failure(name: str, error: BaseException) -> None:
+        failed = TaskFailed(f"background task {name!r} failed: {type(error).__name__}: {error}")
+        failed.__cause__ = error
+        fatal.append(failed)
+        stop.set()
+
+    async def whole() -> None:
+        await main(stop)
+
+    on_fatal.set(on_failure)
+    task = owned(whole(), "main")
 
     def on_signal(name: str) -> None:
         if stop.is_set():
@@ -35,6 +54,8 @@ async def _supervise(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
     except asyncio.CancelledError:
         if not stop.is_set():
             raise
+    if fatal:
+        raise fatal[0]
 
 
 def run(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:

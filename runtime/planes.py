@@ -9,6 +9,8 @@ Rules
     3. Allowed keys are read from their directory again whenever it has changed, at the next handshake. A connection
        that stands is not cut.
     4. A process without a key behaves exactly as plain ZMQ.
+    5. Every socket has a limit for the frames that it takes, whoever sends them: ``FRAME_BYTES_OF_PLANE`` where peers
+       connect to it, the contract's where it connects. A peer that sends a larger one loses its connection.
 """
 
 from __future__ import annotations
@@ -27,6 +29,12 @@ from zmq.utils.monitor import parse_monitor_message
 
 from runtime.security import SecuritySettings
 from runtime.zmq_socket import CallbackSocket
+from wire.limits import (
+    FRAME_BYTES_MAX,
+    QUESTION_FRAME_BYTES_MAX,
+    SELECT_FRAME_BYTES_MAX,
+    SUBSCRIPTION_FRAME_BYTES_MAX,
+)
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +45,20 @@ ZAP_FRAMES = 7
 
 REFUSAL_LOGS_MAX = 20
 """Refused peers are logged this often, then only counted: a peer that tries for ever must not fill a disk."""
+
+FRAME_BYTES_OF_PLANE = {
+    "ingest": FRAME_BYTES_MAX,
+    "request": FRAME_BYTES_MAX,
+    "select": SELECT_FRAME_BYTES_MAX,
+    "query": QUESTION_FRAME_BYTES_MAX,
+    "tensor": QUESTION_FRAME_BYTES_MAX,
+    "feed": SUBSCRIPTION_FRAME_BYTES_MAX,
+}
+"""What may be sent to each plane that is bound, in one frame; a plane that is not listed cannot be made."""
+
+SOCKETS_MAX = 65_536
+"""Sockets of one context, ZMQ's own limit of 1,023 being below what 350 workers need: each connection to one takes
+three (itself, and both ends of what watches it). A place costs 8 bytes."""
 
 HANDSHAKES_FAILED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 """What a server sees of peers that never show a key; a key that is not allowed is counted where it is judged."""
@@ -226,13 +248,16 @@ class PlaneContext(zmq.Context[PlaneSocket]):
             # back for the next send. As a batch thread it runs when the loop waits, for all that was sent and arrived
             # in the turn: a fifth less CPU per request.
             context.set(zmq.THREAD_SCHED_POLICY, os.SCHED_BATCH)
+        context.set(zmq.MAX_SOCKETS, SOCKETS_MAX)
         context.keys = keys
         context._metrics = metrics
         return context
 
     def socket(self, socket_type: int, socket_class: Any = None, **options: Any) -> Any:
         """Return a new socket."""
-        return super().socket(socket_type, socket_class=socket_class or PlaneSocket, **options)
+        made = super().socket(socket_type, socket_class=socket_class or PlaneSocket, **options)
+        made.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
+        return made
 
     def refused(self, plane: str, reason: str, address: str) -> None:
         """Take note of a peer that was refused."""
@@ -283,7 +308,8 @@ def _has_one_core() -> bool:
 
 
 def name_plane(socket: zmq.Socket[bytes], plane: str) -> None:
-    """Say which plane a socket is, before it binds."""
+    """Say which plane a socket is, before it binds; what it takes from peers is limited by that."""
+    socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_OF_PLANE[plane])
     if isinstance(socket, PlaneSocket):
         socket.plane = plane
 

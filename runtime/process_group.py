@@ -17,13 +17,16 @@ import fcntl
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from runtime.instruments import GaugeFamily
 
 log = logging.getLogger(__name__)
 
@@ -173,42 +176,27 @@ class GroupMetrics:
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics of the group."""
-        texts = [self.text(), *self._member.ask_siblings("metrics")]
-        return merged(text.decode() for text in texts)
+        own = list(self._registry.collect())
+        summed = {family.name for family in own if isinstance(family, GaugeFamily) and family.across == "sum"}
+        texts = [generate_latest(_Collected(own)), *self._member.ask_siblings("metrics")]
+        return merged((text.decode() for text in texts), summed)
 
 
-SUMMED_GAUGES = frozenset(
-    {
-        "poolgrid_event_loop_tasks",
-        "poolgrid_frontend_in_flight_requests",
-        "poolgrid_frontend_media_cached_bytes",
-        "poolgrid_frontend_media_held_bytes",
-        "poolgrid_frontend_tokenization_cache_bytes",
-        "poolgrid_frontend_tokenizations_pending",
-        "poolgrid_global_router_active_requests",
-        "poolgrid_global_router_http_workers",
-        "poolgrid_global_router_in_flight",
-        "poolgrid_global_router_queued_prompt_tokens",
-        "poolgrid_global_router_queued_requests",
-        "poolgrid_router_active_requests",
-        "poolgrid_router_decision_journal_bytes",
-        "poolgrid_router_decision_journal_pending",
-        "poolgrid_router_decision_log_bytes",
-        "poolgrid_router_http_workers",
-        "poolgrid_router_index_bytes",
-        "poolgrid_router_ledger_bytes",
-        "poolgrid_router_path_cache_bytes",
-        "poolgrid_router_queued_prompt_tokens",
-        "poolgrid_router_queued_requests",
-    }
-)
-"""Gauges of what each process has for itself. All others mirror the pool, the same in each: the largest is taken."""
+class _Collected(Collector):
+    """Families that were collected already."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        """Return them."""
+        return self._families
 
 
-def merged(texts: Iterable[str]) -> Iterator[Metric]:
+def merged(texts: Iterable[str], summed_gauges: Collection[str]) -> Iterator[Metric]:
     """Yield the metrics of several processes, given in Prometheus' text form, as those of one.
 
-    Counters and histograms add up; of gauges see ``SUMMED_GAUGES``.
+    Counters and histograms add up, and so do ``summed_gauges``; of other gauges the largest is taken.
     """
     families: dict[str, Metric] = {}
     values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
@@ -216,7 +204,7 @@ def merged(texts: Iterable[str]) -> Iterator[Metric]:
         for family in text_string_to_metric_families(text):
             known = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
             into = values.setdefault(known.name, {})
-            adds = known.type in ("counter", "histogram", "summary") or known.name in SUMMED_GAUGES
+            adds = known.type in ("counter", "histogram", "summary") or known.name in summed_gauges
             for sample in family.samples:
                 key = (sample.name, tuple(sample.labels.items()))
                 before = into.get(key)

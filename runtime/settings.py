@@ -7,10 +7,25 @@ variables (``POOLGRID_LEASE_TTL_MS``); a test fails when ``docs/configuration.md
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict
+
+from wire.addresses import zmq_endpoint_problem
 
 
 class Settings(BaseModel):
     """Immutable, complete and strict: an unknown field is an error, never ignored."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def _check_endpoint(endpoint: str) -> str:
+    problem = zmq_endpoint_problem(endpoint, local=True)
+    if problem is not None:
+        raise ValueError(f"{endpoint!r} {problem}; allowed are tcp://host:port and ipc://path")
+    return endpoint
+
+
+ZmqEndpoint = Annotated[str, AfterValidator(_check_endpoint)]
+"""Where another process listens: wrong at the start is better than an error out of ZMQ, which names no setting."""

@@ -13,8 +13,9 @@ import logging
 import ssl
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import CollectorRegistry
 
+from runtime.instruments import Gauge
 from runtime.security import SecuritySettings
 
 log = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class Tls:
         stale = Gauge(
             "poolgrid_http_certificate_stale",
             "1 while the files of the HTTP server's certificate cannot be used and an older one is in use.",
+            across="largest",
             registry=registry,
         )
         if settings.tls_certificate is None or settings.tls_key is None:

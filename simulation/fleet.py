@@ -18,10 +18,12 @@ from dataclasses import dataclass, field
 from math import isclose
 from typing import Any, Protocol
 
-from global_router.core.closed_loop import CellKey, ClosedLoop, LoopStep
-from global_router.core.grid import Grid, GridRequest
-from global_router.core.grid_document import GridDocument
-from global_router.core.request_hints import ITL_FIELD, TTFT_FIELD, RequestHints, Target
+from global_router.core.choice.closed_loop import CellKey, ClosedLoop, LoopStep
+from global_router.core.choice.destination import destination
+from global_router.core.choice.grid import Grid, GridRequest
+from global_router.core.choice.request_hints import RequestHints, Target
+from global_router.core.document.axis import AXIS
+from global_router.core.document.grid_document import GridDocument
 from router.core.policy import make_policy
 from simulation.pool import SimulatedPool, play_workload
 from simulation.report import latency_summary
@@ -141,11 +143,12 @@ class GridPools:
         if unknown:
             raise ValueError(f"simulating a grid: the fleet has no pool {unknown[0]!r}, it has {', '.join(names)}")
         self._document = document
-        self._grid = Grid(document)
+        self._grid = Grid(document).stages["aggregated"]
         self._loop = ClosedLoop(document)
         self._place = {name: place for place, name in enumerate(names)}
         self._pools = pools
-        self._watched: dict[str, CellKey] = {}
+        self._watched: dict[str, tuple[CellKey, str]] = {}
+        """By request, its cell and the pool that serves it."""
         self._evaluate_at_ms = EVALUATE_EVERY_MS
         self.spilled = 0
         self.steps: list[LoopStep] = []
@@ -156,17 +159,19 @@ class GridPools:
         cached: dict[str, int] = {}
         if self._document.isl_basis == "uncached":
             cached = {name: self._pools[place].best_overlap_tokens(request) for name, place in self._place.items()}
-        hints = RequestHints(Target(targets.ttft_ms, TTFT_FIELD), Target(targets.itl_ms, ITL_FIELD))
-        selection = self._grid.select("aggregated", GridRequest(request.isl, hints, cached_tokens=cached))
-        key = CellKey.of(selection)
-        if key is None or not self._document.adapt:
-            return self._place[selection.pool]
-        spill = self._loop.spill(key, stable_u64(request.request_id) / 2**64)
-        if spill is not None:
+        hints = RequestHints(
+            {
+                "ttft": Target(targets.ttft_ms, AXIS["ttft"].hint_field),
+                "itl": Target(targets.itl_ms, AXIS["itl"].hint_field),
+            }
+        )
+        wish = GridRequest(request.isl, hints, cached_tokens=cached)
+        there = destination(self._grid, self._loop, wish, stable_u64(request.request_id) / 2**64)
+        if there.spill is not None:
             self.spilled += 1
-            return self._place[spill.pool]
-        self._watched[request.request_id] = key
-        return self._place[selection.pool]
+        if there.cell is not None and self._document.adapt:
+            self._watched[request.request_id] = (there.cell, there.wanted)
+        return self._place[there.wanted]
 
     def first_token(self, request_id: str, ttft_ms: float, now: float) -> None:
         """Let the closed loop have the TTFT."""
@@ -180,9 +185,10 @@ class GridPools:
 
     def _observe(self, request_id: str, metric: str, value_ms: float, now: float) -> None:
         self._pass(now)
-        key = self._watched.get(request_id)
-        if key is not None:
-            self.steps += self._loop.observe(key, metric, value_ms, now)
+        watched = self._watched.get(request_id)
+        if watched is not None:
+            key, pool = watched
+            self.steps += self._loop.observe(key, metric, value_ms, now, pool)
 
     def _pass(self, now: float) -> None:
         if not self._document.adapt:

@@ -18,6 +18,7 @@ from heapq import heappop, heappush
 
 from router.core.approximate_index import ApproximateIndex
 from router.core.candidates import RoutingRequest
+from router.core.decision import Decision
 from router.core.load_ledger import CROWDING_RETRIES, LoadLedger
 from router.core.policy import Policy
 from router.core.prefix_index import PrefixIndex
@@ -180,7 +181,10 @@ class SimulatedPool:
         ledger = selector.projection.ledger
         ledger.expire(now)
         for remaining in reversed(range(self._crowding_retries + 1)):
-            decision = selector.select(routing, request.path, now, int(now))
+            found = selector.select(routing, request.path, now, int(now))
+            if not isinstance(found, Decision):
+                raise RuntimeError(f"simulating request {request.request_id}: {found}")
+            decision = found
             number = self._number[decision.worker]
             booked = self._books[number].crowding(decision.prefill_tokens if remaining else None)
             if booked is None:

@@ -16,14 +16,14 @@ import pytest
 import typer
 import zmq
 from prometheus_client import CollectorRegistry
-from prometheus_client.metrics_core import GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.metrics_core import GaugeMetricFamily, HistogramMetricFamily, Metric  # noqa: TID251
 from typer.core import TyperGroup
 
-from cli.configuration_page import SECTIONS, command_options, page
+from cli.configuration_page import SECTIONS, command_options, pages, table
 from cli.main import app
 from frontend.media.metrics import MediaMetrics
 from frontend.metrics import FrontendMetrics
-from global_router.core.fallback import PoolState
+from global_router.core.choice.fallback import PoolState
 from global_router.metrics import GlobalRouterMetrics
 from global_router.metrics import register_views as register_pool_views
 from router.consolidator.bootstrap import create as create_consolidator
@@ -31,27 +31,30 @@ from router.consolidator.settings import ConsolidatorSettings
 from router.core.candidates import RoutingRequest
 from router.core.cost import CostWeights
 from router.core.load_ledger import LoadLedger
-from router.core.policy import POLICY_NAMES, KvAware, Policy
+from router.core.policy import POLICY_NAMES, Policy
 from router.core.prefix_index import PrefixIndex
 from router.core.projection import Projection
+from router.core.router_state import RouterState
 from router.core.selector import Selector
 from router.decision_journal.recorder import DecisionRecorder, settings_noted
 from router.decision_journal.segments import DecisionSegments
 from router.feeds import EmbeddedFeed
+from router.fleet_links import link_opener
 from router.metrics import DecisionRecordCollector, RouterMetrics, register_views
 from router.policy_loading import PolicyError, load_policy
 from router.service import RouterService
 from router.settings import RouterSettings
 from runtime.clock import SystemClock
 from runtime.event_loop import LoopMetrics
-from runtime.http_protocol import InvalidRequests
+from runtime.http_connections import HttpConnections, InvalidRequests
+from runtime.http_settings import HttpLimits
+from runtime.instruments import GaugeFamily
 from runtime.planes import PlaneMetrics
-from runtime.process_group import SUMMED_GAUGES
 from runtime.security import SecuritySettings
 from runtime.settings import Settings
 from runtime.tls import Tls
 from tests.consolidator.journal_builder import FakeDisk
-from tests.router.fleet_builder import BLOCK_SIZE, Pool, stored, worker_key
+from tests.router.fleet_builder import BLOCK_SIZE, Pool, decided, stored, worker_key
 from wire.events import RequestStarted
 from workers.metrics import WorkerMetrics
 from workers.tensor_transfer.metrics import TensorMetrics
@@ -73,10 +76,16 @@ def code_blocks(text: str, language: str) -> list[str]:
 # -- settings ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_configuration_page_is_what_the_settings_say() -> None:
-    committed = (DOCS / "configuration.md").read_text()
+@pytest.mark.parametrize(("path", "text"), pages().items(), ids=lambda value: getattr(value, "name", ""))
+def test_what_pages_say_of_settings_is_what_the_settings_say(path: Path, text: str) -> None:
+    assert path.read_text() == text, "run: python -m cli.configuration_page"
 
-    assert committed == page(), "run: python -m cli.configuration_page > docs/configuration.md"
+
+def test_a_marked_table_that_is_out_of_date_is_written_anew() -> None:
+    assert "| `queue_limit` | `1024` |" in table(["GlobalRouterSettings"])
+    assert {path.name for path in pages()} >= {"configuration.md", "global_router.md", "worker.md", "http_api.md"}
+    with pytest.raises(KeyError, match="NoSettings"):
+        table(["NoSettings"])
 
 
 def _settings_models(base: type[Settings] = Settings) -> Iterator[type[Settings]]:
@@ -180,6 +189,7 @@ async def _exported() -> list[Metric]:
     PlaneMetrics(registry)
     LoopMetrics(registry)
     InvalidRequests(registry)
+    HttpConnections(HttpLimits(), registry)
     Tls.load(SecuritySettings(), registry)
     TrtllmMetrics(registry)
     FrontendMetrics(registry)
@@ -189,12 +199,11 @@ async def _exported() -> list[Metric]:
     settings = RouterSettings.model_validate({})
     consolidator = create_consolidator(ConsolidatorSettings(), registry, clock)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    selector = Selector(projection, load_policy(settings))
-    service = RouterService(settings, projection, selector, EmbeddedFeed(consolidator), metrics, clock, context)
-    register_views(registry, service)
-    recorder = DecisionRecorder(
-        DecisionSegments(FakeDisk(), 1, 1), projection, KvAware(), settings_noted("r", "", {}), clock, 1, 1
-    )
+    state = RouterState(Selector(projection, load_policy(settings)))
+    open_link = link_opener(context, settings, metrics, clock)
+    service = RouterService(settings, state, EmbeddedFeed(consolidator), metrics, clock, open_link)
+    register_views(registry, service.view)
+    recorder = DecisionRecorder(DecisionSegments(FakeDisk(), 1, 1), state, settings_noted("r", "", {}), clock, 1, 1)
     registry.register(DecisionRecordCollector(recorder))
     GlobalRouterMetrics(registry)
     register_pool_views(registry, NoPools())
@@ -225,10 +234,15 @@ def test_metrics_that_pages_speak_of_exist() -> None:
             assert name in exported, f"{path.relative_to(ROOT)} speaks of {name}"
 
 
-def test_gauges_that_add_up_over_http_processes_exist_and_are_gauges() -> None:
-    exported = _names(asyncio.run(_exported()))
+ALONE = ("poolgrid_worker_", "poolgrid_trtllm_")
+"""Processes that never share a port with others of their kind."""
 
-    assert {name: exported.get(name) for name in SUMMED_GAUGES} == dict.fromkeys(SUMMED_GAUGES, "gauge")
+
+def test_every_gauge_says_what_becomes_of_it_across_http_processes() -> None:
+    gauges = [metric for metric in asyncio.run(_exported()) if metric.type == "gauge"]
+    silent = [metric.name for metric in gauges if not isinstance(metric, GaugeFamily)]
+
+    assert [name for name in silent if not name.startswith(ALONE)] == []
 
 
 COUNT_ENDINGS = ("_total", "_count", "_sum", "_bucket", "_created", "_info")
@@ -319,9 +333,9 @@ def test_the_policy_example_reuses_unless_the_holder_has_a_long_queue(example_po
     pool.say(worker_key("b"), stored(path[:8]))
     selector = pool.selector(example_policy)
 
-    reused = selector.select(request, path, now_ms=0.0, time_ms=0)
+    reused = decided(selector.select(request, path, now_ms=0.0, time_ms=0))
     pool.say(worker_key("b"), RequestStarted("long", 16_384 + 9 * BLOCK_SIZE, 0, 1))
-    avoided = selector.select(request, path, now_ms=0.0, time_ms=0)
+    avoided = decided(selector.select(request, path, now_ms=0.0, time_ms=0))
 
     assert (reused.worker, reused.policy) == (worker_key("b"), "reuse-unless-queued")
     assert avoided.worker == worker_key("a")

@@ -11,12 +11,12 @@ Two rules:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_args
 
 import msgspec
 
 from wire.errors import DecodeError, LimitError
-from wire.events import BlocksReleased, BlocksRemoved, BlocksShared, BlocksStored, EventBatch, JournalRecord
+from wire.events import AnyEvent, EventBatch, JournalRecord
 from wire.feed import FromFeed, SnapshotPart, ToFeed
 from wire.ingest import FromConsolidator, ToConsolidator
 from wire.limits import FRAME_BYTES_MAX
@@ -76,7 +76,7 @@ def _check_tokens(packed: bytes, where: str) -> str | None:
     return None
 
 
-_PACKED_EVENTS = frozenset({BlocksStored, BlocksRemoved, BlocksShared, BlocksReleased})
+_PACKED_EVENTS = frozenset(kind for kind in get_args(AnyEvent) if "sequence_hashes" in kind.__struct_fields__)
 
 
 def _check_events(value: EventBatch | JournalRecord) -> str | None:

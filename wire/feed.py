@@ -1,14 +1,12 @@
 """How routers follow a consolidator: a live PUB feed, and a ROUTER socket that answers replay and snapshot requests.
 
-Feed frames: ``[topic, offset (u64 big-endian), JournalRecord, life]``; in silence ``[topic.alive, next offset, life]``,
-so that a lost last record is noticed. ``life`` names one life of the consolidator; answers carry it too. A router
-subscribes first, then asks for the snapshot, drops feed records below the snapshot's offset and applies the rest; a
-hole between two offsets is filled by ``Replay``. Answers come in parts, each one frame; the last part says so.
+``wire.feed_frames`` lays their frames out. A router subscribes first, then asks for the snapshot, drops feed records
+below the snapshot's offset and applies the rest; a hole between two offsets is filled by ``Replay``. Answers come in
+parts, each one frame; the last part says so.
 """
 
 from __future__ import annotations
 
-import struct
 from typing import Annotated
 
 import msgspec
@@ -18,9 +16,6 @@ from wire.card import WorkerCard
 from wire.events import LoadReported
 from wire.identifiers import U32, U64, Identifier, PackedHashes, StreamState, Text, Tier
 from wire.limits import REPLAY_RECORDS_MAX, SNAPSHOT_CHAINS_PER_PART_MAX, SOURCES_PER_WORKER_MAX
-
-FEED_TOPIC = b"poolgrid"
-offset_frame = struct.Struct(">Q")
 
 
 class Replay(msgspec.Struct, array_like=True, frozen=True, tag=True):

@@ -1,7 +1,9 @@
 """The names by which processes speak of workers, blocks and positions in streams.
 
-Look-alikes get distinct types, so that a type checker tells a ``BlockHash`` (content of one block) from a
-``SequenceHash`` (content of a whole prefix) from an ``EngineHash`` (whatever the engine calls it).
+A *block hash* names the content of one block, a *sequence hash* a block and all blocks before it (a whole prefix), an
+*engine hash* is an engine's own name for a block, mapped at the edge and never sent to routers: all u64. An *epoch* is
+one life of a worker process, a *seq* the number of a batch within it, an *offset* the position of a record in a pool's
+journal: u64, the last two from 0 without holes.
 """
 
 from __future__ import annotations
@@ -48,24 +50,6 @@ PackedTokens = Annotated[bytes, Meta(max_length=4 * PROMPT_TOKENS_MAX)]
 WorkerId = NewType("WorkerId", str)
 """Name of one worker process within a pool; stable over restarts."""
 
-BlockHash = NewType("BlockHash", int)
-"""Hash of one block's tokens alone (u64)."""
-
-SequenceHash = NewType("SequenceHash", int)
-"""Hash of a block and all blocks before it (u64): it names a whole prefix."""
-
-EngineHash = NewType("EngineHash", int)
-"""An engine's own name for a block (u64). Mapped at the edge, never sent to routers."""
-
-Epoch = NewType("Epoch", int)
-"""One life of a worker process (u64). A later life has a larger epoch."""
-
-Seq = NewType("Seq", int)
-"""Number of a batch within an epoch, from 0, without holes (u64)."""
-
-Offset = NewType("Offset", int)
-"""Position of a record in a pool's journal, from 0, without holes (u64)."""
-
 
 class WorkerKey(NamedTuple):
     """A routing target: one data-parallel rank of one worker process."""
@@ -93,7 +77,6 @@ class StreamState(IntEnum):
     REPLAYING = 2
     SNAPSHOTTING = 3
     STALE = 4
-    GONE = 5
 
 
 class Role(IntEnum):

@@ -8,6 +8,16 @@ from __future__ import annotations
 FRAME_BYTES_MAX = 64 * 1024 * 1024
 """Largest single message between processes. A 1 M-token prompt is 4 MiB; a snapshot is cut into parts below this."""
 
+SELECT_FRAME_BYTES_MAX = 40 * 1024 * 1024
+"""Largest question on the select plane: ``RENEWALS_MAX`` reservations whose ids are all as long as allowed are 34 MiB,
+the hashes of the longest prompt 8 MiB."""
+
+QUESTION_FRAME_BYTES_MAX = 4096
+"""Largest question about the journal or a tensor: an identifier and a few numbers, and the handshake before it."""
+
+SUBSCRIPTION_FRAME_BYTES_MAX = 1024
+"""Largest message towards a feed: a subscription to its topic, and the handshake before it."""
+
 IDENTIFIER_BYTES_MAX = 256
 """Worker ids, request ids, model names, endpoints: long enough for ``namespace.component.endpoint`` and a URL."""
 
@@ -66,6 +76,10 @@ NIXL_METADATA_BYTES_MAX = 65_536
 
 REPLAY_RECORDS_MAX = 4096
 """Journal records in one answer to a replay request; the asker comes back for the rest."""
+
+FEED_RECORDS_PER_MESSAGE_MAX = 64
+"""Journal records in one message of the live feed: they are lost and replayed together, and a message of more is hardly
+cheaper."""
 
 SOURCES_PER_WORKER_MAX = 64
 """Event sources of one worker rank that a snapshot may list; far more than anyone configures."""

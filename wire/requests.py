@@ -6,6 +6,7 @@ holding the new tokens of all that peer's requests. Token ids are u32 little-end
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated
 
 import msgspec
@@ -148,6 +149,41 @@ class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
     alternatives: tuple[tuple[int, float], ...] = ()
 
 
+class FinishReason(StrEnum):
+    """How a leg of a request ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+    """It failed, or was refused: ``RefusalKind`` says what the router may do next."""
+    PREFILLED = "prefilled"
+    """The prompt is computed; another worker goes on with ``disaggregated_params``."""
+    ENCODED = "encoded"
+    """The images are encoded; who computes the prompt goes on with ``disaggregated_params``."""
+    EXPIRED = "expired"
+    """What a leg kept for another worker was not taken in time; in events only."""
+    MIGRATED = "migrated"
+    """The worker handed it over at its drain timeout; in events only."""
+
+
+class RefusalKind(StrEnum):
+    """Why a worker does not go on with a leg; the kinds differ in what the router does next."""
+
+    BUSY = "busy"
+    """It has no room now. Another worker may have; nobody is to blame."""
+    DRAINING = "draining"
+    """It takes nothing new before it leaves. Another worker may; nobody is to blame."""
+    CROWDED = "crowded"
+    """It has promised more than the router knew: the router chooses again, knowing ``booked_prefill_tokens``."""
+    CANNOT_DO = "cannot-do"
+    """It lacks what the request asks for. Another worker may have it; when none has, the client is to mend it."""
+    INVALID = "invalid"
+    """No worker takes such a request: it ends here, and the client is to mend it."""
+    BROKEN = "broken"
+    """It failed at what it should have done. Another worker may succeed; this one, and its pool, are to blame."""
+
+
 class TokenDelta(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """What one engine step added to one request."""
 
@@ -155,23 +191,20 @@ class TokenDelta(msgspec.Struct, array_like=True, frozen=True, gc=False):
     position: U32
     """Index of the first new token among this dispatch's output: a hole or an overlap shows loss or duplication."""
     token_ids: PackedTokens
-    finish_reason: str | None = None
-    """``stop``, ``length``, ``cancelled``, ``error``; ``encoded`` or ``prefilled`` when another worker must go on with
-    ``disaggregated_params``; ``None`` while the request goes on here."""
+    finish_reason: FinishReason | None = None
+    """``None`` while the request goes on here."""
     cached_tokens: U32 | None = None
     """Prompt tokens that were reused; set on the first delta."""
     error: Text | None = None
     """What went wrong, with finish reason ``error``."""
-    retryable: bool = False
-    """Whether another worker may succeed where this one failed."""
+    refusal: RefusalKind | None = None
+    """With an error: what kind it is. ``None`` = the leg failed for good; no other worker is tried."""
     logprobs: tuple[TokenLogprobs, ...] | None = None
     disaggregated_params: Opaque | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     """Of the prompt's tokens from the second on; with the first delta, when asked for."""
     booked_prefill_tokens: U32 | None = None
-    """With a refusal because of ``expected_prefill_tokens``: what the rank has really promised to compute."""
-    unsupported: bool = False
-    """With an error: the worker cannot do what the request asks for, which is the client's to mend."""
+    """With the refusal ``crowded``: what the rank has really promised to compute."""
 
 
 class TokenBatch(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):

@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated
 
 import msgspec
@@ -117,12 +118,26 @@ class Selected(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False)
     """How long the reservation stands unconfirmed."""
 
 
+class SelectRefusal(StrEnum):
+    """Why a pool gives no worker; what the asker does next differs."""
+
+    BUSY = "busy"
+    """Some worker will have room: ask again later, or another pool now."""
+    DRAINING = "draining"
+    """Its workers take nothing new: another pool."""
+    NO_WORKER = "no_worker"
+    """None can serve this: another pool."""
+    NOT_READY = "not_ready"
+    """Its router is rebuilding its state: another pool, and this one has failed."""
+    POLICY_FAILED = "policy_failed"
+    """The pool's policy raised: another pool."""
+
+
 class SelectRefused(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """No worker is given."""
 
     ask: U64
-    code: Text
-    """``busy``: some worker will have room; ``no_worker``: none can serve this; ``not_ready``: ask again later."""
+    code: SelectRefusal
     message: Text
     retry_after_s: float | None = None
     reasons: Annotated[tuple[tuple[WorkerRank, Text], ...], Meta(max_length=REFUSAL_REASONS_MAX)] = ()
@@ -133,8 +148,8 @@ class Probed(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
     """What a ``Select`` would have found."""
 
     ask: U64
-    code: Text
-    """Empty when a worker would be given, else as in ``SelectRefused``."""
+    code: SelectRefusal | None
+    """``None`` when a worker would be given, else as in ``SelectRefused``."""
     overlap_blocks: U32 = 0
     """Leading blocks that the worker it would choose holds."""
     best_overlap_blocks: U32 = 0

@@ -7,7 +7,6 @@
     REPLAYING      has a hole that it was asked to fill
     SNAPSHOTTING   restates its whole cache
     STALE          has a hole that nobody fills, or cannot be heard: what is known of its cache is not trusted
-    GONE           has left the pool
 
 The consolidator decides (``router.consolidator.core``) and writes ``StreamStateChanged``; what other events imply is
 not written twice. Every reader uses ``fold``, so all of them see the same state at the same offset.
@@ -36,12 +35,11 @@ def fold(streams: dict[str, SourceStream], source: str, events: Iterable[AnyEven
     state = StreamState.LIVE if before is StreamState.SYNCING else before
     changed = False
     for event in events:
-        kind = type(event)
-        if kind is SnapshotBegan:
+        if type(event) is SnapshotBegan:
             state = StreamState.SNAPSHOTTING
-        elif kind is SnapshotEnded:
+        elif type(event) is SnapshotEnded:
             state = StreamState.LIVE
-        elif isinstance(event, StreamStateChanged):
+        elif type(event) is StreamStateChanged:
             streams[event.source] = SourceStream(event.source, event.state, event.reason)
             changed = True
     if source != CONSOLIDATOR_SOURCE and state is not before:
@@ -61,5 +59,4 @@ _SEVERITY = (
     StreamState.SNAPSHOTTING,
     StreamState.REPLAYING,
     StreamState.STALE,
-    StreamState.GONE,
 )

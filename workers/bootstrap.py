@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry
 
+from runtime.awake_clock import AwakeClock
 from runtime.clock import Clock, SystemClock
 from runtime.event_loop import LoopMetrics
 from runtime.http_server import HttpServer
@@ -99,6 +100,8 @@ class Surroundings:
     registry: CollectorRegistry
     metrics: WorkerMetrics
     clock: Clock
+    awake: AwakeClock
+    """For judging others: it stands still while this process does."""
     epoch: int
     request_port: int
     http_port: int
@@ -122,14 +125,14 @@ def make_tensor_transfer(settings: WorkerSettings, around: Surroundings) -> Tens
         settings.tensor_port,
         settings.advertise_host,
         store,
-        around.clock,
+        around.awake,
         metrics,
         chunk_bytes=settings.tensor_chunk_kb * 1024,
         timeout_ms=settings.tensor_fetch_timeout_ms,
     )
     if agent is None:
         return over_zmq
-    return NixlTensorTransfer(agent, name, over_zmq, around.clock, metrics, settings.tensor_fetch_timeout_ms)
+    return NixlTensorTransfer(agent, name, over_zmq, around.awake, metrics, settings.tensor_fetch_timeout_ms)
 
 
 @asynccontextmanager
@@ -167,7 +170,7 @@ async def open_simulated(settings: WorkerSettings, around: Surroundings) -> Asyn
     fetches_max = settings.max_waiting_requests + settings.max_batch_size
     tensors = make_tensor_transfer(settings, around)
     embeddings = None if tensors is None else EmbeddingFetcher(tensors, fetches_max)
-    fetcher = KvFetcher(around.context, settings.kv_fetch_timeout_ms, fetches_max, around.clock, around.metrics)
+    fetcher = KvFetcher(around.context, settings.kv_fetch_timeout_ms, fetches_max, around.awake, around.metrics)
     orderly = True
     try:
         yield Opened(
@@ -206,7 +209,7 @@ async def open_trtllm(settings: TrtllmWorkerSettings, around: Surroundings) -> A
         arguments,
         settings.role,
         limits,
-        around.clock,
+        around.awake,
         around.metrics,
         around.registry,
         settings.model_name,
@@ -268,6 +271,7 @@ async def serve(
     Raises ``OSError`` when a port cannot be bound, and what opening the engine raises.
     """
     clock = SystemClock()
+    awake = AwakeClock(clock, _shortest_timeout_ms(settings)).start()
     registry = CollectorRegistry()
     metrics = WorkerMetrics(registry)
     LoopMetrics(registry)
@@ -284,10 +288,13 @@ async def serve(
         requests = RequestSocket(context, settings.host, settings.request_port)
         api = HttpApi(registry)
         tls = Tls.load(settings, registry)
-        http = HttpServer(api, settings.host, settings.http_port, "http_port", tls=tls, registry=registry)
+        limits = settings.http_limits()
+        http = HttpServer(
+            api, settings.host, settings.http_port, "http_port", tls=tls, registry=registry, limits=limits
+        )
         # Before the engine: loading one takes minutes, and probes ask all the while.
         http.start()
-        around = Surroundings(context, registry, metrics, clock, epoch, requests.port, http.port)
+        around = Surroundings(context, registry, metrics, clock, awake, epoch, requests.port, http.port)
         async with AsyncExitStack() as stack:
             opened = await _unless(stop, stack.enter_async_context(_open(settings, around)))
             if opened is None:
@@ -300,7 +307,7 @@ async def serve(
                 opened.engine,
                 requests,
                 ServiceLimits(settings.peer_lease_ms, settings.drain_timeout_ms),
-                clock,
+                awake,
                 metrics,
                 opened.kv,
                 opened.embeddings,
@@ -332,6 +339,7 @@ async def serve(
         orderly = False
         raise
     finally:
+        awake.stop()
         if announcement is not None:
             announcement.cancel()
         if requests is not None:
@@ -344,6 +352,15 @@ async def serve(
         # Waits for frames on their way, at most as long as the sockets linger.
         await asyncio.to_thread(context.term)
         log.info("worker %s has ended", settings.worker_id)
+
+
+def _shortest_timeout_ms(settings: AnySettings) -> float:
+    """Return the shortest time after which this process gives somebody up."""
+    if isinstance(settings, TrtllmWorkerSettings):
+        return min(settings.peer_lease_ms, settings.health_timeout_ms, settings.progress_timeout_ms)
+    return min(
+        settings.peer_lease_ms, settings.kv_fetch_timeout_ms, settings.tensor_lease_ms, settings.tensor_fetch_timeout_ms
+    )
 
 
 async def _unless(stop: asyncio.Event, opening: Coroutine[Any, Any, Opened]) -> Opened | None:

@@ -10,7 +10,7 @@ from wire import codec
 from wire.errors import DecodeError
 from wire.requests import Generate
 from wire.tensors import TensorDescriptor
-from workers.core.refusal import RefusedError
+from workers.core.refusal import BusyError, RefusedError
 from workers.tensor_transfer.port import Tensor, TensorTransfer, TensorUnavailable
 
 log = logging.getLogger(__name__)
@@ -35,17 +35,15 @@ class EmbeddingFetcher:
         """Fetch what a request's parameters describe, or raise ``RefusedError``; the answer comes by callback."""
         assert request.disaggregated_params is not None, "the service looks before it asks"
         if len(self._tasks) >= self._fetches_max:
-            raise RefusedError(
+            raise BusyError(
                 f"the embeddings of {len(self._tasks)} requests are being fetched, allowed are at most "
-                f"{self._fetches_max}",
-                retryable=True,
+                f"{self._fetches_max}"
             )
         try:
             tensors = codec.tensor_list.decode(request.disaggregated_params).tensors
         except DecodeError as error:
             raise RefusedError(
-                f"the disaggregated_params of request {request.request_id!r} describe no embeddings ({error})",
-                retryable=False,
+                f"the disaggregated_params of request {request.request_id!r} describe no embeddings ({error})"
             ) from None
         self._tasks[request.request_id] = asyncio.get_running_loop().create_task(
             self._fetch(request.request_id, tensors), name=f"embeddings of {request.request_id}"

@@ -14,19 +14,20 @@ from dataclasses import dataclass
 import zmq
 
 from runtime.clock import Clock
+from runtime.complaints import Complaints
 from wire import codec
 from wire.errors import DecodeError
 from wire.requests import FetchKv, KvOffered, ReleaseKv
 from workers.adapters.sockets import SourceSocket
 from workers.core.kv_fetches import Ask, Effect, Failed, KvFetches, KvWanted, Offered, Release
-from workers.core.refusal import RefusedError
+from workers.core.refusal import BusyError, RefusedError
 from workers.metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
 
 SOURCES_MAX = 512
 """Prefill workers that are connected at a time: more than a pool has, and well below the file descriptors of a
-process. When all are in use a request is refused as retryable; else the one idle for longest makes room."""
+process. When all are in use a request is refused as busy; else the one idle for longest makes room."""
 
 SOURCE_IDLE_MS = 60_000.0
 """A connection costs milliseconds to make; the worker behind one that nobody needed for a minute may be gone."""
@@ -53,6 +54,7 @@ class KvFetcher:
         self._context = context
         self._fetches = KvFetches(timeout_ms, fetches_max)
         self._clock = clock
+        self._complaints = Complaints(log, clock)
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
         self._sources: dict[str, _Source] = {}
@@ -102,15 +104,14 @@ class KvFetcher:
                 (source.idle_since_ms, endpoint) for endpoint, source in self._sources.items() if not source.fetches
             ]
             if not idle:
-                raise RefusedError(
-                    f"KV is being fetched from {SOURCES_MAX} prefill workers, allowed are at most {SOURCES_MAX}",
-                    retryable=True,
+                raise BusyError(
+                    f"KV is being fetched from {SOURCES_MAX} prefill workers, allowed are at most {SOURCES_MAX}"
                 )
             self._sources.pop(min(idle)[1]).socket.close(orderly=True)
         try:
             socket = SourceSocket(self._context, endpoint, lambda frames: self._on_frames(endpoint, frames))
         except ValueError as error:
-            raise RefusedError(str(error), retryable=False) from error
+            raise RefusedError(str(error)) from error
         source = self._sources[endpoint] = _Source(socket, idle_since_ms=self._clock.monotonic_ms())
         if self._idle_timer is None:
             self._idle_timer = self._loop.call_later(SOURCE_IDLE_MS / 1e3, self._close_idle)
@@ -131,7 +132,7 @@ class KvFetcher:
             message = codec.from_worker.decode(frames[-1])
         except DecodeError as error:
             self._metrics.undecodable_frames.labels("kv").inc()
-            log.warning("from the prefill worker at %s: %s; the frame was dropped", endpoint, error)
+            self._complaints.about(f"the prefill worker at {endpoint}", error)
             return
         if isinstance(message, KvOffered):
             self._do(self._fetches.receive(endpoint, message, self._clock.monotonic_ms()))

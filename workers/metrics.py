@@ -60,7 +60,9 @@ class WorkerMetrics:
         )
         self.requests = counter("requests_total", "Requests accepted by the engine.")
         self.refusals = counter(
-            "refusals_total", "Requests refused, by whether a retry elsewhere may help.", ("retryable",)
+            "refusals_total",
+            "Requests refused, by kind: busy, draining, crowded, cannot-do, invalid, broken, final.",
+            ("kind",),
         )
         self.finished = counter("finished_requests_total", "Requests ended, by finish reason.", ("reason",))
         self.lease_expiries = counter("peer_lease_expiries_total", "Peers whose requests were cancelled after silence.")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from runtime.clock import Clock
+from runtime.complaints import Complaints
 from wire import codec
 from wire.errors import DecodeError
 from wire.events import AnyEvent, LoadReported
@@ -43,6 +44,7 @@ class EventPublisher:
         self._stream = stream
         self._restate = restate
         self._clock = clock
+        self._complaints = Complaints(log, clock)
         self._metrics = metrics
         self._shown = metrics.stream(stream.dp_rank)
         self._load_interval_ms = load_interval_ms
@@ -117,7 +119,7 @@ class EventPublisher:
             message = codec.from_consolidator.decode(frames[-1])
         except DecodeError as error:
             self._metrics.undecodable_frames.labels("events").inc()
-            log.warning("from the consolidator: %s; the frame was dropped", error)
+            self._complaints.about("the consolidator", error)
             return
         self._do(self._stream.receive(message, self._clock.monotonic_ms()))
 

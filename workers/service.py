@@ -7,16 +7,16 @@ Rules:
 1. A request belongs to the peer (router connection) that sent it; only that peer may cancel it. Peers are known while
    they have requests here.
 2. A peer that is silent for its lease, cannot be reached or stops reading has its requests cancelled: nobody would
-   take the tokens.
+   take the tokens. A peer that stood still and speaks again is told then, so that it continues them elsewhere.
 3. Per engine step: one frame to each peer that gets tokens, one batch to each rank's event stream when there is
    something to say. Never one per token.
-4. Draining: ``WorkerDraining`` goes out, new requests are refused as retryable, running ones finish. What is left at
-   the drain timeout ends with a retryable error, so that routers continue it elsewhere.
+4. Draining: ``WorkerDraining`` goes out, new requests are refused as ``draining``, running ones finish. What is left at
+   the drain timeout ends with the refusal ``draining``, so that routers continue it elsewhere.
 5. The role says which stages are taken. A prefill leg that ended with ``prefilled`` belongs to its peer until its KV is
    taken, cancelled or expired; a drain waits for it. A new request with its id takes its place.
 6. A decode leg first has its KV asked for (``KvFetcher``); until the answer is here the engine knows nothing of it. The
    source is let go of when the KV has arrived or the leg ends, whatever ended it.
-7. While the engine is not well new requests are refused as retryable; it may recover.
+7. While the engine is not well new requests are refused as ``broken``; it may recover.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from runtime.clock import Clock
+from runtime.complaints import Complaints, shown_peer
 from wire import codec
 from wire.card import WorkerCard
 from wire.errors import DecodeError
@@ -36,11 +37,23 @@ from wire.events import AnyEvent, RequestFinished, SnapshotEnded, WorkerDraining
 from wire.hashing import unpack_hashes
 from wire.identifiers import Role, Stage
 from wire.limits import TEXT_CHARS_MAX
-from wire.requests import Cancel, FetchKv, Generate, KvOffered, Ping, Pong, ReleaseKv, TokenBatch, TokenDelta
+from wire.requests import (
+    Cancel,
+    FetchKv,
+    FinishReason,
+    Generate,
+    KvOffered,
+    Ping,
+    Pong,
+    RefusalKind,
+    ReleaseKv,
+    TokenBatch,
+    TokenDelta,
+)
 from workers.adapters.sockets import RequestSocket
 from workers.core.booked_prefill import BookedPrefill
 from workers.core.joined_output import JoinedOutput
-from workers.core.refusal import CrowdedError, RefusedError
+from workers.core.refusal import BrokenError, BusyError, CrowdedError, DrainingError, RefusedError, UnableError
 from workers.embedding_fetcher import EmbeddingFetcher
 from workers.engines.engine import EmbeddingTaker, Engine, EngineReport, KvHandover
 from workers.kv_fetcher import KvFetcher
@@ -60,17 +73,17 @@ LEASE_CHECKS = 4
 """Looks at the peers' leases per lease."""
 
 
-PREFILLED = "prefilled"
-"""Finish reason of a prefill leg whose request goes on elsewhere."""
-
-ENCODED = "encoded"
-"""Finish reason of an encode leg, whose embeddings are kept like the blocks of a prefill leg."""
+CANCELLED = FinishReason.CANCELLED
 
 PROMPT_STAGES = (Stage.WHOLE, Stage.PREFILL)
 """Stages in which a prompt is computed."""
 
 ROUTERS_MAX = 1024
 """Routers that are counted; beyond it they are served, and not known to be several, which they are anyway."""
+
+ABANDONED_MAX = 65_536
+"""Requests of silent peers that are remembered until the peer speaks again, the oldest forgotten first: what a hundred
+routers may have here together. A peer whose connection broke never asks."""
 
 STAGES = {
     Role.AGGREGATED: frozenset({Stage.WHOLE, Stage.PREFILL, Stage.DECODE}),
@@ -87,7 +100,8 @@ class Ending:
     """What the engine's ``cancelled`` means when it was not the peer who asked for it."""
 
     error: str
-    event_reason: str
+    event_reason: FinishReason
+    kind: RefusalKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +160,14 @@ class WorkerService:
         self._requests = requests
         self._limits = limits
         self._clock = clock
+        self._complaints = Complaints(log, clock)
         self._metrics = metrics
         self._publishers: Sequence[EventPublisher] = ()
         self._peers: dict[bytes, Peer] = {}
+        self._abandoned: dict[str, bytes] = {}
+        """Requests that were cancelled because their peer was silent, and the peer; oldest first."""
+        self._silent: dict[bytes, dict[str, None]] = {}
+        """The same by peer."""
         self._owners: dict[str, bytes | None] = {}
         """Whom each request that the engine has belongs to; ``None`` when nobody takes its tokens any more."""
         self._kv = kv
@@ -267,7 +286,7 @@ class WorkerService:
         log.error("%s", reason)
         for request_id, owner in self._owners.items():
             if owner is not None and request_id not in self._kept:
-                self._answer(owner, TokenDelta(request_id, 0, b"", "error", error=reason, retryable=True))
+                self._answer(owner, _ended(request_id, reason, RefusalKind.BROKEN))
         await self._say_goodbye(reason)
         raise RuntimeError(reason) from error
 
@@ -280,7 +299,9 @@ class WorkerService:
             publisher.publish([WorkerDraining()])
         if not await self._until_empty(self._limits.drain_timeout_ms / 1e3):
             log.warning("the drain timed out: handing over %d requests", len(self._owners))
-            ending = Ending(f"worker {self._worker_id} ended before the request did", "migrated")
+            ending = Ending(
+                f"worker {self._worker_id} ended before the request did", FinishReason.MIGRATED, RefusalKind.DRAINING
+            )
             for request_id in list(self._owners):
                 self._end_elsewhere(request_id, ending)
             await self._until_empty(HAND_OVER_TIMEOUT_S)
@@ -307,11 +328,13 @@ class WorkerService:
             message = codec.to_worker.decode(frames[-1])
         except DecodeError as error:
             self._metrics.undecodable_frames.labels("requests").inc()
-            log.warning("from a router: %s; the frame was dropped", error)
+            self._complaints.about(f"{shown_peer(peer_id)} on the request plane", error)
             return
         peer = self._peers.get(peer_id)
         if peer is not None:
             peer.heard_ms = self._clock.monotonic_ms()
+        if self._silent and peer_id in self._silent:
+            self._own_up(peer_id)
         if isinstance(message, Generate):
             self._generate(peer_id, message)
         elif isinstance(message, Ping):
@@ -338,18 +361,14 @@ class WorkerService:
             else:
                 self._engine.submit(request)
         except RefusedError as refusal:
-            self._metrics.refusals.labels(str(refusal.retryable).lower()).inc()
+            self._metrics.refusals.labels("final" if refusal.kind is None else refusal.kind.value).inc()
             self._answer(
                 peer_id,
-                TokenDelta(
+                _ended(
                     request.request_id,
-                    0,
-                    b"",
-                    "error",
-                    error=refusal.reason[:TEXT_CHARS_MAX],
-                    retryable=refusal.retryable,
-                    booked_prefill_tokens=refusal.booked_tokens if isinstance(refusal, CrowdedError) else None,
-                    unsupported=refusal.unsupported,
+                    refusal.reason,
+                    refusal.kind,
+                    refusal.booked_tokens if isinstance(refusal, CrowdedError) else None,
                 ),
             )
             return
@@ -369,35 +388,32 @@ class WorkerService:
     def _check(self, peer_id: bytes, request: Generate) -> None:
         """Refuse what the service itself cannot honour."""
         if request.stage not in STAGES[self._card.role]:
-            raise RefusedError(
+            raise BrokenError(
                 f"worker {self._worker_id} has the role {self._card.role.name.lower()}, it does not take the stage "
-                f"{request.stage.name.lower()}",
-                retryable=True,
+                f"{request.stage.name.lower()}"
             )
         if self._draining:
-            raise RefusedError(f"worker {self._worker_id} is draining and takes no new requests", retryable=True)
+            raise DrainingError(f"worker {self._worker_id} is draining and takes no new requests")
         if self._engine.ailment:
-            raise RefusedError(f"worker {self._worker_id} is not well: {self._engine.ailment}", retryable=True)
+            raise BrokenError(f"worker {self._worker_id} is not well: {self._engine.ailment}")
         if request.request_id in self._kept and self._owners[request.request_id] == peer_id:
             # Nobody dispatches a leg again while its first result is of use.
             self._let_go(request.request_id)
         if request.request_id in self._owners:
             # When nobody owns it any more it is on its way out, and the id will be free in a moment.
-            raise RefusedError(
-                f"request id {request.request_id!r} is already active on worker {self._worker_id}",
-                retryable=self._owners[request.request_id] is None,
+            leaving = self._owners[request.request_id] is None
+            raise (BusyError if leaving else RefusedError)(
+                f"request id {request.request_id!r} is already active on worker {self._worker_id}"
             )
         routing = request.routing
         if routing.dp_rank >= self._card.dp_size:
             raise RefusedError(
-                f"dp_rank is {routing.dp_rank}, worker {self._worker_id} has ranks 0 to {self._card.dp_size - 1}",
-                retryable=False,
+                f"dp_rank is {routing.dp_rank}, worker {self._worker_id} has ranks 0 to {self._card.dp_size - 1}"
             )
         if routing.lora_name and routing.lora_name not in self._card.loras:
-            raise RefusedError(
+            raise UnableError(
                 f"lora_name is {routing.lora_name!r}, worker {self._worker_id} serves "
-                f"{', '.join(self._card.loras[:20]) or 'none'}",
-                retryable=True,
+                f"{', '.join(self._card.loras[:20]) or 'none'}"
             )
         self._check_crowding(request)
 
@@ -423,7 +439,9 @@ class WorkerService:
         if self._owners.get(request_id) != peer_id:
             return
         if request_id in self._fetching:
-            self._end_fetching(request_id, TokenDelta(request_id, 0, b"", "cancelled"), "cancelled")
+            self._end_fetching(
+                request_id, TokenDelta(request_id, 0, b"", FinishReason.CANCELLED), FinishReason.CANCELLED
+            )
         else:
             self._stop(request_id)
 
@@ -442,7 +460,7 @@ class WorkerService:
     def _end_elsewhere(self, request_id: str, ending: Ending) -> None:
         """End a request so that its router continues it on another worker."""
         if request_id in self._fetching:
-            delta = TokenDelta(request_id, 0, b"", "error", error=ending.error[:TEXT_CHARS_MAX], retryable=True)
+            delta = _ended(request_id, ending.error, ending.kind)
             self._end_fetching(request_id, delta, ending.event_reason)
             return
         if request_id not in self._owners:
@@ -477,23 +495,14 @@ class WorkerService:
             submit(request)
         except RefusedError as refusal:
             self._fetching[request_id] = request
-            if not refusal.retryable:
+            if refusal.kind is None or refusal.kind is RefusalKind.INVALID:
                 self._metrics.kv_fetch_failures.labels("wrong").inc()
-            delta = TokenDelta(
-                request_id,
-                0,
-                b"",
-                "error",
-                error=refusal.reason[:TEXT_CHARS_MAX],
-                retryable=refusal.retryable,
-                unsupported=refusal.unsupported,
-            )
-            self._end_fetching(request_id, delta, "error")
+            self._end_fetching(request_id, _ended(request_id, refusal.reason, refusal.kind), FinishReason.ERROR)
 
     def _on_fetch_failed(self, request_id: str, reason: str) -> None:
-        self._end_elsewhere(request_id, Ending(reason, "error"))
+        self._end_elsewhere(request_id, Ending(reason, FinishReason.ERROR, RefusalKind.BROKEN))
 
-    def _end_fetching(self, request_id: str, delta: TokenDelta, event_reason: str) -> None:
+    def _end_fetching(self, request_id: str, delta: TokenDelta, event_reason: FinishReason) -> None:
         """End a leg that the engine does not know."""
         dp_rank = self._fetching.pop(request_id).routing.dp_rank
         if self._kv is not None:
@@ -535,7 +544,9 @@ class WorkerService:
                 self._joined.add(delta, deltas)
             if delta.finish_reason is not None:
                 self._metrics.finished.labels(delta.finish_reason).inc()
-                kept = delta.finish_reason == PREFILLED or (delta.finish_reason == ENCODED and report.keeps_encoded)
+                kept = delta.finish_reason is FinishReason.PREFILLED or (
+                    delta.finish_reason is FinishReason.ENCODED and report.keeps_encoded
+                )
                 if kept and owner is not None:
                     self._kept.add(request_id)
                 else:
@@ -563,16 +574,21 @@ class WorkerService:
         endings = self._endings
         report.deltas = [
             msgspec.structs.replace(
-                delta, finish_reason="error", error=endings[delta.request_id].error[:TEXT_CHARS_MAX], retryable=True
+                delta,
+                finish_reason=FinishReason.ERROR,
+                error=endings[delta.request_id].error[:TEXT_CHARS_MAX],
+                refusal=endings[delta.request_id].kind,
             )
-            if delta.finish_reason == "cancelled" and delta.request_id in endings
+            if delta.finish_reason is CANCELLED and delta.request_id in endings
             else delta
             for delta in report.deltas
         ]
         for rank in report.ranks.values():
             rank.events = [
                 RequestFinished(event.request_id, endings[event.request_id].event_reason)
-                if isinstance(event, RequestFinished) and event.reason == "cancelled" and event.request_id in endings
+                if isinstance(event, RequestFinished)
+                and event.reason == FinishReason.CANCELLED
+                and event.request_id in endings
                 else event
                 for event in rank.events
             ]
@@ -607,10 +623,38 @@ class WorkerService:
         log.warning("a router with %d requests is gone (%s): cancelling them", len(peer.requests), why)
         for request_id in peer.requests:
             self._owners[request_id] = None
+            if request_id not in self._kept:
+                self._remember_abandoned(peer_id, request_id)
             if request_id in self._fetching:
-                self._end_fetching(request_id, TokenDelta(request_id, 0, b"", "cancelled"), "cancelled")
+                self._end_fetching(
+                    request_id, TokenDelta(request_id, 0, b"", FinishReason.CANCELLED), FinishReason.CANCELLED
+                )
             else:
                 self._stop(request_id)
+
+    def _remember_abandoned(self, peer_id: bytes, request_id: str) -> None:
+        while len(self._abandoned) >= ABANDONED_MAX:
+            self._forget_abandoned(next(iter(self._abandoned)))
+        self._forget_abandoned(request_id)
+        self._abandoned[request_id] = peer_id
+        self._silent.setdefault(peer_id, {})[request_id] = None
+
+    def _forget_abandoned(self, request_id: str) -> None:
+        peer_id = self._abandoned.pop(request_id, None)
+        if peer_id is not None:
+            of_peer = self._silent[peer_id]
+            del of_peer[request_id]
+            if not of_peer:
+                del self._silent[peer_id]
+
+    def _own_up(self, peer_id: bytes) -> None:
+        """Tell a peer that was silent, and is there again, which of its requests have ended here."""
+        request_ids = list(self._silent[peer_id])
+        log.warning("a router that was silent is there again: it is told that %d requests ended", len(request_ids))
+        for request_id in request_ids:
+            self._forget_abandoned(request_id)
+            error = f"worker {self._worker_id} let it go: its router was silent"
+            self._answer(peer_id, _ended(request_id, error, RefusalKind.BUSY))
 
     def _watch_leases(self) -> None:
         if self._lease_timer is None:
@@ -625,6 +669,21 @@ class WorkerService:
             self._abandon(peer_id, f"silent for more than {self._limits.peer_lease_ms:.0f} ms")
         if self._peers:
             self._watch_leases()
+
+
+def _ended(
+    request_id: str, error: str, kind: RefusalKind | None, booked_prefill_tokens: int | None = None
+) -> TokenDelta:
+    """Return the only delta of a leg that was not taken, or that was given up before its first token."""
+    return TokenDelta(
+        request_id,
+        0,
+        b"",
+        FinishReason.ERROR,
+        error=error[:TEXT_CHARS_MAX],
+        refusal=kind,
+        booked_prefill_tokens=booked_prefill_tokens,
+    )
 
 
 async def _first(task: asyncio.Task[None], other: Coroutine[object, object, object]) -> None:

@@ -11,8 +11,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
-from runtime.security import SecuritySettings
-from runtime.settings import Settings
+from runtime.http_settings import HttpSettings
+from runtime.settings import Settings, ZmqEndpoint
+from wire.addresses import host_problem
 from wire.card import MediaSpec, WorkerLimits
 from wire.identifiers import Role
 from wire.limits import BLOCKS_PER_EVENT_MAX, IDENTIFIER_BYTES_MAX, LORAS_PER_WORKER_MAX
@@ -42,11 +43,11 @@ class EngineChoice(Settings):
     )
 
 
-class WorkerProcessSettings(SecuritySettings):
+class WorkerProcessSettings(HttpSettings):
     """What every worker process has, whatever its engine."""
 
     worker_id: Name = Field("worker-0", description="Name of this worker in its pool; stable over restarts.")
-    consolidator: Name = Field(
+    consolidator: ZmqEndpoint = Field(
         "tcp://127.0.0.1:5557", description="ZMQ endpoint at which the consolidator takes events in."
     )
     host: Name = Field("127.0.0.1", description="Address to bind; loopback unless told otherwise.")
@@ -79,6 +80,14 @@ class WorkerProcessSettings(SecuritySettings):
         if self.host in ("0.0.0.0", "::", "*") and not self.advertise_host:
             raise ValueError(
                 f"host is {self.host!r}, which no router can connect to: set advertise_host to this machine's address"
+            )
+        # It stands in the card, from which every router of the pool connects: wrong, it would be found out there only.
+        field = "advertise_host" if self.advertise_host else "host"
+        problem = host_problem(self.advertise_host or self.host)
+        if problem is not None:
+            raise ValueError(
+                f"{field} is {self.advertise_host or self.host!r}: what routers would connect to {problem}; "
+                "give a name or an IP address, without scheme, port or brackets"
             )
         return self
 
@@ -119,7 +128,7 @@ class WorkerSettings(WorkerProcessSettings):
         131_072, ge=2, le=4_194_304, description="Prompt and output tokens of one request; a longer one is refused."
     )
     max_waiting_requests: int = Field(
-        4096, ge=1, le=65_536, description="Requests that may wait for a place; one more is refused as retryable."
+        4096, ge=1, le=65_536, description="Requests that may wait for a place; one more is refused as busy."
     )
     vocabulary_size: int = Field(32_000, ge=1, le=2**32, description="Generated token ids are below this.")
     first_token_id: int = Field(3, ge=0, le=2**32 - 1, description="Lowest token id that is generated.")
@@ -164,15 +173,14 @@ class WorkerSettings(WorkerProcessSettings):
         KEPT_TRANSFERS_MAX_DEFAULT,
         ge=1,
         le=65_536,
-        description="Prefilled requests whose KV is kept at a time; at the bound prefill legs are refused as "
-        "retryable.",
+        description="Prefilled requests whose KV is kept at a time; at the bound prefill legs are refused as busy.",
     )
     kv_fetch_timeout_ms: float = Field(
         2000.0,
         ge=10.0,
         le=TIMEOUT_MS_MAX,
-        description="How long a decode worker waits for a prefill worker's answer before the request fails as "
-        "retryable.",
+        description="How long a decode worker waits for a prefill worker's answer before the leg ends as broken and "
+        "the request is placed anew.",
     )
     modality: Literal["text", "multimodal"] = Field(
         "text", description="What requests may carry: text only, or images and embeddings too."
@@ -195,7 +203,7 @@ class WorkerSettings(WorkerProcessSettings):
         256,
         ge=1,
         le=1_048_576,
-        description="Embeddings kept for other workers, in 2^20 bytes; beyond it encode legs are refused as retryable.",
+        description="Embeddings kept for other workers, in 2^20 bytes; beyond it encode legs are refused as busy.",
     )
     tensor_lease_ms: float = Field(
         10_000.0,
@@ -207,7 +215,7 @@ class WorkerSettings(WorkerProcessSettings):
         2000.0,
         ge=10.0,
         le=TIMEOUT_MS_MAX,
-        description="Silence of an encode worker after which a fetch of embeddings fails as retryable.",
+        description="Silence of an encode worker after which a fetch of embeddings ends as broken.",
     )
     tensor_chunk_kb: int = Field(
         1024, ge=1, le=4096, description="Piece of a tensor in one message, in 2^10 bytes, without NIXL."
@@ -283,8 +291,7 @@ class TrtllmWorkerSettings(WorkerProcessSettings, TrtllmSettings):
         KEPT_TRANSFERS_MAX_DEFAULT,
         ge=1,
         le=65_536,
-        description="Prefilled requests whose KV is kept at a time; at the bound prefill legs are refused as "
-        "retryable.",
+        description="Prefilled requests whose KV is kept at a time; at the bound prefill legs are refused as busy.",
     )
     kv_transfer_timeout_ms: float = Field(
         60_000.0,

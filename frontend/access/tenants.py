@@ -6,9 +6,11 @@ Rules
        its place in the request rate.
     2. Prompt tokens are taken when a request is admitted, each prompt once; output tokens when the answer ends. A
        request that never reached a worker gets its prompt tokens back.
-    3. A new document replaces keys and limits at once. What tenants have in flight and have used goes on counting; a
+    3. Caches are divided among the tenants of the document, whoever of them is active. A document with other tenants
+       than the last begins with empty caches.
+    4. A new document replaces keys and limits at once. What tenants have in flight and have used goes on counting; a
        tenant that is gone is forgotten when its last request ends. Requests under way keep the rules they began with.
-    4. Limits hold for what shares the cells: one process, or all HTTP processes of one router
+    5. Limits hold for what shares the cells: one process, or all HTTP processes of one router
        (``frontend.access.shared_cells``). Several routers of a pool each allow the whole of them.
 
 Nothing here waits or knows of HTTP; times are arguments.
@@ -26,6 +28,7 @@ from frontend.access.cache_salt import cache_salt
 from frontend.access.key_file import FEATURES, HASH_PREFIX, Key, KeyDocument, Tenant
 from frontend.access.meter import Cell, Meter, OwnCell
 from frontend.ports import InferenceRequest, Refused
+from runtime.tenant_caches import WHOLE, CacheDomain, CacheShares
 
 INDEX_BYTES = 8
 """Leading bytes of a key's hash by which it is looked up. Equal ones are told apart by comparing the whole."""
@@ -50,11 +53,14 @@ class Account:
     tenant: Tenant
     secret: bytes
     meter: Meter
+    cache_shares: CacheShares
+    """Among how many tenants caches are divided."""
 
-    def use(self, tenant: Tenant, secret: bytes, now_ms: float) -> None:
+    def use(self, tenant: Tenant, secret: bytes, cache_shares: CacheShares, now_ms: float) -> None:
         """Go by new rules from now on."""
         self.tenant = tenant
         self.secret = secret
+        self.cache_shares = cache_shares
         self.meter.use(tenant, now_ms)
 
 
@@ -75,6 +81,7 @@ class Tenants:
         self._leaving: dict[str, Account] = {}
         """Tenants that are in the document no more, and were asked something when they went."""
         self._keys: dict[bytes, list[KnownKey]] = {}
+        self._cache_shares = WHOLE
         self.use(document, now_ms)
 
     @property
@@ -86,11 +93,14 @@ class Tenants:
         """Go by a new document from now on."""
         secret = bytes.fromhex(document.salt_secret)
         known = {**self._leaving, **self._accounts}
+        if document.tenants.keys() != self._accounts.keys():
+            self._cache_shares = CacheShares(max(1, len(document.tenants)), self._cache_shares.edition + 1)
+        shares = self._cache_shares
         accounts: dict[str, Account] = {}
         keys: dict[bytes, list[KnownKey]] = {}
         for name, tenant in document.tenants.items():
-            account = known.pop(name, None) or Account(name, tenant, secret, Meter(self._make_cell(name)))
-            account.use(tenant, secret, now_ms)
+            account = known.pop(name, None) or Account(name, tenant, secret, Meter(self._make_cell(name)), shares)
+            account.use(tenant, secret, shares, now_ms)
             accounts[name] = account
             for key in tenant.keys:
                 digest = bytes.fromhex(key.hash.removeprefix(HASH_PREFIX))
@@ -139,6 +149,10 @@ class Caller:
     def is_operator(self) -> bool:
         """Return whether the tenant may see and change the router."""
         return self._rules.operator
+
+    def cache_domain(self, client_salt: str) -> CacheDomain:
+        """Return who may find what the request leaves in caches."""
+        return CacheDomain(self.tenant, client_salt, self.account.cache_shares)
 
     def begin(self, now_ms: float) -> None:
         """Count a request in; raises ``Refused`` (429), and then nothing was counted. ``end`` must follow."""
@@ -203,6 +217,7 @@ class Caller:
             dataclasses.replace(
                 request,
                 cache_salt=salt,
+                cache_shares=self.account.cache_shares,
                 tenant=self.tenant,
                 tenant_weight=rules.weight,
                 priority=min(request.priority, rules.priority_max),

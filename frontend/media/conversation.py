@@ -19,6 +19,7 @@ from frontend.media.references import IMAGE_PARTS, MediaReference, read_referenc
 from frontend.media.refusals import MediaRefused
 from frontend.prompt_model import PromptModel
 from frontend.schema import ContentPart, Message, PlacedPart
+from runtime.tenant_caches import CacheDomain
 from wire.card import MediaSpec
 from wire.limits import FRAME_BYTES_MAX, MULTIMODAL_BYTES_MAX, PROMPT_CHARS_MAX
 from wire.multimodal import MediaItem, MultimodalInput
@@ -78,7 +79,12 @@ def shape_message(
 
 
 def with_media(
-    text: str, items: Sequence[MediaItem], spec: MediaSpec, model: PromptModel, add_special_tokens: bool
+    text: str,
+    items: Sequence[MediaItem],
+    spec: MediaSpec,
+    model: PromptModel,
+    add_special_tokens: bool,
+    domain: CacheDomain | None = None,
 ) -> tuple[bytes, MultimodalInput]:
     """Return the tokens of a rendered prompt with its media in place, and what the engine is given beside them.
 
@@ -89,7 +95,7 @@ def with_media(
         # As one token it is found wherever the template put it, and text that only looks like it is not.
         spec = msgspec.structs.replace(spec, placeholder_token_id=model.tokenizer.token_to_id(spec.placeholder))
     try:
-        token_ids, placed = place_media(text, items, spec, lambda part: model.encode(part, add_special_tokens))
+        token_ids, placed = place_media(text, items, spec, lambda part: model.encode(part, add_special_tokens, domain))
         size = sum(len(item.data) + ITEM_BYTES_MAX for item in placed) + 4 * len(text)
         if (
             len(text) > PROMPT_CHARS_MAX

@@ -28,6 +28,12 @@ TENSORS_MAX = 256
 DIMENSIONS_MAX = 8
 PICKLE_BYTES_MAX = 1024 * 1024
 ARCHIVE_ENTRIES_MAX = 1024
+DIRECTORY_BYTES_MAX = 128 * 1024
+"""Directory of a ``.pt`` archive, which is parsed in Python and, in its extra fields, in quadratic time: at most about
+0.1 s. ``torch.save`` takes some 70 bytes for each tensor."""
+
+OPCODES_MAX = 65_536
+"""Opcodes of a pickle, about 1 µs each; a tensor takes some 40."""
 
 _DTYPE_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
@@ -139,7 +145,9 @@ def _counts(value: Any) -> list[int] | None:
 
 def _check_pytorch(data: bytes) -> None:
     try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        file = _BoundedFile(data, DIRECTORY_BYTES_MAX)
+        with zipfile.ZipFile(file) as archive:
+            file.read_bytes_max = PICKLE_BYTES_MAX
             entries = archive.infolist()
             _check_entries(entries, len(data))
             pickles = [entry for entry in entries if entry.filename.endswith(".pkl")]
@@ -152,6 +160,22 @@ def _check_pytorch(data: bytes) -> None:
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, OSError, ValueError) as error:
         raise _broken(f"it is not a zip archive as torch.save writes it: {error}") from None
     _check_pickle(program)
+
+
+class _BoundedFile(io.BytesIO):
+    """A file of which at most ``read_bytes_max`` bytes are read at once: what an archive claims is not believed."""
+
+    def __init__(self, data: bytes, read_bytes_max: int) -> None:
+        super().__init__(data)
+        self.read_bytes_max = read_bytes_max
+
+    def read(self, size: int | None = -1) -> bytes:
+        """Return up to ``size`` bytes, or all that are left; raises ``BadZipFile`` when that is too many."""
+        left = len(self.getbuffer()) - self.tell()
+        wanted = left if size is None or size < 0 else min(size, left)
+        if wanted > self.read_bytes_max:
+            raise zipfile.BadZipFile(f"{wanted} bytes are to be read at once, allowed are {self.read_bytes_max}")
+        return super().read(wanted)
 
 
 def _check_entries(entries: list[zipfile.ZipInfo], size: int) -> None:
@@ -173,7 +197,9 @@ def _check_entries(entries: list[zipfile.ZipInfo], size: int) -> None:
 def _check_pickle(program: bytes) -> None:
     """Read a pickle as a list of opcodes and refuse every one that plain tensors do not need."""
     try:
-        for opcode, argument, position in pickletools.genops(program):
+        for number, (opcode, argument, position) in enumerate(pickletools.genops(program)):
+            if number >= OPCODES_MAX:
+                raise _broken(f"its pickle has more than {OPCODES_MAX} opcodes, the limit")
             if opcode.name not in _OPCODES:
                 raise _unsafe(f"its pickle uses {opcode.name} at byte {position}, which tensors do not need")
             if opcode.name == "GLOBAL" and argument not in _GLOBALS:

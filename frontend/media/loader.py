@@ -25,6 +25,7 @@ from frontend.media.references import MediaReference, shown
 from frontend.media.refusals import MediaRefused
 from frontend.media.settings import MEGABYTE, MediaSettings
 from runtime.clock import Clock
+from runtime.tenant_caches import CacheDomain, TenantCaches
 from wire.multimodal import MediaItem, MediaKind, digest_media
 
 if TYPE_CHECKING:
@@ -51,33 +52,48 @@ class MediaLoader:
         self._fetcher: MediaFetcher | None = None
         path = settings.allowed_local_media_path
         self._files = LocalFiles(path) if path is not None else None
-        self._cache = MediaCache(
-            settings.media_cache_mb * MEGABYTE,
-            settings.media_cache_ttl_ms,
-            clock,
-            lambda outcome: metrics.cache_lookups.labels(outcome).inc(),
-        )
+        self._caches = TenantCaches(settings.media_cache_mb * MEGABYTE, self._new_cache)
         self._budget = MediaBudget(settings.media_memory_mb * MEGABYTE)
         self._turn = asyncio.Semaphore(settings.media_fetches_max)
         self._threads: ThreadPoolExecutor | None = None
         metrics.held_bytes.set_function(lambda: self._budget.held)
-        metrics.cached_bytes.set_function(lambda: self._cache.held)
+        metrics.cached_bytes.set_function(lambda: sum(cache.held for cache in self._caches))
 
     def lease(self) -> MediaLease:
         """Return what the media of one request are charged to; the caller closes it when the request has ended."""
         return self._budget.lease(self._settings.max_media_request_mb * MEGABYTE)
 
-    async def load(self, references: Sequence[MediaReference], lease: MediaLease) -> tuple[MediaItem, ...]:
-        """Return the media in the order of their references; raises ``RequestError``."""
+    async def load(
+        self, references: Sequence[MediaReference], lease: MediaLease, domain: CacheDomain | None
+    ) -> tuple[MediaItem, ...]:
+        """Return the media in the order of their references; raises ``RequestError``.
+
+        What is fetched is shared within ``domain``; without one it is fetched for this request alone, and not kept.
+        """
         limit = self._settings.max_media_items
         if len(references) > limit:
             raise self._error(
                 references[limit].param,
                 MediaRefused("media_too_many", f"the request has {len(references)} media, allowed are at most {limit}"),
             )
-        tasks = [asyncio.ensure_future(self._item(reference, lease)) for reference in references]
+        loaded = await self._side_by_side(references, lease, domain)
+        if isinstance(loaded, RequestError):
+            try:
+                raise loaded
+            finally:
+                del loaded  # or this frame and the error would hold each other
+        return loaded
+
+    async def _side_by_side(
+        self, references: Sequence[MediaReference], lease: MediaLease, domain: CacheDomain | None
+    ) -> tuple[MediaItem, ...] | RequestError:
+        tasks = [asyncio.ensure_future(self._item(reference, lease, domain)) for reference in references]
         try:
-            return tuple(await asyncio.gather(*tasks))
+            for done in asyncio.as_completed(tasks):
+                loaded = await done
+                if isinstance(loaded, RequestError):
+                    return loaded
+            return tuple(item for task in tasks if isinstance(item := task.result(), MediaItem))
         finally:
             for task in tasks:
                 task.cancel()
@@ -86,24 +102,29 @@ class MediaLoader:
 
     async def close(self) -> None:
         """End everything."""
-        await self._cache.close()
+        for cache in self._caches:
+            await cache.close()
         if self._fetcher is not None:
             await self._fetcher.close()
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
             self._threads = None
 
-    async def _item(self, reference: MediaReference, lease: MediaLease) -> MediaItem:
+    async def _item(
+        self, reference: MediaReference, lease: MediaLease, domain: CacheDomain | None
+    ) -> MediaItem | RequestError:
         try:
-            medium = await self._medium(reference)
+            medium = await self._medium(reference, domain)
+            if isinstance(medium, MediaRefused):
+                return self._error(reference.param, medium)
             lease.add(len(medium.data))
         except MediaRefused as refusal:
-            raise self._error(reference.param, refusal) from None
+            return self._error(reference.param, refusal)
         self._metrics.loaded.labels(reference.source, reference.kind.value).inc()
         self._metrics.loaded_bytes.labels(reference.source).inc(len(medium.data))
         return MediaItem(reference.kind, medium.data, medium.media_type, medium.media_hash)
 
-    async def _medium(self, reference: MediaReference) -> Medium:
+    async def _medium(self, reference: MediaReference, domain: CacheDomain | None) -> Medium | MediaRefused:
         if reference.source == "file":
             if self._files is None:
                 raise MediaRefused(
@@ -119,9 +140,19 @@ class MediaLoader:
             )
         if reference.source == "data":
             return await self._in_thread(partial(self._read_data, reference))
-        return await self._cache.get(f"{reference.kind.value} {reference.url}", lambda: self._fetch(reference))
+        cache = None if domain is None else self._caches.of(domain.tenant, domain.shares)
+        if cache is None or domain is None:
+            return await self._fetch(reference)
+        key = (domain.salt, reference.kind.value, reference.url)
+        return await cache.get(key, lambda: self._fetch(reference))
 
-    async def _fetch(self, reference: MediaReference) -> Medium:
+    def _new_cache(self, bytes_max: int) -> MediaCache:
+        def note(outcome: str) -> None:
+            self._metrics.cache_lookups.labels(outcome).inc()
+
+        return MediaCache(bytes_max, self._settings.media_cache_ttl_ms, self._clock, note)
+
+    async def _fetch(self, reference: MediaReference) -> Medium | MediaRefused:
         """Fetch and check one URL, on the budget while it is under way."""
         transit = self._budget.lease(self._file_bytes_max)
         try:
@@ -134,6 +165,8 @@ class MediaLoader:
             finally:
                 self._turn.release()
             return await self._in_thread(partial(self._check, reference, data))
+        except MediaRefused as refusal:
+            return refusal.alone()
         finally:
             transit.close()
 
@@ -168,10 +201,16 @@ class MediaLoader:
                 f"within {self._settings.media_fetch_timeout_ms} ms; try again",
             ) from None
 
-    async def _in_thread(self, work: Callable[[], Medium]) -> Medium:
+    async def _in_thread(self, work: Callable[[], Medium]) -> Medium | MediaRefused:
+        def done() -> Medium | MediaRefused:
+            try:
+                return work()
+            except MediaRefused as refusal:
+                return refusal.alone()
+
         if self._threads is None:
             self._threads = ThreadPoolExecutor(THREADS, "media")
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, done)
 
     def _read_file(self, files: LocalFiles, reference: MediaReference) -> Medium:
         return self._check(reference, files.read(reference.url, self._file_bytes_max))

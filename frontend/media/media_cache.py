@@ -1,10 +1,10 @@
-"""Fetched and checked media by URL, for a short time, and one fetch for everyone who asks at once.
+"""One tenant's media by URL, fetched and checked, for a short time; one fetch for all its requests that ask at once.
 
 Rules
     1. At most ``bytes_max`` bytes are kept; the least recently used go first. What is larger is not kept.
     2. An entry is believed for ``ttl_ms`` after its fetch ended; then it is fetched anew.
     3. While a URL is being fetched, whoever asks for it waits for that fetch. It goes on while anyone waits, and is
-       cancelled when the last one has left. Its failure is everyone's, and is not kept.
+       cancelled when the last one has left. Its refusal is everyone's, and is not kept.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+from frontend.media.refusals import MediaRefused
 from runtime.clock import Clock
 
 
@@ -29,12 +30,16 @@ class Medium:
 
 @dataclass(slots=True)
 class _Flight:
-    task: asyncio.Task[Medium]
+    task: asyncio.Task[Medium | MediaRefused]
     waiting: int = 0
 
 
+Key = tuple[str, ...]
+"""The salt of the request, what the medium was checked as, and its URL."""
+
+
 class MediaCache:
-    """Keeps media by a key (URL and what it was checked as)."""
+    """Keeps media by key."""
 
     def __init__(
         self, bytes_max: int, ttl_ms: float, clock: Clock, on_lookup: Callable[[str], None] = lambda outcome: None
@@ -44,13 +49,15 @@ class MediaCache:
         self._on_lookup = on_lookup
         self._ttl_ms = ttl_ms
         self._clock = clock
-        self._kept: OrderedDict[str, tuple[float, Medium]] = OrderedDict()
-        self._flights: dict[str, _Flight] = {}
+        self._kept: OrderedDict[Key, tuple[float, Medium]] = OrderedDict()
+        self._flights: dict[Key, _Flight] = {}
         self.held = 0
         """Bytes kept."""
 
-    async def get(self, key: str, fetch: Callable[[], Coroutine[Any, Any, Medium]]) -> Medium:
-        """Return what is kept, or what ``fetch`` returns; raises what ``fetch`` raises."""
+    async def get(
+        self, key: Key, fetch: Callable[[], Coroutine[Any, Any, Medium | MediaRefused]]
+    ) -> Medium | MediaRefused:
+        """Return what is kept, or what ``fetch`` returns."""
         kept = self._kept.get(key)
         if kept is not None:
             if kept[0] > self._clock.monotonic_ms():
@@ -85,7 +92,7 @@ class MediaCache:
         self._kept.clear()
         self.held = 0
 
-    def _landed(self, key: str, task: asyncio.Task[Medium]) -> None:
+    def _landed(self, key: Key, task: asyncio.Task[Medium | MediaRefused]) -> None:
         flight = self._flights.get(key)
         if flight is not None and flight.task is task:
             del self._flights[key]
@@ -93,14 +100,14 @@ class MediaCache:
         if task.cancelled() or task.exception() is not None:
             return
         medium = task.result()
-        if self._ttl_ms > 0 and len(medium.data) <= self._bytes_max:
+        if isinstance(medium, Medium) and self._ttl_ms > 0 and len(medium.data) <= self._bytes_max:
             self._drop(key)
             self._kept[key] = (self._clock.monotonic_ms() + self._ttl_ms, medium)
             self.held += len(medium.data)
             while self.held > self._bytes_max:
                 self._drop(next(iter(self._kept)))
 
-    def _drop(self, key: str) -> None:
+    def _drop(self, key: Key) -> None:
         kept = self._kept.pop(key, None)
         if kept is not None:
             self.held -= len(kept[1].data)

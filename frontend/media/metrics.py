@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from runtime.instruments import Gauge
 
 FETCH_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """A neighbouring cache answers in milliseconds, a far server in seconds; beyond the time-out there is nothing."""
@@ -31,8 +33,12 @@ class MediaMetrics:
             buckets=FETCH_BUCKETS_S,
             registry=registry,
         )
-        self.held_bytes = Gauge("poolgrid_frontend_media_held_bytes", "Media of requests in flight", registry=registry)
-        self.cached_bytes = Gauge("poolgrid_frontend_media_cached_bytes", "Media kept by URL", registry=registry)
+        self.held_bytes = Gauge(
+            "poolgrid_frontend_media_held_bytes", "Media of requests in flight", across="sum", registry=registry
+        )
+        self.cached_bytes = Gauge(
+            "poolgrid_frontend_media_cached_bytes", "Media kept by URL", across="sum", registry=registry
+        )
         self.cache_lookups = Counter(
             "poolgrid_frontend_media_cache_lookups",
             "URLs asked for: hit, miss (fetched), shared (a fetch under way was joined)",

@@ -30,13 +30,21 @@ STATUS_BY_CODE = {
 
 
 class MediaRefused(Exception):
-    """One medium is not taken; the message says what was found and what is allowed, not where in the body it stood."""
+    """One medium is not taken; the message says what was found and what is allowed, not where in the body it stood.
+
+    It is raised where it is found, and returned (``alone``) from one task or thread to another: an exception that a
+    task ends with is in a circle with the frames that wait for it, and 50 MB would wait for the garbage collector.
+    """
 
     def __init__(self, code: str, message: str) -> None:
         assert code in STATUS_BY_CODE, f"an unlisted code: {code}"
         self.code = code
         self.message = message
         super().__init__(message)
+
+    def alone(self) -> MediaRefused:
+        """Return the same without where it was raised: an exception holds its frames, and these hold a medium."""
+        return MediaRefused(self.code, self.message)
 
     @property
     def status(self) -> int:

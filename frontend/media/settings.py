@@ -11,7 +11,7 @@ from runtime.settings import Settings
 
 SCHEMES = ("http", "https", "data", "file")
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-"""Formats that can be allowed; Pillow's other decoders never see a client's bytes."""
+"""Formats that can be allowed: those whose headers are read here."""
 
 MEGABYTE = 1024 * 1024
 

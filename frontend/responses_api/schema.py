@@ -11,7 +11,8 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from frontend.schema import JSON_NUMBER_MAX, JSON_NUMBER_MIN, Count, Nvext, TokenId
+from frontend.field_words import allowed
+from frontend.schema import JSON_NUMBER_MAX, JSON_NUMBER_MIN, Count, Nvext, TokenId, ToolChoice, TopK
 from wire.limits import IDENTIFIER_BYTES_MAX, STOP_TOKENS_MAX, U32_MAX
 
 ITEMS_MAX = 16_384
@@ -21,7 +22,7 @@ ITEMS_MAX = 16_384
 class TextOptions(Struct):
     """What the text of the answer is to be."""
 
-    format: dict[str, Any] | None = None
+    format: Annotated[dict[str, Any] | None, allowed("an object with the type text, json_object or json_schema")] = None
     """``{"type": "text"}``, ``json_object``, or ``json_schema`` with ``name`` and ``schema`` beside it."""
 
 
@@ -35,13 +36,16 @@ class ResponsesBody(Struct, kw_only=True):
     """Body of ``/v1/responses``."""
 
     model: str
-    input: str | Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=ITEMS_MAX)]
+    input: Annotated[
+        str | Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=ITEMS_MAX)],
+        allowed("a string or a list of items"),
+    ]
     instructions: str | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
+    tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
-    reasoning: ReasoningOptions | None = None
+    reasoning: Annotated[ReasoningOptions | None, allowed('an object such as {"effort": "low"}')] = None
     max_output_tokens: Count | None = None
     stream: bool | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
@@ -49,7 +53,7 @@ class ResponsesBody(Struct, kw_only=True):
     metadata: dict[str, Any] | None = None
     user: str | None = None
     # Beyond OpenAI's, as in chat.
-    top_k: Annotated[int, Meta(ge=-1, le=U32_MAX)] | None = None
+    top_k: TopK | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     seed: Annotated[int, Meta(ge=JSON_NUMBER_MIN, le=JSON_NUMBER_MAX)] | None = None
     stop: str | list[str] | None = None

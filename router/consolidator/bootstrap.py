@@ -74,6 +74,7 @@ async def serve(settings: ConsolidatorProcessSettings, stop: asyncio.Event, read
             "http_port",
             tls=Tls.load(settings, registry),
             registry=registry,
+            limits=settings.http_limits(),
         )
         try:
             server.start()

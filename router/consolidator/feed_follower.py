@@ -10,14 +10,14 @@ from typing import Any
 import zmq
 
 from router.consolidator.adapters.inbox import Inbox
-from router.consolidator.core.feed_frames import decode_feed
 from router.consolidator.core.feed_reader import Deliver, FeedEffect, FeedReader, FeedState, Snapshot
 from router.consolidator.ports import PoolListener
 from runtime.clock import Clock
+from runtime.complaints import Complaints
 from runtime.planes import watch_as_client
 from wire import codec
 from wire.errors import DecodeError
-from wire.feed import FEED_TOPIC
+from wire.feed_frames import FEED_TOPIC, decode_answer, decode_feed
 from wire.limits import FRAME_BYTES_MAX
 
 log = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ class FeedFollower:
         self._endpoints = (feed_endpoint, query_endpoint)
         self._listener = listener
         self._clock = clock
+        self._complaints = Complaints(log, clock)
         self._reader = FeedReader(answer_timeout_ms)
         self._context: zmq.Context[Any] = make_context()
         self._subscription: zmq.Socket[bytes] = self._socket(zmq.SUB)
@@ -132,17 +133,15 @@ class FeedFollower:
         effects: list[FeedEffect] = []
         for frames in messages:
             try:
-                if len(frames) != 2:
-                    raise DecodeError("an answer of the feed", f"{len(frames)} frames, expected are 2")
-                effects += self._reader.answer(codec.from_feed.decode(frames[0]), frames[1], now_ms)
+                answer, life = decode_answer(frames)
+                effects += self._reader.answer(codec.from_feed.decode(answer), life, now_ms)
             except DecodeError as error:
                 self._undecodable(error)
         self._carry_out(effects)
 
     def _undecodable(self, error: DecodeError) -> None:
         self.undecodable += 1
-        if self.undecodable <= 10:
-            log.warning("dropped a message of the consolidator: %s", error)
+        self._complaints.about("the consolidator", error)
 
     def _on_timer(self) -> None:
         self._timer = None

@@ -38,7 +38,8 @@ class HealthApp:
             body = json.dumps(
                 {
                     "status": "ready" if ready else "journal unavailable" if self._service.stalled else "starting",
-                    "reason": self._service.stall_reason if self._service.stalled else "",
+                    "reason": self._service.trouble if self._service.stalled else "",
+                    "degraded": self._service.trouble,
                     "consolidator_id": self._service.consolidator_id,
                     "offset": self._service.offset,
                     "workers": len(self._service.core.pool.workers),

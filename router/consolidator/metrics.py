@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from runtime.instruments import GaugeFamily
 
 if TYPE_CHECKING:
     from router.consolidator.service import ConsolidatorService
@@ -31,10 +33,13 @@ COUNTERS: dict[str, str] = {
     "undecodable_frames": "Frames that did not decode and were dropped.",
     "journal_append_errors": "Appends to the journal that failed and were tried again.",
     "journal_snapshot_errors": "Journal snapshots that could not be written.",
+    "journal_read_errors": "Requests for records that a damaged or unreadable segment left to a snapshot.",
+    "journal_lost_segments": "Journal segments that somebody deleted or cut while the consolidator ran.",
     "feed_records": "Records published on the live feed.",
     "feed_replays": "Replay requests answered.",
     "feed_snapshots": "Snapshot requests answered.",
     "feed_answers_dropped": "Parts of answers dropped because the asking router did not take them.",
+    "feed_subscribers_refused": "Connections to the feed that were ended because they named too many topics.",
 }
 """Counter (without prefix and ``_total``) and help."""
 
@@ -48,6 +53,7 @@ GAUGES: dict[str, str] = {
     "journal_bytes": "Size of the journal's segments.",
     "journal_segments": "Number of journal segments.",
     "stalled": "1 while the journal cannot be written and nothing is acknowledged.",
+    "journal_slow_write_seconds": "How long a write of the journal takes while that is long, else 0.",
 }
 """Gauge (without prefix) and help."""
 
@@ -82,20 +88,20 @@ class ConsolidatorCollector(Collector):
             yield CounterMetricFamily(PREFIX + name, text, value=counters[name])
         for name, text in GAUGES.items():
             if name == "event_lag_seconds":
-                family = GaugeMetricFamily(PREFIX + name, text, labels=["worker"])
+                family = GaugeFamily(PREFIX + name, text, across="largest", labels=["worker"])
                 for key, lag_ms in sorted(self._service.lags_ms().items()):
                     family.add_metric([str(key)], lag_ms / 1000)
                 yield family
             elif name == "blocks":
-                family = GaugeMetricFamily(PREFIX + name, text, labels=["tier"])
+                family = GaugeFamily(PREFIX + name, text, across="largest", labels=["tier"])
                 for tier, count in self._service.blocks_by_tier().items():
                     family.add_metric([tier], count)
                 yield family
             else:
-                yield GaugeMetricFamily(PREFIX + name, text, value=gauges[name])
+                yield GaugeFamily(PREFIX + name, text, across="largest", value=gauges[name])
         sources = self._service.sources()
         for name, text in SOURCE_GAUGES.items():
-            family = GaugeMetricFamily(PREFIX + name, text, labels=["source"])
+            family = GaugeFamily(PREFIX + name, text, across="largest", labels=["source"])
             for source in sources:
                 family.add_metric([source.name], float(source.degraded))
             yield family

@@ -13,8 +13,13 @@ from wire.feed import BlockChain, WorkerState
 class PoolListener(Protocol):
     """A reader of the pool: the same calls in the same order, whether it lives beside the consolidator or far away."""
 
-    def on_snapshot(self, offset: int, workers: list[WorkerState], chains: Iterable[tuple[int, BlockChain]]) -> None:
-        """Replace everything known by the state before record ``offset``; chains name their worker by position."""
+    def on_snapshot(
+        self, offset: int, workers: Sequence[WorkerState], chains: Iterable[tuple[int, BlockChain]]
+    ) -> None:
+        """Replace everything known by the state before record ``offset``.
+
+        Chains name their worker by position; they may be read later, once.
+        """
         ...
 
     def on_records(self, records: Sequence[JournalRecord]) -> None:
@@ -25,8 +30,15 @@ class PoolListener(Protocol):
 class Journal(Protocol):
     """An append-only log of encoded records with offsets from 0, and snapshots of the state they fold to.
 
+    Appends come from one thread; meanwhile others may sync, read, write a snapshot or retain.
+
     Every method may raise ``OSError`` when the disk fails; nothing was then appended.
     """
+
+    @property
+    def in_memory(self) -> bool:
+        """Say whether no disk is waited for: it may then be used on an event loop."""
+        ...
 
     @property
     def report(self) -> list[str]:
@@ -48,7 +60,7 @@ class Journal(Protocol):
         ...
 
     def sync(self) -> None:
-        """Make everything appended durable; may be called from another thread."""
+        """Make everything appended durable."""
         ...
 
     def read(self, from_offset: int, limit: int, bytes_max: int) -> list[bytes]:
@@ -60,11 +72,15 @@ class Journal(Protocol):
         ...
 
     def write_snapshot(self, frozen: FrozenPool) -> None:
-        """Keep a snapshot; may be called from another thread."""
+        """Keep a snapshot."""
         ...
 
     def retain(self, now_ms: int) -> int:
         """Remove what retention allows and return the number of segments removed."""
+        ...
+
+    def drop_lost(self) -> list[str]:
+        """Let go of segments that somebody deleted or cut and return their names; call it where ``append`` is."""
         ...
 
     def sizes(self) -> tuple[int, int]:

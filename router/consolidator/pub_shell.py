@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,9 @@ from router.consolidator.core.pool_state import WORKER_SOURCE
 from router.consolidator.core.pub_source import AskReplay, Leave, NewLife, PubEffect, PubFollower, SourceState
 from runtime.clock import Clock
 from runtime.planes import leave_plain
+from wire.addresses import zmq_endpoint_problem
 from wire.card import WorkerCard, WorkerLimits
-from wire.feed import offset_frame
+from wire.card_check import SHOWN_CHARS_MAX, card_problem, name_problem
 from wire.identifiers import StreamState, WorkerId, WorkerKey
 from wire.limits import FRAME_BYTES_MAX
 
@@ -27,11 +29,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+seq_frame = struct.Struct(">Q")
+"""The frame in which a PUB engine numbers its messages, u64 big-endian (vLLM's `ZmqEventPublisher`)."""
+
 SUBSCRIPTION_QUEUE_MAX = 20_000
 """Frames that ZMQ keeps while we are busy; beyond it they are lost, which the follower sees as a hole."""
 
 SOURCES_MAX = 4096
 """Engines in one sources file."""
+
+REPLAY_TIMEOUT_MS_MAX = 3_600_000
+"""Longest wait for an engine's replay that a sources file may ask for: beyond an hour it is a mistake in the unit."""
 
 
 class PubSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -87,9 +95,31 @@ def _source(entry: dict[str, Any], position: int) -> PubSource:
         except ValueError as error:
             raise ValueError(f"entry {position}: {error}") from None
     try:
-        return msgspec.convert(entry, PubSource)
+        source = msgspec.convert(entry, PubSource)
     except msgspec.ValidationError as error:
         raise ValueError(f"entry {position}: {error}") from None
+    problem = _problem(source)
+    if problem is not None:
+        raise ValueError(f"entry {position}: {problem}")
+    return source
+
+
+def _problem(source: PubSource) -> str | None:
+    """Say what is wrong with an engine of the file, or ``None``."""
+    problem = name_problem("worker_id", source.worker_id, needed=True) or card_problem(source.card)
+    if problem is not None:
+        return problem
+    for field, endpoint in (("endpoint", source.endpoint), ("replay_endpoint", source.replay_endpoint)):
+        problem = zmq_endpoint_problem(endpoint, local=True) if endpoint or field == "endpoint" else None
+        if problem is not None:
+            shown = endpoint[:SHOWN_CHARS_MAX]
+            return f"{field} is {shown!r}, which {problem}; allowed are tcp://host:port and ipc://path"
+    ranks = source.card.dp_size
+    if not 0 <= source.dp_rank < ranks:
+        return f"dp_rank is {source.dp_rank}, the card's dp_size {ranks} allows 0 to {ranks - 1}"
+    if not 1 <= source.replay_timeout_ms <= REPLAY_TIMEOUT_MS_MAX:
+        return f"replay_timeout_ms is {source.replay_timeout_ms}, allowed are 1 to {REPLAY_TIMEOUT_MS_MAX}"
+    return None
 
 
 def _by_name(what: str, given: dict[str, Any], names: tuple[str, ...]) -> list[Any]:
@@ -172,7 +202,12 @@ class PubShell:
         """Connect and begin to receive."""
         self._monitor_inbox.start()
         self._subscription_inbox.start()
-        self._subscription.connect(self.source.endpoint)
+        try:
+            self._subscription.connect(self.source.endpoint)
+        except zmq.ZMQError as error:
+            # One engine that cannot be followed is no reason for the others' events to stay away.
+            self.refused = f"connecting to its endpoint {self.source.endpoint!r} failed: {error}"
+            log.error("PUB engine %s is not followed: %s", self.name, self.refused)
 
     def pause(self) -> None:
         """Take nothing in: the journal does not take it."""
@@ -228,7 +263,7 @@ class PubShell:
             if len(frames) < 2 or len(frames[-2]) != 8:
                 self._follower.counts["source_undecodable"] += 1
                 continue
-            effects += self._follower.live(offset_frame.unpack(frames[-2])[0], frames[-1], now_ms, wall_ms)
+            effects += self._follower.live(seq_frame.unpack(frames[-2])[0], frames[-1], now_ms, wall_ms)
         self._carry_out(effects)
 
     def _on_replay(self, messages: list[list[bytes]]) -> None:
@@ -238,7 +273,7 @@ class PubShell:
             if len(frames) < 2 or len(frames[-2]) != 8:
                 self._follower.counts["source_undecodable"] += 1
                 continue
-            effects += self._follower.replayed(offset_frame.unpack(frames[-2])[0], frames[-1], now_ms, wall_ms)
+            effects += self._follower.replayed(seq_frame.unpack(frames[-2])[0], frames[-1], now_ms, wall_ms)
             if any(isinstance(effect, AskReplay) for effect in effects):
                 break  # the rest answers a question that no longer stands
         self._carry_out(effects)
@@ -286,8 +321,14 @@ class PubShell:
         self._replay.setsockopt(zmq.LINGER, 0)
         self._replay.setsockopt(zmq.RCVHWM, 0)  # the engine's own buffer is the bound; dropping would be a hole
         self._replay.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
-        self._replay.connect(self.source.replay_endpoint)
-        self._replay.send_multipart([b"", offset_frame.pack(ask.from_seq)], zmq.NOBLOCK)
+        try:
+            self._replay.connect(self.source.replay_endpoint)
+            self._replay.send_multipart([b"", seq_frame.pack(ask.from_seq)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            # Like an answer that does not come: asked again when it is due, and a loss in the end.
+            log.error("PUB engine %s: asking %s for a replay failed: %s", self.name, self.source.replay_endpoint, error)
+            self._close_replay()
+            return
         self._replay_inbox = Inbox(self._replay, self._on_replay)
         if self._paused:
             self._replay_inbox.pause()

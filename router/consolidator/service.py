@@ -2,11 +2,13 @@
 
 All of it runs in callbacks of one event loop, and each wake-up is one turn of the core:
 
-    receive what is there -> core -> append to the journal (one write) -> readers, feed, replies
+    receive what is there -> core -> append to the journal (a thread) -> readers, feed, replies
 
-When the append fails, the turn is kept and tried again every ``append_retry_ms``. Until it succeeds nothing is
-received, acknowledged or published, and leases do not run. What piles up meanwhile is bounded by the sockets' queues
-and by the workers' outboxes, which end in a restated cache.
+Everything that may wait for a disk is done on threads: appends by ``JournalWriter``, in order, then syncs, snapshots
+and replays. While an append is slow, or fails and is tried again, messages are still taken in and heartbeats renew
+leases; nothing is acknowledged or published before it is in the journal. Once too much waits for the disk nothing is
+received any more. What piles up then is bounded by the sockets' queues and by the workers' outboxes, which end in a
+restated cache; leases stand still (``AwakeClock.hold``).
 """
 
 from __future__ import annotations
@@ -14,33 +16,42 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 import zmq
 from prometheus_client import CollectorRegistry
 
 from router.consolidator.adapters.inbox import Inbox
 from router.consolidator.core.consolidator import Consolidator, Now, Turn
-from router.consolidator.core.feed_frames import RECORDS_PER_MESSAGE_MAX, encode_alive, encode_records
 from router.consolidator.core.pool_state import FrozenPool
+from router.consolidator.journal.errors import JournalCorrupt
+from router.consolidator.journal_writer import COMPLAIN_EVERY_MS, JournalWriter
 from router.consolidator.metrics import ConsolidatorCollector
 from router.consolidator.ports import Journal, PoolListener
 from router.consolidator.pub_shell import PubShell, load_sources
 from router.consolidator.settings import ConsolidatorSettings
 from router.consolidator.snapshot_parts import cut_snapshot
+from runtime.awake_clock import AwakeClock
 from runtime.clock import Clock
+from runtime.complaints import Complaints, shown_peer
 from runtime.planes import name_plane
+from runtime.subscriptions import TOPICS_PER_CONNECTION_MAX, Subscriptions
 from wire import codec
 from wire.errors import DecodeError, WireError
 from wire.events import JournalRecord
 from wire.feed import Records, Replay, SnapshotPart, TooOld
+from wire.feed_frames import encode_alive, encode_answer, encode_records
 from wire.identifiers import Tier, WorkerKey
 from wire.ingest import BATCH_FRAME, CONTROL_FRAME
-from wire.limits import FRAME_BYTES_MAX, REPLAY_RECORDS_MAX
+from wire.limits import FEED_RECORDS_PER_MESSAGE_MAX, FRAME_BYTES_MAX, REPLAY_RECORDS_MAX
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 BATCH_BYTES_MAX = FRAME_BYTES_MAX - 1024 * 1024
 """Largest pushed batch: its record, with an offset and perhaps split chains, must still fit a frame."""
@@ -48,14 +59,23 @@ BATCH_BYTES_MAX = FRAME_BYTES_MAX - 1024 * 1024
 REPLAY_BYTES_MAX = 8 * 1024 * 1024
 """Bytes of records in one answer to a replay request."""
 
+REPLAY_WAITERS_MAX = 256
+"""Routers that wait for records; a further one is not answered and asks again."""
+
 SNAPSHOT_WAITERS_MAX = 256
 """Routers that wait for the same snapshot; a further one is not answered and asks again."""
 
 INGEST_QUEUE_MAX = 10_000
 """Messages that ZMQ keeps per worker while we are busy; then the worker's socket blocks and its outbox fills."""
 
-COMPLAIN_EVERY_MS = 30_000.0
-"""How often a journal that still cannot be written is said so in the log."""
+FILES_LOOK_MS = 1000.0
+"""How often the journal's directory is looked at for segments that somebody deleted: a scan of some twenty names."""
+
+LEASE_PUT_OFF_MAX = 1000
+"""How often leases are looked at a millisecond later because messages are still unread; each time 512 of them are."""
+
+THREADS = 4
+"""One each for appends, syncs, a snapshot and replays, so that none waits for another."""
 
 ANSWER_QUEUE_MAX = 4096
 """Answers that ZMQ keeps per router; further ones are dropped, and the router asks again."""
@@ -83,7 +103,8 @@ class ConsolidatorService:
         self.feed_endpoint = ""
         self.query_endpoint = ""
         self._life = self.consolidator_id.encode()
-        self._clock = clock
+        self._clock = AwakeClock(clock, min(settings.lease_ms, settings.stale_after_ms))
+        self._complaints = Complaints(log, clock)
         self._registry = registry
         self._collector = ConsolidatorCollector(self)
         self._open_journal = open_journal
@@ -96,30 +117,44 @@ class ConsolidatorService:
                 "undecodable_frames",
                 "journal_append_errors",
                 "journal_snapshot_errors",
+                "journal_read_errors",
+                "journal_lost_segments",
                 "feed_records",
                 "feed_replays",
                 "feed_snapshots",
                 "feed_answers_dropped",
+                "feed_subscribers_refused",
             ),
             0,
         )
         self._blocked = False
-        self.stalled = False
-        self.stall_reason = ""
-        self.stalled_since_ms = 0.0
-        """Monotonic time at which the journal was first found not to take records."""
-        self._complained_ms = 0.0
+        self._executor = ThreadPoolExecutor(THREADS, "journal")
+        self._complained_ms: dict[str, float] = {}
+        self._sync_trouble = ""
+        self._damage = ""
+        """What was found of the journal's files, until a snapshot stands in for it."""
+        self._damaged_files: set[str] = set()
+        """Segments that could not be read: told once each."""
+        self._looking = False
+        self._stored_offset = 0
+        """Offset behind the last record that is in the journal and was told of."""
+        self._until_stored: deque[tuple[int, asyncio.Event]] = deque()
+        """Who waits for records to be stored; offsets only grow."""
         self._unsynced = False
         self._published_ms = 0.0
         self._publishing = False
         """Whether a time is set for the next message of the feed."""
         self._unpublished: list[bytes] = []
-        """Records that wait for it: those of one interval, at most ``RECORDS_PER_MESSAGE_MAX`` and a turn's."""
+        """Records that wait for it: those of one interval, at most ``FEED_RECORDS_PER_MESSAGE_MAX`` and a turn's."""
         self._unpublished_from = 0
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._lease_put_off = 0
         self._snapshot_offset = 0
         self._snapshotting = False
+        self._replays: dict[bytes, Replay] = {}
+        """The last question for records of each router."""
+        self._replaying = False
         self._waiters: dict[bytes, int] = {}
         """The last question of each router that waits for a snapshot."""
         self._dumping = False
@@ -132,18 +167,21 @@ class ConsolidatorService:
         """Recover the state, bind the sockets, begin to receive. Raises what the journal or a bind raises."""
         settings = self.settings
         loop = asyncio.get_running_loop()
+        self._clock.start()
         definitions = load_sources(settings.pub_sources)
-        self._journal = await loop.run_in_executor(None, self._open_journal)
+        self._journal = await loop.run_in_executor(self._executor, self._open_journal)
         try:
-            pool = await loop.run_in_executor(None, self._journal.recover, settings.blocks_per_worker_max)
+            pool = await loop.run_in_executor(self._executor, self._journal.recover, settings.blocks_per_worker_max)
             self._core = Consolidator(pool, self.consolidator_id, settings.limits(), self._now())
-            self._snapshot_offset = pool.offset
+            self._snapshot_offset = self._stored_offset = pool.offset
             for line in self._journal.report:
                 log.warning("journal %s: %s", settings.data_dir, line)
             self._bind()
         except BaseException:
             self._journal.close()
             self._close_sockets()
+            self._clock.stop()
+            self._executor.shutdown(wait=False)
             raise
         log.info(
             "consolidator %s at offset %d with %d worker ranks: ingest %s, feed %s, queries %s",
@@ -154,6 +192,16 @@ class ConsolidatorService:
             self.feed_endpoint,
             self.query_endpoint,
         )
+        self._writer = JournalWriter(
+            self._journal,
+            settings.fsync,
+            settings.append_retry_ms,
+            self._clock,
+            self._executor,
+            self._emit,
+            self._block,
+            self._unblock,
+        )
         self._registry.register(self._collector)
         context = self._context
         assert context is not None
@@ -161,18 +209,22 @@ class ConsolidatorService:
             self._sources.append(PubShell(definition, context, self, self._clock, settings.lease_ms))
         self._ingest_inbox.start()
         self._query_inbox.start()
+        self._subscriptions.start()
         for source in self._sources:
             source.start()
         self._keepalive()
         self._watch_leases()
+        if not self._journal.in_memory:
+            self._look_after_files()
 
     def _bind(self) -> None:
         settings = self.settings
         context = self._context = self._make_context()
         self._ingest = self._socket(context, zmq.ROUTER)
         self._ingest.setsockopt(zmq.RCVHWM, INGEST_QUEUE_MAX)
-        self._feed = self._socket(context, zmq.PUB)
+        self._feed = self._socket(context, zmq.XPUB)
         self._feed.setsockopt(zmq.SNDHWM, settings.feed_high_water_mark)
+        self._subscriptions = Subscriptions(self._feed, self._refuse_subscriber)
         self._query = self._socket(context, zmq.ROUTER)
         self._query.setsockopt(zmq.SNDHWM, ANSWER_QUEUE_MAX)
         self._query.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -202,14 +254,21 @@ class ConsolidatorService:
             source.close()
         self._ingest_inbox.close()
         self._query_inbox.close()
+        self._subscriptions.close()
+        await self._writer.finish()
+        for _, reached in self._until_stored:
+            reached.set()
+        self._until_stored.clear()
         if self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._clock.stop()
         self._close_sockets()
         self._registry.unregister(self._collector)
         try:
-            await asyncio.get_running_loop().run_in_executor(None, self._journal.close)
+            await self._on_thread(self._journal.close)
         except OSError as error:
             log.error("closing the journal failed (%s); the newest records may not be durable", error)
+        self._executor.shutdown(wait=False)
 
     def _close_sockets(self) -> None:
         if self._context is not None:
@@ -227,7 +286,28 @@ class ConsolidatorService:
     @property
     def ready(self) -> bool:
         """Say whether the service is started and its journal takes records."""
-        return self._core is not None and not self._stopping and not self.stalled
+        return self._core is not None and not self._stopping and not self._writer.stalled
+
+    @property
+    def stalled(self) -> bool:
+        """Say whether the journal does not take records at all."""
+        return self._core is not None and self._writer.stalled
+
+    @property
+    def trouble(self) -> str:
+        """Return what keeps the journal from being written as it should, in words; empty when all is well."""
+        if self._core is None:
+            return ""
+        writer = self._writer
+        if writer.stalled:
+            return (
+                f"the journal cannot be written since {writer.stalled_ms / 1000:.0f} s ({writer.stall_reason}); "
+                "what workers say waits with them"
+            )
+        slow_ms = writer.slow_ms
+        if slow_ms:
+            return f"disk slow: {slow_ms:.0f} ms for a write of the journal; what workers say is known that much later"
+        return self._sync_trouble or self._damage
 
     @property
     def offset(self) -> int:
@@ -278,111 +358,50 @@ class ConsolidatorService:
             "journal_bytes": size,
             "journal_segments": segments,
             "stalled": float(self.stalled),
+            "journal_slow_write_seconds": self._writer.slow_ms / 1000,
         }
-        return {**asdict(self.core.tally), **self._counts}, gauges
+        counters = {**asdict(self.core.tally), **self._counts}
+        counters["journal_append_errors"] += self._writer.errors
+        return counters, gauges
 
     # Turns
 
     def take_turn(self, work: Callable[[Consolidator, Turn], None]) -> None:
-        """Run one turn of the core and carry out what follows."""
-        assert not self._blocked, "a turn began before the last one was in the journal"
+        """Run one turn of the core and have what follows carried out once it is in the journal."""
         core = self.core
         turn = core.begin(self._now())
         work(core, turn)
         core.finish(turn)
-        payloads = [codec.journal_record.encode(record) for record in turn.records]
-        self._commit(turn, payloads)
+        self._writer.put(turn, [codec.journal_record.encode(record) for record in turn.records])
 
     def _now(self) -> Now:
         return Now(self._clock.monotonic_ms(), self._clock.wall_ms())
 
-    def _commit(self, turn: Turn, payloads: list[bytes]) -> None:
-        if payloads:
-            try:
-                self._journal.append(payloads, turn.now.wall_ms)
-            except OSError as error:
-                self._stall(turn, payloads, error)
-                return
-            if self.stalled:
-                self.stalled = False
-                log.warning(
-                    "the journal takes records again, at offset %d, after %.1f s",
-                    self._journal.next_offset,
-                    (self._clock.monotonic_ms() - self.stalled_since_ms) / 1000,
-                )
-            if self.settings.fsync == "always":
-                self._block()
-                self._spawn(self._sync_then_emit(turn, payloads))
-                return
-            self._sync_later()
-        self._emit(turn, payloads)
-        self._unblock()
-
-    def _stall(self, turn: Turn, payloads: list[bytes], error: OSError) -> None:
-        if self._note_stall(error):
-            log.error(
-                "appending %d records to the journal failed (%s); nothing is acknowledged or published until it "
-                "succeeds, tried again every %d ms",
-                len(payloads),
-                error,
-                self.settings.append_retry_ms,
-            )
-        self._block()
-        self._after("append", self.settings.append_retry_ms, lambda: self._commit(turn, payloads))
-
-    def _note_stall(self, error: OSError) -> bool:
-        """Count a failure; return whether it is worth a line in the log: the first, and then now and then."""
-        now_ms = self._clock.monotonic_ms()
-        self._counts["journal_append_errors"] += 1
-        self.stall_reason = str(error)
-        if not self.stalled:
-            self.stalled = True
-            self.stalled_since_ms = now_ms
-        elif now_ms - self._complained_ms < COMPLAIN_EVERY_MS:
-            return False
-        self._complained_ms = now_ms
-        return True
-
-    async def _sync_then_emit(self, turn: Turn, payloads: list[bytes]) -> None:
-        try:
-            await asyncio.get_running_loop().run_in_executor(None, self._journal.sync)
-        except OSError as error:
-            # What a failed sync left on the disk is unknown; only another sync, later, can say that it is durable.
-            if self._note_stall(error):
-                log.error("making the journal durable failed (%s); tried again, nothing is acknowledged", error)
-            if not self._stopping:
-                self._after(
-                    "append",
-                    self.settings.append_retry_ms,
-                    lambda: self._spawn(self._sync_then_emit(turn, payloads)),
-                )
-            return
-        self.stalled = False
-        self._emit(turn, payloads)
-        self._unblock()
-
     def _block(self) -> None:
-        if not self._blocked:
-            self._blocked = True
-            self._ingest_inbox.pause()
-            for source in self._sources:
-                source.pause()
+        """Take nothing in: too much waits for the disk. Nobody is judged by the silence that this makes."""
+        self._blocked = True
+        self._clock.hold()
+        self._ingest_inbox.pause()
+        for source in self._sources:
+            source.pause()
 
     def _unblock(self) -> None:
-        if self._blocked and not self._stopping:
-            self._blocked = False
-            self.core.renew_all(self._now())
-            self._ingest_inbox.resume()
-            for source in self._sources:
-                source.resume()
-            self._watch_leases()
-            self._dump_if_asked()
+        self._blocked = False
+        self._clock.go_on()
+        self._ingest_inbox.resume()
+        for source in self._sources:
+            source.resume()
+        self._watch_leases()
 
     def _emit(self, turn: Turn, payloads: list[bytes]) -> None:
+        """Tell of a turn that is in the journal."""
         for remark in turn.remarks:
             log.info("%s", remark)
         records = turn.records
         if records:
+            self._stored_offset = records[-1].offset + 1
+            if self.settings.fsync == "interval" and not self._journal.in_memory:
+                self._sync_later()
             self._tell_listeners(records)
             if not self._stopping:
                 if not self._unpublished:
@@ -390,6 +409,8 @@ class ConsolidatorService:
                 self._unpublished += payloads
                 self._publish_in_time()
                 self._snapshot_if_due()
+            while self._until_stored and self._until_stored[0][0] <= self._stored_offset:
+                self._until_stored.popleft()[1].set()
         if turn.replies and not self._stopping:
             for peer, reply in turn.replies:
                 try:
@@ -399,10 +420,18 @@ class ConsolidatorService:
                     log.debug("a reply to a worker was dropped: %s", error)
             self._ingest_inbox.check()
 
+    async def _stored(self, offset: int) -> bool:
+        """Wait until all records below an offset are in the journal; return False when the end comes first."""
+        if self._stored_offset < offset and not self._stopping:
+            reached = asyncio.Event()
+            self._until_stored.append((offset, reached))
+            await reached.wait()
+        return self._stored_offset >= offset and not self._stopping
+
     def _publish_in_time(self) -> None:
         """Publish what is there: at once after a silence, else together with what comes within the interval."""
         wait_ms = self._published_ms + self.settings.feed_interval_ms - self._clock.monotonic_ms()
-        if wait_ms <= 0 or len(self._unpublished) >= RECORDS_PER_MESSAGE_MAX:
+        if wait_ms <= 0 or len(self._unpublished) >= FEED_RECORDS_PER_MESSAGE_MAX:
             self._publish()
         elif not self._publishing:
             self._publishing = True
@@ -413,6 +442,7 @@ class ConsolidatorService:
         payloads, self._unpublished = self._unpublished, []
         for frames in encode_records(self._unpublished_from, payloads, self._life):
             self._feed.send_multipart(frames, zmq.NOBLOCK)
+        self._subscriptions.look()
         self._counts["feed_records"] += len(payloads)
         self._published_ms = self._clock.monotonic_ms()
 
@@ -446,14 +476,20 @@ class ConsolidatorService:
                     else:
                         raise DecodeError("a worker's message", f"tag {bytes(tag[:16])!r}, allowed are B and C")
                 except DecodeError as error:
-                    self._undecodable("a worker", error)
+                    self._undecodable(f"{shown_peer(frames[0])} on the ingest plane", error)
 
         self.take_turn(work)
 
     def _undecodable(self, who: str, error: WireError) -> None:
         self._counts["undecodable_frames"] += 1
-        if self._counts["undecodable_frames"] <= 10:
-            log.warning("dropped a message of %s: %s", who, error)
+        self._complaints.about(who, error)
+
+    def _refuse_subscriber(self, address: str) -> None:
+        self._counts["feed_subscribers_refused"] += 1
+        self._complaints.about(
+            f"{address} on the feed",
+            f"it names more than {TOPICS_PER_CONNECTION_MAX} topics, routers name one; its connection was ended",
+        )
 
     # Leases and keepalive
 
@@ -464,16 +500,27 @@ class ConsolidatorService:
         self._after("lease", min(wait_ms, self.settings.lease_ms, self.settings.stale_after_ms), self._expire)
 
     def _expire(self) -> None:
-        if not self._blocked:
-            self.take_turn(lambda core, turn: core.expire(turn))
+        if self._blocked:
+            return
+        if self._ingest_inbox.has_more and self._lease_put_off < LEASE_PUT_OFF_MAX:
+            # What waits in the socket may be the very sign of life that is missing.
+            self._lease_put_off += 1
+            self._after("lease", 1.0, self._expire)
+            return
+        self._lease_put_off = 0
+        self.take_turn(lambda core, turn: core.expire(turn))
         if not self._blocked:
             self._watch_leases()
 
     def _keepalive(self) -> None:
         now_ms = self._clock.monotonic_ms()
-        if not self._blocked and now_ms - self._published_ms >= self.settings.feed_keep_alive_ms:
+        # While the disk takes nothing the feed is silent: readers then know that they may be behind.
+        stuck = self._writer.stalled or self._writer.slow_ms >= self.settings.feed_keep_alive_ms
+        if not (stuck and self._stored_offset < self.core.pool.offset) and (
+            now_ms - self._published_ms >= self.settings.feed_keep_alive_ms
+        ):
             self._publish()
-            self._feed.send_multipart(encode_alive(self.core.pool.offset, self._life), zmq.NOBLOCK)
+            self._feed.send_multipart(encode_alive(self._stored_offset, self._life), zmq.NOBLOCK)
             self._published_ms = now_ms
         wait_ms = max(1.0, self._published_ms + self.settings.feed_keep_alive_ms - now_ms)
         self._after("keepalive", min(wait_ms, self.settings.feed_keep_alive_ms), self._keepalive)
@@ -494,43 +541,96 @@ class ConsolidatorService:
     # Durability
 
     def _sync_later(self) -> None:
-        if self.settings.fsync == "interval" and not self._unsynced:
+        if not self._unsynced:
             self._unsynced = True
             self._after("sync", self.settings.fsync_interval_ms, lambda: self._spawn(self._sync()))
 
     async def _sync(self) -> None:
         self._unsynced = False
         try:
-            await asyncio.get_running_loop().run_in_executor(None, self._journal.sync)
+            await self._on_thread(self._journal.sync)
         except OSError as error:
             self._counts["journal_append_errors"] += 1
-            log.error(
-                "making the journal durable failed (%s); the newest records may not survive a power failure", error
-            )
+            self._sync_trouble = f"what was written last may not survive a power failure ({error})"
+            if self._may_complain("sync"):
+                log.error("making the journal durable failed: %s", self._sync_trouble)
             if not self._stopping:
                 self._sync_later()
+        else:
+            self._sync_trouble = ""
+
+    def _may_complain(self, what: str) -> bool:
+        """Say whether it is time for a line in the log about something that goes on failing."""
+        now_ms = self._clock.monotonic_ms()
+        last_ms = self._complained_ms.get(what)
+        if last_ms is not None and now_ms - last_ms < COMPLAIN_EVERY_MS:
+            return False
+        self._complained_ms[what] = now_ms
+        return True
+
+    def _on_thread(self, work: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
+        """Do what may wait for a disk."""
+        return asyncio.get_running_loop().run_in_executor(self._executor, work, *arguments)
 
     def _snapshot_if_due(self) -> None:
-        due = self.core.pool.offset - self._snapshot_offset >= self.settings.snapshot_every_records
-        if due and not self._snapshotting:
+        if self.core.pool.offset - self._snapshot_offset >= self.settings.snapshot_every_records:
+            self._snapshot_now()
+
+    def _snapshot_now(self) -> None:
+        if not self._snapshotting and not self._stopping:
             self._snapshotting = True
             self._spawn(self._snapshot(self.core.pool.freeze()))
 
     async def _snapshot(self, frozen: FrozenPool) -> None:
-        loop = asyncio.get_running_loop()
+        damage = self._damage
         try:
-            await loop.run_in_executor(None, self._journal.write_snapshot, frozen)
-            removed = self._journal.retain(self._clock.wall_ms())
+            if not await self._stored(frozen.offset):
+                return
+            await self._on_thread(self._journal.write_snapshot, frozen)
+            removed = await self._on_thread(self._journal.retain, self._clock.wall_ms())
         except OSError as error:
             self._counts["journal_snapshot_errors"] += 1
-            log.error(
-                "writing the journal snapshot at offset %d failed (%s); the next is tried later", frozen.offset, error
-            )
+            if self._may_complain("snapshot"):
+                log.error(
+                    "writing the journal snapshot at offset %d failed (%s); the next is tried later",
+                    frozen.offset,
+                    error,
+                )
         else:
             log.info("journal snapshot at offset %d, %d old segments removed", frozen.offset, removed)
+            if damage and self._damage == damage:
+                log.warning("%s: the snapshot at offset %d stands in for what is lost", damage, frozen.offset)
+                self._damage = ""
         finally:
             self._snapshot_offset = frozen.offset
             self._snapshotting = False
+
+    def _look_after_files(self) -> None:
+        self._after("files", FILES_LOOK_MS, self._look_after_files)
+        if not self._looking:
+            self._looking = True
+            self._spawn(self._find_lost_files())
+
+    async def _find_lost_files(self) -> None:
+        """Notice segments that somebody deleted or cut, and go on in a new one behind a new snapshot."""
+        try:
+            lost = await self._writer.between_writes(self._journal.drop_lost)
+        except OSError as error:
+            if self._may_complain("files"):
+                log.error("looking at the journal's files failed: %s", error)
+        else:
+            if lost:
+                self._counts["journal_lost_segments"] += len(lost)
+                self._note_damage(f"{len(lost)} journal segments were deleted or cut by somebody: {', '.join(lost)}")
+            elif self._damage:
+                self._snapshot_now()  # the last attempt failed
+        finally:
+            self._looking = False
+
+    def _note_damage(self, what: str) -> None:
+        self._damage = what
+        log.error("%s; a snapshot is written, so that a restart finds the state", what)
+        self._snapshot_now()
 
     # Queries of routers
 
@@ -541,46 +641,83 @@ class ConsolidatorService:
                     raise DecodeError("a request to the feed", f"{len(frames)} frames, expected are 2")
                 request = codec.to_feed.decode(frames[1])
             except DecodeError as error:
-                self._undecodable("a router", error)
+                self._undecodable(f"{shown_peer(frames[0])} on the query plane", error)
                 continue
             if isinstance(request, Replay):
-                self._replay(frames[0], request)
+                if frames[0] in self._replays or len(self._replays) < REPLAY_WAITERS_MAX:
+                    self._replays[frames[0]] = request
+                else:
+                    self._counts["feed_answers_dropped"] += 1
             elif frames[0] in self._waiters or len(self._waiters) < SNAPSHOT_WAITERS_MAX:
                 self._waiters[frames[0]] = request.request
             else:
                 self._counts["feed_answers_dropped"] += 1
+        self._replay_if_asked()
         self._dump_if_asked()
 
-    def _replay(self, peer: bytes, request: Replay) -> None:
+    def _replay_if_asked(self) -> None:
+        if self._replays and not self._replaying and not self._stopping:
+            if self._journal.in_memory:
+                while self._replays:
+                    peer = next(iter(self._replays))
+                    self._answer(peer, self._read(self._replays.pop(peer))[0])
+            else:
+                self._replaying = True
+                self._spawn(self._replay())
+
+    async def _replay(self) -> None:
+        """Answer those who ask for records, one after the other, off the loop: a disk may be slow to read, too."""
+        try:
+            while self._replays and not self._stopping:
+                peer = next(iter(self._replays))
+                answer, damage = await self._on_thread(self._read, self._replays.pop(peer))
+                if self._stopping:
+                    return
+                self._answer(peer, answer)
+                if damage is not None and damage.file not in self._damaged_files:
+                    self._damaged_files.add(damage.file)
+                    self._note_damage(str(damage))
+        finally:
+            self._replaying = False
+
+    def _read(self, request: Replay) -> tuple[bytes, JournalCorrupt | None]:
+        """Return the answer to a request for records; what cannot be read is too old: a snapshot holds it,
+        too.
+        """
         journal = self._journal
         self._counts["feed_replays"] += 1
+        oldest = journal.oldest_offset
+        if request.from_offset < oldest:
+            return codec.from_feed.encode(TooOld(request.request, oldest)), None
+        records: list[bytes] = []
         try:
-            oldest = journal.oldest_offset
-            if request.from_offset < oldest:
-                self._answer(peer, codec.from_feed.encode(TooOld(request.request, oldest)))
-                return
-            records: list[bytes] = []
             if request.from_offset < journal.next_offset:
                 limit = max(1, min(request.limit, REPLAY_RECORDS_MAX))
                 records = journal.read(request.from_offset, limit, REPLAY_BYTES_MAX)
-            # Not published yet means not there yet: a record that is being made durable comes with the feed.
-            self._answer(peer, codec.from_feed.encode(Records(request.request, records, journal.next_offset)))
-        except OSError as error:
-            log.error(
-                "reading the journal from offset %d failed (%s); the router asks again", request.from_offset, error
-            )
+        except (OSError, JournalCorrupt) as error:
+            self._counts["journal_read_errors"] += 1
+            if self._may_complain("read"):
+                log.error(
+                    "reading the journal from offset %d failed (%s); the router takes a snapshot instead",
+                    request.from_offset,
+                    error,
+                )
+            damage = error if isinstance(error, JournalCorrupt) else None
+            return codec.from_feed.encode(TooOld(request.request, journal.next_offset)), damage
+        # Not published yet means not there yet: a record that is being made durable comes with the feed.
+        return codec.from_feed.encode(Records(request.request, records, journal.next_offset)), None
 
     def _dump_if_asked(self) -> None:
-        if self._waiters and not self._dumping and not self._blocked and not self._stopping:
+        if self._waiters and not self._dumping and not self._stopping:
             self._dumping = True
             self._spawn(self._dump())
 
     async def _dump(self) -> None:
         try:
-            while self._waiters and not self._blocked and not self._stopping:
+            while self._waiters and not self._stopping:
                 frozen = self.core.pool.freeze()
-                parts = await asyncio.get_running_loop().run_in_executor(None, cut_snapshot, frozen)
-                if self._stopping:
+                parts = await self._on_thread(cut_snapshot, frozen)
+                if not await self._stored(frozen.offset):
                     return
                 waiters, self._waiters = self._waiters, {}
                 for peer, request in waiters.items():
@@ -609,7 +746,7 @@ class ConsolidatorService:
 
     def _answer(self, peer: bytes, frame: bytes) -> bool:
         try:
-            self._query.send_multipart((peer, frame, self._life), zmq.NOBLOCK)
+            self._query.send_multipart([peer, *encode_answer(frame, self._life)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             # Gone, or too slow to take what it asked for: it asks again.
             self._counts["feed_answers_dropped"] += 1

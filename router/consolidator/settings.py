@@ -9,6 +9,7 @@ from pydantic import Field
 
 from router.consolidator.core.consolidator import ConsolidatorLimits
 from router.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
+from runtime.http_settings import HttpSettings
 from runtime.security import SecuritySettings
 
 MIB = 1024 * 1024
@@ -107,7 +108,7 @@ class ConsolidatorSettings(SecuritySettings):
         )
 
 
-class ConsolidatorProcessSettings(ConsolidatorSettings):
+class ConsolidatorProcessSettings(ConsolidatorSettings, HttpSettings):
     """A consolidator in a process of its own."""
 
     http_port: int = Field(

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wire.identifiers import Stage, WorkerKey
+from wire.request_ids import name_of
 
 FloatArray = NDArray[np.float64]
 
@@ -36,9 +37,14 @@ class RoutingRequest(msgspec.Struct, frozen=True, gc=False):
     """Kinds of media that the worker must take."""
 
     @property
+    def drawn_by(self) -> str:
+        """Return what samples are drawn by: the name that the client chose, the same in every process and run."""
+        return name_of(self.request_id)
+
+    @property
     def tie_key(self) -> str:
-        """Return what ties are broken by: the id, or the media, so that equal media meet among equal workers."""
-        return " ".join(map(str, self.media)) if self.media else self.request_id
+        """Return what ties are broken by: the name, or the media, so that equal media meet among equal workers."""
+        return " ".join(map(str, self.media)) if self.media else self.drawn_by
 
 
 @dataclass(frozen=True, slots=True)

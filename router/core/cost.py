@@ -14,7 +14,9 @@ weight trades far more reuse than the balance is worth (measured in ``docs/decis
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -39,16 +41,34 @@ class CostWeights:
     """Credit for one block on disk only."""
 
 
-def overlap_credit(weights: CostWeights, device: FloatArray, host: FloatArray, disk: FloatArray) -> FloatArray:
-    """Return the credit of each worker, in blocks."""
-    return weights.device_weight * device + weights.host_weight * host + weights.disk_weight * disk
+X = TypeVar("X", float, FloatArray)
+"""One worker's number, or the numbers of all workers."""
 
 
-def adjusted_prefill(
-    weights: CostWeights, prefill_tokens: FloatArray, isl: int, block_size: int, credit: FloatArray
-) -> FloatArray:
-    """Return the blocks each worker would have to compute before this request's first token, its queue weighted."""
-    return np.maximum(0.0, (weights.queue_weight * prefill_tokens + isl) / block_size - credit)
+CostFormula = Callable[[X, X, X, X, X], tuple[X, X, X, X]]
+"""Prefill tokens, active blocks, overlap on device, host and disk -> credit, adjusted prefill, decode blocks, cost."""
+
+
+def cost_formula(
+    weights: CostWeights, isl: int, block_size: int, blocks: int, maximum: Callable[[X, float], X]
+) -> CostFormula[X]:
+    """Return the cost of a request, as a function of what is true of a worker: the one place where the formula stands.
+
+    The function takes a worker's prefill tokens, active blocks, and overlap in blocks on device, host and disk; it
+    returns its overlap credit, adjusted prefill, potential decode blocks and cost, all in blocks. Columns of workers
+    may stand in the place of numbers: ``maximum`` is ``max`` for numbers and ``numpy.maximum`` for columns, and the
+    results are the same bit for bit, because both do the same IEEE operations in the same order.
+    """
+    queue_weight, prefill_weight, decode_weight = weights.queue_weight, weights.prefill_weight, weights.decode_weight
+    device_weight, host_weight, disk_weight = weights.device_weight, weights.host_weight, weights.disk_weight
+
+    def cost(prefill_tokens: X, active_blocks: X, device: X, host: X, disk: X) -> tuple[X, X, X, X]:
+        credit = device_weight * device + host_weight * host + disk_weight * disk
+        prefill = maximum((queue_weight * prefill_tokens + isl) / block_size - credit, 0.0)
+        decode = active_blocks + blocks
+        return credit, prefill, decode, prefill_weight * prefill + decode_weight * decode
+
+    return cost
 
 
 def softmax_weights(costs: FloatArray, temperature: float) -> FloatArray:

@@ -14,6 +14,7 @@ from typing import Any
 from router.core.candidates import Candidates, FewCandidates, RoutingRequest
 from router.core.policy import Choice
 from wire.identifiers import WorkerKey
+from wire.request_ids import dispatch_of, name_of
 
 DECISION_BYTES = 1000
 """Measured: the record itself, its request, its place in the log."""
@@ -176,6 +177,8 @@ class DecisionLog:
         self.size_bytes = 0
         """What the kept decisions take, about."""
         self._decisions: OrderedDict[tuple[str, int], Decision] = OrderedDict()
+        self._latest: dict[str, str] = {}
+        """The latest request that clients called by a name."""
 
     def add(self, decision: Decision) -> None:
         """Keep a decision, forgetting the oldest beyond the capacity."""
@@ -184,14 +187,25 @@ class DecisionLog:
         if replaced is not None:
             self.size_bytes -= replaced.size_bytes
         self._decisions[key] = decision
+        self._latest[name_of(key[0])] = key[0]
         self.size_bytes += decision.size_bytes
         while len(self._decisions) > self._capacity or (
             self.size_bytes > self._budget_bytes and len(self._decisions) > 1
         ):
-            self.size_bytes -= self._decisions.popitem(last=False)[1].size_bytes
+            (request_id, attempt), forgotten = self._decisions.popitem(last=False)
+            self.size_bytes -= forgotten.size_bytes
+            name = name_of(request_id)
+            # What comes later of the same request is younger, and still there.
+            if self._latest.get(name) == request_id and (request_id, attempt + 1) not in self._decisions:
+                del self._latest[name]
 
     def of_request(self, request_id: str) -> list[Decision]:
-        """Return a request's decisions, first attempt first; empty when none is kept."""
+        """Return a request's decisions, first attempt first; empty when none is kept.
+
+        Asked by the name that its client chose, those of the latest request of that name.
+        """
+        if (request_id, 0) not in self._decisions:
+            request_id = self._latest.get(request_id, request_id)
         found = []
         attempt = 0
         while (decision := self._decisions.get((request_id, attempt))) is not None:
@@ -204,10 +218,7 @@ class DecisionLog:
 
         The dispatch of attempt 0 has the request's own id, that of attempt n is called ``<id>~<n>``.
         """
-        decision = self._decisions.get((dispatch_id, 0))
-        if decision is None:
-            request_id, _, number = dispatch_id.rpartition("~")
-            decision = self._decisions.get((request_id, int(number))) if number.isdecimal() else None
+        decision = self._decisions.get((dispatch_id, 0)) or self._decisions.get(dispatch_of(dispatch_id))
         if decision is None or decision.realised_cached_tokens is not None:
             return None
         decision.realised_cached_tokens = cached_tokens

@@ -16,14 +16,14 @@ time that numpy takes; what numpy works on is the same memory.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
 
-from router.core.witness import Witness
 from wire.identifiers import WorkerKey
 
 INITIAL_SLOTS = 16
@@ -43,8 +43,8 @@ millisecond, and spares a wait behind somebody else's prompt."""
 CROWDING_LEASE_MS = 50.0
 """How long a worker's word for what others sent it counts: longer than its events take, shorter than most prompts."""
 
-OTHERS = "others~"
-"""Beginning of the ids of such entries; no request has one like it."""
+OTHERS = "~others~"
+"""Beginning of the ids of such entries; no request has one like it (``wire.request_ids``: a name is never empty)."""
 
 
 Pick = Callable[[Sequence[int]], tuple[int, ...]]
@@ -78,12 +78,12 @@ class LoadLedger:
         self._of_worker: dict[WorkerKey, dict[str, None]] = {}
         self._unconfirmed: list[tuple[float, WorkerKey, str]] = []
         """A heap by due time; a renewed reservation has an older item too, which is passed over."""
+        self._crowding: deque[float] = deque()
+        """When what workers said of others runs out, in order, for all of it lasts the same; ``expire`` takes away."""
         self._reservation_ttl_ms = reservation_ttl_ms
         self._max_entries = max_entries
         self.expired_reservations = 0
         self.refused_entries = 0
-        self.witness: Witness | None = None
-        """Told of what the router does on its own account (``renew``, ``release``, ``expire``)."""
 
     def ensure_slot(self, slot: int) -> None:
         """Make the arrays long enough for a slot."""
@@ -126,8 +126,6 @@ class LoadLedger:
         if entry is None or entry.confirmed:
             return False
         self._renew(entry, worker, request_id, now_ms)
-        if self.witness is not None:
-            self.witness.renewed(worker, request_id, now_ms)
         return True
 
     def _renew(self, entry: Entry, worker: WorkerKey, request_id: str, now_ms: float) -> None:
@@ -148,9 +146,9 @@ class LoadLedger:
         self.ensure_slot(slot)
         unknown = booked_tokens - self._prefill_tokens[slot]
         if unknown > 0:
-            self.reserve(worker, slot, f"{OTHERS}{dispatch_id}", unknown, 0, now_ms, CROWDING_LEASE_MS)
-        if self.witness is not None:
-            self.witness.crowded(worker, dispatch_id, booked_tokens, now_ms)
+            entry_id = f"{OTHERS}{dispatch_id}"
+            self.reserve(worker, slot, entry_id, unknown, 0, now_ms, CROWDING_LEASE_MS)
+            self._crowding.append(now_ms + self.lease_ms(CROWDING_LEASE_MS))
 
     def prefill_completed(self, worker: WorkerKey, request_id: str) -> None:
         """Count the request's prompt as computed."""
@@ -167,10 +165,9 @@ class LoadLedger:
             self._active_blocks[entry.slot] += active_blocks - entry.active_blocks
             entry.active_blocks = active_blocks
 
-    def release(self, worker: WorkerKey, request_id: str) -> None:
-        """Forget a request that the router takes off a worker; a second release does nothing."""
-        if self.finished(worker, request_id) and self.witness is not None:
-            self.witness.released(worker, request_id)
+    def release(self, worker: WorkerKey, request_id: str) -> bool:
+        """Forget a request that the router takes off a worker; return whether it was known."""
+        return self.finished(worker, request_id)
 
     def finished(self, worker: WorkerKey, request_id: str) -> bool:
         """Forget a request of which the worker says that it is over; return whether it was known."""
@@ -194,10 +191,15 @@ class LoadLedger:
         for request_id in list(self._of_worker.get(worker, ())):
             self._put(worker, request_id, replace(self._entries[(worker, request_id)], slot=slot))
 
-    def expire(self, now_ms: float, held: frozenset[str] | set[str] = frozenset()) -> None:
-        """Release reservations that no worker confirmed in time, except those that someone still ``held`` open."""
+    def expire(self, now_ms: float, held: Collection[str] = frozenset()) -> tuple[int, list[str]]:
+        """Release reservations that no worker confirmed in time, except those that someone still ``held`` open.
+
+        Returns how many were released, and the ids of those that were due and held: their leases begin anew.
+        """
         renewed: list[str] = []
         expired = 0
+        while self._crowding and self._crowding[0] <= now_ms:
+            self._crowding.popleft()
         while self._unconfirmed and self._unconfirmed[0][0] <= now_ms:
             due_ms, worker, request_id = heappop(self._unconfirmed)
             entry = self._entries.get((worker, request_id))
@@ -211,19 +213,18 @@ class LoadLedger:
             expired += 1
             # A worker's word for what others sent is meant to run out; only missing events are worth a count.
             self.expired_reservations += not request_id.startswith(OTHERS)
-        if self.witness is not None and (renewed or expired):
-            self.witness.expired(now_ms, renewed)
+        return expired, renewed
 
-    @property
-    def next_due_ms(self) -> float | None:
-        """Return when the first unconfirmed entry is due, or was; ``None`` without any."""
-        return self._unconfirmed[0][0] if self._unconfirmed else None
+    def crowding_ends_ms(self) -> float | None:
+        """Return when the first word of a worker for what others sent it runs out, or did; ``None`` without any."""
+        return self._crowding[0] if self._crowding else None
 
     def clear(self) -> None:
         """Forget everything; slots may mean other workers from now on."""
         for worker in list(self._of_worker):
             self.drop(worker)
         self._unconfirmed.clear()
+        self._crowding.clear()
 
     def restore(self, entries: Iterable[tuple[WorkerKey, str, Entry]]) -> None:
         """Replace everything by the entries of another ledger at another time; their slots must be those of here."""

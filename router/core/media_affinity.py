@@ -29,7 +29,7 @@ class MediaAffinity:
 
     def choose(self, request: RoutingRequest, candidates: Candidates) -> Choice:
         """Choose the first worker in the medium's order that is not above its share of the load."""
-        key = str(request.media[0]) if request.media else request.request_id
+        key = str(request.media[0]) if request.media else request.drawn_by
         order = sorted(
             range(len(candidates)), key=lambda row: stable_u64(f"{key} {candidates.workers[row]}"), reverse=True
         )

@@ -11,13 +11,13 @@ A policy of your own is a class with ``name``, ``needs_overlap`` and ``choose``;
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from router.core.candidates import Candidates, Column, FewCandidates, FloatArray, RoutingRequest
-from router.core.cost import CostWeights, adjusted_prefill, overlap_credit, softmax_weights
+from router.core.cost import CostFormula, CostWeights, cost_formula, softmax_weights
 from wire.hashing import stable_u64
 from wire.identifiers import Stage
 
@@ -26,15 +26,14 @@ _SAMPLE_SEED = 2
 _RANDOM_SEED = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(msgspec.Struct, frozen=True, gc=False):
     """A policy's answer: a row of the candidates, why, and the numbers behind it."""
 
     row: int
     reason: str
     costs: Column | None = None
     """What was minimised, per row; ``None`` for policies without a cost."""
-    terms: Mapping[str, Column] = field(default_factory=dict)
+    terms: Mapping[str, Column] = {}
     """Named parts of the cost, per row."""
 
 
@@ -84,54 +83,33 @@ class KvAware:
 
         A decode worker computes no prompt, so in that stage there is neither prefill nor credit for overlap.
         """
-        decodes = request.stage is Stage.DECODE
-        credit = (
-            np.zeros(len(candidates))
-            if decodes
-            else overlap_credit(
-                self.weights, candidates.device_overlap, candidates.host_overlap, candidates.disk_overlap
-            )
-        )
-        prefill = (
-            np.zeros(len(candidates))
-            if decodes
-            else adjusted_prefill(self.weights, candidates.prefill_tokens, request.isl, request.block_size, credit)
-        )
-        decode = candidates.active_blocks + request.blocks
-        costs = self.weights.prefill_weight * prefill + self.weights.decode_weight * decode
+        isl, queued = request.isl, candidates.prefill_tokens
+        device, host, disk = candidates.device_overlap, candidates.host_overlap, candidates.disk_overlap
+        if request.stage is Stage.DECODE:
+            isl, queued = 0, np.zeros(len(candidates))
+            device = host = disk = queued
+        cost: CostFormula[FloatArray] = cost_formula(self.weights, isl, request.block_size, request.blocks, np.maximum)
+        credit, prefill, decode, costs = cost(queued, candidates.active_blocks, device, host, disk)
         terms = {"overlap_credit": credit, "adjusted_prefill": prefill, "potential_decode_blocks": decode}
         if self.temperature > 0.0 and len(costs) > 1:
             shares = np.cumsum(softmax_weights(costs, self.temperature))
-            point = stable_u64(request.request_id, _SAMPLE_SEED) / 2**64
+            point = stable_u64(request.drawn_by, _SAMPLE_SEED) / 2**64
             row = min(int(np.searchsorted(shares, point, side="right")), len(costs) - 1)
             return Choice(row, "sampled", costs, terms)
         row, reason = lowest(costs, request.tie_key)
         return Choice(row, reason, costs, terms)
 
     def choose_of_few(self, request: RoutingRequest, few: FewCandidates) -> Choice:
-        """Choose as ``choose`` does at temperature 0, and by the same sums bit for bit, without arrays."""
-        weights = self.weights
-        queue_weight, prefill_weight, decode_weight = (
-            weights.queue_weight, weights.prefill_weight, weights.decode_weight,
+        """Choose as ``choose`` does at temperature 0, bit for bit, without arrays."""
+        isl, queued, device, host, disk = (
+            request.isl, few.prefill_tokens, few.device_overlap, few.host_overlap, few.disk_overlap,
         )  # fmt: skip
-        device_weight, host_weight, disk_weight = weights.device_weight, weights.host_weight, weights.disk_weight
-        isl, block_size, blocks = request.isl, request.block_size, request.blocks
-        decodes = request.stage is Stage.DECODE
-        if decodes:
-            credits = prefills = [0.0] * len(few)
-        else:
-            overlaps = zip(few.device_overlap, few.host_overlap, few.disk_overlap, strict=True)
-            credits = [
-                device_weight * device + host_weight * host + disk_weight * disk for device, host, disk in overlaps
-            ]
-            prefills = [
-                left if (left := (queue_weight * queued + isl) / block_size - credit) > 0.0 else 0.0
-                for queued, credit in zip(few.prefill_tokens, credits, strict=True)
-            ]
-        decoded = [active + blocks for active in few.active_blocks]
-        costs = [
-            prefill_weight * prefill + decode_weight * decode for prefill, decode in zip(prefills, decoded, strict=True)
-        ]
+        if request.stage is Stage.DECODE:
+            isl, queued = 0, (0.0,) * len(few)
+            device = host = disk = queued
+        cost: CostFormula[float] = cost_formula(self.weights, isl, request.block_size, request.blocks, max)
+        rows = map(cost, queued, few.active_blocks, device, host, disk)
+        credits, prefills, decoded, costs = zip(*rows, strict=True)
         terms = {"overlap_credit": credits, "adjusted_prefill": prefills, "potential_decode_blocks": decoded}
         least = min(costs)
         row = costs.index(least)
@@ -189,7 +167,7 @@ class Random:
 
     def choose(self, request: RoutingRequest, candidates: Candidates) -> Choice:
         """Draw a worker."""
-        return Choice(stable_u64(request.request_id, _RANDOM_SEED) % len(candidates), "drawn")
+        return Choice(stable_u64(request.drawn_by, _RANDOM_SEED) % len(candidates), "drawn")
 
 
 POLICY_NAMES = ("kv", "approximate", "round-robin", "random", "least-loaded")

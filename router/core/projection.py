@@ -11,15 +11,17 @@ place in one (``adopt``). Nobody ever sees half of it, and what is seen does not
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import assert_never
 
 from router.core.approximate_index import ApproximateIndex
 from router.core.fleet import Fleet
 from router.core.load_ledger import LoadLedger
 from router.core.prefix_index import PrefixIndex
 from router.core.stream_trust import StreamTrust
-from router.core.witness import Witness
 from wire.events import (
+    BlocksReleased,
     BlocksRemoved,
+    BlocksShared,
     BlocksStored,
     CacheCleared,
     JournalRecord,
@@ -29,6 +31,8 @@ from wire.events import (
     RequestProgressed,
     RequestStarted,
     SnapshotBegan,
+    SnapshotEnded,
+    StreamStateChanged,
     WorkerDraining,
     WorkerJoined,
     WorkerLeft,
@@ -87,8 +91,6 @@ class Projection:
         self.trust = StreamTrust(index)
         self.next_offset = 0
         """Every record below this offset has been applied."""
-        self.witness: Witness | None = None
-        """Told of every record and snapshot."""
         self.approximate = approximate
         """What feeds the index in approximate mode: choices, instead of events."""
 
@@ -96,50 +98,54 @@ class Projection:
         """Apply the next record; ``now_ms`` is the router's monotonic clock, for reservations only."""
         assert record.offset >= self.next_offset, f"record {record.offset} after {self.next_offset} was applied"
         self.next_offset = record.offset + 1
-        if self.witness is not None:
-            self.witness.applied(record, now_ms)
         # A plain tuple finds what a WorkerKey was stored under, and costs less to make.
         worker = self.fleet.workers.get((record.worker_id, record.dp_rank))  # type: ignore[call-overload]
         key = WorkerKey(WorkerId(record.worker_id), record.dp_rank) if worker is None else worker.key
         index = self.index
         for event in record.events:
-            if isinstance(event, BlocksStored):
+            if type(event) is BlocksStored:
                 if worker is not None and self.approximate is None:
                     index.store(key, event.parent, unpack_hashes(event.sequence_hashes), event.tier)
-            elif isinstance(event, BlocksRemoved):
+            elif type(event) is BlocksRemoved:
                 if worker is not None and self.approximate is None:
                     index.remove(key, unpack_hashes(event.sequence_hashes), event.tier)
-            elif isinstance(event, RequestStarted):
+            elif type(event) is RequestStarted:
                 self.ledger.started(
                     key, index.slot(key), event.request_id, event.isl - event.cached_tokens, event.active_blocks, now_ms
                 )
                 if worker is not None:
                     worker.requests_total += 1
                 self.trust.started(key, event.request_id, event.cached_tokens)
-            elif isinstance(event, PrefillCompleted):
+            elif type(event) is PrefillCompleted:
                 self.ledger.prefill_completed(key, event.request_id)
-            elif isinstance(event, RequestProgressed):
+            elif type(event) is RequestProgressed:
                 self.ledger.progressed(key, event.request_id, event.active_blocks)
-            elif isinstance(event, RequestFinished):
+            elif type(event) is RequestFinished:
                 self.ledger.finished(key, event.request_id)
                 self.trust.not_started(key, event.request_id)
-            elif isinstance(event, LoadReported):
+            elif type(event) is LoadReported:
                 if worker is not None:
                     worker.load = event
-            elif isinstance(event, CacheCleared | SnapshotBegan):
+            elif type(event) is CacheCleared or type(event) is SnapshotBegan:
                 if self.approximate is None:
                     index.clear(key)
                     self.ledger.move(key, index.slot(key))
-            elif isinstance(event, WorkerJoined):
+            elif type(event) is WorkerJoined:
                 self._forget(key)
                 worker = self.fleet.join(key, record.epoch, event.card)
                 self.ledger.ensure_slot(index.slot(key))
-            elif isinstance(event, WorkerDraining):
+            elif type(event) is WorkerDraining:
                 self.fleet.drain(key)
-            elif isinstance(event, WorkerLeft):
+            elif type(event) is WorkerLeft:
                 self._forget(key)
                 self.fleet.leave(key)
                 worker = None
+            elif type(event) is BlocksShared or type(event) is BlocksReleased:
+                pass  # another source of the worker: what the worker as a whole holds is the same
+            elif type(event) is SnapshotEnded or type(event) is StreamStateChanged:
+                pass  # ``fold`` takes these, below
+            else:
+                assert_never(event)
         if worker is not None:
             if fold(worker.streams, record.source, record.events):
                 self.trust.note_streams(key, worker.streams.values())
@@ -168,8 +174,6 @@ class Projection:
     def adopt(self, load: SnapshotLoad, now_ms: float) -> None:
         """Replace all state by a snapshot that was loaded to its end."""
         next_offset, workers, keys = load.next_offset, load.workers, load.keys
-        if self.witness is not None:
-            self.witness.loaded(next_offset, now_ms)
         for key in list(self.fleet.workers):
             self.trust.forget(key)
             self.fleet.leave(key)

@@ -22,7 +22,6 @@ from router.core.media_affinity import MediaAffinity
 from router.core.policy import Choice, KvAware, Policy
 from router.core.prefix_index import PrefixIndex, slots_of
 from router.core.projection import Projection
-from router.core.witness import Witness
 from wire.identifiers import Role, Stage, WorkerKey
 
 FEW_WORKERS = 8
@@ -33,20 +32,37 @@ FEW_CANDIDATES = 16
 """Up to this many workers are compared as plain numbers; arrays pay beyond."""
 
 
-class NoWorker(Exception):
-    """No worker can serve the request now; ``reasons`` says of each why not."""
+@dataclass(frozen=True, slots=True)
+class NoWorker:
+    """No worker can serve the request now."""
 
-    def __init__(self, model: str, reasons: dict[WorkerKey, str]) -> None:
-        self.model = model
-        self.reasons = reasons
-        detail = "; ".join(f"{worker}: {why}" for worker, why in reasons.items()) or "no worker serves this model"
-        super().__init__(f"choosing a worker for model {model!r}: {detail}")
+    model: str
+    reasons: Mapping[WorkerKey, str]
+    """Of each why not, in words."""
+    busy: frozenset[WorkerKey] = frozenset()
+    """Those that could serve it once they have room."""
+    draining: frozenset[WorkerKey] = frozenset()
+    """Those that take nothing new."""
 
-    @property
-    def only_busy(self) -> bool:
-        """Tell whether some worker could serve the request once it has room."""
-        return any(why == BUSY for why in self.reasons.values())
+    def __str__(self) -> str:
+        detail = "; ".join(f"{worker}: {why}" for worker, why in self.reasons.items()) or "no worker serves this model"
+        return f"choosing a worker for model {self.model!r}: {detail}"
 
+
+@dataclass(frozen=True, slots=True)
+class PolicyFailed:
+    """The policy, which may be somebody's own code, raised or answered what cannot be; nothing was chosen."""
+
+    policy: str
+    what: str
+    error: Exception | None = None
+
+    def __str__(self) -> str:
+        return f"policy {self.policy!r} {self.what}"
+
+
+Found = Decision | NoWorker | PolicyFailed
+"""What comes of looking for a worker."""
 
 BUSY = "busy"
 """Filter reason of a worker that already has as many requests as the router gives it."""
@@ -106,11 +122,6 @@ class Selector:
         self._encode_policy: Policy = MediaAffinity()
         self._groups: dict[tuple[str, tuple[Role, ...]], _Group] = {}
         self._groups_version = -1
-        self._witness: Witness | None = None
-
-    def watch(self, witness: Witness | None) -> None:
-        """Have a witness told of everything that decisions depend on, from now on: here, in projection and ledger."""
-        self._witness = self._projection.witness = self._projection.ledger.witness = witness
 
     @property
     def projection(self) -> Projection:
@@ -133,12 +144,12 @@ class Selector:
         roles: tuple[Role, ...] = (Role.AGGREGATED,),
         dry_run: bool = False,
         behind_records: int = 0,
-    ) -> Decision:
-        """Choose a worker for a request whose prompt has the sequence hashes ``path``.
+    ) -> Found:
+        """Choose a worker for a request whose prompt has the sequence hashes ``path``, or say why there is none.
 
         ``now_ms`` is monotonic, ``time_ms`` wall clock for the record; ``unavailable`` names workers that the caller
         knows it cannot use, and why; ``behind_records`` marks the decision and changes nothing else. A ``dry_run``
-        leaves no trace: a policy that counts is asked on a copy, and no witness is told. Raises ``NoWorker``.
+        leaves no trace: a policy that counts is asked on a copy.
         """
         group = self._group(request.model, roles)
         projection = self._projection
@@ -150,7 +161,7 @@ class Selector:
             chosen = self._choose_of_few(group, group.few, request, path, unavailable)
             if chosen is not None:
                 few, choice = chosen
-                decision = Decision(
+                return Decision(
                     request,
                     time_ms,
                     self._policy.name,
@@ -161,13 +172,11 @@ class Selector:
                     attempt,
                     behind_records=behind_records,
                 )
-                if self._witness is not None and not dry_run:
-                    self._witness.decided(decision, path, now_ms, unavailable or {}, roles)
-                return decision
         filtered = dict(group.filtered)
         rows = self._eligible(group, request, unavailable or {}, filtered)
         if not len(rows):
-            raise NoWorker(request.model, filtered)
+            busy = frozenset(worker for worker, why in filtered.items() if why is BUSY)
+            return NoWorker(request.model, filtered, busy, frozenset(group.filtered))
         slots = group.slots[rows]
         ledger = projection.ledger
         device = np.zeros(len(group.workers))
@@ -188,8 +197,13 @@ class Selector:
         )
         if dry_run:
             policy = copy.deepcopy(policy)
-        choice = policy.choose(request, candidates)
-        decision = Decision(
+        try:
+            choice = policy.choose(request, candidates)
+        except Exception as error:
+            return PolicyFailed(policy.name, f"raised {type(error).__name__}: {error}", error)
+        if not 0 <= choice.row < len(candidates):
+            return PolicyFailed(policy.name, f"chose row {choice.row} of {len(candidates)} candidates")
+        return Decision(
             request,
             time_ms,
             policy.name,
@@ -201,9 +215,6 @@ class Selector:
             untrusted={worker: why for worker, why in untrusted.items() if worker in group.row_of_worker},
             behind_records=behind_records,
         )
-        if self._witness is not None and not dry_run:
-            self._witness.decided(decision, path, now_ms, unavailable or {}, roles)
-        return decision
 
     def _choose_of_few(
         self,
@@ -332,8 +343,6 @@ class Selector:
                 now_ms,
                 decision.overlap_blocks if asked else None,
             )
-        if self._witness is not None:
-            self._witness.booked(decision, dispatch_id or request.request_id, now_ms, lease_ms)
 
     def _eligible(
         self,

@@ -17,13 +17,13 @@ import msgspec
 import numpy as np
 
 from router.consolidator.journal.stored_records import SegmentKind
-from router.core.approximate_index import BelievedChain
 from router.core.candidates import Candidates, FewCandidates, RoutingRequest
 from router.core.decision import Decision
+from router.core.inputs import WorkerWanted
 from router.core.policy import Choice
 from wire.events import JournalRecord
 from wire.hashing import pack_hashes, unpack_hashes
-from wire.identifiers import Role, WorkerId, WorkerKey
+from wire.identifiers import WorkerKey
 
 DECISIONS = SegmentKind(
     b"PGRIDDEC",
@@ -34,6 +34,13 @@ DECISIONS = SegmentKind(
 
 COMPRESSION_LEVEL = 1
 """zlib's quickest: columns are mostly small integers as floats, which it shrinks to a fifth."""
+
+INPUTS_VERSION = 1
+"""Which inputs a router's state is made of, and what they mean: higher than what a reader knows, it cannot replay.
+
+A kind of input more, or one that does something else to the state, is a new version. An entry that no decision depends
+on, or a trailing field that may be missing, is none.
+"""
 
 _FEATURE_COLUMNS = ("prefill_tokens", "active_blocks", "requests", "device_overlap", "host_overlap", "disk_overlap")
 _MASK = 2**64 - 1
@@ -53,6 +60,8 @@ class RouterSettingsNoted(Entry, frozen=True):
     """Every setting that decisions depend on, by its name in ``RouterSettings``."""
     settings_version: str
     """A digest of ``settings``: equal for equal rules."""
+    inputs_version: int = 1
+    """``INPUTS_VERSION`` of the program; the first was written without it."""
 
 
 class LedgerEntry(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -267,40 +276,6 @@ _decoder = msgspec.msgpack.Decoder(AnyEntry)
 _KINDS = {kind.__name__ for kind in AnyEntry.__args__}
 
 
-def beliefs_of(
-    chains: Sequence[BelievedChain], exact_from_ms: float, untrusted: Mapping[WorkerKey, str]
-) -> RouterBeliefs:
-    """Return the part of a checkpoint that says what a router goes by besides events."""
-    numbers: dict[WorkerKey, int] = {}
-    blocks = [
-        BelievedBlocks(
-            numbers.setdefault(chain.worker, len(numbers)), chain.chosen_ms, chain.parent, pack_hashes(chain.hashes)
-        )
-        for chain in chains
-    ]
-    return RouterBeliefs(
-        [(worker.worker_id, worker.dp_rank) for worker in numbers],
-        blocks,
-        exact_from_ms,
-        [(worker.worker_id, worker.dp_rank, why) for worker, why in untrusted.items()],
-    )
-
-
-def believed_chains(beliefs: RouterBeliefs) -> list[BelievedChain]:
-    """Return the blocks of ``beliefs_of`` as they were given; raises ``ValueError`` when parts do not fit together."""
-    workers = [WorkerKey(WorkerId(worker_id), rank) for worker_id, rank in beliefs.workers]
-    for each in beliefs.blocks:
-        if not 0 <= each.worker < len(workers) or not each.path or len(each.path) % 8:
-            raise ValueError(
-                f"beliefs about worker {each.worker} of {len(workers)}, {len(each.path)} bytes of hashes, needed a "
-                "worker that is listed and a multiple of 8"
-            )
-    return [
-        BelievedChain(workers[each.worker], each.chosen_ms, each.parent, unpack_hashes(each.path))
-        for each in beliefs.blocks
-    ]
-
-
 def decode(payload: bytes) -> AnyEntry | str:
     """Return an entry, or the name of a kind that this version does not know; raises ``msgspec.MsgspecError``."""
     try:
@@ -364,24 +339,17 @@ def path_of(made: DecisionMade) -> tuple[int, ...]:
     return unpack_hashes(made.path)
 
 
-def made_of(
-    decision: Decision,
-    path: Sequence[int],
-    now_ms: float,
-    unavailable: Mapping[WorkerKey, str],
-    roles: Sequence[Role],
-    number_of: Mapping[WorkerKey, int],
-) -> DecisionMade:
-    """Return the entry of a decision; ``number_of`` knows every worker in it."""
+def made_of(wanted: WorkerWanted, decision: Decision, number_of: Mapping[WorkerKey, int]) -> DecisionMade:
+    """Return the entry of a decision and of what led to it; ``number_of`` knows every worker in them."""
     choice, candidates = decision.choice, decision.candidates
     return DecisionMade(
         decision.request,
-        pack_hashes(path),
-        now_ms,
+        pack_hashes(wanted.path),
+        wanted.now_ms,
         decision.time_ms,
         decision.attempt,
-        tuple(map(int, roles)),
-        [(number_of[worker], why) for worker, why in unavailable.items()],
+        tuple(map(int, wanted.roles)),
+        [(number_of[worker], why) for worker, why in wanted.unavailable.items()],
         decision.offset,
         decision.policy,
         choice.row,

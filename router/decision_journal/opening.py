@@ -8,7 +8,7 @@ from importlib import metadata
 from router.consolidator.adapters.posix_disk import DirectoryInUse, PosixDisk
 from router.consolidator.settings import ConsolidatorSettings
 from router.core.policy import Policy
-from router.core.projection import Projection
+from router.core.router_state import RouterState
 from router.decision_journal.entries import RouterSettingsNoted
 from router.decision_journal.reader import DIRECTORY
 from router.decision_journal.recorder import DecisionRecorder, settings_noted
@@ -30,6 +30,7 @@ DECIDING_SETTINGS = (
     "temperature",
     "approximate_ttl_ms",
     "index_budget_bytes",
+    "ledger_budget_bytes",
     "worker_queue_factor",
     "reservation_ttl_ms",
 )
@@ -43,7 +44,7 @@ def policy_of(noted: RouterSettingsNoted) -> Policy:
 
 
 def open_recorder(
-    settings: RouterSettings, data: ConsolidatorSettings, projection: Projection, policy: Policy, clock: Clock
+    settings: RouterSettings, data: ConsolidatorSettings, state: RouterState, clock: Clock
 ) -> DecisionRecorder | None:
     """Return the recorder of a router's decisions, or ``None`` when they are not to be kept or the disk refuses.
 
@@ -73,8 +74,7 @@ def open_recorder(
     values = {name: getattr(settings, name) for name in DECIDING_SETTINGS}
     return DecisionRecorder(
         segments,
-        projection,
-        policy,
+        state,
         settings_noted(settings.router_id, metadata.version("poolgrid"), values),
         clock,
         data.segment_bytes,

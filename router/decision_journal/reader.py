@@ -12,6 +12,7 @@ from router.consolidator.adapters.posix_disk import ReadOnlyDirectory
 from router.consolidator.journal.stored_records import TornTail, corrupt, segment_names, stored_payloads
 from router.consolidator.ports import Disk
 from router.core.decision import Decision
+from router.decision_journal.checkpoints import believed_chains
 from router.decision_journal.entries import (
     DECISIONS,
     AnyEntry,
@@ -20,11 +21,11 @@ from router.decision_journal.entries import (
     OverlapRealised,
     RouterSettingsNoted,
     WorkersNamed,
-    believed_chains,
     decision_of,
     decode,
 )
 from wire.identifiers import WorkerId, WorkerKey
+from wire.request_ids import name_of
 
 DIRECTORY = "decisions"
 """Where the decision journals lie within a data_dir: one directory per router, named by its id."""
@@ -104,9 +105,13 @@ def decisions_about(
 ) -> list[RecordedDecision]:
     """Return a request's decisions, first attempt first, with what the workers then really reused.
 
+    Asked by the name that its client chose, those of the latest request of that name.
+
     ``on_progress`` is told the bytes of entries read, now and then.
     """
     found: list[RecordedDecision] = []
+    latest = ""
+    """The request that ``found`` is about."""
     settings: RouterSettingsNoted | None = None
     done = 0
     for count, stored in enumerate(stored_entries(disk)):
@@ -116,9 +121,15 @@ def decisions_about(
         entry = stored.entry
         if isinstance(entry, RouterSettingsNoted):
             settings = entry
-        elif isinstance(entry, DecisionMade) and entry.request.request_id == request_id:
-            found.append(RecordedDecision(decision_of(entry, stored.workers), stored, settings))
-        elif isinstance(entry, OverlapRealised) and entry.request_id == request_id:
+        elif isinstance(entry, DecisionMade):
+            made = entry.request.request_id
+            begins = made != latest and not entry.attempt
+            if begins and (made == request_id or (latest != request_id and name_of(made) == request_id)):
+                latest = made
+                found.clear()
+            if made == latest:
+                found.append(RecordedDecision(decision_of(entry, stored.workers), stored, settings))
+        elif isinstance(entry, OverlapRealised) and entry.request_id == latest:
             for recorded in found:
                 if recorded.decision.attempt == entry.attempt:
                     recorded.decision.realised_cached_tokens = entry.cached_tokens

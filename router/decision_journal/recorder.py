@@ -23,40 +23,24 @@ from typing import Any
 
 import msgspec
 
-from router.core.approximate_index import Beliefs
 from router.core.decision import Decision
-from router.core.policy import Policy
-from router.core.projection import Projection
-from router.core.stream_trust import OpenChoice as AwaitedChoice
-from router.core.stream_trust import Window
+from router.core.inputs import Input, RecordsArrived
+from router.core.router_state import RouterState
+from router.decision_journal.checkpoints import Draft, draft_of
 from router.decision_journal.entries import (
-    Checkpoint,
-    CheckWindow,
-    DecisionBooked,
+    INPUTS_VERSION,
     Entry,
-    EntryReleased,
     InputsLost,
-    LeaseRenewed,
-    LedgerEntry,
-    OpenChoice,
     OverlapRealised,
     RecordsApplied,
     RequestEnded,
-    ReservationsExpired,
     RouterSettingsNoted,
-    SnapshotLoaded,
-    WorkerCrowded,
-    WorkersNamed,
-    beliefs_of,
     encoder,
-    made_of,
-    stream_check,
 )
+from router.decision_journal.input_codec import Decided, InputWriter, Kept, kept, records_applied
 from router.decision_journal.segments import DecisionSegments
 from runtime.clock import Clock
-from wire.events import JournalRecord
-from wire.hashing import pack_hashes, stable_u64
-from wire.identifiers import Role, WorkerKey
+from wire.hashing import stable_u64
 
 log = logging.getLogger(__name__)
 
@@ -74,37 +58,6 @@ BELIEFS_SHARE = 16
 
 
 @dataclass(slots=True)
-class _Applied:
-    """Records applied in one go."""
-
-    to_offset: int
-    now_ms: float
-    check: int
-
-
-@dataclass(slots=True)
-class _Decided:
-    decision: Decision
-    path: Sequence[int]
-    now_ms: float
-    unavailable: Mapping[WorkerKey, str]
-    roles: tuple[Role, ...]
-
-
-@dataclass(slots=True)
-class _OfWorker:
-    """An input about one dispatch on one worker: crowded when it has tokens, else renewed when it has a time."""
-
-    worker: WorkerKey
-    dispatch_id: str
-    now_ms: float | None = None
-    booked_tokens: int | None = None
-
-
-_Input = _Applied | _Decided | _OfWorker | Entry
-
-
-@dataclass(slots=True)
 class RecorderCounters:
     """What became of the inputs."""
 
@@ -116,64 +69,23 @@ class RecorderCounters:
 
 
 @dataclass(slots=True)
-class _Draft:
-    """A checkpoint as the loop takes it; the thread packs it."""
-
-    offset: int
-    now_ms: float
-    time_ms: int
-    fresh: bool
-    ledger: list[LedgerEntry] = field(default_factory=list)
-    policy_count: int | None = None
-    open_choices: list[AwaitedChoice] = field(default_factory=list)
-    windows: list[Window] = field(default_factory=list)
-    beliefs: Beliefs | None = None
-    untrusted: dict[WorkerKey, str] = field(default_factory=dict)
-
-    def checkpoint(self, max_believed_blocks: int) -> Checkpoint:
-        """Return the entry."""
-        beliefs = None
-        if self.beliefs is not None:
-            beliefs = beliefs_of(*self.beliefs.condensed(max_believed_blocks), self.untrusted)
-        return Checkpoint(
-            self.offset,
-            self.now_ms,
-            self.time_ms,
-            self.fresh,
-            beliefs is None,
-            self.ledger,
-            self.policy_count,
-            [
-                OpenChoice(worker.worker_id, worker.dp_rank, dispatch_id, pack_hashes(path), block_size, blocks)
-                for worker, dispatch_id, path, block_size, blocks in self.open_choices
-            ],
-            [
-                CheckWindow(worker.worker_id, worker.dp_rank, window, is_suspect)
-                for worker, window, is_suspect in self.windows
-            ],
-            beliefs,
-        )
-
-
-@dataclass(slots=True)
 class _Batch:
     """What one trip to the writing thread is to do."""
 
-    inputs: list[_Input]
-    begin: _Draft | None = None
+    inputs: list[Kept]
+    begin: Draft | None = None
     """Begin a segment with this before the inputs."""
     lost: InputsLost | None = None
-    then_begin: _Draft | None = None
+    then_begin: Draft | None = None
     """Begin a segment with this behind the inputs."""
 
 
 @dataclass(slots=True)
 class DecisionRecorder:
-    """A ``Witness`` that writes; all methods but ``_write`` belong to the router's loop."""
+    """An ``InputLog`` that writes; all methods but ``_write`` belong to the router's loop."""
 
     segments: DecisionSegments
-    projection: Projection
-    policy: Policy
+    state: RouterState
     noted: RouterSettingsNoted
     clock: Clock
     segment_bytes: int
@@ -181,7 +93,7 @@ class DecisionRecorder:
     counters: RecorderCounters = field(default_factory=RecorderCounters)
     failing: str = ""
     """Why the last write failed; empty while writing works."""
-    _pending: list[_Input] = field(default_factory=list)
+    _pending: list[Kept] = field(default_factory=list)
     _executor: ThreadPoolExecutor | None = None
     _timer: asyncio.TimerHandle | None = None
     _writing: asyncio.Future[None] | None = None
@@ -193,8 +105,8 @@ class DecisionRecorder:
     _retry_at_ms: float = 0.0
     _flushes: int = 0
     _stopping: bool = False
-    _numbers: dict[WorkerKey, int] = field(default_factory=dict)
-    """Numbers of the workers in the segment being written; the writing thread's own."""
+    _writer: InputWriter = field(default_factory=InputWriter)
+    """The writing thread's own."""
 
     # -- life ------------------------------------------------------------------------------------------------------
 
@@ -233,52 +145,22 @@ class DecisionRecorder:
         """Tell whether the thread is at work."""
         return self._writing is not None
 
-    # -- Witness ---------------------------------------------------------------------------------------------------
+    # -- InputLog --------------------------------------------------------------------------------------------------
 
-    def loaded(self, next_offset: int, now_ms: float) -> None:
-        """Note a snapshot."""
-        self._add(SnapshotLoaded(next_offset, now_ms))
-
-    def applied(self, record: JournalRecord, now_ms: float) -> None:
-        """Note a record; records that come at one moment become one entry."""
+    def note(self, given: Input, decision: Decision | None = None) -> None:
+        """Note an input that changed the router's state."""
         pending = self._pending
-        last = pending[-1] if pending else None
-        if type(last) is _Applied and last.now_ms == now_ms and last.to_offset == record.offset:
-            last.to_offset += 1
-            last.check = stream_check(last.check, record)
-        else:
-            self._add(_Applied(record.offset + 1, now_ms, stream_check(0, record)))
-
-    def decided(
-        self,
-        decision: Decision,
-        path: Sequence[int],
-        now_ms: float,
-        unavailable: Mapping[WorkerKey, str],
-        roles: tuple[Role, ...],
-    ) -> None:
-        """Note a choice."""
-        self._add(_Decided(decision, path, now_ms, unavailable, roles))
-
-    def booked(self, decision: Decision, dispatch_id: str, now_ms: float, lease_ms: float) -> None:
-        """Note a booking."""
-        self._add(DecisionBooked(decision.request.request_id, dispatch_id, now_ms, lease_ms))
-
-    def crowded(self, worker: WorkerKey, dispatch_id: str, booked_tokens: int, now_ms: float) -> None:
-        """Note a refusal for crowding."""
-        self._add(_OfWorker(worker, dispatch_id, now_ms, booked_tokens))
-
-    def renewed(self, worker: WorkerKey, dispatch_id: str, now_ms: float) -> None:
-        """Note a lease that began anew."""
-        self._add(_OfWorker(worker, dispatch_id, now_ms))
-
-    def released(self, worker: WorkerKey, dispatch_id: str) -> None:
-        """Note a release."""
-        self._add(_OfWorker(worker, dispatch_id))
-
-    def expired(self, now_ms: float, renewed: Sequence[str]) -> None:
-        """Note that reservations expired."""
-        self._add(ReservationsExpired(now_ms, list(renewed)))
+        if type(given) is RecordsArrived and pending:
+            last = pending[-1]
+            # More of the same moment becomes one entry with what came before.
+            if (
+                type(last) is RecordsApplied
+                and last.now_ms == given.now_ms
+                and last.to_offset == given.records[0].offset
+            ):
+                pending[-1] = records_applied(given, last.check)
+                return
+        self._add(kept(given, decision))
 
     # -- what came of it -------------------------------------------------------------------------------------------
 
@@ -292,7 +174,7 @@ class DecisionRecorder:
 
     # -- from list to thread ---------------------------------------------------------------------------------------
 
-    def _add(self, item: _Input) -> None:
+    def _add(self, item: Kept) -> None:
         if self._broken and self._executor is not None and not self._fresh:
             self._lose([item], self._broken)
             return
@@ -304,11 +186,11 @@ class DecisionRecorder:
         if self._timer is None and self._writing is None:
             self._schedule(FLUSH_MS)
 
-    def _lose(self, items: Sequence[_Input], why: str) -> None:
+    def _lose(self, items: Sequence[Kept], why: str) -> None:
         if not self._broken:
             log.error("the decision journal is incomplete from now on: %s; a replay will say so", why)
         self._broken = why
-        decisions = sum(type(item) is _Decided for item in items)
+        decisions = sum(type(item) is Decided for item in items)
         self._lost += len(items)
         self._lost_decisions += decisions
         self.counters.lost_inputs += len(items)
@@ -351,7 +233,7 @@ class DecisionRecorder:
                 log.warning("the decision journal is written again")
             self.failing = ""
             self.counters.written_entries += len(batch.inputs)
-            self.counters.written_decisions += sum(type(item) is _Decided for item in batch.inputs)
+            self.counters.written_decisions += sum(type(item) is Decided for item in batch.inputs)
             if self._pending or self._broken:
                 self._schedule(FLUSH_MS)
             return
@@ -369,39 +251,10 @@ class DecisionRecorder:
             self._timer.cancel()
         self._schedule(RETRY_MS)
 
-    def _checkpoint(self) -> _Draft:
+    def _checkpoint(self) -> Draft:
         if self._fresh:
-            return _Draft(0, self.clock.monotonic_ms(), self.clock.wall_ms(), True)
-        policy, trust, approximate = self.policy, self.projection.trust, self.projection.approximate
-        beliefs: Beliefs | None = None
-        if approximate is not None:
-            beliefs = approximate.beliefs()
-        elif trust.untrusted:
-            beliefs = trust.predictions.beliefs()
-        count: int | None = policy.checkpoint() if hasattr(policy, "checkpoint") else None
-        return _Draft(
-            self.projection.next_offset,
-            self.clock.monotonic_ms(),
-            self.clock.wall_ms(),
-            False,
-            [
-                LedgerEntry(
-                    worker.worker_id,
-                    worker.dp_rank,
-                    request_id,
-                    entry.prefill_tokens,
-                    entry.active_blocks,
-                    entry.confirmed,
-                    entry.due_ms,
-                )
-                for (worker, request_id), entry in self.projection.ledger.entries().items()
-            ],
-            count,
-            trust.open_choices(),
-            trust.windows(),
-            beliefs,
-            dict(trust.untrusted),
-        )
+            return Draft(0, self.clock.monotonic_ms(), self.clock.wall_ms(), True)
+        return draft_of(self.state, self.clock.monotonic_ms(), self.clock.wall_ms())
 
     # -- the thread ------------------------------------------------------------------------------------------------
 
@@ -413,7 +266,7 @@ class DecisionRecorder:
             self._begin(batch.begin, batch.lost, now_ms)
         payloads: list[bytes] = []
         for item in batch.inputs:
-            self._encode(item, payloads)
+            self._writer.write(item, payloads)
         if payloads:
             segments.append(payloads)
         if batch.then_begin is not None:
@@ -422,50 +275,17 @@ class DecisionRecorder:
         if self._flushes % SYNC_EVERY_FLUSHES == 0:
             segments.sync()
 
-    def _begin(self, draft: _Draft, lost: InputsLost | None, now_ms: int) -> None:
-        self._numbers.clear()
+    def _begin(self, draft: Draft, lost: InputsLost | None, now_ms: int) -> None:
+        self._writer.begin_segment()
         checkpoint = draft.checkpoint(self.segment_bytes // BELIEFS_SHARE // 8)
         head: list[Entry] = [self.noted, checkpoint] if lost is None else [self.noted, lost, checkpoint]
         self.segments.begin([encoder.encode(entry) for entry in head], now_ms)
-
-    def _encode(self, item: _Input, out: list[bytes]) -> None:
-        if isinstance(item, _Applied):
-            out.append(encoder.encode(RecordsApplied(item.to_offset, item.now_ms, item.check)))
-        elif isinstance(item, _Decided):
-            decision = item.decision
-            self._name([*decision.candidates.workers, *decision.filtered, *item.unavailable, *decision.untrusted], out)
-            out.append(
-                encoder.encode(made_of(decision, item.path, item.now_ms, item.unavailable, item.roles, self._numbers))
-            )
-        elif isinstance(item, _OfWorker):
-            self._name([item.worker], out)
-            number = self._numbers[item.worker]
-            entry: Entry
-            if item.now_ms is None:
-                entry = EntryReleased(number, item.dispatch_id)
-            elif item.booked_tokens is None:
-                entry = LeaseRenewed(number, item.dispatch_id, item.now_ms)
-            else:
-                entry = WorkerCrowded(number, item.dispatch_id, item.booked_tokens, item.now_ms)
-            out.append(encoder.encode(entry))
-        else:
-            out.append(encoder.encode(item))
-
-    def _name(self, workers: Sequence[WorkerKey], out: list[bytes]) -> None:
-        numbers = self._numbers
-        named: list[tuple[str, int]] = []
-        for worker in workers:
-            if worker not in numbers:
-                numbers[worker] = len(numbers)
-                named.append((worker.worker_id, worker.dp_rank))
-        if named:
-            out.append(encoder.encode(WorkersNamed(named)))
 
 
 def settings_noted(router_id: str, version: str, settings: Mapping[str, Any]) -> RouterSettingsNoted:
     """Return the entry that names a router and the settings its decisions depend on."""
     text = msgspec.json.encode(dict(sorted(settings.items()))).decode()
-    return RouterSettingsNoted(router_id, version, dict(settings), f"{stable_u64(text):016x}")
+    return RouterSettingsNoted(router_id, version, dict(settings), f"{stable_u64(text):016x}", INPUTS_VERSION)
 
 
 OpenSegments = Callable[[], DecisionSegments]

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.growth import Slope
+from benchmarks.services import Reading, summed
 from benchmarks.soak import Sample, growth_faults, load_faults
 from benchmarks.soak_clients import Tally
-from benchmarks.soak_pool import Reading, leftovers, summed
+from benchmarks.soak_pool import leftovers
 from benchmarks.soak_requests import ENDINGS, MALFORMED, Plan
 
 QUIET = Reading(rss_mb=100, descriptors=40, sockets=20, threads=9, processes=1, tasks=6, books={"requests": 0.0})

@@ -13,7 +13,7 @@ from cli.explain import explain, tree
 from router.core.candidates import RoutingRequest
 from router.core.policy import KvAware
 from tests.cli.json_server import Answer, serving
-from tests.router.fleet_builder import Pool, stored
+from tests.router.fleet_builder import Pool, decided, stored
 from wire.events import WorkerDraining
 
 
@@ -23,7 +23,7 @@ def router_answer() -> dict[str, Any]:
     pool.say(a, stored([1, 2, 3]))
     pool.say(c, WorkerDraining())
     request = RoutingRequest("r-[red]1", "m", 160, 16, 10)
-    decision = pool.selector(KvAware()).select(request, [1, 2, 3, 4], 0.0, 0)
+    decision = decided(pool.selector(KvAware()).select(request, [1, 2, 3, 4], 0.0, 0))
     decision.realised_cached_tokens = 48
     return {"request_id": "r-[red]1", "attempts": [json.loads(json.dumps(decision.explanation()))]}
 

@@ -37,6 +37,11 @@ NOT_NEEDED = {
     ("router", "router.bootstrap"): {
         "workers", "global_router", "simulation", "loadgen", "yaml", "httpx", "rich", "matplotlib",
     },
+    ("global-router", "global_router.bootstrap"): {
+        # httpx brings rich
+        "workers", "router", "simulation", "loadgen", "yaml", "matplotlib", "cli.config", "global_router.heat_map",
+        "global_router.core.builder",
+    },
 }  # fmt: skip
 """What a command's process must not import, by the command and the module that starts it."""
 

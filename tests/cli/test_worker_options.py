@@ -74,6 +74,28 @@ def test_an_option_of_the_other_engine_is_an_error(
     assert not chosen
 
 
+@pytest.mark.parametrize("engine", ["simulated", "trtllm"])
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--advertise-host", "http://w9", "advertise_host is 'http://w9'"),
+        ("--advertise-host", "my host", "advertise_host is 'my host'"),
+        ("--advertise-host", "*", "advertise_host is '*'"),
+        ("--advertise-host", "0.0.0.0", "every address of a machine"),
+        ("--advertise-host", "w9:4001", "no IPv6 address"),
+        ("--host", "my host", "host is 'my host'"),
+        ("--consolidator", "tcp://events", "'tcp://events' names no port"),
+    ],
+)
+def test_an_address_that_nobody_could_connect_to_ends_the_start(
+    chosen: list[Settings], engine: str, option: str, value: str, words: str
+) -> None:
+    result = worker("--engine", engine, option, value)
+    assert result.exit_code == 2
+    assert words in " ".join(result.output.split())
+    assert not chosen
+
+
 def test_the_environment_may_serve_both(chosen: list[Settings]) -> None:
     variables = {"POOLGRID_SPEEDUP": "3", "POOLGRID_MODEL_PATH": "m", "POOLGRID_ENGINE": "trtllm"}
     assert worker(**variables).exit_code == 0

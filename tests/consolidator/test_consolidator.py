@@ -248,6 +248,12 @@ def test_a_worker_that_nobody_knows_is_told_to_say_hello() -> None:
         ({"dp_size": 2}, 2, "dp_rank is 2"),
         ({"dp_size": 0}, 0, "dp_rank is 0"),
         ({"model": ""}, 0, "model is empty"),
+        ({"model": "a\nb"}, 0, "model is 'a\\nb', allowed are printable"),
+        ({"loras": ("good", "\x1b[2J")}, 0, "loras[1] is '\\x1b[2J'"),
+        ({"request_endpoint": "tcp://http://w9:4001"}, 0, "request_endpoint is 'tcp://http://w9:4001', which has an"),
+        ({"request_endpoint": "tcp://w9"}, 0, "which names no port; allowed is tcp://host:port"),
+        ({"request_endpoint": "inproc://x"}, 0, "which does not begin with tcp://"),
+        ({"http_endpoint": "http://w9:70000"}, 0, "http_endpoint is 'http://w9:70000', which has the port '70000'"),
     ],
 )
 def test_a_card_that_does_not_fit_the_pool_is_refused_with_the_reason(
@@ -261,6 +267,15 @@ def test_a_card_that_does_not_fit_the_pool_is_refused_with_the_reason(
     assert isinstance(refused, Refused)
     assert reason in refused.reason
     assert len(bench.core.pool.workers) == 1
+
+
+def test_a_worker_whose_name_would_break_a_line_is_refused() -> None:
+    bench = Bench()
+
+    (refused,) = bench.say(hello("w\n12:00:00 router ERROR forged"))
+
+    assert isinstance(refused, Refused)
+    assert "worker_id is 'w\\n12:00:00 router ERROR forged', allowed are printable characters" in refused.reason
 
 
 def test_another_model_may_have_another_block_size() -> None:

@@ -48,9 +48,5 @@ def test_a_cursor_moves_only_when_told() -> None:
 
     cursor.advance()
     assert cursor == Cursor(1, 1)
-    cursor.jump(7)
-    assert cursor == Cursor(1, 8)
     cursor.begin(2)
     assert cursor == Cursor(2, 0)
-    with pytest.raises(AssertionError, match="cannot jump"):
-        Cursor(1, 5).jump(4)

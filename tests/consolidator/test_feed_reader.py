@@ -5,17 +5,17 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.consolidator.core.feed_frames import (
+from router.consolidator.core.feed_reader import Deliver, FeedEffect, FeedReader, FeedState, Snapshot
+from tests.consolidator.journal_builder import encoded
+from wire.feed import Records, Replay, SnapshotPart, TakeSnapshot, TooOld
+from wire.feed_frames import (
     MESSAGE_BYTES_MAX,
-    RECORDS_PER_MESSAGE_MAX,
     FeedFrame,
     decode_feed,
     encode_alive,
     encode_records,
 )
-from router.consolidator.core.feed_reader import Deliver, FeedEffect, FeedReader, FeedState, Snapshot
-from tests.consolidator.journal_builder import encoded
-from wire.feed import Records, Replay, SnapshotPart, TakeSnapshot, TooOld
+from wire.limits import FEED_RECORDS_PER_MESSAGE_MAX
 
 
 def live(offset: int, life: bytes = b"x") -> FeedFrame:
@@ -74,7 +74,7 @@ def test_many_records_are_cut_into_messages_of_bounded_number_and_size() -> None
     frames = [decode_feed(message) for message in encode_records(9, payloads, b"x")]
 
     assert [frame.offset for frame in frames] == [9, 73, 79, 80, 82]
-    assert [len(frame.payloads) for frame in frames] == [RECORDS_PER_MESSAGE_MAX, 6, 1, 2, 1]
+    assert [len(frame.payloads) for frame in frames] == [FEED_RECORDS_PER_MESSAGE_MAX, 6, 1, 2, 1]
     assert [payload for frame in frames for payload in frame.payloads] == payloads
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.consolidator.core.presence import CHAIN_BLOCKS_MAX, Presence, chains
+from router.consolidator.core.presence import CHAIN_BLOCKS_MAX, BlockEvent, Presence, chains
 from tests.consolidator.pusher import removed, stored
 from wire.events import AnyEvent, BlocksRemoved, BlocksShared, BlocksStored, CacheCleared, SnapshotBegan
 from wire.hashing import unpack_hashes
@@ -93,6 +93,7 @@ def test_the_fold_of_what_was_emitted_is_the_same_presence(history: list[Operati
         out: list[AnyEvent] = []
         perform(presence, operation, out)
         for event in out:
+            assert isinstance(event, BlockEvent)
             folded.apply(operation[1], event)
 
         assert {key: set(held) for key, held in frozen(folded).items()} == {

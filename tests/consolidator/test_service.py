@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import signal
@@ -23,11 +24,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 from router.consolidator import metrics
 from router.consolidator.adapters.posix_disk import PosixDisk
 from router.consolidator.bootstrap import create
-from router.consolidator.core.feed_frames import decode_feed
 from router.consolidator.core.feed_reader import FeedState
 from router.consolidator.feed_follower import FeedFollower
 from router.consolidator.journal.files import records_of
 from router.consolidator.journal.memory import MemoryJournal
+from router.consolidator.pub_shell import load_sources
 from router.consolidator.service import ConsolidatorService
 from router.consolidator.settings import ConsolidatorSettings
 from runtime.clock import SystemClock
@@ -44,6 +45,7 @@ from wire.events import (
     WorkerLeft,
 )
 from wire.feed import BlockChain, WorkerState
+from wire.feed_frames import decode_feed
 from wire.hashing import unpack_hashes
 from wire.identifiers import StreamState, Tier
 from wire.ingest import Hello, Refused, Unknown, Welcome
@@ -60,7 +62,9 @@ class Reader:
         self.snapshots = 0
         self.changed = asyncio.Event()
 
-    def on_snapshot(self, offset: int, workers: list[WorkerState], chains: Iterable[tuple[int, BlockChain]]) -> None:
+    def on_snapshot(
+        self, offset: int, workers: Sequence[WorkerState], chains: Iterable[tuple[int, BlockChain]]
+    ) -> None:
         self.offset = offset
         self.snapshots += 1
         self.view = {worker.worker_id: {tier: set() for tier in Tier} for worker in workers}
@@ -266,6 +270,7 @@ class FailingJournal(MemoryJournal):
     """Memory that refuses appends while told to."""
 
     failing = False
+    in_memory = False
 
     def append(self, payloads: Sequence[bytes], now_ms: int) -> None:
         if self.failing:
@@ -568,12 +573,51 @@ def test_a_pub_engine_that_cannot_replay_is_degraded_and_claims_nothing_false(tm
     run(scenario)
 
 
+def source_text(request_endpoint: str = "tcp://w:1", **changes: object) -> str:
+    """Return a sources file of one engine."""
+    limits = {"max_batch_size": 8, "max_num_tokens": 8192, "total_kv_blocks": 100, "max_sequence_length": 4096}
+    made = {"model": "m", "role": 0, "block_size": 16, "limits": limits, "request_endpoint": request_endpoint}
+    return json.dumps([{"worker_id": "e", "endpoint": "tcp://127.0.0.1:1", "card": made, **changes}])
+
+
+def test_an_engine_that_cannot_be_followed_leaves_the_others_their_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(context: zmq.asyncio.Context) -> None:
+        engine, cache = PubEngine(context), Cache("vllm")
+        (good,) = load_sources(sources_file(tmp_path, engine))
+        bad = msgspec.structs.replace(good, worker_id="bad", endpoint="tcp://nowhere")  # as no file's check lets in
+        monkeypatch.setattr("router.consolidator.service.load_sources", lambda _: [bad, good])
+        replays = asyncio.create_task(engine.answer_replays("vllm"))
+        service = await started()
+        reader = Reader()
+        service.subscribe(reader)
+        await engine.subscribed()
+        await engine.publish([cache.store([1] * BLOCK, Tier.DEVICE)])
+        await reader.until(lambda: reader.view.get("e") == cache.held())
+        unfollowed, followed = service.sources()
+        assert unfollowed.degraded
+        assert "connecting to its endpoint 'tcp://nowhere' failed" in (unfollowed.refused or "")
+        assert not followed.degraded
+        replays.cancel()
+        engine.close()
+        await service.stop()
+
+    run(scenario)
+
+
 def test_a_sources_file_that_is_wrong_says_where(tmp_path: Path) -> None:
     path = tmp_path / "sources.json"
     for content, reason in (
         ("[{}]", "entry 0"),
         ("nonsense", "JSON"),
         ('[{"worker_id": "e", "endpoint": "x", "card": {"modell": "m"}}]', "modell"),
+        (source_text(endpoint="tcp://engine"), "entry 0: endpoint is 'tcp://engine', which names no port"),
+        (source_text(replay_endpoint="tcp://*:5"), r"entry 0: replay_endpoint is 'tcp://\*:5'"),
+        (source_text(worker_id=""), "entry 0: worker_id is empty"),
+        (source_text(dp_rank=1), "entry 0: dp_rank is 1, the card's dp_size 1 allows 0 to 0"),
+        (source_text(replay_timeout_ms=0), "entry 0: replay_timeout_ms is 0, allowed are 1 to 3600000"),
+        (source_text(request_endpoint="tcp://w:0"), "entry 0: the card's request_endpoint is 'tcp://w:0'"),
     ):
         path.write_text(content)
         with pytest.raises(ValueError, match=reason):

@@ -8,12 +8,11 @@ from contextlib import asynccontextmanager
 
 import zmq
 
-from dispatch import worker_links
 from dispatch.worker_links import Link, WorkerLinks
 from runtime.clock import SystemClock
 from runtime.zmq_socket import CallbackSocket
 from wire import codec
-from wire.requests import Generate, Ping, Pong, Sampling, TokenBatch, TokenDelta
+from wire.requests import FinishReason, Generate, Ping, Pong, Sampling, TokenBatch, TokenDelta
 
 
 class Clock(SystemClock):
@@ -42,7 +41,7 @@ class Worker:
         if isinstance(message, Ping):
             self._socket.send([frames[0], codec.from_worker.encode(Pong(message.nonce, 1))])
         elif isinstance(message, Generate):
-            batch = TokenBatch(0, [TokenDelta(message.request_id, 0, bytes(4), "length")])
+            batch = TokenBatch(0, [TokenDelta(message.request_id, 0, bytes(4), FinishReason.LENGTH)])
             self._socket.send([frames[0], codec.from_worker.encode(batch)])
 
     def close(self) -> None:
@@ -174,13 +173,8 @@ def test_a_link_that_nobody_needs_is_closed_and_one_with_requests_stays() -> Non
 def test_beyond_the_limit_no_further_worker_is_connected() -> None:
     async def scenario(made: Scene) -> None:
         await made.links.up(made.worker.endpoint, 10)
-        before = worker_links.LINKS_MAX
-        worker_links.LINKS_MAX = 1
-        try:
-            assert await made.links.up("tcp://127.0.0.1:1", 10) is None
-        finally:
-            worker_links.LINKS_MAX = before
-
+        made.links._links_max = 1
+        assert await made.links.up("tcp://127.0.0.1:1", 10) is None
         assert len(made.links) == 1
 
     run(scenario)

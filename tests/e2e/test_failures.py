@@ -25,6 +25,7 @@ from tests.e2e.processes import (
     running_pool,
     worker_rows,
 )
+from tests.wire.test_guide_limits import chain, rules
 
 pytestmark = pytest.mark.e2e
 
@@ -67,6 +68,20 @@ def test_a_worker_killed_under_load_costs_no_request_and_no_wrong_text(pool: Pro
     eventually("the worker is back", lambda: len(ready_workers(pool.url)) == 3)
     eventually("the books are balanced", lambda: pool_is_quiet(pool.url))
     eventually("the index is true", lambda: index_equals_workers(pool.url))
+
+
+def test_a_guide_that_a_compiler_dies_of_is_refused_and_every_worker_lives_on(pool: Process) -> None:
+    eventually("all workers are there", lambda: len(ready_workers(pool.url)) == 3)
+    lives = {name: row["epoch"] for name, row in worker_rows(pool.url).items()}
+    asked = {"model": "tiny", "prompt": "x", "max_tokens": 64}
+
+    for poison in ({"guided_json": chain(1000)}, {"guided_json": chain(160)}, {"guided_grammar": rules(4000)}):
+        refused = httpx.post(f"{pool.url}/v1/completions", json={**asked, **poison}, timeout=30)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "guide_too_complex")
+    answer = httpx.post(f"{pool.url}/v1/completions", json={**asked, "guided_json": chain(50)}, timeout=30)
+
+    assert answer.status_code == 200
+    assert {name: row["epoch"] for name, row in worker_rows(pool.url).items()} == lives
 
 
 def test_a_worker_that_drains_under_load_costs_nothing(pool: Process) -> None:

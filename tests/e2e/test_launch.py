@@ -49,8 +49,18 @@ class Script:
 
     def __init__(self, name: str, **environment: str) -> None:
         self.name = name
-        self._process = subprocess.Popen(
-            [str(LAUNCH / f"{name}.sh")],
+        # A parent that ignores SIGINT (a shell's background job does) hands that on, and bash cannot trap a signal that
+        # was ignored when it began.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            self._process = self._begin(environment)
+        finally:
+            signal.signal(signal.SIGINT, before)
+        self.url = ""
+
+    def _begin(self, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [str(LAUNCH / f"{self.name}.sh")],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env={
@@ -64,7 +74,6 @@ class Script:
             },
             start_new_session=True,
         )
-        self.url = ""
 
     def wait_ready(self) -> None:
         assert self._process.stdout is not None

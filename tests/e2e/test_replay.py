@@ -17,7 +17,7 @@ from tests.e2e.processes import eventually, metric, pool_is_quiet, ready_workers
 
 pytestmark = pytest.mark.e2e
 
-REQUESTS = 150
+REQUESTS = 500
 EXPLAINED = "explain-me"
 
 

@@ -93,3 +93,26 @@ def test_two_routers_share_the_load_and_end_with_the_same_true_index(routers: li
     rows = [httpx.get(f"{router.url}/v1/workers").json()["data"] for router in routers]
     assert [row["indexed_blocks"] for row in rows[0]] == [row["indexed_blocks"] for row in rows[1]]
     assert all(row["requests_total"] > 0 for row in rows[0])
+
+
+def test_two_clients_that_call_their_requests_the_same_do_not_meet_on_a_worker(routers: list[Process]) -> None:
+    """Ties are drawn from the name, so both find the same worker; the second one's leg is called as nobody else's."""
+    body = {"model": "tiny", "prompt": "the same name " * 20, "max_tokens": 400, "stream": True, "ignore_eos": True}
+    names = ["mine", "mine", "mine~1"]
+    with ExitStack() as stack:
+        answers = []
+        for number, name in enumerate(names):
+            url = routers[number % 2].url
+            streaming = httpx.stream("POST", f"{url}/v1/completions", json=body, headers={"x-request-id": name})
+            answer = stack.enter_context(streaming)
+            lines = answer.iter_lines()
+            next(lines)  # its first token is out, and the others come while it runs
+            answers.append((answer, lines))
+        for answer, lines in answers:
+            rest = list(lines)
+            assert answer.status_code == 200
+            assert not [line for line in rest if '"error":' in line]
+            assert "data: [DONE]" in rest
+    assert answers[0][0].headers["x-poolgrid-worker"] == answers[1][0].headers["x-poolgrid-worker"]
+    attempts = httpx.get(f"{routers[0].url}/v1/decisions/mine").json()["attempts"]
+    assert attempts[0]["request_id"].startswith("mine~")

@@ -128,7 +128,7 @@ def play_many(console: Console, seeds: range, profiles: list[str | None], jobs: 
 def first_catch(name: str, within: int = PLANTED_WITHIN_SEEDS) -> tuple[int, str] | None:
     """Return the first seed that catches a planted bug, and what it saw."""
     with planted(name) as bug:
-        for seed in range(within):
+        for seed in range(bug.from_seed, bug.from_seed + within):
             failure = play(seed, bug.profile).failure
             if failure is not None:
                 return seed, failure

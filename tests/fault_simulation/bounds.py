@@ -8,12 +8,12 @@ from router.consolidator.journal.memory import MemoryJournal
 from router.core.load_ledger import LoadLedger
 from tests.fault_simulation.processes import (
     DECISIONS_KEPT,
-    KEPT_TRANSFERS_MAX,
     MAX_WAITING_REQUESTS,
     GlobalRouterProcess,
     RouterProcess,
     Store,
     WorkerProcess,
+    kept_transfers_max,
 )
 
 RECORD_BYTES_MAX = 20_000
@@ -28,10 +28,11 @@ def worker_faults(worker: WorkerProcess) -> str | None:
     if outbox.kept_bytes > worker.world.scenario.outbox_bytes:
         return f"{worker.life}: the outbox keeps {outbox.kept_bytes} bytes"
     plan, service, load = worker.plan, worker.service, worker.engine.load()
-    owned_max = 2 * (MAX_WAITING_REQUESTS + plan.max_batch_size) + KEPT_TRANSFERS_MAX
+    kept_max = kept_transfers_max(worker.world.scenario)
+    owned_max = 2 * (MAX_WAITING_REQUESTS + plan.max_batch_size) + kept_max
     if len(service._owners) > owned_max:
         return f"{worker.life}: {len(service._owners)} requests are owned, allowed are at most {owned_max}"
-    if len(service._kept) > KEPT_TRANSFERS_MAX:
+    if len(service._kept) > kept_max:
         return f"{worker.life}: {len(service._kept)} transfers are kept"
     if load.waiting_requests > MAX_WAITING_REQUESTS or load.active_blocks > plan.total_kv_blocks:
         return f"{worker.life}: beyond its limits, {load}"
@@ -54,11 +55,11 @@ def router_faults(router: RouterProcess) -> str | None:
     service = router.service
     if not router.alive or service is None:
         return None
-    waiting = len(service._admission) - len(service._admission.resumed())
+    waiting = len(service.line) - len(service.line.resumed())
     if waiting > router.settings.queue_limit:
         return f"{router.life}: {waiting} requests wait, those that moved left out"
-    if len(service.decisions) > DECISIONS_KEPT:
-        return f"{router.life}: {len(service.decisions)} decisions are kept"
+    if len(service.books.decisions) > DECISIONS_KEPT:
+        return f"{router.life}: {len(service.books.decisions)} decisions are kept"
     faults = ledger_faults(service.projection.ledger)
     return None if faults is None else f"{router.life}: {faults}"
 

@@ -8,7 +8,7 @@ be.
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from random import Random
 
@@ -27,12 +27,24 @@ class _File:
 class SimulatedDisk:
     """The files of one machine."""
 
-    def __init__(self, rng: Random) -> None:
+    def __init__(self, rng: Random, spend: Callable[[float], None]) -> None:
         self._rng = rng
+        self._spend = spend
+        self.slow_s = 0.0
+        """What each write and sync takes."""
+        self.slow_once_s = 0.0
+        """What the next one takes beside."""
         self.files: dict[str, _File] = {}
         self.full = False
         """Appends write a part of their data and fail."""
         self.sync_fails = False
+
+    def take_time(self) -> None:
+        """Let the caller wait as long as the device takes."""
+        seconds = self.slow_s + self.slow_once_s
+        self.slow_once_s = 0.0
+        if seconds:
+            self._spend(seconds)
 
     def open(self) -> Disk:
         """Return the directory for one life of a process."""
@@ -74,6 +86,7 @@ class DiskHandle:
 
     def append(self, name: str, data: bytes) -> None:
         """Write at the end of a file, creating it; a full disk takes a part."""
+        self._disk.take_time()
         if self._disk.full:
             part = self._rng.randrange(0, len(data))
             if part or name in self._disk.files:
@@ -89,6 +102,7 @@ class DiskHandle:
 
     def sync(self, name: str) -> None:
         """Make a file's content durable."""
+        self._disk.take_time()
         file = self._file(name)
         if self._disk.sync_fails:
             raise OSError(errno.EIO, "Input/output error", name)
@@ -96,6 +110,7 @@ class DiskHandle:
 
     def write_atomically(self, name: str, parts: Iterable[bytes]) -> int:
         """Write a whole file durably, so that it exists completely or not at all; return its size."""
+        self._disk.take_time()
         data = bytearray(b"".join(parts))
         if self._disk.full:
             raise OSError(errno.ENOSPC, "No space left on device", name)

@@ -27,7 +27,7 @@ class Machine:
     def __post_init__(self) -> None:
         self.boot_ms = float(self.rng.randrange(10_000, 100_000_000))
         self.wall_offset_ms = self.rng.randrange(-200, 200)
-        self.disk = SimulatedDisk(self.rng)
+        self.disk = SimulatedDisk(self.rng, self.loop.spend)
 
     def wall_ms(self) -> int:
         """Return Unix milliseconds as this machine believes."""

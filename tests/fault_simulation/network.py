@@ -29,7 +29,7 @@ import zmq
 
 from tests.fault_simulation.trace import Trace
 from tests.fault_simulation.virtual_loop import LIFE, Life, VirtualLoop
-from wire.feed import FEED_TOPIC
+from wire.feed_frames import FEED_TOPIC
 
 Context = zmq.Context[zmq.Socket[bytes]]
 
@@ -74,6 +74,7 @@ class Network:
         self.sockets: dict[Life, list[SimulatedSocket]] = {}
         self.pipes: dict[int, Pipe] = {}
         self.on_send: Callable[[Pipe, bool, list[bytes]], None] = lambda pipe, from_client, frames: None
+        self.on_close: Callable[[Pipe, bool], None] = lambda pipe, from_client: None
         self.counts: dict[str, int] = {}
         self._blocked: dict[tuple[str, str], float] = {}
         self._numbers = 0
@@ -236,7 +237,7 @@ class SimulatedSocket:
         parts = [bytes(frame) for frame in frames]
         if self.kind == zmq.ROUTER:
             self._route(parts)
-        elif self.kind == zmq.PUB:
+        elif self.kind == zmq.XPUB:
             for pipe in list(self.peers.values()):
                 if pipe.subscribed:
                     pipe.to_client.send(parts)
@@ -428,6 +429,7 @@ class Pipe:
         """End because one side closed; what it sent arrives first when it is ``orderly``."""
         if not self.up:
             return
+        self.network.on_close(self, by is self.client)
         self._end()
         rng, loop = self.network.rng, self.network.loop
         mine, notice = (
@@ -553,7 +555,7 @@ class Direction:
 
 
 def _plane(client: SimulatedSocket, server: SimulatedSocket) -> str:
-    if server.kind == zmq.PUB:
+    if server.kind == zmq.XPUB:
         return "feed"
     if client.life.kind == "worker":
         return "kv" if server.life.kind == "worker" else "ingest"

@@ -17,28 +17,30 @@ from prometheus_client import CollectorRegistry
 
 from dispatch.worker_links import WorkerLinks
 from global_router.configuration import Configuration
-from global_router.core.document_reader import LoadedDocument
+from global_router.core.document.reader import LoadedDocument
 from global_router.metrics import GlobalRouterMetrics
 from global_router.pools import Pools
 from global_router.service import GlobalRouterService
 from global_router.settings import GlobalRouterSettings
 from router.consolidator.journal.files import FileJournal, JournalSettings
 from router.consolidator.journal.memory import MemoryJournal
-from router.consolidator.ports import Disk, Journal
+from router.consolidator.ports import Disk, Journal, PoolListener
 from router.consolidator.service import ConsolidatorService
 from router.consolidator.settings import ConsolidatorSettings
 from router.core.load_ledger import LoadLedger
 from router.core.policy import make_policy
 from router.core.prefix_index import PrefixIndex
 from router.core.projection import Projection
+from router.core.router_state import RouterState
 from router.core.selector import Selector
 from router.feeds import EmbeddedFeed, RemoteFeed
+from router.fleet_links import link_opener
 from router.metrics import RouterMetrics
-from router.ports import JournalFeed, JournalReader
+from router.ports import JournalFeed
 from router.select_plane import SelectPlane
 from router.service import RouterService
 from router.settings import RouterSettings
-from runtime.clock import Clock
+from runtime.awake_clock import AwakeClock
 from tests.fault_simulation.machine import Machine
 from tests.fault_simulation.network import Network
 from tests.fault_simulation.recordings import Recordings, is_recorded
@@ -64,7 +66,11 @@ LEASE_MS = 1000
 STALE_AFTER_MS = 500
 PEER_LEASE_MS = 2000.0
 DRAIN_TIMEOUT_MS = 500.0
+SELECT_TIMEOUT_MS = 300.0
+KV_TIMEOUT_MS = (3_000.0, 60_000.0)
+"""How long KV is kept for a decode worker; longer in strict runs, in which that may be paused."""
 KEPT_TRANSFERS_MAX = 6
+"""In runs that are not strict: a worker that keeps as many refuses what comes, and refusals are counted as moves."""
 KV_FETCH_TIMEOUT_MS = 1_500.0
 """Longer than a socket that lost its connection waits before it tries again."""
 MAX_WAITING_REQUESTS = 12
@@ -76,6 +82,11 @@ _ROUTER_SETTINGS = RouterSettings(
     worker_timeout_ms=1_000,
     reservation_ttl_ms=3_000,
 )
+
+
+def kept_transfers_max(scenario: Scenario) -> int:
+    """Return how many prefilled requests a worker keeps."""
+    return 100 if scenario.strict else KEPT_TRANSFERS_MAX
 
 
 class World:
@@ -260,11 +271,11 @@ class WatchedFeed:
         self._feed = feed
         self._watcher = watcher
         self._router = router
-        self._reader: JournalReader | None = None
+        self._listener: PoolListener | None = None
 
-    async def start(self, reader: JournalReader) -> None:
+    async def start(self, listener: PoolListener) -> None:
         """Follow, with the watcher in between."""
-        self._reader = reader
+        self._listener = listener
         await self._feed.start(self)
 
     def trouble(self, now_ms: float) -> str:
@@ -283,15 +294,15 @@ class WatchedFeed:
         self, next_offset: int, workers: Sequence[WorkerState], chains: Iterable[tuple[int, BlockChain]]
     ) -> None:
         """Pass a snapshot on."""
-        assert self._reader is not None
+        assert self._listener is not None
         self._watcher.on_snapshot(self._router, next_offset)
-        self._reader.on_snapshot(next_offset, workers, chains)
+        self._listener.on_snapshot(next_offset, workers, chains)
 
     def on_records(self, records: Sequence[JournalRecord]) -> None:
         """Pass records on."""
-        assert self._reader is not None
+        assert self._listener is not None
         self._watcher.on_records(self._router, records)
-        self._reader.on_records(records)
+        self._listener.on_records(records)
 
 
 class RouterProcess(Process):
@@ -324,12 +335,13 @@ class RouterProcess(Process):
 
     async def run(self, life: Life) -> None:
         """Serve for ever."""
-        world, settings, clock = self.world, self._settings, self.machine
+        world, settings = self.world, self._settings
+        clock = AwakeClock(self.machine, settings.worker_timeout_ms).start()
         metrics = RouterMetrics(CollectorRegistry())
         ledger = LoadLedger(settings.reservation_ttl_ms)
         projection = Projection(PrefixIndex(settings.index_budget_bytes), ledger)
         policy = make_policy("kv", settings.cost_weights(), settings.temperature)
-        selector = Selector(projection, policy, settings.worker_queue_factor)
+        state = RouterState(Selector(projection, policy, settings.worker_queue_factor))
         feed: JournalFeed
         if self.embedded:
             feed = EmbeddedFeed(self.store.make())
@@ -339,16 +351,15 @@ class RouterProcess(Process):
             )
         self.feed = feed
         context = world.network.context()
-        service = RouterService(
-            settings, projection, selector, WatchedFeed(feed, world.watcher, self), metrics, clock, context
-        )
+        open_link = link_opener(context, settings, metrics, clock)
+        service = RouterService(settings, state, WatchedFeed(feed, world.watcher, self), metrics, clock, open_link)
         self.service = service
         if world.recordings is not None:
-            recorder = world.recordings.begin(self.plan.name, str(life), settings, projection, policy, clock)
-            service.record = recorder
-            selector.watch(recorder)
+            recorder = world.recordings.begin(self.plan.name, str(life), settings, state, clock)
+            service.books.record = recorder
+            state.log = recorder
             recorder.start()
-        plane = SelectPlane(context, settings.host, settings.select_port, service, selector, metrics, clock)
+        plane = SelectPlane(context, settings.host, settings.select_port, service.view, state, metrics, clock)
         self.select_endpoint = plane.endpoint
         await service.start()
         await asyncio.Event().wait()
@@ -380,6 +391,7 @@ class WorkerProcess(Process):
     async def run(self, life: Life) -> None:
         """Serve until stopped, and drain."""
         world, plan, clock = self.world, self.plan, self.machine
+        awake = AwakeClock(clock, PEER_LEASE_MS).start()
         network = world.network
         metrics = WorkerMetrics(CollectorRegistry())
         context = network.context()
@@ -414,11 +426,13 @@ class WorkerProcess(Process):
             world.vocabulary,
             ScaledTiming(PolynomialTiming(), plan.speedup),
             clock,
-            TransferModel(timeout_ms=3_000.0, kept_max=KEPT_TRANSFERS_MAX),
+            TransferModel(
+                timeout_ms=60_000.0 if world.scenario.strict else 3_000.0, kept_max=kept_transfers_max(world.scenario)
+            ),
             KvSource(card.request_endpoint, plan.name, epoch),
         )
         self.fetcher = fetcher = KvFetcher(
-            context, KV_FETCH_TIMEOUT_MS, MAX_WAITING_REQUESTS + plan.max_batch_size, clock, metrics
+            context, KV_FETCH_TIMEOUT_MS, MAX_WAITING_REQUESTS + plan.max_batch_size, awake, metrics
         )
         self.service = service = WorkerService(
             plan.name,
@@ -427,7 +441,7 @@ class WorkerProcess(Process):
             engine,
             requests,
             ServiceLimits(PEER_LEASE_MS, DRAIN_TIMEOUT_MS),
-            clock,
+            awake,
             metrics,
             KvExchange(engine, fetcher),
         )
@@ -472,13 +486,13 @@ class GlobalRouterProcess(Process):
 
     async def run(self, life: Life) -> None:
         """Serve for ever."""
-        clock: Clock = self.machine
+        clock = AwakeClock(self.machine, SELECT_TIMEOUT_MS).start()
         self._ready = False
         settings = GlobalRouterSettings(
             config=Path("simulated"),
             status_interval_ms=100,
             status_timeout_ms=600,
-            select_timeout_ms=300,
+            select_timeout_ms=SELECT_TIMEOUT_MS,
             connect_timeout_ms=300,
             worker_timeout_ms=1_000,
             link_idle_ms=2_000,
@@ -512,4 +526,4 @@ class GlobalRouterProcess(Process):
     @property
     def ready(self) -> bool:
         """Say whether requests may be sent here."""
-        return self.alive and self._ready and self.service is not None and self.service.missing() is None
+        return self.alive and self._ready and self.service is not None and self.service.view.missing() is None

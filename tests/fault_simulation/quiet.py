@@ -132,8 +132,9 @@ def unquiet_router(router: RouterProcess, workers: Iterable[WorkerProcess]) -> s
     if service is None or not service.ready:
         return f"{router.life} is not ready"
     active, waiting = service.counts()
-    if active or waiting or any(service._on_link.values()):
-        return f"{router.life} has {list(service._active)} active, {waiting} waiting, on links {service._on_link}"
+    links = service.in_flight.endpoints()
+    if active or waiting or links:
+        return f"{router.life} has {list(service.books.active)} active, {waiting} waiting, on links {links}"
     feed, offset = router.feed, router.store.offset
     if isinstance(feed, RemoteFeed):
         follower = feed._follower
@@ -145,8 +146,8 @@ def unquiet_router(router: RouterProcess, workers: Iterable[WorkerProcess]) -> s
     here = {_key(worker): worker for worker in workers}
     if set(projection.fleet.workers) != set(here):
         return f"{router.life} knows {sorted(projection.fleet.workers)}, there are {sorted(here)}"
-    if service.unreachable:
-        return f"{router.life} cannot reach {sorted(service.unreachable)}"
+    if service.links.unreachable:
+        return f"{router.life} cannot reach {sorted(service.links.unreachable)}"
     for key, worker in here.items():
         known = projection.fleet.workers[key]
         if known.epoch != worker.epoch or known.draining or known.card != worker.card:
@@ -170,8 +171,8 @@ def unquiet_global(router: GlobalRouterProcess) -> str | None:
     service = router.service
     if service is None or not router.ready:
         return f"{router.life} is not ready"
-    if len(service) or service._on_link:
-        return f"{router.life} has {list(service._flights)} under way"
+    if len(service) or service.in_flight.endpoints():
+        return f"{router.life} has {list(service.books.flights)} under way"
     for pool in service.pools.all():
         if pool.status is None or not pool.status.ready:
             return f"{router.life} has lost pool {pool.name}: {pool.last_error}"

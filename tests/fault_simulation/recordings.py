@@ -15,8 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from router.consolidator.journal.files import FileJournal
-from router.core.policy import Policy
-from router.core.projection import Projection
+from router.core.router_state import RouterState
 from router.decision_journal.entries import Checkpoint
 from router.decision_journal.opening import DECIDING_SETTINGS, policy_of
 from router.decision_journal.reader import stored_entries
@@ -56,15 +55,14 @@ class Recordings:
     passed_over: int = 0
 
     def begin(
-        self, pool: str, life: str, settings: RouterSettings, projection: Projection, policy: Policy, clock: Clock
+        self, pool: str, life: str, settings: RouterSettings, state: RouterState, clock: Clock
     ) -> DecisionRecorder:
         """Return the recorder of a router's new life."""
         disk = FakeDisk()
         self.by_pool.setdefault(pool, []).append((life, disk))
         return DecisionRecorder(
             DecisionSegments(disk, FOREVER, FOREVER),
-            projection,
-            policy,
+            state,
             settings_noted(life, "simulated", {name: getattr(settings, name) for name in DECIDING_SETTINGS}),
             clock,
             SEGMENT_BYTES,

@@ -1,6 +1,7 @@
 """What a seed means: machines, settings, load and the faults that will happen, drawn once, before anything runs.
 
-A profile says what kind of trouble there is. ``calm`` has none and is strict: every request must succeed.
+A profile says what kind of trouble there is. ``calm`` has none, ``pauses`` processes that stand still and slow disks;
+both are strict: every request must succeed. ``stalls`` has the same among crashes and broken connections.
 """
 
 from __future__ import annotations
@@ -14,7 +15,27 @@ from wire.hashing import pack_tokens
 from wire.identifiers import Role
 from wire.requests import Sampling
 
-PROFILES = ("calm", "lossy-network", "crashes", "disk", "slow-readers", "disaggregated", "pools", "everything")
+PROFILES = (
+    "calm",
+    "lossy-network",
+    "crashes",
+    "disk",
+    "slow-readers",
+    "disaggregated",
+    "pools",
+    "everything",
+    "pauses",
+    "stalls",
+)
+
+STRICT = ("calm", "pauses")
+"""Profiles under which nothing may go wrong for any client."""
+
+LONG_PAUSED = ("pauses", "stalls")
+"""Profiles with pauses of ``LONG_PAUSES_S`` and slow disks."""
+
+LONG_PAUSES_S = (1.5, 4.0, 8.0, 30.0)
+"""A lease and a link time out within a second here, a peer within two."""
 
 MODEL = "m"
 VOCABULARY_SIZE = 500
@@ -35,6 +56,9 @@ FaultKind = Literal[
     "clock-jump",
     "disk-full",
     "sync-fails",
+    "slow-write",
+    "slow-disk",
+    "silence",
 ]
 
 
@@ -133,7 +157,7 @@ class Scenario:
     @property
     def strict(self) -> bool:
         """Say whether nothing may go wrong for any client."""
-        return self.profile == "calm"
+        return self.profile in STRICT
 
     def workers(self) -> list[WorkerPlan]:
         """Return the workers of all pools."""
@@ -150,6 +174,8 @@ class _Mix:
 
 _MIXES: dict[str, _Mix] = {
     "calm": _Mix((0, 0)),
+    "pauses": _Mix((0, 0)),
+    "stalls": _Mix((0, 3), {"crash": 4, "break": 3, "partition": 1, "power-failure": 1, "clock-jump": 1}),
     "lossy-network": _Mix((1, 5), {"partition": 3, "break": 4}),
     "crashes": _Mix((2, 6), {"crash": 8, "drain": 2, "join": 2, "remove": 1, "clock-jump": 1, "break": 1, "pause": 1}),
     "disk": _Mix((2, 6), {"power-failure": 6, "disk-full": 4, "sync-fails": 2, "crash": 2}),
@@ -183,8 +209,10 @@ def make_scenario(seed: int, profile: str | None = None) -> Scenario:
     if profile not in PROFILES:
         raise ValueError(f"making a scenario: the profile is {profile!r}, allowed are {', '.join(PROFILES)}")
     rng = Random(f"{seed}/{profile}")
-    disaggregated = profile == "disaggregated" or (profile in ("pools", "everything") and rng.random() < 0.5)
-    global_router = profile == "pools" or (profile == "everything" and rng.random() < 0.3)
+    disaggregated = profile == "disaggregated" or (
+        profile in ("pools", "everything", "pauses", "stalls") and rng.random() < 0.5
+    )
+    global_router = profile == "pools" or (profile in ("everything", "stalls") and rng.random() < 0.3)
     block_size = rng.choice((4, 8, 16))
     pools = _pools(rng, profile, disaggregated, global_router)
     entrances = len(pools[0].routers)
@@ -192,8 +220,14 @@ def make_scenario(seed: int, profile: str | None = None) -> Scenario:
         # Pools that can serve whole requests have clients of their own, too.
         entrances = 1 if disaggregated else 1 + len(pools)
     span_s = rng.choice((1.0, 2.0, 4.0))
-    requests = _requests(rng, rng.randint(4, 24), span_s, entrances, block_size, profile)
-    ends_s = span_s + 1.0 + (CALM_START_S - START_S if profile == "calm" else 0.0)
+    requests = _requests(
+        rng, rng.randint(4, 12 if profile in LONG_PAUSED else 24), span_s, entrances, block_size, profile
+    )
+    ends_s = span_s + 1.0 + (CALM_START_S - START_S if profile in STRICT else 0.0)
+    faults = _faults(rng, profile, pools, global_router, ends_s)
+    if profile in LONG_PAUSED:
+        faults += _long_pauses(rng, profile, pools, global_router, ends_s)
+        ends_s = max([ends_s, *(fault.at_s + fault.for_s for fault in faults)]) + 0.5
     return Scenario(
         seed=seed,
         profile=profile,
@@ -204,13 +238,13 @@ def make_scenario(seed: int, profile: str | None = None) -> Scenario:
         eos_probability=rng.choice((0.0, 0.02)),
         local_prefill_max_tokens=rng.choice((0, 0, 16)),
         requests=requests,
-        faults=_faults(rng, profile, pools, global_router, ends_s),
+        faults=tuple(sorted(faults, key=lambda fault: fault.at_s)),
         network=_network(rng, profile),
         ends_s=ends_s,
         outbox_bytes=64 * 1024,
         memory_journal_bytes=rng.choice((2_000, 20_000, 10_000_000)),
         snapshot_every_records=rng.choice((10, 40, 10_000)),
-        queue_limit=rng.choice((2, 100)) if profile != "calm" else 100,
+        queue_limit=rng.choice((2, 100)) if profile not in STRICT else 100,
         worker_queue_factor=rng.choice((0.5, 1.0, 2.0)),
         restart_s=rng.choice((0.05, 0.3, 1.5)),
     )
@@ -238,7 +272,7 @@ def _pools(rng: Random, profile: str, disaggregated: bool, global_router: bool) 
                 roles.append(Role.AGGREGATED)
         routers = 1 if global_router else rng.choice((1, 1, 2))
         embedded = routers == 1 and rng.random() < 0.4
-        on_disk = profile == "disk" or (profile != "calm" and rng.random() < 0.5)
+        on_disk = profile in ("disk", "pauses") or (profile != "calm" and rng.random() < 0.5)
         pools.append(
             PoolPlan(
                 name,
@@ -252,7 +286,8 @@ def _pools(rng: Random, profile: str, disaggregated: bool, global_router: bool) 
                         total_kv_blocks=rng.choice((24, 40, 80)),
                         host_kv_blocks=rng.choice((0, 0, 16)),
                         max_batch_size=rng.choice((2, 4)),
-                        speedup=rng.choice((0.5, 1.0, 3.0)),
+                        # Slow ones are still at it when a long pause is over.
+                        speedup=rng.choice((0.1, 0.5, 3.0) if profile in LONG_PAUSED else (0.5, 1.0, 3.0)),
                         same_port=rng.random() < 0.5,
                     )
                     for number, role in enumerate(roles)
@@ -271,7 +306,7 @@ def _requests(
         return [rng.randrange(3, VOCABULARY_SIZE) for _ in range(number)]
 
     shared = [tokens(block_size * rng.randint(1, 5)) for _ in range(3)]
-    cancels = (0.0 if rng.random() < 0.5 else 0.2) if profile == "calm" else rng.choice((0.1, 0.4))
+    cancels = (0.0 if rng.random() < 0.5 else 0.2) if profile in STRICT else rng.choice((0.1, 0.4))
     plans: list[RequestPlan] = []
     for number in range(count):
         prompt = [*(rng.choice(shared) if rng.random() < 0.8 else []), *tokens(rng.randint(1, 3 * block_size))]
@@ -281,7 +316,7 @@ def _requests(
         plans.append(
             RequestPlan(
                 request_id=f"r{number}",
-                at_s=(CALM_START_S if profile == "calm" else START_S) + rng.random() * span_s,
+                at_s=(CALM_START_S if profile in STRICT else START_S) + rng.random() * span_s,
                 entrance=rng.choice((0, rng.randrange(entrances))),
                 token_ids=pack_tokens(prompt),
                 sampling=Sampling(max_tokens=osl, seed=rng.choice((None, number))),
@@ -357,8 +392,55 @@ def _faults(
     return tuple(sorted(faults, key=lambda fault: fault.at_s))
 
 
+def _long_pauses(
+    rng: Random, profile: str, pools: tuple[PoolPlan, ...], global_router: bool, ends_s: float
+) -> tuple[Fault, ...]:
+    """Return processes that stand still for up to half a minute, and disks that are slow."""
+    stores = [pool.routers[0] if pool.embedded else f"{pool.name}.consolidator" for pool in pools]
+    routers = [router for pool in pools for router in pool.routers]
+    workers = [
+        worker.name
+        for pool in pools
+        for worker in pool.workers
+        if profile not in STRICT or sum(worker.role is other.role for other in pool.workers) > 1
+    ]
+    begin_s = CALM_START_S if profile in STRICT else START_S
+    # One worker, and in a strict run one of several: a request for which nobody is left is refused, rightly.
+    someone = [*routers, *stores, *(["global"] if global_router else [])]
+    paused = [rng.choice(someone) for _ in range(rng.randint(0, 2))]
+    if workers and rng.random() < 0.6:
+        paused.append(rng.choice(workers))
+    faults = [
+        Fault(begin_s + rng.random() * (ends_s - begin_s), "pause", target, for_s=rng.choice(LONG_PAUSES_S))
+        for target in paused
+    ]
+    for _ in range(rng.randint(0, 2)):
+        at_s = begin_s + rng.random() * (ends_s - begin_s)
+        if rng.random() < 0.6:
+            faults.append(Fault(at_s, "slow-write", rng.choice(stores), amount_ms=rng.choice((500, 4000, 8000))))
+        else:
+            slow_ms = rng.choice((200, 1000))
+            faults.append(Fault(at_s, "slow-disk", rng.choice(stores), for_s=rng.choice((1.0, 5.0)), amount_ms=slow_ms))
+    apart = [pool for pool in pools if not pool.embedded]
+    if workers and apart and rng.random() < 0.3:
+        # Its signs of life do not reach the consolidator, its tokens do reach the router.
+        pool = rng.choice(apart)
+        silent = [worker.name for worker in pool.workers if worker.name in workers]
+        if silent and not any(fault.target in workers for fault in faults):
+            faults.append(
+                Fault(
+                    begin_s + rng.random(),
+                    "silence",
+                    rng.choice(silent),
+                    f"{pool.name}.consolidator",
+                    rng.choice((1.5, 4.0)),
+                )
+            )
+    return tuple(faults)
+
+
 def _network(rng: Random, profile: str) -> Faults:
-    if profile in ("calm", "disk"):
+    if profile in ("calm", "disk", "pauses"):
         return Faults()
     if profile == "slow-readers":
         return Faults(slow=0.05, queue_max=rng.choice((4, 16, 64)))

@@ -23,7 +23,7 @@ from random import Random
 from typing import Any
 
 from frontend.ports import InferenceRequest, Refused, StreamDelta
-from global_router.core.document_reader import load_document
+from global_router.core.document.reader import load_document
 from tests.fault_simulation import bounds, quiet
 from tests.fault_simulation.network import Network
 from tests.fault_simulation.processes import (
@@ -108,6 +108,7 @@ class Simulation:
         self.watcher = Watcher(self.loop, self.trace)
         self.network = Network(self.loop, Random(f"{scenario.seed}/network"), self.trace, scenario.network)
         self.network.on_send = self.watcher.on_send
+        self.network.on_close = self.watcher.on_close
         vocabulary = Vocabulary(VOCABULARY_SIZE, eos_probability=scenario.eos_probability)
         self.world = World(scenario, self.loop, self.network, self.watcher, vocabulary)
         self.world.on_end = self._on_end
@@ -350,6 +351,8 @@ class Simulation:
             network.block(fault.target, fault.other, until_s)
             if self._rng.random() < 0.7:
                 network.block(fault.other, fault.target, until_s)
+        elif fault.kind == "silence":
+            network.block(fault.target, fault.other, until_s)
         elif fault.kind == "break":
             network.break_connections(fault.target, fault.other)
         elif fault.kind == "pause" and process.life is not None:
@@ -359,6 +362,11 @@ class Simulation:
         elif fault.kind == "disk-full":
             process.machine.disk.full = True
             self._at(until_s, lambda: setattr(process.machine.disk, "full", False))
+        elif fault.kind == "slow-write":
+            process.machine.disk.slow_once_s = fault.amount_ms / 1000
+        elif fault.kind == "slow-disk":
+            process.machine.disk.slow_s = fault.amount_ms / 1000
+            self._at(until_s, lambda: setattr(process.machine.disk, "slow_s", 0.0))
         elif fault.kind == "sync-fails":
             process.machine.disk.sync_fails = True
             self._at(until_s, lambda: setattr(process.machine.disk, "sync_fails", False))
@@ -367,7 +375,9 @@ class Simulation:
         self.watcher.note("mend", "everything")
         self.network.heal()
         for process in self.processes.values():
-            process.machine.disk.full = process.machine.disk.sync_fails = False
+            disk = process.machine.disk
+            disk.full = disk.sync_fails = False
+            disk.slow_s = disk.slow_once_s = 0.0
 
     # -- clients -------------------------------------------------------------------------------------------------------
 

@@ -69,6 +69,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._closed = False
         self._running = False
         self._callbacks_left = callbacks_max
+        self._thread_s: float | None = None
+        """What the thread's work that is being done has taken so far; ``None`` on the loop itself."""
         self.failures: list[str] = []
         """Exceptions that nobody caught."""
 
@@ -187,19 +189,36 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         future: asyncio.Future[T] = self.create_future()
 
         def work() -> None:
+            self._thread_s = 0.0
             try:
                 result = func(*args)
             except Exception as error:
-                if not future.done():
-                    future.set_exception(error)
-                return
-            if not future.done():
-                future.set_result(result)
+                self._deliver(_settle, future, error, None)
+            else:
+                self._deliver(_settle, future, None, result)
 
         slow = self._rng.random() < SLOW_THREAD_SHARE
         delay_s = self._rng.uniform(0.0, SLOW_THREAD_DELAY_MAX_S if slow else THREAD_DELAY_MAX_S)
         self.call_later(delay_s, work)
         return future
+
+    def spend(self, seconds: float) -> None:
+        """Take time, as a call does that waits for a device: of a thread; where the loop waits the run has failed."""
+        if self._thread_s is not None:
+            self._thread_s += seconds
+            return
+        life = LIFE.get()
+        if life is not None:
+            life.paused_until_s = max(life.paused_until_s, self._now_s) + seconds
+            self.failures.append(f"the event loop of {life} waited {1000 * seconds:.0f} ms for a disk")
+
+    def _deliver(self, settle: Callable[..., None], *args: Any) -> None:
+        """End a thread's work once its time has passed."""
+        spent_s, self._thread_s = self._thread_s, None
+        if spent_s:
+            self.call_later(spent_s, settle, *args)
+        else:
+            settle(*args)
 
     # -- readers -------------------------------------------------------------------------------------------------------
 
@@ -263,3 +282,12 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._ready.clear()
         self._timers.clear()
         self._readers.clear()
+
+
+def _settle(future: asyncio.Future[Any], error: Exception | None, result: Any) -> None:
+    if future.done():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)

@@ -7,7 +7,8 @@ Rules that are watched
 2. An acknowledgement (also a welcome is one) means "in the journal", and with ``fsync=always`` "durable".
 3. No request is sent to a worker that the router knows to be gone or draining.
 4. Every bound holds, and the sums of a ledger are the sums of its entries (``bounds.py``).
-5. Nothing raises what nobody expects.
+5. No router closes a connection on which requests are under way: what flows is not cut.
+6. Nothing raises what nobody expects, and no event loop waits for a disk.
 
 A *reference fold* applies to each journal's records what the consolidator claims of them; ``quiet.py`` compares both.
 """
@@ -145,6 +146,16 @@ class Watcher:
                 self._on_dispatch(pipe)
         elif pipe.plane == "ingest" and not from_client:
             self._on_acknowledged(pipe, frames[-1])
+
+    def on_close(self, pipe: Pipe, from_client: bool) -> None:
+        """Look at a connection that one side closes while it stands."""
+        life = pipe.client.life
+        router = self.routers.get(life.machine)
+        if pipe.plane != "request" or not from_client or life.dead or router is None or router.service is None:
+            return
+        under_way = router.service.in_flight.under_way(pipe.client.endpoint)
+        if under_way:
+            self.fail(f"{life} cut the streams of {under_way}, whose connection to {pipe.server.life} stands")
 
     def _on_dispatch(self, pipe: Pipe) -> None:
         self.dispatches += 1

@@ -19,6 +19,7 @@ from frontend.ports import InferenceBackend
 from frontend.prompt_model import PromptModel
 from frontend.settings import FrontendSettings
 from runtime.http_protocol import DirectProtocol
+from runtime.http_settings import HttpLimits
 from tests.frontend.fake_backend import TINY
 
 Http = str | type[DirectProtocol]
@@ -51,6 +52,8 @@ class _Server(uvicorn.Server):
     """Tells when it answers, so that nothing has to poll for it."""
 
     def __init__(self, app: FastAPI, http: Http) -> None:
+        if not isinstance(http, str):
+            http = http.serving(HttpLimits(), None)
         super().__init__(uvicorn.Config(app, log_level="warning", http=http, access_log=False))
         self.answering = threading.Event()
 

@@ -26,6 +26,7 @@ from frontend import prompt_encoder
 from frontend.models import TINY_MODEL_PATH
 from frontend.prompt_encoder import Lookup, PromptEncoder, probes
 from frontend.segment_cache import SEGMENT_CHARS_MIN, cut
+from runtime.tenant_caches import EVERYBODY
 from wire.hashing import pack_tokens
 
 CORPUS = [
@@ -180,9 +181,9 @@ def test_every_text_has_the_tokenizers_own_ids(kind: str, awkward: bool) -> None
     def check(text: str, add_special_tokens: bool) -> None:
         expected = answer(tokenizer, text, add_special_tokens)
         for encoder in (slow, fast):
-            assert encoder.encode(text, add_special_tokens) == expected
+            assert encoder.encode(text, add_special_tokens, EVERYBODY) == expected
             # Again, now from the cache.
-            assert encoder.encode(text, add_special_tokens) == expected
+            assert encoder.encode(text, add_special_tokens, EVERYBODY) == expected
 
     check()
 
@@ -219,11 +220,11 @@ def test_conversations_that_interleave_have_the_tokenizers_own_ids(kind: str) ->
                 said = held[(number + 1) % 3][:-1]
             said = held[number] = [*said, f"<|start|>user\n{content}<|end|>\n"]
             text = f"{''.join(said)}<|start|>"
-            waiting.append((text, encoder.look_up(text)))
+            waiting.append((text, encoder.look_up(text, domain=EVERYBODY)))
             if len(waiting) > 2:
                 asked, lookup = waiting.pop(0)
                 assert encoder.complete(lookup) == answer(tokenizer, asked)
-            assert encoder.encode(text) == answer(tokenizer, text)
+            assert encoder.encode(text, domain=EVERYBODY) == answer(tokenizer, text)
             assert encoder.cache_used_bytes <= 48 * 1024
         for asked, lookup in waiting:
             assert encoder.complete(lookup) == answer(tokenizer, asked)
@@ -237,7 +238,7 @@ def test_cutting_is_exact_on_the_probes(kind: str) -> None:
     for text in list(probes(TOKENS))[::7]:
         whole = f"{text}{'x ' * 130}<|start|>{text}{'y z ' * 130}<|end|><|start|>{text}"
         assert len(cut(whole, encoder.delimiters)) > 1
-        assert encoder.encode(whole) == answer(tokenizer, whole)
+        assert encoder.encode(whole, domain=EVERYBODY) == answer(tokenizer, whole)
 
 
 def test_a_later_turn_of_a_conversation_is_computed_for_its_new_text_only() -> None:
@@ -248,7 +249,8 @@ def test_a_later_turn_of_a_conversation_is_computed_for_its_new_text_only() -> N
     for number in range(6):
         turns += f"<|start|>user\nquestion {number} {'quick brown fox ' * 40}<|end|>\n"
         before = encoder.encoded_tokens
-        assert encoder.encode(f"{turns}<|start|>assistant\n") == answer(tokenizer, f"{turns}<|start|>assistant\n")
+        prompt = f"{turns}<|start|>assistant\n"
+        assert encoder.encode(prompt, domain=EVERYBODY) == answer(tokenizer, prompt)
         computed = encoder.encoded_tokens - before
         assert computed < 1.5 * len(answer(tokenizer, turns)) / 4 / (number + 1) + 8
         turns += f"<|start|>assistant\nanswer {number} {'lazy dog ' * 40}<|end|>\n"
@@ -260,22 +262,22 @@ def test_the_cache_stays_within_its_bytes_and_forgets_the_oldest() -> None:
     encoder = PromptEncoder(tokenizer, cache_bytes=40_000, fast=False)
     for number in range(100):
         text = f"<|start|>{number} {'filler ' * 60}<|end|>{number}{'more ' * 60}"
-        assert encoder.encode(text) == answer(tokenizer, text)
+        assert encoder.encode(text, domain=EVERYBODY) == answer(tokenizer, text)
         assert encoder.cache_used_bytes <= 40_000
     encoded = encoder.encoded_tokens
-    encoder.encode(text)
+    encoder.encode(text, domain=EVERYBODY)
     assert encoder.encoded_tokens == encoded, "the newest is there"
-    encoder.encode(f"<|start|>0 {'filler ' * 60}<|end|>0{'more ' * 60}")
+    encoder.encode(f"<|start|>0 {'filler ' * 60}<|end|>0{'more ' * 60}", domain=EVERYBODY)
     assert encoder.encoded_tokens > encoded, "the oldest is gone"
 
 
 def test_one_huge_segment_does_not_empty_the_cache() -> None:
     tokenizer, _ = made("byte-level", awkward=False, fast=False)
     encoder = PromptEncoder(tokenizer, cache_bytes=64_000, fast=False)
-    encoder.encode(f"<|start|>{'kept ' * 60}<|end|>{'kept too ' * 60}")
+    encoder.encode(f"<|start|>{'kept ' * 60}<|end|>{'kept too ' * 60}", domain=EVERYBODY)
     used = encoder.cache_used_bytes
     huge = f"<|start|>{'huge ' * 20_000}"
-    assert encoder.encode(huge) == answer(tokenizer, huge)
+    assert encoder.encode(huge, domain=EVERYBODY) == answer(tokenizer, huge)
     assert encoder.cache_used_bytes == used > 0
 
 
@@ -300,7 +302,7 @@ def test_a_token_that_is_not_proven_safe_is_not_cut_at(added: list[AddedToken]) 
     encoder = PromptEncoder(tokenizer, template_text=str(added[0].content), fast=False)
     assert str(added[0].content) not in encoder.delimiters
     text = f"{'a b ' * 80}{added[0].content} {'c d ' * 80}{added[0].content}x"
-    assert encoder.encode(text) == answer(tokenizer, text)
+    assert encoder.encode(text, domain=EVERYBODY) == answer(tokenizer, text)
 
 
 def test_a_tokenizer_that_rolls_dice_is_never_cut() -> None:
@@ -327,7 +329,7 @@ def test_a_fast_tokenizer_that_differs_is_not_used(monkeypatch: pytest.MonkeyPat
     encoder = PromptEncoder(tokenizer)
     assert not encoder.is_fast
     assert "ﬁ" in encoder.slow_because
-    assert encoder.encode("ﬁ") == answer(tokenizer, "ﬁ")
+    assert encoder.encode("ﬁ", domain=EVERYBODY) == answer(tokenizer, "ﬁ")
 
 
 def test_a_prompt_on_which_the_fast_tokenizer_fails_is_encoded_all_the_same() -> None:
@@ -344,7 +346,7 @@ def test_a_prompt_on_which_the_fast_tokenizer_fails_is_encoded_all_the_same() ->
     encoder._encoder = Failing()
     long = f"<|start|>{'some text ' * 60}<|end|>{'more text ' * 60}"
     for text in ("short", long):
-        assert encoder.encode(text) == answer(tokenizer, text)
+        assert encoder.encode(text, domain=EVERYBODY) == answer(tokenizer, text)
     assert encoder.fast_failures == 2
 
 

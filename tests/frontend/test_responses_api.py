@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import pydantic
 import pytest
 
 from frontend.ports import InferenceRequest
+from frontend.prompt_model import PromptModel
 from tests.frontend.fake_backend import TINY, FakeBackend, Step, speak
 from tests.frontend.server import application, in_process, served_in_thread
 
@@ -78,6 +80,28 @@ def test_the_client_gets_reasoning_text_and_calls_as_items(client: openai.OpenAI
     assert response.usage is not None
     assert response.usage.input_tokens_details.cached_tokens == 2
     assert 0 < response.usage.output_tokens_details.reasoning_tokens < response.usage.output_tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_tokens_of_long_reasoning_are_counted_in_a_thread(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    where: list[tuple[int, str]] = []
+    encode = PromptModel.encode
+
+    def watched(self: PromptModel, text: str, *args: Any, **options: Any) -> bytes:
+        where.append((threading.get_ident(), text))
+        return encode(self, text, *args, **options)
+
+    monkeypatch.setattr(PromptModel, "encode", watched)
+    backend = FakeBackend(lambda request: speak("<think>" + "Look it up. " * 4000 + "</think>Done."))
+
+    async def go() -> httpx.Response:
+        async with in_process(application(backend, reasoning_parser="qwen3")) as http:
+            return await http.post("/v1/responses", json={"model": "tiny", "input": "hi", "stream": stream})
+
+    assert asyncio.run(go()).status_code == 200
+
+    [thread] = [each for each, text in where if text.strip() == ("Look it up. " * 4000).strip()]
+    assert thread != threading.get_ident()
 
 
 def test_the_clients_streaming_helper_comes_to_the_same_response(client: openai.OpenAI) -> None:

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from frontend.ports import HINT_HEADERS, Refused
-from global_router.core.request_hints import ITL_HEADER, TTFT_HEADER
+from global_router.core.document.axis import AXIS, TARGETS
 from tests.frontend.fake_backend import FakeBackend
 from tests.frontend.server import application, in_process
 from tests.frontend.test_inference import COMPLETIONS, post
@@ -36,11 +36,11 @@ def test_targets_and_agent_hints_are_handed_over_unread() -> None:
 def test_headers_are_handed_over_by_lower_case_name() -> None:
     given = {"X-TTFT-Target-Ms": "12.5", "x-itl-target-ms": "soon"}
 
-    assert hints_of(headers=given) == {"headers": {TTFT_HEADER: "12.5", ITL_HEADER: "soon"}}
+    assert hints_of(headers=given) == {"headers": {AXIS["ttft"].hint_header: "12.5", AXIS["itl"].hint_header: "soon"}}
 
 
 def test_the_names_are_those_that_the_global_router_reads() -> None:
-    assert HINT_HEADERS == (TTFT_HEADER, ITL_HEADER)
+    assert tuple(kind.hint_header for kind in TARGETS) == HINT_HEADERS
 
 
 def test_every_choice_of_a_request_has_the_same_hints() -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from frontend.chat_template import ChatTemplate, TemplateFailure
 from frontend.models import TINY_MODEL_PATH
 from frontend.prompt_model import ModelDirectoryError, PromptModel
-from frontend.template_sandbox import STEPS_PER_LOOK, TemplateSandbox
+from frontend.template_sandbox import ENTRIES_MAX, STEPS_PER_LOOK, TemplateSandbox, entries_of
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -62,6 +65,96 @@ def render(source: str, limit_ms: float = 60_000) -> str:
 def test_what_would_hang_or_swell_is_stopped(source: str, why: str) -> None:
     with pytest.raises(TemplateFailure, match=why):
         render(source, limit_ms=200 if "long" in why else 60_000)
+
+
+NESTINGS = {
+    "lists": ("l=[1]", "n.l = [n.l, n.l]"),
+    "tuples": ("l=(1,)", "n.l = (n.l, n.l)"),
+    "objects": ("l={}", "n.l = {'a': n.l, 'b': n.l}"),
+    "calls of dict": ("l={}", "n.l = dict(a=n.l, b=n.l)"),
+    "sums": ("l=[1]", "n.l = n.l + n.l"),
+    "lists in sums": ("l=[1]", "n.l = [n.l] + [n.l]"),
+    "products": ("l=[1]", "n.l = [n.l] * 2"),
+    "slices of lists": ("l=[1]", "n.l = [n.l[:], n.l|list]"),
+}
+
+
+@pytest.mark.parametrize("nesting", sorted(NESTINGS))
+@pytest.mark.parametrize("use", ["{{ n.l|tojson }}", "{{ n.l }}", "{{ n.l == n.l[:] }}"])
+def test_a_value_that_is_small_in_memory_and_endless_to_print_is_never_made(nesting: str, use: str) -> None:
+    """60 doublings: any look at what is inside would last for ever."""
+    first, again = NESTINGS[nesting]
+    source = f"{{% set n = namespace({first}) %}}{{% for i in range(60) %}}{{% set {again} %}}{{% endfor %}}{use}"
+
+    with pytest.raises(TemplateFailure, match=f"a value has more than {ENTRIES_MAX} entries|takes too long"):
+        ChatTemplate(source).render(HI, limit_ms=500)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% set n = namespace(l=[1]) %}{% for i in range(9) %}{% set n.l = n.l|batch(5000, n.l)|list %}{% endfor %}"
+        "{{ n.l }}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1, varargs, varargs) }}{% else %}{{ varargs }}{% endif %}{% endmacro %}"
+        "{{ f(60, 1) }}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1, a=kwargs, b=kwargs) }}{% else %}{{ kwargs }}{% endif %}{% endmacro %}"
+        "{{ f(60, a=1) }}",
+        "{% set l = [1] * 900 %}{{ [l, l, l]|sum(start=[]) }}",
+        "{{ ('a ' * 9000000).split() }}",
+        "{{ ('a ' * 9000000).rsplit(' ') }}",
+        "{{ ('a\n' * 9000000).splitlines() }}",
+        "{{ ('a' * 9000000)|list }}",
+        "{{ ('www.a.b ' * 900000)|urlize }}",
+    ],
+)
+def test_other_ways_to_make_much_of_little_end_too(source: str) -> None:
+    with pytest.raises(TemplateFailure, match=r"the limit|allowed|is given a list"):
+        ChatTemplate(source).render(HI)
+
+
+def test_namespaces_in_each_other_are_not_printed() -> None:
+    nested = "{% set n = namespace(l=1) %}{% for i in range(60) %}{% set n.l = namespace(a=n.l, b=n.l) %}{% endfor %}"
+
+    assert render(nested + "{{ n.l }}") == "<Namespace>"
+
+
+@given(
+    st.recursive(
+        st.integers(0, 9) | st.text("ab", max_size=3),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text("xyz", max_size=2), inner, max_size=4),
+    )
+)
+def test_the_entries_that_a_value_is_said_to_have_are_those_that_a_walk_finds(value: Any) -> None:
+    def walk(here: Any) -> int:
+        if isinstance(here, dict):
+            here = list(here.values())
+        return len(here) + sum(map(walk, here)) if isinstance(here, list) else 0
+
+    environment = TemplateSandbox()
+    template = environment.from_string("{{ seen([value, value] + [[value]] * 2, {'a': value}) }}")
+    seen: list[int] = []
+    environment.begin(10_000, 60)
+    template.render(value=value, seen=lambda *built: seen.extend(map(entries_of, built)))
+
+    assert seen == [2 + 2 * walk(value) + 2 * (2 + walk(value)), 1 + walk(value)]
+
+
+def test_the_clock_is_read_beside_every_large_operation() -> None:
+    """With a clock that says so, a rendering ends at once, not some steps later."""
+    now = 0.0
+    environment = TemplateSandbox(monotonic=lambda: now)
+    template = environment.from_string("{% set x = 'a' * 5000 %}{{ late() }}{{ x|upper }}{{ not_late_enough() }}")
+    late: list[str] = []
+
+    def be_late() -> str:
+        nonlocal now
+        now = 99.0
+        return ""
+
+    environment.begin(100_000, 1)
+    with pytest.raises(Exception, match="takes too long"):
+        template.render(late=be_late, not_late_enough=lambda: late.append("went on"))
+    assert not late
 
 
 def test_steps_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:

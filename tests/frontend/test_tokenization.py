@@ -10,9 +10,9 @@ import pytest
 
 from frontend.chat_template import ChatTemplate
 from frontend.errors import RequestError
+from frontend.ports import ServedModel
 from frontend.prompt_encoder import BatchEncoder
 from frontend.prompt_model import PromptModel
-from frontend.request_ids import RequestIds
 from frontend.tokenization import TokenizationPool
 from tests.frontend.fake_backend import TINY, FakeBackend
 from tests.frontend.server import application, in_process
@@ -176,15 +176,32 @@ def test_a_rendering_that_takes_too_long_even_there_is_refused(seen: Watched) ->
     assert seen.prompts() == []
 
 
-def test_request_ids_are_unique_among_those_in_flight() -> None:
-    ids = RequestIds("p-")
-    assert ids.wanted(None) == "p-1"
-    assert ids.wanted(b"mine") == "mine"
-    assert ids.wanted(b"x" * 129) == "p-2"
-    assert ids.wanted(b"new\r\nline") == "p-3"
-    assert ids.claim("mine", 1) == ["mine"]
-    assert ids.claim("mine", 2) == ["mine-0", "mine-1"]
-    assert ids.claim("mine-1", 1) == ["mine-1.4"]
-    ids.release(["mine"])
-    assert ids.claim("mine", 1) == ["mine"]
-    assert len(ids) == 4
+def test_work_that_is_due_is_done_however_much_waits() -> None:
+    async def go() -> list[int]:
+        pool = TokenizationPool(threads=1, queue_limit=0, inline_bytes=0)
+        gate = threading.Event()
+        try:
+            first = asyncio.ensure_future(pool.run_in_thread(lambda: int(gate.wait(30))))
+            await asyncio.sleep(0)
+            with pytest.raises(RequestError):
+                await pool.run_in_thread(lambda: 2)
+            due = asyncio.ensure_future(pool.run_in_thread(lambda: 3, is_due=True))
+            await asyncio.sleep(0)
+            gate.set()
+            return [await first, await due]
+        finally:
+            gate.set()
+            pool.close()
+
+    assert asyncio.run(go()) == [1, 3]
+
+
+def test_an_array_that_is_too_long_for_the_model_is_refused_before_its_tokens_are_looked_at() -> None:
+    async def go() -> httpx.Response:
+        backend = FakeBackend(served=[ServedModel("tiny", 0, 100)])
+        async with in_process(application(backend)) as client:
+            # Its last token is none of the model's, and nobody comes so far.
+            return await client.post("/v1/completions", json={"model": "tiny", "prompt": [5] * 100 + [9999]})
+
+    response = asyncio.run(go())
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")

@@ -16,18 +16,18 @@ from typing import Any
 import zmq
 from prometheus_client import CollectorRegistry
 
-from dispatch.token_stream import ActiveRequest
+from dispatch.token_delivery import TokenDelivery
 from dispatch.worker_links import Link
 from frontend.ports import InferenceRequest, StreamDelta
 from global_router.configuration import Configuration
-from global_router.core.document_reader import load_document
+from global_router.core.document.reader import load_document
 from global_router.metrics import GlobalRouterMetrics
 from global_router.pools import PoolConnection, PoolLost, Pools
 from global_router.service import GlobalRouterService
 from global_router.settings import GlobalRouterSettings
 from wire.hashing import HASH_SPEC, pack_tokens, unpack_tokens
 from wire.identifiers import Role
-from wire.requests import Generate, Sampling, TokenBatch, TokenDelta
+from wire.requests import FinishReason, Generate, RefusalKind, Sampling, TokenBatch, TokenDelta
 from wire.selection import (
     ModelStatus,
     PoolStatus,
@@ -37,6 +37,7 @@ from wire.selection import (
     RoleStatus,
     Select,
     Selected,
+    SelectRefusal,
     SelectRefused,
     WorkerRank,
 )
@@ -73,6 +74,7 @@ class FakePool(PoolConnection):
 
         super().__init__(name, "", pools.breaker, zmq.Context.instance(), nowhere, clock, 250, 2000, pools.say_news)
         self.status = status(*(workers_of(role, workers) for role in roles))
+        self.reached.set()
         self.workers = [WorkerRank(f"{name}-{number}") for number in range(workers)]
         self.selects: list[Select] = []
         self.probes: list[Probe] = []
@@ -96,10 +98,10 @@ class FakePool(PoolConnection):
         if self.refuse is not None:
             return self.refuse
         if self.room is not None and len(self.reserved) >= self.room:
-            return SelectRefused(message.ask, "busy", "every worker is busy", 3.0)
+            return SelectRefused(message.ask, SelectRefusal.BUSY, "every worker is busy", 3.0)
         free = [worker for worker in self.workers if worker not in message.excluded]
         if not free:
-            return SelectRefused(message.ask, "no_worker", "every worker is excluded")
+            return SelectRefused(message.ask, SelectRefusal.NO_WORKER, "every worker is excluded")
         worker = free[len(self.selects) % len(free)]
         self.reserved[message.request_id] = worker
         return Selected(
@@ -110,7 +112,7 @@ class FakePool(PoolConnection):
         self.probes.append(message)
         if self.lost:
             raise PoolLost(f"pool {self.name}: connection lost")
-        return Probed(message.ask, "", self.overlap_blocks, self.overlap_blocks, BLOCK_SIZE)
+        return Probed(message.ask, None, self.overlap_blocks, self.overlap_blocks, BLOCK_SIZE)
 
     def release(self, reservation: Reservation) -> None:
         self.reserved.pop(reservation.request_id, None)
@@ -139,6 +141,9 @@ class FakePools(Pools):
 
     def add(self, pool: FakePool) -> None:
         self._pools[pool.name] = pool
+
+    def forget(self, name: str) -> None:
+        del self._pools[name]
 
     def say_news(self) -> None:
         self._news()
@@ -197,9 +202,9 @@ def output_of(message: Generate) -> list[int]:
 def speak(fleet: FakeFleet, link: FakeLink, message: Generate) -> None:
     """Answer in full, two tokens in the first delta, the rest in the second."""
     tokens = output_of(message)
-    fleet.say(link, message, tokens[:2], 0, finish="length" if len(tokens) <= 2 else None)
+    fleet.say(link, message, tokens[:2], 0, finish=FinishReason.LENGTH if len(tokens) <= 2 else None)
     if len(tokens) > 2:
-        fleet.say(link, message, tokens[2:], 2, finish="length")
+        fleet.say(link, message, tokens[2:], 2, finish=FinishReason.LENGTH)
 
 
 class FakeFleet:
@@ -238,11 +243,10 @@ class FakeFleet:
         message: Generate,
         tokens: list[int],
         position: int,
-        finish: str | None = None,
+        finish: FinishReason | None = None,
         error: str | None = None,
-        retryable: bool = False,
+        refusal: RefusalKind | None = None,
         params: bytes | None = None,
-        unsupported: bool = False,
     ) -> None:
         delta = TokenDelta(
             message.request_id,
@@ -251,10 +255,9 @@ class FakeFleet:
             finish,
             0 if position == 0 else None,
             error,
-            retryable,
+            refusal,
             None,
             params,
-            unsupported=unsupported,
         )
         self.service.on_tokens(link, TokenBatch(0, [delta]))
 
@@ -274,7 +277,7 @@ class FakeFleet:
     def assert_nothing_is_left(self) -> None:
         assert len(self.service) == 0
         assert all(not pool.reserved for pool in self.pools.all() if isinstance(pool, FakePool))
-        assert all(count == 0 for count in self.service.in_flight().values())
+        assert all(count == 0 for count in self.service.view.in_flight().values())
         assert not any(self.service.holds(endpoint) for endpoint in self.links.links)
 
     def count(self, name: str, **labels: str) -> float:
@@ -298,7 +301,7 @@ def targets(ttft: float | None = None, itl: float | None = None, **agent: int) -
     return {"nvext": {"router": {"ttft_target": ttft, "itl_target": itl}, "agent_hints": agent}}
 
 
-async def read(stream: ActiveRequest) -> tuple[list[int], StreamDelta]:
+async def read(stream: TokenDelivery) -> tuple[list[int], StreamDelta]:
     """Return all tokens and the last delta."""
     tokens: list[int] = []
     while True:

@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from global_router.core.circuit_breaker import BreakerState, BreakerStep, CircuitBreaker, Ticket
-from global_router.core.grid_document import CircuitBreakerSettings
+from global_router.core.choice.circuit_breaker import BreakerState, BreakerStep, CircuitBreaker, Ticket
+from global_router.core.document.grid_document import CircuitBreakerSettings
 
 
 def state(breaker: CircuitBreaker) -> str:
@@ -86,7 +86,6 @@ def test_half_open_lets_a_bounded_number_of_probes_through() -> None:
     assert first.probe
     assert second is not None
     assert third is None
-    assert breaker.probes_under_way == 2
 
 
 def test_enough_probes_close_it() -> None:
@@ -188,12 +187,47 @@ def test_the_result_of_a_probe_counts_once() -> None:
     assert state(breaker) == "half-open"
 
 
+OTHER = SETTINGS.model_copy(update={"failures_to_open": 2, "open_max_ms": 200, "window_ms": 500})
+
+
+def test_other_settings_leave_an_open_breaker_open() -> None:
+    breaker = opened()
+
+    breaker.use(OTHER)
+
+    assert state(breaker) == "open"
+    assert breaker.retry_after_ms(0) == 100
+
+
+def test_a_result_of_before_other_settings_came_counts_once_and_under_them() -> None:
+    breaker = CircuitBreaker(SETTINGS)
+    before, other = admitted(breaker, 0), admitted(breaker, 0)
+    breaker.failed(before, 1)
+
+    breaker.use(OTHER)
+    steps = breaker.failed(other, 2)
+
+    assert [step.reason for step in steps] == ["2 of 2 requests failed in 500 ms"]
+
+
+def test_a_longer_rest_than_other_settings_allow_is_cut() -> None:
+    breaker = opened()
+    for opening in (100, 400):
+        breaker.failed(admitted(breaker, opening), opening)
+    assert breaker.retry_after_ms(400) == 350
+
+    breaker.use(OTHER)
+
+    assert breaker.retry_after_ms(400) == 200
+
+
 class BreakerRules(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.breaker = CircuitBreaker(SETTINGS)
         self.now = 0.0
         self.tickets: list[Ticket] = []
+        self.probes: set[int] = set()
         self.state = BreakerState.CLOSED
 
     def follow(self, steps: list[BreakerStep]) -> None:
@@ -202,6 +236,7 @@ class BreakerRules(RuleBasedStateMachine):
             assert step.before is self.state
             assert (step.before.value, step.after.value) in allowed
             self.state = step.after
+            self.probes.clear()
 
     @rule(ms=st.sampled_from([0, 1, 10, 49, 50, 100, 200, 350, 1000]))
     def wait(self, ms: int) -> None:
@@ -216,6 +251,8 @@ class BreakerRules(RuleBasedStateMachine):
         if ticket is not None:
             assert ticket.probe == (self.state is BreakerState.HALF_OPEN)
             self.tickets.append(ticket)
+            if ticket.probe:
+                self.probes.add(ticket.number)
 
     @precondition(lambda self: self.tickets)
     @rule(data=st.data(), outcome=st.sampled_from(["succeeded", "failed", "abandoned"]), again=st.booleans())
@@ -223,12 +260,12 @@ class BreakerRules(RuleBasedStateMachine):
         index = data.draw(st.integers(0, len(self.tickets) - 1))
         ticket = self.tickets[index] if again else self.tickets.pop(index)
         self.follow(getattr(self.breaker, outcome)(ticket, self.now))
+        self.probes.discard(ticket.number)
 
     @invariant()
     def steps_tell_the_whole_story(self) -> None:
         assert self.breaker.state is self.state
-        assert self.breaker.probes_under_way <= SETTINGS.probes
-        assert self.state is BreakerState.HALF_OPEN or self.breaker.probes_under_way == 0
+        assert len(self.probes) <= SETTINGS.probes
         assert 0 <= self.breaker.retry_after_ms(self.now) <= SETTINGS.open_max_ms
 
     @invariant()

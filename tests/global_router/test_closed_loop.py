@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -9,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from global_router.core.closed_loop import CellKey, ClosedLoop, LoopStep, Spill, Verdict
-from global_router.core.grid import Grid, GridRequest
-from global_router.core.request_hints import RequestHints, Target
+from global_router.core.choice.closed_loop import CellKey, ClosedLoop, LoopStep, Spill, Verdict
+from global_router.core.choice.grid import Grid, GridRequest
+from global_router.core.choice.request_hints import RequestHints, Target
 from tests.global_router.documents import disagg, document
 
 KEY = CellKey("prefill", (0, 1), "p-cheap")
@@ -192,7 +193,9 @@ def test_steps_explain_themselves() -> None:
     explained = run(loop(), 0, 400, 800)[0].explanation()
 
     assert explained["pool"] == "p-cheap"
-    assert explained["measured"] == [{"metric": "ttft", "p95_ms": 800, "target_ms": 750.0, "samples": 36}]
+    assert explained["measured"] == [
+        {"pool": "p-cheap", "metric": "ttft", "p95_ms": 800, "target_ms": 750.0, "samples": 36}
+    ]
 
 
 @settings(max_examples=60, deadline=None)
@@ -231,5 +234,154 @@ def test_a_selection_that_an_override_changed_is_not_watched() -> None:
     grid = Grid(document(raw))
     late = Target(900, "test")
 
-    assert CellKey.of(grid.select("prefill", GridRequest(1, RequestHints(late)))) == KEY
-    assert CellKey.of(grid.select("prefill", GridRequest(1, RequestHints(late, priority=5)))) is None
+    assert CellKey.of(grid.select("prefill", GridRequest(1, RequestHints({"ttft": late})))) == KEY
+    assert CellKey.of(grid.select("prefill", GridRequest(1, RequestHints({"ttft": late}, priority=5)))) is None
+
+
+SPILLED_TO = "p-fast"
+MID = {"name": "p-mid", "priority": 1}
+
+
+def spilled(made: ClosedLoop, from_ms: int, until_ms: int, own_ms: float, spilled_ms: float) -> list[LoopStep]:
+    """Observe every 10 ms one request on the cell's pool and one that was spilled, and evaluate every 50 ms."""
+    steps = []
+    for now in range(from_ms, until_ms, 10):
+        made.observe(KEY, "ttft", own_ms, now, "p-cheap")
+        made.observe(KEY, "ttft", spilled_ms, now, SPILLED_TO)
+        if now % 50 == 0:
+            steps += made.evaluate(now)
+    return steps
+
+
+class TestTheBrake:
+    """What spills is measured too: a pool that others spill to must not drown unseen."""
+
+    def test_while_spilled_requests_meet_the_target_more_may_spill(self) -> None:
+        made = loop()
+        run(made, 0, 400, 800)
+
+        spilled(made, 400, 3000, 800, 700)
+
+        assert made.share(KEY) == 0.6
+
+    def test_spilled_requests_that_miss_the_target_take_the_share_back(self) -> None:
+        made = loop()
+        run(made, 0, 400, 800)
+        assert made.share(KEY) == 0.25
+
+        [step, *_] = spilled(made, 400, 900, 800, 5000)
+
+        assert (step.verdict, step.share_before, step.share_after) == (Verdict.CROWDED, 0.25, 0)
+        assert step.reason == "what spills to p-fast misses the target too, for 300 ms"
+        assert [(m.pool, m.metric, m.p95_ms) for m in step.measured] == [("p-fast", "ttft", 5000)]
+
+    def test_a_pool_without_cells_of_its_own_is_seen_to_drown(self) -> None:
+        raw = disagg()
+        raw["prefill"]["mapping"] = [["p-cheap", "p-cheap"], ["p-cheap", "p-cheap"]]
+        made = loop(raw)
+        run(made, 0, 400, 800)
+
+        steps = spilled(made, 400, 900, 800, 5000)
+
+        assert [step.verdict for step in steps] == [Verdict.CROWDED]
+
+    def test_after_the_brake_it_takes_as_long_as_a_return_until_more_spills_again(self) -> None:
+        made = loop()
+        run(made, 0, 400, 800)
+        [brake] = spilled(made, 400, 900, 800, 5000)
+
+        steps = run(made, 900, 2500, 800)
+
+        assert steps[0].share_after == 0.25
+        assert steps[0].time_ms - brake.time_ms >= LOOP["return_after_ms"]
+
+    def test_a_cell_of_the_faster_pool_that_begins_to_miss_after_a_step_takes_the_share_back(self) -> None:
+        made, victim = loop(), CellKey("prefill", (0, 0), "p-fast")
+        steps: list[LoopStep] = []
+        for now in range(0, 1200, 10):
+            made.observe(KEY, "ttft", 800, now)
+            made.observe(victim, "ttft", 100 if now < 400 else 9999, now)
+            if now % 50 == 0:
+                steps += made.evaluate(now)
+
+        braked = [step for step in steps if step.key == KEY and step.verdict is Verdict.CROWDED]
+        assert braked[0].share_after < braked[0].share_before
+        assert braked[0].reason == "since the last step a cell of p-fast misses its target, for 300 ms"
+
+    def test_a_target_that_was_missed_before_anything_spilled_does_not_forbid_it(self) -> None:
+        made, victim = loop(), CellKey("prefill", (0, 0), "p-fast")
+        for now in range(0, 3000, 10):
+            made.observe(victim, "ttft", 9999, now)
+            if now >= 500:
+                made.observe(KEY, "ttft", 800, now)
+            if now % 50 == 0:
+                made.evaluate(now)
+
+        assert made.share(KEY) == 0.6
+
+    def test_latencies_on_any_other_pool_say_nothing(self) -> None:
+        made = loop()
+        for now in range(0, 3000, 10):
+            made.observe(KEY, "ttft", 9999, now, "another")
+            assert made.evaluate(now) == []
+
+
+class TestANewDocument:
+    """A reload keeps what was learned of cells that it does not change."""
+
+    @staticmethod
+    def spilling(raw: dict[str, Any] | None = None) -> ClosedLoop:
+        made = loop(raw)
+        run(made, 0, 400, 800)
+        assert made.share(KEY) == 0.25
+        return made
+
+    @staticmethod
+    def after(change: Callable[[dict[str, Any]], None], before: ClosedLoop) -> ClosedLoop:
+        raw = {**disagg(), "adapt": True, "closed_loop": dict(LOOP)}
+        change(raw)
+        return ClosedLoop(document(raw), before=before)
+
+    def test_a_description_changes_no_share(self) -> None:
+        def change(raw: dict[str, Any]) -> None:
+            raw["description"] = "new words"
+            raw["prefill"]["pools"][0]["description"] = "and here"
+
+        assert self.after(change, self.spilling()).share(KEY) == 0.25
+
+    def test_another_cell_changes_no_share(self) -> None:
+        def change(raw: dict[str, Any]) -> None:
+            raw["prefill"]["mapping"][1][1] = "p-cheap"
+
+        assert self.after(change, self.spilling()).share(KEY) == 0.25
+
+    def test_what_was_measured_goes_on(self) -> None:
+        after = self.after(lambda raw: raw.update(description="x"), self.spilling())
+
+        run(after, 400, 800, 800)
+
+        assert after.share(KEY) == 0.5
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda raw: raw["prefill"]["mapping"].__setitem__(0, ["p-fast", "p-fast"]),
+            lambda raw: raw["prefill"].update(ttft_max_ms=2000),
+            lambda raw: raw["prefill"]["pools"][1].update(url="http://localhost:99"),
+            lambda raw: raw["prefill"]["pools"][0].update(url="http://localhost:99"),
+            lambda raw: raw["prefill"]["pools"].extend([{**raw["prefill"]["pools"].pop(), "priority": 2}, MID]),
+            lambda raw: raw.update(adapt=False),
+        ],
+        ids=["its pool", "its target", "its pool's address", "the faster pool's address", "the next faster", "adapt"],
+    )
+    def test_a_cell_that_changed_begins_anew(self, change: Callable[[dict[str, Any]], None]) -> None:
+        def accepted(raw: dict[str, Any]) -> None:
+            change(raw)
+            raw["accept"] = ["unreachable-pool", "slower-pool-for-faster-target"]
+
+        assert self.after(accepted, self.spilling()).share(KEY) == 0
+
+    def test_a_share_stays_below_a_lower_limit(self) -> None:
+        after = self.after(lambda raw: raw["closed_loop"].update(share_max=0.1, step_share=0.1), self.spilling())
+
+        assert after.share(KEY) == 0.1

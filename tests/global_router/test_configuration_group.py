@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from global_router.config_commands import read_document_file
 from global_router.configuration import Configuration
 from global_router.configuration_group import FILE_NAME, ConfigurationGroup
-from global_router.core.grid import GridRequest
+from global_router.core.choice.grid import GridRequest
+from global_router.document_file import read_document_file
 from runtime.process_group import GroupMember, GroupPlace
 from tests.global_router.documents import POOL_CONFIGS, aggregated, changed
 from tests.global_router.fake_fleet import FakeClock

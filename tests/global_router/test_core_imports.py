@@ -9,10 +9,10 @@ import pytest
 
 from tests.global_router.documents import ROOT
 
-CORE = sorted((ROOT / "global_router" / "core").glob("*.py"))
+CORE = sorted((ROOT / "global_router" / "core").rglob("*.py"))
 ALLOWED = {
-    "__future__", "collections", "dataclasses", "difflib", "enum", "global_router", "itertools", "json", "math",
-    "numpy", "pydantic", "re", "statistics", "types", "typing", "wire",
+    "__future__", "collections", "dataclasses", "difflib", "enum", "functools", "global_router", "itertools", "json",
+    "math", "numpy", "pydantic", "re", "statistics", "types", "typing", "wire",
 }  # fmt: skip
 
 
@@ -27,7 +27,7 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("path", CORE, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", CORE, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_module_of_the_core_has_no_sockets_clock_or_randomness(path: Path) -> None:
     names = imported(path)
 

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
 from global_router.configuration_group import ConfigurationGroup
-from global_router.core.fallback import PoolState
+from global_router.core.choice.fallback import PoolState
 from global_router.http_api import add_global_router_endpoints
 from global_router.metrics import GlobalRouterMetrics, register_views
 from global_router.settings import GlobalRouterSettings
@@ -30,7 +30,7 @@ def test_every_setting_is_documented_with_its_description() -> None:
 def test_every_metric_is_documented_with_its_help() -> None:
     registry = CollectorRegistry()
     GlobalRouterMetrics(registry)
-    register_views(registry, FakeFleet(aggregated()).service)
+    register_views(registry, FakeFleet(aggregated()).service.view)
 
     for metric in registry.collect():
         name = metric.name + ("_total" if metric.type == "counter" else "")
@@ -58,6 +58,6 @@ def test_a_pool_url_has_a_name_and_a_url(value: str) -> None:
 
 
 def test_pool_urls_are_read_by_name() -> None:
-    settings = GlobalRouterSettings(config=Path("x"), pool_url=("a=http://h:1/", "b=http://h:2?x=1"))
+    settings = GlobalRouterSettings(config=Path("x"), pool_url=("a=http://h:1/", "b=http://h:2/x=1"))
 
-    assert settings.pool_urls() == {"a": "http://h:1", "b": "http://h:2?x=1"}
+    assert settings.pool_urls() == {"a": "http://h:1", "b": "http://h:2/x=1"}

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from global_router.core.document_reader import load_document
-from global_router.core.document_text import document_text
-from global_router.core.grid import Grid, GridRequest
-from global_router.core.output_length import ExpectedOutput
-from global_router.core.request_hints import RequestHints, Target
+from global_router.core.choice.grid import Grid, GridRequest
+from global_router.core.choice.output_length import ExpectedOutput
+from global_router.core.choice.request_hints import RequestHints, Target
+from global_router.core.document.canonical_text import document_text
+from global_router.core.document.reader import load_document
 from tests.global_router.documents import (
     DYNAMO_DOCUMENTS,
     changed,
@@ -233,7 +233,7 @@ def test_selection_is_the_one_that_dynamo_documents() -> None:
         for ttft in (0.0, 9.9, 10.0, 1006.6, 1006.7, 2500.0, 1e9, None):
             target = 1505.0 if ttft is None else ttft
             row, column = dynamo_index(isl, 0, 32000, 4), dynamo_index(target, 10, 3000, 3)
-            hints = RequestHints(ttft=None if ttft is None else Target(ttft, "test"))
+            hints = RequestHints({} if ttft is None else {"ttft": Target(ttft, "test")})
             selection = grid.select("prefill", GridRequest(isl, hints, ExpectedOutput(0, "none")))
             assert selection.cell == (row, column)
             assert selection.pool == names[raw[STRATEGY]["prefill_pool_mapping"][row][column]]
@@ -302,6 +302,6 @@ def test_a_converted_document_selects_what_dynamo_would(
     converted = load_document(document_text(document(raw)))
 
     assert converted.form == "poolgrid"
-    hints = RequestHints(Target(ttft, "test"), Target(itl, "test"), priority)
+    hints = RequestHints({"ttft": Target(ttft, "test"), "itl": Target(itl, "test")}, priority)
     selection = Grid(converted.document).select("aggregated", GridRequest(isl, hints))
     assert selection.pool == f"ns-{value}"

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from global_router.core.fallback import PoolState, choose_available, fallback_order, retry_order
-from global_router.core.grid_document import Stage
+from global_router.core.choice.fallback import PoolState, choose_available, fallback_order, retry_order
+from global_router.core.document.grid_document import Stage
 from tests.global_router.documents import document
 
 UP = PoolState.AVAILABLE
@@ -75,7 +75,7 @@ def test_the_first_available_pool_is_taken_and_the_others_are_explained() -> Non
 
     choice = choose_available(order, states)
 
-    assert (choice.pool, choice.reason, choice.fell_back) == ("slow", "slower", True)
+    assert (choice.chosen, choice.pool, choice.reason) == ("mid", "slow", "slower")
     assert choice.explanation()["passed_over"] == [
         {"pool": "mid", "state": "breaker-open"},
         {"pool": "also-mid", "state": "draining"},
@@ -86,19 +86,15 @@ def test_the_first_available_pool_is_taken_and_the_others_are_explained() -> Non
 def test_the_chosen_pool_is_no_fallback() -> None:
     choice = choose_available(fallback_order(stage(RANKS), "mid"), {"mid": UP})
 
-    assert (choice.pool, choice.fell_back, choice.passed_over) == ("mid", False, ())
+    assert (choice.chosen, choice.pool, choice.passed_over) == ("mid", "mid", ())
 
 
-@pytest.mark.parametrize(("state", "later"), [(PoolState.SATURATED, True), (PoolState.DOWN, False)])
+@pytest.mark.parametrize(
+    ("state", "later"), [(PoolState.SATURATED, True), (PoolState.CONNECTING, True), (PoolState.DOWN, False)]
+)
 def test_without_any_pool_it_is_said_whether_waiting_helps(state: PoolState, later: bool) -> None:
     choice = choose_available(fallback_order(stage(RANKS), "mid"), {"fast": state})
 
     assert choice.pool is None
     assert choice.may_have_room_later is later
     assert len(choice.passed_over) == 5
-
-
-def test_a_pool_that_failed_this_request_is_not_tried_again() -> None:
-    order = fallback_order(stage(RANKS), "mid")
-
-    assert choose_available(order, dict.fromkeys(RANKS, UP), frozenset({"mid"})).pool == "also-mid"

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from global_router.core.axis import STEP_MIN, Axis, cell_index
-from global_router.core.grid import DEFAULT_SOURCE, MIDDLE_SOURCE, Grid, GridRequest
-from global_router.core.output_length import ExpectedOutput
-from global_router.core.request_hints import RequestHints, Target
+from global_router.core.choice.grid import DEFAULT_SOURCE, MIDDLE_SOURCE, Grid, GridRequest
+from global_router.core.choice.output_length import ExpectedOutput
+from global_router.core.choice.request_hints import RequestHints, Target
+from global_router.core.document.axis import AXIS, STEP_MIN, Axis, AxisName, cell_index
 from tests.global_router.documents import aggregated, disagg, document
 
 
@@ -38,7 +38,7 @@ def test_the_index_is_the_formulas(x: float, low: float, width: float, resolutio
 
 @given(low=st.integers(0, 10_000), step=st.integers(1, 1000), resolution=st.integers(1, 50), x=st.integers(-5, 200_000))
 def test_with_whole_steps_a_value_lies_in_its_cell(low: int, step: int, resolution: int, x: int) -> None:
-    axis = Axis("isl", "tokens", low, low + step * resolution, resolution)
+    axis = Axis(AXIS["isl"], low, low + step * resolution, resolution)
     index = axis.index(x)
     begins, ends = axis.bounds(index)
 
@@ -56,9 +56,9 @@ def test_cells_begin_at_their_lower_edge(x: float, cell: int) -> None:
 
 
 def request(isl: int = 100, ttft: float | None = None, itl: float | None = None, **more: object) -> GridRequest:
+    asked: dict[AxisName, float | None] = {"ttft": ttft, "itl": itl}
     hints = RequestHints(
-        None if ttft is None else Target(ttft, "nvext.router.ttft_target"),
-        None if itl is None else Target(itl, "nvext.router.itl_target"),
+        {name: Target(value, AXIS[name].hint_field) for name, value in asked.items() if value is not None},
         more.get("priority"),  # type: ignore[arg-type]
     )
     cached = more.get("cached", {})

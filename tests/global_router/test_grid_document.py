@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from global_router.core.document_reader import load_document
-from global_router.core.document_text import document_text
-from global_router.core.grid_document import CELLS_MAX
-from global_router.core.json_text import DOCUMENT_BYTES_MAX
-from global_router.core.problems import PROBLEMS_MAX, GridDocumentError
+from global_router.core.document.canonical_text import document_text
+from global_router.core.document.grid_document import CELLS_MAX
+from global_router.core.document.json_text import DOCUMENT_BYTES_MAX
+from global_router.core.document.problems import PROBLEMS_MAX, GridDocumentError
+from global_router.core.document.reader import load_document
 from tests.global_router.documents import aggregated, changed, disagg, document, load, problems, warnings
 
 NAN = float("nan")
@@ -128,6 +128,12 @@ REJECTED: list[tuple[str, tuple[str | int, ...], Any, str]] = [
         ("prefill", "pools", 1, "url"),
         "localhost:1",
         '$.prefill.pools[1].url: is "localhost:1", must be http://HOST:PORT',
+    ),
+    (
+        "port that is none",
+        ("prefill", "pools", 1, "url"),
+        "http://pool:70000",
+        "$.prefill.pools[1].url: is \"http://pool:70000\", which has the port '70000', allowed are 1 to 65535",
     ),
     (
         "some priorities only",

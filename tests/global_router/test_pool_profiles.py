@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from global_router.core.document_reader import load_document
-from global_router.core.grid_builder import build_grid
-from global_router.core.pool_profiles import LatencyTable, load_profiles
-from global_router.core.problems import GridDocumentError
+from global_router.core.builder.grid_builder import build_grid
+from global_router.core.builder.pool_profiles import LatencyTable, load_profiles
+from global_router.core.document.problems import GridDocumentError
+from global_router.core.document.reader import load_document
 from tests.global_router.documents import ROOT, changed
 from workers.simulated.timing import PolynomialTiming
 

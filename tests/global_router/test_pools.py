@@ -9,8 +9,9 @@ from contextlib import asynccontextmanager
 import pytest
 import zmq
 
-from global_router.core.fallback import PoolState
-from global_router.core.grid_document import CircuitBreakerSettings
+from global_router.core.choice.circuit_breaker import BreakerState
+from global_router.core.choice.fallback import PoolState
+from global_router.core.document.grid_document import CircuitBreakerSettings
 from global_router.pool_status import state_for
 from global_router.pools import PoolConnection, PoolLost, Pools, select_endpoint
 from runtime.clock import SystemClock
@@ -63,7 +64,7 @@ class PoolRouter:
         if isinstance(message, AskStatus):
             self._say(peer, PoolStatus(message.ask, True, self.status.models))
         elif isinstance(message, Probe):
-            self._say(peer, Probed(message.ask, "", 3, 3, 16))
+            self._say(peer, Probed(message.ask, None, 3, 3, 16))
         elif isinstance(message, Select):
             self._say(peer, Selected(message.ask, WorkerRank("w"), "tcp://127.0.0.1:1", 1, 0, 16, "kv", 1000))
 
@@ -89,6 +90,8 @@ class Scene:
         self.context = context
         self.router: PoolRouter | None = PoolRouter(context)
         self.looks = 0
+        self.failures: list[Exception] = []
+        """What the next looks end with."""
         self._news = asyncio.Event()
         self.pool = PoolConnection(
             "p",
@@ -104,6 +107,8 @@ class Scene:
 
     async def _discover(self, url: str) -> str:
         self.looks += 1
+        if self.failures:
+            raise self.failures.pop()
         if self.router is None:
             raise OSError("connection refused")
         return self.router.endpoint
@@ -274,6 +279,64 @@ def test_a_changed_document_adds_drops_and_moves_pools_and_keeps_the_others() ->
     asyncio.run(scenario())
 
 
+def test_other_settings_of_the_breaker_forget_nothing() -> None:
+    async def scenario() -> None:
+        async def discover(url: str) -> str:
+            raise OSError("nobody there")
+
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        pools = Pools({}, context, discover, SystemClock(), 20, 400)
+        raw = changed(aggregated(), ("circuit_breaker",), {"failures_to_open": 1})
+        try:
+            pools.use(document(raw))
+            pool = pools.get("a")
+            assert pool is not None
+            ticket, _ = pool.breaker.admit(0)
+            late, _ = pool.breaker.admit(0)
+            assert ticket is not None
+            assert late is not None
+            pool.breaker.failed(ticket, 0)
+            pools.use(document(changed(raw, ("circuit_breaker", "open_ms"), 3000)))
+
+            assert pool.breaker.state is BreakerState.OPEN
+            assert pool.breaker.succeeded(late, 1) == []
+            assert pool.breaker.state is BreakerState.OPEN
+        finally:
+            pools.close()
+            context.destroy(linger=0)
+
+    asyncio.run(scenario())
+
+
+def test_a_pool_that_a_new_document_moved_is_waited_for_until_it_answers_or_does_not() -> None:
+    async def scenario() -> None:
+        answers: asyncio.Queue[OSError] = asyncio.Queue()
+
+        async def discover(url: str) -> str:
+            raise await answers.get()
+
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        pools = Pools({}, context, discover, SystemClock(), 20, 400)
+        news = asyncio.Event()
+        pools.listen(news.set)
+        try:
+            pools.use(document(aggregated()))
+            pool = pools.get("a")
+            assert pool is not None
+            assert pool.state("m", Stage.WHOLE, 0) is pool.overall_state(0) is PoolState.CONNECTING
+
+            answers.put_nowait(OSError("nobody there"))
+            await asyncio.wait_for(news.wait(), 10)
+
+            states = [each.state("m", Stage.WHOLE, 0) for each in pools.all()]
+            assert sorted(states) == [PoolState.CONNECTING, PoolState.CONNECTING, PoolState.DOWN]
+        finally:
+            pools.close()
+            context.destroy(linger=0)
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize(
     ("url", "answer", "endpoint"),
     [
@@ -307,6 +370,27 @@ def test_another_server_behind_the_url_is_a_clear_error(answer: object) -> None:
 )
 def test_what_a_pool_says_of_its_workers_decides_what_it_takes(roles: list, stage: Stage, state: PoolState) -> None:  # type: ignore[type-arg]
     assert state_for(status(*roles), "m", stage) is state
+
+
+@pytest.mark.parametrize("port", ["0", "70000", "*", ""])
+def test_a_pool_that_names_a_port_that_is_none_is_a_clear_error(port: str) -> None:
+    with pytest.raises(ValueError, match="the answer's select_endpoint is"):
+        select_endpoint("http://pool:1", {"select_endpoint": f"tcp://10.0.0.1:{port}"})
+
+
+def test_a_pool_whose_looking_for_fails_as_nobody_expected_is_looked_for_again_and_holds_up_nobody() -> None:
+    """Like the library behind it, which raises an error of its own kind for a URL that is none."""
+
+    class InvalidUrl(Exception):
+        pass
+
+    async def scenario(scene: Scene) -> None:
+        scene.failures = [InvalidUrl("Invalid port: '70000'") for _ in range(2)]
+        await scene.pool.reached.wait()
+        assert scene.pool.last_error == "InvalidUrl: Invalid port: '70000'"
+        await scene.until(PoolState.AVAILABLE)
+
+    run(scenario)
 
 
 def test_a_pool_that_is_not_ready_is_down() -> None:

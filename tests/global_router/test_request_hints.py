@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from global_router.core.request_hints import HintError, RequestHints, Target, read_hints
+from global_router.core.choice.request_hints import HintError, RequestHints, Target, read_hints
 
 
 def test_nothing_asked_is_nothing() -> None:
@@ -20,7 +20,7 @@ def test_targets_priority_and_length_are_read() -> None:
     nvext = {"router": {"ttft_target": 0, "itl_target": 20.5}, "agent_hints": {"priority": -3, "osl": 0}, "x": 1}
 
     assert read_hints(nvext) == RequestHints(
-        Target(0.0, "nvext.router.ttft_target"), Target(20.5, "nvext.router.itl_target"), -3, 0
+        {"ttft": Target(0.0, "nvext.router.ttft_target"), "itl": Target(20.5, "nvext.router.itl_target")}, -3, 0
     )
 
 
@@ -29,8 +29,8 @@ def test_a_header_counts_where_the_body_says_nothing() -> None:
 
     hints = read_hints({"router": {"ttft_target": 99}}, headers)
 
-    assert hints.ttft == Target(99.0, "nvext.router.ttft_target")
-    assert hints.itl == Target(20.0, "x-itl-target-ms")
+    assert hints.targets["ttft"] == Target(99.0, "nvext.router.ttft_target")
+    assert hints.targets["itl"] == Target(20.0, "x-itl-target-ms")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), -1, -0.001, "200", True, [], {}, 10**400])
@@ -96,4 +96,4 @@ def test_whatever_a_client_sends_is_a_hint_or_a_named_error(nvext: Any, header: 
         named = error.field
 
     assert named.startswith(("nvext", "x-itl-target-ms")) or named == ""
-    assert all(target is None or 0 <= target.value_ms < float("inf") for target in (hints.ttft, hints.itl))
+    assert all(0 <= target.value_ms < float("inf") for target in hints.targets.values())

@@ -26,12 +26,12 @@ from tests.global_router.fake_fleet import (
 )
 from wire.hashing import unpack_hashes
 from wire.identifiers import Role, Stage
-from wire.requests import Generate, Sampling
-from wire.selection import SelectRefused, WorkerRank
+from wire.requests import FinishReason, Generate, RefusalKind, Sampling
+from wire.selection import SelectRefusal, SelectRefused, WorkerRank
 
-BUSY = SelectRefused(0, "busy", "every worker is busy", 3.0)
-NO_WORKER = SelectRefused(0, "no_worker", "too long for every worker")
-LEAVING = SelectRefused(0, "no_worker", "all are leaving", None, ((WorkerRank("w"), "draining"),))
+BUSY = SelectRefused(0, SelectRefusal.BUSY, "every worker is busy", 3.0)
+NO_WORKER = SelectRefused(0, SelectRefusal.NO_WORKER, "too long for every worker")
+LEAVING = SelectRefused(0, SelectRefusal.DRAINING, "all are leaving", None, ((WorkerRank("w"), "draining"),))
 
 
 def run(scenario: Callable[[], Awaitable[None]]) -> None:
@@ -49,14 +49,14 @@ async def answer(fleet: FakeFleet, **fields: Any) -> tuple[list[int], StreamDelt
 
 
 def fail_at(
-    position: int, retryable: bool = True, unsupported: bool = False
+    position: int, refusal: RefusalKind | None = RefusalKind.BROKEN
 ) -> Callable[[FakeFleet, FakeLink, Generate], None]:
     """A worker that generates ``position`` tokens and then reports an error."""
 
     def script(fleet: FakeFleet, link: FakeLink, message: Generate) -> None:
         if position:
             fleet.say(link, message, output_of(message)[:position], 0)
-        fleet.say(link, message, [], position, "error", "out of memory", retryable, unsupported=unsupported)
+        fleet.say(link, message, [], position, FinishReason.ERROR, "out of memory", refusal)
 
     return script
 
@@ -244,7 +244,7 @@ class TestPoolsThatCannotBeUsed:
                 await fleet.service.submit(request())
 
             assert refused.value.status == 503
-            assert fleet.service.missing() == "no aggregated pool is up"
+            assert fleet.service.view.missing() == "no aggregated pool is up"
 
         run(scenario)
 
@@ -282,7 +282,7 @@ class TestPoolsThatCannotBeUsed:
             for number in range(3):
                 assert (await answer(fleet, request_id=f"r{number}", hints=targets(0, 0)))[2] == "b"
             assert len(fleet.pool("a").selects) == 2, "the open breaker keeps the third request away"
-            assert fleet.service.pool_states()["a"].value == "breaker-open"
+            assert fleet.service.view.pool_states()["a"].value == "breaker-open"
 
             fleet.pool("a").lost = False
             fleet.clock.now_ms += 1001
@@ -370,7 +370,7 @@ class TestFailuresUnderWay:
     def test_what_a_retry_cannot_mend_is_not_retried(self, position: int) -> None:
         async def scenario() -> None:
             fleet = FakeFleet(changed(aggregated(), ("enable_priority_retry",), True))
-            fleet.default_script = fail_at(position, retryable=False)
+            fleet.default_script = fail_at(position, None)
 
             tokens, last, _ = await answer(fleet)
 
@@ -381,11 +381,11 @@ class TestFailuresUnderWay:
 
         run(scenario)
 
-    @pytest.mark.parametrize("retryable", [False, True])
-    def test_what_no_worker_can_do_ends_as_the_clients_fault(self, retryable: bool) -> None:
+    @pytest.mark.parametrize("kind", [RefusalKind.INVALID, RefusalKind.CANNOT_DO])
+    def test_what_no_worker_can_do_ends_as_the_clients_fault(self, kind: RefusalKind) -> None:
         async def scenario() -> None:
             fleet = FakeFleet(aggregated(), migration_limit=1)
-            fleet.default_script = fail_at(0, retryable, unsupported=True)
+            fleet.default_script = fail_at(0, kind)
 
             _, last, _ = await answer(fleet)
 
@@ -421,6 +421,21 @@ class TestFailuresUnderWay:
             assert last.finish_reason == "error"
             assert last.error == "out of memory; moved 2 times already"
             assert sum(len(link.sent) for link in fleet.links.links.values()) == 3
+            fleet.assert_nothing_is_left()
+
+        run(scenario)
+
+    def test_a_request_that_was_on_two_lost_workers_before_its_first_token_takes_no_third_one_with_it(self) -> None:
+        async def scenario() -> None:
+            fleet = FakeFleet(aggregated(), workers=4)
+            fleet.default_script = break_at(0)
+
+            _, last, _ = await answer(fleet)
+
+            assert (last.finish_reason, last.poison) == ("error", True)
+            assert "before its first token" in (last.error or "")
+            assert sum(len(link.sent) for link in fleet.links.links.values()) == 2
+            assert fleet.service._metrics.poison_requests.value == 1
             fleet.assert_nothing_is_left()
 
         run(scenario)
@@ -531,7 +546,7 @@ class TestClientsThatLeave:
 
 def prefill(fleet: FakeFleet, link: FakeLink, message: Generate) -> None:
     assert message.stage is Stage.PREFILL
-    fleet.say(link, message, output_of(message)[:1], 0, "prefilled", params=b"kv")
+    fleet.say(link, message, output_of(message)[:1], 0, FinishReason.PREFILLED, params=b"kv")
 
 
 def decode(fleet: FakeFleet, link: FakeLink, message: Generate) -> None:
@@ -643,13 +658,13 @@ class TestHousekeeping:
             stream = await fleet.service.submit(request(hints=targets(0, 0)))
             pool = fleet.pool("a")
 
-            fleet.service.renew(fleet.clock.now_ms + 10_000)
+            fleet.service.books.renew(fleet.clock.now_ms + 10_000)
             assert pool.renewed == []
-            fleet.service.renew(fleet.clock.now_ms + 16_000)
+            fleet.service.books.renew(fleet.clock.now_ms + 16_000)
             assert [each.request_id for each in pool.renewed] == ["r"]
             link = fleet.links.links["tcp://a-1"]
             fleet.say(link, link.sent[0], [1], 0)
-            fleet.service.renew(fleet.clock.now_ms + 60_000)
+            fleet.service.books.renew(fleet.clock.now_ms + 60_000)
 
             assert len(pool.renewed) == 1
             stream.cancel()
@@ -674,7 +689,7 @@ class TestHousekeeping:
             fleet.service.judge(fleet.clock.now_ms)
             spilled = [await answer(fleet, request_id=f"r{number}", hints=targets(900, 15)) for number in range(20)]
 
-            assert len(fleet.service.loop_steps) == 1
+            assert len(fleet.service.books.loop_steps) == 1
             assert sum(pool == "b" for _, _, pool in spilled) >= 14
             assert {pool for _, _, pool in spilled} <= {"b", "c"}
             assert fleet.count("poolgrid_global_router_loop_steps_total", pool="c") == 1

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
-from dispatch.token_stream import ActiveRequest
+from dispatch.token_delivery import TokenDelivery
 from frontend.ports import Refused
 from global_router.metrics import register_views
 from global_router.waiting_room import ATTEMPTS_PER_LANE_MAX
@@ -16,6 +17,7 @@ from tests.global_router.documents import aggregated, changed, disagg
 from tests.global_router.fake_fleet import (
     FakeFleet,
     FakeLink,
+    FakePool,
     output_of,
     read,
     request,
@@ -28,7 +30,7 @@ from tests.global_router.fake_fleet import (
 )
 from wire.identifiers import Role
 from wire.requests import Generate
-from wire.selection import SelectRefused
+from wire.selection import SelectRefusal, SelectRefused
 
 TO_A = targets(0, 0)
 FULL = status(workers_of(Role.AGGREGATED, requests=16))
@@ -47,7 +49,7 @@ class Scene:
 
     def __init__(self, raw: dict[str, Any] | None = None, room: int = 1, **settings: Any) -> None:
         self.fleet = FakeFleet(raw or aggregated(), **settings)
-        register_views(self.fleet.registry, self.fleet.service)
+        register_views(self.fleet.registry, self.fleet.service.view)
         self.running: list[tuple[FakeLink, Generate]] = []
         self.order: list[str] = []
         self.fleet.default_script = self._take
@@ -55,16 +57,16 @@ class Scene:
             self.fleet.pool(pool).room = 0
         if raw is None:
             self.fleet.pool("a").room = room
-        self.tasks: dict[str, asyncio.Task[ActiveRequest]] = {}
+        self.tasks: dict[str, asyncio.Task[TokenDelivery]] = {}
 
     def _take(self, _: FakeFleet, link: FakeLink, message: Generate) -> None:
         self.running.append((link, message))
         self.order.append(message.request_id)
 
     def waiting(self) -> int:
-        return self.fleet.service.counts()[1]
+        return self.fleet.service.view.counts()[1]
 
-    async def submit(self, name: str, **fields: Any) -> asyncio.Task[ActiveRequest]:
+    async def submit(self, name: str, **fields: Any) -> asyncio.Task[TokenDelivery]:
         """Submit a request, and return when it is on a worker, waits, or is refused."""
         task = asyncio.ensure_future(self.fleet.service.submit(request(name, **{"hints": TO_A, **fields})))
         self.tasks[name] = task
@@ -88,7 +90,7 @@ def test_requests_wait_and_go_by_priority_then_by_arrival() -> None:
         await scene.submit("first")
         for name, priority in (("x", 0), ("low", -1), ("y", 0), ("high", 5), ("z", 0)):
             await scene.submit(name, priority=priority)
-        assert scene.fleet.service.counts() == (1, 5)
+        assert scene.fleet.service.view.counts() == (1, 5)
         assert scene.count("queued_requests") == 5
         assert scene.count("queued_prompt_tokens") == 5 * 32
         selects = len(scene.fleet.pool("a").selects)
@@ -106,7 +108,7 @@ def test_requests_wait_and_go_by_priority_then_by_arrival() -> None:
         assert record is not None
         assert record.summary()["queued_ms"] >= 0
         scene.fleet.assert_nothing_is_left()
-        assert scene.fleet.service.counts() == (0, 0)
+        assert scene.fleet.service.view.counts() == (0, 0)
 
     run(scenario)
 
@@ -175,7 +177,7 @@ def test_room_that_came_free_while_a_pool_said_that_it_is_full_is_not_forgotten(
             pool.select = select  # type: ignore[method-assign]
             asked.set()
             await answer.wait()
-            return SelectRefused(0, "busy", "every worker is busy")
+            return SelectRefused(0, SelectRefusal.BUSY, "every worker is busy")
 
         pool.select = late  # type: ignore[assignment,method-assign]
         await scene.finish()
@@ -242,7 +244,7 @@ def test_beyond_the_limit_the_last_of_the_lowest_priority_gives_way() -> None:
         task = asyncio.ensure_future(newcomer)
         with pytest.raises(Refused, match="2 requests with 64 prompt tokens are waiting, allowed are 2 with") as gone:
             await low
-        assert (gone.value.status, gone.value.code, gone.value.retry_after_s) == (429, "busy", 3.0)
+        assert (gone.value.status, gone.value.code, gone.value.retry_after_s) == (429, SelectRefusal.BUSY, 3.0)
         last = await scene.submit("z")
         with pytest.raises(Refused, match="2 requests with 64 prompt tokens are waiting"):
             await last
@@ -282,13 +284,14 @@ def test_who_waited_too_long_is_told_when_to_come_back_by_the_measured_rate() ->
             scene.fleet.clock.now_ms += 4000
         await scene.submit("first")
         task = await scene.submit("late")
+        scene.fleet.clock.now_ms += 30
 
         with pytest.raises(Refused, match="no pool had room within 30 ms; choosing a pool for model 'm'") as refused:
             await task
 
         # Five requests in 20 s, and nobody before it: it left the queue before it was told.
         assert refused.value.retry_after_s in (4.0, 8.0)
-        assert scene.fleet.service.counts() == (1, 0)
+        assert scene.fleet.service.view.counts() == (1, 0)
         await scene.finish()
         await read(await scene.tasks["first"])
         scene.fleet.assert_nothing_is_left()
@@ -312,6 +315,32 @@ def test_when_no_pool_can_serve_any_more_nobody_waits_on() -> None:
         late = await scene.submit("late")
         with pytest.raises(Refused, match="a is down"):
             await late
+
+    run(scenario)
+
+
+def test_who_waits_when_the_document_changes_goes_where_the_new_one_says() -> None:
+    async def scenario() -> None:
+        scene = Scene(changed(aggregated(), ("aggregated", "fallback"), {"rule": "none"}))
+        scene.fleet.pool("a").room = 1
+        await scene.submit("first")
+        waiting = await scene.submit("r")
+        assert scene.waiting() == 1
+        renamed = changed(aggregated(), ("aggregated", "pools", 0, "name"), "renamed")
+        text = json.dumps(renamed).replace('"a"', '"renamed"')
+        scene.fleet.pools.add(FakePool("renamed", scene.fleet.clock, scene.fleet.pools, (Role.AGGREGATED,), 2))
+
+        await scene.fleet.service.configuration.propose(text.encode(), "a test")
+        scene.fleet.pools.forget("a")
+        scene.fleet.pools.say_news()
+        await scene.finish(2)
+
+        assert (await read(await waiting))[0] == right_answer()
+        record = scene.fleet.service.decisions.get("r")
+        assert record is not None
+        assert (record.revision, [placement.pool for placement in record.placements]) == (2, ["renamed"])
+        await read(await scene.tasks["first"])
+        scene.fleet.assert_nothing_is_left()
 
     run(scenario)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from router.core.decision import Decision
 from router.core.load_ledger import LoadLedger
 from router.core.policy import Policy
 from router.core.prefix_index import PrefixIndex
 from router.core.projection import Projection
-from router.core.selector import Selector
+from router.core.selector import NoWorker, PolicyFailed, Selector
 from wire.card import WorkerCard, WorkerLimits
 from wire.events import AnyEvent, BlocksStored, JournalRecord, WorkerJoined
 from wire.hashing import pack_hashes
@@ -57,3 +58,9 @@ class Pool:
 
     def selector(self, policy: Policy) -> Selector:
         return Selector(self.projection, policy)
+
+
+def decided(found: Decision | NoWorker | PolicyFailed) -> Decision:
+    """What a selector that must find somebody found."""
+    assert isinstance(found, Decision), str(found)
+    return found

@@ -10,10 +10,13 @@ from pathlib import Path
 from router.consolidator.journal.files import FileJournal, JournalSettings
 from router.core.approximate_index import ApproximateIndex
 from router.core.candidates import RoutingRequest
+from router.core.decision import Decision
+from router.core.inputs import Booked, Expired, RecordsArrived, Released, Renewed, SnapshotArrived, WorkerWanted
 from router.core.load_ledger import LoadLedger
 from router.core.prefix_index import PrefixIndex
 from router.core.projection import Projection
-from router.core.selector import NoWorker, Selector
+from router.core.router_state import RouterState
+from router.core.selector import Selector
 from router.decision_journal.opening import DECIDING_SETTINGS, policy_of
 from router.decision_journal.recorder import DecisionRecorder, settings_noted
 from router.decision_journal.replay import Replay, ReplayOutcome
@@ -36,7 +39,7 @@ from wire.events import (
     WorkerLeft,
 )
 from wire.hashing import pack_hashes
-from wire.identifiers import Role, WorkerKey
+from wire.identifiers import WorkerKey
 
 BLOCKS_MAX = 1_000_000
 NAMES = ("a", "b", "c", "d")
@@ -85,26 +88,29 @@ class RecordedRouter:
         settings = self.settings
         index = PrefixIndex(settings.index_budget_bytes)
         approximate = ApproximateIndex(index, settings.approximate_ttl_ms) if settings.policy == "approximate" else None
-        self.projection = Projection(index, LoadLedger(settings.reservation_ttl_ms), approximate)
+        self.projection = Projection(
+            index, LoadLedger(settings.reservation_ttl_ms, settings.ledger_budget_bytes), approximate
+        )
         policy = load_policy(settings)
         self.selector = Selector(self.projection, policy, settings.worker_queue_factor)
+        self.state = RouterState(self.selector)
         values = {name: getattr(settings, name) for name in DECIDING_SETTINGS}
         self.recorder = DecisionRecorder(
             DecisionSegments(self.decisions_disk, 1 << 30, 10**12),
-            self.projection,
-            policy,
+            self.state,
             settings_noted("r", "test", values),
             self.clock,
             self._segment_bytes,
             settings.decision_queue_limit,
         )
-        self.selector.watch(self.recorder)
+        self.state.log = self.recorder
         self.recorder.start()
         pool = self.journal.recover(BLOCKS_MAX)
         frozen = pool.freeze()
-        self.projection.load_snapshot(
-            frozen.offset, frozen.states(), frozen.visible_chains(), self.clock.monotonic_ms()
-        )
+        load = self.projection.begin_load(frozen.offset, frozen.states(), frozen.visible_chains())
+        while load.step(1000):
+            pass
+        self.state.apply(SnapshotArrived(load, self.clock.monotonic_ms()))
 
     # -- what happens ----------------------------------------------------------------------------------------------
 
@@ -124,7 +130,7 @@ class RecordedRouter:
             source,
         )
         self.journal.append([codec.journal_record.encode(record)], self.clock.wall_ms())
-        self.projection.apply(record, self.clock.monotonic_ms())
+        self.state.apply(RecordsArrived([record], self.clock.monotonic_ms()))
 
     def join(self, name: str) -> None:
         """Begin a life of a worker."""
@@ -150,19 +156,16 @@ class RecordedRouter:
         request_id = f"request-{self.requests}"
         routing = RoutingRequest(request_id, "m", len(path) * BLOCK_SIZE + 3, BLOCK_SIZE, len(path) + 1)
         down = {worker_key(chance.choice(NAMES)): "unreachable"} if chance.random() < 0.2 else {}
-        now_ms, time_ms = self.clock.monotonic_ms(), self.clock.wall_ms()
-        if chance.random() < 0.2:  # somebody only asks
-            try:
-                self.selector.select(routing, path, now_ms, time_ms, down, dry_run=True)
-            except NoWorker:
-                return
-        try:
-            decision = self.selector.select(routing, path, now_ms, time_ms, down, 0, (Role.AGGREGATED,))
-        except NoWorker:
+        now_ms = self.clock.monotonic_ms()
+        wanted = WorkerWanted(routing, path, now_ms, self.clock.wall_ms(), down)
+        if chance.random() < 0.2 and not isinstance(self.state.preview(wanted), Decision):  # somebody only asks
+            return
+        decision = self.state.apply(wanted)
+        if not isinstance(decision, Decision):
             return
         self.made += 1
         if chance.random() < 0.95:
-            self.selector.book(decision, path, now_ms, lease_ms=chance.choice((0.0, 100.0)))
+            self.state.apply(Booked(decision, path, request_id, now_ms, chance.choice((0.0, 100.0))))
             self.open.append((decision.worker, request_id))
             if chance.random() < 0.7:
                 cached = decision.overlap_blocks * BLOCK_SIZE if chance.random() < self._honesty else 0
@@ -180,16 +183,16 @@ class RecordedRouter:
             worker, request_id = self.open.pop(chance.randrange(len(self.open)))
             if chance.random() < 0.5 and worker in self.joined:
                 self.say(worker, RequestFinished(request_id, "stop"))
-            self.projection.ledger.release(worker, request_id)
+            self.state.apply(Released(worker, request_id))
             self.recorder.ended(request_id, 10 + len(request_id))
         elif draw < 0.75 and self.open:
             worker, request_id = chance.choice(self.open)
-            self.projection.ledger.renew(worker, request_id, self.clock.monotonic_ms())
+            self.state.apply(Renewed(worker, request_id, self.clock.monotonic_ms()))
             if worker in self.joined:
                 self.say(worker, RequestProgressed(request_id, chance.randrange(40)))
         elif draw < 0.85:
             held = {request_id for _, request_id in self.open if chance.random() < 0.5}
-            self.projection.ledger.expire(self.clock.monotonic_ms(), held)
+            self.state.apply(Expired(self.clock.monotonic_ms(), held))
         elif draw < 0.9 and self.joined:
             worker = chance.choice(sorted(self.joined))
             self.say(worker, BlocksRemoved(pack_hashes([1000 * chance.randrange(4) + chance.randrange(20)])))

@@ -12,15 +12,17 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
-from dispatch.token_stream import ActiveRequest
+from dispatch.token_delivery import TokenDelivery
 from frontend.ports import InferenceRequest, Refused
+from router.consolidator.ports import PoolListener
 from router.core.load_ledger import LoadLedger
 from router.core.policy import make_policy
 from router.core.prefix_index import PrefixIndex
 from router.core.projection import Projection
+from router.core.router_state import RouterState
 from router.core.selector import Selector
+from router.fleet_links import link_opener
 from router.metrics import RouterMetrics
-from router.ports import JournalReader
 from router.service import RouterService
 from router.settings import RouterSettings
 from runtime.clock import SystemClock
@@ -29,7 +31,7 @@ from tests.router.fleet_builder import make_card
 from wire import codec
 from wire.feed import WorkerState
 from wire.hashing import pack_tokens
-from wire.requests import Cancel, Generate, Ping, Pong, Sampling, TokenBatch, TokenDelta
+from wire.requests import Cancel, FinishReason, Generate, Ping, Pong, RefusalKind, Sampling, TokenBatch, TokenDelta
 
 TIMEOUT_S = 20.0
 
@@ -68,7 +70,7 @@ class Worker:
         """Finish the request that was taken first and not finished yet."""
         await self.until(lambda: bool(self.taken))
         request_id = self.taken.pop(0)
-        self.say(TokenDelta(request_id, 0, pack_tokens([7]), "length"))
+        self.say(TokenDelta(request_id, 0, pack_tokens([7]), FinishReason.LENGTH))
         return request_id
 
     def say(self, delta: TokenDelta) -> None:
@@ -96,8 +98,8 @@ class Feed:
             for name, (model, endpoint) in workers.items()
         ]
 
-    async def start(self, reader: JournalReader) -> None:
-        reader.on_snapshot(0, self._states, [])
+    async def start(self, listener: PoolListener) -> None:
+        listener.on_snapshot(0, self._states, [])
 
     async def stop(self) -> None:
         pass
@@ -114,9 +116,9 @@ class Scene:
         self.service = service
         self.workers = workers
         self.order: list[str] = []
-        self.submitted: dict[str, asyncio.Task[ActiveRequest]] = {}
+        self.submitted: dict[str, asyncio.Task[TokenDelivery]] = {}
 
-    async def submit(self, name: str, model: str = "m", tokens: int = 4, **fields: Any) -> asyncio.Task[ActiveRequest]:
+    async def submit(self, name: str, model: str = "m", tokens: int = 4, **fields: Any) -> asyncio.Task[TokenDelivery]:
         request = InferenceRequest(name, model, pack_tokens([5] * tokens), Sampling(4), **fields)
         task = asyncio.ensure_future(self.service.submit(request))
         self.submitted[name] = task
@@ -142,20 +144,22 @@ async def scene(*models: str, **settings: Any) -> AsyncIterator[Scene]:
     projection = Projection(PrefixIndex(), LoadLedger())
     given = RouterSettings.model_validate({"worker_queue_factor": 1.0, **settings})
     feed = Feed({name: (model, workers[name].endpoint) for name, model in zip(workers, models, strict=True)})
+    metrics = RouterMetrics(CollectorRegistry())
     service = RouterService(
         given,
-        projection,
-        Selector(projection, make_policy(given.policy, given.cost_weights(), 0.0), given.worker_queue_factor),
+        RouterState(
+            Selector(projection, make_policy(given.policy, given.cost_weights(), 0.0), given.worker_queue_factor),
+        ),
         feed,
-        RouterMetrics(CollectorRegistry()),
+        metrics,
         SystemClock(),
-        context,
+        link_opener(context, given, metrics, SystemClock()),
     )
     await service.start()
     made = Scene(service, workers)
     try:
         async with asyncio.timeout(TIMEOUT_S):
-            while service.unreachable:  # noqa: ASYNC110 - links come up without telling anybody
+            while service.links.unreachable:  # noqa: ASYNC110 - links come up without telling anybody
                 await asyncio.sleep(0.002)
         yield made
     finally:
@@ -271,7 +275,7 @@ def test_a_request_that_must_move_is_never_refused_and_holds_up_nobody() -> None
             assert pool.waiting() == 1
 
             # Its worker hands "a" back: only the other one could take it, and that is full.
-            delta = TokenDelta("a", 0, b"", "error", error="no room", retryable=True)
+            delta = TokenDelta("a", 0, b"", FinishReason.ERROR, error="no room", refusal=RefusalKind.BROKEN)
             holder["a"].taken.clear()
             holder["a"].say(delta)
             await holder["a"].until(lambda: holder["a"].taken == ["waiting"])

@@ -8,24 +8,27 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 import zmq
 from prometheus_client import CollectorRegistry
 
-from router.consolidator.core.feed_frames import FeedFrame
+from router.catching_up import ARRIVED_RECORDS_MAX, RECORDS_PER_SLICE
 from router.consolidator.core.feed_reader import FeedReader, FeedState
+from router.consolidator.ports import PoolListener
 from router.core.candidates import RoutingRequest
 from router.core.decision import Decision
 from router.core.load_ledger import LoadLedger
 from router.core.policy import make_policy
 from router.core.prefix_index import PrefixIndex
 from router.core.projection import LOAD_STEP_BLOCKS, Projection
+from router.core.router_state import RouterState
 from router.core.selector import Selector
+from router.fleet_links import link_opener
 from router.metrics import RouterMetrics
-from router.ports import JournalReader
-from router.service import ARRIVED_RECORDS_MAX, RECORDS_PER_SLICE, RouterService
+from router.service import RouterService
 from router.settings import RouterSettings
 from runtime.clock import SystemClock
-from tests.router.fleet_builder import make_card, stored, worker_key
+from tests.router.fleet_builder import decided, make_card, stored, worker_key
 from wire import codec
 from wire.events import JournalRecord, WorkerJoined
 from wire.feed import BlockChain, Records, SnapshotPart, WorkerState
+from wire.feed_frames import FeedFrame
 from wire.hashing import pack_hashes
 from wire.identifiers import Tier
 
@@ -49,11 +52,11 @@ class HeldFeed:
 
     def __init__(self) -> None:
         self.missing = 0
-        self.reader: JournalReader | None = None
+        self.listener: PoolListener | None = None
 
-    async def start(self, reader: JournalReader) -> None:
-        self.reader = reader
-        reader.on_snapshot(1, [a_worker("w")], [(0, BlockChain(None, pack_hashes(a_path(0)), Tier.DEVICE))])
+    async def start(self, listener: PoolListener) -> None:
+        self.listener = listener
+        listener.on_snapshot(1, [a_worker("w")], [(0, BlockChain(None, pack_hashes(a_path(0)), Tier.DEVICE))])
 
     def trouble(self, now_ms: float) -> str:
         return ""
@@ -65,12 +68,12 @@ class HeldFeed:
         pass
 
     def snapshot(self, offset: int, chains: Iterable[tuple[int, BlockChain]]) -> None:
-        assert self.reader is not None
-        self.reader.on_snapshot(offset, [a_worker("v"), a_worker("w")], chains)
+        assert self.listener is not None
+        self.listener.on_snapshot(offset, [a_worker("v"), a_worker("w")], chains)
 
     def tell(self, records: Sequence[JournalRecord]) -> None:
-        assert self.reader is not None
-        self.reader.on_records(records)
+        assert self.listener is not None
+        self.listener.on_records(records)
 
 
 class Scene:
@@ -79,19 +82,21 @@ class Scene:
         self.projection = Projection(PrefixIndex(), LoadLedger())
         self.selector = Selector(self.projection, make_policy("kv", settings.cost_weights(), 0.0))
         self.feed = HeldFeed()
+        metrics = RouterMetrics(CollectorRegistry())
         self.service = RouterService(
             settings,
-            self.projection,
-            self.selector,
+            RouterState(self.selector),
             self.feed,
-            RouterMetrics(CollectorRegistry()),
+            metrics,
             SystemClock(),
-            context,
+            link_opener(context, settings, metrics, SystemClock()),
         )
 
     def decide(self, number: int) -> Decision:
         request = RoutingRequest("r", "m", 16 * BLOCKS_PER_CHAIN, 16, BLOCKS_PER_CHAIN)
-        return self.selector.select(request, a_path(number), 0.0, 0, behind_records=self.service.behind_records)
+        return decided(
+            self.selector.select(request, a_path(number), 0.0, 0, behind_records=self.service.behind_records)
+        )
 
     async def turns(self, done: Callable[[], bool]) -> int:
         """Let slices be done until a condition holds; return how many turns that took."""

@@ -19,7 +19,7 @@ from router.decision_journal.entries import Checkpoint, DecisionMade, InputsLost
 from router.decision_journal.reader import StoredEntry, decisions_about, stored_entries
 from router.decision_journal.recorder import BELIEFS_SHARE
 from tests.consolidator.journal_builder import FakeDisk
-from tests.router.fleet_builder import worker_key
+from tests.router.fleet_builder import decided, worker_key
 from tests.router.recorded_router import BLOCKS_MAX, NAMES, RecordedRouter, written
 from wire.events import StreamStateChanged
 from wire.hashing import unpack_hashes
@@ -459,7 +459,7 @@ def test_a_dry_run_leaves_a_counting_policy_where_it_was() -> None:
         await router.recorder.stop()
         request = RoutingRequest("r", "m", 32, 16, 2)
         return [
-            str(router.selector.select(request, [1, 2], 0.0, 0, dry_run=dry).worker)
+            str(decided(router.selector.select(request, [1, 2], 0.0, 0, dry_run=dry)).worker)
             for dry in (True, True, False, True, False)
         ]
 

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from router.core.cost import CostWeights
 from router.core.decision import DecisionLog
 from router.core.policy import make_policy
+from router.core.router_state import RouterState
 from router.metrics import RouterMetrics
 from router.select_plane import SelectPlane
 from runtime.clock import SystemClock
@@ -33,6 +34,7 @@ from wire.selection import (
     Reservation,
     Select,
     Selected,
+    SelectRefusal,
     SelectRefused,
     ToPool,
     WorkerRank,
@@ -96,7 +98,7 @@ async def asking() -> AsyncIterator[Asker]:
     asking_context = zmq.asyncio.Context()
     metrics = RouterMetrics(CollectorRegistry())
     selector = pool.selector(make_policy("kv", CostWeights(), 0.0))
-    plane = SelectPlane(context, "127.0.0.1", 0, view, selector, metrics, SystemClock())
+    plane = SelectPlane(context, "127.0.0.1", 0, view, RouterState(selector), metrics, SystemClock())
     socket = asking_context.socket(zmq.DEALER)
     socket.connect(plane.endpoint)
     try:
@@ -217,7 +219,7 @@ def fill(asker: Asker) -> None:
         (lambda asker: None, {}, "no_worker"),
         (lambda asker: asker.pool.join("w"), {"model": "other"}, "no_worker"),
         (lambda asker: asker.pool.join("w"), {"isl": 5000}, "no_worker"),
-        (lambda asker: asker.pool.say(asker.pool.join("w")[0], WorkerDraining()), {}, "no_worker"),
+        (lambda asker: asker.pool.say(asker.pool.join("w")[0], WorkerDraining()), {}, "draining"),
         (fill, {}, "busy"),
         (lambda asker: setattr(asker.view, "ready", False), {}, "not_ready"),
     ],
@@ -250,8 +252,8 @@ def test_a_probe_tells_overlap_and_load_and_reserves_nothing() -> None:
         found = await asker.ask(Probe(9, "m", Stage.WHOLE, 48, PATH))
         nobody = await asker.ask(Probe(10, "other", Stage.WHOLE, 48, PATH))
 
-        assert found == Probed(9, "", 3, 3, BLOCK_SIZE, 96, 1)
-        assert nobody == Probed(10, "no_worker")
+        assert found == Probed(9, None, 3, 3, BLOCK_SIZE, 96, 1)
+        assert nobody == Probed(10, SelectRefusal.NO_WORKER)
         assert asker.booked() == {"other": "w2"}
 
     run(scenario)
@@ -323,7 +325,7 @@ def test_a_port_that_is_taken_is_a_clear_error() -> None:
         metrics = RouterMetrics(CollectorRegistry())
         try:
             with pytest.raises(OSError, match=f"binding select_port: 127.0.0.1:{port} cannot be used"):
-                SelectPlane(context, "127.0.0.1", port, asker.view, selector, metrics, SystemClock())
+                SelectPlane(context, "127.0.0.1", port, asker.view, RouterState(selector), metrics, SystemClock())
         finally:
             context.destroy(linger=0)
 

@@ -7,6 +7,8 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import router.core.selector as selector_module
 from router.core.candidates import Candidates, FewCandidates, RoutingRequest
@@ -15,7 +17,7 @@ from router.core.decision import Decision, DecisionLog
 from router.core.policy import KvAware, LeastLoaded, Policy, Random, RoundRobin, make_policy
 from router.core.selector import BUSY, NoWorker
 from router.decision_journal.entries import pack_columns
-from tests.router.fleet_builder import BLOCK_SIZE, Pool, make_card, stored, worker_key
+from tests.router.fleet_builder import BLOCK_SIZE, Pool, decided, make_card, stored, worker_key
 from wire.events import (
     CacheCleared,
     RequestFinished,
@@ -33,7 +35,7 @@ def request(request_id: str = "r", blocks: int = 10, model: str = "m") -> Routin
 
 
 def decide(pool: Pool, policy: Policy, path: list[int], request_id: str = "r", blocks: int = 10) -> Decision:
-    return pool.selector(policy).select(request(request_id, blocks), path, now_ms=0.0, time_ms=0)
+    return decided(pool.selector(policy).select(request(request_id, blocks), path, now_ms=0.0, time_ms=0))
 
 
 PATH = list(range(100, 110))
@@ -119,7 +121,7 @@ def test_round_robin_takes_turns_and_least_loaded_takes_the_idle_one() -> None:
     pool = Pool()
     a, b, c = pool.join("a", "b", "c")
     turns = pool.selector(RoundRobin())
-    assert [turns.select(request(), [], 0.0, 0).worker for _ in range(4)] == [a, b, c, a]
+    assert [decided(turns.select(request(), [], 0.0, 0)).worker for _ in range(4)] == [a, b, c, a]
 
     pool.say(a, RequestStarted("x", 16, 0, 1))
     pool.say(c, RequestStarted("y", 16, 0, 1))
@@ -136,30 +138,31 @@ def test_draining_gone_excluded_and_full_workers_are_filtered_with_a_reason() ->
         pool.say(c, RequestStarted(f"c{number}", 16, 0, 1))
     selector = pool.selector(KvAware())
 
-    decision = selector.select(request(), PATH, 0.0, 0)
+    decision = decided(selector.select(request(), PATH, 0.0, 0))
     assert decision.worker == d
     assert decision.filtered == {a: "draining", c: BUSY}
 
-    with pytest.raises(NoWorker) as refusal:
-        selector.select(request(), PATH, 0.0, 0, unavailable={d: "already failed this request"})
-    assert refusal.value.only_busy
-    assert refusal.value.reasons[d] == "already failed this request"
+    none = selector.select(request(), PATH, 0.0, 0, unavailable={d: "already failed this request"})
+    assert isinstance(none, NoWorker)
+    assert (set(none.busy), set(none.draining)) == ({c}, {a})
+    assert none.reasons[d] == "already failed this request"
 
 
 def test_a_prompt_that_fits_nowhere_is_refused_with_the_room_there_is() -> None:
     pool = Pool()
     (a,) = pool.join("a", card=make_card(max_sequence_length=160))
-    with pytest.raises(NoWorker, match="prompt of 160 tokens, room for 159") as refusal:
-        decide(pool, KvAware(), PATH)
-    assert not refusal.value.only_busy
-    assert list(refusal.value.reasons) == [a]
+    none = pool.selector(KvAware()).select(request(), PATH, 0.0, 0)
+    assert isinstance(none, NoWorker)
+    assert "prompt of 160 tokens, room for 159" in str(none)
+    assert not none.busy
+    assert list(none.reasons) == [a]
 
 
 def test_an_unknown_model_has_no_worker() -> None:
     pool = Pool()
     pool.join("a")
-    with pytest.raises(NoWorker, match="no worker serves this model"):
-        pool.selector(KvAware()).select(request(model="other"), PATH, 0.0, 0)
+    none = pool.selector(KvAware()).select(request(model="other"), PATH, 0.0, 0)
+    assert str(none) == "choosing a worker for model 'other': no worker serves this model"
 
 
 def test_a_booked_decision_counts_until_the_worker_speaks() -> None:
@@ -168,14 +171,14 @@ def test_a_booked_decision_counts_until_the_worker_speaks() -> None:
     pool.say(a, stored(PATH[:4]))
     selector = pool.selector(KvAware())
     ledger = pool.projection.ledger
-    decision = selector.select(request("r"), PATH, 0.0, 0)
+    decision = decided(selector.select(request("r"), PATH, 0.0, 0))
     selector.book(decision, PATH, 0.0)
     slot = pool.projection.index.slot(a)
 
     assert decision.worker == a
     assert ledger.prefill_tokens[slot] == 6 * BLOCK_SIZE
     assert ledger.active_blocks[slot] == 10
-    assert selector.select(request("r2"), [1], 0.0, 0).worker == b
+    assert decided(selector.select(request("r2"), [1], 0.0, 0)).worker == b
 
     pool.say(a, RequestStarted("r", 160, 3 * BLOCK_SIZE, 10))
     assert ledger.prefill_tokens[slot] == 7 * BLOCK_SIZE
@@ -191,7 +194,7 @@ def test_an_unconfirmed_reservation_expires_but_not_while_its_stream_is_open() -
     pool.join("a")
     selector = pool.selector(KvAware())
     for name in ("lost", "open"):
-        selector.book(selector.select(request(name), PATH, 0.0, 0), PATH, 0.0)
+        selector.book(decided(selector.select(request(name), PATH, 0.0, 0)), PATH, 0.0)
     ledger = pool.projection.ledger
 
     ledger.expire(29_999.0, held={"open"})
@@ -219,21 +222,21 @@ def test_a_worker_whose_cache_was_cleared_or_is_restated_is_seen_with_its_load_a
     pool = Pool()
     a, b = pool.join("a", "b")
     selector = pool.selector(KvAware())
-    booked = selector.select(request("booked"), PATH, 0.0, 0, {b: "down"})
+    booked = decided(selector.select(request("booked"), PATH, 0.0, 0, {b: "down"}))
     selector.book(booked, PATH, 0.0)
     pool.say(a, stored(PATH[:8]), RequestStarted("running", 64, 0, 7))
 
     pool.say(a, cleared, stored(PATH[:3]))
     pool.say(a, RequestStarted("later", 32, 0, 5))
 
-    row = selector.select(request("asked"), PATH, 0.0, 0).explanation()["rows"][0]
+    row = decided(selector.select(request("asked"), PATH, 0.0, 0)).explanation()["rows"][0]
     assert (row["worker"], row["requests"], row["device_overlap_blocks"]) == ("a", 3, 3)
     assert (row["active_prefill_tokens"], row["active_blocks"]) == (10 * BLOCK_SIZE + 64 + 32, 10 + 7 + 5)
     for request_id in ("running", "later"):
         pool.say(a, RequestFinished(request_id, "stop"))
     pool.projection.ledger.release(a, "booked")
     pool.join("c")  # it may be given the bit that was a's
-    rows = selector.select(request("again"), PATH, 0.0, 0).explanation()["rows"]
+    rows = decided(selector.select(request("again"), PATH, 0.0, 0)).explanation()["rows"]
     assert [(row["requests"], row["device_overlap_blocks"]) for row in rows] == [(0, 3), (0, 0), (0, 0)]
 
 
@@ -277,6 +280,22 @@ def test_the_decision_log_keeps_the_newest_and_all_attempts_of_a_request() -> No
     assert log.of_request("r4")[0].realised_cached_tokens == 77
 
 
+def test_the_decision_log_finds_the_latest_request_of_a_name_and_every_one_by_its_id() -> None:
+    pool = Pool()
+    pool.join("a")
+    log = DecisionLog(2)
+    for request_id in ("mine~r1", "mine~r2"):
+        log.add(decide(pool, KvAware(), PATH, request_id))
+
+    assert [each.request.request_id for each in log.of_request("mine")] == ["mine~r2"]
+    assert [each.request.request_id for each in log.of_request("mine~r1")] == ["mine~r1"]
+    assert log.realised("mine~r1", 7) is log.of_request("mine~r1")[0]
+    for request_id in ("other~r3", "third~r4"):
+        log.add(decide(pool, KvAware(), PATH, request_id))
+    assert log.of_request("mine") == [], "what is forgotten is not found by its name either"
+    assert set(log._latest) == {"other", "third"}
+
+
 def test_many_workers_share_a_prefix() -> None:
     pool = Pool()
     names = [f"w{number:03}" for number in range(200)]
@@ -290,6 +309,39 @@ def test_many_workers_share_a_prefix() -> None:
     assert decision.worker in keys[175:]
     assert isinstance(decision.worker, WorkerKey)
     assert worker_key("w199") in keys
+
+
+WEIGHT = st.floats(0.0, 1000.0)
+TOKENS = st.integers(0, 2**40)
+BLOCKS = st.integers(0, 2**24)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.tuples(TOKENS, BLOCKS, BLOCKS, BLOCKS, BLOCKS), min_size=1, max_size=16),
+    st.builds(CostWeights, WEIGHT, WEIGHT, WEIGHT, WEIGHT, WEIGHT, WEIGHT),
+    st.integers(1, 2**24),
+    st.integers(1, 4096),
+    st.sampled_from(Stage),
+    st.integers(0, 5),
+)
+def test_numbers_and_columns_have_one_cost_to_the_bit(
+    rows: list[tuple[int, int, int, int, int]], weights: CostWeights, isl: int, block_size: int, stage: Stage, tie: int
+) -> None:
+    workers = tuple(worker_key(f"w{number:02}") for number in range(len(rows)))
+    queued, active, device, host, disk = zip(*rows, strict=True)
+    requests = (0,) * len(rows)
+    few = FewCandidates(workers, queued, active, requests, device, host, disk)
+    columns = [np.array(column, np.float64) for column in (queued, active, requests, device, host, disk)]
+    wanted = RoutingRequest(f"r{tie}", "m", isl, block_size, -(-isl // block_size), stage=stage)
+    policy = KvAware(weights)
+
+    plain, general = policy.choose_of_few(wanted, few), policy.choose(wanted, Candidates(workers, *columns))
+
+    assert (plain.row, plain.reason) == (general.row, general.reason)
+    assert list(plain.terms) == list(general.terms)
+    for one, other in ((plain.costs, general.costs), *zip(plain.terms.values(), general.terms.values(), strict=True)):
+        assert np.asarray(one, np.float64).tobytes() == np.asarray(other, np.float64).tobytes()
 
 
 def _columns(decision: Decision) -> list[bytes]:
@@ -319,11 +371,11 @@ def test_few_workers_are_compared_without_arrays_to_the_same_bit(stage: Stage, m
         weights = CostWeights(*(source.choice((0.0, 0.1, 0.25, 1.0, 1 / 3)) for _ in range(6)))
         wanted = RoutingRequest(f"r{round_number}", "m", 12 * 16 + source.randrange(16), 16, 13, stage=stage)
         plain = pool.selector(KvAware(weights))
-        few = plain.select(wanted, chain, 0.0, 0)
+        few = decided(plain.select(wanted, chain, 0.0, 0))
         with monkeypatch.context() as patch:
             patch.setattr(selector_module, "FEW_CANDIDATES", 0)
             patch.setattr(KvAware, "choose_of_few", None)  # so that this way is not the other one
-            general = pool.selector(KvAware(weights)).select(wanted, chain, 0.0, 0)
+            general = decided(pool.selector(KvAware(weights)).select(wanted, chain, 0.0, 0))
         assert _columns(few) == _columns(general)
         assert (few.choice.row, few.reason, few.filtered) == (general.choice.row, general.reason, general.filtered)
         assert list(few.choice.terms) == list(general.choice.terms)

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import msgspec
 import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
+from dispatch.link_budget import LINKS_MAX
+from dispatch.token_delivery import TokenDelivery
 from dispatch.worker_link import WorkerLink
-from frontend.ports import InferenceRequest
+from frontend.ports import InferenceRequest, Refused
+from router.consolidator.ports import PoolListener
+from router.core.candidates import Candidates, RoutingRequest
 from router.core.load_ledger import LoadLedger
-from router.core.policy import make_policy
+from router.core.policy import Choice, Policy, make_policy
 from router.core.prefix_index import PrefixIndex
 from router.core.projection import Projection
+from router.core.router_state import RouterState
 from router.core.selector import Selector
 from router.metrics import RouterMetrics
-from router.ports import JournalReader
 from router.service import RouterService
 from router.settings import RouterSettings
 from runtime.clock import SystemClock
@@ -28,7 +33,7 @@ from wire.card import WorkerCard, WorkerLimits
 from wire.events import AnyEvent, JournalRecord, WorkerJoined, WorkerLeft
 from wire.hashing import pack_tokens
 from wire.identifiers import Role, WorkerId, WorkerKey
-from wire.requests import Generate, Sampling, TokenBatch, TokenDelta
+from wire.requests import FinishReason, Generate, RefusalKind, Sampling, TokenBatch, TokenDelta
 
 OLD, NEW = WorkerKey(WorkerId("old")), WorkerKey(WorkerId("new"))
 
@@ -38,11 +43,11 @@ class ToldFeed:
 
     def __init__(self) -> None:
         self.offset = 0
-        self.reader: JournalReader | None = None
+        self.listener: PoolListener | None = None
 
-    async def start(self, reader: JournalReader) -> None:
-        self.reader = reader
-        reader.on_snapshot(0, [], [])
+    async def start(self, listener: PoolListener) -> None:
+        self.listener = listener
+        listener.on_snapshot(0, [], [])
 
     def trouble(self, now_ms: float) -> str:
         return ""
@@ -54,61 +59,91 @@ class ToldFeed:
         pass
 
     def tell(self, *batches: tuple[WorkerKey, AnyEvent]) -> None:
-        assert self.reader is not None
+        assert self.listener is not None
         records = []
         for worker, event in batches:
             records.append(JournalRecord(self.offset, worker.worker_id, 0, 1, 0, 0, 0, [event], "consolidator"))
             self.offset += 1
-        self.reader.on_records(records)
+        self.listener.on_records(records)
 
 
 def card(endpoint: str) -> WorkerCard:
     return WorkerCard("m", Role.AGGREGATED, 16, WorkerLimits(8, 1024, 100, 1600), endpoint)
 
 
-class Routed:
-    """A router whose only links are up when a test says so; ``sent`` has the endpoints that got a request."""
+class ToldLink(WorkerLink):
+    """A real link that is up when a test says so, and remembers instead of sending."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], sent: list[str]) -> None:
-        settings = RouterSettings()
+    sent: list[str]
+
+    def generate(self, message: Generate) -> bool:
+        if self.is_up:
+            self.sent.append(self.endpoint)
+        return self.is_up
+
+
+class Routed:
+    """A router whose links are up when a test says so; ``sent`` has the endpoints that got a request."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        policy: Policy | None = None,
+        links_max: int = LINKS_MAX,
+        **settings_: Any,
+    ) -> None:
+        settings = RouterSettings.model_validate(settings_)
         projection = Projection(PrefixIndex(), LoadLedger())
-        selector = Selector(projection, make_policy("kv", settings.cost_weights(), 0.0))
+        state = RouterState(Selector(projection, policy or make_policy("kv", settings.cost_weights(), 0.0)))
         self.feed = ToldFeed()
-        metrics = RouterMetrics(CollectorRegistry())
-        self.service = RouterService(settings, projection, selector, self.feed, metrics, SystemClock(), context)
-        self.sent = sent
+        self.metrics = RouterMetrics(CollectorRegistry())
+        self.links: dict[str, ToldLink] = {}
+        self.sent: list[str] = []
+        self.context = context
+        self._clock = SystemClock()
+        self.service = RouterService(settings, state, self.feed, self.metrics, self._clock, self._open_link, links_max)
+
+    def _open_link(
+        self,
+        endpoint: str,
+        on_tokens: Callable[[WorkerLink, TokenBatch], None],
+        on_up: Callable[[WorkerLink], None],
+        on_down: Callable[[WorkerLink, str], None],
+    ) -> WorkerLink:
+        link = ToldLink(self.context, endpoint, 60_000, self._clock, on_tokens, on_up, on_down, lambda: None)
+        link.sent = self.sent
+        self.links[endpoint] = link
+        return link
 
     def bring_up(self, endpoint: str) -> None:
-        self.service._links[endpoint].is_up = True
-        self.service._on_link_up(self.service._links[endpoint])
+        self.links[endpoint].is_up = True
+        self.links[endpoint]._on_up(self.links[endpoint])
+
+    def lose(self, endpoint: str, why: str = "connection lost") -> None:
+        self.links[endpoint]._go_down(why)
+
+    def say(self, endpoint: str, *deltas: TokenDelta) -> None:
+        """Have a worker say something."""
+        self.service.in_flight.on_tokens(self.links[endpoint], TokenBatch(1, list(deltas)))
 
 
 @asynccontextmanager
-async def routed() -> AsyncIterator[Routed]:
-    sent: list[str] = []
-
-    def generate(link: WorkerLink, message: Generate) -> bool:
-        if link.is_up:
-            sent.append(link.endpoint)
-        return link.is_up
-
+async def routed(policy: Policy | None = None, links_max: int = LINKS_MAX, **settings: Any) -> AsyncIterator[Routed]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    made = Routed(context, sent)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(WorkerLink, "generate", generate)
-        await made.service.start()
-        try:
-            yield made
-        finally:
-            await made.service.stop()
-            context.destroy(linger=0)
+    made = Routed(context, policy, links_max, **settings)
+    await made.service.start()
+    try:
+        yield made
+    finally:
+        await made.service.stop()
+        context.destroy(linger=0)
 
 
 REQUEST = InferenceRequest("r", "m", pack_tokens(range(20)), Sampling(max_tokens=4))
 BEFORE, AFTER = "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"
 
 
-def test_a_request_moves_to_a_worker_that_joins_in_the_turn_in_which_its_own_leaves() -> None:
+def test_a_request_moves_to_a_worker_that_joins_in_the_turn_in_which_its_own_breaks() -> None:
     """Its next place is chosen among workers that all have a link: the newcomer has one, and it is not up yet."""
 
     async def scenario() -> None:
@@ -118,13 +153,55 @@ def test_a_request_moves_to_a_worker_that_joins_in_the_turn_in_which_its_own_lea
             router.bring_up(BEFORE)
             await service.submit(REQUEST)
 
+            router.links[BEFORE].is_up = False
             router.feed.tell((OLD, WorkerLeft("drained")), (NEW, WorkerJoined(card(AFTER))))
 
             assert service.counts() == (1, 1), "it waits for the newcomer to be reachable"
-            assert set(service.unreachable) == {NEW}
+            assert set(service.links.unreachable) == {NEW}
             router.bring_up(AFTER)
             assert service.counts() == (1, 0)
             assert router.sent == [BEFORE, AFTER]
+
+    asyncio.run(scenario())
+
+
+def test_a_stream_whose_link_is_up_goes_on_when_a_lease_ends_its_workers_membership() -> None:
+    async def scenario() -> None:
+        async with routed() as router:
+            service = router.service
+            router.feed.tell((OLD, WorkerJoined(card(BEFORE))), (NEW, WorkerJoined(card(AFTER))))
+            router.bring_up(BEFORE)
+            stream = await service.submit(REQUEST)
+            router.bring_up(AFTER)
+
+            router.feed.tell((OLD, WorkerLeft("lease expired: silent for 3000 ms")))
+            await service.submit(dataclasses.replace(REQUEST, request_id="s"))
+
+            assert router.sent == [BEFORE, AFTER], "what is under way stays, what is new goes elsewhere"
+            router.say(BEFORE, TokenDelta("r", 0, pack_tokens([1, 2, 3, 4]), FinishReason.LENGTH))
+            [last] = await stream.next()
+            assert last.finish_reason == "length"
+            service.links.close_left()
+            assert service.links.endpoints() == [AFTER], "nothing is under way on it any more"
+
+    asyncio.run(scenario())
+
+
+def test_a_stream_moves_when_the_link_of_a_worker_that_left_breaks_after_all() -> None:
+    async def scenario() -> None:
+        async with routed() as router:
+            service = router.service
+            router.feed.tell((OLD, WorkerJoined(card(BEFORE))), (NEW, WorkerJoined(card(AFTER))))
+            router.bring_up(BEFORE)
+            await service.submit(REQUEST)
+            router.bring_up(AFTER)
+            router.feed.tell((OLD, WorkerLeft("lease expired: silent for 3000 ms")))
+
+            router.lose(BEFORE)
+            service.links.close_left()
+
+            assert router.sent == [BEFORE, AFTER]
+            assert service.links.endpoints() == [AFTER]
 
     asyncio.run(scenario())
 
@@ -138,34 +215,33 @@ def test_a_request_goes_back_to_a_worker_that_failed_it_when_there_is_no_other()
             router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
             router.bring_up(BEFORE)
             stream = await service.submit(REQUEST)
-            refusal = TokenDelta("r", 0, b"", "error", error="the KV is gone", retryable=True)
+            refusal = TokenDelta("r", 0, b"", FinishReason.ERROR, error="the KV is gone", refusal=RefusalKind.BROKEN)
 
-            service._on_tokens(service._links[BEFORE], TokenBatch(1, [refusal]))
+            router.say(BEFORE, refusal)
 
             assert router.sent == [BEFORE, BEFORE]
             assert service.counts() == (1, 0)
             for attempt in range(1, 1 + RouterSettings().migration_limit):
                 again = msgspec.structs.replace(refusal, request_id=f"r~{attempt}")
-                service._on_tokens(service._links[BEFORE], TokenBatch(1, [again]))
+                router.say(BEFORE, again)
             [last] = await stream.next()
             assert last.error == "the KV is gone; moved 3 times already"
 
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("retryable", [False, True])
-def test_what_no_worker_can_do_ends_as_the_clients_fault(retryable: bool) -> None:
+@pytest.mark.parametrize("kind", [RefusalKind.INVALID, RefusalKind.CANNOT_DO])
+def test_what_no_worker_can_do_ends_as_the_clients_fault(kind: RefusalKind) -> None:
     async def scenario() -> None:
         async with routed() as router:
             service = router.service
             router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
             router.bring_up(BEFORE)
             stream = await service.submit(REQUEST)
-            for attempt in range(1 + RouterSettings().migration_limit if retryable else 1):
+            for attempt in range(1 if kind is RefusalKind.INVALID else 1 + RouterSettings().migration_limit):
                 dispatch_id = f"r~{attempt}" if attempt else "r"
-                refusal = TokenDelta(dispatch_id, 0, b"", "error", error="no guides", retryable=retryable)
-                refusal = msgspec.structs.replace(refusal, unsupported=True)
-                service._on_tokens(service._links[BEFORE], TokenBatch(1, [refusal]))
+                refusal = TokenDelta(dispatch_id, 0, b"", FinishReason.ERROR, error="no guides", refusal=kind)
+                router.say(BEFORE, refusal)
 
             [last] = await stream.next()
             assert (last.finish_reason, last.unsupported) == ("error", True)
@@ -181,18 +257,74 @@ def test_a_request_whose_only_worker_is_lost_waits_for_its_next_life_as_long_as_
             router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
             router.bring_up(BEFORE)
             stream = await service.submit(REQUEST)
-            service._links[BEFORE].is_up = False
-            service._on_link_down(service._links[BEFORE], "connection lost")
+            router.lose(BEFORE)
             assert service.counts() == (1, 1)
 
             router.bring_up(BEFORE)
             assert (service.counts(), router.sent) == ((1, 0), [BEFORE, BEFORE])
 
-            service._links[BEFORE].is_up = False
-            service._on_link_down(service._links[BEFORE], "connection lost")
+            router.lose(BEFORE)
             router.feed.tell((OLD, WorkerLeft("lease expired")))
             [last] = await stream.next()
             assert last.finish_reason == "error"
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_was_on_two_lost_workers_before_its_first_token_takes_no_third_one_with_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario() -> None:
+        async with routed() as router:
+            third = WorkerKey(WorkerId("third"))
+            for key, endpoint in ((OLD, BEFORE), (NEW, AFTER), (third, "tcp://127.0.0.1:3")):
+                router.feed.tell((key, WorkerJoined(card(endpoint))))
+                router.bring_up(endpoint)
+            stream = await router.service.submit(REQUEST)
+            for _ in range(2):
+                router.lose(router.sent[-1])
+
+            [last] = await stream.next()
+            assert (last.finish_reason, last.poison) == ("error", True)
+            assert "before its first token" in (last.error or "")
+            assert len(router.sent) == 2
+            assert router.service.counts() == (0, 0)
+            assert router.metrics.poison_requests.value == 1
+            names = {BEFORE: "old", AFTER: "new"}
+            [said] = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+            assert "request r is not moved again" in said
+            assert all(names.get(each, "third") in said for each in router.sent)
+
+    asyncio.run(scenario())
+
+
+def test_a_request_outlives_workers_that_leave_refuse_or_are_lost_once_it_has_a_token() -> None:
+    async def scenario() -> None:
+        async with routed() as router:
+            service = router.service
+            for key, endpoint in ((OLD, BEFORE), (NEW, AFTER)):
+                router.feed.tell((key, WorkerJoined(card(endpoint))))
+                router.bring_up(endpoint)
+            stream = await service.submit(REQUEST)
+            router.lose(router.sent[-1])
+            refusal = TokenDelta(
+                "r~1", 0, b"", FinishReason.ERROR, error="it is draining", refusal=RefusalKind.DRAINING
+            )
+            last = router.sent[-1]
+            router.say(last, refusal)
+            router.bring_up(router.sent[0])
+            left = OLD if router.sent[-1] == BEFORE else NEW
+            router.feed.tell((left, WorkerLeft("drained")))
+            router.feed.tell((left, WorkerJoined(card("tcp://127.0.0.1:4"))))
+            router.bring_up("tcp://127.0.0.1:4")
+            active = service.books.active["r"].machine
+            assert active.plan.current is not None
+            router.say(router.sent[-1], TokenDelta(active.plan.current.id, 0, pack_tokens((7,))))
+            active.migrations = 0
+            router.lose(router.sent[-1])
+
+            assert not active.ended
+            assert [delta.finish_reason for delta in await stream.next()] == [None]
 
     asyncio.run(scenario())
 
@@ -204,9 +336,9 @@ def test_a_request_that_is_cancelled_while_it_waits_to_move_on_ends_once_and_goe
             router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
             router.bring_up(BEFORE)
             stream = await service.submit(REQUEST)
+            router.links[BEFORE].is_up = False
             router.feed.tell((OLD, WorkerLeft("drained")), (NEW, WorkerJoined(card(AFTER))))
-            service._links[AFTER].is_up = True
-            service._note_reachability()
+            router.links[AFTER].is_up = True
 
             stream.cancel()
 
@@ -226,19 +358,27 @@ def test_an_output_with_a_guide_moves_on_and_its_new_worker_may_say_that_it_cann
             router.bring_up(BEFORE)
             guided = Sampling(max_tokens=4, guided_regex="a+")
             stream = await service.submit(dataclasses.replace(REQUEST, sampling=guided))
-            active = service._active["r"]
-            assert active.current is not None
-            active.accept(active.current, TokenDelta(active.current.id, 0, pack_tokens((7,))))
+            active = service.books.active["r"].machine
+            assert active.plan.current is not None
+            router.say(BEFORE, TokenDelta(active.plan.current.id, 0, pack_tokens((7,))))
             router.feed.tell((NEW, WorkerJoined(card(AFTER))))
             router.bring_up(AFTER)
 
+            router.links[BEFORE].is_up = False
             router.feed.tell((OLD, WorkerLeft("dead")))
 
             assert router.sent == [BEFORE, AFTER]
             for _ in range(RouterSettings().migration_limit):
-                assert active.current is not None
-                refusal = TokenDelta(active.current.id, 0, b"", "error", error="its guide has begun", retryable=True)
-                service._on_tokens(service._links[AFTER], TokenBatch(1, [refusal]))
+                assert active.plan.current is not None
+                refusal = TokenDelta(
+                    active.plan.current.id,
+                    0,
+                    b"",
+                    FinishReason.ERROR,
+                    error="its guide has begun",
+                    refusal=RefusalKind.BROKEN,
+                )
+                router.say(AFTER, refusal)
             last = (await stream.next())[-1]
             assert last.finish_reason == "error"
             assert "its guide has begun" in (last.error or "")
@@ -253,9 +393,16 @@ def test_what_a_worker_said_of_other_routers_requests_is_forgotten_soon() -> Non
             made.feed.tell((worker, WorkerJoined(card(BEFORE))))
             made.bring_up(BEFORE)
             stream = await made.service.submit(REQUEST)
-            link = made.service._links[BEFORE]
-            refusal = TokenDelta("r", 0, b"", "error", error="crowded", retryable=True, booked_prefill_tokens=5000)
-            made.service._on_tokens(link, TokenBatch(1, [refusal]))
+            refusal = TokenDelta(
+                "r",
+                0,
+                b"",
+                FinishReason.ERROR,
+                error="crowded",
+                refusal=RefusalKind.CROWDED,
+                booked_prefill_tokens=5000,
+            )
+            made.say(BEFORE, refusal)
 
             ledger = made.service.projection.ledger
             slot = made.service.projection.index.slot(worker)
@@ -268,3 +415,219 @@ def test_what_a_worker_said_of_other_routers_requests_is_forgotten_soon() -> Non
             stream.cancel()
 
     asyncio.run(scenario())
+
+
+def test_one_word_of_crowding_wakes_the_router_once_however_many_requests_are_reserved() -> None:
+    async def scenario() -> None:
+        async with routed() as made:
+            worker = WorkerKey(WorkerId("a"))
+            made.feed.tell((worker, WorkerJoined(card(BEFORE))))
+            made.bring_up(BEFORE)
+            service = made.service
+            looks = 0
+            expire = service.books.reservations.expire
+
+            def counted() -> None:
+                nonlocal looks
+                looks += 1
+                expire()
+
+            service.books.reservations.expire = counted  # type: ignore[method-assign]
+            ledger = service.projection.ledger
+            slot = service.projection.index.slot(worker)
+            now_ms = SystemClock().monotonic_ms()
+            for number in range(1000):  # one falls due in every millisecond to come
+                ledger.reserve(worker, slot, f"reserved{number}", 1, 0, now_ms, 100.0 + number)
+            stream = await service.submit(REQUEST)
+            made.say(
+                BEFORE,
+                TokenDelta(
+                    "r", 0, b"", FinishReason.ERROR, None, "crowded", RefusalKind.CROWDED, booked_prefill_tokens=5000
+                ),
+            )
+
+            async with asyncio.timeout(30):
+                while service.books.reservations.awaits_crowding_end or not looks:  # noqa: ASYNC110 - the ledger tells nobody
+                    await asyncio.sleep(0.01)
+            await asyncio.sleep(0.2)
+            # A timer may fire a moment before the word runs out, and looks once more; housekeeping looks every 1.25 s.
+            assert 1 <= looks <= 3
+            stream.cancel()
+
+    asyncio.run(scenario())
+
+
+GOOD, BAD = "tcp://127.0.0.1:1", "tcp://http://w9:4001"
+
+
+def sockets_of(context: zmq.Context[zmq.Socket[bytes]]) -> int:
+    return sum(not socket.closed for socket in list(context._sockets))
+
+
+def test_a_worker_that_no_socket_can_be_made_to_is_nobody_elses_trouble() -> None:
+    """Its card may be in a journal that was written before cards were checked so closely."""
+
+    async def scenario() -> None:
+        async with routed() as router:
+            service = router.service
+            router.feed.tell((OLD, WorkerJoined(card(BAD))))
+            router.feed.tell((NEW, WorkerJoined(card(GOOD))))
+            router.bring_up(GOOD)
+            assert set(router.links) == {GOOD}
+            await service.submit(REQUEST)
+            assert router.sent == [GOOD]
+            assert set(service.links.unreachable) == {OLD}
+            assert f"no connection can be made to {BAD!r}" in service.links.unreachable[OLD]
+
+            made = sockets_of(router.context)
+            for number in range(20):  # each turn over the fleet tries again, and keeps nothing
+                joined = WorkerKey(WorkerId(f"w{number}"))
+                router.feed.tell((joined, WorkerJoined(card(GOOD))), (joined, WorkerLeft("gone")))
+            assert sockets_of(router.context) == made
+
+            router.feed.tell((OLD, WorkerLeft("replaced")), (OLD, WorkerJoined(card("tcp://127.0.0.1:2"))))
+            router.bring_up("tcp://127.0.0.1:2")
+            assert not service.links.unreachable
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_only_such_a_worker_could_take_is_refused_at_once_with_the_reason() -> None:
+    async def scenario() -> None:
+        async with routed() as router:
+            router.feed.tell((OLD, WorkerJoined(card(BAD))))
+            with pytest.raises(Refused, match="no connection can be made") as refused:
+                await router.service.submit(REQUEST)
+            assert refused.value.status == 503
+
+    asyncio.run(scenario())
+
+
+def test_cards_make_a_bounded_number_of_connections_and_a_worker_that_leaves_makes_room() -> None:
+    async def scenario() -> None:
+        async with routed(links_max=3) as router:
+            keys = [WorkerKey(WorkerId(f"w{number}")) for number in range(50)]
+            for number, key in enumerate(keys):
+                router.feed.tell((key, WorkerJoined(card(f"tcp://127.0.0.1:{number + 1}"))))
+            service = router.service
+            assert len(service.links) == 3
+            assert "there are 3 connections to workers, the most that fit" in service.links.unreachable[keys[3]]
+            router.feed.tell((keys[0], WorkerLeft("gone")))
+            assert len(service.links) == 3
+            assert "tcp://127.0.0.1:4" in service.links.endpoints()
+
+    asyncio.run(scenario())
+
+
+class BrokenPolicy:
+    """Somebody's own policy, which fails at requests of one name."""
+
+    name = "own"
+    needs_overlap = False
+
+    def choose(self, request: RoutingRequest, candidates: Candidates) -> Choice:
+        if request.request_id == "bad":
+            raise ZeroDivisionError("no weights")
+        return Choice(7 if request.request_id == "wild" else 0, "first")
+
+
+@pytest.mark.parametrize(
+    ("request_id", "words"),
+    [("bad", "policy 'own' raised ZeroDivisionError: no weights"), ("wild", "chose row 7 of 1 candidates")],
+)
+def test_a_policy_that_fails_costs_its_request_a_500_with_its_name_and_nothing_else(
+    request_id: str, words: str
+) -> None:
+    async def scenario() -> None:
+        async with routed(BrokenPolicy()) as router:
+            service = router.service
+            router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
+            router.bring_up(BEFORE)
+            with pytest.raises(Refused, match=words) as refused:
+                await service.submit(dataclasses.replace(REQUEST, request_id=request_id))
+            assert (refused.value.status, refused.value.code) == (500, "policy_failed")
+
+            stream = await service.submit(REQUEST)
+            assert router.sent == [BEFORE]
+            assert service.counts() == (1, 0)
+            stream.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_a_policy_that_fails_at_the_head_of_the_line_lets_those_behind_it_go_on() -> None:
+    async def scenario() -> None:
+        async with routed(BrokenPolicy()) as router:
+            service = router.service
+            router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
+            waiting = [
+                asyncio.ensure_future(service.submit(dataclasses.replace(REQUEST, request_id=name)))
+                for name in ("bad", "good")
+            ]
+            while service.counts() != (0, 2):  # noqa: ASYNC110 - a line tells nobody
+                await asyncio.sleep(0)
+
+            router.bring_up(BEFORE)
+
+            bad, good = await asyncio.gather(*waiting, return_exceptions=True)
+            assert isinstance(bad, Refused)
+            assert bad.status == 500
+            assert isinstance(good, TokenDelivery)
+            good.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_stopping_ends_streams_and_refuses_those_that_wait_and_sends_nothing_more() -> None:
+    async def scenario() -> None:
+        async with routed() as router:
+            service = router.service
+            router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
+            waiting = asyncio.ensure_future(service.submit(dataclasses.replace(REQUEST, request_id="waits")))
+            while service.counts() != (0, 1):  # noqa: ASYNC110 - a line tells nobody
+                await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.wait([waiting])
+            router.bring_up(BEFORE)
+            streams = [
+                await service.submit(dataclasses.replace(REQUEST, request_id=f"s{number}")) for number in range(16)
+            ]
+            waiting = asyncio.ensure_future(service.submit(dataclasses.replace(REQUEST, request_id="full")))
+            while service.counts() != (16, 1):  # noqa: ASYNC110 - a line tells nobody
+                await asyncio.sleep(0)
+
+            await service.stop()
+
+            with pytest.raises(Refused, match="shutting down") as refused:
+                await waiting
+            assert refused.value.status == 503
+            for stream in streams:
+                [last] = await stream.next()
+                assert (last.finish_reason, last.error) == ("error", "the router is shutting down")
+            assert len(router.sent) == 16, "whoever waited is not sent to a worker at the end"
+            assert service.counts() == (0, 0)
+
+    asyncio.run(scenario())
+
+
+def test_housekeeping_that_fails_is_logged_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        async with routed(worker_timeout_ms=100) as router:
+            checked = asyncio.Event()
+            check = router.service.links.check
+            failures = [KeyError("a bug of ours"), KeyError("again")]
+
+            def failing(now_ms: float) -> None:
+                if failures:
+                    raise failures.pop()
+                check(now_ms)
+                checked.set()
+
+            router.service.links.check = failing  # type: ignore[method-assign]
+            async with asyncio.timeout(20):
+                await checked.wait()
+
+    asyncio.run(scenario())
+
+    assert "task 'router housekeeping' failed: it starts again" in caplog.text
+    assert "a bug of ours" in caplog.text

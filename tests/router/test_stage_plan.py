@@ -7,7 +7,7 @@ import pytest
 from router.core.candidates import RoutingRequest
 from router.core.policy import KvAware
 from router.core.stage_plan import DECODE_ROLES, PREFILL_ROLES, WHOLE_ROLES, first_leg
-from tests.router.fleet_builder import BLOCK_SIZE, Pool, make_card, stored, worker_key
+from tests.router.fleet_builder import BLOCK_SIZE, Pool, decided, make_card, stored, worker_key
 from wire.events import RequestStarted
 from wire.identifiers import Role, Stage
 
@@ -43,7 +43,7 @@ def test_the_decode_stage_counts_neither_prefill_nor_overlap() -> None:
     selector = pool.selector(KvAware())
     request = RoutingRequest("r", "m", 10 * BLOCK_SIZE, BLOCK_SIZE, 10, stage=Stage.DECODE)
 
-    decision = selector.select(request, path, 0.0, 0, roles=DECODE_ROLES)
+    decision = decided(selector.select(request, path, 0.0, 0, roles=DECODE_ROLES))
     selector.book(decision, path, 0.0)
 
     assert decision.worker == d2
@@ -61,6 +61,6 @@ def test_roles_are_never_mixed() -> None:
     assert selector.available("m", PREFILL_ROLES)
     assert not selector.available("m", PREFILL_ROLES, {worker_key("p"): "unreachable"})
     assert not selector.available("m", WHOLE_ROLES)
-    assert selector.select(RoutingRequest("r", "m", 16, 16, 1), [], 0.0, 0, roles=PREFILL_ROLES).worker == worker_key(
-        "p"
-    )
+    assert decided(
+        selector.select(RoutingRequest("r", "m", 16, 16, 1), [], 0.0, 0, roles=PREFILL_ROLES)
+    ).worker == worker_key("p")

@@ -11,7 +11,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 from starlette.types import Receive, Scope, Send
 
-from runtime.http_protocol import CONNECTION, SAID_EVERY_S, Connection, InvalidRequests, _DirectCycle
+from runtime.http_connections import SAID_EVERY_S, InvalidRequests
+from runtime.http_protocol import CONNECTION, Connection, _DirectCycle
 from runtime.http_server import HttpServer
 
 LIMIT = 1000

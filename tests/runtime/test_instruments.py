@@ -18,12 +18,18 @@ def counters(kind: Any, registry: CollectorRegistry) -> None:
     labelled.labels("x", "y").inc()
 
 
+def _gauge(kind: Any, *names: Any, registry: CollectorRegistry) -> Any:
+    if kind is instruments:
+        return instruments.Gauge(*names, across="sum", registry=registry)
+    return kind.Gauge(*names, registry=registry)
+
+
 def gauges(kind: Any, registry: CollectorRegistry) -> None:
-    gauge = kind.Gauge("level", "A gauge.", ["place"], registry=registry)
+    gauge = _gauge(kind, "level", "A gauge.", ["place"], registry=registry)
     gauge.labels("here").inc(3)
     gauge.labels("here").dec()
     gauge.labels("there").set(7.5)
-    kind.Gauge("asked", "Asked for.", registry=registry).set_function(lambda: 4.0)
+    _gauge(kind, "asked", "Asked for.", registry=registry).set_function(lambda: 4.0)
 
 
 def histograms(kind: Any, registry: CollectorRegistry) -> None:

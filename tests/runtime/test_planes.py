@@ -14,9 +14,29 @@ from prometheus_client import CollectorRegistry
 from typer.testing import CliRunner
 
 from cli.main import app
-from runtime.planes import CurveKeyError, CurveKeys, KeyPair, PlaneContext, PlaneMetrics, leave_plain, name_plane
+from runtime.planes import (
+    FRAME_BYTES_OF_PLANE,
+    CurveKeyError,
+    CurveKeys,
+    KeyPair,
+    PlaneContext,
+    PlaneMetrics,
+    leave_plain,
+    name_plane,
+)
 from runtime.security import SecuritySettings, is_loopback
 from runtime.zmq_socket import CallbackSocket
+from wire import codec
+from wire.identifiers import Stage
+from wire.limits import (
+    BLOCKS_PER_EVENT_MAX,
+    FRAME_BYTES_MAX,
+    IDENTIFIER_BYTES_MAX,
+    RENEWALS_MAX,
+    SELECT_FRAME_BYTES_MAX,
+    WORKERS_EXCLUDED_MAX,
+)
+from wire.selection import Renew, Reservation, Select, WorkerRank
 
 TIMEOUT_S = 20.0
 
@@ -46,7 +66,7 @@ class Plane:
         self.registry = CollectorRegistry()
         self.context = PlaneContext.make(keys, PlaneMetrics(self.registry))
         socket = self.context.socket(zmq.ROUTER)
-        name_plane(socket, "echo")
+        name_plane(socket, "select")
         socket.bind("tcp://127.0.0.1:*")
         self.endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.heard: list[bytes] = []
@@ -57,7 +77,7 @@ class Plane:
         self._socket.send(frames)
 
     def refused(self, reason: str) -> float:
-        labels = {"plane": "echo", "reason": reason}
+        labels = {"plane": "select", "reason": reason}
         return self.registry.get_sample_value("poolgrid_plane_refused_peers_total", labels) or 0.0
 
 
@@ -228,3 +248,41 @@ def test_what_anybody_on_the_network_can_use_is_said(
 def test_half_a_security_is_refused(settings: dict[str, str]) -> None:
     with pytest.raises(ValueError, match=r"go together|need"):
         SecuritySettings.model_validate(settings)
+
+
+def test_every_socket_has_a_limit_for_frames_and_a_plane_that_is_bound_one_of_its_own() -> None:
+    context = PlaneContext.make(None, PlaneMetrics(CollectorRegistry()))
+    try:
+        for kind in (zmq.DEALER, zmq.ROUTER, zmq.SUB, zmq.XPUB):
+            assert context.socket(kind).getsockopt(zmq.MAXMSGSIZE) == FRAME_BYTES_MAX
+        for name, limit in FRAME_BYTES_OF_PLANE.items():
+            socket = context.socket(zmq.ROUTER)
+            name_plane(socket, name)
+            assert socket.getsockopt(zmq.MAXMSGSIZE) == limit <= FRAME_BYTES_MAX
+        with pytest.raises(KeyError):
+            name_plane(context.socket(zmq.ROUTER), "one that nobody gave a limit")
+    finally:
+        context.destroy(linger=0)
+
+
+def test_the_largest_messages_of_the_select_plane_fit_its_frames() -> None:
+    longest = "x" * IDENTIFIER_BYTES_MAX
+    renewal = Renew((Reservation(longest, WorkerRank(longest, 2**32 - 1)),) * RENEWALS_MAX)
+    assert len(codec.to_pool.encode(renewal)) <= SELECT_FRAME_BYTES_MAX
+    excluded = (WorkerRank(longest, 1),) * WORKERS_EXCLUDED_MAX
+    hashes = bytes(8 * BLOCKS_PER_EVENT_MAX)
+    select = Select(1, longest, longest, Stage.WHOLE, 1, hashes, excluded, media_hashes=hashes)
+    assert len(codec.to_pool.encode(select)) <= SELECT_FRAME_BYTES_MAX
+
+
+def test_a_peer_that_sends_a_frame_that_is_too_large_loses_its_connection_and_nobody_else_does() -> None:
+    async def run() -> None:
+        async with plane(None) as select:
+            large = Peer(None, select.endpoint)
+            await until(lambda: select.heard == [b"hello"])
+            large._socket.send([bytes(SELECT_FRAME_BYTES_MAX + 1)])
+            await answered(Peer(None, select.endpoint))
+            assert max(map(len, select.heard)) == len(b"hello")
+            large.close()
+
+    asyncio.run(run())

@@ -37,8 +37,10 @@ def registry(requests: int, latency_s: float, offset: int, in_flight: int) -> Co
     if requests > 5:
         counter.labels("429").inc()
     Histogram("poolgrid_seconds", "Time.", buckets=(0.1, 1), registry=made).observe(latency_s)
-    Gauge("poolgrid_router_journal_offset", "Offset.", registry=made).set(offset)
-    Gauge("poolgrid_frontend_in_flight_requests", "Now.", ["endpoint"], registry=made).labels("chat").set(in_flight)
+    Gauge("poolgrid_router_journal_offset", "Offset.", across="largest", registry=made).set(offset)
+    Gauge("poolgrid_frontend_in_flight_requests", "Now.", ["endpoint"], across="sum", registry=made).labels("chat").set(
+        in_flight
+    )
     return made
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from global_router.core.document_reader import load_document
-from global_router.core.grid_document import GridDocument
+from global_router.core.document.grid_document import GridDocument
+from global_router.core.document.reader import load_document
 from loadgen.trace import TraceRow, read_trace
 from router.core.policy import make_policy
 from simulation.fleet import (

@@ -18,7 +18,7 @@ from tests.trtllm.engines import BLOCK, PATIENCE_S, Told, expected, make_request
 from wire.events import BlocksStored, PrefillCompleted, RequestFinished, RequestProgressed, RequestStarted
 from wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes, unpack_hashes
 from wire.identifiers import Role, Stage
-from wire.requests import LogitsProcessorCall, Routing
+from wire.requests import LogitsProcessorCall, RefusalKind, Routing
 from workers import bootstrap
 from workers.core.refusal import RefusedError
 from workers.engines.trtllm import EngineLimits
@@ -292,11 +292,11 @@ def test_what_a_request_does_wrong_is_its_own_error() -> None:
         async with running_engine(max_seq_len=64, max_batch_size=8, max_num_tokens=16) as told:
             with pytest.raises(RefusedError, match="max_num_tokens") as refused:
                 told.engine.submit(make_request("r", range(17)))
-            assert not refused.value.retryable
+            assert refused.value.kind is RefusalKind.INVALID
             with pytest.raises(RefusedError, match="top_p"):
                 told.engine.submit(make_request("r", top_p=1.5))
             last = await told.finish(make_request("r", max_tokens=100))
-            assert (last.finish_reason, last.retryable, last.unsupported) == ("error", False, True)
+            assert (last.finish_reason, last.refusal) == ("error", RefusalKind.INVALID)
             assert "max_sequence_length" in (last.error or "")
             assert told.events_of("r") == [RequestFinished("r", "error")]
             assert (await told.finish(make_request("s"))).finish_reason == "length"
@@ -328,12 +328,12 @@ def test_an_unexpected_exception_costs_one_request() -> None:
             told.llm.generate_async = broken
             with pytest.raises(RefusedError, match="surprise") as refused:
                 told.engine.submit(make_request("r"))
-            assert refused.value.retryable
+            assert refused.value.kind is RefusalKind.BROKEN
             told.llm.generate_async = original
             told.engine.submit(make_request("s", max_tokens=3))
             told.engine._active["s"].cursor = Unreadable(None)
             await told.until(lambda: told.finished("s"))
-            assert (told.deltas["s"][-1].finish_reason, told.deltas["s"][-1].retryable) == ("error", True)
+            assert (told.deltas["s"][-1].finish_reason, told.deltas["s"][-1].refusal) == ("error", RefusalKind.BROKEN)
             assert (await told.finish(make_request("t"))).finish_reason == "length"
 
     asyncio.run(scenario())
@@ -513,7 +513,7 @@ def test_an_engine_without_a_transceiver_takes_whole_requests_only(stage: Stage)
         async with running_engine(Role.AGGREGATED) as told:
             with pytest.raises(RefusedError) as refused:
                 told.engine.submit(make_request(stage=stage, disaggregated_params=b"\x80"))
-            assert refused.value.retryable
+            assert refused.value.kind is RefusalKind.BROKEN
 
     asyncio.run(scenario())
 
@@ -525,7 +525,7 @@ def test_more_requests_than_allowed_are_refused_as_retryable() -> None:
             told.engine.submit(make_request("a"))
             with pytest.raises(RefusedError, match="max_requests") as refused:
                 told.engine.submit(make_request("b"))
-            assert refused.value.retryable
+            assert refused.value.kind is RefusalKind.BUSY
             told.executor.resume()
 
     asyncio.run(scenario())

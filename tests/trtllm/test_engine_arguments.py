@@ -377,10 +377,9 @@ def test_the_mode_decides_about_the_endpoint_and_the_role(mode: Any, endpoint: s
     assert TrtllmSettings(endpoint="x.y.z").endpoint_name == "x.y.z"
 
 
-def test_names_and_sizes_follow_from_the_settings() -> None:
+def test_names_follow_from_the_settings() -> None:
     assert TrtllmSettings(model_path="a/b").model_name == "a/b"
     assert TrtllmSettings(model_path="a/b", served_model_name="c").model_name == "c"
-    assert TrtllmSettings().max_file_size_bytes == 50 * 1024 * 1024
 
 
 def test_every_setting_is_documented() -> None:

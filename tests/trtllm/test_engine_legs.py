@@ -14,7 +14,7 @@ import pytest
 from tests.trtllm.engines import Told, expected, make_request, running_engine
 from wire.events import PrefillCompleted, RequestFinished, RequestStarted
 from wire.identifiers import Role, Stage
-from wire.requests import Generate
+from wire.requests import Generate, RefusalKind
 from workers.core.refusal import RefusedError
 from workers.engines.trtllm import EngineLimits
 from workers.trtllm import disaggregated_params as codec
@@ -169,7 +169,7 @@ def test_legs_that_run_or_are_kept_are_bounded() -> None:
             prefill.engine.submit(make_request("runs", stage=Stage.PREFILL))
             with pytest.raises(RefusedError, match="kept_transfers_max") as refused:
                 prefill.engine.submit(make_request("third", stage=Stage.PREFILL))
-            assert refused.value.retryable
+            assert refused.value.kind is RefusalKind.BUSY
             prefill.engine.submit(make_request("one", max_tokens=1, stage=Stage.PREFILL))
             prefill.executor.resume()
             prefill.engine.cancel("kept")
@@ -222,7 +222,7 @@ def test_params_that_are_damaged_are_the_requests_error(broken: bytes) -> None:
         async with running_engine(Role.DECODE, max_batch_size=64) as decode:
             with pytest.raises(RefusedError, match="disaggregated") as refused:
                 decode.engine.submit(decode_leg(make_request("r"), broken))
-            assert not refused.value.retryable
+            assert refused.value.kind is None
             with pytest.raises(RefusedError, match="nothing says where its KV is"):
                 decode.engine.submit(decode_leg(make_request("r"), None))
 
@@ -237,7 +237,7 @@ def test_a_transfer_that_fails_is_retryable() -> None:
             found = codec.decode(params, prefill.engine._library.disaggregated_params).params
             damaged = codec.encode(replace(found, opaque_state=b"x" * 40))
             last = await decode.finish(decode_leg(request, damaged))
-            assert (last.finish_reason, last.retryable) == ("error", True)
+            assert (last.finish_reason, last.refusal) == ("error", RefusalKind.BROKEN)
             assert "damaged" in (last.error or "")
 
     asyncio.run(scenario())
@@ -271,7 +271,7 @@ def test_context_results_without_params_are_no_prefilled_legs() -> None:
 
             prefill.llm.generate_async = forgetting
             last = await prefill.finish(make_request("r", stage=Stage.PREFILL))
-            assert (last.finish_reason, last.retryable) == ("error", True)
+            assert (last.finish_reason, last.refusal) == ("error", RefusalKind.BROKEN)
             assert not prefill.engine._kept
 
     asyncio.run(scenario())

@@ -18,7 +18,7 @@ from wire import codec
 from wire.hashing import pack_tokens
 from wire.identifiers import Role, Stage
 from wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
-from wire.requests import Generate
+from wire.requests import Generate, RefusalKind
 from workers.core.refusal import RefusedError
 from workers.engines.trtllm_media import load_media
 
@@ -114,7 +114,7 @@ def test_a_picture_that_is_broken_is_its_requests_error() -> None:
     async def scenario() -> None:
         async with running_engine(**MULTIMODAL) as told:
             last = await told.finish(with_media(make_request(), item(picture()[:40])))
-            assert (last.finish_reason, last.retryable) == ("error", False)
+            assert (last.finish_reason, last.refusal) == ("error", RefusalKind.INVALID)
             assert "medium 0 (image/png) cannot be loaded" in (last.error or "")
             assert (await told.finish(make_request("s"))).finish_reason == "length"
 
@@ -138,7 +138,7 @@ def test_workers_without_media_say_so(role: Role) -> None:
         async with running_engine(role, max_batch_size=64) as told:
             with pytest.raises(RefusedError, match="modality text") as refused:
                 told.engine.submit(with_media(make_request(), item(picture())))
-            assert refused.value.retryable
+            assert refused.value.kind is RefusalKind.CANNOT_DO
             assert MODES[role] == told.engine._calls._processors._mode
 
     asyncio.run(scenario())
@@ -186,7 +186,7 @@ def test_what_is_missing_to_load_embeddings_is_said(monkeypatch: pytest.MonkeyPa
     request = with_media(make_request(), item(b"x", MediaKind.EMBEDDINGS, "application/x-pytorch"))
     with pytest.raises(RefusedError, match="needs torch") as refused:
         load_media(request, False)
-    assert refused.value.retryable
+    assert refused.value.kind is RefusalKind.CANNOT_DO
 
 
 def test_an_encode_leg_gives_its_handles_as_a_list() -> None:

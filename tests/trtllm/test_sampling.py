@@ -9,9 +9,9 @@ import pytest
 
 from tests.fakes.tensorrt_llm import GuidedDecodingParams, SamplingParams
 from wire.hashing import pack_tokens
-from wire.requests import Generate, Routing, Sampling
-from workers.core.refusal import RefusedError, UnsupportedError
-from workers.trtllm.sampling import SEED_MASK, SamplingPlan, engine_priority, plan_sampling, request_of
+from wire.requests import Generate, RefusalKind, Routing, Sampling
+from workers.core.refusal import RefusedError, UnableError, UnsupportedError
+from workers.trtllm.sampling import SEED_MASK, SamplingPlan, engine_priority, plan_sampling
 
 
 def plan(
@@ -67,7 +67,7 @@ def test_without_a_seed_each_request_has_one_and_its_legs_the_same() -> None:
     assert all(0 <= seed <= SEED_MASK for seed in seeds)
     assert plan("r~1").arguments["seed"] == plan("r").arguments["seed"] == plan("r~12").arguments["seed"]
     assert plan(seed=-1).arguments["seed"] == SEED_MASK
-    assert request_of("a~b~3") == "a~b"
+    assert plan("mine~r1").arguments["seed"] == plan("mine~r2~1").arguments["seed"], "the client called both the same"
 
 
 @pytest.mark.parametrize(
@@ -84,9 +84,9 @@ def test_each_guide_becomes_the_engines(given: dict[str, Any], guide: dict[str, 
     made = plan(**given).guide
     assert made == guide
     GuidedDecodingParams(**guide)
-    with pytest.raises(UnsupportedError, match="guided_decoding_backend") as refused:
+    with pytest.raises(UnableError, match="guided_decoding_backend") as refused:
         plan(can_guide=False, **given)
-    assert refused.value.retryable, "another worker may have one"
+    assert refused.value.kind is RefusalKind.CANNOT_DO, "another worker may have one"
 
 
 def test_a_choice_matches_its_texts_and_nothing_else() -> None:
@@ -108,15 +108,14 @@ def test_a_choice_matches_its_texts_and_nothing_else() -> None:
 def test_guides_that_cannot_be_followed_are_refused(given: dict[str, Any], words: str) -> None:
     with pytest.raises(UnsupportedError, match=words) as refused:
         plan(**given)
-    assert not refused.value.retryable
+    assert refused.value.kind is RefusalKind.INVALID
 
 
 def test_a_guide_that_has_begun_on_another_worker_is_refused_and_may_go_on_elsewhere() -> None:
     request = Generate("r", pack_tokens([1, 2]), Sampling(16, guided_regex="a+"), routing=Routing(emitted_tokens=1))
     with pytest.raises(RefusedError, match="the output has begun on another worker") as refusal:
         plan_sampling(request, {2, 9}, True)
-    assert refusal.value.retryable
-    assert not refusal.value.unsupported
+    assert refusal.value.kind is RefusalKind.CANNOT_DO
 
 
 def test_priorities_keep_their_order_in_the_engines_range() -> None:

@@ -8,7 +8,20 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from wire import card, events, feed, hashing, identifiers, ingest, limits, multimodal, requests, selection, tensors
+from wire import (
+    card,
+    events,
+    feed,
+    feed_frames,
+    hashing,
+    identifiers,
+    ingest,
+    limits,
+    multimodal,
+    requests,
+    selection,
+    tensors,
+)
 
 PAGE = (Path(__file__).parents[2] / "docs" / "wire.md").read_text()
 
@@ -53,6 +66,46 @@ def test_no_row_speaks_of_what_does_not_exist() -> None:
     named = re.findall(r"^\| `([A-Z]\w+)` \|", PAGE, re.MULTILINE)
 
     assert set(named) <= set(STRUCTS) | set(LIMITS)
+
+
+def _frames(name: str) -> tuple[list[str], bool]:
+    """The frames of one feed message as the page has them, and whether the last may come again."""
+    (row,) = [line for line in PAGE.splitlines() if re.match(rf"\| {name} \| `", line)]
+    cell = row.split(" | ")[1]
+    return re.findall(r"`(\w+)`", cell), cell.endswith("…")
+
+
+OFFSET, LIFE = 0x0102030405060708, b"one life"
+FRAME_NAMES = {
+    feed_frames.FEED_TOPIC: "topic",
+    feed_frames.ALIVE_TOPIC: "topic",
+    OFFSET.to_bytes(8, "big"): "offset",
+    LIFE: "life",
+    b"first": "record",
+    b"second": "record",
+    b"an answer": "answer",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "frames"),
+    [
+        ("records", next(feed_frames.encode_records(OFFSET, [b"first", b"second"], LIFE))),
+        ("keepalive", feed_frames.encode_alive(OFFSET, LIFE)),
+        ("answer", feed_frames.encode_answer(b"an answer", LIFE)),
+    ],
+)
+def test_the_frames_of_the_feed_are_sent_in_the_order_of_the_page_and_of_the_docstring(
+    name: str, frames: list[bytes]
+) -> None:
+    printed, repeats = _frames(name)
+    (line,) = [line for line in (feed_frames.__doc__ or "").splitlines() if line.startswith(f"    {name}  ")]
+
+    sent = [FRAME_NAMES[frame] for frame in frames]
+
+    assert sent == (printed + printed[-1:] if repeats else printed)
+    assert re.findall(r"(?:^|, )(topic|offset|life|record|answer)\b", line[17:]) == sent
+    assert repeats == line.endswith("...")
 
 
 def test_tiers_roles_and_stages_are_listed_with_their_numbers() -> None:

@@ -7,18 +7,19 @@ the one change that is safe; it appears here as a longer frame.
 
 from __future__ import annotations
 
+import re
 import struct
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wire import codec, events, feed, ingest, limits, multimodal, requests, selection, tensors
+from wire import codec, events, feed, feed_frames, ingest, limits, multimodal, requests, selection, tensors
 from wire.card import MediaSpec, WorkerCard, WorkerLimits
 from wire.codec import Codec
 from wire.errors import DecodeError, LimitError
@@ -55,18 +56,20 @@ from wire.feed import (
     WorkerState,
 )
 from wire.hashing import pack_hashes, pack_tokens
-from wire.identifiers import Role, Stage, StreamState, Tier
+from wire.identifiers import PackedHashes, PackedTokens, Role, Stage, StreamState, Tier
 from wire.ingest import Acknowledged, Goodbye, Heartbeat, Hello, Refused, Resend, Unknown, Welcome
 from wire.limits import FRAME_BYTES_MAX, U32_MAX, U64_MAX
 from wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
 from wire.requests import (
     Cancel,
     FetchKv,
+    FinishReason,
     Generate,
     KvOffered,
     LogitsProcessorCall,
     Ping,
     Pong,
+    RefusalKind,
     ReleaseKv,
     Routing,
     Sampling,
@@ -86,6 +89,7 @@ from wire.selection import (
     RoleStatus,
     Select,
     Selected,
+    SelectRefusal,
     SelectRefused,
     WorkerRank,
 )
@@ -208,18 +212,19 @@ GOLDEN: dict[tuple[str, str], Any] = {
                 request_id="r-2",
                 position=4,
                 token_ids=pack_tokens([12, 13]),
-                finish_reason="length",
+                finish_reason=FinishReason.LENGTH,
                 cached_tokens=0,
                 error=None,
-                retryable=False,
                 logprobs=(TokenLogprobs(12, -0.5, ((12, -0.5), (99, -1.25))), TokenLogprobs(13, -2.0)),
                 disaggregated_params=b"\x00",
                 prompt_logprobs=(TokenLogprobs(2, -3.5),),
             ),
-            TokenDelta("r-3", 0, b"", "error", error="out of blocks", retryable=True),
-            TokenDelta("r-4", 0, pack_tokens([14]), "prefilled", cached_tokens=0, disaggregated_params=b"\x01\x02"),
-            TokenDelta("r-5", 0, b"", "encoded", disaggregated_params=b"\x03"),
-            TokenDelta("r-6", 0, b"", "error", error="no guides here", unsupported=True),
+            TokenDelta("r-3", 0, b"", FinishReason.ERROR, error="out of blocks", refusal=RefusalKind.BROKEN),
+            TokenDelta(
+                "r-4", 0, pack_tokens([14]), FinishReason.PREFILLED, cached_tokens=0, disaggregated_params=b"\x01\x02"
+            ),
+            TokenDelta("r-5", 0, b"", FinishReason.ENCODED, disaggregated_params=b"\x03"),
+            TokenDelta("r-6", 0, b"", FinishReason.ERROR, error="no guides here", refusal=RefusalKind.CANNOT_DO),
         ],
     ),
     ("from_worker", "pong"): Pong(5, 7, draining=True),
@@ -279,10 +284,14 @@ GOLDEN: dict[tuple[str, str], Any] = {
     ("to_pool", "ask status"): AskStatus(U64_MAX),
     ("from_pool", "selected"): Selected(1, WorkerRank("w1"), "tcp://10.0.0.7:40001", 7, 3, 32, "lowest_cost", 30_000),
     ("from_pool", "select refused"): SelectRefused(
-        2, "busy", "every worker is busy", 1.5, ((WorkerRank("w1"), "busy"), (WorkerRank("w2", 1), "draining"))
+        2,
+        SelectRefusal.BUSY,
+        "every worker is busy",
+        1.5,
+        ((WorkerRank("w1"), "busy"), (WorkerRank("w2", 1), "draining")),
     ),
-    ("from_pool", "probed, every field"): Probed(3, "", 2, 4, 32, 4096, 9),
-    ("from_pool", "probed, nobody there"): Probed(4, "no_worker"),
+    ("from_pool", "probed, every field"): Probed(3, None, 2, 4, 32, 4096, 9),
+    ("from_pool", "probed, nobody there"): Probed(4, SelectRefusal.NO_WORKER),
     ("from_pool", "pool status"): PoolStatus(
         5,
         True,
@@ -384,8 +393,8 @@ class TestGoldenFrames:
         assert CODECS[key[0]].decode(memoryview(FRAMES[key])) == GOLDEN[key]
 
     def test_feed_frames_carry_the_offset_big_endian_so_that_bytes_sort_like_numbers(self) -> None:
-        assert feed.offset_frame.pack(258) == bytes.fromhex("0000000000000102")
-        assert feed.FEED_TOPIC == b"poolgrid"
+        assert feed_frames.encode_alive(258, b"")[1] == bytes.fromhex("0000000000000102")
+        assert feed_frames.FEED_TOPIC == b"poolgrid"
         assert (ingest.BATCH_FRAME, ingest.CONTROL_FRAME) == (b"B", b"C")
 
     def test_a_worker_key_reads_as_id_and_rank(self) -> None:
@@ -393,6 +402,48 @@ class TestGoldenFrames:
 
         assert str(record.worker) == "w1/3"
         assert str(_batch().worker) == "w1"
+
+
+def _with_a_byte_more(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield a message once for each packed field in it, with a byte too much there, and which field it was."""
+    if isinstance(value, msgspec.Struct):
+        hints = get_type_hints(type(value), include_extras=True)
+        for name in value.__struct_fields__:
+            field = getattr(value, name)
+            where = f"{path}.{name}" if path else f"{type(value).__name__}.{name}"
+            if hints[name] in (PackedHashes, PackedTokens):
+                yield where, msgspec.structs.replace(value, **{name: field + b"x"})
+            else:
+                for inner, changed in _with_a_byte_more(field, where):
+                    yield inner, msgspec.structs.replace(value, **{name: changed})
+    elif isinstance(value, list | tuple):
+        for at, item in enumerate(value):
+            for inner, changed in _with_a_byte_more(item, f"{path}[{at}]"):
+                yield inner, type(value)([*value[:at], changed, *value[at + 1 :]])
+
+
+TAMPERED = [(key, where, changed) for key in KEYS for where, changed in _with_a_byte_more(GOLDEN[key])]
+
+
+class TestPackedFields:
+    """A golden frame of every message and of every event is there, so a packed field that nobody checks is found."""
+
+    def test_there_are_some_in_events_requests_and_answers(self) -> None:
+        fields = {re.sub(r"\[\d+\]", "", where) for _, where, _ in TAMPERED}
+
+        assert fields > {
+            "EventBatch.events.sequence_hashes",
+            "Generate.token_ids",
+            "SnapshotPart.chains.sequence_hashes",
+        }
+
+    @pytest.mark.parametrize(("key", "where", "changed"), TAMPERED, ids=lambda part: str(part)[:80])
+    def test_one_of_an_odd_length_is_refused_by_name(self, key: tuple[str, str], where: str, changed: Any) -> None:
+        codec_of = CODECS[key[0]]
+        frame = msgspec.msgpack.encode(changed)
+
+        with pytest.raises(DecodeError, match="allowed are multiples of"):
+            codec_of.decode(frame)
 
 
 class TestEvolution:
@@ -496,7 +547,9 @@ class TestChecks:
             ("to_pool", Renew((Reservation("r", WorkerRank("w")),) * (limits.RENEWALS_MAX + 1))),
             (
                 "from_pool",
-                SelectRefused(1, "busy", "", None, ((WorkerRank("w"), ""),) * (limits.REFUSAL_REASONS_MAX + 1)),
+                SelectRefused(
+                    1, SelectRefusal.BUSY, "", None, ((WorkerRank("w"), ""),) * (limits.REFUSAL_REASONS_MAX + 1)
+                ),
             ),
             ("from_feed", Records(0, [b""] * (limits.REPLAY_RECORDS_MAX + 1), 0)),
         ],

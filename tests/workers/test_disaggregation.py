@@ -17,7 +17,7 @@ from tests.workers.fakes import PATIENCE_S, fake_router
 from tests.workers.running import RunningWorker, expected, running_worker
 from wire.events import PrefillCompleted, RequestFinished, RequestStarted, WorkerDraining
 from wire.identifiers import Role, Stage
-from wire.requests import Cancel, FetchKv, Generate, KvOffered, Ping
+from wire.requests import Cancel, FetchKv, Generate, KvOffered, Ping, RefusalKind
 from workers import kv_fetcher
 from workers.core.kv_fetches import KvWanted
 from workers.core.refusal import RefusedError
@@ -107,7 +107,7 @@ def test_the_role_says_which_stages_are_taken() -> None:
                 await worker.router.until_finished(request.request_id)
 
                 last = worker.router.last(request.request_id)
-                assert (last.finish_reason, last.retryable) == ("error", True)
+                assert (last.finish_reason, last.refusal) == ("error", RefusalKind.BROKEN)
                 assert f"has the role {role}, it does not take the stage {stage.name.lower()}" in (last.error or "")
             whole = make_request("whole", range(9))
             await target.router.send(whole)
@@ -141,7 +141,7 @@ def test_a_prefill_worker_that_dies_between_the_legs_fails_the_second_in_time_an
             await target.router.until_finished("r")
 
             last = target.router.last("r")
-            assert (last.finish_reason, last.retryable, last.token_ids) == ("error", True, b"")
+            assert (last.finish_reason, last.refusal, last.token_ids) == ("error", RefusalKind.BROKEN, b"")
             assert "did not answer for transfer" in (last.error or "")
             await finished(target, "r", "error")
             await assert_nothing_left(target)
@@ -165,7 +165,7 @@ def test_a_prefill_worker_that_dies_while_the_second_leg_waits_fails_it_retryabl
                 await target.router.receive()
 
             last = target.router.last("r")
-            assert (last.finish_reason, last.retryable) == ("error", True)
+            assert (last.finish_reason, last.refusal) == ("error", RefusalKind.BROKEN)
             await finished(target, "r", "error")
             await target.router.send(Cancel("first"))
             await target.router.until_finished("first")
@@ -209,7 +209,7 @@ def test_kv_that_nobody_comes_for_expires_and_a_late_decode_leg_is_told() -> Non
             await target.router.until_finished("r")
 
             last = target.router.last("r")
-            assert (last.finish_reason, last.retryable) == ("error", True)
+            assert (last.finish_reason, last.refusal) == ("error", RefusalKind.BROKEN)
             assert "no longer keeps the KV" in (last.error or "")
             assert await target.metric("poolgrid_worker_kv_fetch_failures_total", cause="unknown") == 1
             await assert_nothing_left(target)
@@ -225,7 +225,7 @@ def test_kv_of_another_prompt_is_an_error_that_no_retry_mends_and_the_source_is_
             await target.router.until_finished("r")
 
             last = target.router.last("r")
-            assert (last.finish_reason, last.retryable) == ("error", False)
+            assert (last.finish_reason, last.refusal) == ("error", None)
             assert "offers the KV of another prompt" in (last.error or "")
             await finished(source, "r", "prefilled")
             await assert_nothing_left(source, target)
@@ -244,7 +244,7 @@ def test_a_decode_leg_with_broken_parameters_is_refused() -> None:
                 await worker.router.until_finished(request.request_id)
 
                 last = worker.router.last(request.request_id)
-                assert (last.finish_reason, last.retryable) == ("error", False)
+                assert (last.finish_reason, last.refusal) == ("error", None)
                 assert "disaggregated_params" in (last.error or "")
 
     asyncio.run(scenario())
@@ -367,7 +367,7 @@ def test_the_same_request_dispatched_again_takes_the_place_of_what_is_kept() -> 
             fresh = await prefill(source, request)
             await target.router.send(stale)
             await target.router.until_finished("r")
-            assert target.router.last("r").retryable
+            assert target.router.last("r").refusal is RefusalKind.BROKEN
             target.router.deltas.clear()
             await target.router.send(fresh)
             await target.router.until_finished("r")
@@ -425,7 +425,7 @@ def test_a_drain_that_times_out_hands_over_what_is_still_being_fetched() -> None
             await target.ended()
 
             last = target.router.last("r")
-            assert (last.finish_reason, last.retryable) == ("error", True)
+            assert (last.finish_reason, last.refusal) == ("error", RefusalKind.DRAINING)
             assert RequestFinished("r", "migrated") in target.journal.events
 
     asyncio.run(scenario())
@@ -493,7 +493,7 @@ def test_connections_to_prefill_workers_are_bounded_and_close_when_idle(monkeypa
                 fetcher.begin(f"r{number}", KvWanted(f"tcp://127.0.0.1:{number + 1}", "t", 1000.0))
             with pytest.raises(RefusedError, match="from 2 prefill workers, allowed are at most 2") as refusal:
                 fetcher.begin("r2", KvWanted("tcp://127.0.0.1:3", "t", 1000.0))
-            assert refusal.value.retryable
+            assert refusal.value.kind is RefusalKind.BUSY
             fetcher.end("r0")
             fetcher.begin("r2", KvWanted("tcp://127.0.0.1:3", "t", 1000.0))
             assert fetcher.sources == 2
@@ -505,7 +505,7 @@ def test_connections_to_prefill_workers_are_bounded_and_close_when_idle(monkeypa
             for endpoint in ("nonsense", "ipc:///tmp/x", "tcp://"):
                 with pytest.raises(RefusedError, match="cannot be used") as broken:
                     fetcher.begin("r3", KvWanted(endpoint, "t", 1000.0))
-                assert not broken.value.retryable
+                assert broken.value.kind is None
         finally:
             fetcher.close(orderly=False)
             context.term()

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from frontend.models import TINY_MODEL_PATH
+from tests.wire.test_guide_limits import chain, rules
 from tests.workers.builders import outputs, prefill, run_through, run_to_end
 from wire.hashing import pack_tokens, unpack_tokens
-from wire.requests import Generate, Routing, Sampling
-from workers.core.refusal import RefusedError, UnsupportedError
+from wire.requests import Generate, RefusalKind, Routing, Sampling
+from workers.core.refusal import RefusedError, UnableError, UnsupportedError
 from workers.engines.simulated_guides import LazyGuides
 from workers.simulated.engine import EngineLimits, SimulatedEngine
 from workers.simulated.guided_tokens import GuidedTokenStream
@@ -71,6 +72,12 @@ def engine(limits: EngineLimits | None = None) -> SimulatedEngine:
         guides=GUIDES,
         source=KvSource("tcp://here:1", "w", 1),
     )
+
+
+@pytest.mark.parametrize("guide", [{"guided_json": json.dumps(chain(1000)).encode()}, {"guided_grammar": rules(4000)}])
+def test_a_worker_that_is_asked_past_a_router_does_not_die_of_a_guide_either(guide: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedError, match="allowed are"):
+        GUIDES.open(Sampling(1, **guide))
 
 
 @pytest.mark.parametrize(
@@ -226,7 +233,7 @@ def test_a_guide_that_cannot_be_kept_to_is_refused_with_the_reason(sampling: dic
     busy = engine()
     with pytest.raises(UnsupportedError, match=f"(?s){named}") as refusal:
         busy.submit(asked(**sampling), 0.0)
-    assert not refusal.value.retryable
+    assert refusal.value.kind is RefusalKind.INVALID
     assert busy.active_requests == 0
 
 
@@ -234,7 +241,7 @@ def test_an_output_that_breaks_its_guide_does_not_go_on_here() -> None:
     request = msgspec.structs.replace(asked(guided_regex="[0-9]+"), routing=Routing(emitted_tokens=2))
     with pytest.raises(RefusedError, match="does not keep to it") as refusal:
         engine().submit(request, 0.0)
-    assert refusal.value.retryable
+    assert refusal.value.kind is RefusalKind.CANNOT_DO
     with pytest.raises(RefusedError, match="emitted_tokens is 9, allowed are integers up to the prompt's 3"):
         engine().submit(msgspec.structs.replace(request, routing=Routing(emitted_tokens=9)), 0.0)
 
@@ -250,11 +257,9 @@ def test_a_tokenizer_that_cannot_be_used_refuses_guided_requests_only(wrong: str
         vocabulary = Vocabulary(100_000, 3, 50_000)
     made = SimulatedEngine(EngineLimits(), vocabulary, guides=LazyGuides(path, vocabulary))
     for _ in range(2):
-        with pytest.raises(
-            UnsupportedError, match=r"guided_regex is set, and the tokenizer at .* cannot be used"
-        ) as no:
+        with pytest.raises(UnableError, match=r"guided_regex is set, and the tokenizer at .* cannot be used") as no:
             made.submit(asked(guided_regex="a"), 0.0)
-        assert no.value.retryable, "another worker may have one that can be used"
+        assert no.value.kind is RefusalKind.CANNOT_DO, "another worker may have one that can be used"
     made.submit(asked(), 0.0)
 
 

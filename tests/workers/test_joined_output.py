@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.workers.builders import make_request
 from wire.hashing import pack_tokens
-from wire.requests import TokenDelta, TokenLogprobs
+from wire.requests import FinishReason, RefusalKind, TokenDelta, TokenLogprobs
 from workers.core.joined_output import JoinedOutput
 
 
@@ -36,15 +36,15 @@ def test_the_first_delta_and_the_end_go_at_once_and_tokens_between_them_together
     assert sent(joined, token(1), token(2)) == []
     assert sent(joined, token(3)) == [TokenDelta("r", 1, pack_tokens([101, 102, 103]))]
     assert sent(joined, token(4)) == []
-    assert sent(joined, TokenDelta("r", 5, pack_tokens([105]), "length")) == [
-        TokenDelta("r", 4, pack_tokens([104, 105]), "length")
+    assert sent(joined, TokenDelta("r", 5, pack_tokens([105]), FinishReason.LENGTH)) == [
+        TokenDelta("r", 4, pack_tokens([104, 105]), FinishReason.LENGTH)
     ]
 
 
 def test_an_end_after_which_another_worker_goes_on_follows_what_was_kept() -> None:
-    for reason in ("cancelled", "error"):
+    for reason, kind in ((FinishReason.CANCELLED, None), (FinishReason.ERROR, RefusalKind.DRAINING)):
         joined = joining()
-        ending = TokenDelta("r", 2, b"", reason, error="drained", retryable=reason == "error")
+        ending = TokenDelta("r", 2, b"", reason, error="drained", refusal=kind)
         assert sent(joined, token(0), token(1), ending) == [TokenDelta("r", 0, pack_tokens([100, 101])), ending]
 
 
@@ -67,10 +67,10 @@ def test_what_is_kept_goes_with_the_request() -> None:
 @given(
     st.integers(2, 6),
     st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=30),
-    st.sampled_from(["stop", "length", "cancelled", "error"]),
+    st.sampled_from([FinishReason.STOP, FinishReason.LENGTH, FinishReason.CANCELLED, FinishReason.ERROR]),
 )
 def test_whatever_the_steps_were_the_pieces_make_the_same_output(
-    together: int, steps: list[tuple[int, bool]], ending: str
+    together: int, steps: list[tuple[int, bool]], ending: FinishReason
 ) -> None:
     joined = joining(together)
     output: list[int] = []

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from wire.requests import KvOffered
+from wire.requests import KvOffered, RefusalKind
 from workers.core.kv_fetches import Ask, Effect, Failed, KvFetches, KvWanted, Offered, Release
 from workers.core.refusal import RefusedError
 
@@ -86,11 +86,11 @@ def test_fetches_are_bounded_and_a_transfer_is_fetched_once() -> None:
 
     with pytest.raises(RefusedError, match="'t' is already being fetched, for request 'r'") as twice:
         fetches.begin("s", wanted("t"), 0.0)
-    assert not twice.value.retryable
+    assert twice.value.kind is None
     fetches.begin("s", wanted("u"), 0.0)
     with pytest.raises(RefusedError, match="2 requests have their KV fetched, allowed are at most 2") as full:
         fetches.begin("x", wanted("v"), 0.0)
-    assert full.value.retryable
+    assert full.value.kind is RefusalKind.BUSY
     assert len(fetches) == 2
 
 

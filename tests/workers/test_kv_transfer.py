@@ -25,7 +25,7 @@ from tests.workers.builders import (
 from wire.events import PrefillCompleted, RequestFinished, RequestProgressed, RequestStarted
 from wire.hashing import pack_hashes, pack_tokens, unpack_hashes
 from wire.identifiers import Stage, Tier
-from wire.requests import Generate, KvOffered
+from wire.requests import Generate, KvOffered, RefusalKind
 from workers.core.refusal import RefusedError
 from workers.simulated.cache_recorder import WireRecorder
 from workers.simulated.engine import EngineLimits, SimulatedEngine, StepOutcome
@@ -199,25 +199,25 @@ def with_ticket(leg: Generate, **changes: object) -> Generate:
 
 
 @pytest.mark.parametrize(
-    ("change", "named", "retryable"),
+    ("change", "named", "kind"),
     [
-        (lambda leg, offer: (leg, KvOffered(offer.transfer_id, False)), "no longer keeps", True),
-        (lambda leg, offer: (leg, None), "no longer keeps", True),
-        (lambda leg, offer: (leg, KvOffered("other", True)), "answered for transfer 'other'", False),
-        (lambda leg, offer: (with_ticket(leg, block_size=8), offer), "block size is 8", False),
-        (lambda leg, offer: (with_ticket(leg, isl=11), offer), "prompt length is 11", False),
-        (lambda leg, offer: (with_ticket(leg, prompt_digest=1), offer), "digest of the prompt is 1", False),
-        (lambda leg, offer: (with_ticket(leg, last_hash=None), offer), "last sequence hash is None", False),
-        (lambda leg, offer: (with_ticket(leg, first_token=5), offer), "first token is 5", False),
+        (lambda leg, offer: (leg, KvOffered(offer.transfer_id, False)), "no longer keeps", RefusalKind.BROKEN),
+        (lambda leg, offer: (leg, None), "no longer keeps", RefusalKind.BROKEN),
+        (lambda leg, offer: (leg, KvOffered("other", True)), "answered for transfer 'other'", None),
+        (lambda leg, offer: (with_ticket(leg, block_size=8), offer), "block size is 8", None),
+        (lambda leg, offer: (with_ticket(leg, isl=11), offer), "prompt length is 11", None),
+        (lambda leg, offer: (with_ticket(leg, prompt_digest=1), offer), "digest of the prompt is 1", None),
+        (lambda leg, offer: (with_ticket(leg, last_hash=None), offer), "last sequence hash is None", None),
+        (lambda leg, offer: (with_ticket(leg, first_token=5), offer), "first token is 5", None),
         (
             lambda leg, offer: (leg, msgspec.structs.replace(offer, tail_tokens=3)),
             "tokens beyond whole blocks is 3",
-            False,
+            None,
         ),
         (
             lambda leg, offer: (leg, msgspec.structs.replace(offer, sequence_hashes=offer.sequence_hashes[:8])),
             "number of blocks is 1",
-            False,
+            None,
         ),
         (
             lambda leg, offer: (
@@ -227,12 +227,12 @@ def with_ticket(leg: Generate, **changes: object) -> Generate:
                 ),
             ),
             "sequence hashes are not those",
-            False,
+            None,
         ),
         (
             lambda leg, offer: (msgspec.structs.replace(leg, token_ids=leg.token_ids[:-4] + b"\x63\0\0\0"), offer),
             "digest of the prompt",
-            False,
+            None,
         ),
         (
             lambda leg, offer: (
@@ -240,23 +240,23 @@ def with_ticket(leg: Generate, **changes: object) -> Generate:
                 offer,
             ),
             "first token",
-            False,
+            None,
         ),
         (
             lambda leg, offer: (msgspec.structs.replace(leg, disaggregated_params=None), offer),
             "without disaggregated_params",
-            False,
+            None,
         ),
         (
             lambda leg, offer: (msgspec.structs.replace(leg, disaggregated_params=b"\x93\x01"), offer),
             "are not those of a simulated engine",
-            False,
+            None,
         ),
-        (lambda leg, offer: (with_ticket(leg, timeout_ms=math.nan), offer), "are not those", False),
+        (lambda leg, offer: (with_ticket(leg, timeout_ms=math.nan), offer), "are not those", None),
     ],
 )
 def test_kv_that_is_not_that_of_the_prompt_is_refused_and_changes_nothing(
-    change: Any, named: str, retryable: bool
+    change: Any, named: str, kind: RefusalKind | None
 ) -> None:
     target = make_engine("d")
     leg, offer = change(*prefill(make_engine("p"), make_request("a", range(10), max_tokens=6))[:2])
@@ -264,7 +264,7 @@ def test_kv_that_is_not_that_of_the_prompt_is_refused_and_changes_nothing(
     with pytest.raises(RefusedError, match=named) as refusal:
         target.submit(leg, 0.0, offer=offer)
 
-    assert refusal.value.retryable is retryable
+    assert refusal.value.kind is kind
     assert_empty(target)
 
 
@@ -325,7 +325,7 @@ def test_no_more_transfers_are_kept_than_allowed() -> None:
     assert engine.load().waiting_requests == 2
     with pytest.raises(RefusedError, match=r"the KV of 3 requests is kept .* at most 3") as refusal:
         engine.submit(prefill_leg(make_request("late")), 0.0)
-    assert refusal.value.retryable
+    assert refusal.value.kind is RefusalKind.BUSY
     now = outcomes[-1].ended_ms
     outcomes += run_through(engine, now)
     assert [fact.request_id for fact in facts(outcomes) if isinstance(fact, PrefillCompleted)] == [

@@ -13,7 +13,7 @@ import pytest
 
 from wire.identifiers import Stage
 from wire.limits import LOGITS_PROCESSORS_MAX
-from wire.requests import LogitsProcessorCall
+from wire.requests import LogitsProcessorCall, RefusalKind
 from workers.core.refusal import RefusedError, UnsupportedError
 from workers.logits.failure_channel import FailureChannel
 from workers.logits.processor import LogitsRow, RequestFacts
@@ -78,7 +78,7 @@ def test_wrong_arguments_are_refused_with_their_place(name: str, arguments: byte
     with pytest.raises(RefusedError, match=word) as refusal:
         make(name, arguments)
     assert f"logits_processors[0] ({name})" in refusal.value.reason
-    assert not refusal.value.retryable
+    assert refusal.value.kind is RefusalKind.INVALID
 
 
 def test_an_unknown_name_is_refused_with_the_names_there_are() -> None:

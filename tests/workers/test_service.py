@@ -29,7 +29,7 @@ from wire.events import (
 )
 from wire.hashing import block_hashes, pack_tokens, sequence_hashes
 from wire.identifiers import Tier
-from wire.requests import Cancel, Generate, Ping, Routing, Sampling
+from wire.requests import Cancel, Generate, Ping, RefusalKind, Routing, Sampling
 from workers import bootstrap
 from workers.adapters.http_api import HttpApi
 from workers.adapters.sockets import RequestSocket
@@ -93,7 +93,7 @@ def test_a_second_request_with_an_active_id_is_refused_and_the_first_goes_on() -
             await worker.router.until_finished("same")
 
             refusal = other.last("same")
-            assert (refusal.finish_reason, refusal.retryable) == ("error", False)
+            assert (refusal.finish_reason, refusal.refusal) == ("error", None)
             assert "already active" in (refusal.error or "")
             assert worker.router.output("same") == expected(request)
 
@@ -101,18 +101,18 @@ def test_a_second_request_with_an_active_id_is_refused_and_the_first_goes_on() -
 
 
 @pytest.mark.parametrize(
-    ("request_", "named", "retryable", "unsupported"),
+    ("request_", "named", "kind"),
     [
-        (make_request("r", range(10), max_tokens=5000), "max_sequence_length", False, False),
-        (make_request("r", (), max_tokens=5), "prompt has 0 tokens", False, False),
-        (Generate("r", ONE_TOKEN, Sampling(5), routing=Routing(lora_name="x")), "lora_name", True, False),
-        (Generate("r", ONE_TOKEN, Sampling(5), routing=Routing(dp_rank=3)), "dp_rank is 3", False, False),
-        (Generate("r", ONE_TOKEN, Sampling(5, guided_regex="a+")), "guided_regex is set", True, True),
-        (Generate("r", ONE_TOKEN, Sampling(5, prompt_logprobs=1)), "prompt_logprobs is set", False, True),
+        (make_request("r", range(10), max_tokens=5000), "max_sequence_length", None),
+        (make_request("r", (), max_tokens=5), "prompt has 0 tokens", None),
+        (Generate("r", ONE_TOKEN, Sampling(5), routing=Routing(lora_name="x")), "lora_name", RefusalKind.CANNOT_DO),
+        (Generate("r", ONE_TOKEN, Sampling(5), routing=Routing(dp_rank=3)), "dp_rank is 3", None),
+        (Generate("r", ONE_TOKEN, Sampling(5, guided_regex="a+")), "guided_regex is set", RefusalKind.CANNOT_DO),
+        (Generate("r", ONE_TOKEN, Sampling(5, prompt_logprobs=1)), "prompt_logprobs is set", RefusalKind.INVALID),
     ],
 )
 def test_a_request_that_cannot_run_is_answered_with_the_reason(
-    request_: Generate, named: str, retryable: bool, unsupported: bool
+    request_: Generate, named: str, kind: RefusalKind | None
 ) -> None:
     async def scenario() -> None:
         async with running_worker() as worker:
@@ -120,8 +120,7 @@ def test_a_request_that_cannot_run_is_answered_with_the_reason(
             await worker.router.until_finished("r")
 
             refusal = worker.router.last("r")
-            assert (refusal.finish_reason, refusal.retryable, refusal.token_ids) == ("error", retryable, b"")
-            assert refusal.unsupported is unsupported
+            assert (refusal.finish_reason, refusal.refusal, refusal.token_ids) == ("error", kind, b"")
             assert named in (refusal.error or "")
 
     asyncio.run(scenario())
@@ -200,6 +199,31 @@ def test_a_silent_peer_loses_its_requests_and_a_pinging_one_does_not() -> None:
 
             assert RequestFinished("pinging", "cancelled") not in worker.journal.events
             assert await worker.metric("poolgrid_worker_peer_lease_expiries_total") == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_router_that_stood_still_is_told_what_was_let_go_of_as_soon_as_it_speaks_again() -> None:
+    """Its connection stands all the while: without a word its clients would wait for ever."""
+
+    async def scenario() -> None:
+        async with running_worker(speedup=1.0, peer_lease_ms=200) as worker:
+            router = worker.router
+            await router.send(make_request("let go", range(8), max_tokens=900))
+            await router.until_started("let go")
+            while RequestFinished("let go", "cancelled") not in worker.journal.events:  # noqa: ASYNC110 - a list
+                await asyncio.sleep(0.02)
+            assert not [delta for delta in router.deltas["let go"] if delta.finish_reason]
+
+            await router.send(Ping(1))
+            await router.until_finished("let go")
+
+            last = router.last("let go")
+            assert (last.finish_reason, last.refusal) == ("error", RefusalKind.BUSY), "it goes on elsewhere"
+            assert "its router was silent" in (last.error or "")
+            await router.send(make_request("next", range(8), max_tokens=3))
+            await router.until_finished("next")
+            assert [delta.finish_reason for delta in router.deltas["let go"] if delta.finish_reason] == ["error"]
 
     asyncio.run(scenario())
 
@@ -294,7 +318,7 @@ def test_a_draining_worker_finishes_what_it_has_refuses_the_rest_and_says_goodby
             await worker.ended()
 
             refusal = worker.router.last("late")
-            assert (refusal.finish_reason, refusal.retryable) == ("error", True)
+            assert (refusal.finish_reason, refusal.refusal) == ("error", RefusalKind.DRAINING)
             assert "draining" in (refusal.error or "")
             assert worker.router.output("running") == expected(request)
             assert worker.journal.goodbyes == ["drained"]
@@ -314,7 +338,7 @@ def test_what_does_not_finish_in_the_drain_timeout_is_handed_over() -> None:
             await worker.ended()
 
             last = worker.router.last("long")
-            assert (last.finish_reason, last.retryable) == ("error", True)
+            assert (last.finish_reason, last.refusal) == ("error", RefusalKind.DRAINING)
             assert expected(request).startswith(worker.router.output("long"))
             assert RequestFinished("long", "migrated") in worker.journal.events
             assert worker.journal.goodbyes == ["drained"]
@@ -446,7 +470,7 @@ def test_when_the_engine_breaks_requests_go_elsewhere_and_the_pool_hears_why() -
                     await running
 
                 last = router.last("r")
-                assert (last.finish_reason, last.retryable) == ("error", True)
+                assert (last.finish_reason, last.refusal) == ("error", RefusalKind.BROKEN)
                 assert "the device fell off" in journal.goodbyes[0]
             socket.close(orderly=False)
             publisher.close(orderly=False)
@@ -485,7 +509,7 @@ def test_an_engine_that_is_not_well_takes_no_requests_and_probes_hear_why() -> N
                 await router.send(make_request("r"))
                 await router.until_finished("r")
                 last = router.last("r")
-                assert (last.finish_reason, last.retryable) == ("error", True)
+                assert (last.finish_reason, last.refusal) == ("error", RefusalKind.BROKEN)
                 assert "is not well: nothing has moved" in (last.error or "")
                 status, _, body = api._route("GET", "/health", b"")
                 assert (status, json.loads(body)["status"]) == (503, "unhealthy")
@@ -582,7 +606,7 @@ def test_of_several_routers_one_that_knows_too_little_is_told_and_asked_to_choos
             await other.send(routed("late", range(40), belief))
             await other.until_finished("late")
             refusal = other.last("late")
-            assert (refusal.finish_reason, refusal.retryable) == ("error", True)
+            assert (refusal.finish_reason, refusal.refusal) == ("error", RefusalKind.CROWDED)
             assert refusal.booked_prefill_tokens == 2000
             assert "2000 prompt tokens to compute, the router expected 0" in (refusal.error or "")
 

@@ -16,7 +16,7 @@ from wire.events import PrefillCompleted, RequestFinished, RequestProgressed, Re
 from wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes
 from wire.identifiers import Tier
 from wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
-from wire.requests import Generate, Routing, Sampling
+from wire.requests import Generate, RefusalKind, Routing, Sampling
 from workers.core.event_translation import EventTranslator
 from workers.core.refusal import RefusedError
 from workers.simulated.cache_recorder import EngineRecorder, WireRecorder
@@ -173,17 +173,23 @@ def test_precomputed_hashes_change_nothing_and_are_not_changed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("request_", "named", "retryable"),
+    ("request_", "named", "kind"),
     [
-        (make_request(prompt=()), "prompt has 0 tokens", False),
-        (make_request(max_tokens=0), "max_tokens is 0", False),
-        (make_request(prompt=range(200), max_tokens=57), r"200 \+ 57 tokens, allowed are at most 256", False),
-        (make_request(prompt=range(60), max_tokens=6), "need 17 KV blocks, this worker has 16", False),
-        (make_request("active"), "'active' is already active", False),
-        (Generate("a", pack_tokens((1, 2)), Sampling(8, guided_regex="a+")), "guided_regex is set", True),
+        (make_request(prompt=()), "prompt has 0 tokens", None),
+        (make_request(max_tokens=0), "max_tokens is 0", None),
+        (make_request(prompt=range(200), max_tokens=57), r"200 \+ 57 tokens, allowed are at most 256", None),
+        (make_request(prompt=range(60), max_tokens=6), "need 17 KV blocks, this worker has 16", None),
+        (make_request("active"), "'active' is already active", None),
+        (
+            Generate("a", pack_tokens((1, 2)), Sampling(8, guided_regex="a+")),
+            "guided_regex is set",
+            RefusalKind.CANNOT_DO,
+        ),
     ],
 )
-def test_what_can_never_run_is_refused_with_the_reason(request_: Generate, named: str, retryable: bool) -> None:
+def test_what_can_never_run_is_refused_with_the_reason(
+    request_: Generate, named: str, kind: RefusalKind | None
+) -> None:
     engine = make_engine(total_kv_blocks=16)
     engine.submit(make_request("active"), 0.0)
     before = engine.load()
@@ -191,7 +197,7 @@ def test_what_can_never_run_is_refused_with_the_reason(request_: Generate, named
     with pytest.raises(RefusedError, match=named) as refusal:
         engine.submit(request_, 0.0)
 
-    assert refusal.value.retryable is retryable
+    assert refusal.value.kind is kind
     assert engine.load() == before
 
 
@@ -211,7 +217,7 @@ def test_a_full_waiting_room_refuses_and_says_that_another_worker_may_help() -> 
     with pytest.raises(RefusedError, match="2 requests are waiting, allowed are at most 2") as refusal:
         engine.submit(make_request("c"), 0.0)
 
-    assert refusal.value.retryable
+    assert refusal.value.kind is RefusalKind.BUSY
 
 
 @pytest.mark.parametrize("steps_before", range(8))

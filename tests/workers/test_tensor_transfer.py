@@ -14,6 +14,7 @@ import zmq
 from prometheus_client import CollectorRegistry
 
 from runtime.clock import SystemClock
+from wire.requests import RefusalKind
 from wire.tensors import TensorDescriptor
 from workers.core.refusal import RefusedError
 from workers.tensor_transfer.metrics import TensorMetrics
@@ -180,7 +181,7 @@ def test_more_than_the_store_holds_is_refused_and_nothing_is_thrown_out_for_it()
         with pytest.raises(RefusedError) as caught:
             source.transfer.offer("y", np.ones(1, np.uint8))
 
-        assert caught.value.retryable
+        assert caught.value.kind is RefusalKind.BUSY
         assert (await taker.transfer.fetch(first)).sum() == 100
         await source.until_gone(1)
         assert source.transfer.withdraw(source.transfer.offer("y", np.ones(100, np.uint8)).tensor_id)

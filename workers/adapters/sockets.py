@@ -47,7 +47,6 @@ class RequestSocket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, REQUEST_HIGH_WATER_MARK)
         socket.setsockopt(zmq.RCVHWM, REQUEST_HIGH_WATER_MARK)
-        socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
         # A frame for a peer that is gone is an error, and not silence: its requests can then be stopped at once.
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:

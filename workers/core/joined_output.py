@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import msgspec
 
-from wire.requests import Generate, TokenDelta
+from wire.requests import FinishReason, Generate, TokenDelta
 
-ENDS_WITH_TOKENS = ("stop", "length")
+ENDS_WITH_TOKENS = (FinishReason.STOP, FinishReason.LENGTH)
 """Ends that a router takes as the last of the output; after another one it asks another worker for what is missing."""
 
 

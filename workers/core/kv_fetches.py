@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from wire.requests import KvOffered
-from workers.core.refusal import RefusedError
+from workers.core.refusal import BusyError, RefusedError
 
 ASKS_PER_KEPT_TIME = 4
 """Two questions may be lost before blocks expire."""
@@ -86,7 +86,7 @@ class _Fetch:
 
 
 class KvFetches:
-    """The fetches of one worker; ``fetches_max`` of them at a time, one more is refused as retryable."""
+    """The fetches of one worker; ``fetches_max`` of them at a time, one more is refused as busy."""
 
     def __init__(self, timeout_ms: float, fetches_max: int) -> None:
         self._timeout_ms = timeout_ms
@@ -105,13 +105,11 @@ class KvFetches:
         other = self._by_transfer.get(key)
         if other is not None:
             raise RefusedError(
-                f"transfer {wanted.transfer_id!r} is already being fetched, for request {other.request_id!r}",
-                retryable=False,
+                f"transfer {wanted.transfer_id!r} is already being fetched, for request {other.request_id!r}"
             )
         if len(self._by_request) >= self._fetches_max:
-            raise RefusedError(
-                f"{len(self._by_request)} requests have their KV fetched, allowed are at most {self._fetches_max}",
-                retryable=True,
+            raise BusyError(
+                f"{len(self._by_request)} requests have their KV fetched, allowed are at most {self._fetches_max}"
             )
         fetch = _Fetch(request_id, wanted, 0.0)
         self._by_request[request_id] = self._by_transfer[key] = fetch

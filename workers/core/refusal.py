@@ -1,34 +1,57 @@
-"""How an engine or a worker says no to a request."""
+"""How an engine or a worker says no to a request: a class for each ``wire.requests.RefusalKind``."""
 
 from __future__ import annotations
 
 from wire.errors import WireError
+from wire.requests import RefusalKind
 
 
 class RefusedError(WireError):
-    """A request cannot be taken; ``retryable`` says whether another worker, or this one later, might take it."""
+    """A request cannot be taken, here or elsewhere: it is wrong in a way that its client cannot mend."""
 
-    unsupported = False
-    """Whether it is what the client asked for that this worker cannot do."""
+    kind: RefusalKind | None = None
+    """What the router may do next; ``None`` = nothing, the request has failed."""
 
-    def __init__(self, reason: str, retryable: bool) -> None:
+    def __init__(self, reason: str) -> None:
         self.reason = reason
-        self.retryable = retryable
         super().__init__(reason)
 
 
-class UnsupportedError(RefusedError):
-    """This worker cannot do what the request asks for: a feature that it lacks, or a value that it does not take."""
+class BusyError(RefusedError):
+    """There is no room now; another worker may have some."""
 
-    unsupported = True
+    kind = RefusalKind.BUSY
 
-    def __init__(self, reason: str, retryable: bool = False) -> None:
-        super().__init__(reason, retryable)
+
+class DrainingError(RefusedError):
+    """This worker takes nothing new before it leaves."""
+
+    kind = RefusalKind.DRAINING
 
 
 class CrowdedError(RefusedError):
     """Other routers sent the rank more than the one that chose it knew; ``booked_tokens`` is the truth."""
 
+    kind = RefusalKind.CROWDED
+
     def __init__(self, reason: str, booked_tokens: int) -> None:
-        super().__init__(reason, retryable=True)
+        super().__init__(reason)
         self.booked_tokens = booked_tokens
+
+
+class UnableError(RefusedError):
+    """This worker lacks what the request asks for; another one may have it."""
+
+    kind = RefusalKind.CANNOT_DO
+
+
+class UnsupportedError(RefusedError):
+    """No worker of this kind does what the request asks for, or takes the value: its client is to mend it."""
+
+    kind = RefusalKind.INVALID
+
+
+class BrokenError(RefusedError):
+    """Something that should have worked has failed here; another worker may succeed."""
+
+    kind = RefusalKind.BROKEN

@@ -17,14 +17,14 @@ from runtime.clock import Clock
 from wire import codec
 from wire.events import AnyEvent, BlocksStored, LoadReported, PrefillCompleted, RequestFinished, RequestStarted
 from wire.hashing import TOKEN_BYTES
-from wire.requests import Generate, TokenDelta
+from wire.requests import FinishReason, Generate, TokenDelta
 from wire.tensors import TensorList
-from workers.core.refusal import RefusedError
+from workers.core.refusal import BusyError, RefusedError
 from workers.engines.engine import EngineReport, RankReport
 from workers.simulated.media import embed, images_of, read_media
 from workers.tensor_transfer.port import TensorTransfer
 
-ENCODED = "encoded"
+ENCODED = FinishReason.ENCODED
 """Finish reason of an encode leg."""
 
 
@@ -62,28 +62,27 @@ class SimulatedEncodeEngine:
         """Take a request, or raise ``RefusedError`` and change nothing."""
         request_id = request.request_id
         if request_id in self._waiting or request_id in self._running or request_id in self._kept:
-            raise RefusedError(f"request id {request_id!r} is already active on this worker", retryable=False)
+            raise RefusedError(f"request id {request_id!r} is already active on this worker")
         if len(self._waiting) >= self._limits.max_waiting_requests:
-            raise RefusedError(
+            raise BusyError(
                 f"{len(self._waiting)} requests are waiting, allowed are at most "
-                f"{self._limits.max_waiting_requests} (max_waiting_requests)",
-                retryable=True,
+                f"{self._limits.max_waiting_requests} (max_waiting_requests)"
             )
         media = read_media(request)
         if media is None or not all(item.data for item in images_of(media)) or not images_of(media):
-            raise RefusedError("an encode leg needs images with their bytes", retryable=False)
+            raise RefusedError("an encode leg needs images with their bytes")
         self._waiting[request_id] = request
         self._wake.set()
 
     def cancel(self, request_id: str) -> None:
         """Stop a request soon, or let go of what it left."""
         if self._waiting.pop(request_id, None) is not None:
-            self._deltas.append(TokenDelta(request_id, 0, b"", "cancelled"))
-            self._facts.append(RequestFinished(request_id, "cancelled"))
+            self._deltas.append(TokenDelta(request_id, 0, b"", FinishReason.CANCELLED))
+            self._facts.append(RequestFinished(request_id, FinishReason.CANCELLED))
         elif request_id in self._running:
             self._cancelled.add(request_id)
         else:
-            self._let_go(request_id, "cancelled")
+            self._let_go(request_id, FinishReason.CANCELLED)
         self._wake.set()
 
     @property
@@ -168,8 +167,8 @@ class SimulatedEncodeEngine:
         request_id = request.request_id
         if request_id in self._cancelled:
             self._cancelled.discard(request_id)
-            self._deltas.append(TokenDelta(request_id, 0, b"", "cancelled"))
-            self._facts.append(RequestFinished(request_id, "cancelled"))
+            self._deltas.append(TokenDelta(request_id, 0, b"", FinishReason.CANCELLED))
+            self._facts.append(RequestFinished(request_id, FinishReason.CANCELLED))
             return
         media = read_media(request)
         assert media is not None, "checked when it came"
@@ -181,9 +180,9 @@ class SimulatedEncodeEngine:
             for descriptor in offered:
                 self._transfer.withdraw(descriptor.tensor_id)
             self._deltas.append(
-                TokenDelta(request_id, 0, b"", "error", error=refusal.reason, retryable=refusal.retryable)
+                TokenDelta(request_id, 0, b"", FinishReason.ERROR, error=refusal.reason, refusal=refusal.kind)
             )
-            self._facts.append(RequestFinished(request_id, "error"))
+            self._facts.append(RequestFinished(request_id, FinishReason.ERROR))
             return
         self._kept[request_id] = {descriptor.tensor_id for descriptor in offered}
         for descriptor in offered:
@@ -200,7 +199,7 @@ class SimulatedEncodeEngine:
         left = self._kept[request_id]
         left.discard(tensor_id)
         if expired:
-            self._let_go(request_id, "expired")
+            self._let_go(request_id, FinishReason.EXPIRED)
         elif not left:
             self._let_go(request_id, ENCODED)
         self._wake.set()

@@ -9,13 +9,14 @@ passed over.
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
 
+from runtime.guide_grammar import matcher
+from wire.guide_limits import objection
 from wire.requests import Sampling
-from workers.core.refusal import UnsupportedError
+from workers.core.refusal import UnableError, UnsupportedError
 from workers.simulated.guided_tokens import TokenGuide, TokenTexts
 from workers.simulated.next_token import Vocabulary
 
@@ -55,7 +56,7 @@ class LazyGuides:
                 log.error("guided requests are refused: %s", self._loaded)
         if isinstance(self._loaded, str):
             # Another worker of the model may have one that can be used.
-            raise UnsupportedError(f"{guide} is set, and {self._loaded}", retryable=True)
+            raise UnableError(f"{guide} is set, and {self._loaded}")
         return self._loaded
 
 
@@ -63,14 +64,13 @@ class _Loaded:
     def __init__(self, path: Path, vocabulary: Vocabulary) -> None:
         """Load; raises ``OSError`` or ``ValueError``."""
         # Only here: a worker without guided requests does not need it in its memory.
-        from llguidance import LLMatcher, LLTokenizer
+        from llguidance import LLTokenizer
 
         file = path / "tokenizer.json" if path.is_dir() else path
         # The text and not the path, which would be taken for a name to download if there were no such file.
         text = file.read_text(encoding="utf-8")
         tokenizer = LLTokenizer(text, eos_token=vocabulary.eos_token_id)
         self._tokenizer = tokenizer
-        self._matcher = LLMatcher
         self.texts = TokenTexts(
             [
                 b"" if tokenizer.is_special_token(token_id) else tokenizer.decode_bytes([token_id])
@@ -81,18 +81,16 @@ class _Loaded:
 
     def open(self, sampling: Sampling) -> TokenGuide:
         """Return the guide that a request asks for; raises ``UnsupportedError``."""
-        guide = sampling.guide
-        try:
-            # Its constructor never raises: it makes a matcher in error.
-            matcher = self._matcher(self._tokenizer, _grammar(sampling), log_level=0)
-            error = matcher.get_error() if matcher.is_error() else ""
-        except (ValueError, RecursionError) as raised:
-            error = str(raised)
-        if error:
-            raise UnsupportedError(
-                f"{guide} is set, and the simulated engine cannot keep to this one: {error[:ERROR_CHARS_MAX]}"
-            )
-        return _Guide(matcher)
+        # Front ends have looked already; whoever reaches the request plane past them must not end the process either.
+        wrong = objection(sampling)
+        if wrong is None:
+            try:
+                return _Guide(matcher(self._tokenizer, sampling))
+            except ValueError as error:
+                wrong = str(error)
+        raise UnsupportedError(
+            f"{sampling.guide} is set, and the simulated engine cannot keep to this one: {wrong[:ERROR_CHARS_MAX]}"
+        )
 
 
 class _Guide:
@@ -122,42 +120,3 @@ class _Guide:
     def why(self) -> str:
         """Return what the matcher says is wrong."""
         return str(self._matcher.get_error())[:ERROR_CHARS_MAX]
-
-
-def _grammar(sampling: Sampling) -> str:
-    """Return the grammar of a request's guide in the library's own form; raises ``ValueError``."""
-    from llguidance import LLMatcher, grammar_from
-
-    if sampling.guided_json is not None:
-        # No white space between tokens: its length would be one more thing that has to end.
-        return LLMatcher.grammar_from_json_schema(
-            sampling.guided_json.decode(), overrides={"whitespace_flexible": False}
-        )
-    if sampling.guided_regex is not None:
-        return grammar_from("regex", sampling.guided_regex)
-    if sampling.guided_grammar is not None:
-        return grammar_from("ebnf", sampling.guided_grammar)
-    if sampling.guided_choice is not None:
-        return grammar_from("choice", json.dumps(sampling.guided_choice))
-    assert sampling.structural_tag is not None, "the request has a guide"
-    return _tagged(sampling.structural_tag)
-
-
-def _tagged(text: str) -> str:
-    from llguidance import StructTag
-
-    tag = json.loads(text)
-    structures, triggers = (tag.get(name) if isinstance(tag, dict) else None for name in ("structures", "triggers"))
-    if not isinstance(structures, list) or not isinstance(triggers, list) or not structures:
-        raise ValueError("allowed is an object with lists of structures (begin, schema, end) and of triggers")
-    tags = []
-    for structure in structures:
-        known = structure if isinstance(structure, dict) else {}
-        begin, schema, end = (known.get(name) for name in ("begin", "schema", "end"))
-        if not isinstance(begin, str) or not isinstance(schema, dict) or not isinstance(end, str):
-            raise ValueError(f"a structure is {structure!r}: allowed are a begin, a schema and an end")
-        trigger = next((each for each in triggers if isinstance(each, str) and each and begin.startswith(each)), None)
-        if trigger is None:
-            raise ValueError(f"no trigger begins {begin!r}")
-        tags.append(StructTag(trigger=trigger, begin=begin, grammar=schema, end=end))
-    return StructTag.to_grammar(tags, assume_special=False)

@@ -42,8 +42,8 @@ from wire.events import (
 from wire.hashing import pack_tokens, unpack_tokens
 from wire.identifiers import Role, Stage
 from wire.limits import TEXT_CHARS_MAX
-from wire.requests import Generate, TokenDelta, TokenLogprobs
-from workers.core.refusal import RefusedError, UnsupportedError
+from wire.requests import FinishReason, Generate, RefusalKind, TokenDelta, TokenLogprobs
+from workers.core.refusal import BrokenError, BusyError, RefusedError, UnableError, UnsupportedError
 from workers.engines.engine import EngineReport, RankReport
 from workers.engines.model_files import read_model_facts
 from workers.engines.trtllm_calls import TrtllmCalls
@@ -68,10 +68,12 @@ from workers.trtllm.statistics import EngineStatistics
 
 log = logging.getLogger(__name__)
 
-PREFILLED = "prefilled"
-ENCODED = "encoded"
-CANCELLED = "cancelled"
-EXPIRED = "expired"
+PREFILLED = FinishReason.PREFILLED
+ENCODED = FinishReason.ENCODED
+CANCELLED = FinishReason.CANCELLED
+EXPIRED = FinishReason.EXPIRED
+ERROR = FinishReason.ERROR
+BROKEN = RefusalKind.BROKEN
 
 WARM_UP_TIMEOUT_S = 600.0
 """How long the first token of a new engine may take; kernels may be tuned and compiled for it."""
@@ -307,47 +309,43 @@ class TrtllmEngine:
         stage = request.stage
         sampling = request.sampling
         if self._health.broken.done() or self._closed:
-            raise RefusedError("the engine has shut down", retryable=True)
+            raise BrokenError("the engine has shut down")
         if request.request_id in self._active or request.request_id in self._kept:
-            raise RefusedError(f"request id {request.request_id!r} is already active on this worker", retryable=False)
+            raise RefusedError(f"request id {request.request_id!r} is already active on this worker")
         if stage in (Stage.PREFILL, Stage.DECODE) and not self._transfers_kv:
-            raise RefusedError(
-                f"the stage {stage.name.lower()} needs cache_transceiver_config, which this engine was started without",
-                retryable=True,
+            raise BrokenError(
+                f"the stage {stage.name.lower()} needs cache_transceiver_config, which this engine was started without"
             )
         if (stage is Stage.ENCODE) != (self._role is Role.ENCODE):
-            raise RefusedError(
-                f"this worker has the role {self._role.name.lower()}, it does not take the stage {stage.name.lower()}",
-                retryable=True,
+            raise BrokenError(
+                f"this worker has the role {self._role.name.lower()}, it does not take the stage {stage.name.lower()}"
             )
         prompt_tokens = len(request.token_ids) // 4
         if stage is not Stage.ENCODE and prompt_tokens < 1:
-            raise RefusedError("the prompt has 0 tokens, allowed are integers from 1", retryable=False)
+            raise RefusedError("the prompt has 0 tokens, allowed are integers from 1")
         if stage is not Stage.ENCODE and sampling.max_tokens < 1:
-            raise RefusedError("max_tokens is 0, allowed are integers from 1", retryable=False)
+            raise RefusedError("max_tokens is 0, allowed are integers from 1")
         if stage is Stage.DECODE and request.disaggregated_params is None:
-            raise RefusedError("a decode leg comes without disaggregated_params: nothing says where its KV is", False)
+            raise RefusedError("a decode leg comes without disaggregated_params: nothing says where its KV is")
         if stage is Stage.DECODE and request.multimodal is not None:
-            raise RefusedError("a decode leg comes with media, which its KV holds already", retryable=False)
+            raise RefusedError("a decode leg comes with media, which its KV holds already")
         if stage is Stage.ENCODE and request.multimodal is None:
-            raise RefusedError("an encode leg comes without media", retryable=False)
+            raise RefusedError("an encode leg comes without media")
         if request.multimodal is not None and self._load_media is None:
-            raise UnsupportedError("the request has media, this worker was started with --modality text", True)
+            raise UnableError("the request has media, this worker was started with --modality text")
         if len(self._active) >= self._limits.max_requests:
-            raise RefusedError(
+            raise BusyError(
                 f"{len(self._active)} requests are in the engine, allowed are at most {self._limits.max_requests} "
-                "(max_requests)",
-                retryable=True,
+                "(max_requests)"
             )
         context_only = stage is Stage.PREFILL and sampling.max_tokens > 1
         if context_only:
             # Those that run now will be kept too.
             kept = len(self._kept) + self._contexts
             if kept >= self._limits.kept_transfers_max:
-                raise RefusedError(
+                raise BusyError(
                     f"{kept} prefill legs run or are kept for decode workers, allowed are at most "
-                    f"{self._limits.kept_transfers_max} (kept_transfers_max)",
-                    retryable=True,
+                    f"{self._limits.kept_transfers_max} (kept_transfers_max)"
                 )
         return _Active(request, request.routing.dp_rank, prompt_tokens, context_only, OutputCursor(sampling.logprobs))
 
@@ -375,7 +373,7 @@ class TrtllmEngine:
         except Exception as error:
             self._health.is_broken(error)
             log.warning("request %s could not be given to the engine: %r", active.request_id, error)
-            raise RefusedError(f"the engine took no request: {error!r}"[:TEXT_CHARS_MAX], retryable=True) from error
+            raise BrokenError(f"the engine took no request: {error!r}"[:TEXT_CHARS_MAX]) from error
         self._feed.wake()
 
     # -- tasks: one per request ----------------------------------------------------------------------------------------
@@ -431,7 +429,7 @@ class TrtllmEngine:
                 log.exception("request %s: its output could not be read", active.request_id)
                 self._abort(active)
                 if self._active.get(active.request_id) is active:
-                    self._finish(active, "error", error=f"its output could not be read: {error!r}", retryable=True)
+                    self._finish(active, ERROR, error=f"its output could not be read: {error!r}", refusal=BROKEN)
             if self._health.broken.done():
                 return  # everybody is told by the worker
         pending = self._pending
@@ -500,21 +498,21 @@ class TrtllmEngine:
         elif active.context_only and reason in GOES_ON and not active.cancelling:
             params = active.result.disaggregated_params
             if params is None:
-                told.update(error="the engine returned no disaggregated params", retryable=True)
-                self._finish(active, "error", **told)
+                told.update(error="the engine returned no disaggregated params", refusal=BROKEN)
+                self._finish(active, ERROR, **told)
             else:
                 self._finish(
                     active, PREFILLED, disaggregated_params=codec.encode(params, self._engine_prompt(active)), **told
                 )
         elif active.cancelling or reason == CANCELLED:
             if not active.cancelling:
-                told.update(error="the engine cancelled the request", retryable=True)
-            self._finish(active, CANCELLED if active.cancelling else "error", **told)
+                told.update(error="the engine cancelled the request", refusal=BROKEN)
+            self._finish(active, CANCELLED if active.cancelling else ERROR, **told)
         elif reason in FINISH_REASONS:
             self._finish(active, FINISH_REASONS[reason], **told)
         else:
-            told.update(error=f"the engine ended the request with {reason!r}", retryable=True)
-            self._finish(active, "error", **told)
+            told.update(error=f"the engine ended the request with {reason!r}", refusal=BROKEN)
+            self._finish(active, ERROR, **told)
 
     def _book(self, active: _Active, cached_tokens: int, fresh: int) -> None:
         """Note that a request has grown, in the books and for the event stream."""
@@ -550,36 +548,35 @@ class TrtllmEngine:
         assert error is not None
         if self._health.is_broken(error):
             return
-        retryable, unsupported = True, False
+        refusal: RefusalKind | None = BROKEN
         if isinstance(error, RefusedError):
-            text, retryable, unsupported = error.reason, error.retryable, error.unsupported
+            text, refusal = error.reason, error.kind
         elif isinstance(error, (self._library.request_error, *REQUEST_ERRORS, WireError)):
             # A decode leg may fail by what happened on the way of its KV; computed anew it may succeed.
-            text, retryable = str(error), active.transfers
-            unsupported = not retryable and not isinstance(error, WireError)
+            text = str(error)
+            if not active.transfers:
+                refusal = None if isinstance(error, WireError) else RefusalKind.INVALID
         else:
             log.error("request %s failed: %r", active.request_id, error, exc_info=error)
             text = repr(error)
         self._finish(
             active,
-            "error",
+            ERROR,
             tokens=tokens,
             position=position,
             error=text,
-            retryable=retryable,
-            unsupported=unsupported,
+            refusal=refusal,
         )
 
     def _finish(
         self,
         active: _Active,
-        reason: str,
+        reason: FinishReason,
         *,
         tokens: bytes = b"",
         position: int | None = None,
         error: str | None = None,
-        retryable: bool = False,
-        unsupported: bool = False,
+        refusal: RefusalKind | None = None,
         cached_tokens: int | None = None,
         logprobs: tuple[TokenLogprobs, ...] | None = None,
         prompt_logprobs: tuple[TokenLogprobs, ...] | None = None,
@@ -602,11 +599,10 @@ class TrtllmEngine:
                 reason,
                 cached_tokens=cached_tokens,
                 error=None if error is None else error[:TEXT_CHARS_MAX],
-                retryable=retryable,
+                refusal=refusal,
                 logprobs=logprobs,
                 disaggregated_params=disaggregated_params,
                 prompt_logprobs=prompt_logprobs,
-                unsupported=unsupported,
             )
         )
         if reason == PREFILLED:

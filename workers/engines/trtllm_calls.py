@@ -20,7 +20,7 @@ from wire.errors import DecodeError
 from wire.hashing import unpack_tokens
 from wire.identifiers import Stage
 from wire.requests import Generate
-from workers.core.refusal import RefusedError, UnsupportedError
+from workers.core.refusal import RefusedError, UnableError, UnsupportedError
 from workers.engines.trtllm_library import TrtllmLibrary, parameters_of
 from workers.engines.trtllm_logits import ProcessorsOfRequests
 from workers.trtllm import disaggregated_params as codec
@@ -80,7 +80,7 @@ class TrtllmCalls:
         if routing.lora_name:
             adapter = self.adapters.get(routing.lora_name)
             if adapter is None:
-                raise RefusedError(f"lora_name is {routing.lora_name!r}, this engine has no such adapter", True)
+                raise UnableError(f"lora_name is {routing.lora_name!r}, this engine has no such adapter")
             given["lora_request"] = self._library.lora_request(
                 adapter.name, adapter.number, adapter.path, adapter.checkpoint_source
             )
@@ -138,7 +138,7 @@ class TrtllmCalls:
             try:
                 decoded = codec.decode(request.disaggregated_params, self._library.disaggregated_params)
             except DecodeError as error:
-                raise RefusedError(f"disaggregated_params: {error}", retryable=False) from None
+                raise RefusedError(f"disaggregated_params: {error}") from None
             made, prompt = decoded.params, decoded.prompt
             fresh = set(decoded.dropped) - self._dropped_fields
             if fresh:

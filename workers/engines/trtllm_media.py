@@ -19,7 +19,7 @@ from wire import codec
 from wire.errors import DecodeError
 from wire.multimodal import MediaItem, MediaKind
 from wire.requests import Generate
-from workers.core.refusal import RefusedError, UnsupportedError
+from workers.core.refusal import RefusedError, UnableError, UnsupportedError
 
 SAFETENSORS = "application/x-safetensors"
 
@@ -33,7 +33,7 @@ def load_media(request: Generate, has_handles: bool) -> dict[str, Any]:
     try:
         media = codec.multimodal.decode(request.multimodal)
     except DecodeError as error:
-        raise RefusedError(f"multimodal: {error}", retryable=False) from None
+        raise RefusedError(f"multimodal: {error}") from None
     inputs: dict[str, Any] = {"prompt": media.prompt_text}
     if has_handles:
         return inputs
@@ -51,15 +51,13 @@ def load_media(request: Generate, has_handles: bool) -> dict[str, Any]:
 
 def _load(at: int, item: MediaItem, load: Callable[[MediaItem], Any]) -> Any:
     if not item.data:
-        raise RefusedError(f"medium {at} has no bytes, and no encode worker's params stand for it", retryable=False)
+        raise RefusedError(f"medium {at} has no bytes, and no encode worker's params stand for it")
     try:
         return load(item)
     except RefusedError:
         raise
     except ImportError as error:
-        raise RefusedError(
-            f"medium {at} ({item.media_type}) needs {error.name}, which is not installed here", True
-        ) from None
+        raise UnableError(f"medium {at} ({item.media_type}) needs {error.name}, which is not installed here") from None
     except Exception as error:  # whatever the decoder of a broken file raises
         raise UnsupportedError(f"medium {at} ({item.media_type}) cannot be loaded: {error}") from None
 

@@ -34,10 +34,10 @@ from wire.events import (
     RequestStarted,
 )
 from wire.identifiers import Stage, Tier
-from wire.requests import Generate, KvOffered, TokenDelta
+from wire.requests import FinishReason, Generate, KvOffered, TokenDelta
 from workers.core.cache_facts import chains, stored_chain
 from workers.core.kv_arrival import KvArrival
-from workers.core.refusal import RefusedError, UnsupportedError
+from workers.core.refusal import BusyError, RefusedError, UnableError, UnsupportedError
 from workers.simulated.block_pool import BlockPool
 from workers.simulated.cache_recorder import CacheRecorder, SilentRecorder
 from workers.simulated.guided_tokens import Guides
@@ -50,10 +50,10 @@ from workers.simulated.timing import PolynomialTiming, TimingModel
 
 Fact = RequestStarted | PrefillCompleted | RequestProgressed | RequestFinished
 
-CANCELLED = "cancelled"
-PREFILLED = "prefilled"
+CANCELLED = FinishReason.CANCELLED
+PREFILLED = FinishReason.PREFILLED
 """Finish reason of a prefill leg whose request goes on elsewhere; of the request here, once its KV was taken."""
-EXPIRED = "expired"
+EXPIRED = FinishReason.EXPIRED
 """Nobody came for the KV of a prefill leg."""
 
 
@@ -217,21 +217,20 @@ class SimulatedEngine:
         limits = self.limits
         request_id = request.request_id
         if request_id in self._sequences:
-            raise RefusedError(f"request id {request_id!r} is already active on this worker", retryable=False)
+            raise RefusedError(f"request id {request_id!r} is already active on this worker")
         if isl < 1:
-            raise RefusedError("the prompt has 0 tokens, allowed are integers from 1", retryable=False)
+            raise RefusedError("the prompt has 0 tokens, allowed are integers from 1")
         if sampling.max_tokens < 1:
-            raise RefusedError("max_tokens is 0, allowed are integers from 1", retryable=False)
+            raise RefusedError("max_tokens is 0, allowed are integers from 1")
         if sampling.logits_processors:
             raise UnsupportedError(
                 "logits_processors are set, and the simulated engine has no logits; a TensorRT-LLM worker takes them"
             )
         if sampling.guide and self._guides is None:
-            raise UnsupportedError(
+            # Another worker of the model may have it.
+            raise UnableError(
                 f"{sampling.guide} is set, and this simulated engine cannot keep to a guide: it was not given the "
-                "model's tokenizer (tokenizer_path)",
-                # Another worker of the model may have it.
-                retryable=True,
+                "model's tokenizer (tokenizer_path)"
             )
         if sampling.prompt_logprobs is not None:
             raise UnsupportedError(
@@ -242,27 +241,23 @@ class SimulatedEngine:
         if length > limits.max_sequence_length:
             raise RefusedError(
                 f"prompt and output are {isl} + {osl} tokens, "
-                f"allowed are at most {limits.max_sequence_length} (max_sequence_length)",
-                retryable=False,
+                f"allowed are at most {limits.max_sequence_length} (max_sequence_length)"
             )
         blocks = -(-(length - 1) // limits.block_size)
         if blocks > limits.total_kv_blocks:
             raise RefusedError(
                 f"prompt and output are {isl} + {osl} tokens and need {blocks} KV blocks, "
-                f"this worker has {limits.total_kv_blocks}",
-                retryable=False,
+                f"this worker has {limits.total_kv_blocks}"
             )
         if self._scheduler.waiting_count >= limits.max_waiting_requests:
-            raise RefusedError(
+            raise BusyError(
                 f"{self._scheduler.waiting_count} requests are waiting, allowed are at most "
-                f"{limits.max_waiting_requests} (max_waiting_requests)",
-                retryable=True,
+                f"{limits.max_waiting_requests} (max_waiting_requests)"
             )
         if request.stage is Stage.PREFILL and self.kept_transfers >= self._transfer.kept_max:
-            raise RefusedError(
+            raise BusyError(
                 f"the KV of {self.kept_transfers} requests is kept for decode workers, allowed are at most "
-                f"{self._transfer.kept_max} (kept_transfers_max)",
-                retryable=True,
+                f"{self._transfer.kept_max} (kept_transfers_max)"
             )
         if sequence_hashes is not None and len(sequence_hashes) != isl // limits.block_size:
             raise ValueError(

@@ -17,11 +17,11 @@ from typing import Protocol
 import numpy as np
 
 from wire.hashing import unpack_tokens
-from wire.requests import Generate, Sampling
-from workers.core.refusal import RefusedError
+from wire.requests import FinishReason, Generate, Sampling
+from workers.core.refusal import RefusedError, UnableError
 from workers.simulated.next_token import STOP, TokenStream, Vocabulary, pack_token
 
-ERROR = "error"
+ERROR = FinishReason.ERROR
 
 WORDS_MIN = 64
 """Free text is where at least so many different words may come next; JSON's own words are a few beginnings of three."""
@@ -239,17 +239,15 @@ class GuidedTokenStream(TokenStream):
         emitted = request.routing.emitted_tokens
         if emitted > len(request.token_ids) // 4:
             raise RefusedError(
-                f"emitted_tokens is {emitted}, allowed are integers up to the prompt's {len(request.token_ids) // 4}",
-                retryable=False,
+                f"emitted_tokens is {emitted}, allowed are integers up to the prompt's {len(request.token_ids) // 4}"
             )
         self._emitted = emitted
         self._budget = min(UNHURRIED_TOKENS, (emitted + request.sampling.max_tokens) // 2)
         for token_id in unpack_tokens(request.token_ids[len(request.token_ids) - 4 * emitted :]) if emitted else ():
             if not self._guide.accept(token_id):
-                raise RefusedError(
-                    f"{request.sampling.guide} is set, and the output so far does not keep to it: {self._guide.why()}",
-                    # Whoever generated it may know better.
-                    retryable=True,
+                # Whoever generated it may know better.
+                raise UnableError(
+                    f"{request.sampling.guide} is set, and the output so far does not keep to it: {self._guide.why()}"
                 )
             self._note(token_id)
 

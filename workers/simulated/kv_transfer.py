@@ -18,7 +18,7 @@ from xxhash import xxh3_64_intdigest
 from wire.hashing import pack_hashes, unpack_tokens
 from wire.identifiers import U32, U64, Identifier
 from wire.requests import Generate, KvOffered
-from workers.core.refusal import RefusedError
+from workers.core.refusal import BrokenError, RefusedError
 from workers.simulated.media import MediaMark
 from workers.simulated.sequence import Sequence
 
@@ -127,15 +127,13 @@ def read_ticket(request: Generate) -> KvTicket:
     if packed is None:
         raise RefusedError(
             f"request {request.request_id!r} asks for the decode stage without disaggregated_params; they come with "
-            "the last delta of the prefill stage",
-            retryable=False,
+            "the last delta of the prefill stage"
         )
     try:
         return _decoder.decode(packed)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise RefusedError(
-            f"the disaggregated_params of request {request.request_id!r} are not those of a simulated engine ({error})",
-            retryable=False,
+            f"the disaggregated_params of request {request.request_id!r} are not those of a simulated engine ({error})"
         ) from None
 
 
@@ -151,9 +149,9 @@ def check_offer(sequence: Sequence, ticket: KvTicket, offer: KvOffered) -> None:
     """Raise ``RefusedError`` unless the offered blocks are those of this sequence's prompt, first token included."""
     who = f"worker {ticket.worker_id} (transfer {ticket.transfer_id})"
     if offer.transfer_id != ticket.transfer_id:
-        raise RefusedError(f"{who} answered for transfer {offer.transfer_id!r}", retryable=False)
+        raise RefusedError(f"{who} answered for transfer {offer.transfer_id!r}")
     if not offer.known:
-        raise RefusedError(f"{who} no longer keeps the KV of this request", retryable=True)
+        raise BrokenError(f"{who} no longer keeps the KV of this request")
     whole = sequence.isl // sequence.block_size
     stream = sequence.stream
     stream.generate_to(1)
@@ -167,14 +165,10 @@ def check_offer(sequence: Sequence, ticket: KvTicket, offer: KvOffered) -> None:
         ("first token", ticket.first_token, unpack_tokens(bytes(stream.output[:4]))[0]),
     ):
         if named != needed:
-            raise RefusedError(
-                f"{who} offers the KV of another prompt: {what} is {named}, this request needs {needed}",
-                retryable=False,
-            )
+            raise RefusedError(f"{who} offers the KV of another prompt: {what} is {named}, this request needs {needed}")
     if offer.sequence_hashes != pack_hashes(sequence.hashes[:whole]):
         raise RefusedError(
-            f"{who} offers the KV of another prompt: its {whole} sequence hashes are not those of this request",
-            retryable=False,
+            f"{who} offers the KV of another prompt: its {whole} sequence hashes are not those of this request"
         )
 
 

@@ -20,7 +20,7 @@ from wire.hashing import TOKEN_BYTES
 from wire.identifiers import U32, U64
 from wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media, media_hash_u64
 from wire.requests import Generate
-from workers.core.refusal import RefusedError
+from workers.core.refusal import BrokenError, RefusedError
 
 EMBEDDING_WIDTH = 32
 """Numbers per token; real models have thousands, and nothing here depends on it."""
@@ -50,17 +50,16 @@ def read_media(request: Generate) -> MultimodalInput | None:
     try:
         media = codec.multimodal.decode(request.multimodal)
     except DecodeError as error:
-        raise RefusedError(str(error), retryable=False) from None
+        raise RefusedError(str(error)) from None
     prompt_tokens = len(request.token_ids) // TOKEN_BYTES
     for place, item in enumerate(media.items):
         if not item.token_count or item.first_token + item.token_count > prompt_tokens:
             raise RefusedError(
                 f"medium {place} stands at tokens {item.first_token} to {item.first_token + item.token_count} of a "
-                f"prompt of {prompt_tokens}; the simulated engine needs its place (tokens_per_image on the card)",
-                retryable=False,
+                f"prompt of {prompt_tokens}; the simulated engine needs its place (tokens_per_image on the card)"
             )
         if item.data and digest_media(item.data) != item.media_hash:
-            raise RefusedError(f"medium {place} is not the bytes that its hash names", retryable=False)
+            raise RefusedError(f"medium {place} is not the bytes that its hash names")
     return media
 
 
@@ -80,8 +79,7 @@ def mark_media(media: MultimodalInput, embeddings: Sequence[Embeddings] | None =
     ]:
         raise RefusedError(
             f"the embeddings have the shapes {[tensor.shape for tensor in embeddings]}, the {len(images)} images of "
-            f"the request take {[item.token_count for item in images]} tokens",
-            retryable=False,
+            f"the request take {[item.token_count for item in images]} tokens"
         )
     arrived = iter(embeddings or ())
     marks: list[MediaMark] = []
@@ -90,7 +88,7 @@ def mark_media(media: MultimodalInput, embeddings: Sequence[Embeddings] | None =
             tensor = next(arrived, None)
             if tensor is None:
                 if not item.data:
-                    raise RefusedError(f"medium {place} came without its bytes and without embeddings", retryable=True)
+                    raise BrokenError(f"medium {place} came without its bytes and without embeddings")
                 tensor = embed(item.data, item.token_count)
             digest = xxh3_64_intdigest(np.ascontiguousarray(tensor).tobytes())
         else:

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 import xxhash
 
 from wire.hashing import unpack_tokens
-from wire.requests import Sampling, TokenLogprobs
+from wire.requests import FinishReason, Sampling, TokenLogprobs
 
-STOP = "stop"
-LENGTH = "length"
+STOP = FinishReason.STOP
+LENGTH = FinishReason.LENGTH
 
 _u32 = struct.Struct("<I")
 pack_token = _u32.pack
@@ -97,7 +97,7 @@ class TokenStream:
         self._digests: list[int] | None = None if sampling.logprobs is None else []
         self.output = bytearray()
         self.final: int | None = None
-        self.finish_reason: str | None = None
+        self.finish_reason: FinishReason | None = None
         self.error: str | None = None
         """What went wrong, with finish reason ``error``; only a guide can."""
 

@@ -27,7 +27,7 @@ class TensorTransfer(Protocol):
     def offer(self, name: str, tensor: Tensor) -> TensorDescriptor:
         """Keep a tensor for whoever gets the descriptor, for one lease from the last question on.
 
-        Raises ``workers.core.refusal.RefusedError`` (retryable) when no more can be kept.
+        Raises ``workers.core.refusal.BusyError`` when no more can be kept.
         """
         ...
 

@@ -2,7 +2,7 @@
 
 Rules
     1. A tensor is kept for ``lease_ms`` from its offer or the last question for it, then it is gone.
-    2. All of them together have at most ``bytes_max`` bytes; one more is refused as retryable, and nothing is thrown
+    2. All of them together have at most ``bytes_max`` bytes; one more is refused as busy, and nothing is thrown
        out for it: a taker was promised each of them.
     3. A tensor does not change while it is kept: the store holds a read-only view of contiguous memory.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from wire.limits import TENSOR_BYTES_MAX, TENSOR_DIMENSIONS_MAX
-from workers.core.refusal import RefusedError
+from workers.core.refusal import BusyError, RefusedError
 from workers.tensor_transfer.port import Tensor
 
 
@@ -46,16 +46,14 @@ class TensorStore:
         if tensor.nbytes > TENSOR_BYTES_MAX or tensor.ndim > TENSOR_DIMENSIONS_MAX:
             raise RefusedError(
                 f"a tensor has {tensor.nbytes} bytes in {tensor.ndim} dimensions, allowed are at most "
-                f"{TENSOR_BYTES_MAX} in {TENSOR_DIMENSIONS_MAX}",
-                retryable=False,
+                f"{TENSOR_BYTES_MAX} in {TENSOR_DIMENSIONS_MAX}"
             )
         if tensor.dtype.hasobject or tensor.dtype.names is not None:
-            raise RefusedError(f"a tensor has the dtype {tensor.dtype}, allowed are plain numbers", retryable=False)
+            raise RefusedError(f"a tensor has the dtype {tensor.dtype}, allowed are plain numbers")
         if self.held_bytes + tensor.nbytes > self._bytes_max:
-            raise RefusedError(
+            raise BusyError(
                 f"tensors with {self.held_bytes} bytes are kept for other workers, {tensor.nbytes} more would exceed "
-                f"{self._bytes_max} (tensor_store_mb)",
-                retryable=True,
+                f"{self._bytes_max} (tensor_store_mb)"
             )
         # Its own memory in C order, little-endian: the caller may go on using his.
         kept = np.array(tensor, dtype=tensor.dtype.newbyteorder("<"), order="C", copy=True)

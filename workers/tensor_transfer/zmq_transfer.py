@@ -16,6 +16,7 @@ import numpy as np
 import zmq
 
 from runtime.clock import Clock
+from runtime.complaints import Complaints, shown_peer
 from runtime.planes import name_plane
 from runtime.zmq_socket import CallbackSocket
 from wire import codec
@@ -81,6 +82,7 @@ class ZmqTensorTransfer:
         self._context = context
         self._store = store
         self._clock = clock
+        self._complaints = Complaints(log, clock)
         self._metrics = metrics
         self._chunk_bytes = chunk_bytes
         self._timeout_ms = timeout_ms
@@ -93,7 +95,6 @@ class ZmqTensorTransfer:
         name_plane(socket, "tensor")
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
-        socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
         if ":" in host:
             socket.setsockopt(zmq.IPV6, 1)
         shown = f"[{host}]" if ":" in host else host
@@ -140,7 +141,7 @@ class ZmqTensorTransfer:
         try:
             message = codec.to_tensor_source.decode(frames[-1])
         except DecodeError as error:
-            log.warning("from a taker of tensors: %s; the frame was dropped", error)
+            self._complaints.about(f"{shown_peer(frames[0])}, a taker of tensors", error)
             return
         if isinstance(message, ReleaseTensor):
             if self.withdraw(message.tensor_id):
@@ -290,7 +291,7 @@ class ZmqTensorTransfer:
         try:
             message = codec.from_tensor_source.decode(frames[-1])
         except DecodeError as error:
-            log.warning("from the tensor source at %s: %s; the frame was dropped", endpoint, error)
+            self._complaints.about(f"the tensor source at {endpoint}", error)
             return
         source = self._sources[endpoint]
         fetch = source.fetches.get(message.tensor_id)

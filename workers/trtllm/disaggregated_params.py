@@ -1,7 +1,7 @@
 """Carries TensorRT-LLM's ``DisaggregatedParams`` from the worker that prefilled to the worker that decodes.
 
-The form is a msgpack map of the fields that are set (``opaque_state`` stays bytes), or the same in base64 where only
-text can travel. Nothing between the two workers looks inside.
+The form is a msgpack map of the fields that are set (``opaque_state`` stays bytes). Nothing between the two
+workers looks inside.
 
 Rules:
 
@@ -15,8 +15,6 @@ Rules:
 
 from __future__ import annotations
 
-import base64
-import binascii
 import dataclasses
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -108,20 +106,6 @@ def decode(data: bytes | memoryview, params_class: type[P]) -> Decoded[P]:
     except (TypeError, ValueError) as error:
         raise DecodeError(_WHAT, f"TensorRT-LLM refuses them: {error}") from None
     return Decoded(params, dropped, prompt)
-
-
-def encode_text(params: Any) -> str:
-    """Return the base64 form, for JSON and HTTP."""
-    return base64.b64encode(encode(params)).decode("ascii")
-
-
-def decode_text(text: str, params_class: type[P]) -> Decoded[P]:
-    """Return params of the installed class from their base64 form; raise ``DecodeError`` saying what is wrong."""
-    try:
-        data = base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise DecodeError(_WHAT, f"not base64: {error}") from None
-    return decode(data, params_class)
 
 
 def _check(known: _Known) -> None:

@@ -11,12 +11,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wire.hashing import pack_tokens
-from wire.requests import TokenLogprobs
+from wire.requests import FinishReason, TokenLogprobs
 
 UNLIKELY = -9999.0
 """Stands for the log probability of a prompt token that is not among the reported ones, as in OpenAI's API."""
 
-FINISH_REASONS = {"stop": "stop", "length": "length", "not_finished": "length", "cancelled": "cancelled"}
+FINISH_REASONS = {
+    "stop": FinishReason.STOP,
+    "length": FinishReason.LENGTH,
+    "not_finished": FinishReason.LENGTH,
+    "cancelled": FinishReason.CANCELLED,
+}
 """The engine's finish reasons as the wire has them; every other one is an error."""
 
 GOES_ON = frozenset({"length", "not_finished"})

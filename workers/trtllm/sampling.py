@@ -20,16 +20,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from wire.hashing import stable_u64
+from wire.request_ids import name_of
 from wire.requests import Generate, Sampling
-from workers.core.refusal import RefusedError, UnsupportedError
+from workers.core.refusal import UnableError, UnsupportedError
 
 NO_END_ID = -1
 """TensorRT-LLM's way to say that no token ends the output."""
 
 SEED_MASK = (1 << 63) - 1
 """Seeds go through signed 64-bit integers on their way to the GPU."""
-
-_DISPATCH = re.compile(r"~[0-9]+\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +51,10 @@ def plan_sampling(request: Generate, eos_token_ids: Collection[int], can_guide: 
     """
     sampling = request.sampling
     if sampling.guide and request.routing.emitted_tokens:
-        raise RefusedError(
+        # Another engine may be able to.
+        raise UnableError(
             f"{sampling.guide} is set, and the output has begun on another worker ({request.routing.emitted_tokens} "
-            "tokens): TensorRT-LLM would keep to the guide from its beginning again, after what the client has",
-            # Another engine may be able to.
-            retryable=True,
+            "tokens): TensorRT-LLM would keep to the guide from its beginning again, after what the client has"
         )
     end_id, stop_token_ids = stops(request.stop_token_ids, eos_token_ids)
     temperature = 1.0 if sampling.temperature is None else sampling.temperature
@@ -121,10 +119,9 @@ def plan_guide(sampling: Sampling, can_guide: bool) -> dict[str, Any] | None:
             f"{len(guides)} guides are given ({', '.join(guides)}), TensorRT-LLM follows at most one per request"
         )
     if not can_guide:
-        raise UnsupportedError(
+        raise UnableError(
             "guided decoding is asked for, and this worker's engine was started without it: set "
-            "guided_decoding_backend to xgrammar or llguidance",
-            retryable=True,
+            "guided_decoding_backend to xgrammar or llguidance"
         )
     return guides
 
@@ -134,15 +131,10 @@ def engine_priority(priority: int) -> float:
     return 0.5 + 0.5 * priority / (1 + abs(priority))
 
 
-def request_of(dispatch_id: str) -> str:
-    """Return the request that a dispatch is of: later dispatches have ``~`` and their number at the end."""
-    return _DISPATCH.sub("", dispatch_id)
-
-
 def _seed(request: Generate, greedy: bool) -> int:
     seed = request.sampling.seed
     if seed is None:
-        seed = 0 if greedy else stable_u64(request_of(request.request_id))
+        seed = 0 if greedy else stable_u64(name_of(request.request_id))
     return seed & SEED_MASK
 
 

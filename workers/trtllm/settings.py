@@ -183,11 +183,6 @@ class TrtllmSettings(Settings):
         """``namespace.component.endpoint`` of this worker."""
         return self.endpoint or f"{self.namespace}.{COMPONENTS[self.disaggregation_mode]}.generate"
 
-    @property
-    def max_file_size_bytes(self) -> int:
-        """Largest media file, in bytes."""
-        return self.max_file_size_mb * 1_048_576
-
 
 def split_endpoint(endpoint: str) -> tuple[str, str, str]:
     """Return namespace, component and endpoint of a dotted name; raise ``ValueError`` when it has not three parts."""

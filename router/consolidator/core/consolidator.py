@@ -32,6 +32,7 @@ from router.consolidator.core.pool_state import (
     Worker,
 )
 from wire.card import WorkerCard
+from wire.card_check import card_problem, name_problem
 from wire.events import (
     AnyEvent,
     BlocksReleased,
@@ -77,7 +78,7 @@ class Now(NamedTuple):
     """One reading of the shell's clock."""
 
     monotonic_ms: float
-    """For leases and retries."""
+    """For leases and retries; stands still while the consolidator does, or does not listen."""
     wall_ms: int
     """For records, Unix milliseconds."""
 
@@ -370,11 +371,6 @@ class Consolidator:
             self.tally.lease_expiries += 1
             self._leave(self.pool.workers[key], f"lease expired: silent for {self.limits.lease_ms} ms", turn)
 
-    def renew_all(self, now: Now) -> None:
-        """Start every lease anew: after a time in which the consolidator itself did not listen."""
-        for link in self._links.values():
-            link.heard_ms = now.monotonic_ms
-
     def note_stream(self, key: WorkerKey, source: str, state: StreamState, reason: str, turn: Turn) -> None:
         """Write how far the stream of a source can be trusted, if that is news."""
         worker = self.pool.workers.get(key)
@@ -455,25 +451,30 @@ class Consolidator:
         presence = worker.presence
         source = batch.source
         for event in batch.events:
-            kind = type(event)
-            if kind is BlocksStored:
+            if type(event) is BlocksStored:
                 before = len(out)
-                presence.store(source, event, out)  # type: ignore[arg-type]
+                presence.store(source, event, out)
                 if whole and len(out) - before > 1:
                     out[before:] = [event]
-            elif kind is BlocksRemoved:
-                presence.remove(source, event, out)  # type: ignore[arg-type]
-            elif kind is CacheCleared:
+            elif type(event) is BlocksRemoved:
+                presence.remove(source, event, out)
+            elif type(event) is CacheCleared:
                 presence.clear(source, out)
-            elif kind is SnapshotBegan:
-                if presence.restate(source, event, out):  # type: ignore[arg-type]
+            elif type(event) is SnapshotBegan:
+                if presence.restate(source, event, out):
                     worker.restating = True
-            elif kind is SnapshotEnded:
+            elif type(event) is SnapshotEnded:
                 if worker.restating:
                     worker.restating = False
                     out.append(event)
-            elif kind in _NOT_FOR_SOURCES:
-                self.tally.ignored_events += 1
+            elif (
+                type(event) is WorkerJoined
+                or type(event) is WorkerLeft
+                or type(event) is BlocksShared
+                or type(event) is BlocksReleased
+                or type(event) is StreamStateChanged
+            ):
+                self.tally.ignored_events += 1  # the consolidator says these, never a source
             else:
                 worker.note(event)
                 out.append(event)
@@ -519,12 +520,9 @@ class Consolidator:
         members = self.pool.workers
         if key not in members and len(members) >= self.limits.workers_max:
             return f"the pool has {len(members)} worker ranks, allowed are at most {self.limits.workers_max}"
-        if not key.worker_id:
-            return "worker_id is empty, allowed are 1 to 256 characters"
-        if not card.model:
-            return "the card's model is empty, allowed are 1 to 256 characters"
-        if card.block_size < 1:
-            return f"the card's block_size is {card.block_size}, allowed are integers from 1"
+        problem = name_problem("worker_id", key.worker_id, needed=True) or card_problem(card)
+        if problem is not None:
+            return problem
         if card.dp_size < 1 or key.dp_rank >= card.dp_size:
             return f"dp_rank is {key.dp_rank}, the card's dp_size {card.dp_size} allows 0 to {card.dp_size - 1}"
         if card.hash_spec != HASH_SPEC:
@@ -586,10 +584,6 @@ class Consolidator:
         turn.remarks.append(f"refused worker {key}: {reason}")
         if peer:
             turn.replies.append((peer, Refused(*key, reason=reason[:TEXT_CHARS_MAX])))
-
-
-_NOT_FOR_SOURCES = frozenset({WorkerJoined, WorkerLeft, BlocksShared, BlocksReleased, StreamStateChanged})
-"""Events that only the consolidator itself may write."""
 
 
 def _older(key: WorkerKey, epoch: int, current: int) -> str:

@@ -3,7 +3,7 @@
 Rules for this file:
 
 1. A position is ``(epoch, next_seq)``: the life of the source, and the number of the batch that is wanted next.
-2. Judging a number changes nothing. The owner moves the cursor (``advance``, ``jump``, ``begin``) once it has acted.
+2. Judging a number changes nothing. The owner moves the cursor (``advance``, ``begin``) once it has acted.
 
 Batches of one source carry ``(epoch, seq)``. Within an epoch the numbers run from 0 without holes, so one comparison
 tells what a batch is; a batch of another epoch never moves the cursor by itself:
@@ -13,7 +13,7 @@ tells what a batch is; a batch of another epoch never moves the cursor by itself
     equal      = next      NEXT         applies it, ``advance``
     equal      < next      DUPLICATE    drops it, acknowledges again (the acknowledgement was lost)
     equal      > next      GAP          asks again from ``next_seq``; a batch that restates the whole
-                                        cache is accepted instead of the missing ones (``jump``)
+                                        cache is accepted instead of the missing ones
     larger     any         NEW_EPOCH    drops the old life's state first, then ``begin``
     smaller    any         OLD_EPOCH    refuses it: a process of an earlier life still talks
 
@@ -80,11 +80,6 @@ class Cursor:
     def advance(self) -> None:
         """Move behind the batch that was wanted."""
         self.next_seq += 1
-
-    def jump(self, seq: int) -> None:
-        """Move behind batch ``seq``, which replaces everything that was missing before it."""
-        assert seq >= self.next_seq, f"a cursor at {self.next_seq} cannot jump to {seq}"
-        self.next_seq = seq + 1
 
     def begin(self, epoch: int) -> None:
         """Start over with another life of the source."""

@@ -27,11 +27,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from router.consolidator.core.feed_frames import FeedFrame
 from wire import codec
 from wire.errors import DecodeError
 from wire.events import JournalRecord
 from wire.feed import BlockChain, FromFeed, Replay, SnapshotPart, TakeSnapshot, ToFeed, TooOld, WorkerState
+from wire.feed_frames import FeedFrame
 from wire.limits import REPLAY_RECORDS_MAX
 
 KEPT_RECORDS_MAX = 20_000

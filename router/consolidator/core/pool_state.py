@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import assert_never
 
 import msgspec
 
@@ -35,6 +36,11 @@ from router.consolidator.core.presence import Frozen, Held, Presence, chains, me
 from wire.card import WorkerCard
 from wire.events import (
     AnyEvent,
+    BlocksReleased,
+    BlocksRemoved,
+    BlocksShared,
+    BlocksStored,
+    CacheCleared,
     JournalRecord,
     LoadReported,
     PrefillCompleted,
@@ -58,6 +64,9 @@ REQUESTS_PER_WORKER_MAX = 65_536
 
 BLOCKS_PER_WORKER_MAX = 4 * 1024 * 1024
 """Blocks remembered per rank over all tiers and sources. Beyond it new chains are not taken in, and that is counted."""
+
+WorkerEvent = LoadReported | RequestStarted | RequestProgressed | PrefillCompleted | RequestFinished | WorkerDraining
+"""What an event may say of a worker and its requests."""
 
 WORKER_SOURCE = "worker"
 """Source of what a worker pushes about itself."""
@@ -86,45 +95,55 @@ class Worker:
 
     def apply(self, source: str, event: AnyEvent) -> None:
         """Apply one event of a journal record that is about this worker."""
-        kind = type(event)
-        if kind in _OF_THE_WORKER:
-            self.note(event)
-            if kind is SnapshotBegan:
-                self.presence.forget_all()
-        else:
+        if (
+            type(event) is BlocksStored
+            or type(event) is BlocksRemoved
+            or type(event) is BlocksShared
+            or type(event) is BlocksReleased
+            or type(event) is CacheCleared
+        ):
             self.presence.apply(source, event)
+        elif type(event) is SnapshotBegan:
+            self.restating = True
+            self.presence.apply(source, event)
+        elif type(event) is SnapshotEnded:
+            self.restating = False
+        elif type(event) is StreamStateChanged:
+            pass  # of the record, which ``wire.streams.fold`` takes whole
+        elif type(event) is WorkerJoined or type(event) is WorkerLeft:
+            pass  # of the pool, which has begun or ended this worker
+        else:
+            self.note(event)
 
-    def note(self, event: AnyEvent) -> None:
-        """Apply an event that is not about blocks."""
-        if isinstance(event, LoadReported):
+    def note(self, event: WorkerEvent) -> None:
+        """Apply an event that is about the worker and its requests, and not about blocks."""
+        if type(event) is LoadReported:
             self.load = event
-        elif isinstance(event, RequestStarted):
+        elif type(event) is RequestStarted:
             self.requests.pop(event.request_id, None)
             if len(self.requests) >= REQUESTS_PER_WORKER_MAX:
                 del self.requests[next(iter(self.requests))]
             self.requests[event.request_id] = RequestState(
                 event.request_id, event.isl, event.cached_tokens, event.active_blocks, prefilling=True
             )
-        elif isinstance(event, RequestProgressed):
+        elif type(event) is RequestProgressed:
             request = self.requests.get(event.request_id)
             if request is not None:
                 self.requests[event.request_id] = RequestState(
                     request.request_id, request.isl, request.cached_tokens, event.active_blocks, request.prefilling
                 )
-        elif isinstance(event, PrefillCompleted):
+        elif type(event) is PrefillCompleted:
             request = self.requests.get(event.request_id)
             if request is not None:
                 self.requests[event.request_id] = RequestState(
                     request.request_id, request.isl, request.cached_tokens, request.active_blocks, prefilling=False
                 )
-        elif isinstance(event, RequestFinished):
+        elif type(event) is RequestFinished:
             self.requests.pop(event.request_id, None)
-        elif isinstance(event, WorkerDraining):
+        elif type(event) is WorkerDraining:
             self.draining = True
-        elif isinstance(event, SnapshotBegan):
-            self.restating = True
-        elif isinstance(event, SnapshotEnded):
-            self.restating = False
+        else:
+            assert_never(event)
 
     def state(self) -> WorkerState:
         """Return the worker without its blocks, as readers get it."""
@@ -140,20 +159,6 @@ class Worker:
             restating=self.restating,
             streams=[stream for _, stream in sorted(self.streams.items())],
         )
-
-
-_OF_THE_WORKER = frozenset(
-    {
-        LoadReported,
-        RequestStarted,
-        RequestProgressed,
-        PrefillCompleted,
-        RequestFinished,
-        WorkerDraining,
-        SnapshotBegan,
-        SnapshotEnded,
-    }
-)
 
 
 class SourcePosition(msgspec.Struct, array_like=True, frozen=True):
@@ -225,12 +230,12 @@ class PoolState:
         key = record.worker
         worker = self.workers.get(key)
         for event in record.events:
-            if isinstance(event, WorkerJoined):
+            if type(event) is WorkerJoined:
                 worker = self.workers[key] = self.new_worker(key, record.epoch, event.card)
-            elif isinstance(event, WorkerLeft):
+            elif type(event) is WorkerLeft:
                 self.workers.pop(key, None)
                 worker = None
-            elif worker is not None and type(event) is not StreamStateChanged:
+            elif worker is not None:
                 worker.apply(record.source, event)
         if worker is not None:
             fold(worker.streams, record.source, record.events)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import chain
+from typing import assert_never
 
 from wire.events import (
     AnyEvent,
@@ -32,6 +33,9 @@ from wire.events import (
 from wire.hashing import pack_hashes, unpack_hashes
 from wire.identifiers import Tier
 from wire.limits import BLOCKS_PER_EVENT_MAX
+
+BlockEvent = BlocksStored | BlocksRemoved | BlocksShared | BlocksReleased | CacheCleared | SnapshotBegan
+"""What an event may say of blocks."""
 
 Held = dict[int, int | None]
 """Sequence hash to parent, in order of arrival."""
@@ -186,11 +190,9 @@ class Presence:
 
     # The fold
 
-    def apply(self, source: str, event: AnyEvent) -> None:
+    def apply(self, source: str, event: BlockEvent) -> None:
         """Apply an event of the journal."""
-        kind = type(event)
-        if kind is BlocksStored:
-            assert isinstance(event, BlocksStored)
+        if type(event) is BlocksStored:
             hashes = unpack_hashes(event.sequence_hashes)
             held = self._tiers[event.tier].setdefault(source, {})
             if held.keys().isdisjoint(hashes):
@@ -200,19 +202,18 @@ class Presence:
                 for sequence_hash in hashes:
                     held.setdefault(sequence_hash, previous)
                     previous = sequence_hash
-        elif kind is BlocksRemoved:
-            assert isinstance(event, BlocksRemoved)
+        elif type(event) is BlocksRemoved:
             tier = self._tiers[event.tier]
             for name in list(tier):
                 self._drop(tier, name, unpack_hashes(event.sequence_hashes))
-        elif kind is BlocksShared:
-            assert isinstance(event, BlocksShared)
+        elif type(event) is BlocksShared:
             self._share(source, event)
-        elif kind is BlocksReleased:
-            assert isinstance(event, BlocksReleased)
+        elif type(event) is BlocksReleased:
             self._drop(self._tiers[event.tier], source, unpack_hashes(event.sequence_hashes))
-        elif kind is CacheCleared or kind is SnapshotBegan:
+        elif type(event) is CacheCleared or type(event) is SnapshotBegan:
             self.forget_all()
+        else:
+            assert_never(event)
 
     @staticmethod
     def _drop(tier: dict[str, Held], source: str, hashes: Iterable[int]) -> None:

@@ -81,6 +81,8 @@ class FileJournal:
         self._dirty: list[str] = []
         self._mend = False
         self._lock = threading.Lock()
+        self._kept = threading.Lock()
+        """Held while segments are read or let go of, which another thread may do."""
         self._report: list[str] = []
         self.unknown: dict[str, int] = {}
         """Kinds of records and events that a later version wrote and ``recover`` passed over, and how many of each."""
@@ -194,6 +196,11 @@ class FileJournal:
         return understood.record
 
     @property
+    def in_memory(self) -> bool:
+        """Return False."""
+        return False
+
+    @property
     def report(self) -> list[str]:
         """Return what opening and ``recover`` found and did, for the log."""
         return self._report
@@ -287,6 +294,10 @@ class FileJournal:
         """Return encoded records from ``from_offset`` on; raises ``JournalCorrupt`` for a damaged closed segment."""
         if from_offset < self.oldest_offset:
             raise ValueError(f"reading the journal: offset {from_offset}, the oldest kept is {self.oldest_offset}")
+        with self._kept:
+            return self._read(from_offset, limit, bytes_max)
+
+    def _read(self, from_offset: int, limit: int, bytes_max: int) -> list[bytes]:
         found: list[bytes] = []
         room = bytes_max
         while from_offset < self._next and len(found) < limit:
@@ -342,7 +353,7 @@ class FileJournal:
                 bisect.insort(self._snapshots, frozen.offset)
             old, self._snapshots = self._snapshots[:-SNAPSHOTS_KEPT], self._snapshots[-SNAPSHOTS_KEPT:]
         for offset in old:
-            self._disk.remove(snapshot_file.name_of(offset))
+            self._remove(snapshot_file.name_of(offset))
 
     def keep_newest_snapshot(self) -> None:
         """Remove the snapshots before the newest, so that ``retain`` may drop what only they needed.
@@ -356,6 +367,10 @@ class FileJournal:
 
     def retain(self, now_ms: int) -> int:
         """Remove closed segments that are too many or too old and that no kept snapshot needs."""
+        with self._kept:
+            return self._retain(now_ms)
+
+    def _retain(self, now_ms: int) -> int:
         if not self._snapshots:
             return 0
         needed = self._snapshots[0]
@@ -366,11 +381,39 @@ class FileJournal:
             too_old = following.created_ms < now_ms - self._settings.retention_ms
             if following.first > needed or not (total > self._settings.retention_bytes or too_old):
                 break
-            self._disk.remove(oldest.name)
+            self._remove(oldest.name)
             total -= oldest.size
             del self._segments[0]
             removed += 1
         return removed
+
+    def _remove(self, name: str) -> None:
+        try:
+            self._disk.remove(name)
+        except FileNotFoundError:
+            pass  # somebody else did
+
+    def drop_lost(self) -> list[str]:
+        """Let go of segments that are gone, or shorter than what was written to them; return their names.
+
+        The next append begins a new segment when the last one is among them. Records of a segment that was lost cannot
+        be read any more; a snapshot must stand in for them.
+        """
+        lost = {each.name for each in list(self._segments) if self._is_lost(each)}
+        if not lost:
+            return []
+        with self._kept:
+            # Retention may have been the one who removed some.
+            names = [each.name for each in self._segments if each.name in lost]
+            self._segments = [each for each in self._segments if each.name not in lost]
+        self._mend = False
+        return names
+
+    def _is_lost(self, segment: _Segment) -> bool:
+        try:
+            return self._disk.size(segment.name) < segment.size
+        except FileNotFoundError:
+            return True
 
     def sizes(self) -> tuple[int, int]:
         """Return the number of segments and their bytes."""

@@ -22,6 +22,11 @@ class MemoryJournal:
         self._next = 0
 
     @property
+    def in_memory(self) -> bool:
+        """Return True."""
+        return True
+
+    @property
     def report(self) -> list[str]:
         """Return nothing: there is nothing to find."""
         return []
@@ -73,6 +78,10 @@ class MemoryJournal:
     def retain(self, now_ms: int) -> int:
         """Remove nothing: ``append`` keeps the bound."""
         return 0
+
+    def drop_lost(self) -> list[str]:
+        """Return nothing: there are no files."""
+        return []
 
     def sizes(self) -> tuple[int, int]:
         """Return one segment and the bytes kept."""

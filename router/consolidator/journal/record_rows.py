@@ -6,6 +6,7 @@ Hashes are 16 hexadecimal digits in JSON, because JSON's readers lose bits of a 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ import msgspec
 from router.consolidator.journal.stored_records import StoredRecord
 from wire.events import AnyEvent, JournalRecord
 from wire.hashing import unpack_hashes
-from wire.identifiers import Tier
 
 PARQUET_ROWS_PER_GROUP = 50_000
 """Rows written at a time: some tens of MiB, whatever the journal's size."""
@@ -33,7 +33,7 @@ def event_row(event: AnyEvent) -> dict[str, Any]:
             row[name] = [f"{sequence_hash:016x}" for sequence_hash in unpack_hashes(value)]
         elif name == "parent":
             row[name] = None if value is None else f"{value:016x}"
-        elif isinstance(value, Tier):
+        elif isinstance(value, IntEnum):
             row[name] = value.name.lower()
         elif isinstance(value, msgspec.Struct):
             row[name] = _named(value)
@@ -79,7 +79,39 @@ def chosen_events(record: JournalRecord, types: Collection[str]) -> list[AnyEven
     return [event for event in record.events if not types or type(event).__name__ in types]
 
 
-_COLUMNS = ("request_id", "isl", "cached_tokens", "active_blocks", "reason")
+_COLUMNS = {
+    "request_id": "text",
+    "isl": "u32",
+    "cached_tokens": "u32",
+    "active_blocks": "u32",
+    "reason": "text",
+    "tier": "text",
+    "parent": "u64",
+    "sequence_hashes": "u64s",
+    "running_requests": "u32",
+    "waiting_requests": "u32",
+    "prefill_tokens": "u32",
+    "cached_blocks": "u32",
+    "total_blocks": "u32",
+    "steps": "u64",
+    "of_source": "text",
+    "state": "text",
+    "card": "text",
+}
+"""Columns for the fields of events, with their types; those of the first versions first. A card is JSON."""
+
+_COLUMN_OF = {"source": "of_source"}
+"""Fields whose name a column of the record has: which source an event is about, and which one its record is of."""
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, IntEnum):
+        return value.name.lower()
+    if isinstance(value, bytes):
+        return list(unpack_hashes(value))
+    if isinstance(value, msgspec.Struct):
+        return msgspec.json.encode(_named(value)).decode()
+    return value
 
 
 def event_rows(stored: Iterable[StoredRecord]) -> Iterator[dict[str, Any]]:
@@ -98,14 +130,10 @@ def event_rows(stored: Iterable[StoredRecord]) -> Iterator[dict[str, Any]]:
                 "recorded_ms": record.recorded_ms,
                 "source": record.source,
                 "type": type(event).__name__,
+                **dict.fromkeys(_COLUMNS),
             }
-            for name in _COLUMNS:
-                row[name] = getattr(event, name, None)
-            tier = getattr(event, "tier", None)
-            row["tier"] = None if tier is None else Tier(tier).name.lower()
-            row["parent"] = getattr(event, "parent", None)
-            packed = getattr(event, "sequence_hashes", None)
-            row["sequence_hashes"] = None if packed is None else list(unpack_hashes(packed))
+            for name in event.__struct_fields__:
+                row[_COLUMN_OF.get(name, name)] = _cell(getattr(event, name))
             yield row
 
 
@@ -120,6 +148,7 @@ def write_parquet(stored: Iterable[StoredRecord], out: Path) -> int:
             "--format jsonl; nothing was written"
         ) from None
     u64, u32, text = pyarrow.uint64(), pyarrow.uint32(), pyarrow.string()
+    types = {"u64": u64, "u32": u32, "text": text, "u64s": pyarrow.list_(u64)}
     schema = pyarrow.schema(
         [
             ("offset", u64),
@@ -132,14 +161,7 @@ def write_parquet(stored: Iterable[StoredRecord], out: Path) -> int:
             ("recorded_ms", u64),
             ("source", text),
             ("type", text),
-            ("request_id", text),
-            ("isl", u32),
-            ("cached_tokens", u32),
-            ("active_blocks", u32),
-            ("reason", text),
-            ("tier", text),
-            ("parent", u64),
-            ("sequence_hashes", pyarrow.list_(u64)),
+            *((name, types[kind]) for name, kind in _COLUMNS.items()),
         ]
     )
     count = 0

@@ -17,6 +17,7 @@ from frontend.media.references import MediaReference, read_reference
 from frontend.media.refusals import MediaRefused
 from frontend.media.settings import MediaSettings
 from runtime.clock import SystemClock
+from runtime.tenant_caches import EVERYBODY, CacheDomain
 from wire.multimodal import MediaItem
 
 LOOPBACK = ("127.0.0.1/32",)
@@ -46,10 +47,10 @@ class Loading:
         self.loader = loader
         self.metrics = metrics
 
-    async def take(self, *urls: str) -> tuple[MediaItem, ...]:
+    async def take(self, *urls: str, domain: CacheDomain | None = EVERYBODY) -> tuple[MediaItem, ...]:
         lease = self.loader.lease()
         try:
-            return await self.loader.load([_reference(url, place) for place, url in enumerate(urls)], lease)
+            return await self.loader.load([_reference(url, place) for place, url in enumerate(urls)], lease, domain)
         finally:
             lease.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import struct
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -180,6 +181,14 @@ def test_a_directory_that_would_open_everything_is_not_accepted() -> None:
             MediaSettings(allowed_local_media_path=Path(path))
 
 
+def archive_of(entries: int, extra: bytes = b"") -> bytes:
+    """A zip archive that is nothing but its directory."""
+    entry = struct.pack("<4s4B4HL2L5H2L", b"PK\1\2", 20, 3, 20, 0, 0, 0, 0, 33, 0, 0, 0, 1, len(extra), 0, 0, 0, 0, 0)
+    directory = (entry + b"x" + extra) * entries
+    end = struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, min(entries, 65_535), min(entries, 65_535), len(directory), 4, 0)
+    return b"PK\3\4" + directory + end
+
+
 GOOD = {
     "embeddings.safetensors": safetensors(),
     "metadata.safetensors": safetensors(
@@ -210,6 +219,9 @@ HOSTILE = {
     ),
     "an entry that leaves the archive": ("x.pt", pytorch(entries={"../../evil": b"x"}), "media_embeddings_unsafe"),
     "a compressed bomb": ("x.pt", pytorch(compression=8, entries={"archive/data/1": bytes(MEGABYTE)}), "media_broken"),
+    "a directory of a hundred thousand entries": ("x.pt", archive_of(100_000), "media_broken"),
+    "a directory of long extra fields": ("x.pt", archive_of(40, extra=bytes(60_000)), "media_broken"),
+    "a pickle of a million opcodes": ("x.pt", pytorch(b"\x80\x02" + b"N0" * 400_000 + b"N."), "media_broken"),
     "a zip without an end": ("x.pt", pytorch()[:200], "media_broken"),
     "a pickle that is cut": ("x.pt", pytorch(TENSOR_PICKLE[:-20]), "media_broken"),
     "a header that claims the world": ("x.safetensors", safetensors(length=2**63), "media_broken"),

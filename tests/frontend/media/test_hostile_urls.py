@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from frontend.media.addresses import AddressPolicy
+from frontend.media.data_urls import PIECE_CHARS, decode_data_url
 from tests.frontend.media.hostile_server import answer, hostile_server
 from tests.frontend.media.loading import Names, loading
 from tests.frontend.media.samples import data_url, image, png, png_bomb
@@ -253,11 +254,15 @@ def test_urls_that_are_none_or_lead_inside_are_refused(url: str, code: str) -> N
         ("data:image/png;base64,!!!!", "media_encoding_invalid"),
         ("data:image/png;base64,QUJD=QUJD", "media_encoding_invalid"),
         ("data:image/png;base64,QUJ", "media_encoding_invalid"),
+        ("data:image/png;base64," + "A" * (PIECE_CHARS - 2) + "==" + "A" * 8, "media_encoding_invalid"),
+        ("data:image/png;base64," + "A" * (PIECE_CHARS + 3), "media_encoding_invalid"),
+        ("data:image/png;base64," + "A" * PIECE_CHARS + "A\nAA", "media_encoding_invalid"),
+        ("data:image/png;base64," + "A" * (PIECE_CHARS + 2) + "==", "media_type_not_allowed"),
         ("data:image/png;base64,Q\u00fcJD", "media_encoding_invalid"),
         ("data:image/png,%89PNG", "media_encoding_invalid"),
         ("data:image/png;base64", "media_encoding_invalid"),
         ("data:;base64,", "media_broken"),
-        (data_url(b"GIF89a nonsense"), "media_type_not_allowed"),
+        (data_url(b"GIF89a nonsense"), "media_broken"),
         (data_url(b"%PDF-1.7", "image/png"), "media_type_not_allowed"),
         (data_url(png_bomb()), "media_too_many_pixels"),
         (data_url(bytes(MEGABYTE + 1)), "media_too_large"),
@@ -272,6 +277,13 @@ def test_data_urls_that_hold_no_picture_are_refused(url: str, code: str) -> None
             assert len(error.message) < 500
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("size", [PIECE_CHARS // 4 * 3 + extra for extra in (-1, 0, 1, 2, 3)])
+def test_a_data_url_of_several_pieces_is_decoded_to_the_byte(size: int) -> None:
+    data = bytes(number % 251 for number in range(size))
+
+    assert decode_data_url(data_url(data), MEGABYTE) == data
 
 
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "GIF"])

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from wire.events import RequestStarted
 from wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes, unpack_tokens
-from wire.requests import Generate, Routing, Sampling, TokenDelta
+from wire.requests import FinishReason, Generate, Routing, Sampling, TokenDelta
 from workers.core.refusal import RefusedError
 from workers.simulated.engine import EngineLimits, SimulatedEngine
 from workers.simulated.next_token import Vocabulary
@@ -382,7 +382,7 @@ class Executor:
             if self._behaviour.leak_failed_transfers:
                 request = self._transferring.pop(request_id)
                 self._leak(-(-len(request.prompt) // self.shape.tokens_per_block), request.rank or 0)
-                self._close(request, Response(finish_reason="cancelled"))
+                self._close(request, Response(finish_reason=FinishReason.CANCELLED))
                 return
             # The KV is on its way: it must arrive before it can be given up.
             self._cancelled_transfers.append(request_id)

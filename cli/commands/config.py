@@ -1,0 +1,79 @@
+"""`poolgrid config ...`: check, draw, convert and build pool-grid documents."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help="Check, draw, convert and build pool-grid documents.", no_args_is_help=True)
+
+Document = Annotated[Path, typer.Argument(help="Pool-grid document (JSON), in poolgrid's or Dynamo's form.")]
+
+
+@app.command()
+def check(file: Document) -> None:
+    """Find every problem of a document at once, one a line: `JSON-path: problem`. Status 1 when there is any."""
+    from cli.config import check as run
+
+    raise typer.Exit(run(file))
+
+
+@app.command()
+def show(
+    file: Document,
+    png: Annotated[Path | None, typer.Option(help="Also draw to this PNG (needs the `plots` extra).")] = None,
+) -> None:
+    """Draw each grid as a heat map: which pool serves which cell."""
+    from cli.config import show as run
+
+    raise typer.Exit(run(file, png))
+
+
+@app.command()
+def convert(
+    file: Document,
+    out: Annotated[Path | None, typer.Option(help="Write here instead of to standard output.")] = None,
+) -> None:
+    """Rewrite a document of Dynamo's form into poolgrid's."""
+    from cli.config import convert as run
+
+    raise typer.Exit(run(file, out))
+
+
+@app.command()
+def build(
+    profiles: Annotated[
+        Path, typer.Argument(help="Pool profiles: TTFT by ISL and load, ITL by context and load, cost.")
+    ],
+    out: Annotated[Path, typer.Argument(help="Document to write.")],
+    strict: Annotated[bool, typer.Option("--strict", help="Fail when some cell's target is met by no pool.")] = False,
+    evidence: Annotated[
+        Path | None, typer.Option(help="Where the evidence goes (default: beside the document).")
+    ] = None,
+) -> None:
+    """Derive a grid from profiles: each cell gets the cheapest pool that meets its target, with the evidence."""
+    from cli.config import build as run
+
+    raise typer.Exit(run(profiles, out, strict, evidence))
+
+
+@app.command()
+def rollback(
+    url: Annotated[str, typer.Option(help="Global router to talk to.", envvar="POOLGRID_URL")] = (
+        "http://127.0.0.1:8000"
+    ),
+) -> None:
+    """Put the previous document of a running global router in force. Status 1 when there is none, or no router."""
+    from cli.rollback import rollback as run
+
+    raise typer.Exit(run(url))
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of pool-grid documents."""
+    from cli.config import schema_text
+
+    typer.echo(schema_text(), nl=False)

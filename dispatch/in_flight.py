@@ -1,0 +1,156 @@
+"""The requests that have a leg on some worker, by connection: what links say becomes events whose effects follow.
+
+Both routers have one. What differs between them is their ``Books``, and how they place the next leg.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Protocol, assert_never
+
+from dispatch.legs import Dispatch
+from dispatch.request_machine import (
+    Avoid,
+    Blame,
+    Cancel,
+    Crowded,
+    Effect,
+    End,
+    Happened,
+    Heard,
+    PlaceNext,
+    Release,
+    RequestMachine,
+)
+from dispatch.worker_links import Link
+from wire.requests import FinishReason, TokenBatch
+
+log = logging.getLogger(__name__)
+
+GOES_ON = frozenset({None, FinishReason.PREFILLED, FinishReason.ENCODED})
+"""Finish reasons behind which a worker still computes, or keeps something."""
+
+
+class Books(Protocol):
+    """What a router keeps about the requests under way: what they hold at workers, and what workers are worth."""
+
+    def heard(self, machine: RequestMachine, heard: Heard) -> None:
+        """Take note of a leg's first output, its cached tokens, or its end."""
+        ...
+
+    def release(self, machine: RequestMachine, dispatch: Dispatch) -> None:
+        """Take a leg off its worker's books."""
+        ...
+
+    def avoid(self, machine: RequestMachine, dispatch: Dispatch, why: str) -> None:
+        """Have a leg's worker come last when the request is placed again."""
+        ...
+
+    def blame(self, machine: RequestMachine, dispatch: Dispatch) -> None:
+        """Hold a failure against a leg's worker and its pool."""
+        ...
+
+    def crowded(self, machine: RequestMachine, dispatch: Dispatch, booked_tokens: int) -> None:
+        """Take note of what a worker has really promised to compute."""
+        ...
+
+    def ended(self, machine: RequestMachine, end: End) -> None:
+        """Close the books of a request."""
+        ...
+
+
+class InFlight:
+    """Who is on which link."""
+
+    def __init__(
+        self,
+        books: Books,
+        place_next: Callable[[RequestMachine, PlaceNext], None],
+        link_of: Callable[[str], Link | None],
+        on_fault: Callable[[str], None],
+    ) -> None:
+        """``place_next`` finds a worker for what comes next, at once or when there is room; ``link_of`` an endpoint's
+        link; ``on_fault`` is told of faults: ``unknown_request``, ``position``."""
+        self._books = books
+        self._place_next = place_next
+        self._link_of = link_of
+        self._on_fault = on_fault
+        self._on_link: dict[str, dict[str, RequestMachine]] = {}
+
+    def sent(self, machine: RequestMachine) -> None:
+        """Take note that a request's current leg was sent."""
+        dispatch = machine.plan.current
+        assert dispatch is not None, "a leg was begun"
+        self._on_link.setdefault(dispatch.endpoint, {})[dispatch.id] = machine
+
+    def holds(self, endpoint: str) -> bool:
+        """Tell whether requests have legs on a link."""
+        return bool(self._on_link.get(endpoint))
+
+    def endpoints(self) -> list[str]:
+        """Return the links on which requests have legs."""
+        return list(self._on_link)
+
+    def under_way(self, endpoint: str) -> list[str]:
+        """Return the ids of the legs on a link."""
+        return list(self._on_link.get(endpoint, _NOBODY))
+
+    def on_tokens(self, link: Link, batch: TokenBatch) -> None:
+        """Take a worker's output."""
+        on_link = self._on_link.get(link.endpoint, _NOBODY)
+        for delta in batch.deltas:
+            machine = on_link.get(delta.request_id)
+            if machine is None:
+                if delta.finish_reason in GOES_ON:
+                    # Of a request that ended here: no worker computes for nobody, or keeps KV for nobody.
+                    self._on_fault("unknown_request")
+                    link.cancel(delta.request_id)
+            elif not machine.extend(delta):
+                self.carry_out(machine, machine.on_delta(delta))
+
+    def on_lost(self, endpoint: str, happened: Happened, why: str) -> None:
+        """Have what was on a worker that is ``LOST``, or has ``LEFT``, go on elsewhere."""
+        for dispatch_id, machine in list(self._on_link.get(endpoint, _NOBODY).items()):
+            self.carry_out(machine, machine.on_lost(dispatch_id, happened, why))
+
+    def carry_out(self, machine: RequestMachine, effects: tuple[Effect, ...]) -> None:
+        """Carry out what follows from an event."""
+        books = self._books
+        for effect in effects:
+            if isinstance(effect, Heard):
+                books.heard(machine, effect)
+            elif isinstance(effect, Cancel):
+                link = self._link_of(effect.dispatch.endpoint)
+                if link is not None and link.is_up:
+                    link.cancel(effect.dispatch.id)
+            elif isinstance(effect, Release):
+                self._forget(machine, effect.dispatch)
+                books.release(machine, effect.dispatch)
+            elif isinstance(effect, Avoid):
+                books.avoid(machine, effect.dispatch, effect.why)
+            elif isinstance(effect, Blame):
+                if effect.happened is Happened.OUT_OF_PLACE:
+                    self._on_fault("position")
+                    log.warning("request %s: output of %s is out of place", effect.dispatch.id, effect.dispatch.worker)
+                books.blame(machine, effect.dispatch)
+            elif isinstance(effect, Crowded):
+                books.crowded(machine, effect.dispatch, effect.booked_tokens)
+            elif isinstance(effect, PlaceNext):
+                self._place_next(machine, effect)
+            elif isinstance(effect, End):
+                if effect.last.poison:
+                    log.error("request %s is not moved again: %s", machine.request.request_id, effect.last.error)
+                books.ended(machine, effect)
+            else:
+                assert_never(effect)
+
+    def _forget(self, machine: RequestMachine, dispatch: Dispatch) -> None:
+        on_link = self._on_link.get(dispatch.endpoint)
+        if on_link is not None and on_link.get(dispatch.id) is machine:
+            del on_link[dispatch.id]
+            if not on_link:
+                del self._on_link[dispatch.endpoint]
+
+
+_NOBODY: dict[str, RequestMachine] = {}

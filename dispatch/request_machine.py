@@ -1,0 +1,642 @@
+"""The life of a request as one table: what happens to each of its legs, and what follows from it. No I/O.
+
+Both routers drive it. Events go in: what a worker sent (``on_delta``), a lost worker or connection (``on_lost``), the
+client, a deadline, the end of the process (``end``). Effects come out, in the order in which they are to be carried
+out; ``dispatch.in_flight`` does so. ``TABLE`` says which effects: one row for each standing of a request and event.
+
+Rules
+    1. A request ends exactly once. After its end no event has an effect, and nothing is sent for it.
+    2. Each token is delivered once, in order. Each dispatch numbers its output from 0; ``position`` must be exactly
+       what this dispatch has delivered so far. A decode worker repeats the first token, which the client has from the
+       prefill worker: the repetition must be equal, and is swallowed.
+    3. Whatever was reserved or kept for a leg is released, once: when the leg after it has taken what it left, when the
+       request moves, or when it ends. No leg outlives the others.
+    4. A worker that is lost, refuses, or breaks its stream costs the client nothing while another one can go on: the
+       request moves with prompt + output so far, at most ``migration_limit`` times.
+    5. A request with which ``LOSSES_MAX`` workers were lost before its first token may be what ends them: it ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, StrEnum, auto
+from typing import assert_never
+
+from dispatch.legs import Dispatch, LegPlan
+from dispatch.token_delivery import TokenDelivery
+from frontend.ports import InferenceRequest, StreamDelta
+from wire.identifiers import Stage, WorkerKey
+from wire.requests import FinishReason, Generate, RefusalKind, TokenDelta
+
+
+class Standing(StrEnum):
+    """Where a request stands, seen from the leg to which something happens."""
+
+    WHOLE = "whole"
+    """One worker does all of it."""
+    ENCODE = "encode"
+    """A worker encodes the images."""
+    PREFILL = "prefill"
+    """A worker computes the prompt and the first token."""
+    DECODE = "decode"
+    """A worker goes on from a prefill leg."""
+    AWAITING = "awaiting embeddings"
+    """A whole or prefill leg that was given embeddings and has not shown yet that it has them."""
+    KEPT = "kept"
+    """The leg has had its last delta; what it left is kept for the leg after it."""
+    PLACING = "placing"
+    """No worker is at it: the next leg is being placed."""
+
+
+class Happened(StrEnum):
+    """What can happen to a leg, or to the request."""
+
+    OUTPUT = "output"
+    """Tokens in their place, or word that the leg has begun."""
+    PREFILLED = "prefilled"
+    """The prompt is computed, and another worker is to go on."""
+    ENCODED = "encoded"
+    """The images are encoded."""
+    FINISHED = "finished"
+    """Its last token, or an error that no other worker can mend."""
+    BUSY = "refused: busy"
+    """Its worker has no room."""
+    DRAINING = "refused: draining"
+    """Its worker takes nothing new, or hands over what it has at its drain timeout."""
+    CROWDED = "refused: crowded"
+    """Its worker has promised more to other routers than this one knew."""
+    CANNOT_DO = "refused: cannot do"
+    """Its worker lacks what the request asks for."""
+    BROKEN = "refused: broken"
+    """Its worker failed at what it should have done."""
+    OUT_OF_PLACE = "output out of place"
+    """Its stream has a hole or a repetition, or ends as another leg's would."""
+    CANCELLED = "cancelled by the worker"
+    """Its worker gave it up without being asked."""
+    LOST = "worker lost"
+    """Its connection broke, or it fell silent."""
+    LEFT = "worker left"
+    """It left the pool, or its lease ended there."""
+    CLIENT_LEFT = "client left"
+    """Whoever asked for the answer is gone."""
+    NOWHERE = "no worker for the next leg"
+    """None can serve it, or none had room before the deadline."""
+    SHUTDOWN = "shutdown"
+    """The router ends."""
+
+
+class Do(Enum):
+    """A step of a row."""
+
+    HEAR = auto()
+    """Tell the books what the worker said: its first output, cached tokens, the end of a leg."""
+    DELIVER = auto()
+    """Hand the tokens to the client."""
+    KEEP_KV = auto()
+    """The leg's blocks stay on its worker for the decode leg."""
+    KEEP_EMBEDDINGS = auto()
+    """The leg's embeddings stay on its worker for the leg that computes the prompt."""
+    DROP_KV = auto()
+    """The decode leg has the blocks: cancel and release the prefill leg."""
+    DROP_EMBEDDINGS = auto()
+    """The prompt is computed, so the embeddings have arrived: release the encode leg."""
+    RELEASE = auto()
+    """Take this leg off the books; its worker has nothing of it any more."""
+    CHOOSE_AGAIN = auto()
+    """Tell the ledger what the worker has booked, and place the leg anew; this is no migration."""
+    ENCODE_ITSELF = auto()
+    """Whoever computes the prompt next gets the images themselves."""
+    COUNT_LOSS = auto()
+    """If the client has no token yet: one more worker was lost while it had this request."""
+    AVOID = auto()
+    """This worker comes last when the request is placed again."""
+    BLAME = auto()
+    """The worker, and its pool, have failed."""
+    WITHDRAW = auto()
+    """Cancel and release every leg that some worker still has."""
+    MOVE = auto()
+    """Place the request on another worker with its prompt and the output so far, or end it if it may not move."""
+    NEXT_LEG = auto()
+    """Place the next leg."""
+    END = auto()
+    """Deliver the last delta; the request is over."""
+
+
+LEGS = (Standing.WHOLE, Standing.ENCODE, Standing.PREFILL, Standing.AWAITING, Standing.DECODE)
+ANY = tuple(Standing)
+PROMPT_LEGS = (Standing.WHOLE, Standing.PREFILL)
+GO_ELSEWHERE = (Do.AVOID, Do.WITHDRAW, Do.MOVE)
+GO_ELSEWHERE_AND_BLAME = (Do.AVOID, Do.BLAME, Do.WITHDRAW, Do.MOVE)
+FAIL_OVER = (Do.COUNT_LOSS, *GO_ELSEWHERE_AND_BLAME)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """In these standings, when this happens, these steps follow."""
+
+    standings: tuple[Standing, ...]
+    happened: Happened
+    steps: tuple[Do, ...]
+    why: str
+
+
+ROWS = (
+    # -- it goes well ----------------------------------------------------------------------------------------------
+    Row(
+        (Standing.WHOLE,),
+        Happened.OUTPUT,
+        (
+            Do.HEAR,
+            Do.DELIVER,
+        ),
+        "the answer grows",
+    ),
+    Row((Standing.AWAITING,), Happened.OUTPUT, (Do.HEAR, Do.DELIVER, Do.DROP_EMBEDDINGS), "it has the embeddings"),
+    Row(
+        (Standing.PREFILL,),
+        Happened.OUTPUT,
+        (
+            Do.HEAR,
+            Do.DELIVER,
+        ),
+        "the answer begins",
+    ),
+    Row(
+        (Standing.ENCODE,),
+        Happened.OUTPUT,
+        (
+            Do.HEAR,
+            Do.DELIVER,
+        ),
+        "it says that it has begun",
+    ),
+    Row(
+        (Standing.DECODE,),
+        Happened.OUTPUT,
+        (Do.HEAR, Do.DELIVER, Do.DROP_KV),
+        "its first output proves that it has the blocks",
+    ),
+    Row(
+        (Standing.ENCODE,), Happened.ENCODED, (Do.HEAR, Do.KEEP_EMBEDDINGS, Do.NEXT_LEG), "the prompt is computed next"
+    ),
+    Row((Standing.PREFILL,), Happened.PREFILLED, (Do.HEAR, Do.DELIVER, Do.KEEP_KV, Do.NEXT_LEG), "decode comes next"),
+    Row(
+        (Standing.AWAITING,),
+        Happened.PREFILLED,
+        (Do.HEAR, Do.DELIVER, Do.DROP_EMBEDDINGS, Do.KEEP_KV, Do.NEXT_LEG),
+        "decode comes next, and the embeddings are used up",
+    ),
+    Row(LEGS, Happened.FINISHED, (Do.HEAR, Do.WITHDRAW, Do.END), "whatever other legs keep is let go of"),
+    # -- a worker says no --------------------------------------------------------------------------------------------
+    Row(LEGS, Happened.BUSY, GO_ELSEWHERE, "another worker may have room; nobody is to blame"),
+    Row(LEGS, Happened.DRAINING, GO_ELSEWHERE, "another worker goes on; nobody is to blame"),
+    Row(LEGS, Happened.CROWDED, (Do.CHOOSE_AGAIN,), "the ledger knew too little; with the truth, choose anew"),
+    Row(
+        (Standing.WHOLE, Standing.PREFILL, Standing.ENCODE, Standing.DECODE),
+        Happened.CANNOT_DO,
+        GO_ELSEWHERE,
+        "another worker may be able to; when none is, the client hears so",
+    ),
+    Row(
+        (Standing.WHOLE, Standing.PREFILL, Standing.ENCODE, Standing.DECODE),
+        Happened.BROKEN,
+        GO_ELSEWHERE_AND_BLAME,
+        "another worker may succeed",
+    ),
+    Row(
+        (Standing.AWAITING,),
+        Happened.CANNOT_DO,
+        (Do.ENCODE_ITSELF, Do.WITHDRAW, Do.MOVE),
+        "embeddings that cannot be taken are no fault of the worker",
+    ),
+    Row(
+        (Standing.AWAITING,),
+        Happened.BROKEN,
+        (Do.ENCODE_ITSELF, Do.WITHDRAW, Do.MOVE),
+        "embeddings that did not arrive are no fault of who waited for them",
+    ),
+    # -- a worker goes or fails ------------------------------------------------------------------------------------
+    Row(LEGS, Happened.OUT_OF_PLACE, GO_ELSEWHERE_AND_BLAME, "a stream with a hole or a repetition is not believed"),
+    Row(LEGS, Happened.CANCELLED, GO_ELSEWHERE_AND_BLAME, "nobody here asked for that"),
+    Row((Standing.WHOLE,), Happened.LOST, FAIL_OVER, "another worker goes on from the last token"),
+    Row((Standing.ENCODE,), Happened.LOST, FAIL_OVER, "another worker encodes the images"),
+    Row((Standing.PREFILL,), Happened.LOST, FAIL_OVER, "another worker computes the prompt"),
+    Row((Standing.AWAITING,), Happened.LOST, FAIL_OVER, "the images are encoded anew for another one"),
+    Row(
+        (Standing.DECODE,),
+        Happened.LOST,
+        FAIL_OVER,
+        "the blocks went with the worker: prompt + output so far is computed again from the first leg on",
+    ),
+    Row(LEGS, Happened.LEFT, GO_ELSEWHERE_AND_BLAME, "as with a lost one, but it was not this request that ended it"),
+    Row((Standing.KEPT,), Happened.LOST, (Do.RELEASE,), "who takes what it left has it already, or will say so"),
+    Row((Standing.KEPT,), Happened.LEFT, (Do.RELEASE,), "who takes what it left has it already, or will say so"),
+    # -- the request ends otherwise ----------------------------------------------------------------------------------
+    Row(ANY, Happened.CLIENT_LEFT, (Do.WITHDRAW, Do.END), "no worker computes for nobody"),
+    Row(ANY, Happened.NOWHERE, (Do.WITHDRAW, Do.END), "there is nobody to go on"),
+    Row(ANY, Happened.SHUTDOWN, (Do.WITHDRAW, Do.END), "the process ends"),
+)
+
+TABLE: dict[tuple[Standing, Happened], tuple[Do, ...]] = {
+    (standing, row.happened): row.steps for row in ROWS for standing in row.standings
+}
+"""What is not in it cannot happen to a leg in that standing, or has no effect: see ``RequestMachine.on_delta``."""
+
+STANDING_OF = {
+    Stage.WHOLE: Standing.WHOLE,
+    Stage.ENCODE: Standing.ENCODE,
+    Stage.PREFILL: Standing.PREFILL,
+    Stage.DECODE: Standing.DECODE,
+}
+ENDED_THERE = frozenset(
+    {
+        Happened.FINISHED,
+        Happened.BUSY,
+        Happened.DRAINING,
+        Happened.CROWDED,
+        Happened.CANNOT_DO,
+        Happened.BROKEN,
+        Happened.CANCELLED,
+    }
+)
+"""After these the worker has nothing of the leg any more, and is not told to stop it."""
+
+LOSSES_MAX = 2
+"""Workers that may be lost with one request on them before its first token. One is chance, and under load hundreds of
+requests were there; two in a row are what a request looks like that its workers die of."""
+
+NEXT_LEG_WHY = {Stage.ENCODE: "media encoded", Stage.PREFILL: "decode leg"}
+
+NO_END_OF_A_LEG = (FinishReason.EXPIRED, FinishReason.MIGRATED)
+"""Words of events, which no leg's output ends with."""
+
+HAPPENED_OF = {
+    RefusalKind.BUSY: Happened.BUSY,
+    RefusalKind.DRAINING: Happened.DRAINING,
+    RefusalKind.CROWDED: Happened.CROWDED,
+    RefusalKind.CANNOT_DO: Happened.CANNOT_DO,
+    RefusalKind.BROKEN: Happened.BROKEN,
+}
+"""``INVALID`` is not among them: it ends the request like any last delta."""
+
+
+# -- effects -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A leg's worker said more than further tokens, and it was in its place."""
+
+    dispatch: Dispatch
+    delta: TokenDelta
+    first: bool
+    """Whether the client had no token before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Tell a leg's worker to stop and to let go of what it keeps."""
+
+    dispatch: Dispatch
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Take a leg off its worker's books."""
+
+    dispatch: Dispatch
+
+
+@dataclass(frozen=True, slots=True)
+class Avoid:
+    """A leg's worker comes last from now on."""
+
+    dispatch: Dispatch
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Blame:
+    """A leg's worker has failed it."""
+
+    dispatch: Dispatch
+    happened: Happened
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Crowded:
+    """A leg's worker has promised ``booked_tokens``; the leg is off its books."""
+
+    dispatch: Dispatch
+    booked_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceNext:
+    """Place what ``RequestMachine.plan`` says comes next."""
+
+    why: str
+    after: Dispatch
+    """The leg before, or the one that was lost."""
+    moved: bool
+    """Whether this is a migration; else it is the next leg, or the same one chosen again."""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The request is over; the client has ``last``, and the books are to be closed."""
+
+    last: StreamDelta
+    by_worker: bool
+    """Whether a worker ended it, rather than something that happened to it."""
+
+
+Effect = Heard | Cancel | Release | Avoid | Blame | Crowded | PlaceNext | End
+NOTHING: tuple[Effect, ...] = ()
+
+
+class RequestMachine:
+    """One request from its arrival to its end."""
+
+    def __init__(self, request: InferenceRequest, delivery: TokenDelivery, migration_limit: int) -> None:
+        self.request = request
+        self.delivery = delivery
+        self.plan = LegPlan(request)
+        self.migrations = 0
+        self.crowded = 0
+        """How often a worker refused it because other routers were quicker."""
+        self.cannot_do = False
+        """Whether the last worker could not do what the request asks for."""
+        self.lost: list[WorkerKey] = []
+        """Workers that were lost while they had it and it had no output."""
+        self.ended = False
+        self._migration_limit = migration_limit
+        self._cached_tokens: int | None = None
+
+    # -- placing ---------------------------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        worker: WorkerKey,
+        endpoint: str,
+        stage: Stage,
+        overlap_tokens: int = 0,
+        expected_prefill_tokens: int | None = None,
+    ) -> Generate:
+        """Start the next leg on a worker and return the message for it."""
+        assert not self.ended, "nothing is sent for an ended request"
+        self.cannot_do = False
+        self.delivery.worker = str(worker)
+        return self.plan.begin(worker, endpoint, stage, self.delivery.output, overlap_tokens, expected_prefill_tokens)
+
+    def not_sent(self) -> None:
+        """Take back the leg that was begun last: its message could not be sent."""
+        self.plan.current = None
+
+    # -- events ----------------------------------------------------------------------------------------------------
+
+    def extend(self, delta: TokenDelta) -> bool:
+        """Take a delta that is more tokens of the current leg, in their place, and nothing else, as nearly all are;
+        return False, and change nothing, when it is anything more. A short cut through ``OUTPUT``'s rows."""
+        dispatch = self.plan.current
+        if (
+            dispatch is None
+            or dispatch.id != delta.request_id
+            or delta.position != dispatch.position
+            or not dispatch.position  # the first output says more: what other legs kept has arrived
+            or delta.finish_reason is not None
+            or delta.cached_tokens is not None
+            or delta.logprobs is not None
+            or delta.prompt_logprobs is not None
+            or not delta.token_ids
+        ):
+            return False
+        tokens = delta.token_ids
+        dispatch.position += len(tokens) >> 2
+        self.delivery.append(tokens)
+        return True
+
+    def on_delta(self, delta: TokenDelta) -> tuple[Effect, ...]:
+        """Take what a worker sent of one of this request's legs."""
+        plan = self.plan
+        dispatch = plan.current
+        if self.ended or dispatch is None or dispatch.id != delta.request_id:
+            return NOTHING  # the end of a leg that has given what it had to the next
+        if delta.finish_reason is FinishReason.ERROR and delta.refusal in HAPPENED_OF:
+            happened = HAPPENED_OF[delta.refusal]
+            if happened is Happened.CROWDED and (delta.booked_prefill_tokens is None or not dispatch.may_be_crowded):
+                happened = Happened.BUSY
+            self.cannot_do = happened is Happened.CANNOT_DO
+            return self._follow(dispatch, happened, delta.error or "the worker refused the request", delta)
+        if delta.finish_reason is FinishReason.CANCELLED:
+            return self._follow(dispatch, Happened.CANCELLED, "the worker cancelled the request", delta)
+        standing = self._standing(dispatch)  # before the output moves it on
+        said = self._read(dispatch, delta)
+        if said is None:
+            return self._follow(dispatch, Happened.OUT_OF_PLACE, "its stream broke", delta)
+        if delta.finish_reason is None:
+            happened = Happened.OUTPUT
+        elif delta.finish_reason is FinishReason.PREFILLED:
+            happened = Happened.PREFILLED
+        elif delta.finish_reason is FinishReason.ENCODED:
+            happened = Happened.ENCODED
+        else:
+            happened = Happened.FINISHED
+        return self._steps(standing, dispatch, happened, "", delta, said)
+
+    def on_lost(self, dispatch_id: str, happened: Happened, why: str) -> tuple[Effect, ...]:
+        """Take note that the worker of one of this request's legs is ``LOST``, or has ``LEFT``."""
+        dispatch = self.plan.find(dispatch_id)
+        if self.ended or dispatch is None:
+            return NOTHING
+        return self._follow(dispatch, happened, why)
+
+    def end(self, happened: Happened, why: str = "") -> tuple[Effect, ...]:
+        """End the request because of the client, a deadline, the lack of workers, or a shutdown."""
+        if self.ended:
+            return NOTHING
+        if happened is Happened.CLIENT_LEFT:
+            last = StreamDelta(b"", FinishReason.CANCELLED)
+        elif happened is Happened.NOWHERE:
+            last = self._failure(why)
+        else:
+            last = StreamDelta(b"", FinishReason.ERROR, error=why)
+        return self._steps(Standing.PLACING, None, happened, why, None, last)
+
+    # -- the table -------------------------------------------------------------------------------------------------
+
+    def _standing(self, dispatch: Dispatch) -> Standing:
+        plan = self.plan
+        if dispatch is not plan.current:
+            return Standing.KEPT
+        return Standing.AWAITING if plan.awaits_embeddings else STANDING_OF[dispatch.stage]
+
+    def _follow(
+        self, dispatch: Dispatch, happened: Happened, why: str, delta: TokenDelta | None = None
+    ) -> tuple[Effect, ...]:
+        return self._steps(self._standing(dispatch), dispatch, happened, why, delta, None)
+
+    def _steps(
+        self,
+        standing: Standing,
+        dispatch: Dispatch | None,
+        happened: Happened,
+        why: str,
+        delta: TokenDelta | None,
+        said: StreamDelta | None,
+    ) -> tuple[Effect, ...]:
+        """Do what the table says, and return the effects for whoever carries them out."""
+        effects: list[Effect] = []
+        for step in TABLE[standing, happened]:
+            self._do(step, dispatch, happened, why, delta, said, effects)
+        return tuple(effects) if effects else NOTHING
+
+    def _do(
+        self,
+        step: Do,
+        dispatch: Dispatch | None,
+        happened: Happened,
+        why: str,
+        delta: TokenDelta | None,
+        said: StreamDelta | None,
+        effects: list[Effect],
+    ) -> None:
+        plan = self.plan
+        if step is Do.WITHDRAW:
+            for leg in plan.legs:
+                if leg is not dispatch or happened not in ENDED_THERE:
+                    effects.append(Cancel(leg))
+                effects.append(Release(leg))
+            plan.clear()
+            return
+        if step is Do.END:
+            assert said is not None, "whoever ends a request says how"
+            self._end(said, happened is Happened.FINISHED, effects)
+            return
+        if step is Do.DELIVER:
+            assert said is not None, "output was read"
+            if said.token_ids or said.cached_tokens is not None or said.prompt_logprobs is not None:
+                self.delivery.deliver(said)
+            return
+        assert dispatch is not None, "it happened to a leg"
+        if step is Do.HEAR:
+            assert delta is not None, "a worker said something"
+            effects.append(Heard(dispatch, delta, not self.delivery.output))
+        elif step is Do.DROP_KV:
+            if plan.kept is not None:
+                # Workers whose engines hand KV over by themselves hear it from here only; the others ignore it.
+                effects += (Cancel(plan.kept), Release(plan.kept))
+                plan.kept = None
+        elif step is Do.DROP_EMBEDDINGS:
+            if plan.encoded is not None:
+                effects.append(Release(plan.encoded))
+                plan.encoded = None
+        elif step is Do.KEEP_KV:
+            assert delta is not None, "a worker said that it keeps blocks"
+            plan.kept, plan.current = dispatch, None
+            plan.prefill_params = delta.disaggregated_params or b""
+        elif step is Do.KEEP_EMBEDDINGS:
+            assert delta is not None, "a worker said that it keeps embeddings"
+            plan.encoded, plan.current = dispatch, None
+            plan.encode_params = delta.disaggregated_params or b""
+        elif step is Do.NEXT_LEG:
+            effects.append(PlaceNext(NEXT_LEG_WHY[dispatch.stage], dispatch, moved=False))
+        elif step is Do.RELEASE:
+            if dispatch is plan.kept:
+                plan.kept = None
+            else:
+                plan.encoded = None
+            effects.append(Release(dispatch))
+        elif step is Do.CHOOSE_AGAIN:
+            assert delta is not None, "a worker said what it has booked"
+            assert delta.booked_prefill_tokens is not None, "a worker said what it has booked"
+            plan.current = None
+            self.crowded += 1
+            effects += (Release(dispatch), Crowded(dispatch, delta.booked_prefill_tokens))
+            effects.append(PlaceNext("its worker had more to do than was known", dispatch, moved=False))
+        elif step is Do.ENCODE_ITSELF:
+            plan.encodes_itself = True
+        elif step is Do.COUNT_LOSS:
+            if not self.delivery.output:
+                self.lost.append(dispatch.worker)
+        elif step is Do.AVOID:
+            effects.append(Avoid(dispatch, why))
+        elif step is Do.BLAME:
+            effects.append(Blame(dispatch, happened, why))
+        elif step is Do.MOVE:
+            self._move(dispatch, why, effects)
+        else:
+            assert_never(step)
+
+    def _move(self, dispatch: Dispatch, why: str, effects: list[Effect]) -> None:
+        if self.delivery.tokens >= self.request.sampling.max_tokens:
+            self._end(StreamDelta(b"", FinishReason.LENGTH), False, effects)
+        elif len(self.lost) >= LOSSES_MAX:
+            self._end(self._poison(why), False, effects)
+        elif self.migrations >= self._migration_limit:
+            self._end(self._failure(f"{why}; moved {self.migrations} times already"), False, effects)
+        else:
+            self.migrations += 1
+            effects.append(PlaceNext(why, dispatch, moved=True))
+
+    def _end(self, last: StreamDelta, by_worker: bool, effects: list[Effect]) -> None:
+        self.ended = True
+        effects.append(End(last, by_worker))
+        self.delivery.finish(last)
+
+    def _poison(self, why: str) -> StreamDelta:
+        """Return the last delta of a request that its workers may have died of."""
+        workers = ", ".join(map(str, self.lost))
+        return StreamDelta(
+            b"",
+            FinishReason.ERROR,
+            error=f"{why}; {len(self.lost)} workers ({workers}) were lost one after another while they had this "
+            "request, before its first token. It may be what ended them: it is not tried on another, and should "
+            "not be sent again as it is",
+            poison=True,
+        )
+
+    def _failure(self, message: str) -> StreamDelta:
+        """Return the last delta of a request that cannot go on after a worker failed it."""
+        return StreamDelta(b"", FinishReason.ERROR, error=message, unsupported=self.cannot_do)
+
+    def _read(self, dispatch: Dispatch, delta: TokenDelta) -> StreamDelta | None:
+        """Return what a delta says to the client; ``None`` when it does not continue what came before."""
+        tokens = delta.token_ids
+        finish = delta.finish_reason
+        if delta.position != dispatch.position or finish in NO_END_OF_A_LEG:
+            return None
+        if dispatch.stage is Stage.ENCODE:
+            # It makes no tokens, and ends well in one way only, which is no other leg's.
+            if tokens or finish not in (None, FinishReason.ENCODED, FinishReason.ERROR):
+                return None
+        elif finish is FinishReason.ENCODED or (
+            finish is FinishReason.PREFILLED and dispatch.stage is not Stage.PREFILL
+        ):
+            return None
+        logprobs = delta.logprobs
+        # Once: a later worker's prompt has the output so far in it.
+        first = self._cached_tokens is None and not self.delivery.output
+        of_prompt = delta.prompt_logprobs if first else None
+        if dispatch.repeated and tokens:
+            known = min(len(dispatch.repeated), len(tokens))
+            if tokens[:known] != dispatch.repeated[:known]:
+                return None
+            dispatch.repeated = dispatch.repeated[known:]
+            tokens = tokens[known:]
+            logprobs = None if logprobs is None else logprobs[known // 4 :]
+        dispatch.position += len(delta.token_ids) // 4
+        cached = None
+        if self._cached_tokens is None and delta.cached_tokens is not None:
+            cached = self._cached_tokens = delta.cached_tokens
+        ends = finish in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ERROR)
+        return StreamDelta(
+            tokens,
+            finish if ends else None,
+            cached,
+            logprobs,
+            delta.error if ends else None,
+            of_prompt,
+            delta.refusal is RefusalKind.INVALID,
+        )

@@ -1,0 +1,147 @@
+"""What a field of a request's body may be, in words: read off its type, for the message of who wrote something else.
+
+Numbers, texts, lists, objects and words to choose from say it by their type and its bounds. A field whose type says too
+little (``Any``) or too much has the words beside it: ``Annotated[Any, allowed("a regular expression")]``.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Any
+
+import msgspec
+from msgspec import Meta
+from msgspec import inspect as kinds
+
+from wire.limits import U32_MAX
+
+_STEP = re.compile(r"\.?([^.\[\]]+)|\[([^\]]*)\]")
+_WIDTHS = {(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1): f"a signed {bits}-bit integer" for bits in (32, 64)}
+
+
+def allowed(words: str, plural: str | None = None) -> Meta:
+    """Return what says in words what a field may be; ``plural`` for several of them in a list."""
+    return Meta(extra={"allowed": words} if plural is None else {"allowed": words, "plural": plural})
+
+
+def words_at(body: type, path: str) -> str | None:
+    """Return what is allowed at a path of a body, such as ``messages[0].role``; ``None`` when its type does not say."""
+    found: list[kinds.Type] = [_type_info(body)]
+    for step in _STEP.finditer(path):
+        found = [inner for each in found for inner in _inside(each, step[1])]
+    return next((words for each in found if (words := _words(each)) is not None), None)
+
+
+@cache
+def _type_info(body: type) -> kinds.Type:
+    return kinds.type_info(body)
+
+
+def _inside(kind: kinds.Type, name: str | None) -> list[kinds.Type]:
+    """Return the types of a field, or of an item when ``name`` is ``None``."""
+    match kind:
+        case kinds.Metadata(type=inner):
+            return _inside(inner, name)
+        case kinds.UnionType(types=types):
+            return [inner for each in types for inner in _inside(each, name)]
+        case kinds.StructType(fields=fields):
+            return [field.type for field in fields if field.encode_name == name]
+        case kinds.ListType(item_type=item) if name is None:
+            return [item]
+        case kinds.DictType(value_type=value):
+            return [value]
+    return []
+
+
+def _words(kind: kinds.Type) -> str | None:
+    match kind:
+        case kinds.Metadata(type=inner, extra=extra):
+            told = (extra or {}).get("allowed")
+            return _words(inner) if told is None else str(told)
+        case kinds.BoolType():
+            return "true or false"
+        case kinds.IntType(ge=low, le=high):
+            return _integer(low, high)
+        case kinds.FloatType(ge=low, gt=above, le=high):
+            return f"a number above {above:g} and up to {high:g}" if above is not None else _number(low, high)
+        case kinds.StrType(max_length=length):
+            return "a string" if length is None else f"a string of at most {length} characters"
+        case kinds.LiteralType(values=values):
+            *most, last = (str(value) for value in values)
+            return f"{', '.join(most)} or {last}" if most else last
+        case kinds.ListType(item_type=item, min_length=least, max_length=most_items):
+            return f"a list of {_bounds(least, most_items)}{_several(item)}"
+        case kinds.DictType() | kinds.StructType():
+            return "an object"
+        case kinds.UnionType(types=types):
+            each = [_words(inner) for inner in types if not isinstance(inner, kinds.NoneType)]
+            return " or ".join(word for word in each if word is not None) or None
+    return None
+
+
+def _integer(low: int | None, high: int | None) -> str:
+    if low is not None and high is not None and (low, high) in _WIDTHS:
+        return _WIDTHS[low, high]
+    if low is None:
+        return "an integer"
+    # The largest that fits the wire is no bound that anybody aims at.
+    return f"an integer from {low}" if high is None or high == U32_MAX else f"an integer from {low} to {high}"
+
+
+def _number(low: float | None, high: float | None) -> str:
+    return "a number" if low is None or high is None else f"a number from {low:g} to {high:g}"
+
+
+def _bounds(least: int | None, most: int | None) -> str:
+    if most is not None:
+        return f"at most {most} "
+    return "" if not least else f"at least {least} "
+
+
+def _several(item: kinds.Type) -> str:
+    """Return what the items of a list are called."""
+    match item:
+        case kinds.Metadata(type=inner, extra=extra):
+            told = (extra or {}).get("plural")
+            return _several(inner) if told is None else str(told)
+        case kinds.StrType():
+            return "strings"
+        case kinds.IntType():
+            return "integers"
+        case kinds.DictType() | kinds.StructType():
+            return "objects"
+    return "items"
+
+
+def fields_without_words(body: type) -> list[str]:
+    """Return the paths of a body, and of the objects in it, of which no words say what is allowed there."""
+    found: list[str] = []
+    seen: set[type] = set()
+
+    def walk(kind: kinds.Type, path: str) -> None:
+        match kind:
+            case kinds.Metadata(type=inner):
+                walk(inner, path)
+            case kinds.UnionType(types=types):
+                for each in types:
+                    walk(each, path)
+            case kinds.ListType(item_type=item):
+                walk(item, f"{path}[0]")
+            case kinds.StructType(cls=cls, fields=fields) if cls not in seen:
+                seen.add(cls)
+                for field in fields:
+                    inner_path = f"{path}.{field.encode_name}".lstrip(".")
+                    if words_at(body, inner_path) is None:
+                        found.append(inner_path)
+                    walk(field.type, inner_path)
+
+    walk(_type_info(body), "")
+    return found
+
+
+def body_type(decoder: msgspec.json.Decoder[Any]) -> type:
+    """Return what a decoder decodes to."""
+    kind = decoder.type
+    assert isinstance(kind, type), "bodies are structs"
+    return kind

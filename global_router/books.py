@@ -1,0 +1,165 @@
+"""What the global router has on its books for each request: reservations at pools, breakers' tickets, latencies learnt.
+
+Rules
+    1. Every reservation ends: by the worker's events, by ``Release``, or by its lease.
+    2. A pool's breaker hears of each ticket once: *succeeded* with a leg's first output, *failed* when the pool or its
+       worker is to blame, *abandoned* when nothing was learnt. That a worker is busy or drains is no failure.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from dispatch.legs import Dispatch
+from dispatch.request_machine import End, Heard, RequestMachine
+from global_router.configuration import Configuration
+from global_router.core.choice.attribution import Served
+from global_router.core.choice.circuit_breaker import BreakerStep, Ticket
+from global_router.core.choice.closed_loop import LoopStep
+from global_router.flight import Flight
+from global_router.metrics import GlobalRouterMetrics
+from global_router.pools import PoolConnection
+from runtime.clock import Clock
+from wire.identifiers import Stage
+from wire.requests import FinishReason
+from wire.selection import Reservation
+
+log = logging.getLogger(__name__)
+
+LOOP_STEPS_KEPT = 1000
+BREAKER_STEPS_KEPT = 100
+
+
+class FlightBooks:
+    """Implements ``dispatch.in_flight.Books``."""
+
+    def __init__(
+        self,
+        configuration: Configuration,
+        metrics: GlobalRouterMetrics,
+        clock: Clock,
+        on_room: Callable[[], None],
+        on_ended: Callable[[Flight], None],
+    ) -> None:
+        """``on_room`` is told when a worker may have room again, ``on_ended`` of each request that is over."""
+        self.flights: dict[str, Flight] = {}
+        """By request id, from arrival to end."""
+        self.loop_steps: list[LoopStep] = []
+        self._configuration = configuration
+        self._metrics = metrics
+        self._clock = clock
+        self._on_room = on_room
+        self._on_ended = on_ended
+
+    # -- what happens to legs (``dispatch.in_flight.Books``) --------------------------------------------------------
+
+    def heard(self, machine: RequestMachine, heard: Heard) -> None:
+        """Take note of a leg's first output, and of its end."""
+        flight = self._flight(machine)
+        now_ms = self._clock.monotonic_ms()
+        leg = flight.legs.get(heard.dispatch.id)
+        if leg is not None and leg.ticket is not None:
+            # Its first output: the worker has it, its events count from here, and the pool has done its part.
+            ticket, leg.ticket = leg.ticket, None
+            failed = heard.delta.finish_reason is FinishReason.ERROR
+            result = leg.pool.breaker.abandoned if failed else leg.pool.breaker.succeeded
+            self.note_breaker(leg.pool, result(ticket, now_ms))
+        if heard.first and machine.delivery.tokens:
+            flight.first_ms = now_ms
+            flight.record.ttft_ms = now_ms - flight.arrived_ms
+            self._observe(flight, flight.attribution.ttft, "ttft", flight.record.ttft_ms, now_ms)
+        flight.last_ms = now_ms
+
+    def release(self, machine: RequestMachine, dispatch: Dispatch) -> None:
+        """Take a leg off its worker's books, at its pool and here."""
+        flight = self._flight(machine)
+        leg = flight.legs.pop(dispatch.id, None)
+        if leg is not None:
+            self.give_back(leg.pool, leg.reservation, flight.record.model, dispatch.stage)
+            self._settle(leg.pool, leg.ticket, leg.pool.breaker.abandoned)
+
+    def avoid(self, machine: RequestMachine, dispatch: Dispatch, why: str) -> None:
+        """Have a leg's worker excluded when its pool is asked again."""
+        flight = self._flight(machine)
+        leg = flight.legs[dispatch.id]
+        flight.excluded.setdefault(leg.pool.name, []).append(leg.reservation.worker)
+
+    def blame(self, machine: RequestMachine, dispatch: Dispatch) -> None:
+        """Hold a failure against a leg's pool."""
+        leg = self._flight(machine).legs[dispatch.id]
+        ticket, leg.ticket = leg.ticket, None
+        self._settle(leg.pool, ticket, leg.pool.breaker.failed)
+
+    def crowded(self, machine: RequestMachine, dispatch: Dispatch, booked_tokens: int) -> None:
+        """Nothing is known here of what workers have promised: pools' routers keep the ledgers."""
+
+    def ended(self, machine: RequestMachine, end: End) -> None:
+        """Learn from a request that came to its end, and forget it."""
+        flight = self._flight(machine)
+        self._metrics.poison_requests.inc(end.last.poison)
+        tokens = machine.delivery.tokens
+        record, reason = flight.record, end.last.finish_reason or ""
+        if end.by_worker and reason in (FinishReason.STOP, FinishReason.LENGTH):
+            flight.config.outputs.finished(machine.request.lora_name or machine.request.model, tokens)
+        if end.by_worker and flight.first_ms is not None and tokens > 1:
+            record.itl_ms = (flight.last_ms - flight.first_ms) / (tokens - 1)
+            self._observe(flight, flight.attribution.itl, "itl", record.itl_ms, flight.last_ms)
+        record.outcome = reason
+        record.output_tokens = tokens
+        if end.last.error is not None and not end.by_worker:
+            record.note(end.last.error)
+        self.flights.pop(record.request_id, None)
+        self._on_ended(flight)
+
+    def _flight(self, machine: RequestMachine) -> Flight:
+        return self.flights[machine.request.request_id]
+
+    # -- pools -----------------------------------------------------------------------------------------------------
+
+    def give_back(self, pool: PoolConnection, reservation: Reservation, model: str, work: Stage) -> None:
+        """Let go of a worker that was reserved: others may wait for it."""
+        pool.release(reservation)
+        pool.note_freed(model, work)
+        self._on_room()
+
+    def renew(self, now_ms: float) -> None:
+        """Renew the reservations of dispatches without output that are half way through their lease."""
+        due: dict[PoolConnection, list[Reservation]] = {}
+        for flight in self.flights.values():
+            for leg in flight.legs.values():
+                if leg.ticket is not None and now_ms - leg.renewed_ms > leg.lease_ms / 2:
+                    leg.renewed_ms = now_ms
+                    due.setdefault(leg.pool, []).append(leg.reservation)
+        for pool, reservations in due.items():
+            pool.renew(reservations)
+
+    def note_breaker(self, pool: PoolConnection, steps: list[BreakerStep]) -> None:
+        """Keep, count and log what a pool's breaker did."""
+        for step in steps:
+            self._metrics.breaker_steps.labels(pool.name, step.after.value).inc()
+            pool.breaker_steps = [*pool.breaker_steps, step][-BREAKER_STEPS_KEPT:]
+            log.warning("circuit breaker of pool %s: %s, %s", pool.name, step.after.value, step.reason)
+
+    def _settle(
+        self, pool: PoolConnection, ticket: Ticket | None, result: Callable[[Ticket, float], list[BreakerStep]]
+    ) -> None:
+        if ticket is not None:
+            self.note_breaker(pool, result(ticket, self._clock.monotonic_ms()))
+
+    # -- latencies -------------------------------------------------------------------------------------------------
+
+    def judge(self, now_ms: float) -> None:
+        """Let the closed loop of the document in force take its steps."""
+        for step in self._configuration.active.loop.evaluate(now_ms):
+            self._note_loop(step)
+
+    def _observe(self, flight: Flight, served: Served | None, metric: str, value_ms: float, now_ms: float) -> None:
+        if served is not None:
+            for step in flight.config.loop.observe(served.cell, metric, value_ms, now_ms, served.pool):
+                self._note_loop(step)
+
+    def _note_loop(self, step: LoopStep) -> None:
+        self._metrics.loop_steps.labels(step.key.pool).inc()
+        log.info("closed loop: %s", step.explanation())
+        self.loop_steps = [*self.loop_steps, step][-LOOP_STEPS_KEPT:]

@@ -1,0 +1,1 @@
+"""Grids made offline from what pools measured."""

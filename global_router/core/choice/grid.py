@@ -1,0 +1,214 @@
+"""From a request to a pool: the cell of its lengths and targets, then the priority overrides.
+
+Rules
+    1. The cell's index on each axis is ``clamp(int((x − min)/((max − min)/resolution)), 0, resolution − 1)``.
+    2. A target is the request's own, else the document's default, else the middle of the axis's range. 0 is a target.
+    3. The prompt length on the isl axis is all of it, or with ``isl_basis`` "uncached" what a pool has not cached.
+       Every pool then has a length of its own. A pool is *adequate* when it is at least as fast as the pool that the
+       grid names for that length; the slowest adequate pool is chosen; among equally fast ones first the pool that
+       its own cell names, then the least work, then the order of the document. Without any cached token this is the
+       cell's pool.
+    4. The context length is prompt plus expected output.
+    5. Priority overrides are looked at last, first match wins, and replace the pool of the cell.
+
+Nothing here knows whether a pool is alive: see ``fallback``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, assert_never
+
+from global_router.core.choice.output_length import ExpectedOutput
+from global_router.core.choice.request_hints import NO_HINTS, RequestHints, Target
+from global_router.core.document.axis import TARGETS, Axis, StageName
+from global_router.core.document.grid_document import GridDocument, PriorityOverride, Stage
+
+DEFAULT_SOURCE = "default of the document"
+MIDDLE_SOURCE = "middle of the range"
+
+
+@dataclass(frozen=True, slots=True)
+class GridRequest:
+    """What selection must know of a request."""
+
+    isl: int
+    """Tokens of the prompt."""
+    hints: RequestHints = NO_HINTS
+    output: ExpectedOutput = ExpectedOutput(0, "unknown")
+    cached_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Tokens of the prompt that each pool has cached, by pool name; a pool that is not named has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Where a request lies on one axis."""
+
+    axis: Axis
+    value: float
+    source: str
+    index: int
+
+    @property
+    def clamped(self) -> bool:
+        """Tell whether the value lies outside the axis, in whose outermost cell it then is."""
+        return not self.axis.minimum <= self.value <= self.axis.maximum
+
+    def explanation(self) -> dict[str, Any]:
+        """Return the reading as plain JSON."""
+        low, high = self.axis.bounds(self.index)
+        return {
+            "axis": self.axis.name,
+            "unit": self.axis.unit,
+            "value": self.value,
+            "source": self.source,
+            "index": self.index,
+            "cell_from": low,
+            "cell_to": high,
+            "clamped": self.clamped,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which pool a request gets in one stage, and why."""
+
+    stage: StageName
+    readings: tuple[Reading, ...]
+    cell: tuple[int, ...]
+    grid_pool: str
+    """The pool of the cell (with ``isl_basis`` uncached: the pool that rule 3 chose)."""
+    pool: str
+    """The pool after overrides."""
+    override_index: int | None
+    override: PriorityOverride | None
+    isl_basis: str | None
+    """``total`` or ``uncached`` when the stage has an isl axis."""
+    cached_tokens: int
+    """What the chosen pool has cached of the prompt, as far as selection knew."""
+
+    def reason(self) -> str:
+        """Return the choice in one line."""
+        where = ", ".join(f"{reading.axis.name} {reading.value:g} {reading.axis.unit}" for reading in self.readings)
+        cell = "".join(f"[{index}]" for index in self.cell)
+        text = f"{where}: cell {cell} is {self.grid_pool}"
+        if self.override is None:
+            return text
+        low, high = self.override.min_priority, self.override.max_priority
+        return f"{text}; override {self.override_index} (priorities {low} to {high}) sends it to {self.pool}"
+
+    def explanation(self) -> dict[str, Any]:
+        """Return the whole selection as plain JSON."""
+        override = None
+        if self.override is not None:
+            override = {"index": self.override_index, **self.override.model_dump(mode="json")}
+        return {
+            "stage": self.stage,
+            "pool": self.pool,
+            "grid_pool": self.grid_pool,
+            "cell": list(self.cell),
+            "axes": [reading.explanation() for reading in self.readings],
+            "override": override,
+            "isl_basis": self.isl_basis,
+            "cached_tokens": self.cached_tokens,
+            "reason": self.reason(),
+        }
+
+
+class StageGrid:
+    """One stage of a document, ready to be asked."""
+
+    def __init__(self, name: StageName, stage: Stage, document: GridDocument) -> None:
+        self.name = name
+        self.stage = stage
+        self.axes = stage.axes
+        self.ranks = stage.speed_ranks()
+        self._order = {pool: index for index, pool in enumerate(self.ranks)}
+        self._basis = document.isl_basis if any(axis.name == "isl" for axis in self.axes) else None
+        self._defaults: dict[str, float | None] = {
+            kind.name: getattr(document.defaults, kind.default_key) for kind in TARGETS
+        }
+
+    def select(self, request: GridRequest) -> Selection:
+        """Return the pool for a request; a pure function of the document and the request."""
+        cached: dict[str, int] = {}
+        if request.cached_tokens:
+            known = request.cached_tokens
+            cached = {pool: min(request.isl, max(0, known.get(pool, 0))) for pool in self.ranks}
+        if self._basis == "uncached" and any(cached.values()):
+            readings, pool = self._by_uncached(request, cached)
+        else:
+            readings = tuple(self._read(axis, request, request.isl) for axis in self.axes)
+            pool = self.stage.pool_at(tuple(reading.index for reading in readings))
+        index, override = self._override(request.hints.priority)
+        chosen = pool if override is None else override.target_pool
+        return Selection(
+            self.name,
+            readings,
+            tuple(reading.index for reading in readings),
+            pool,
+            chosen,
+            index,
+            override,
+            self._basis,
+            cached.get(chosen, 0),
+        )
+
+    def _by_uncached(self, request: GridRequest, cached: Mapping[str, int]) -> tuple[tuple[Reading, ...], str]:
+        best: tuple[tuple[int, bool, int, int], tuple[Reading, ...], str] | None = None
+        for pool, rank in self.ranks.items():
+            work = request.isl - cached[pool]
+            readings = tuple(self._read(axis, request, work) for axis in self.axes)
+            named = self.stage.pool_at(tuple(reading.index for reading in readings))
+            if rank > self.ranks[named]:
+                continue
+            key = (-rank, named != pool, work, self._order[pool])
+            if best is None or key < best[0]:
+                best = (key, readings, pool)
+        assert best is not None, "the fastest pool is always adequate"
+        return best[1], best[2]
+
+    def _read(self, axis: Axis, request: GridRequest, isl: int) -> Reading:
+        value: float
+        match axis.name:
+            case "isl":
+                value, source = isl, "prompt" if isl == request.isl else "prompt without what the pool has cached"
+            case "context_length":
+                value = request.isl + request.output.tokens
+                source = f"prompt + expected output ({request.output.source})"
+            case "ttft" | "itl":
+                target = self.target(axis, request.hints)
+                value, source = target.value_ms, target.source
+            case other:
+                assert_never(other)
+        return Reading(axis, value, source, axis.index(value))
+
+    def target(self, axis: Axis, hints: RequestHints) -> Target:
+        """Return the target on an axis that is one: the request's, else the default, else the middle of the range."""
+        asked = hints.targets.get(axis.name)
+        if asked is not None:
+            return asked
+        default = self._defaults[axis.name]
+        return Target(axis.middle, MIDDLE_SOURCE) if default is None else Target(default, DEFAULT_SOURCE)
+
+    def _override(self, priority: int | None) -> tuple[int | None, PriorityOverride | None]:
+        if priority is not None:
+            for index, override in enumerate(self.stage.priority_overrides):
+                if override.min_priority <= priority <= override.max_priority:
+                    return index, override
+        return None, None
+
+
+class Grid:
+    """A whole document, ready to be asked; immutable, so that a reload swaps one reference."""
+
+    def __init__(self, document: GridDocument) -> None:
+        self.document = document
+        self.stages: dict[StageName, StageGrid] = {
+            name: StageGrid(name, stage, document) for name, stage in document.stages.items()
+        }
+
+    def select(self, stage: StageName, request: GridRequest) -> Selection:
+        """Return the pool of one stage; raise ``KeyError`` for a stage that the mode does not have."""
+        return self.stages[stage].select(request)

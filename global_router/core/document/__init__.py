@@ -1,0 +1,1 @@
+"""The language of pool grid documents: reading, checking, comparing and writing them."""

@@ -1,0 +1,514 @@
+"""The rules of a pool grid that no single field shows: shapes, references, overlaps, reachability, order of speed.
+
+They run on the plain JSON, on whatever of it makes sense, so that a document with a typo in one place still has the
+problems of all the others found. A check that lacks what it compares says nothing: the field's own problem is named by
+the models. ``check_document`` also returns the document with every reference replaced by the pool's name, ready for
+the models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, get_args
+
+from global_router.core.document.axis import (
+    AXIS,
+    STAGES,
+    STAGES_OF_MODE,
+    STEP_MIN,
+    TARGETS,
+    AxisKind,
+    StageName,
+    axes_of,
+)
+from global_router.core.document.grid_document import (
+    CELLS_MAX,
+    OVERRIDES_MAX,
+    POOLS_MAX,
+    RESOLUTION_MAX,
+    URL_FORM,
+    Accepted,
+    CircuitBreakerSettings,
+    ClosedLoopSettings,
+    DocumentModel,
+    GridDocument,
+    PoolSimulation,
+)
+from global_router.core.document.json_paths import JsonPath, path_text, suggestion, value_text
+from global_router.core.document.json_text import is_finite_number, is_integer
+from global_router.core.document.problems import Problem, Severity
+from wire.addresses import http_url_problem
+
+RULES: frozenset[str] = frozenset(get_args(Accepted))
+SUGGESTIONS_MAX = 16
+"""Suggestions for misspelt pools; with 256 long names, one takes 0.1 s."""
+_INVALID = "?"
+"""Stands for a pool that could not be resolved; the document is refused before anybody sees it."""
+
+
+@dataclass(slots=True)
+class _Findings:
+    """Collects problems; a broken rule that the document accepts is a warning."""
+
+    accepted: frozenset[str]
+    problems: list[Problem] = field(default_factory=list)
+    suggestions: int = 0
+
+    def suggest(self, key: str, known: Sequence[str]) -> str:
+        """Return a suggestion for the first few names that are wrong: finding one is the slowest thing here."""
+        self.suggestions += 1
+        return suggestion(key, known) if self.suggestions <= SUGGESTIONS_MAX else ""
+
+    def error(self, path: JsonPath, text: str) -> None:
+        self.problems.append(Problem(path, text))
+
+    def warning(self, path: JsonPath, text: str) -> None:
+        self.problems.append(Problem(path, text, Severity.WARNING))
+
+    def broken(self, rule: Accepted, path: JsonPath, text: str) -> None:
+        severity = Severity.WARNING if rule in self.accepted else Severity.ERROR
+        self.problems.append(Problem(path, text, severity, rule))
+
+
+@dataclass(slots=True)
+class _RawPools:
+    """What can be said of a stage's pools before they are known to be valid."""
+
+    names: list[str]
+    """One per pool; ``?`` when it has no usable name."""
+    ranks: list[int]
+    indices: dict[str, int]
+    declared: bool
+    """Whether the speed ranks are written in the document."""
+
+    def index_of(self, reference: Any) -> int | None:
+        if is_integer(reference):
+            return reference if 0 <= reference < len(self.names) else None
+        return self.indices.get(reference) if isinstance(reference, str) else None
+
+
+def check_document(
+    raw: dict[str, Any], accepted_anyway: frozenset[str] = frozenset()
+) -> tuple[dict[str, Any], list[Problem]]:
+    """Return the document with references by name, and what breaks the rules.
+
+    ``accepted_anyway`` adds to the document's own ``accept``.
+    """
+    accepts = raw.get("accept")
+    accepted = {rule for rule in accepts if isinstance(rule, str)} if isinstance(accepts, list) else set()
+    found = _Findings(frozenset(accepted) | accepted_anyway)
+    clean = dict(raw)
+    mode = _given(GridDocument, raw, "mode")
+    if isinstance(mode, str) and mode in STAGES_OF_MODE:
+        for stage in STAGES_OF_MODE[mode]:
+            if raw.get(stage) is None:
+                found.error((stage,), f'is missing; mode "{mode}" needs it')
+                clean.pop(stage, None)
+        for stage in STAGES:
+            if stage not in STAGES_OF_MODE[mode] and raw.get(stage) is not None:
+                found.error((stage,), f'is not used in mode "{mode}"; remove it or change $.mode')
+    faster_reached = raw.get("enable_priority_retry") is True or raw.get("adapt") is True
+    for stage in STAGES:
+        if isinstance(raw.get(stage), dict):
+            clean[stage] = _check_stage(stage, raw[stage], faster_reached, found)
+    _check_names_across_stages(raw, found)
+    _check_simulation(raw, found)
+    _check_defaults(raw, found)
+    _check_relations(raw, found)
+    return clean, found.problems
+
+
+def _check_stage(stage: StageName, raw: dict[str, Any], faster_reached: bool, found: _Findings) -> dict[str, Any]:
+    clean = dict(raw)
+    pools = _check_pools(stage, raw.get("pools"), found)
+    shape = _check_axes(stage, raw, found)
+    reached: dict[int, None] = {}
+
+    def resolve(reference: Any, path: JsonPath) -> str:
+        index = _resolve(reference, path, pools, found)
+        if index is None:
+            return _INVALID
+        reached[index] = None
+        return pools.names[index] if pools is not None else _INVALID
+
+    if "mapping" in raw:
+        before = len(found.problems)
+        mapping = _check_mapping(stage, raw["mapping"], shape, resolve, found)
+        clean["mapping"] = mapping if len(found.problems) == before and shape is not None else ()
+        if pools is not None:
+            _check_speed_order(stage, mapping, pools, shape, found)
+    if "priority_overrides" in raw:
+        clean["priority_overrides"] = _check_overrides(stage, raw["priority_overrides"], resolve, found)
+    if isinstance(raw.get("fallback"), dict):
+        clean["fallback"] = _check_fallback(stage, raw["fallback"], pools, resolve, found)
+    if pools is not None:
+        _check_reachable(stage, pools, reached, faster_reached, found)
+    return clean
+
+
+def _check_pools(stage: str, raw: Any, found: _Findings) -> _RawPools | None:
+    if not isinstance(raw, list) or not raw or len(raw) > POOLS_MAX:
+        return None
+    entries = [entry if isinstance(entry, dict) else {} for entry in raw]
+    names = [entry["name"] if isinstance(entry.get("name"), str) else _INVALID for entry in entries]
+    _check_distinct(stage, "name", names, found)
+    urls = [entry.get("url") for entry in entries]
+    _check_distinct(stage, "url", [url.rstrip("/") if isinstance(url, str) else _INVALID for url in urls], found)
+    for index, url in enumerate(urls):
+        # What is no URL at all is named by the models.
+        problem = http_url_problem(url) if isinstance(url, str) and URL_FORM.match(url) else None
+        if problem is not None:
+            found.error((stage, "pools", index, "url"), f"is {value_text(url)}, which {problem}")
+    with_rank = [index for index, entry in enumerate(entries) if entry.get("priority") is not None]
+    if with_rank and len(with_rank) < len(entries):
+        missing = next(index for index in range(len(entries)) if index not in with_rank)
+        found.error(
+            (stage, "pools", missing, "priority"), "is missing; all pools of a stage have a priority, or none has"
+        )
+    kinds = {
+        key: index
+        for index, entry in enumerate(entries)
+        for key in ("cost_per_hour", "cost_per_million_tokens")
+        if entry.get(key) is not None
+    }
+    for index, entry in enumerate(entries):
+        if entry.get("cost_per_hour") is not None and entry.get("cost_per_million_tokens") is not None:
+            found.error(
+                (stage, "pools", index, "cost_per_million_tokens"), "stands beside cost_per_hour; give one of the two"
+            )
+    if len(kinds) == 2:
+        key, index = list(kinds.items())[-1]
+        found.warning(
+            (stage, "pools", index, key), "cannot be compared with the other pools' costs, which are of the other kind"
+        )
+    declared = len(with_rank) == len(entries) and all(is_integer(entry["priority"]) for entry in entries)
+    ranks = [entry["priority"] for entry in entries] if declared else list(range(len(entries)))
+    indices = {name: index for index, name in reversed(list(enumerate(names))) if name != _INVALID}
+    return _RawPools(names, ranks, indices, declared)
+
+
+def _check_distinct(stage: str, key: str, values: list[str], found: _Findings) -> None:
+    first: dict[str, int] = {}
+    for index, value in enumerate(values):
+        if value == _INVALID:
+            continue
+        if value in first:
+            found.error(
+                (stage, "pools", index, key),
+                f"is {value_text(value)} as in {path_text((stage, 'pools', first[value], key))}; pools must differ",
+            )
+        else:
+            first[value] = index
+
+
+def _check_names_across_stages(raw: dict[str, Any], found: _Findings) -> None:
+    first: dict[str, str] = {}
+    for stage in STAGES:
+        section = raw.get(stage)
+        pools = section.get("pools") if isinstance(section, dict) else None
+        for index, pool in enumerate(pools if isinstance(pools, list) else []):
+            name = pool.get("name") if isinstance(pool, dict) else None
+            if not isinstance(name, str):
+                continue
+            if first.setdefault(name, stage) != stage:
+                found.error(
+                    (stage, "pools", index, "name"),
+                    f"is {value_text(name)}, which names a pool of {path_text((first[name],))} too; names are unique "
+                    "in a document (urls need not be: one pool may serve both stages)",
+                )
+
+
+def _check_axes(stage: StageName, raw: dict[str, Any], found: _Findings) -> list[tuple[AxisKind, int]] | None:
+    """Check ranges; return the axes with their resolutions, or ``None`` when the shape is not known."""
+    shape: list[tuple[AxisKind, int]] | None = []
+    cells = 1
+    for axis in axes_of(stage):
+        low_key, high_key, resolution_key = keys = axis.keys
+        if axis.stages[stage] == "optional":
+            given = [key for key in keys if raw.get(key) is not None]
+            if not given:
+                continue
+            for key in keys:
+                if key not in given:
+                    found.error((stage, key), f"is missing; {', '.join(keys)} come together, or none of them")
+        low, high, written = raw.get(low_key), raw.get(high_key), raw.get(resolution_key)
+        resolution = written if is_integer(written) and 1 <= written <= RESOLUTION_MAX else None
+        if is_finite_number(low) and is_finite_number(high):
+            if low >= high:
+                found.error((stage, low_key), f"is {value_text(low)}, must be less than {high_key}, {value_text(high)}")
+            elif resolution is not None and (high - low) / resolution < STEP_MIN:
+                found.error((stage, high_key), f"leaves cells narrower than {STEP_MIN:g}; widen the range")
+        if resolution is None:
+            shape = None
+            continue
+        cells *= resolution
+        if shape is not None:
+            shape.append((axis, resolution))
+    if cells > CELLS_MAX:
+        found.error((stage,), f"has {cells} cells (the product of the resolutions), allowed are at most {CELLS_MAX}")
+        return None
+    return shape
+
+
+def _resolve(reference: Any, path: JsonPath, pools: _RawPools | None, found: _Findings) -> int | None:
+    """Return the index of the pool that a reference means; say what is wrong with it otherwise."""
+    if not is_integer(reference) and not isinstance(reference, str):
+        found.error(path, f"is {value_text(reference)}, must be a pool's name or its index (an integer)")
+        return None
+    if pools is None:
+        return None
+    index = pools.index_of(reference)
+    if index is not None:
+        return index
+    if isinstance(reference, str):
+        known = [name for name in pools.names if name != _INVALID]
+        found.error(
+            path, f"is {value_text(reference)}, which names no pool of this stage{found.suggest(reference, known)}"
+        )
+    else:
+        found.error(path, f"is {value_text(reference)}, pools of this stage are 0 to {len(pools.names) - 1}")
+    return None
+
+
+Resolve = Callable[[Any, JsonPath], str]
+
+
+def _check_mapping(
+    stage: str, mapping: Any, shape: list[tuple[AxisKind, int]] | None, resolve: Resolve, found: _Findings
+) -> tuple[Any, ...]:
+    """Return the mapping by names, as far as it is one; every row and cell that is wrong is named."""
+    budget = [CELLS_MAX]
+
+    def nested(value: Any, depth: int, path: JsonPath) -> Any:
+        if shape is not None and depth == len(shape):
+            return resolve(value, path)
+        if shape is None and not isinstance(value, list):
+            return resolve(value, path)
+        if not isinstance(value, list):
+            assert shape is not None, "without a shape whatever is no array is a pool"
+            axis, length = shape[depth]
+            found.error(path, f"is {value_text(value)}, must be an array of {length} ({axis.keys[2]})")
+            return ()
+        if shape is not None and len(value) != shape[depth][1]:
+            axis, length = shape[depth]
+            what = _rows_word(depth, len(shape))
+            found.error(path, f"has {len(value)} {what}, {axis.keys[2]} is {length}")
+        children = []
+        for index, child in enumerate(value):
+            budget[0] -= 1
+            if budget[0] < -RESOLUTION_MAX:
+                break
+            children.append(nested(child, depth + 1, (*path, index)))
+        return tuple(children)
+
+    if not isinstance(mapping, list):
+        found.error((stage, "mapping"), f"is {value_text(mapping)}, must be an array of rows")
+        return ()
+    made = nested(mapping, 0, (stage, "mapping"))
+    return made if isinstance(made, tuple) else ()
+
+
+def _rows_word(depth: int, rank: int) -> str:
+    """Return what the entries of one level of a mapping are called; from the fourth on, what they belong to."""
+    words = ("columns", "rows", "layers")
+    level = rank - 1 - depth
+    return words[level] if level < len(words) else f"groups of {words[-1]}"
+
+
+def _cells(mapping: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], str]]:
+    if isinstance(mapping, tuple):
+        for index, child in enumerate(mapping):
+            yield from _cells(child, (*path, index))
+    else:
+        yield path, mapping
+
+
+def _check_speed_order(
+    stage: str, mapping: tuple[Any, ...], pools: _RawPools, shape: list[tuple[AxisKind, int]] | None, found: _Findings
+) -> None:
+    """A tighter target must not go to a slower pool: speed ranks do not fall along an axis that is a target."""
+    if shape is None:
+        return
+    rank_of = {name: rank for name, rank in zip(pools.names, pools.ranks, strict=True) if name != _INVALID}
+    pool_of = dict(_cells(mapping))
+    for cell, pool in pool_of.items():
+        if len(cell) != len(shape):
+            continue
+        for place, (axis, _) in enumerate(shape):
+            if axis.faster_end is None:
+                continue
+            towards = 1 if axis.faster_end == "low" else -1
+            looser = (*cell[:place], cell[place] + towards, *cell[place + 1 :])
+            other = pool_of.get(looser)
+            if other is None or rank_of.get(pool, 0) <= rank_of.get(other, 0) or _INVALID in (pool, other):
+                continue
+            text = (
+                f"sends a tighter {axis.name} target to {value_text(pool)} (speed rank {rank_of[pool]}) than "
+                f"{path_text((stage, 'mapping', *looser))}, which goes to the faster {value_text(other)} "
+                f"(speed rank {rank_of[other]})"
+            )
+            path: JsonPath = (stage, "mapping", *cell)
+            if pools.declared:
+                found.broken("slower-pool-for-faster-target", path, text)
+            else:
+                found.warning(path, f"{text}; ranks are the order of the pools, give them a priority to say otherwise")
+
+
+def _check_overrides(stage: str, raw: Any, resolve: Resolve, found: _Findings) -> Any:
+    if not isinstance(raw, list):
+        return raw
+    clean: list[Any] = []
+    ranges: list[tuple[int, int, int]] = []
+    for index, entry in enumerate(raw[: OVERRIDES_MAX + 1]):
+        path: JsonPath = (stage, "priority_overrides", index)
+        if not isinstance(entry, dict):
+            clean.append(entry)
+            continue
+        made = dict(entry)
+        if "target_pool" in entry:
+            made["target_pool"] = resolve(entry["target_pool"], (*path, "target_pool"))
+        clean.append(made)
+        low, high = entry.get("min_priority"), entry.get("max_priority")
+        if not is_integer(low) or not is_integer(high):
+            continue
+        if low > high:
+            found.error(
+                (*path, "min_priority"), f"is {value_text(low)}, must be at most max_priority, {value_text(high)}"
+            )
+            continue
+        for other_low, other_high, other in ranges:
+            if low <= other_high and other_low <= high:
+                both = f"{value_text(max(low, other_low))} to {value_text(min(high, other_high))}"
+                found.broken(
+                    "overlapping-overrides",
+                    path,
+                    f"overlaps {path_text((stage, 'priority_overrides', other))} in priorities {both}, where the "
+                    "earlier one always wins",
+                )
+                break
+        ranges.append((low, high, index))
+    return clean
+
+
+def _check_fallback(
+    stage: str, raw: dict[str, Any], pools: _RawPools | None, resolve: Resolve, found: _Findings
+) -> dict[str, Any]:
+    order = raw.get("order")
+    if not isinstance(order, dict):
+        return raw
+    clean: dict[str, Any] = {}
+    for key, targets in islice(order.items(), POOLS_MAX + 1):
+        path: JsonPath = (stage, "fallback", "order", key)
+        name = key
+        if pools is not None:
+            reference: Any = int(key) if key.isascii() and key.isdigit() and len(key) < 10 else key
+            index = _resolve(reference, path, pools, found)
+            name = key if index is None else pools.names[index]
+        if not isinstance(targets, list):
+            clean[name] = targets
+            continue
+        if name in clean:
+            found.error(path, f"is given for pool {value_text(name)} more than once")
+        resolved: list[str] = []
+        for position, target in enumerate(targets[: POOLS_MAX + 1]):
+            pool = resolve(target, (*path, position))
+            if pool != _INVALID and pool == name:
+                found.error((*path, position), f"is {value_text(target)}, the pool itself")
+            elif pool != _INVALID and pool in resolved:
+                found.error((*path, position), f"is {value_text(target)}, which is in the list already")
+            resolved.append(pool)
+        clean[name] = tuple(resolved)
+    return {**raw, "order": clean}
+
+
+def _check_reachable(
+    stage: str, pools: _RawPools, reached: dict[int, None], faster_reached: bool, found: _Findings
+) -> None:
+    slowest = max((pools.ranks[index] for index in reached), default=None)
+    for index, name in enumerate(pools.names):
+        if index in reached or name == _INVALID or name in pools.names[:index]:
+            continue
+        if faster_reached and slowest is not None and pools.ranks[index] < slowest:
+            continue
+        found.broken(
+            "unreachable-pool",
+            (stage, "pools", index),
+            f"{value_text(name)} is in no cell, no priority override and no fallback order; use it or remove it",
+        )
+
+
+def _check_simulation(raw: dict[str, Any], found: _Findings) -> None:
+    """Blocks move between pools and prefixes are compared across them: one block size for all."""
+    first: tuple[JsonPath, int] | None = None
+    for stage in STAGES:
+        section = raw.get(stage)
+        pools = section.get("pools") if isinstance(section, dict) else None
+        for index, pool in enumerate(pools if isinstance(pools, list) else []):
+            hints = pool.get("simulate") if isinstance(pool, dict) else None
+            size = _given(PoolSimulation, hints, "block_size") if isinstance(hints, dict) else None
+            if not is_integer(size):
+                continue
+            path: JsonPath = (stage, "pools", index, "simulate", "block_size")
+            if first is None:
+                first = (path, size)
+            elif size != first[1]:
+                found.error(
+                    path,
+                    f"is {value_text(size)}, {path_text(first[0])} is {value_text(first[1])}; they must be equal",
+                )
+
+
+def _check_defaults(raw: dict[str, Any], found: _Findings) -> None:
+    defaults = raw.get("defaults")
+    if not isinstance(defaults, dict):
+        return
+    for axis in TARGETS:
+        key = axis.default_key
+        value = defaults.get(key)
+        if not is_finite_number(value):
+            continue
+        for stage in STAGES:
+            section = raw.get(stage)
+            if not isinstance(section, dict):
+                continue
+            low_key, high_key, _ = axis.keys
+            low, high = section.get(low_key), section.get(high_key)
+            if is_finite_number(low) and is_finite_number(high) and not low <= value <= high:
+                found.warning(
+                    ("defaults", key),
+                    f"is {value_text(value)}, outside {value_text(low)} to {value_text(high)} of "
+                    f"{path_text((stage,))}: the outermost cells take it",
+                )
+
+
+def _given(model: type[DocumentModel], raw: dict[str, Any], key: str) -> Any:
+    """Return what a section says, or what its model takes when it says nothing."""
+    return raw[key] if key in raw else model.model_fields[key].get_default()
+
+
+def _check_relations(raw: dict[str, Any], found: _Findings) -> None:
+    """Two fields of one section that bound each other."""
+    breaker = raw.get("circuit_breaker")
+    if isinstance(breaker, dict):
+        open_ms = _given(CircuitBreakerSettings, breaker, "open_ms")
+        open_max_ms = _given(CircuitBreakerSettings, breaker, "open_max_ms")
+        if is_integer(open_ms) and is_integer(open_max_ms) and open_ms > open_max_ms:
+            found.error(
+                ("circuit_breaker", "open_ms"),
+                f"is {value_text(open_ms)}, must be at most open_max_ms, {value_text(open_max_ms)}",
+            )
+    aggregated = raw.get("aggregated")
+    has_isl = isinstance(aggregated, dict) and aggregated.get(AXIS["isl"].keys[0]) is not None
+    if raw.get("isl_basis") == "uncached" and isinstance(aggregated, dict) and not has_isl:
+        found.warning(("isl_basis",), "has no effect, the aggregated grid has no isl axis")
+    loop = raw.get("closed_loop")
+    if isinstance(loop, dict):
+        step, most = (_given(ClosedLoopSettings, loop, key) for key in ("step_share", "share_max"))
+        if is_finite_number(step) and is_finite_number(most) and step > most:
+            found.error(
+                ("closed_loop", "step_share"), f"is {value_text(step)}, must be at most share_max, {value_text(most)}"
+            )
+        if _given(GridDocument, raw, "adapt") is False:
+            found.warning(("closed_loop",), "has no effect, $.adapt is false")

@@ -1,0 +1,69 @@
+"""A request at the global router, from its arrival to its end: what it asked for, where it may go, what it holds."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from dispatch.request_machine import RequestMachine
+from global_router.configuration import Active
+from global_router.core.choice.attribution import Attribution
+from global_router.core.choice.circuit_breaker import Ticket
+from global_router.core.choice.destination import Destination
+from global_router.core.choice.output_length import ExpectedOutput
+from global_router.core.choice.request_hints import RequestHints
+from global_router.core.document.axis import StageName
+from global_router.decisions import RequestDecision
+from global_router.pools import PoolConnection
+from wire.identifiers import Stage
+from wire.selection import Reservation, WorkerRank
+
+
+@dataclass(slots=True)
+class ReservedLeg:
+    """One dispatch and what it holds at its pool."""
+
+    pool: PoolConnection
+    reservation: Reservation
+    ticket: Ticket | None
+    """``None`` once the pool's breaker knows the result."""
+    lease_ms: float
+    renewed_ms: float
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """One request; served under the revision of the document that was in force when it got its first worker."""
+
+    machine: RequestMachine
+    config: Active
+    hints: RequestHints
+    expected: ExpectedOutput
+    record: RequestDecision
+    arrived_ms: float
+    destinations: dict[StageName, Destination] = field(default_factory=dict)
+    """By stage, once it is known."""
+    legs: dict[str, ReservedLeg] = field(default_factory=dict)
+    """By dispatch id: the current one, and those kept for the leg after them."""
+    excluded: dict[str, list[WorkerRank]] = field(default_factory=dict)
+    """By pool, the workers that failed this request or refused it."""
+    paths: dict[tuple[str, int], bytes] = field(default_factory=dict)
+    """The prompt's packed sequence hashes, by hash spec and block size."""
+    lane: str = ""
+    """With whom it waits."""
+    attempts: int = 0
+    """How often it was tried to place it where it is to go next."""
+    stage: StageName = "aggregated"
+    work: Stage = Stage.WHOLE
+    after_encode: tuple[StageName, Stage] = ("aggregated", Stage.WHOLE)
+    """What an encode leg under way is followed by."""
+    moving: asyncio.Task[None] | None = None
+    attribution: Attribution = field(default_factory=Attribution)
+    """The cells whose loops this request's latencies count for."""
+    first_ms: float | None = None
+    last_ms: float = 0.0
+
+    @property
+    def admitted_by(self) -> StageName:
+        """Return the stage whose pools say whether there is room: those that generate the output."""
+        return "aggregated" if self.config.document.mode == "aggregated" else "decode"

@@ -1,0 +1,361 @@
+"""From where a request may go to a worker that has it: cells, pools in their order, reservations, the request plane.
+
+Rules
+    1. ``core.choice.destination`` says where a request wants to go and where it may go instead; it is asked once per
+       request and stage. A pool that cannot be used is passed over, and the record says which and why.
+    2. A pool is asked for a worker (``Select``), which reserves it; then the worker is reached and sent the request.
+       Whoever is not reached, or has no use for what was reserved, gives it back.
+    3. Between an answer and what is done with it nothing is awaited but the link; a request that ended meanwhile takes
+       nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from dispatch.in_flight import InFlight
+from dispatch.media_path import media_hashes, media_kinds, prompt_path
+from dispatch.tenant_paths import TenantPaths
+from dispatch.worker_links import Links
+from frontend.ports import Refused
+from global_router.books import FlightBooks
+from global_router.core.choice.circuit_breaker import Ticket
+from global_router.core.choice.destination import Destination, destination
+from global_router.core.choice.fallback import FallbackChoice, PoolState
+from global_router.core.choice.grid import GridRequest
+from global_router.core.document.axis import StageName
+from global_router.decisions import Placement, Refusal
+from global_router.flight import Flight, ReservedLeg
+from global_router.metrics import GlobalRouterMetrics
+from global_router.pool_status import model_status
+from global_router.pools import PoolConnection, PoolLost, Pools
+from global_router.settings import GlobalRouterSettings
+from runtime.clock import Clock
+from wire.hashing import HASH_SPEC, pack_hashes, stable_u64
+from wire.identifiers import Stage, WorkerId, WorkerKey
+from wire.limits import BLOCKS_PER_EVENT_MAX, WORKERS_EXCLUDED_MAX
+from wire.selection import Probe, Reservation, Select, Selected, SelectRefusal, SelectRefused
+
+WORKERS_TRIED_PER_POOL_MAX = 4
+"""Workers of one pool that may turn out to be out of reach before the next pool is asked."""
+
+RETRY_AFTER_DEFAULT_S = 1.0
+
+WORK_OF = {"prefill": Stage.PREFILL, "decode": Stage.DECODE, "aggregated": Stage.WHOLE}
+"""What the workers of a stage's pools are asked to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A worker has the request."""
+
+    answer: Selected
+    dispatch_id: str
+    worker: str
+    select_ms: float
+
+
+class Placing:
+    """Places flights on workers of pools."""
+
+    def __init__(
+        self,
+        settings: GlobalRouterSettings,
+        pools: Pools,
+        links: Links,
+        books: FlightBooks,
+        in_flight: InFlight,
+        metrics: GlobalRouterMetrics,
+        clock: Clock,
+    ) -> None:
+        self._settings = settings
+        self._pools = pools
+        self._links = links
+        self._books = books
+        self._in_flight = in_flight
+        self._metrics = metrics
+        self._clock = clock
+        self._paths = TenantPaths()
+
+    # -- legs ------------------------------------------------------------------------------------------------------
+
+    async def first(self, flight: Flight) -> None:
+        """Place a new request; raises ``Refused``."""
+        if flight.config.document.mode == "aggregated":
+            await self.place(flight, "aggregated", Stage.WHOLE, "first")
+            return
+        local = flight.record.isl <= self._settings.local_prefill_max_tokens
+        if local and flight.machine.request.multimodal is None:
+            flight.record.note("a short prompt is prefilled where it is decoded")
+            await self.place(flight, "decode", Stage.WHOLE, "first")
+            return
+        # A prefill for which nobody can decode would be work for nothing.
+        choice = self._choice(flight, await self.destination(flight, "decode"), Stage.DECODE)
+        if choice.pool is None:
+            raise self._none_left(flight, choice, [])
+        await self.prefill(flight, "first")
+
+    async def prefill(self, flight: Flight, cause: str, after_loss: tuple[str, bool] | None = None) -> None:
+        """Begin with a prefill leg; without any prefill pool the decode pool does the whole."""
+        try:
+            await self.place(flight, "prefill", Stage.PREFILL, cause, after_loss)
+        except Refused as refusal:
+            flight.record.note(f"prefilled where it is decoded: {refusal}")
+            await self.place(flight, "decode", Stage.WHOLE, cause)
+
+    async def place(
+        self,
+        flight: Flight,
+        stage: StageName,
+        work: Stage,
+        cause: str,
+        after_loss: tuple[str, bool] | None = None,
+    ) -> None:
+        """Put a flight on a worker of the first pool that can take it. Raises ``Refused``.
+
+        ``after_loss`` names the pool that lost the request, and says whether faster ones come before it. Media are
+        encoded first, by one of the same pools, where one can.
+        """
+        machine = flight.machine
+        if machine.plan.wants_encode and work is not Stage.ENCODE:
+            flight.after_encode = (stage, work)
+            try:
+                await self.place(flight, stage, Stage.ENCODE, cause, after_loss)
+                return
+            except Refused as refusal:
+                flight.record.note(f"media are encoded where the prompt is computed: {refusal}")
+                machine.plan.encodes_itself = True
+        where = await self.destination(flight, stage)
+        if after_loss is not None:
+            where = where.after_loss(*after_loss)
+        refusals: list[Refusal] = []
+        given_up: dict[str, PoolState] = {}
+        while True:
+            choice = self._choice(flight, where, work, given_up)
+            if choice.pool is None:
+                raise self._none_left(flight, choice, refusals)
+            pool = self._pools.get(choice.pool)
+            assert pool is not None, "a pool without a connection has no state, and is down"
+            placed = await self._ask_pool(flight, pool, work)
+            if machine.ended:
+                return
+            if isinstance(placed, Placed):
+                break
+            refusals.append(placed)
+            given_up[choice.pool] = PoolState(placed.state)
+        how = where.how(pool.name)
+        flight.stage, flight.work = stage, work
+        delivery = machine.delivery
+        delivery.decision_reason = f"{how}-{placed.answer.reason}"
+        before = delivery.pool if work is Stage.DECODE or machine.plan.encoded else ""
+        delivery.pool = ",".join(filter(None, [before, pool.name]))
+        if work is not Stage.ENCODE:
+            fresh = machine.plan.dispatches - machine.plan.encode_legs == 1
+            flight.attribution.placed(where, pool.name, work, fresh, machine.migrations > 0)
+        flight.record.placements.append(
+            Placement(
+                stage,
+                work.name.lower(),
+                cause,
+                how,
+                where.selection,
+                where.spill,
+                choice,
+                tuple(refusals),
+                placed.dispatch_id,
+                pool.name,
+                placed.worker,
+                placed.answer.reason,
+                placed.answer.overlap_blocks,
+                placed.answer.block_size,
+                placed.select_ms,
+            )
+        )
+        self._metrics.dispatches.labels(pool.name, stage, how).inc()
+        self._count_passed_over(choice)
+
+    # -- where to --------------------------------------------------------------------------------------------------
+
+    async def destination(self, flight: Flight, stage: StageName) -> Destination:
+        """Return where a request may go, asking pools what they have cached if the document wants to know."""
+        found = flight.destinations.get(stage)
+        if found is not None:
+            return found
+        config = flight.config
+        grid = config.grid.stages[stage]
+        cached: Mapping[str, int] = {}
+        if config.document.isl_basis == "uncached" and any(axis.name == "isl" for axis in grid.axes):
+            cached = await self._cached_tokens(flight, stage)
+        asked = GridRequest(flight.record.isl, flight.hints, flight.expected, cached)
+        draw = stable_u64(flight.record.request_id) / 2**64
+        found = destination(grid, config.loop, asked, draw)
+        if not config.document.adapt and found.spill is not None:
+            found = replace(found, spill=None)
+        flight.destinations[stage] = found
+        return found
+
+    def may_go(self, flight: Flight) -> bool:
+        """Tell whether some pool may take a new request, or all are known to be unable to."""
+        stage = flight.admitted_by
+        work = Stage.DECODE if stage == "decode" else Stage.WHOLE
+        choice = self._choice(flight, flight.destinations[stage], work)
+        return choice.pool is not None or not choice.may_have_room_later
+
+    def _choice(
+        self, flight: Flight, where: Destination, work: Stage, given_up: Mapping[str, PoolState] | None = None
+    ) -> FallbackChoice:
+        now_ms = self._clock.monotonic_ms()
+        states: dict[str, PoolState] = {}
+        for name in where.pools:
+            pool = self._pools.get(name)
+            if pool is not None:
+                states[name] = pool.state(flight.record.model, work, now_ms)
+        return where.choose({**states, **(given_up or {})})
+
+    def _none_left(self, flight: Flight, choice: FallbackChoice, refusals: list[Refusal]) -> Refused:
+        detail = ", ".join(f"{fallen.pool} is {fallen.state.value}" for fallen in choice.passed_over)
+        if refusals:
+            detail += f" ({'; '.join(refusal.message for refusal in refusals)})"
+        message = f"choosing a pool for model {flight.record.model!r}: {detail}"
+        if flight.attempts <= 1:
+            self._count_passed_over(choice)  # once, however often it is tried again
+        if not choice.may_have_room_later:
+            return Refused(503, "no_worker", message)
+        waits = [
+            pool.status.retry_after_s or RETRY_AFTER_DEFAULT_S
+            for fallen in choice.passed_over
+            if (pool := self._pools.get(fallen.pool)) is not None and pool.status is not None
+        ]
+        return Refused(429, "busy", message, min(waits, default=RETRY_AFTER_DEFAULT_S))
+
+    def _count_passed_over(self, choice: FallbackChoice) -> None:
+        for fallen in choice.passed_over:
+            self._metrics.passed_over.labels(fallen.pool, fallen.state.value).inc()
+
+    async def _cached_tokens(self, flight: Flight, stage: StageName) -> dict[str, int]:
+        """Ask every pool of a stage what it has cached of the prompt; a pool that does not say has nothing."""
+        asked: list[tuple[str, PoolConnection]] = []
+        for name in [pool.name for pool in flight.config.document.stages[stage].pools]:
+            pool = self._pools.get(name)
+            if pool is not None and model_status(pool.status, flight.record.model) is not None:
+                asked.append((name, pool))
+        timeout_s = self._settings.probe_timeout_ms / 1000
+
+        async def overlap(pool: PoolConnection) -> int:
+            path = self._path(flight, pool)
+            if not path:
+                return 0
+            message = Probe(pool.next_ask(), flight.record.model, WORK_OF[stage], flight.record.isl, path)
+            try:
+                answer = await pool.probe(message, timeout_s)
+            except PoolLost as lost:
+                flight.record.note(f"what is cached is not known: {lost}")
+                return 0
+            return answer.overlap_blocks * answer.block_size
+
+        overlaps = await asyncio.gather(*(overlap(pool) for _, pool in asked))
+        return {name: tokens for (name, _), tokens in zip(asked, overlaps, strict=True)}
+
+    def _path(self, flight: Flight, pool: PoolConnection) -> bytes:
+        """Return the packed sequence hashes of the prompt in a pool's blocks; empty when it hashes otherwise."""
+        served = model_status(pool.status, flight.record.model)
+        if served is None or served.hash_spec != HASH_SPEC or served.block_size < 1:
+            return b""
+        key = (served.hash_spec, served.block_size)
+        path = flight.paths.get(key)
+        if path is None:
+            hashes = prompt_path(flight.machine.request, served.block_size, self._paths)
+            path = flight.paths[key] = pack_hashes(hashes[:BLOCKS_PER_EVENT_MAX])
+        return path
+
+    # -- to a worker -----------------------------------------------------------------------------------------------
+
+    async def _ask_pool(self, flight: Flight, pool: PoolConnection, work: Stage) -> Placed | Refusal:
+        """Have a pool reserve a worker, reach it, send the request; or say why not."""
+        ticket, steps = pool.breaker.admit(self._clock.monotonic_ms())
+        self._books.note_breaker(pool, steps)
+        if ticket is None:
+            return Refusal(pool.name, PoolState.BREAKER_OPEN.value, "its circuit breaker is open")
+        try:
+            placed = await self._ask_admitted(flight, pool, work, ticket)
+        except BaseException:
+            self._books.note_breaker(pool, pool.breaker.abandoned(ticket, self._clock.monotonic_ms()))
+            raise
+        if isinstance(placed, Refusal):
+            result = pool.breaker.failed if placed.blames_pool else pool.breaker.abandoned
+            self._books.note_breaker(pool, result(ticket, self._clock.monotonic_ms()))
+        return placed
+
+    async def _ask_admitted(
+        self, flight: Flight, pool: PoolConnection, work: Stage, ticket: Ticket
+    ) -> Placed | Refusal:
+        machine = flight.machine
+        request = machine.request
+        for _ in range(WORKERS_TRIED_PER_POOL_MAX):
+            select = self._question(flight, pool, work)
+            asked_ms = self._clock.monotonic_ms()
+            asked = pool.note_asked(request.model, work)
+            try:
+                answer = await pool.select(select, self._settings.select_timeout_ms / 1000)
+            except PoolLost as lost:
+                return Refusal(pool.name, PoolState.DOWN.value, str(lost), blames_pool=True)
+            select_ms = self._clock.monotonic_ms() - asked_ms
+            self._metrics.select_seconds.observe(select_ms / 1000)
+            if isinstance(answer, SelectRefused):
+                if answer.code is SelectRefusal.BUSY:
+                    pool.note_full(request.model, work, asked)
+                elif asked.counted_on:
+                    pool.note_freed(request.model, work)  # it is not for this request, but there
+                not_ready = answer.code is SelectRefusal.NOT_READY
+                return Refusal(pool.name, STATE_OF[answer.code].value, answer.message, not_ready)
+            reservation = Reservation(select.request_id, answer.worker)
+            try:
+                link = await self._links.up(answer.request_endpoint, self._settings.connect_timeout_ms / 1000)
+            except BaseException:
+                self._books.give_back(pool, reservation, request.model, work)
+                raise
+            if machine.ended:
+                self._books.give_back(pool, reservation, request.model, work)
+                return Refusal(pool.name, PoolState.SATURATED.value, "the client left")
+            if link is not None:
+                worker = WorkerKey(WorkerId(answer.worker.worker_id), answer.worker.dp_rank)
+                generate = machine.begin(worker, link.endpoint, work, answer.overlap_blocks * answer.block_size)
+                if link.generate(generate):
+                    now_ms = self._clock.monotonic_ms()
+                    flight.legs[generate.request_id] = ReservedLeg(pool, reservation, ticket, answer.lease_ms, now_ms)
+                    self._in_flight.sent(machine)
+                    return Placed(answer, generate.request_id, str(worker), select_ms)
+                machine.not_sent()
+            pool.release(reservation)
+            flight.excluded.setdefault(pool.name, []).append(answer.worker)
+            flight.record.note(f"worker {answer.worker.worker_id} of {pool.name} could not be reached")
+        return Refusal(pool.name, PoolState.DOWN.value, "no worker that it chose could be reached", blames_pool=True)
+
+    def _question(self, flight: Flight, pool: PoolConnection, work: Stage) -> Select:
+        machine = flight.machine
+        request = machine.request
+        return Select(
+            pool.next_ask(),
+            machine.plan.next_dispatch_id,
+            request.model,
+            work,
+            len(request.token_ids) // 4 + machine.delivery.tokens,
+            self._path(flight, pool),
+            tuple(flight.excluded.get(pool.name, [])[-WORKERS_EXCLUDED_MAX:]),
+            flight.expected.tokens,
+            request.priority,
+            media_hashes=pack_hashes(media_hashes(request)),
+            media_kinds=() if work is Stage.DECODE else media_kinds(request),
+        )
+
+
+STATE_OF = {
+    SelectRefusal.BUSY: PoolState.SATURATED,
+    SelectRefusal.DRAINING: PoolState.DRAINING,
+    SelectRefusal.NO_WORKER: PoolState.DOWN,
+    SelectRefusal.NOT_READY: PoolState.DOWN,
+    SelectRefusal.POLICY_FAILED: PoolState.DOWN,
+}
+"""What a refusal says of the pool, for this request."""

@@ -1,0 +1,78 @@
+"""What others are shown of a global router: operators, metrics, clients that ask for models. Asking changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from frontend.ports import ServedModel
+from global_router.core.choice.fallback import PoolState
+from runtime.clock import Clock
+from wire.card import MediaSpec
+
+if TYPE_CHECKING:
+    from global_router.service import GlobalRouterService
+
+
+NOT_THERE = (PoolState.DOWN, PoolState.CONNECTING)
+
+
+class GlobalRouterView:
+    """Implements ``global_router.metrics.Viewed``."""
+
+    def __init__(self, service: GlobalRouterService, clock: Clock) -> None:
+        self._service = service
+        self._clock = clock
+        self._created_s = clock.wall_ms() // 1000
+
+    def models(self) -> list[ServedModel]:
+        """Return the models that some pool serves now."""
+        lengths: dict[str, int] = {}
+        loras: dict[str, dict[str, None]] = {}
+        media: dict[str, MediaSpec] = {}
+        for pool in self._service.pools.all():
+            for served in pool.status.models if pool.status is not None else ():
+                lengths[served.model] = max(lengths.get(served.model, 0), served.max_sequence_length)
+                loras.setdefault(served.model, {}).update(dict.fromkeys(served.loras))
+                if served.media.kinds:
+                    media.setdefault(served.model, served.media)
+        return [
+            ServedModel(name, self._created_s, length, tuple(sorted(loras[name])), media.get(name, MediaSpec()))
+            for name, length in sorted(lengths.items())
+        ]
+
+    def missing(self) -> str | None:
+        """Return ``None`` when every stage has a pool that is up, else what is missing."""
+        now_ms = self._clock.monotonic_ms()
+        for name, stage in self._service.configuration.active.document.stages.items():
+            pools = [self._service.pools.get(pool.name) for pool in stage.pools]
+            if all(pool is None or pool.overall_state(now_ms) in NOT_THERE for pool in pools):
+                return f"no {name} pool is up"
+        return None
+
+    def pool_states(self) -> Mapping[str, PoolState]:
+        """Return the state of every pool."""
+        now_ms = self._clock.monotonic_ms()
+        return {pool.name: pool.overall_state(now_ms) for pool in self._service.pools.all()}
+
+    def in_flight(self) -> Mapping[str, int]:
+        """Return the dispatches under way by pool."""
+        counts = {pool.name: 0 for pool in self._service.pools.all()}
+        for flight in list(self._service.books.flights.values()):
+            for leg in list(flight.legs.values()):
+                counts[leg.pool.name] = counts.get(leg.pool.name, 0) + 1
+        return counts
+
+    def counts(self) -> tuple[int, int]:
+        """Return requests that have begun, and requests that wait for a pool with room."""
+        waiting = len(self._service.waiting_room)
+        return len(self._service.books.flights) - waiting, waiting
+
+    @property
+    def queued_prompt_tokens(self) -> int:
+        """Return the prompt tokens of the waiting requests."""
+        return self._service.waiting_room.prompt_tokens
+
+    def revision(self) -> int:
+        """Return the revision of the document in force."""
+        return self._service.configuration.active.revision

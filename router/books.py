@@ -1,0 +1,106 @@
+"""What a router has on its books for each request: entries of the load ledger, decisions, and what came of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dispatch.legs import Dispatch
+from dispatch.request_machine import End, Heard, RequestMachine
+from router.choosing import Chosen, Routed
+from router.core.decision import DecisionLog
+from router.core.inputs import Booked, Released
+from router.core.router_state import RouterState
+from router.metrics import RouterMetrics
+from router.ports import DecisionRecord
+from router.reservations import Reservations
+from router.settings import RouterSettings
+from runtime.clock import Clock
+from wire.identifiers import Stage
+
+
+class RequestBooks:
+    """Implements ``dispatch.in_flight.Books``."""
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        state: RouterState,
+        metrics: RouterMetrics,
+        clock: Clock,
+        on_ended: Callable[[Routed | None], None],
+    ) -> None:
+        """``on_ended`` is told of each request that is over; ``None`` for one that never was on a worker."""
+        self.active: dict[str, Routed] = {}
+        """Requests that have been on a worker, by id."""
+        self.decisions = DecisionLog(settings.decision_log_length, settings.decision_log_bytes)
+        self.record: DecisionRecord | None = None
+        """Where decisions are kept beyond ``decisions``; whoever sets it also makes it the log of the state."""
+        self._state = state
+        self._metrics = metrics
+        self._clock = clock
+        self._on_ended = on_ended
+        self.reservations = Reservations(state, clock, self._under_way)
+
+    def enter(self, routed: Routed, chosen: Chosen, dispatch_id: str) -> None:
+        """Book a leg that was sent to its worker.
+
+        The ledger knows the dispatch, not the client's request: a migration is a new entry on another worker.
+        """
+        decision, leg, plan = chosen.decision, chosen.leg, routed.machine.plan
+        self._state.apply(Booked(decision, routed.path, dispatch_id, chosen.now_ms))
+        self.decisions.add(decision)
+        self.active[plan.request.request_id] = routed
+        metrics = self._metrics
+        metrics.decisions.labels(decision.policy, chosen.reason).inc()
+        if decision.behind_records:
+            metrics.decisions_behind.inc()
+        metrics.legs.labels(leg.stage.name.lower(), leg.reason).inc()
+        if leg.stage is not Stage.ENCODE and decision.attempt == plan.encode_legs:
+            metrics.prompt_tokens.inc(decision.request.isl)
+            metrics.overlap_found_tokens.inc(chosen.overlap_tokens)
+
+    def realised(self, dispatch_id: str, cached_tokens: int) -> None:
+        """Note what the chosen worker really reused."""
+        decision = self.decisions.realised(dispatch_id, cached_tokens)
+        if decision is not None and self.record is not None:
+            self.record.realised(decision.request.request_id, decision.attempt, cached_tokens)
+
+    def heard(self, machine: RequestMachine, heard: Heard) -> None:
+        """Take note of a leg's first output: how much of the prompt its worker reused."""
+        cached_tokens = heard.delta.cached_tokens
+        if cached_tokens is not None:
+            self.realised(heard.dispatch.id, cached_tokens)
+            if heard.first and heard.dispatch.number == machine.plan.encode_legs + machine.crowded:
+                self._metrics.overlap_realised_tokens.inc(cached_tokens)
+
+    def release(self, machine: RequestMachine, dispatch: Dispatch) -> None:
+        """Take a leg off its worker's books."""
+        self._state.apply(Released(dispatch.worker, dispatch.id))
+
+    def avoid(self, machine: RequestMachine, dispatch: Dispatch, why: str) -> None:
+        """Have a leg's worker come last when the request is placed again."""
+        self.active[machine.request.request_id].tried[dispatch.worker] = why
+
+    def blame(self, machine: RequestMachine, dispatch: Dispatch) -> None:
+        """Hold nothing against a worker beyond this request: links and events say whether it lives."""
+
+    def crowded(self, machine: RequestMachine, dispatch: Dispatch, booked_tokens: int) -> None:
+        """Take note of what a worker has really promised to compute."""
+        self._metrics.crowded.inc()
+        self.reservations.crowded(dispatch.worker, dispatch.id, booked_tokens)
+
+    def ended(self, machine: RequestMachine, end: End) -> None:
+        """Close the books of a request."""
+        self._metrics.poison_requests.inc(end.last.poison)
+        request_id = machine.request.request_id
+        routed = self.active.get(request_id)
+        if routed is None or routed.machine is not machine:
+            self._on_ended(None)
+            return
+        del self.active[request_id]
+        if self.record is not None:
+            self.record.ended(request_id, machine.delivery.tokens)
+        self._on_ended(routed)
+
+    def _under_way(self) -> set[str]:
+        return {leg.id for routed in self.active.values() for leg in routed.machine.plan.legs}

@@ -1,0 +1,123 @@
+"""Catching up with the pool's journal: snapshots and records are applied in slices, with turns for requests between.
+
+Rules
+    1. A snapshot is loaded beside the state in use, and takes its place in one; records that come meanwhile wait.
+    2. Few records are applied at once; many in slices, in their order. Nothing is left out.
+    3. The router is *level* when all that arrived is applied. What is decided before is marked as behind.
+    4. The state that a snapshot replaced is let go of in slices too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+from router.core.inputs import RecordsArrived, SnapshotArrived
+from router.core.projection import LOAD_STEP_BLOCKS, SnapshotLoad
+from router.core.router_state import RouterState
+from runtime.clock import Clock
+from wire.events import JournalRecord
+from wire.feed import BlockChain, WorkerState
+
+RECORDS_PER_SLICE = 512
+"""Records applied between two turns when many come at once, as many as the feed hands over: about ten milliseconds."""
+
+ARRIVED_RECORDS_MAX = 100_000
+"""Records that wait for a snapshot or for their slice; beyond it the router does nothing else until fewer wait."""
+
+
+class CatchingUp:
+    """Implements ``router.ports.JournalReader`` over a projection."""
+
+    def __init__(
+        self,
+        state: RouterState,
+        clock: Clock,
+        on_applied: Callable[[Sequence[JournalRecord]], None],
+        on_loaded: Callable[[], None],
+    ) -> None:
+        """``on_applied`` is told of records, ``on_loaded`` of a snapshot, right after they became the state."""
+        self.level = asyncio.Event()
+        """Set while all that arrived is applied."""
+        self._state = state
+        self._projection = state.projection
+        self._clock = clock
+        self._on_applied = on_applied
+        self._on_loaded = on_loaded
+        self._loading: SnapshotLoad | None = None
+        """The snapshot that is being loaded."""
+        self._replaced: SnapshotLoad | None = None
+        """One that was loaded, with the state that it replaced."""
+        self._arrived: deque[JournalRecord] = deque()
+        """Records that are still to be applied."""
+        self._slice_scheduled = False
+
+    def on_snapshot(
+        self, next_offset: int, workers: Sequence[WorkerState], chains: Iterable[tuple[int, BlockChain]]
+    ) -> None:
+        """Replace all state by a snapshot of the pool; at once when it is small, else a slice at a time."""
+        self._arrived.clear()  # they are in the snapshot, or of another life
+        self._loading = self._projection.begin_load(next_offset, workers, chains)
+        self.level.clear()
+        if not self._slice_scheduled:
+            self._slice()
+
+    def on_records(self, records: Sequence[JournalRecord]) -> None:
+        """Apply journal records; at once when they are few, else a slice at a time."""
+        if self._loading is None and not self._arrived and len(records) <= RECORDS_PER_SLICE:
+            self._apply(records)
+            return
+        self.level.clear()
+        self._arrived.extend(records)
+        if not self._slice_scheduled:
+            self._slice()
+        while len(self._arrived) > ARRIVED_RECORDS_MAX:
+            self._step()
+
+    @property
+    def behind_records(self) -> int:
+        """Return how many of the records that arrived are not applied yet, or would be in a snapshot."""
+        behind = len(self._arrived)
+        if self._loading is not None:
+            behind += max(1, self._loading.next_offset - self._projection.next_offset)
+        return behind
+
+    def stop(self) -> None:
+        """Let go of what was still to be applied."""
+        self._loading = self._replaced = None
+        self._arrived.clear()
+
+    def _slice(self) -> None:
+        """Do one slice of what is to be caught up with, and have the next done once others had their turn."""
+        self._slice_scheduled = False
+        if self._step():
+            self._slice_scheduled = True
+            asyncio.get_running_loop().call_soon(self._slice)
+
+    def _step(self) -> bool:
+        """Load, apply or let go of a little; return whether there is more."""
+        if self._loading is not None:
+            if not self._loading.step(LOAD_STEP_BLOCKS):
+                loaded, self._loading = self._loading, None
+                self._state.apply(SnapshotArrived(loaded, self._clock.monotonic_ms()))
+                self._replaced = loaded
+                self._note_level()
+                self._on_loaded()
+        elif self._arrived:
+            records = [self._arrived.popleft() for _ in range(min(RECORDS_PER_SLICE, len(self._arrived)))]
+            self._note_level()
+            self._apply(records)
+        elif self._replaced is not None:
+            index = self._replaced.index
+            if index is None or not index.discard(LOAD_STEP_BLOCKS):
+                self._replaced = None
+        return self._loading is not None or bool(self._arrived) or self._replaced is not None
+
+    def _note_level(self) -> None:
+        if self._loading is None and not self._arrived:
+            self.level.set()
+
+    def _apply(self, records: Sequence[JournalRecord]) -> None:
+        self._state.apply(RecordsArrived(records, self._clock.monotonic_ms()))
+        self._on_applied(records)

@@ -1,0 +1,286 @@
+"""What a request needs next, and which worker gets it: legs by the plan, workers by the selector.
+
+Nothing here is booked or sent. A choice is made and used in one go, without an ``await`` between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from admission.admission_queue import QueuedRequest
+from dispatch.legs import LegPlan
+from dispatch.media_path import media_hashes, media_kinds, prompt_path
+from dispatch.request_machine import RequestMachine
+from dispatch.tenant_paths import TenantPaths
+from frontend.ports import InferenceRequest
+from router.core.candidates import RoutingRequest
+from router.core.decision import Decision
+from router.core.inputs import WorkerWanted
+from router.core.router_state import RouterState
+from router.core.selector import NoWorker, PolicyFailed
+from router.core.stage_plan import (
+    DECODE_ROLES,
+    ENCODE_LEG,
+    ENCODE_ROLES,
+    NEVER_LOCAL,
+    PREFILL_ROLES,
+    SECOND_LEG,
+    WHOLE_ROLES,
+    Leg,
+    Staff,
+    first_leg,
+)
+from router.fleet_links import FleetLinks
+from router.settings import RouterSettings
+from runtime.clock import Clock
+from wire.hashing import hash_seed
+from wire.identifiers import Stage, WorkerKey
+
+log = logging.getLogger(__name__)
+
+PROMPT_ROLES = tuple(dict.fromkeys((*WHOLE_ROLES, *PREFILL_ROLES)))
+"""Who may hold a prompt's prefix where it would be computed."""
+
+LONG_PROMPT_BYTES = 8192 * 4
+"""Token bytes of a prompt that is hashed in one go: 8,192 tokens are a quarter of a millisecond."""
+
+STRETCHES_PER_TURN = 8
+"""Stretches of a long prompt that are hashed before others have their turn: about 0.15 ms."""
+
+
+@dataclass(slots=True, eq=False)
+class Routed:
+    """A request at this router, from its arrival to its end."""
+
+    machine: RequestMachine
+    path: list[int]
+    """Sequence hashes of the prompt's whole blocks."""
+    tried: dict[WorkerKey, str] = field(default_factory=dict)
+    """Workers that failed this request or refused it, and how: they come last."""
+    queued: QueuedRequest[Routed] | None = None
+    """Its place in the queue, while it waits."""
+    dispatched: asyncio.Future[None] | None = None
+    """Resolved when a waiting request is on a worker; ``None`` for one whose client reads its stream already."""
+
+
+class Lack(Enum):
+    """Why a request was not placed."""
+
+    BUSY = auto()
+    """Some worker could serve it, once it has room or can be reached again: it may wait."""
+    NO_WORKER = auto()
+    """No worker can serve it."""
+    POLICY_FAILED = auto()
+    """The policy raised; only this request is lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class NotPlaced:
+    """Nobody was chosen."""
+
+    lack: Lack
+    none: NoWorker | PolicyFailed
+
+    def __str__(self) -> str:
+        return str(self.none)
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Who is to do which leg."""
+
+    decision: Decision
+    leg: Leg
+    now_ms: float
+
+    @property
+    def reason(self) -> str:
+        """Return the short reason code, with the stage where there are several."""
+        reason = self.decision.reason
+        return reason if self.leg.stage is Stage.WHOLE else f"{self.leg.stage.name.lower()}-{reason}"
+
+    @property
+    def overlap_tokens(self) -> int:
+        """Return the tokens of the request that the worker is believed to hold."""
+        request = self.decision.request
+        return min(request.isl, self.decision.overlap_blocks * request.block_size)
+
+
+class Chooser:
+    """Chooses workers for the requests of one router."""
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        state: RouterState,
+        links: FleetLinks,
+        clock: Clock,
+        behind_records: Callable[[], int],
+    ) -> None:
+        self.paths = TenantPaths(settings.path_cache_bytes)
+        self._settings = settings
+        self._state = state
+        self._selector = state.selector
+        self._projection = state.projection
+        self._links = links
+        self._clock = clock
+        self._behind_records = behind_records
+        self._staff: dict[str, Staff] = {}
+        """By model; forgotten whenever a link or the fleet changes."""
+        self._staff_version = (-1, -1)
+
+    # -- prompts ---------------------------------------------------------------------------------------------------
+
+    def block_size(self, model: str) -> int:
+        """Return the tokens per block of a model's workers; 0 when there is none."""
+        workers = self._projection.fleet.models().get(model)
+        return workers[0].card.block_size if workers else 0
+
+    async def path(self, request: InferenceRequest) -> list[int]:
+        """Return the sequence hashes of a prompt; a long one of text lets others have their turn meanwhile."""
+        if len(request.token_ids) <= LONG_PROMPT_BYTES or request.multimodal is not None:
+            return self.path_now(request)
+        block_size = self.block_size(request.model)
+        path: list[int] = []
+        if block_size:
+            seed = hash_seed(request.lora_name, request.cache_salt)
+            for number, _ in enumerate(self.paths.of(request).grow(path, request.token_ids, block_size, seed)):
+                if number % STRETCHES_PER_TURN == STRETCHES_PER_TURN - 1:
+                    await asyncio.sleep(0)
+        return path
+
+    def path_now(self, request: InferenceRequest) -> list[int]:
+        """Return the same in one go."""
+        block_size = self.block_size(request.model)
+        return prompt_path(request, block_size, self.paths) if block_size else []
+
+    def uncached_tokens(self, request: InferenceRequest, path: list[int]) -> int:
+        """Return the prompt tokens that whoever holds most of the prompt would have to compute."""
+        tokens = len(request.token_ids) // 4
+        overlap = self._selector.best_overlap_blocks(request.model, PROMPT_ROLES, path) if path else 0
+        return max(0, tokens - overlap * self.block_size(request.model))
+
+    # -- workers ---------------------------------------------------------------------------------------------------
+
+    def place(self, routed: Routed, send: Callable[[Chosen], bool]) -> NotPlaced | None:
+        """Choose a worker and ``send`` the request there, or say why not; who cannot be sent to is passed over."""
+        machine = routed.machine
+        request = machine.request
+        now_ms = self._clock.monotonic_ms()
+        block_size = self.block_size(request.model)
+        if not routed.path and block_size:
+            routed.path = self.path_now(request)
+        output_tokens = machine.delivery.tokens
+        leg = self._next_leg(machine.plan, output_tokens, routed.path, block_size)
+        forgiven = False
+        while True:
+            unreachable = self._links.unreachable
+            found = self._state.apply(
+                WorkerWanted(
+                    _routing(request, output_tokens, block_size, leg),
+                    routed.path,
+                    now_ms,
+                    self._clock.wall_ms(),
+                    {**unreachable, **routed.tried} if routed.tried else unreachable,
+                    machine.plan.dispatches,
+                    leg.roles,
+                    self._behind_records(),
+                )
+            )
+            if isinstance(found, Decision):
+                if send(Chosen(found, leg, now_ms)):
+                    return None
+                routed.tried[found.worker] = "its connection is full"
+            elif isinstance(found, PolicyFailed):
+                log.error("choosing a worker for request %s: %s", request.request_id, found, exc_info=found.error)
+                return NotPlaced(Lack.POLICY_FAILED, found)
+            elif leg.stage is Stage.ENCODE and not found.busy:
+                machine.plan.encodes_itself = True
+                leg = self._next_leg(machine.plan, output_tokens, routed.path, block_size)
+            elif found.busy or self._links.away & (found.reasons.keys() - routed.tried.keys()):
+                return NotPlaced(Lack.BUSY, found)
+            elif routed.tried and not forgiven:
+                # Who failed it once comes last, not never: it may have been another's fault (a prefill worker that
+                # died before its KV moved), or be a new life by now. The migration limit ends what does not end.
+                forgiven = True
+                routed.tried.clear()
+            else:
+                return NotPlaced(Lack.NO_WORKER, found)
+
+    def preview(self, request: InferenceRequest) -> Decision | NotPlaced:
+        """Return what a request would get now; nothing is booked, sent, counted or recorded."""
+        block_size = self.block_size(request.model)
+        path = self.path_now(request)
+        leg = self._next_leg(LegPlan(request), 0, path, block_size)
+        found = self._state.preview(
+            WorkerWanted(
+                _routing(request, 0, block_size, leg),
+                path,
+                self._clock.monotonic_ms(),
+                self._clock.wall_ms(),
+                self._links.unreachable,
+                roles=leg.roles,
+                behind_records=self._behind_records(),
+            )
+        )
+        if isinstance(found, Decision):
+            return found
+        if isinstance(found, PolicyFailed):
+            return NotPlaced(Lack.POLICY_FAILED, found)
+        return NotPlaced(Lack.BUSY if found.busy else Lack.NO_WORKER, found)
+
+    def _next_leg(self, plan: LegPlan, output_tokens: int, path: list[int], block_size: int) -> Leg:
+        """Return what the next worker is to do: the decode leg after a prefill, else what the plan says."""
+        if plan.wants_decode:
+            return SECOND_LEG
+        request = plan.request
+        staff = self._staff_of(request.model)
+        if staff.encode and plan.wants_encode:
+            return ENCODE_LEG
+        uncached = len(request.token_ids) // 4 + output_tokens
+        if staff.prefill and staff.decode:
+            uncached -= block_size * self._selector.best_overlap_blocks(request.model, DECODE_ROLES, path)
+        return first_leg(
+            staff.whole,
+            staff.prefill,
+            staff.decode,
+            uncached,
+            self._settings.local_prefill_max_tokens if request.multimodal is None else NEVER_LOCAL,
+        )
+
+    def _staff_of(self, model: str) -> Staff:
+        """Return which roles of a model have anyone who takes requests."""
+        version = (self._projection.fleet.version, self._links.version)
+        if self._staff_version != version:
+            self._staff.clear()
+            self._staff_version = version
+        staff = self._staff.get(model)
+        if staff is None:
+            down = self._links.unreachable
+            by_role = (WHOLE_ROLES, PREFILL_ROLES, DECODE_ROLES, ENCODE_ROLES)
+            staff = Staff(*(self._selector.available(model, roles, down) for roles in by_role))
+            # Models that nobody serves are named by clients, without end.
+            if any(staff):
+                self._staff[model] = staff
+        return staff
+
+
+def _routing(request: InferenceRequest, output_tokens: int, block_size: int, leg: Leg) -> RoutingRequest:
+    """Return what a policy may know of a request: what it was given and has generated so far is one prompt."""
+    tokens = len(request.token_ids) // 4 + output_tokens
+    size = max(1, block_size)
+    return RoutingRequest(
+        request.request_id,
+        request.model,
+        tokens,
+        size,
+        -(-tokens // size),
+        request.priority,
+        leg.stage,
+        media_hashes(request),
+        () if leg.stage is Stage.DECODE else media_kinds(request),
+    )

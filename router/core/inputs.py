@@ -1,0 +1,105 @@
+"""What a router is told: the vocabulary of inputs, all that its decisions depend on.
+
+Each input is a value. ``RouterState.apply`` is the one place where they take effect, the decision journal records them,
+and a replay applies them again: with the policy's settings, the same inputs in the same order give the same decisions,
+bit for bit. Clocks are in the inputs; nothing that handles one reads a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import final
+
+import msgspec
+
+from router.core.candidates import RoutingRequest
+from router.core.decision import Decision
+from router.core.projection import SnapshotLoad
+from wire.events import JournalRecord
+from wire.identifiers import Role, WorkerKey
+
+
+@final
+class RecordsArrived(msgspec.Struct, frozen=True, gc=False):
+    """The next records of the pool's journal, in order."""
+
+    records: Sequence[JournalRecord]
+    now_ms: float
+
+
+@final
+class SnapshotArrived(msgspec.Struct, frozen=True, gc=False):
+    """The state of the pool before record ``load.next_offset``, loaded to its end, replaces what was known of it."""
+
+    load: SnapshotLoad
+    now_ms: float
+
+
+@final
+class WorkerWanted(msgspec.Struct, frozen=True, gc=False):
+    """A request wants a worker now; what comes of it is a ``Decision``."""
+
+    request: RoutingRequest
+    path: Sequence[int]
+    """Sequence hashes of the prompt's whole blocks."""
+    now_ms: float
+    """Monotonic."""
+    time_ms: int
+    """Wall clock, for the record."""
+    unavailable: Mapping[WorkerKey, str] = {}
+    """Workers that the caller knows it cannot use, and why."""
+    attempt: int = 0
+    roles: tuple[Role, ...] = (Role.AGGREGATED,)
+    behind_records: int = 0
+    """Records that the pool's journal is known to hold beyond those applied; marks the decision, changes nothing."""
+
+
+@final
+class Booked(msgspec.Struct, frozen=True, gc=False):
+    """The last decision of a request is carried out: its load counts from now on."""
+
+    decision: Decision
+    path: Sequence[int]
+    dispatch_id: str
+    """What the worker will report it as."""
+    now_ms: float
+    lease_ms: float = 0.0
+    """How long it counts unconfirmed; 0 is the ledger's own."""
+
+
+@final
+class Crowded(msgspec.Struct, frozen=True, gc=False):
+    """A worker refused a dispatch: other routers had sent it more prompt tokens than this one knew."""
+
+    worker: WorkerKey
+    dispatch_id: str
+    booked_tokens: int
+    now_ms: float
+
+
+@final
+class Renewed(msgspec.Struct, frozen=True, gc=False):
+    """Whoever holds a reservation wants its lease to begin anew."""
+
+    worker: WorkerKey
+    dispatch_id: str
+    now_ms: float
+
+
+@final
+class Released(msgspec.Struct, frozen=True, gc=False):
+    """The router takes a dispatch off a worker."""
+
+    worker: WorkerKey
+    dispatch_id: str
+
+
+@final
+class Expired(msgspec.Struct, frozen=True, gc=False):
+    """Reservations due by ``now_ms`` end, those of the dispatches ``held`` excepted, which begin anew."""
+
+    now_ms: float
+    held: Collection[str] = frozenset()
+
+
+Input = RecordsArrived | SnapshotArrived | WorkerWanted | Booked | Crowded | Renewed | Released | Expired

@@ -1,0 +1,162 @@
+"""A checkpoint of a router's state: all of it that the pool's journal does not tell, taken, packed and put back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from router.core.approximate_index import Beliefs, BelievedChain
+from router.core.load_ledger import Entry as LedgerState
+from router.core.router_state import RouterState
+from router.core.stream_trust import OpenChoice as AwaitedChoice
+from router.core.stream_trust import Window
+from router.decision_journal.entries import (
+    BelievedBlocks,
+    Checkpoint,
+    CheckWindow,
+    LedgerEntry,
+    OpenChoice,
+    RouterBeliefs,
+)
+from wire.hashing import pack_hashes, unpack_hashes
+from wire.identifiers import WorkerId, WorkerKey
+
+
+@dataclass(slots=True)
+class Draft:
+    """A checkpoint as the router's turn takes it, by copying references; whoever writes it down packs it."""
+
+    offset: int
+    now_ms: float
+    time_ms: int
+    fresh: bool
+    ledger: list[LedgerEntry] = field(default_factory=list)
+    policy_count: int | None = None
+    open_choices: list[AwaitedChoice] = field(default_factory=list)
+    windows: list[Window] = field(default_factory=list)
+    beliefs: Beliefs | None = None
+    untrusted: dict[WorkerKey, str] = field(default_factory=dict)
+
+    def checkpoint(self, max_believed_blocks: int) -> Checkpoint:
+        """Return the entry."""
+        beliefs = None
+        if self.beliefs is not None:
+            beliefs = beliefs_of(*self.beliefs.condensed(max_believed_blocks), self.untrusted)
+        return Checkpoint(
+            self.offset,
+            self.now_ms,
+            self.time_ms,
+            self.fresh,
+            beliefs is None,
+            self.ledger,
+            self.policy_count,
+            [
+                OpenChoice(worker.worker_id, worker.dp_rank, dispatch_id, pack_hashes(path), block_size, blocks)
+                for worker, dispatch_id, path, block_size, blocks in self.open_choices
+            ],
+            [
+                CheckWindow(worker.worker_id, worker.dp_rank, window, is_suspect)
+                for worker, window, is_suspect in self.windows
+            ],
+            beliefs,
+        )
+
+
+def draft_of(state: RouterState, now_ms: float, time_ms: int) -> Draft:
+    """Return the checkpoint of a state as it is."""
+    projection, policy = state.projection, state.selector.policy
+    trust, approximate = projection.trust, projection.approximate
+    beliefs: Beliefs | None = None
+    if approximate is not None:
+        beliefs = approximate.beliefs()
+    elif trust.untrusted:
+        beliefs = trust.predictions.beliefs()
+    count: int | None = policy.checkpoint() if hasattr(policy, "checkpoint") else None
+    return Draft(
+        projection.next_offset,
+        now_ms,
+        time_ms,
+        False,
+        [
+            LedgerEntry(
+                worker.worker_id,
+                worker.dp_rank,
+                request_id,
+                entry.prefill_tokens,
+                entry.active_blocks,
+                entry.confirmed,
+                entry.due_ms,
+            )
+            for (worker, request_id), entry in projection.ledger.entries().items()
+        ],
+        count,
+        trust.open_choices(),
+        trust.windows(),
+        beliefs,
+        dict(trust.untrusted),
+    )
+
+
+def restore(state: RouterState, checkpoint: Checkpoint) -> None:
+    """Put back what a checkpoint has into a state that has loaded the pool's up to the checkpoint's offset."""
+    projection, beliefs = state.projection, checkpoint.beliefs
+    index, trust = projection.index, projection.trust
+    restored = []
+    for each in checkpoint.ledger:
+        key = WorkerKey(WorkerId(each.worker_id), each.dp_rank)
+        kept = LedgerState(index.slot(key), each.prefill_tokens, each.active_blocks, each.confirmed, each.due_ms)
+        restored.append((key, each.request_id, kept))
+    projection.ledger.restore(restored)
+    untrusted = beliefs.untrusted if beliefs is not None else []
+    trust.restore(
+        [
+            (WorkerKey(WorkerId(each.worker_id), each.dp_rank), each.dispatch_id, unpack_hashes(each.path),
+             each.block_size, each.blocks)
+            for each in checkpoint.open_choices
+        ],
+        [
+            (WorkerKey(WorkerId(each.worker_id), each.dp_rank), each.requests, each.is_suspect)
+            for each in checkpoint.windows
+        ],
+        {WorkerKey(WorkerId(worker_id), rank): why for worker_id, rank, why in untrusted},
+    )  # fmt: skip
+    if beliefs is not None:
+        believed = projection.approximate or trust.predictions
+        believed.restore(believed_chains(beliefs), beliefs.exact_from_ms, checkpoint.now_ms)
+    policy = state.selector.policy
+    if checkpoint.policy_count is not None and hasattr(policy, "restore"):
+        policy.restore(checkpoint.policy_count)
+
+
+def beliefs_of(
+    chains: Sequence[BelievedChain], exact_from_ms: float, untrusted: Mapping[WorkerKey, str]
+) -> RouterBeliefs:
+    """Return the part of a checkpoint that says what a router goes by besides events."""
+    numbers: dict[WorkerKey, int] = {}
+    blocks = [
+        BelievedBlocks(
+            numbers.setdefault(chain.worker, len(numbers)), chain.chosen_ms, chain.parent, pack_hashes(chain.hashes)
+        )
+        for chain in chains
+    ]
+    return RouterBeliefs(
+        [(worker.worker_id, worker.dp_rank) for worker in numbers],
+        blocks,
+        exact_from_ms,
+        [(worker.worker_id, worker.dp_rank, why) for worker, why in untrusted.items()],
+    )
+
+
+def believed_chains(beliefs: RouterBeliefs) -> list[BelievedChain]:
+    """Return the blocks of ``beliefs_of`` as they were given; raises ``ValueError`` when parts do not fit together."""
+    workers = [WorkerKey(WorkerId(worker_id), rank) for worker_id, rank in beliefs.workers]
+    for each in beliefs.blocks:
+        if not 0 <= each.worker < len(workers) or not each.path or len(each.path) % 8:
+            raise ValueError(
+                f"beliefs about worker {each.worker} of {len(workers)}, {len(each.path)} bytes of hashes, needed a "
+                "worker that is listed and a multiple of 8"
+            )
+    return [
+        BelievedChain(workers[each.worker], each.chosen_ms, each.parent, unpack_hashes(each.path))
+        for each in beliefs.blocks
+    ]

@@ -1,0 +1,245 @@
+"""How inputs are written down and read back: each kind of input beside the kind of entry that stands for it.
+
+An entry says less than its input where the rest is known from elsewhere: which records and which snapshot it was (the
+pool's journal has them), which decision was booked (it is the last one of that request). Workers are numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import assert_never
+
+import msgspec
+
+from router.consolidator.journal.as_of import NotKept, reaches_back_to, state_at
+from router.consolidator.journal.stored_records import StoredRecord, stored_records
+from router.consolidator.ports import Disk
+from router.core.decision import Decision
+from router.core.inputs import (
+    Booked,
+    Crowded,
+    Expired,
+    Input,
+    RecordsArrived,
+    Released,
+    Renewed,
+    SnapshotArrived,
+    WorkerWanted,
+)
+from router.core.projection import LOAD_STEP_BLOCKS, Projection
+from router.decision_journal.entries import (
+    AnyEntry,
+    Checkpoint,
+    DecisionBooked,
+    DecisionMade,
+    Entry,
+    EntryReleased,
+    InputsLost,
+    LeaseRenewed,
+    OverlapRealised,
+    RecordsApplied,
+    RequestEnded,
+    ReservationsExpired,
+    RouterSettingsNoted,
+    SnapshotLoaded,
+    WorkerCrowded,
+    WorkersNamed,
+    encoder,
+    made_of,
+    path_of,
+    stream_check,
+)
+from wire.events import JournalRecord
+from wire.identifiers import Role, WorkerKey
+
+# -- from input to entry -----------------------------------------------------------------------------------------------
+
+
+class Decided(msgspec.Struct, frozen=True, gc=False):
+    """A request that wanted a worker, and what came of it."""
+
+    wanted: WorkerWanted
+    decision: Decision
+
+
+Kept = Decided | Booked | Crowded | Renewed | Released | Expired | Entry
+"""What is kept of an input until it is written: of records and snapshots no more than the entry says."""
+
+
+def kept(given: Input, decision: Decision | None) -> Kept:
+    """Return what to keep of an input, in the router's turn."""
+    if type(given) is RecordsArrived:
+        return records_applied(given, 0)
+    if type(given) is WorkerWanted:
+        assert decision is not None, "a request that got no worker changes nothing, and is no input"
+        return Decided(given, decision)
+    if type(given) is SnapshotArrived:
+        return SnapshotLoaded(given.load.next_offset, given.now_ms)
+    return given
+
+
+def records_applied(given: RecordsArrived, check: int) -> RecordsApplied:
+    """Return the entry of records that follow on others of the check ``check``, or on none."""
+    for record in given.records:
+        check = stream_check(check, record)
+    return RecordsApplied(given.records[-1].offset + 1, given.now_ms, check)
+
+
+class InputWriter:
+    """Writes inputs as entries of one segment; belongs to the writing thread."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[WorkerKey, int] = {}
+
+    def begin_segment(self) -> None:
+        """Name workers anew."""
+        self._numbers.clear()
+
+    def write(self, item: Kept, out: list[bytes]) -> None:
+        """Append the entry of an input, after the names of the workers that it is the first to speak of."""
+        out.append(encoder.encode(self._entry(item, out)))
+
+    def _entry(self, item: Kept, out: list[bytes]) -> Entry:
+        match item:
+            case Entry():
+                return item
+            case Decided(wanted, decision):
+                workers = [*decision.candidates.workers, *decision.filtered, *wanted.unavailable, *decision.untrusted]
+                return made_of(wanted, decision, self._named(workers, out))
+            case Booked():
+                return DecisionBooked(item.decision.request.request_id, item.dispatch_id, item.now_ms, item.lease_ms)
+            case Crowded(worker):
+                number = self._named((worker,), out)[worker]
+                return WorkerCrowded(number, item.dispatch_id, item.booked_tokens, item.now_ms)
+            case Renewed(worker):
+                return LeaseRenewed(self._named((worker,), out)[worker], item.dispatch_id, item.now_ms)
+            case Released(worker):
+                return EntryReleased(self._named((worker,), out)[worker], item.dispatch_id)
+            case Expired():
+                return ReservationsExpired(item.now_ms, list(item.held))
+            case _:
+                assert_never(item)
+
+    def _named(self, workers: Sequence[WorkerKey], out: list[bytes]) -> Mapping[WorkerKey, int]:
+        numbers = self._numbers
+        named: list[tuple[str, int]] = []
+        for worker in workers:
+            if worker not in numbers:
+                numbers[worker] = len(numbers)
+                named.append((worker.worker_id, worker.dp_rank))
+        if named:
+            out.append(encoder.encode(WorkersNamed(named)))
+        return numbers
+
+
+# -- from entry to input -----------------------------------------------------------------------------------------------
+
+
+class StreamDiffers(Exception):
+    """The pool's journal holds other records than those that the router saw."""
+
+
+class NoDecision(Exception):
+    """A booking does not follow a decision of its request."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__("a booking without its decision")
+        self.request_id = request_id
+
+
+class TooOld(NotKept):
+    """The pool's journal no longer reaches back as far as an input does."""
+
+
+class InputReader:
+    """Reads entries as the inputs that they stand for, with what the pool's journal has of them."""
+
+    def __init__(self, pool: Disk, blocks_per_worker_max: int) -> None:
+        self._pool = pool
+        self._blocks_max = blocks_per_worker_max
+        self._reaches_back = reaches_back_to(pool)
+        self._stored: Iterator[StoredRecord] = iter(())
+        self._next_stored = -1
+        self.decided: Decided | None = None
+        """What a booking is of; whoever derives decisions says what came of them."""
+
+    def input_of(self, entry: AnyEntry, workers: Sequence[WorkerKey], projection: Projection) -> Input | None:
+        """Return the input that an entry stands for, ``None`` for one that stands for none.
+
+        ``workers`` are those named so far, by number; ``projection`` is what the input will be applied to.
+        Raises ``StreamDiffers``, ``NoDecision``, ``NotKept`` or ``TooOld``.
+        """
+        match entry:
+            case RecordsApplied():
+                return self._records(entry, projection.next_offset)
+            case SnapshotLoaded(offset, now_ms):
+                return self.snapshot(offset, now_ms, projection)
+            case DecisionMade():
+                return wanted_of(entry, workers)
+            case DecisionBooked():
+                decided = self.decided
+                if decided is None or decided.decision.request.request_id != entry.request_id:
+                    raise NoDecision(entry.request_id)
+                return Booked(decided.decision, decided.wanted.path, entry.dispatch_id, entry.now_ms, entry.lease_ms)
+            case WorkerCrowded():
+                return Crowded(workers[entry.worker], entry.dispatch_id, entry.booked_tokens, entry.now_ms)
+            case LeaseRenewed():
+                return Renewed(workers[entry.worker], entry.dispatch_id, entry.now_ms)
+            case EntryReleased():
+                return Released(workers[entry.worker], entry.dispatch_id)
+            case ReservationsExpired():
+                return Expired(entry.now_ms, frozenset(entry.renewed))
+            case RouterSettingsNoted() | Checkpoint() | InputsLost() | WorkersNamed():
+                return None
+            case OverlapRealised() | RequestEnded():
+                return None  # what came of decisions, which none depends on
+            case _:
+                assert_never(entry)
+
+    def snapshot(self, offset: int, now_ms: float, projection: Projection) -> SnapshotArrived:
+        """Return the pool's state before a record; raises ``NotKept`` or ``TooOld``."""
+        if offset and offset < self._reaches_back:
+            raise TooOld(
+                f"the pool's journal no longer holds what was seen: it reaches back to record {self._reaches_back}"
+            )
+        frozen = state_at(self._pool, offset, self._blocks_max).freeze()
+        load = projection.begin_load(frozen.offset, frozen.states(), frozen.visible_chains())
+        while load.step(LOAD_STEP_BLOCKS):
+            pass
+        return SnapshotArrived(load, now_ms)
+
+    def _records(self, entry: RecordsApplied, first: int) -> RecordsArrived:
+        records = [self._record(offset) for offset in range(first, entry.to_offset)]
+        arrived = RecordsArrived(records, entry.now_ms)
+        if not records or kept(arrived, None) != entry:
+            raise StreamDiffers(
+                f"records {first} to {entry.to_offset - 1} of the pool's journal are not those that the router saw "
+                "(lost in a power failure and written anew, or the journal of another pool)"
+            )
+        return arrived
+
+    def _record(self, offset: int) -> JournalRecord:
+        for _ in range(2):
+            if offset != self._next_stored:
+                self._stored = stored_records(self._pool, offset)
+                self._next_stored = offset
+            stored = next(self._stored, None)
+            if stored is not None:
+                self._next_stored = stored.record.offset + 1
+                return stored.record
+            self._next_stored = -1  # more may have been written meanwhile
+        raise StreamDiffers(f"the pool's journal has no record {offset}")
+
+
+def wanted_of(made: DecisionMade, workers: Sequence[WorkerKey]) -> WorkerWanted:
+    """Return the input that led to a recorded decision."""
+    return WorkerWanted(
+        made.request,
+        path_of(made),
+        made.now_ms,
+        made.time_ms,
+        {workers[number]: why for number, why in made.unavailable},
+        made.attempt,
+        tuple(Role(role) for role in made.roles),
+        made.behind_records,
+    )

@@ -1,0 +1,175 @@
+"""The connections of a router to its pool's workers: one per worker process, and who cannot be reached.
+
+Rules
+    1. A worker that joins gets a link. One that leaves (its lease may have ended while it works on) loses it as soon
+       as nothing is under way on it; streams that flow are not cut. Each link is opened by itself: a worker that
+       cannot be connected to is unreachable, is said to be so once, is tried again at each ``check``, and is nobody
+       else's trouble.
+    2. A worker is reachable while its link is up. Whoever is not is named, with the reason, in ``unreachable``.
+    3. ``version`` changes whenever somebody's reachability may have.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+
+import zmq
+
+from dispatch.request_machine import Happened
+from dispatch.worker_link import WorkerLink
+from router.core.fleet import Worker
+from router.metrics import RouterMetrics
+from router.settings import RouterSettings
+from runtime.clock import Clock
+from wire.identifiers import WorkerKey
+from wire.requests import TokenBatch
+
+log = logging.getLogger(__name__)
+
+UNREACHABLE = "unreachable"
+"""Filter reason of a worker that the pool knows and this router cannot talk to."""
+
+OpenLink = Callable[
+    [str, Callable[[WorkerLink, TokenBatch], None], Callable[[WorkerLink], None], Callable[[WorkerLink, str], None]],
+    WorkerLink,
+]
+"""Connects to an endpoint; told who hears of tokens, of the link coming up, and of its going down."""
+
+
+def link_opener(
+    context: zmq.Context[zmq.Socket[bytes]], settings: RouterSettings, metrics: RouterMetrics, clock: Clock
+) -> OpenLink:
+    """Return what opens links over real sockets."""
+    timeout_ms, on_undecodable = settings.worker_timeout_ms, metrics.stream_faults.labels("undecodable").inc
+    return lambda endpoint, on_tokens, on_up, on_down: WorkerLink(
+        context, endpoint, timeout_ms, clock, on_tokens, on_up, on_down, on_undecodable
+    )
+
+
+class FleetLinks:
+    """The links of one router."""
+
+    def __init__(
+        self,
+        open_link: OpenLink,
+        links_max: int,
+        on_tokens: Callable[[WorkerLink, TokenBatch], None],
+        on_reachable: Callable[[], None],
+        on_lost: Callable[[str, Happened, str], None],
+        holds: Callable[[str], bool],
+    ) -> None:
+        """``on_reachable`` is told when a link came up, ``on_lost`` of an endpoint that broke or left, and why;
+        ``holds`` tells whether requests are under way on an endpoint."""
+        self.unreachable: Mapping[WorkerKey, str] = {}
+        """Workers that the pool knows and this router cannot talk to, and why."""
+        self.away: frozenset[WorkerKey] = frozenset()
+        """Those of them whose link may come up again by itself."""
+        self.version = 0
+        self._open_link = open_link
+        self._links_max = links_max
+        self._on_tokens = on_tokens
+        self._on_reachable = on_reachable
+        self._on_lost = on_lost
+        self._holds = holds
+        self._links: dict[str, WorkerLink] = {}
+        self._endpoint_of: dict[WorkerKey, str] = {}
+        self._unlinked: dict[str, str] = {}
+        """Endpoints that no link could be made to, and why."""
+
+    def sync(self, workers: Mapping[WorkerKey, Worker]) -> None:
+        """Have exactly one link per worker process of the fleet."""
+        self._endpoint_of = {key: worker.card.request_endpoint for key, worker in workers.items()}
+        wanted = set(self._endpoint_of.values())
+        # What still comes over a link that is up needs no membership: it ends there, or the link does.
+        gone = [each for each, link in self._links.items() if each not in wanted and not self._is_in_use(link)]
+        for endpoint in gone:
+            self._links.pop(endpoint).close()
+        self._unlinked = {each: why for each, why in self._unlinked.items() if each in wanted}
+        for endpoint in self._endpoint_of.values():
+            if endpoint not in self._links:
+                self._open(endpoint)
+        self._note_reachability()
+        # Last: what moves is placed among the workers that are there now, and each of those has its link.
+        for endpoint in gone:
+            self._on_lost(endpoint, Happened.LEFT, "the worker left the pool")
+
+    def check(self, now_ms: float) -> None:
+        """Ping every worker, notice silent ones, try again where no link could be made."""
+        for link in list(self._links.values()):
+            link.check(now_ms)
+        self.close_left()
+        if self._unlinked:
+            for endpoint in list(self._unlinked):
+                self._open(endpoint)
+            self._note_reachability()
+
+    def close_left(self) -> None:
+        """Close links of workers that left the pool once nothing is under way on them."""
+        wanted = set(self._endpoint_of.values())
+        left = [each for each, link in self._links.items() if each not in wanted and not self._is_in_use(link)]
+        for endpoint in left:
+            self._links.pop(endpoint).close()
+            self._on_lost(endpoint, Happened.LEFT, "the worker left the pool")
+
+    def _is_in_use(self, link: WorkerLink) -> bool:
+        return link.is_up and self._holds(link.endpoint)
+
+    def to_worker(self, key: WorkerKey) -> WorkerLink:
+        """Return the link to a worker of the fleet that is not in ``unreachable``."""
+        return self._links[self._endpoint_of[key]]
+
+    def get(self, endpoint: str) -> WorkerLink | None:
+        """Return the link to a worker process."""
+        return self._links.get(endpoint)
+
+    def endpoints(self) -> list[str]:
+        """Return where there are links to."""
+        return list(self._links)
+
+    def __len__(self) -> int:
+        """Return how many links there are."""
+        return len(self._links)
+
+    def close(self) -> None:
+        """Close every link; nobody is told."""
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
+
+    def _open(self, endpoint: str) -> None:
+        try:
+            if len(self._links) >= self._links_max:
+                raise ValueError(f"there are {self._links_max} connections to workers, the most that fit")
+            link = self._open_link(endpoint, self._on_tokens, self._on_up, self._on_down)
+        except (zmq.ZMQError, ValueError) as error:
+            why = f"no connection can be made to {endpoint!r}: {error}"
+            if self._unlinked.get(endpoint) != why:
+                names = ", ".join(str(key) for key, each in self._endpoint_of.items() if each == endpoint)
+                log.error("worker %s is unreachable: %s; it gets no requests, and it is tried again", names, why)
+            self._unlinked[endpoint] = why
+            return
+        self._unlinked.pop(endpoint, None)
+        self._links[endpoint] = link
+
+    def _is_up(self, endpoint: str) -> bool:
+        link = self._links.get(endpoint)
+        return link is not None and link.is_up
+
+    def _note_reachability(self) -> None:
+        self.unreachable = {
+            key: self._unlinked.get(endpoint, UNREACHABLE)
+            for key, endpoint in self._endpoint_of.items()
+            if not self._is_up(endpoint)
+        }
+        self.away = frozenset(key for key in self.unreachable if self._endpoint_of[key] in self._links)
+        self.version += 1
+
+    def _on_up(self, _: WorkerLink) -> None:
+        self._note_reachability()
+        self._on_reachable()
+
+    def _on_down(self, link: WorkerLink, why: str) -> None:
+        self._note_reachability()
+        log.warning("worker at %s is unreachable: %s", link.endpoint, why)
+        self._on_lost(link.endpoint, Happened.LOST, why)

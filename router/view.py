@@ -1,0 +1,105 @@
+"""What others are shown of a router: operators, metrics, global routers. Asking changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from admission.queue_view import QueueView
+from dispatch.tenant_paths import TenantPaths
+from frontend.ports import ServedModel
+from router.core.decision import DecisionLog
+from router.core.fleet import media_of
+from router.core.projection import Projection
+from runtime.clock import Clock
+from wire.identifiers import WorkerKey
+
+if TYPE_CHECKING:
+    from router.service import RouterService
+
+
+class RouterView:
+    """Implements ``router.select_plane.PoolView`` and ``router.metrics.Viewed``."""
+
+    def __init__(self, service: RouterService, clock: Clock) -> None:
+        self._service = service
+        self._created_s = clock.wall_ms() // 1000
+        self._served: list[ServedModel] = []
+        self._served_version = -1
+
+    @property
+    def ready(self) -> bool:
+        """Tell whether the router's state is that of the pool."""
+        return self._service.ready
+
+    @property
+    def projection(self) -> Projection:
+        """Return the router's state."""
+        return self._service.projection
+
+    @property
+    def decisions(self) -> DecisionLog:
+        """Return the last decisions."""
+        return self._service.books.decisions
+
+    @property
+    def paths(self) -> TenantPaths:
+        """Return the cache of prompts' hashes."""
+        return self._service.chooser.paths
+
+    @property
+    def trouble(self) -> str:
+        """Return why the router's state may not be current, in words; empty when all is well."""
+        return self._service.trouble
+
+    @property
+    def behind_records(self) -> int:
+        """Return how many records the pool's journal is known to hold beyond those applied."""
+        return self._service.behind_records
+
+    @property
+    def unreachable(self) -> Mapping[WorkerKey, str]:
+        """Return the workers that the pool knows and this router cannot talk to, and why."""
+        return self._service.links.unreachable
+
+    def is_reachable(self, key: WorkerKey) -> bool:
+        """Tell whether the request plane to a worker is up."""
+        return key in self.projection.fleet.workers and key not in self.unreachable
+
+    def models(self) -> Sequence[ServedModel]:
+        """Return the models that some worker serves now; the front end asks with every request."""
+        fleet = self.projection.fleet
+        if self._served_version != fleet.version:
+            self._served = [
+                ServedModel(
+                    name,
+                    self._created_s,
+                    max(worker.card.limits.max_sequence_length for worker in workers),
+                    tuple(sorted({lora for worker in workers for lora in worker.card.loras})),
+                    media_of(workers),
+                )
+                for name, workers in fleet.models().items()
+            ]
+            self._served_version = fleet.version
+        return self._served
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many requests are active and how many wait."""
+        return self._service.counts()
+
+    @property
+    def queued_prompt_tokens(self) -> int:
+        """Return the prompt tokens of the waiting requests."""
+        return self._service.line.prompt_tokens
+
+    def queue(self) -> QueueView:
+        """Return what operators are shown of the queue."""
+        return self._service.line.view()
+
+    def retry_after_s(self) -> float:
+        """Return when a refused asker should come back."""
+        return self._service.line.retry_after_s()
+
+    def load_changed(self) -> None:
+        """Look whether waiting requests have room now; for whoever changed the ledger beside the router."""
+        self._service.line.pump()

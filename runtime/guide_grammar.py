@@ -1,0 +1,64 @@
+"""A request's guide as ``llguidance`` takes it: for the simulated engine, and for who tries a guide before a worker.
+
+Both go one way, so that what the one has compiled the other can compile. Nothing of the library is loaded on import.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from wire.requests import Sampling
+
+
+def matcher(tokenizer: Any, sampling: Sampling) -> Any:
+    """Return the ``LLMatcher`` of a request's guide over an ``LLTokenizer``; raises ``ValueError`` with the reason."""
+    from llguidance import LLMatcher
+
+    try:
+        # Its constructor never raises: it makes a matcher in error.
+        made = LLMatcher(tokenizer, _grammar(sampling), log_level=0)
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
+    if made.is_error():
+        raise ValueError(made.get_error())
+    return made
+
+
+def _grammar(sampling: Sampling) -> str:
+    """Return the grammar of a request's guide in the library's own form; raises ``ValueError``."""
+    from llguidance import LLMatcher, grammar_from
+
+    if sampling.guided_json is not None:
+        # No white space between tokens: its length would be one more thing that has to end.
+        return LLMatcher.grammar_from_json_schema(
+            sampling.guided_json.decode(), overrides={"whitespace_flexible": False}
+        )
+    if sampling.guided_regex is not None:
+        return grammar_from("regex", sampling.guided_regex)
+    if sampling.guided_grammar is not None:
+        return grammar_from("ebnf", sampling.guided_grammar)
+    if sampling.guided_choice is not None:
+        return grammar_from("choice", json.dumps(sampling.guided_choice))
+    assert sampling.structural_tag is not None, "the request has a guide"
+    return _tagged(sampling.structural_tag)
+
+
+def _tagged(text: str) -> str:
+    from llguidance import StructTag
+
+    tag = json.loads(text)
+    structures, triggers = (tag.get(name) if isinstance(tag, dict) else None for name in ("structures", "triggers"))
+    if not isinstance(structures, list) or not isinstance(triggers, list) or not structures:
+        raise ValueError("allowed is an object with lists of structures (begin, schema, end) and of triggers")
+    tags = []
+    for structure in structures:
+        known = structure if isinstance(structure, dict) else {}
+        begin, schema, end = (known.get(name) for name in ("begin", "schema", "end"))
+        if not isinstance(begin, str) or not isinstance(schema, dict) or not isinstance(end, str):
+            raise ValueError(f"a structure is {structure!r}: allowed are a begin, a schema and an end")
+        trigger = next((each for each in triggers if isinstance(each, str) and each and begin.startswith(each)), None)
+        if trigger is None:
+            raise ValueError(f"no trigger begins {begin!r}")
+        tags.append(StructTag(trigger=trigger, begin=begin, grammar=schema, end=end))
+    return StructTag.to_grammar(tags, assume_special=False)

@@ -1,0 +1,156 @@
+"""The functions behind `poolgrid config`, on real files."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from cli import config
+from global_router.core.document.reader import load_document
+from tests.global_router.documents import ROOT, changed, disagg, dynamo_agg, dynamo_disagg
+
+EXAMPLE = ROOT / "pool_configs" / "long_context.json"
+PROFILES = ROOT / "pool_configs" / "profiles" / "two_by_two.profiles.json"
+
+
+@pytest.fixture
+def dynamo_file(tmp_path: Path) -> Path:
+    path = tmp_path / "dynamo.json"
+    path.write_text(json.dumps(dynamo_disagg()))
+    return path
+
+
+def test_check_of_a_valid_document_is_0(capsys: pytest.CaptureFixture[str]) -> None:
+    assert config.check(EXAMPLE) == 0
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "ok, aggregated with 3 pools over 4 × 2 × 2 cells" in err
+
+
+def test_check_prints_every_problem_on_a_line_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "bad.json"
+    raw = changed(disagg(), ("prefill", "mapping", 0, 0), True)
+    raw["defaults"] = {"itl_target_ms": 99, "note": "x" * 500}
+    path.write_text(json.dumps(raw))
+
+    assert config.check(path) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3
+    assert lines[0].startswith("$.prefill.mapping[0][0]: is true")
+    assert lines[1] == "$.defaults.note: is not a known key"
+    assert lines[2].startswith("$.defaults.itl_target_ms: warning: is 99")
+
+
+@pytest.mark.parametrize("what", ["missing", "directory"])
+def test_a_file_that_cannot_be_read_is_a_problem(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path if what == "directory" else tmp_path / "none.json"
+
+    for command in (config.check, config.show, config.convert):
+        assert command(path) == 1
+        assert capsys.readouterr().out.startswith("$: cannot be read: ")
+
+
+def test_show_draws_every_grid_with_units(capsys: pytest.CaptureFixture[str]) -> None:
+    assert config.show(EXAMPLE) == 0
+    out = capsys.readouterr().out
+    for words in ("TTFT (ms)", "ITL (ms)", "ISL (tokens) ≥ 96\u00a0000".replace("≥ ", "≥\u00a0"), "medium", "16 / h"):
+        assert words in out
+
+
+def test_show_draws_a_large_grid_with_every_kth_cell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    raw = disagg()
+    mapping = [["p-fast"] * 100 + ["p-cheap"] * 100 for _ in range(100)]
+    raw["prefill"].update(isl_resolution=100, ttft_resolution=200, mapping=mapping)
+    path = tmp_path / "large.json"
+    path.write_text(json.dumps(raw))
+
+    assert config.show(path) == 0
+    out = capsys.readouterr().out
+    assert "every 3. row, every 4. column" in out
+    assert "A" * 25 + "B" * 25 in out
+
+
+def test_show_without_matplotlib_says_what_to_install(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+
+    assert config.show(EXAMPLE, tmp_path / "grid.png") == 1
+    err = capsys.readouterr().err
+    assert "pip install matplotlib" in err
+    assert "no file was written" in err
+    assert not (tmp_path / "grid.png").exists()
+
+
+def test_show_writes_a_png(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "grid.png"
+
+    assert config.show(EXAMPLE, path) == 0
+    assert path.read_bytes().startswith(b"\x89PNG\r\n")
+    assert config.show(EXAMPLE, tmp_path / "none" / "grid.png") == 1
+    assert "cannot write" in capsys.readouterr().err
+
+
+def test_convert_rewrites_dynamos_form_into_ours(dynamo_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "ours.json"
+
+    assert config.convert(dynamo_file, out) == 0
+    again = load_document(out.read_bytes())
+    assert again.form == "poolgrid"
+    assert again.document == load_document(dynamo_file.read_bytes()).document
+    assert config.check(out) == 0
+
+
+def test_convert_to_standard_output_is_the_document_and_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "agg.json"
+    path.write_text(json.dumps(dynamo_agg()))
+
+    assert config.convert(path) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["mode"] == "aggregated"
+    assert "priority_overrides[1]: warning: overlaps" in err
+
+
+def test_what_cannot_be_written_is_said_and_leaves_nothing(
+    dynamo_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert config.convert(dynamo_file, tmp_path / "none" / "x.json") == 1
+    assert "No such file or directory" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dynamo.json"]
+
+
+def test_build_writes_a_grid_with_the_evidence_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "grid.json"
+
+    assert config.build(PROFILES, out) == 0
+    built = load_document(out.read_bytes())
+    evidence = json.loads((tmp_path / "grid.evidence.json").read_text())
+    assert built.warnings == ()
+    assert len(evidence["prefill"]["cells"]) == 16
+    for cell in evidence["decode"]["cells"]:
+        assert built.document.decode is not None
+        assert built.document.decode.pool_at(tuple(cell["cell"])) == cell["pool"]
+    assert "24 cells" in capsys.readouterr().err
+
+
+def test_build_prints_the_problems_of_profiles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "profiles.json"
+    path.write_text('{"mode": "disagg"}')
+
+    assert config.build(path, tmp_path / "out.json") == 1
+    assert "$.load: is missing\n" in capsys.readouterr().out
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_the_published_schema_is_current() -> None:
+    published = ROOT / "docs" / "schemas" / "pool_grid.schema.json"
+
+    assert published.read_text() == config.schema_text(), (
+        "write config.schema_text() to docs/schemas/pool_grid.schema.json"
+    )

@@ -1,0 +1,128 @@
+"""Parts of `poolgrid up` that die: when they come back, and where."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from itertools import accumulate, pairwise
+
+import pytest
+import zmq
+
+from cli.held_port import HeldPorts
+from cli.part import Part, PartFailed, part_environment, stop_parts
+from cli.restart_pace import DEATHS_LOUD, JITTER, PAUSE_MAX_S, PAUSE_MIN_S, STEADY_S, RestartPace
+from runtime.http_server import bind
+
+HOST = "127.0.0.1"
+
+
+def test_pauses_double_up_to_a_bound_and_never_end() -> None:
+    pace = RestartPace("worker-0")
+    pauses = [pace.died(0.0) for _ in range(1000)]
+    assert all(PAUSE_MIN_S * (1 - JITTER) <= pause <= PAUSE_MAX_S * (1 + JITTER) for pause in pauses)
+    for number, (pause, following) in enumerate(pairwise(pauses[:7])):
+        assert following > pause, f"after death {number}"
+    assert min(pauses[10:]) >= PAUSE_MAX_S * (1 - JITTER)
+    assert [pace.deaths, pace.is_loud] == [1000, True]
+    # Eleven deaths that took seconds ended everything; now the eleventh comes after half a minute at the earliest.
+    assert list(accumulate(pauses))[10] > 30
+
+
+def test_a_part_that_lived_for_long_is_back_at_once() -> None:
+    pace = RestartPace("worker-0")
+    for _ in range(DEATHS_LOUD):
+        pace.died(STEADY_S / 2)
+    assert pace.is_loud
+    assert pace.died(STEADY_S) <= PAUSE_MIN_S * (1 + JITTER)
+    assert not pace.is_loud
+
+
+def test_parts_that_die_together_do_not_come_back_together_and_every_run_is_the_same() -> None:
+    def run() -> list[float]:
+        return [RestartPace(f"worker-{number}").died(0.0) for number in range(20)]
+
+    assert run() == run()
+    assert len(set(run())) == 20
+
+
+def test_a_held_port_is_its_parts_and_nobody_elses_who_does_not_insist() -> None:
+    ports = HeldPorts(HOST)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        port = ports.hold()
+        for _ in range(3):  # a part that dies and comes back
+            with bind(HOST, port, "port") as part:
+                part.listen()
+        with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+            stranger.bind((HOST, port))
+        context.socket(zmq.ROUTER).bind(f"tcp://{HOST}:{port}")
+        assert ports.hold(port) == port, "somebody listens: the part itself will say what is wrong with it"
+    finally:
+        ports.close()
+        context.destroy(linger=0)
+
+
+def test_a_part_whose_port_a_stranger_took_comes_back_when_the_stranger_is_gone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def until_failed(times: int) -> None:
+        while sum("before it was ready" in each.getMessage() for each in caplog.records) < times:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+    async def scenario() -> None:
+        ports = HeldPorts(HOST)
+        port = ports.hold()
+        part = Part("consolidator", ["consolidator", "--ingest-port", str(port)], part_environment())
+        try:
+            async with asyncio.timeout(60):
+                await part.start()
+                before = part.word("ingest")
+                assert before.endswith(f":{port}")
+                part.watch()
+                part.signal(signal.SIGKILL)
+                with contextlib.closing(await _listen_as_soon_as_it_can(port)):
+                    await until_failed(2)
+                part.ready_words = []
+                while not part.ready_words:  # noqa: ASYNC110 - the part is watched by a task of its own
+                    await asyncio.sleep(0.02)
+                assert part.word("ingest") == before
+        finally:
+            await stop_parts([part])
+            ports.close()
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(scenario())
+    said = [record.getMessage() for record in caplog.records]
+    assert any("ended with status -9: starting it again in 0." in line for line in said)
+
+
+async def _listen_as_soon_as_it_can(port: int) -> socket.socket:
+    """Insist on a port as few do; its part listens until it is dead."""
+    while True:
+        stranger = socket.socket()
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            stranger.bind((HOST, port))
+            stranger.listen()
+            return stranger
+        except OSError:
+            stranger.close()
+            await asyncio.sleep(0.005)
+
+
+def test_a_part_that_does_not_start_the_first_time_is_an_error() -> None:
+    async def scenario() -> None:
+        with socket.socket() as listener:
+            listener.bind((HOST, 0))
+            listener.listen()
+            port = listener.getsockname()[1]
+            part = Part("consolidator", ["consolidator", "--ingest-port", str(port)], part_environment())
+            with pytest.raises(PartFailed, match="ended with status 1 before it was ready"):
+                await part.start()
+            await stop_parts([part])
+
+    asyncio.run(scenario())

@@ -1,0 +1,208 @@
+"""The thread that writes the journal: order, failures, slowness, and what happens when too much waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from router.consolidator import journal_writer
+from router.consolidator.core.consolidator import Now, Turn
+from router.consolidator.journal.memory import MemoryJournal
+from router.consolidator.journal_writer import JournalWriter
+from runtime.clock import SystemClock
+from wire.ingest import Unknown
+
+
+class Disk(MemoryJournal):
+    """A journal whose writes wait for ``go``, and fail as often as told."""
+
+    in_memory = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = threading.Event()
+        self.go.set()
+        self.failures = 0
+        self.sync_failures = 0
+        self.writes: list[int] = []
+        self.syncs = 0
+
+    def append(self, payloads: Sequence[bytes], now_ms: int) -> None:
+        self.go.wait(10)
+        if self.failures:
+            self.failures -= 1
+            raise OSError(28, "No space left on device")
+        self.writes.append(len(payloads))
+        super().append(payloads, now_ms)
+
+    def sync(self) -> None:
+        self.syncs += 1
+        if self.sync_failures:
+            self.sync_failures -= 1
+            raise OSError(5, "Input/output error")
+
+
+class Scene:
+    """A writer over a disk, and what it told."""
+
+    def __init__(self, fsync: Any = "never") -> None:
+        self.disk = Disk()
+        self.told: list[int] = []
+        self.calls: list[str] = []
+        self.executor = ThreadPoolExecutor(2)
+        self.writer = JournalWriter(
+            self.disk,
+            fsync,
+            5.0,
+            SystemClock(),
+            self.executor,
+            lambda turn, payloads: self.told.append(turn.now.wall_ms),
+            lambda: self.calls.append("full"),
+            lambda: self.calls.append("room"),
+        )
+
+    def put(self, number: int, records: int = 1, size: int = 10) -> None:
+        self.writer.put(Turn(Now(0.0, number)), [b"x" * size] * records)
+
+    async def until_told(self, count: int) -> None:
+        async with asyncio.timeout(10):
+            while len(self.told) < count:  # noqa: ASYNC110 - what is under test tells a list
+                await asyncio.sleep(0.001)
+
+
+def test_turns_are_told_in_order_and_those_that_wait_are_written_together() -> None:
+    async def scenario() -> None:
+        scene = Scene()
+        scene.disk.go.clear()
+        for number in range(50):
+            scene.put(number, records=number % 3)
+        await asyncio.sleep(0.02)
+        assert scene.told == [0], "it has no records; all others wait for the disk, also those without"
+
+        scene.disk.go.set()
+        await scene.until_told(50)
+        assert scene.told == list(range(50))
+        assert scene.disk.writes == [49]
+        assert scene.disk.next_offset == 49
+
+    asyncio.run(scenario())
+
+
+def test_the_loop_runs_while_the_disk_does_not() -> None:
+    async def scenario() -> None:
+        scene = Scene()
+        scene.disk.go.clear()
+        scene.put(1)
+        await asyncio.sleep(journal_writer.SLOW_MS / 1000 + 0.05)
+        assert scene.writer.slow_ms >= journal_writer.SLOW_MS
+        assert not scene.writer.stalled
+        scene.disk.go.set()
+        await scene.until_told(1)
+        assert scene.writer.slow_ms >= journal_writer.SLOW_MS, "said for a while after"
+        scene.put(2)
+        await scene.until_told(2)
+        assert scene.writer.slow_ms == 0.0
+
+    asyncio.run(scenario())
+
+
+def test_what_fails_is_tried_again_before_anything_behind_it() -> None:
+    async def scenario() -> None:
+        scene = Scene()
+        scene.disk.failures = 3
+        for number in range(5):
+            scene.put(number)
+        await scene.until_told(5)
+
+        assert scene.told == list(range(5))
+        assert scene.writer.errors == 3
+        assert not scene.writer.stalled
+        assert scene.disk.next_offset == 5
+
+    asyncio.run(scenario())
+
+
+def test_after_a_sync_that_failed_only_the_sync_is_tried_again() -> None:
+    async def scenario() -> None:
+        scene = Scene("always")
+        scene.disk.sync_failures = 2
+        scene.put(0, records=2)
+        await scene.until_told(1)
+
+        assert scene.disk.writes == [2]
+        assert scene.disk.syncs == 3
+
+    asyncio.run(scenario())
+
+
+def test_beyond_its_bound_the_queue_asks_for_a_pause_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_writer, "QUEUE_BYTES_MAX", 100_000)
+
+    async def scenario() -> None:
+        scene = Scene()
+        scene.disk.go.clear()
+        for number in range(200):
+            scene.put(number, size=1000)
+        assert scene.calls == ["full"]
+        scene.disk.go.set()
+        await scene.until_told(200)
+
+        assert scene.calls == ["full", "room"]
+        assert scene.told == list(range(200))
+
+    asyncio.run(scenario())
+
+
+def test_answers_count_for_the_bound_also_when_they_come_without_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_writer, "QUEUE_BYTES_MAX", 100_000)
+
+    async def scenario() -> None:
+        scene = Scene()
+        scene.disk.go.clear()
+        scene.put(0)
+        for number in range(1, 200):
+            scene.writer.put(Turn(Now(0.0, number), replies=[(b"peer", Unknown("w", 0))]), [])
+        assert scene.calls == ["full"]
+        scene.disk.go.set()
+        await scene.until_told(200)
+
+    asyncio.run(scenario())
+
+
+def test_a_job_runs_between_two_writes() -> None:
+    async def scenario() -> None:
+        scene = Scene()
+        scene.disk.go.clear()
+        scene.put(0)
+        job = asyncio.ensure_future(scene.writer.between_writes(lambda: scene.disk.next_offset))
+        await asyncio.sleep(0)
+        scene.put(1)
+        scene.disk.go.set()
+
+        assert await job == 1
+        await scene.until_told(2)
+
+    asyncio.run(scenario())
+
+
+def test_the_end_stores_what_waits_and_gives_a_failing_disk_one_more_try() -> None:
+    async def scenario() -> None:
+        good = Scene()
+        good.put(0)
+        good.put(1)
+        await good.writer.finish()
+        assert good.disk.next_offset == 2
+
+        bad = Scene()
+        bad.disk.failures = 10**6
+        bad.put(0)
+        await asyncio.sleep(0.02)
+        await asyncio.wait_for(bad.writer.finish(), 5)
+        assert (bad.told, bad.disk.next_offset) == ([], 0)
+
+    asyncio.run(scenario())

@@ -1,0 +1,61 @@
+"""A medium that is refused is gone with its request: nothing of it waits for the garbage collector."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from frontend.errors import RequestError
+from tests.frontend.media.hostile_server import answer, hostile_server
+from tests.frontend.media.loading import Loading, loading
+from tests.frontend.media.samples import data_url, png, png_bomb
+
+MEGABYTE = 1024 * 1024
+BROKEN = b"\xff\xd8" + b"\xff" * (MEGABYTE // 2)
+
+CASES: dict[str, Callable[[Callable[[str], str]], list[str]]] = {
+    "a broken picture": lambda url: [url("/broken.jpg")],
+    "one of too many pixels": lambda url: [url("/bomb.png")],
+    "one that is too large": lambda url: [url("/large.png")],
+    "one that ends too early": lambda url: [url("/short.png")],
+    "a broken data URL": lambda url: [data_url(BROKEN)],
+    "a data URL that is not base64": lambda url: [data_url(BROKEN)[:-1] + "!"],
+    "an address that is refused": lambda url: ["http://10.0.0.1/x.png"],
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_of_a_refused_medium_waits_for_the_collector(name: str) -> None:
+    async def refuse(media: Loading, urls: list[str]) -> None:
+        with pytest.raises(RequestError):
+            await media.take(*urls)
+
+    async def frames() -> list[FrameType]:
+        async with hostile_server() as server, loading(max_file_size_mb=1) as media:
+            server.plays["/broken.jpg"] = answer(BROKEN)
+            server.plays["/bomb.png"] = answer(png_bomb())
+            server.plays["/large.png"] = answer(bytes(MEGABYTE + 1), length=None)
+            server.plays["/short.png"] = answer(BROKEN, length=MEGABYTE)
+            server.plays["/good.png"] = answer(png())
+            urls = CASES[name](server.url)
+            await refuse(media, urls)  # what is made with the first one stays
+            gc.collect()
+            gc.disable()
+            try:
+                for _ in range(3):
+                    await refuse(media, urls)
+                gc.set_debug(gc.DEBUG_SAVEALL)
+                gc.collect()
+                found: list[Any] = [each for each in gc.garbage if isinstance(each, FrameType)]
+                return [frame for frame in found if "/frontend/media/" in frame.f_code.co_filename]
+            finally:
+                gc.set_debug(0)
+                gc.garbage.clear()
+                gc.enable()
+
+    assert [frame.f_code.co_name for frame in asyncio.run(frames())] == []

@@ -1,0 +1,295 @@
+"""A router's state is what its inputs made of it, and the log of them makes another one like it."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.consolidator.adapters.posix_disk import ReadOnlyDirectory
+from router.core.approximate_index import ApproximateIndex
+from router.core.decision import Decision
+from router.core.inputs import Booked, Crowded, Expired, Input, Released, Renewed, SnapshotArrived, WorkerWanted
+from router.core.load_ledger import ENTRY_BYTES, LoadLedger
+from router.core.prefix_index import PrefixIndex
+from router.core.projection import Projection
+from router.core.router_state import RouterState
+from router.core.selector import Selector
+from router.decision_journal import recorder
+from router.decision_journal.entries import INPUTS_VERSION, RouterSettingsNoted
+from router.decision_journal.input_codec import Decided, InputReader, InputWriter, kept
+from router.decision_journal.opening import policy_of
+from router.decision_journal.reader import decision_directories, stored_entries
+from router.decision_journal.replay import Replay
+from router.decision_journal.segments import DecisionSegments
+from router.policy_loading import load_policy
+from tests.consolidator.journal_builder import FakeDisk
+from tests.router.fleet_builder import worker_key
+from tests.router.recorded_router import BLOCKS_MAX, NAMES, RecordedRouter
+from wire.events import RequestStarted
+
+ROOT = Path(__file__).parents[2]
+BEFORE_INPUTS = ROOT / "tests/data/recording_before_inputs"
+
+
+class Log(list[tuple[Input, Decision | None]]):
+    """Keeps inputs as they are."""
+
+    def note(self, given: Input, decision: Decision | None = None) -> None:
+        self.append((given, decision))
+
+
+def crowd(router: RecordedRouter, number: int) -> None:
+    """Now and then a worker refuses a dispatch, because others were quicker."""
+    if number % 7 == 3 and router.joined:
+        worker = sorted(router.joined)[number % len(router.joined)]
+        router.state.apply(Crowded(worker, f"crowded-{number}", 500 + number, router.clock.monotonic_ms()))
+
+
+def played(seed: int, steps: int, **given: object) -> tuple[RecordedRouter, Log]:
+    """A router after many steps, and the log of its inputs."""
+
+    async def run() -> tuple[RecordedRouter, Log]:
+        router = RecordedRouter(seed=seed, **given)  # type: ignore[arg-type]  # settings by name
+        router.state.log = log = Log()
+        for name in NAMES:
+            router.join(name)
+        for number in range(steps):
+            router.step()
+            crowd(router, number)
+        await router.recorder.stop()
+        return router, log
+
+    return asyncio.run(run())
+
+
+def fresh(router: RecordedRouter) -> RouterState:
+    """An empty state by the same settings."""
+    known = router.settings
+    index = PrefixIndex(known.index_budget_bytes)
+    approximate = ApproximateIndex(index, known.approximate_ttl_ms) if known.policy == "approximate" else None
+    ledger = LoadLedger(known.reservation_ttl_ms, known.ledger_budget_bytes)
+    return RouterState(Selector(Projection(index, ledger, approximate), load_policy(known), known.worker_queue_factor))
+
+
+def told(state: RouterState) -> dict[str, Any]:
+    """All that can be said of a state."""
+    projection = state.projection
+    return {
+        "offset": projection.next_offset,
+        "fleet": projection.fleet.workers,
+        "ledger": {key: (e.prefill_tokens, e.active_blocks, e.confirmed, e.due_ms)
+                   for key, e in projection.ledger.entries().items()},
+        "blocks": {name: projection.index.held_blocks(worker_key(name)) for name in NAMES},
+        "untrusted": projection.trust.untrusted,
+        "windows": projection.trust.windows(),
+        "awaited": [(each[0], each[1], list(each[2]), *each[3:]) for each in projection.trust.open_choices()],
+        "depths": [projection.index.find([1000 * talk + block for block in range(30)]) for talk in range(4)],
+    }  # fmt: skip
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 10_000),
+    st.integers(1, 250),
+    st.sampled_from(("kv", "approximate", "round-robin", "random", "least-loaded")),
+)
+def test_a_state_that_is_given_the_log_of_another_is_like_it_and_decides_alike(
+    seed: int, steps: int, policy: str
+) -> None:
+    router, log = played(seed, steps, policy=policy, temperature=0.2 if seed % 2 else 0.0)
+    again = fresh(router)
+
+    came_to = [again.apply(each) for each, _ in log]
+
+    for (each, decision), result in zip(log, came_to, strict=True):
+        if decision is not None:
+            assert isinstance(each, WorkerWanted)
+            assert isinstance(result, Decision)
+            assert result.explanation() == decision.explanation()
+    assert told(again) == told(router.state)
+
+
+def test_what_changes_nothing_is_not_in_the_log() -> None:
+    router, log = played(seed=1, steps=0)
+    log.clear()
+    a = worker_key("a")
+
+    assert router.state.apply(Released(a, "nobody")) is False
+    assert router.state.apply(Renewed(a, "nobody", 1.0)) is False
+    router.state.apply(Expired(1e9, {"nobody"}))
+
+    assert log == []
+
+
+def test_of_what_is_held_the_log_names_only_what_was_due() -> None:
+    router, log = played(seed=1, steps=0)
+    router.state.projection.ledger.reserve(worker_key("a"), 0, "due", 10, 1, 0.0)
+    router.state.projection.ledger.reserve(worker_key("a"), 0, "later", 10, 1, 1e6)
+    log.clear()
+
+    router.state.apply(Expired(1000.0, {"due", "later", "elsewhere"}))
+
+    assert log == [(Expired(1000.0, ["due"]), None)]
+
+
+def test_every_kind_of_input_is_written_and_read_back_as_it_was() -> None:
+    router, log = played(seed=4, steps=200)
+    writer, reader = InputWriter(), InputReader(router.pool_disk, BLOCKS_MAX)
+    disk = FakeDisk()
+    segments = DecisionSegments(disk, 1 << 30, 10**12)
+    segments.begin([], 0)
+    projection = router.projection
+    load = projection.begin_load(0, [], [])
+    payloads: list[bytes] = []
+    writer.write(kept(SnapshotArrived(load, 3.0), None), payloads)
+    for each, decision in log:
+        writer.write(kept(each, decision), payloads)
+    segments.append(payloads)
+    segments.close()
+    seen: Counter[type] = Counter()
+    again = fresh(router)
+
+    expected = iter([(SnapshotArrived(load, 3.0), None), *log])
+    for stored in stored_entries(disk):
+        read = reader.input_of(stored.entry, stored.workers, again.projection)
+        if read is None:
+            continue
+        wrote, decision = next(expected)
+        seen[type(read)] += 1
+        result = again.apply(read)
+        if isinstance(read, SnapshotArrived):
+            assert (read.load.next_offset, read.now_ms) == (0, 3.0)
+        elif isinstance(read, WorkerWanted):
+            assert isinstance(wrote, WorkerWanted)
+            assert decision is not None
+            assert isinstance(result, Decision)
+            reader.decided = Decided(read, result)
+            assert msgspec.structs.replace(read, path=list(read.path)) == wrote
+        elif isinstance(read, Booked):
+            assert isinstance(wrote, Booked)
+            assert read.decision.explanation() == wrote.decision.explanation()
+            assert (list(read.path), read.dispatch_id, read.now_ms, read.lease_ms) == (
+                wrote.path, wrote.dispatch_id, wrote.now_ms, wrote.lease_ms
+            )  # fmt: skip
+        elif isinstance(read, Expired):
+            assert isinstance(wrote, Expired)
+            assert (read.now_ms, sorted(read.held)) == (wrote.now_ms, sorted(wrote.held))
+        else:
+            assert read == wrote
+
+    assert next(expected, None) is None
+    assert set(seen) == set(Input.__args__), "a kind of input that this test never saw"
+
+
+def test_a_router_whose_ledger_was_full_is_replayed_with_a_ledger_as_small() -> None:
+    async def run() -> RecordedRouter:
+        # As small as the setting allows, and other routers' requests take most of it.
+        router = RecordedRouter(seed=3, churn=0.0, ledger_budget_bytes=2**16, worker_queue_factor=1000)
+        for name in NAMES:
+            router.join(name)
+        others = [RequestStarted(f"other-{number}", 100, 0, 4) for number in range(2**16 // ENTRY_BYTES - 3)]
+        router.say(worker_key("a"), *others)
+        for _ in range(300):
+            router.step()
+        await router.recorder.stop()
+        return router
+
+    router = asyncio.run(run())
+    assert router.projection.ledger.refused_entries > 0
+
+    outcome = router.replay()
+
+    assert outcome.difference is None
+    assert outcome.identical == router.made > 50
+
+
+def test_a_recording_made_before_inputs_were_values_is_still_derived_bit_for_bit() -> None:
+    (decisions,) = decision_directories(BEFORE_INPUTS)
+    kinds = Counter(type(each.entry).__name__ for each in stored_entries(ReadOnlyDirectory(decisions)))
+    assert kinds["WorkerCrowded"], kinds["LeaseRenewed"]
+
+    outcome = Replay(ReadOnlyDirectory(BEFORE_INPUTS), ReadOnlyDirectory(decisions), policy_of, BLOCKS_MAX).run()
+
+    assert outcome.difference is None
+    assert (outcome.identical, outcome.not_derivable, outcome.lost_decisions) == (kinds["DecisionMade"], 0, 0)
+
+
+def test_inputs_of_a_later_version_are_not_replayed_and_it_is_said_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "INPUTS_VERSION", INPUTS_VERSION + 1)
+
+    async def run() -> RecordedRouter:
+        router = RecordedRouter(seed=3, segment_bytes=20_000)
+        for name in NAMES:
+            router.join(name)
+        for number in range(100):
+            router.step()
+            if number % 10 == 0:
+                router.recorder.flush()
+                await asyncio.sleep(0.01)
+        await router.recorder.stop()
+        return router
+
+    router = asyncio.run(run())
+    noted = [e for e in stored_entries(router.decisions_disk) if isinstance(e.entry, RouterSettingsNoted)]
+    assert len(noted) > 1, "a later segment's checkpoint must not begin a replay either"
+
+    outcome = router.replay()
+
+    assert outcome.difference is None
+    assert (outcome.identical, outcome.not_derivable) == (0, router.made)
+    (cause,) = outcome.causes
+    assert "inputs are of version 2, written by poolgrid test" in cause
+    assert "knows versions up to 1" in cause
+
+
+CHANGES = {
+    "apply", "adopt", "load_snapshot", "book", "reserve", "renew", "release", "expire", "crowded", "started",
+    "prefill_completed", "progressed", "finished", "drop", "move", "clear", "restore", "chosen", "note_streams",
+    "forget", "record", "store", "remove", "join", "leave", "drain",
+}  # fmt: skip
+"""Methods that change a part of the state."""
+
+PARTS = {"projection", "ledger", "selector", "trust", "index", "approximate", "predictions", "fleet"}
+
+DOORS = ("router/core", "router/decision_journal/checkpoints.py", "router/consolidator")
+"""Where they may be called: within the state, where a checkpoint is put back, and in the consolidator's own state."""
+
+
+def changed_parts(source: str) -> list[str]:
+    """The calls in a module that change a part of a router's state beside ``RouterState.apply``."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGES:
+            owner = node.func.value
+            name = owner.attr if isinstance(owner, ast.Attribute) else owner.id if isinstance(owner, ast.Name) else ""
+            if name.strip("_") in PARTS:
+                found.append(f"{ast.unparse(node.func)} in line {node.lineno}")
+    return found
+
+
+def test_nothing_in_the_router_changes_its_state_but_through_apply() -> None:
+    modules = [
+        path
+        for path in sorted((ROOT / "router").rglob("*.py"))
+        if not any(path.relative_to(ROOT).as_posix().startswith(door) for door in DOORS)
+    ]
+    assert len(modules) > 10
+
+    beside = {path.name: changed_parts(path.read_text()) for path in modules}
+
+    assert {name: calls for name, calls in beside.items() if calls} == {}
+
+
+@pytest.mark.parametrize(
+    "line", ["self.projection.ledger.release(w, 'r')", "state.selector.book(d, p, 0.0)", "projection.apply(r, 0.0)"]
+)
+def test_a_call_beside_apply_would_be_seen(line: str) -> None:
+    assert changed_parts(line)

@@ -1,0 +1,111 @@
+"""Addresses that one process gives another: what they must look like before anybody opens a socket to them.
+
+A worker's card, a sources file and a command line all carry addresses that somebody else will connect to. ZMQ says what
+is wrong with one only when a socket is made, in the process of whoever reads it; these checks say it at the door. They
+look at the form alone: whether anybody listens there is found out by connecting.
+
+Each ``..._problem`` returns why an address cannot be used, in words that follow the address (``'tcp://w' names no
+port``), or ``None``.
+"""
+
+from __future__ import annotations
+
+import re
+from ipaddress import IPv4Address, IPv6Address
+
+PORT_MAX = 65_535
+"""TCP ports are 16 bits; 0 means "any free one" and nobody can connect to it."""
+
+HOST_CHARS_MAX = 253
+"""Longest name in the DNS (RFC 1035, in its text form)."""
+
+_LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
+"""A part of a host name; the underscore is no host's by the RFC, and common in container networks."""
+
+_NUMBERS = re.compile(r"[0-9.]+")
+
+TCP = "tcp://"
+IPC = "ipc://"
+
+IPC_PATH_BYTES_MAX = 107
+"""What a Unix socket's path has room for on Linux, without its final zero."""
+
+
+def host_problem(host: str) -> str | None:
+    """Say why nobody can connect to a host (no brackets around IPv6), or ``None``."""
+    if not host:
+        return "names no host"
+    if len(host) > HOST_CHARS_MAX:
+        return f"has a host of {len(host)} characters, allowed are at most {HOST_CHARS_MAX}"
+    if ":" in host:
+        address, _, zone = host.partition("%")
+        try:
+            ip: IPv4Address | IPv6Address = IPv6Address(address)
+        except ValueError:
+            return f"has the host {host!r}, which is no IPv6 address"
+        if zone and not _LABEL.fullmatch(zone):
+            return f"has the host {host!r}, whose zone is no name of an interface"
+    elif _NUMBERS.fullmatch(host):
+        try:
+            ip = IPv4Address(host)
+        except ValueError:
+            return f"has the host {host!r}, which is no IPv4 address"
+    else:
+        labels = host.removesuffix(".").split(".")
+        if all(_LABEL.fullmatch(label) for label in labels):
+            return None
+        return f"has the host {host!r}, allowed are an IP address or a name of letters, digits, '.', '-' and '_'"
+    if ip.is_unspecified:
+        return f"has the host {host!r}, which stands for every address of a machine: nobody can connect to it"
+    return None
+
+
+def zmq_endpoint_problem(endpoint: str, local: bool = False) -> str | None:
+    """Say why nobody can connect to a ZMQ endpoint, or ``None``.
+
+    Endpoints are ``tcp://host:port``; with ``local``, where both ends may be on one machine, ``ipc://path`` too.
+    """
+    if local and endpoint.startswith(IPC):
+        path = endpoint.removeprefix(IPC)
+        if not path.isprintable() or not 1 <= len(path.encode()) <= IPC_PATH_BYTES_MAX:
+            return f"has a path that is not of 1 to {IPC_PATH_BYTES_MAX} printable bytes"
+        return None
+    if not endpoint.startswith(TCP):
+        return f"begins with neither {TCP} nor {IPC}" if local else f"does not begin with {TCP}"
+    return _place_problem(endpoint.removeprefix(TCP), port_needed=True)
+
+
+def http_url_problem(url: str) -> str | None:
+    """Say why nobody can ask an HTTP server at a base URL, ``http[s]://host[:port][/path]``, or ``None``."""
+    for scheme in ("http://", "https://"):
+        if url.startswith(scheme):
+            place, slash, path = url.removeprefix(scheme).partition("/")
+            if slash and not (path.isascii() and path.isprintable() and not set(path) & set(' ?#"<>\\^`{|}')):
+                return "has a path with a query, a fragment, a space or characters that URLs do not have"
+            return _place_problem(place, port_needed=False)
+    return "begins with neither http:// nor https://"
+
+
+def _place_problem(place: str, port_needed: bool) -> str | None:
+    """Look at ``host:port``."""
+    if "@" in place:
+        return "has a user name in it, which is not sent anywhere"
+    if place.startswith("["):
+        host, bracket, rest = place[1:].partition("]")
+        if not bracket or ":" not in host:
+            return "has a bracket that does not hold an IPv6 address"
+        colon, port = rest[:1], rest[1:]
+        if rest and colon != ":":
+            return "has something other than a port after its IPv6 address"
+    else:
+        host, colon, port = place.rpartition(":") if ":" in place else (place, "", "")
+        if ":" in host:
+            return "has an IPv6 address without brackets, or more than one port"
+    problem = host_problem(host)
+    if problem is not None:
+        return problem
+    if not colon:
+        return "names no port" if port_needed else None
+    if not (port.isascii() and port.isdecimal() and len(port) <= 5 and 1 <= int(port) <= PORT_MAX):
+        return f"has the port {port!r}, allowed are 1 to {PORT_MAX}"
+    return None

@@ -1,0 +1,48 @@
+"""What a worker's card must look like by itself, before anybody asks whether it fits a pool.
+
+A card is copied into the journal and from there into every router, which connect to the addresses in it and show the
+names in it to people. So it is looked at in every door that cards come through: the consolidator's, the sources file's,
+and the worker's own start.
+"""
+
+from __future__ import annotations
+
+from wire.addresses import http_url_problem, zmq_endpoint_problem
+from wire.card import WorkerCard
+
+SHOWN_CHARS_MAX = 200
+"""Characters of a refused value that are repeated in the reason."""
+
+
+def name_problem(field: str, name: str, needed: bool) -> str | None:
+    """Say why a name that people and labels show cannot be used, or ``None``."""
+    if needed and not name:
+        return f"{field} is empty, allowed are 1 to 256 characters"
+    if not name.isprintable():
+        return f"{field} is {name[:SHOWN_CHARS_MAX]!r}, allowed are printable characters"
+    return None
+
+
+def card_problem(card: WorkerCard) -> str | None:
+    """Name the first field of a card that is wrong, with its value and what is allowed; ``None`` when none is."""
+    names = [("model", card.model, True), ("engine", card.engine, False), ("endpoint_name", card.endpoint_name, False)]
+    names += [(f"loras[{position}]", lora, True) for position, lora in enumerate(card.loras)]
+    for field, name, needed in names:
+        problem = name_problem(f"the card's {field}", name, needed)
+        if problem is not None:
+            return problem
+    if card.block_size < 1:
+        return f"the card's block_size is {card.block_size}, allowed are integers from 1"
+    problem = zmq_endpoint_problem(card.request_endpoint)
+    if problem is not None:
+        return (
+            f"the card's request_endpoint is {card.request_endpoint[:SHOWN_CHARS_MAX]!r}, which {problem}; "
+            "allowed is tcp://host:port"
+        )
+    problem = http_url_problem(card.http_endpoint) if card.http_endpoint else None
+    if problem is not None:
+        return (
+            f"the card's http_endpoint is {card.http_endpoint[:SHOWN_CHARS_MAX]!r}, which {problem}; "
+            "allowed are http://host:port and https://host:port"
+        )
+    return None
