@@ -90,6 +90,38 @@ def test_it_greets_until_it_is_welcomed() -> None:
     assert stream.is_open
 
 
+def test_while_nobody_answers_it_greets_at_intervals_that_double() -> None:
+    stream = make_stream()
+    stream.begin(0)
+    greeted = []
+    for now_ms in range(0, 5000, 10):
+        greeted += [now_ms for message in said(stream.tick(now_ms)) if isinstance(message, Hello)]
+    assert greeted == [50, 150, 350, 750, 1550, 2550, 3550, 4550]
+
+    stream.receive(welcome(0), 5000)
+    stream.receive(Unknown("w", 0), 5010)
+    assert stream.next_moment_ms() == 5060, "a new silence begins with the first wait"
+
+
+def test_only_the_first_welcome_of_a_consolidator_that_stood_still_has_anything_sent() -> None:
+    stream = make_stream()
+    stream.begin(0)
+    stream.publish(EVENTS, 1, 1)
+    assert seqs(stream.receive(welcome(0), 10)) == [0]
+
+    assert [stream.receive(welcome(0), 11) for _ in range(30)] == [[]] * 30
+    assert seqs(stream.publish(EVENTS, 12, 12)) == [1]
+    assert stream.receive(welcome(2), 13) == []
+    assert stream.is_settled
+
+
+def test_a_consolidator_of_another_life_that_welcomes_an_open_stream_gets_what_it_misses() -> None:
+    stream = open_stream()
+    stream.publish(EVENTS, 1, 1)
+
+    assert seqs(stream.receive(welcome(0, life="c1"), 10)) == [0]
+
+
 def test_what_is_published_before_the_welcome_goes_out_after_it() -> None:
     stream = make_stream()
     stream.begin(0)

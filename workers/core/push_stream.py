@@ -7,6 +7,7 @@ Theory of operation. The stream is *greeting* until the consolidator welcomes it
     ---------  ---------------------------  -----------  ---------------------------------------------------------
     greeting   begin, retry time            greeting     Send(Hello)
     any        Welcome                      open         Send(batches from next_seq) or RestateNeeded
+    open       Welcome, same life           open         (the outbox forgets: it answers an earlier Hello)
     open       publish                      open         Send(batch); on overflow: greeting, Send(Hello)
     open       heartbeat time               open         Send(Heartbeat)
     open       Acknowledged, same life      open         (the outbox forgets)
@@ -17,6 +18,9 @@ Theory of operation. The stream is *greeting* until the consolidator welcomes it
     any        Refused                      refused      Warn; Hello again after a back-off that doubles
     refused    retry time                   greeting     Send(Hello)
     any        end                          ended        Send(Goodbye)
+
+While nobody answers, greetings come at intervals that double: a consolidator that stood still finds those of all that
+time in its socket, and answers each. Only the first Welcome has anything sent.
 
 ``RestateNeeded`` asks the owner to call ``restate`` with the whole truth at once, before it publishes anything else.
 Messages that are about another worker or another life are ignored.
@@ -58,7 +62,10 @@ class PushTiming:
     heartbeat_ms: float = 1000.0
     """Between two signs of life; the consolidator's lease (``Welcome.lease_ms``) shortens it to a third of itself."""
     hello_retry_ms: float = 100.0
-    """Between two greetings while nobody answers: what a start waits for a consolidator that starts with it."""
+    """First wait between two greetings while nobody answers, what a start waits for a consolidator that starts with it;
+    doubles each time."""
+    hello_retry_max_ms: float = 1000.0
+    """A consolidator that comes back is greeted after a second at most."""
     silence_ms: float = 5000.0
     """Without a word from the consolidator the stream greets again."""
     refused_retry_ms: float = 1000.0
@@ -122,6 +129,7 @@ class PushStream:
         self._consolidator_id = ""
         self._heartbeat_ms = self._timing.heartbeat_ms
         self._refused_retry_ms = self._timing.refused_retry_ms
+        self._hello_retry_ms = self._timing.hello_retry_ms
         self._speak_ms = 0.0
         """When to say Hello or Heartbeat next."""
         self._heard_ms = 0.0
@@ -178,12 +186,17 @@ class PushStream:
                 self._goodbye_acknowledged = True
             return []
         if isinstance(message, Welcome):
+            # What was sent behind the first Welcome is on its way: this one answers a Hello that was said before it.
+            repeated = self.is_open and message.consolidator_id == self._consolidator_id
             self.state = State.OPEN
             self._consolidator_id = message.consolidator_id
             self._heartbeat_ms = min(self._timing.heartbeat_ms, max(1.0, message.lease_ms / 3.0))
             self._refused_retry_ms = self._timing.refused_retry_ms
-            self._speak_ms = now_ms + self._heartbeat_ms
+            self._hello_retry_ms = self._timing.hello_retry_ms
             self.outbox.acknowledge(message.next_seq)
+            if repeated:
+                return []
+            self._speak_ms = now_ms + self._heartbeat_ms
             return self._send_from(message.next_seq)
         if isinstance(message, Refused):
             self.state = State.REFUSED
@@ -241,7 +254,8 @@ class PushStream:
 
     def _greet(self, now_ms: float) -> list[Effect]:
         self.state = State.GREETING
-        self._speak_ms = now_ms + self._timing.hello_retry_ms
+        self._speak_ms = now_ms + self._hello_retry_ms
+        self._hello_retry_ms = min(2.0 * self._hello_retry_ms, self._timing.hello_retry_max_ms)
         hello = Hello(
             self._worker_id,
             self._dp_rank,
