@@ -22,6 +22,9 @@ from runtime.http_settings import HttpLimits
 from runtime.tls import Tls
 from runtime.tls_listener import TlsListener
 
+STOOD_STILL_S = 1.0
+"""Ticks are a tenth of a second apart; one that comes later than this comes from a process that stood still."""
+
 BACKLOG = 2048
 """Connections that wait to be accepted; the kernel refuses more."""
 
@@ -35,6 +38,7 @@ class _Server(uvicorn.Server):
         self._tls = tls
         self._listener = listener
         self._tls_listener: TlsListener | None = None
+        self._ticked_s: float | None = None
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -52,7 +56,12 @@ class _Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """End what has run out of time; uvicorn calls ten times a second."""
-        self._protocol.table.tick(asyncio.get_running_loop().time())
+        table = self._protocol.table
+        now_s = asyncio.get_running_loop().time()
+        if self._ticked_s is not None and now_s - self._ticked_s > STOOD_STILL_S:
+            table.leave_out(now_s - self._ticked_s)
+        self._ticked_s = now_s
+        table.tick(now_s)
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

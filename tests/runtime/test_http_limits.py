@@ -7,6 +7,7 @@ import logging
 import resource
 import socket
 import ssl
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -21,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from runtime.http_connections import OTHER_FILES, SAID_EVERY_S, HttpConnections, connections_that_fit, source_of
 from runtime.http_protocol import CONNECTION, Connection
-from runtime.http_server import HttpServer
+from runtime.http_server import STOOD_STILL_S, HttpServer
 from runtime.http_settings import HttpLimits, HttpSettings
 from runtime.security import SecuritySettings
 from runtime.tls import Tls
@@ -303,6 +304,28 @@ def test_a_head_has_a_time(run: Run) -> None:
             assert b"setting http_header_timeout_ms" in answer
             assert await pair.ask(b"") == b"", "who said nothing is told nothing"
             assert pair.refused("header_timeout") == 2
+
+    run(scenario())
+
+
+def test_a_time_in_which_the_server_stood_still_is_nobodys(run: Run) -> None:
+    async def scenario() -> None:
+        async with serving(header_timeout_s=STOOD_STILL_S, keep_alive_timeout_s=STOOD_STILL_S) as pair:
+            kept, amid_a_head = await pair.connect(), await pair.connect()
+            for _, writer in (kept, amid_a_head):
+                writer.write(get())
+            for reader, _ in (kept, amid_a_head):
+                assert await within(reader.readuntil(b"0 bytes"))
+            amid_a_head[1].write(b"GET / HT")
+            await pair.until(lambda: len(pair.server.connections.heads) == 1)
+
+            time.sleep(1.5 * STOOD_STILL_S)
+            await asyncio.sleep(0.25)  # more than one tick
+
+            kept[1].write(get())
+            amid_a_head[1].write(b"TP/1.1\r\nhost: x\r\n\r\n")
+            for reader, _ in (kept, amid_a_head):
+                assert await within(reader.readuntil(b"0 bytes"))
 
     run(scenario())
 
