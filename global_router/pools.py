@@ -6,8 +6,8 @@ Rules
        looked for again, at growing intervals: a router that comes back elsewhere behind its URL is found.
     2. While there is no connection the pool has no status: it is down. Questions that were open when a connection broke
        fail at once.
-    3. An answer that comes after its question was given up is undone: a worker that was reserved is released. After
-       ``LATE_ANSWER_MS`` it is no longer waited for.
+    3. An answer that comes after its question was given up, or just as its asker is cancelled, is undone: a worker that
+       was reserved is released. After ``LATE_ANSWER_MS`` it is no longer waited for.
     4. Pools are kept by name. A changed document adds, drops and moves them; what is under way is not touched, because
        tokens go between us and the workers directly.
 """
@@ -251,8 +251,8 @@ class PoolConnection:
         future, request_id = self._asks.pop(message.ask, (None, ""))
         if future is not None and not future.done():
             future.set_result(message)
-        elif isinstance(message, Selected) and request_id:
-            self.release(Reservation(request_id, message.worker))
+        else:
+            self._undo(message, request_id)
 
     def next_ask(self) -> int:
         """Return the number of the next question."""
@@ -282,11 +282,20 @@ class PoolConnection:
         self._asks[message.ask] = (future, request_id)
         try:
             return await within(1000 * timeout_s, self._clock, future)
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                self._undo(future.result(), request_id)
+            raise
         except TimeoutError:
             raise PoolLost(f"pool {self.name} did not answer within {1000 * timeout_s:.0f} ms") from None
         finally:
             if message.ask in self._asks:
                 self._given_up.append((self._clock.monotonic_ms(), message.ask))
+
+    def _undo(self, answer: Selected | SelectRefused | Probed, request_id: str) -> None:
+        """Give back what an answer reserved that nobody takes."""
+        if isinstance(answer, Selected) and request_id:
+            self.release(Reservation(request_id, answer.worker))
 
     def _forget_given_up(self) -> None:
         before_ms = self._clock.monotonic_ms() - LATE_ANSWER_MS

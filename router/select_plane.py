@@ -3,9 +3,11 @@
 Rules
     1. Select and book happen in one callback: two askers never see the same idle worker.
     2. A reservation is an entry of the pool's load ledger like any other. The worker's events confirm it; without them
-       it expires with its lease. Nothing else of an asker is kept, so an asker that dies leaves nothing behind.
+       it expires with its lease. Nothing else of an asker is kept, so an asker that dies leaves nothing behind. One that
+       cannot be told of its reservation, because it has gone since it asked, has none: after a pause of this process
+       its socket holds questions of whoever gave it up meanwhile.
     3. Whatever arrives is answered or dropped; an undecodable frame costs its sender the answer, nobody else anything.
-    4. An asker that does not read its answers loses them (``ROUTER`` drops at its high-water mark); it asks again.
+    4. An asker that does not read its answers loses them at the high-water mark of its queue; it asks again.
 """
 
 from __future__ import annotations
@@ -129,6 +131,7 @@ class SelectPlane:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, ANSWERS_QUEUED_MAX)
         socket.setsockopt(zmq.RCVHWM, QUESTIONS_QUEUED_MAX)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if ":" in host:
             socket.setsockopt(zmq.IPV6, 1)
         shown = f"[{host}]" if ":" in host else host
@@ -167,7 +170,17 @@ class SelectPlane:
         else:
             self._on_reservation(message)
             return
-        self._socket.send([frames[0], codec.from_pool.encode(answer)])
+        if not self._tell(frames[0], answer) and isinstance(message, Select) and isinstance(answer, Selected):
+            self._give_back(answer.worker, message.request_id)
+
+    def _tell(self, asker: bytes, answer: FromPool) -> bool:
+        """Answer; ``False`` when the asker has gone, or has not read for too long."""
+        try:
+            return self._socket.send([asker, codec.from_pool.encode(answer)])
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:
+                return False
+            raise
 
     def _on_reservation(self, message: Renew | Release) -> None:
         if isinstance(message, Renew):
@@ -175,8 +188,11 @@ class SelectPlane:
             for reservation in message.reservations:
                 self._state.apply(Renewed(_key(reservation.worker), reservation.request_id, now_ms))
         else:
-            self._state.apply(Released(_key(message.reservation.worker), message.reservation.request_id))
-            self._pool.load_changed()
+            self._give_back(message.reservation.worker, message.reservation.request_id)
+
+    def _give_back(self, worker: WorkerRank, request_id: str) -> None:
+        self._state.apply(Released(_key(worker), request_id))
+        self._pool.load_changed()
 
     def select(self, message: Select) -> Selected | SelectRefused:
         """Choose a worker and book it, or say why not."""

@@ -224,6 +224,30 @@ def test_a_worker_that_is_reserved_too_late_is_released() -> None:
     run(scenario)
 
 
+def test_a_worker_that_is_reserved_as_its_asker_is_cancelled_is_released() -> None:
+    async def scenario(made: Scene) -> None:
+        await made.until(PoolState.AVAILABLE)
+        assert made.router is not None
+        asking = asyncio.ensure_future(made.pool.select(SELECT, 10))
+        while not made.pool._asks:
+            await asyncio.sleep(0)
+        [(future, _)] = made.pool._asks.values()
+
+        def receive(frames: list[bytes], genuine: Callable[[list[bytes]], None] = made.pool._on_frames) -> None:
+            genuine(frames)
+            if future.done():
+                asking.cancel()  # the answer and the client's leaving come in one turn of the loop
+
+        assert made.pool._socket is not None
+        made.pool._socket._on_message = receive
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+
+        assert await made.router.until_heard(Release) == Release(Reservation("r", WorkerRank("w")))
+
+    run(scenario)
+
+
 def test_a_question_that_was_given_up_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("global_router.pools.LATE_ANSWER_MS", 30.0)
 

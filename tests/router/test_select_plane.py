@@ -156,6 +156,21 @@ def test_a_reservation_is_load_for_the_next_asker_and_ends_by_release() -> None:
     run(scenario)
 
 
+def test_an_asker_that_has_gone_before_its_answer_holds_no_worker() -> None:
+    async def scenario(asker: Asker) -> None:
+        asker.pool.join("w1")
+        question = codec.to_pool.encode(Select(1, "r", "m", Stage.WHOLE, 40))
+
+        asker.plane._on_frames([b"gone", question])
+
+        assert asker.booked() == {}
+        assert asker.view.load_changes == 1
+        assert isinstance(await asker.select("s"), Selected)
+        assert asker.booked() == {"s": "w1"}
+
+    run(scenario)
+
+
 def test_the_workers_events_take_the_reservations_place() -> None:
     async def scenario(asker: Asker) -> None:
         (worker,) = asker.pool.join("w1")
