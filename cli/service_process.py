@@ -27,6 +27,10 @@ LogLevel = Annotated[
 ]
 """Option of every long-running command."""
 
+THREAD_SWITCH_S = 0.001
+"""How long a thread that looks at media or tokenizes keeps the interpreter from the event loop, which passes tokens on;
+Python's default of 5 ms shows in everybody's latency."""
+
 PARENT_PIPE_VARIABLE = "POOLGRID_PARENT_PIPE"
 """Set by ``poolgrid up``: standard input is a pipe from the parent, and its end means that the parent is gone."""
 
@@ -34,6 +38,7 @@ PARENT_PIPE_VARIABLE = "POOLGRID_PARENT_PIPE"
 def say_ready(*parts: str) -> None:
     """Print the ready line at once, also into a pipe; what the process has made until now stays for its life."""
     garbage.settle()
+    allocation.keep_heap_trimmed()
     sys.stdout.write(" ".join(("ready", *parts)) + "\n")
     sys.stdout.flush()
 
@@ -46,6 +51,7 @@ def run_service(name: str, log_level: str, main: Callable[[asyncio.Event], Await
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
     allocation.return_large_blocks()
+    sys.setswitchinterval(THREAD_SWITCH_S)
     disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per counter, which nothing reads
     # Start-up objects live as long as the process: out of the collector's sight, they cost no pause later.
     gc.collect()

@@ -3,9 +3,9 @@
 Rules
     1. Select and book happen in one callback: two askers never see the same idle worker.
     2. A reservation is an entry of the pool's load ledger like any other. The worker's events confirm it; without them
-       it expires with its lease. Nothing else of an asker is kept, so an asker that dies leaves nothing behind. One that
-       cannot be told of its reservation, because it has gone since it asked, has none: after a pause of this process
-       its socket holds questions of whoever gave it up meanwhile.
+       it expires with its lease. Nothing else of an asker is kept, so an asker that dies leaves nothing behind. One
+       that cannot be told of its reservation, because it has gone since it asked, has none: after a pause of this
+       process its socket holds questions of whoever gave it up meanwhile.
     3. Whatever arrives is answered or dropped; an undecodable frame costs its sender the answer, nobody else anything.
     4. An asker that does not read its answers loses them at the high-water mark of its queue; it asks again.
 """

@@ -1,21 +1,39 @@
 """Memory of large bodies and media goes back to the system when they are freed.
 
+Large blocks
+------------
+
 glibc's ``malloc`` gives a large block its own mapping, which ends with it, but only until one was freed: from then on
 it takes blocks of up to that size, 32 MiB at most, from its heap, where a small object that came later keeps all below
 it. A router that had served a few images of 24 MB went on holding hundreds of megabytes. A fixed threshold keeps large
 blocks apart; a block pays for it with the page faults of a fresh mapping, about a tenth of a millisecond for each MiB.
+
+What came in pieces
+-------------------
+A body or a file that arrives in pieces of 64 KiB lies in the heap, and what came later lies between them. When they are
+freed the heap is mostly holes, which ``malloc`` keeps: 150 MB of them after a few files of 24 MB. A thread therefore
+looks now and then whether the process has grown, and has the holes given back when they are a good part of it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
 
 LARGE_BLOCK_BYTES = 2 * 1024 * 1024
 """From this size on a block has a mapping of its own. Ordinary requests are smaller, and do not pay."""
 
 KEPT_BYTES = 16 * 1024 * 1024
 """What may stay free at the end of the heap: a busy process would otherwise ask for the same pages again and again."""
+
+HOLES_BYTES_MAX = 24 * 1024 * 1024
+"""Holes, and growth since the last look that found too many of them, from which on they are given back."""
+
+LOOK_INTERVAL_S = 5.0
+"""Between two looks. A look costs some microseconds; to give 150 MB back takes this thread about ten milliseconds."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _OF_THE_OPERATOR = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
@@ -30,3 +48,65 @@ def return_large_blocks() -> bool:
         return False
     told = (mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES), mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES))
     return all(told)
+
+
+class _Mallinfo2(ctypes.Structure):
+    """What glibc tells of its heaps, 2.33 or newer (mallinfo(3))."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+class HeapTrimmer:
+    """Has the holes of the heap given back once the process has grown by more than ``HOLES_BYTES_MAX``."""
+
+    def __init__(
+        self, resident_bytes: Callable[[], int], hole_bytes: Callable[[], int], trim: Callable[[], object]
+    ) -> None:
+        self._resident_bytes = resident_bytes
+        self._hole_bytes = hole_bytes
+        self._trim = trim
+        self._floor_bytes = resident_bytes()
+        """Least that the process has held since it last gave something back."""
+
+    def look(self) -> bool:
+        """Give back what is worth it; return whether it did."""
+        resident_bytes = self._resident_bytes()
+        # Holes that were given back still count as holes: only growth tells of new ones.
+        if resident_bytes - self._floor_bytes < HOLES_BYTES_MAX or self._hole_bytes() < HOLES_BYTES_MAX:
+            self._floor_bytes = min(self._floor_bytes, resident_bytes)
+            return False
+        self._trim()
+        self._floor_bytes = self._resident_bytes()
+        return True
+
+
+def keep_heap_trimmed() -> bool:
+    """Look for holes from now on, in a thread; False where the C library cannot tell of them or give them back."""
+    library = ctypes.CDLL(None)
+    mallinfo2, malloc_trim = getattr(library, "mallinfo2", None), getattr(library, "malloc_trim", None)
+    if mallinfo2 is None or malloc_trim is None or not _STATM.exists():
+        return False
+    mallinfo2.restype = _Mallinfo2
+    trimmer = HeapTrimmer(_resident_bytes, lambda: int(mallinfo2().fordblks), lambda: malloc_trim(0))
+
+    def look_again_and_again() -> None:
+        stopped = threading.Event()  # nobody sets it: the thread ends with its process
+        while not stopped.wait(LOOK_INTERVAL_S):
+            trimmer.look()
+
+    threading.Thread(target=look_again_and_again, name="heap trimmer", daemon=True).start()
+    return True
+
+
+_STATM = Path("/proc/self/statm")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+def _resident_bytes() -> int:
+    return int(_STATM.read_bytes().split()[1]) * _PAGE_BYTES

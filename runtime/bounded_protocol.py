@@ -5,6 +5,8 @@ Rules
        it waits as it came, unparsed; beyond ``pipeline_bytes`` nothing is read until the request has its answer. The
        parser does not say where a request ends, but every head, and every chunked body, ends with an empty line, and
        any other body where its announced length is over.
+       A chunked body is read in turns of the event loop, a few thousand pieces each: one of a byte per chunk, or of
+       empty lines, would hold the loop for as long as a read of 256 KiB takes. What is left waits, unread like it.
     2. A head is counted as it comes, before the parser sees it: the parser copies a header's value at every read. Of a
        chunked body what is not payload is counted too: sizes, extensions and trailers have no other limit.
     3. What breaks a limit is answered with its status, and the connection ends: the answer goes out, then for a moment
@@ -44,6 +46,12 @@ SKIPPED_BYTES_MAX = 64 * 2**20
 COPIED_BYTES_MAX = 16 * 1024
 """Longest piece of a read that is copied for the parser; of longer ones it gets a view, which costs more to make."""
 
+TURN_PIECES = 2_000
+"""Pieces of a chunked body, and calls of the parser, in one turn of the loop: about a millisecond."""
+
+TURN_BYTES = 16 * 1024
+"""Most of a chunked body that the parser gets at once: what it makes of them is a turn's pieces at the worst."""
+
 PROBES_S = (0.02, 0.05, 0.2, 1.0)
 """Pauses before the first probes of a client that has ended its side: short answers are out before the first, and one
 that has left on the same network is found by the second."""
@@ -59,19 +67,28 @@ class Reading(FlowControl):
 
     blocked = False
     """Nothing is read, whoever asks for it."""
+    full = False
+    """The endpoint has enough for now."""
 
     def block(self) -> None:
         """Stop reading until it is released."""
         self.blocked = True
-        self.pause_reading()
+        super().pause_reading()
 
     def release(self) -> None:
-        """Read again."""
+        """Read again, unless the endpoint has enough."""
         self.blocked = False
-        self.resume_reading()
+        if not self.full:
+            super().resume_reading()
+
+    def pause_reading(self) -> None:
+        """Stop reading until the endpoint wants more."""
+        self.full = True
+        super().pause_reading()
 
     def resume_reading(self) -> None:
         """Read again, unless it is blocked."""
+        self.full = False
         if not self.blocked:
             super().resume_reading()
 
@@ -100,7 +117,13 @@ class BoundedProtocol(HttpToolsProtocol):
     _paused_s = 0.0
     """When the body was last seen waiting for its endpoint, not for its client."""
     _waiting: bytearray | None = None
-    """What follows the request in work."""
+    """What follows the request in work, or what of a body is left for the next turn of the loop."""
+    _turn: asyncio.Handle | None = None
+    """That next turn."""
+    _pieces = 0
+    """What this turn has taken so far, of ``TURN_PIECES``."""
+    _parts: list[bytes]
+    """Pieces of a chunked body that the endpoint has not got yet."""
     _held_bytes = 0
     """What the table counts for this connection."""
     _refusal: tuple[int, str, str] | None = None
@@ -115,6 +138,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Count the connection in, or refuse it."""
         super().connection_made(transport)
         self.flow = Reading(transport)
+        self._parts = []
         if not self.source:
             source = source_of(self._client())
             reason = self.table.admit(source, self.loop.time())
@@ -172,29 +196,42 @@ class BoundedProtocol(HttpToolsProtocol):
         """Read as far as there is nothing else to do first."""
         if self._discarding:
             return
+        if self._turn is not None and self._waiting is not None:
+            self._waiting += data
+            return
         if self._waiting is not None:
             self._wait_behind(data)
             return
         end = self._read(data)
         if end < len(data):
+            if self._in_body:
+                self._read_on_later(bytearray(data[end:]))
+                return
             self._move(None)
             self._wait_behind(data[end:])
         elif not self._discarding:
             self._settle()
 
     def _read(self, data: bytes | bytearray) -> int:
-        """Feed the parser, up to the end of a request that is in work then; return how far that was."""
+        """Feed the parser, up to the end of a turn or of a request that is in work then; return how far that was."""
         size = len(data)
         at = 0
+        self._pieces = 0
         while at < size:
             if self._in_body and self._body_left is not None:
                 end = min(size, at + self._body_left)
             else:
-                if not self._in_body and self.cycle is not None and not self.cycle.response_complete:
-                    return at
-                end = data.find(EMPTY_LINE, at) + len(EMPTY_LINE)
+                if self._in_body:
+                    if self._pieces >= TURN_PIECES:
+                        return at
+                    limit = min(size, at + TURN_BYTES)
+                else:
+                    if self.cycle is not None and not self.cycle.response_complete:
+                        return at
+                    limit = size
+                end = data.find(EMPTY_LINE, at, limit) + len(EMPTY_LINE)
                 if end < len(EMPTY_LINE):
-                    end = size
+                    end = limit
                 if not self._in_body:
                     self._head_bytes += end - at
                     if self._head_bytes > self.table.limits.head_bytes:
@@ -208,6 +245,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _feed(self, part: bytes | bytearray | memoryview, size: int) -> bool:
         """Give the parser a part; return whether it goes on."""
         body_of = self.scope if self._in_body else None
+        self._pieces += 1
         try:
             self.parser.feed_data(part)
         except httptools.HttpParserUpgrade:
@@ -221,6 +259,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._refusal is not None:
             self._refuse(*self._refusal)
             return False
+        if self._parts:
+            self._hand_on()
         if body_of is not None and self._in_body and body_of is self.scope:
             if self._body_left is not None:
                 self._body_left -= size
@@ -263,11 +303,22 @@ class BoundedProtocol(HttpToolsProtocol):
         """Take a part of a body."""
         if self._refusal is None:
             self._payload_bytes += len(body)
-            super().on_body(body)
+            if self._body_left is None:
+                self._pieces += 1
+                self._parts.append(body)
+            else:
+                super().on_body(body)
+
+    def _hand_on(self) -> None:
+        """Give the endpoint the pieces of a chunked body in one: uvicorn copies all it holds for each that it gets."""
+        parts, self._parts = self._parts, []
+        super().on_body(parts[0] if len(parts) == 1 else b"".join(parts))
 
     def on_message_complete(self) -> None:
         """Take the end of a request."""
         if self._refusal is None:
+            if self._parts:
+                self._hand_on()
             self._in_body = False
             self._wire_bytes = self._payload_bytes = 0
             if self._held_bytes:
@@ -317,6 +368,21 @@ class BoundedProtocol(HttpToolsProtocol):
         self.table.unfinished_bytes += held - self._held_bytes
         self._held_bytes = held
 
+    # -- turns ---------------------------------------------------------------------------------------------------------
+
+    def _read_on_later(self, rest: bytearray) -> None:
+        """Go on with a body in the loop's next turn, and read nothing meanwhile."""
+        self._waiting = rest
+        self.flow.block()
+        self._settle()
+        if not self._discarding:
+            self._turn = self.loop.call_soon(self._take_turn)
+
+    def _take_turn(self) -> None:
+        self._turn = None
+        if self._waiting is not None and not self.transport.is_closing():
+            self._go_on(self._waiting)
+
     # -- requests behind the one in work -------------------------------------------------------------------------------
 
     def _wait_behind(self, data: bytes | bytearray) -> None:
@@ -340,11 +406,17 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _go_on(self, waiting: bytearray) -> None:
         """Read on in what waits."""
-        self._move(None)
+        if self._turn is not None:
+            return  # it is under way
+        if not self._in_body:
+            self._move(None)
         end = self._read(waiting)
         if self._discarding:
             return
         del waiting[:end]
+        if waiting and self._in_body:
+            self._read_on_later(waiting)
+            return
         if not waiting:
             self._waiting = None
         self._count()
@@ -452,6 +524,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._answer(status, message)
         if self.transport.can_write_eof() and not self._half_closed:
             self.transport.write_eof()
+            self.flow.resume_reading()
             self.flow.release()
         else:
             self.transport.close()
@@ -480,6 +553,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _drop(self) -> None:
         """Forget what is held."""
         self._waiting = None
+        self._parts.clear()
         self._in_body = False
         if self._held_bytes:
             self._count()

@@ -3,8 +3,8 @@
 Rules
     1. A connection is in at most one queue: waiting for its next request, amid a head, amid a body, or on its way out.
        Each queue has one time limit, so the first is always the next to run out, and looking for it costs the same
-       however many wait. Times are looked at every tick of the server, a tenth of a second. A time in which this process
-       stood still is nobody's: what clients sent meanwhile waits unread in their sockets.
+       however many wait. Times are looked at every tick of the server, a tenth of a second. A time in which this
+       process stood still is nobody's: what clients sent meanwhile waits unread in their sockets.
     2. When there is no room for a new connection, the one that has waited longest for a request, else for the rest of
        a head, gives way: whoever only holds connections loses them. With a request in each, the new one is refused.
     3. When there is no room for more of a body, the body that began first gives way: whoever only holds memory loses

@@ -19,8 +19,8 @@ from prometheus_client import CollectorRegistry
 from runtime.http_connections import connections_that_fit
 from runtime.http_protocol import DirectProtocol
 from runtime.http_settings import HttpLimits
+from runtime.listener import Listener
 from runtime.tls import Tls
-from runtime.tls_listener import TlsListener
 
 STOOD_STILL_S = 1.0
 """Ticks are a tenth of a second apart; one that comes later than this comes from a process that stood still."""
@@ -37,7 +37,7 @@ class _Server(uvicorn.Server):
         self._protocol = protocol
         self._tls = tls
         self._listener = listener
-        self._tls_listener: TlsListener | None = None
+        self._accepting: Listener | None = None
         self._ticked_s: float | None = None
 
     @contextmanager
@@ -46,13 +46,11 @@ class _Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to accept: uvicorn does it, but not with TLS."""
-        if self._tls is None:
-            await super().startup(sockets)
-            return
+        """Begin to accept, in uvicorn's place."""
         await super().startup([])
         make = partial(self._protocol, self.config, self.server_state, self.lifespan.state)
-        self._tls_listener = TlsListener(self._listener, self._tls.context, self._protocol.table, make)
+        context = None if self._tls is None else self._tls.context
+        self._accepting = Listener(self._listener, context, self._protocol.table, make)
 
     async def on_tick(self, counter: int) -> bool:
         """End what has run out of time; uvicorn calls ten times a second."""
@@ -66,8 +64,8 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept nothing new, then let what is open finish."""
-        if self._tls_listener is not None:
-            self._tls_listener.close()
+        if self._accepting is not None:
+            self._accepting.close()
         await super().shutdown(sockets)
 
 
@@ -150,7 +148,9 @@ class HttpServer:
 
 def bind(host: str, port: int, setting: str, reuse_port: bool = False) -> socket.socket:
     """Return a TCP socket bound to ``host:port``; raises ``OSError`` that names the ``setting``."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # By name of the protocol: asyncio turns Nagle's delay off for sockets that say they are TCP.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if reuse_port:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

@@ -25,8 +25,9 @@ LOOKS = 2
 """How often a wake-up asks whether there is a message before it reads one. Where two have come there are mostly more:
 the rest is read until the socket says that there is none, which costs one exception and not a question per message."""
 
-MESSAGES_PER_WAKEUP_MAX = 256
-"""Messages handled before the loop gets its turn again; the rest follow in the next turn."""
+MESSAGES_PER_WAKEUP_MAX = 64
+"""Messages handled before the loop gets its turn again; the rest follow in the next turn. A flood on one plane costs
+the others a few milliseconds a turn."""
 
 
 class _LoopSocket:

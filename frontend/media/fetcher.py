@@ -30,6 +30,9 @@ Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
 ADDRESSES_TRIED_MAX = 3
 """Addresses of one host that are tried, one after the other, when connecting fails."""
 
+JOINED_AT_ONCE_BYTES = 2**20
+"""Files up to this size are put together on the event loop."""
+
 _REDIRECTS = (301, 302, 303, 307, 308)
 _PORTS = {"http": 80, "https": 443}
 _HEADERS = {"accept": "*/*", "accept-encoding": "identity", "user-agent": "poolgrid", "connection": "close"}
@@ -218,7 +221,8 @@ async def _read(
             raise MediaRefused("media_too_large", f"{shown(str(target))} has more than {bytes_max} bytes, the limit")
         on_bytes(len(piece))
         pieces.append(piece)
-    return b"".join(pieces)
+    # Copying much takes the loop's time; Python lets go of the interpreter meanwhile.
+    return b"".join(pieces) if size < JOINED_AT_ONCE_BYTES else await asyncio.to_thread(b"".join, pieces)
 
 
 def _location(response: httpx.Response, target: httpx.URL) -> httpx.URL:

@@ -25,7 +25,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from router.consolidator import metrics
 from router.consolidator.adapters.posix_disk import PosixDisk
 from router.consolidator.bootstrap import create
-from router.consolidator.core.feed_reader import FeedState
+from router.consolidator.core.feed_reader import FeedEffect, FeedState
 from router.consolidator.feed_follower import FeedFollower
 from router.consolidator.journal.files import records_of
 from router.consolidator.journal.memory import MemoryJournal
@@ -46,7 +46,7 @@ from wire.events import (
     WorkerLeft,
 )
 from wire.feed import BlockChain, WorkerState
-from wire.feed_frames import decode_feed
+from wire.feed_frames import FeedFrame, decode_feed
 from wire.hashing import unpack_hashes
 from wire.identifiers import StreamState, Tier
 from wire.ingest import Hello, Refused, Unknown, Welcome
@@ -402,9 +402,11 @@ def test_a_feed_follower_equals_the_truth_after_losses_a_late_start_and_restarts
         # how many there are depends on how the records fell into messages.
         genuine = follower._reader.receive
         lost = itertools.cycle([True, False, False])
-        follower._reader.receive = (  # type: ignore[method-assign]
-            lambda frame, now_ms: [] if frame.payloads and next(lost) else genuine(frame, now_ms)
-        )
+
+        def receive(frame: FeedFrame, now_ms: float) -> list[FeedEffect]:
+            return [] if len(frame.payloads) > 0 and next(lost) else genuine(frame, now_ms)
+
+        follower._reader.receive = receive  # type: ignore[method-assign]
         for _ in range(5):
             random_work(pusher, source, 40)
             await pusher.settle()

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from runtime.allocation import return_large_blocks
+from runtime.allocation import HOLES_BYTES_MAX, HeapTrimmer, return_large_blocks
 
 PROGRAM = """
 import sys
@@ -31,8 +31,8 @@ sys.stdout.write(str(resident_mb() - before))
 """
 
 
-def grown_mb(how: str) -> float:
-    done = subprocess.run([sys.executable, "-c", PROGRAM, how], capture_output=True, text=True, check=True)
+def grown_mb(how: str, program: str = PROGRAM) -> float:
+    done = subprocess.run([sys.executable, "-c", program, how], capture_output=True, text=True, check=True)
     return float(done.stdout)
 
 
@@ -46,3 +46,53 @@ def test_what_the_operator_chose_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1")
 
     assert not return_large_blocks()
+
+
+IN_PIECES = """
+import sys
+from runtime import allocation
+from runtime.allocation import _resident_bytes, keep_heap_trimmed
+
+if sys.argv[1] == "told":
+    allocation.LOOK_INTERVAL_S = 0.05
+    assert keep_heap_trimmed()
+before = _resident_bytes()
+bodies = [[b"x" * 65_000 for _ in range(300)] for _ in range(5)]
+kept = [body[0] for body in bodies]
+last = b"y" * 1000
+bodies.clear()
+import threading
+patience = threading.Event()
+for _ in range(100 if sys.argv[1] == "told" else 1):
+    if _resident_bytes() - before < 30e6:
+        break
+    patience.wait(0.1)
+sys.stdout.write(str((_resident_bytes() - before) / 1e6))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries do not keep holes")
+def test_what_came_in_pieces_is_returned_too() -> None:
+    assert grown_mb("told", IN_PIECES) < 30
+    assert grown_mb("untold", IN_PIECES) > 60, "or this test could not tell"
+
+
+def test_holes_are_given_back_when_the_process_has_grown_by_them_and_only_once() -> None:
+    mega = 1024 * 1024
+    resident = [100 * mega]
+    holes = [0]
+
+    def trim() -> None:
+        resident[0] -= 60 * mega
+
+    trimmer = HeapTrimmer(lambda: resident[0], lambda: holes[0], trim)
+    holes[0] = 2 * HOLES_BYTES_MAX
+    assert not trimmer.look(), "it has not grown"
+    resident[0] += 80 * mega
+    assert trimmer.look()
+    assert resident == [120 * mega]
+    assert not trimmer.look(), "holes that were given back still count as holes"
+
+    holes[0] = 0
+    resident[0] += 500 * mega
+    assert not trimmer.look(), "it has grown by what it holds"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import resource
 import socket
 import ssl
-import time
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -20,10 +21,12 @@ import uvloop
 from prometheus_client import CollectorRegistry
 from starlette.types import Receive, Scope, Send
 
+from runtime.bounded_protocol import TURN_BYTES, TURN_PIECES, BoundedProtocol
 from runtime.http_connections import OTHER_FILES, SAID_EVERY_S, HttpConnections, connections_that_fit, source_of
 from runtime.http_protocol import CONNECTION, Connection
 from runtime.http_server import STOOD_STILL_S, HttpServer
 from runtime.http_settings import HttpLimits, HttpSettings
+from runtime.listener import ACCEPTED_AT_ONCE
 from runtime.security import SecuritySettings
 from runtime.tls import Tls
 
@@ -319,7 +322,7 @@ def test_a_time_in_which_the_server_stood_still_is_nobodys(run: Run) -> None:
             amid_a_head[1].write(b"GET / HT")
             await pair.until(lambda: len(pair.server.connections.heads) == 1)
 
-            time.sleep(1.5 * STOOD_STILL_S)
+            threading.Event().wait(1.5 * STOOD_STILL_S)  # the whole loop stands still
             await asyncio.sleep(0.25)  # more than one tick
 
             kept[1].write(get())
@@ -446,6 +449,35 @@ def test_chunks_must_hold_more_than_what_is_around_them() -> None:
             assert b"authorization" not in dict(pair.application.headers), "a trailer is no header"
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("piece", [b"x", b"\r\n\r\n"], ids=["of one byte", "of an empty line"])
+def test_a_body_of_tiny_chunks_is_read_in_turns(run: Run, piece: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    genuine = BoundedProtocol._read
+
+    def read(self: BoundedProtocol, data: bytes | bytearray) -> int:
+        end = genuine(self, data)
+        taken.append(self._pieces)
+        return end
+
+    monkeypatch.setattr(BoundedProtocol, "_read", read)
+    count = 50_000
+    chunk = b"%x\r\n%b\r\n" % (len(piece), piece)
+
+    async def scenario() -> None:
+        async with serving() as pair:
+            reader, writer = await pair.connect()
+            head = get("/received", "transfer-encoding: chunked").replace(b"GET", b"POST")
+            writer.write(head + chunk * count + b"0\r\n\r\n" + get("/", CLOSE))
+            answers = await within(reader.read())
+            assert answers.count(b"HTTP/1.1 200 ") == 2
+            assert b"%d bytes" % (count * len(piece)) in answers
+
+    run(scenario())
+
+    assert sum(taken) >= count
+    assert max(taken) <= TURN_PIECES + TURN_BYTES // len(chunk) + 1
 
 
 def test_a_body_that_nobody_wants_is_skipped_and_a_huge_one_ends_the_connection() -> None:
@@ -601,6 +633,28 @@ def test_with_a_request_in_work_on_every_connection_a_new_one_is_answered_503(ru
             for reader, _ in busy:
                 assert (await within(reader.read())).endswith(b"3 bytes")
             assert (await pair.ask(get("/", CLOSE))).endswith(b"0 bytes")
+
+    run(scenario())
+
+
+def test_a_flood_of_connections_leaves_turns_to_those_who_are_connected(run: Run) -> None:
+    async def scenario() -> None:
+        async with serving() as pair:
+            table = pair.server.connections
+            loop = asyncio.get_running_loop()
+            came: list[int] = []
+
+            def turn() -> None:
+                came.append(table.count)
+                if table.count < 60:
+                    loop.call_soon(turn)
+
+            clients = [socket.create_connection(("127.0.0.1", pair.server.port)) for _ in range(60)]
+            turn()
+            await pair.until(lambda: table.count == 60)
+            for client in clients:
+                client.close()
+            assert max(after - before for before, after in itertools.pairwise([*came, 60])) <= ACCEPTED_AT_ONCE
 
     run(scenario())
 

@@ -1,7 +1,9 @@
-"""Takes TLS connections for an HTTP server: counted when they come, before a handshake has cost anything.
+"""Takes connections for an HTTP server: some at a time, and with TLS counted before a handshake has cost anything.
 
-A server of asyncio calls the protocol when the handshake is done, so whoever connects and is silent would be seen by
-nobody. Here a connection is accepted, counted by its address, and then has ``handshake_timeout_s``.
+asyncio's servers accept all that wait, up to the whole backlog, before anybody who is connected gets a turn: a flood of
+connections would hold up every answer. They also call the protocol when the handshake is done, so whoever connects and
+is silent would be seen by nobody. Here a connection is accepted, with TLS counted by its address, and then has
+``handshake_timeout_s``.
 """
 
 from __future__ import annotations
@@ -12,14 +14,16 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable
+from typing import Any
 
 from runtime.bounded_protocol import BoundedProtocol
 from runtime.http_connections import HttpConnections, source_of
 
 log = logging.getLogger(__name__)
 
-ACCEPTED_AT_ONCE = 64
-"""Connections accepted in one turn of the event loop."""
+ACCEPTED_AT_ONCE = 8
+"""Connections accepted in one turn of the event loop: to take them, and what they send, costs about as much as one
+request."""
 
 OUT_OF_FILES_PAUSE_S = 1.0
 """Pause when the process has no more file descriptors, as asyncio's servers have it."""
@@ -30,16 +34,17 @@ SHUTDOWN_TIMEOUT_S = 2.0
 _OUT_OF_FILES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
-class TlsListener:
+class Listener:
     """Accepts on a listening socket, in the running event loop."""
 
     def __init__(
         self,
         listener: socket.socket,
-        context: ssl.SSLContext,
+        context: ssl.SSLContext | None,
         table: HttpConnections,
         make_protocol: Callable[[], BoundedProtocol],
     ) -> None:
+        """Begin at once; connections are TLS with a ``context``. Those without are counted by their protocol."""
         self._listener = listener
         self._context = context
         self._table = table
@@ -67,14 +72,16 @@ class TlsListener:
             except OSError as error:
                 if error.errno not in _OUT_OF_FILES:
                     raise
-                log.error("accepting a TLS connection: %s; trying again in %g s", error, OUT_OF_FILES_PAUSE_S)
+                log.error("accepting a connection: %s; trying again in %g s", error, OUT_OF_FILES_PAUSE_S)
                 self._loop.remove_reader(self._listener.fileno())
                 self._resume = self._loop.call_later(OUT_OF_FILES_PAUSE_S, self._listen)
                 return
-            source = source_of(address[0])
-            if self._table.admit(source, self._loop.time()) is not None:
-                connection.close()  # nothing can be said before the handshake
-                continue
+            source = ""
+            if self._context is not None:
+                source = source_of(address[0])
+                if self._table.admit(source, self._loop.time()) is not None:
+                    connection.close()  # nothing can be said before the handshake
+                    continue
             connection.setblocking(False)
             task = self._loop.create_task(self._open(connection, source))
             self._opening.add(task)
@@ -87,18 +94,20 @@ class TlsListener:
     async def _open(self, connection: socket.socket, source: str) -> None:
         protocol = self._make_protocol()
         protocol.source = source
+        handshake: dict[str, Any] = {}
+        if self._context is not None:
+            handshake = {
+                "ssl": self._context,
+                "ssl_handshake_timeout": self._table.limits.header_timeout_s,
+                "ssl_shutdown_timeout": SHUTDOWN_TIMEOUT_S,
+            }
         try:
-            await self._loop.connect_accepted_socket(
-                lambda: protocol,
-                connection,
-                ssl=self._context,
-                ssl_handshake_timeout=self._table.limits.header_timeout_s,
-                ssl_shutdown_timeout=SHUTDOWN_TIMEOUT_S,
-            )
+            await self._loop.connect_accepted_socket(lambda: protocol, connection, **handshake)
         except (OSError, asyncio.CancelledError) as error:  # ssl.SSLError is an OSError
             connection.close()
-            if protocol.transport is None:
+            if source and protocol.transport is None:
                 self._table.leave(source)
             if isinstance(error, asyncio.CancelledError):
                 raise
-            self._table.note("tls_handshake", source, self._loop.time())
+            if self._context is not None:
+                self._table.note("tls_handshake", source, self._loop.time())
