@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from frontend.errors import RequestError
+from frontend.media.memory_budget import MediaLease
 from tests.frontend.media.hostile_server import answer, hostile_server
 from tests.frontend.media.loading import Loading, loading
 from tests.frontend.media.samples import data_url, png, png_bomb
@@ -59,3 +60,52 @@ def test_nothing_of_a_refused_medium_waits_for_the_collector(name: str) -> None:
                 gc.enable()
 
     assert [frame.f_code.co_name for frame in asyncio.run(frames())] == []
+
+
+def test_what_was_fetched_beside_a_refused_medium_does_not_wait_for_the_collector(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    half = MEGABYTE // 2
+
+    async def waiting_bytes() -> int:
+        async with hostile_server() as server, loading(max_file_size_mb=1) as media:
+            arrived = asyncio.Event()
+            came = 0
+            genuine = MediaLease.add
+
+            def add(lease: MediaLease, size: int) -> None:
+                nonlocal came
+                genuine(lease, size)
+                came += size
+                if came >= half:
+                    arrived.set()
+
+            async def half_of_it(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                writer.write(answer(bytes(half), length=MEGABYTE))
+                await reader.read()
+
+            async def broken(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                await arrived.wait()
+                writer.write(answer(b"\xff\xd8 broken"))
+                await writer.drain()
+
+            monkeypatch.setattr(MediaLease, "add", add)
+            server.plays["/half.png"] = half_of_it
+            server.plays["/broken.jpg"] = broken
+            gc.collect()
+            gc.disable()
+            try:
+                with pytest.raises(RequestError):
+                    await media.take(server.url("/half.png"), server.url("/broken.jpg"))
+                await server.all_closed.wait()  # the other fetch is cancelled a moment later
+                gc.set_debug(gc.DEBUG_SAVEALL)
+                gc.collect()
+                lists = [each for each in gc.garbage if type(each) is list]
+                held = [piece for each in lists for piece in each if isinstance(piece, bytes)]
+                return sum(len(piece) for piece in held)
+            finally:
+                gc.set_debug(0)
+                gc.garbage.clear()
+                gc.enable()
+
+    assert asyncio.run(waiting_bytes()) < 16 * 1024
