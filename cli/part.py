@@ -20,6 +20,7 @@ from pathlib import Path
 
 from cli.restart_pace import RestartPace
 from cli.service_process import PARENT_PIPE_VARIABLE
+from runtime.tasks import Restart, supervised
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +94,7 @@ class Part:
 
     def watch(self) -> None:
         """Start the process again whenever it dies."""
-        self._watch = asyncio.ensure_future(self._keep_alive())
+        self._watch = supervised(self._keep_alive, f"watch over {self.name}", Restart(limit=None))
 
     async def _keep_alive(self) -> None:
         loop = asyncio.get_running_loop()

@@ -19,6 +19,7 @@ from cli.part import PartFailed
 from cli.service_process import say_ready
 from frontend.prompt_model import ModelDirectoryError, PromptModel
 from runtime import lifecycle, logs
+from runtime.tasks import unless
 
 log = logging.getLogger(__name__)
 
@@ -73,20 +74,13 @@ def _run(make: Callable[[Path], Local]) -> int:
         nonlocal status
         with tempfile.TemporaryDirectory(prefix="poolgrid-") as temporary:
             pool = make(Path(temporary))
-            stopping = asyncio.ensure_future(stop.wait())
-            starting = asyncio.ensure_future(_start(pool))
             try:
-                await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-                if starting.done():
-                    await starting
-                    await stopping
+                await unless(stop, _start(pool), "start")
+                await stop.wait()
             except (PartFailed, TimeoutError, OSError) as error:
                 log.error("%s", error or "the workers did not join in time")
                 status = 1
             finally:
-                for task in (starting, stopping):
-                    task.cancel()
-                await asyncio.gather(starting, return_exceptions=True)
                 await pool.stop()
 
     lifecycle.run(main)

@@ -47,6 +47,7 @@ from frontend.tokenization import TokenizationPool
 from runtime.clock import Clock
 from runtime.http_protocol import CONNECTION
 from runtime.http_protocol import Connection as DirectConnection
+from runtime.tasks import detached
 from wire.hashing import TOKEN_BYTES
 
 log = logging.getLogger(__name__)
@@ -178,7 +179,7 @@ class _Exchange:
                 self._left()
                 return
             if self._direct is None:
-                watcher = asyncio.ensure_future(_watch(self._receive, connection, task))
+                watcher = detached(_watch(self._receive, connection, task), f"client of {self._wanted_id}")
             else:
                 self._direct.on_left = partial(_leave, connection, task)
             if self._headers.content_encoding:
@@ -593,7 +594,7 @@ class _Pumps:
     def __init__(self, outputs: Sequence[SequenceOutput]) -> None:
         self._arrived: list[tuple[SequenceOutput, Sequence[StreamDelta]]] = []
         self._news = asyncio.Event()
-        self._tasks = [asyncio.ensure_future(self._pump(output)) for output in outputs]
+        self._tasks = [detached(self._pump(output), f"tokens of {output.request.request_id}") for output in outputs]
 
     async def next(self) -> Arrivals:
         """Wait for news of any sequence and return all of it."""

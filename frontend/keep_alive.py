@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+from runtime.tasks import detached
+
 COMMENT = b": keep-alive\n\n"
 
 
@@ -32,7 +34,7 @@ class KeepAlive:
         self._timer = asyncio.get_running_loop().call_later(self._interval_s, self._look)
         # A comment that is still being written waits for the client to read: another would not help.
         if not self.wrote and (self._task is None or self._task.done()):
-            self._task = asyncio.ensure_future(self._comment())
+            self._task = detached(self._comment(), "comment in a silent stream")
         self.wrote = False
 
     async def _comment(self) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+from runtime.tasks import detached
+
 REFUSAL_WAIT_S = 0.1
 """How long the head waits for output: long enough for a worker to refuse, too short to be noticed."""
 
@@ -55,7 +57,7 @@ class StreamHead:
 
     def _waited(self) -> None:
         if not self._sent:
-            self._task = asyncio.ensure_future(self._alone())
+            self._task = detached(self._alone(), "head of a stream")
 
     async def _alone(self) -> None:
         try:

@@ -5,7 +5,6 @@ A chat is tokenized exactly as ``/v1/chat/completions`` would: the token ids are
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request, Response
 from msgspec import Struct
+from starlette.types import Message as AsgiMessage
 
 from frontend.access.cache_domains import CacheDomains
 from frontend.access.gate import caller_of
@@ -24,6 +24,7 @@ from frontend.request_body import check_announced, receive_body
 from frontend.schema import ChatBody, Message, TokenId, parse
 from frontend.settings import FrontendSettings
 from frontend.tokenization import TokenizationPool
+from runtime.tasks import owned
 from wire.hashing import unpack_tokens
 
 TOKENIZE_PATH = "/tokenize"
@@ -152,13 +153,17 @@ async def _body(request: Request, inflation: BodyInflation, settings: FrontendSe
     if not encoding:
         return raw
     # After the body only the end of the connection is left to come.
-    end = asyncio.ensure_future(request.receive())
+    end = owned(_next_message(request), "end of the connection")
     try:
         return await inflation.inflated(raw, encoding, lambda: end.done() and end.result()["type"] == "http.disconnect")
     except ClientLeft:
         raise _client_left() from None
     finally:
         end.cancel()
+
+
+async def _next_message(request: Request) -> AsgiMessage:
+    return await request.receive()
 
 
 def _client_left() -> RequestError:

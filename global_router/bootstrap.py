@@ -33,7 +33,7 @@ from runtime.event_loop import LoopMetrics
 from runtime.http_server import HttpServer
 from runtime.planes import CurveKeys, PlaneContext, PlaneMetrics
 from runtime.process_group import GroupMember, GroupMetrics, GroupPlace
-from runtime.tasks import Restart, supervised
+from runtime.tasks import Restart, cancel_all, supervised, unless
 from runtime.tls import Tls, client_context
 
 log = logging.getLogger(__name__)
@@ -184,32 +184,23 @@ async def serve(
             tasks.append(supervised(service.keep_house, "global router housekeeping", Restart()))
             reload_s = settings.reload_interval_ms / 1000
             tasks.append(supervised(lambda: configuration.watch(reload_s, hang_up), "reload", Restart()))
-            looking = asyncio.create_task(pools.first_look(), name="first look at the pools")
-            stopping = asyncio.create_task(_wait(stop), name="stop")
-            tasks += [looking, stopping]
-            await asyncio.wait({looking, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            await unless(stop, pools.first_look(), "first look at the pools")
             if not stop.is_set():
                 missing = [pool.name for pool in pools.all() if pool.status is None]
                 if member is not None:
                     member.set_ready(True)
                 log.info("global router at %s, revision 1; pools missing: %s", server.url, ", ".join(missing) or "none")
                 ready(server.url)
-                await stopping
+                await stop.wait()
         finally:
             asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
             if member is not None:
                 await member.stop()
             await server.stop()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel_all(tasks)
             service.stop()
             links.close()
             pools.close()
             context.destroy(linger=0)
             awake.stop()
             log.info("global router has ended")
-
-
-async def _wait(stop: asyncio.Event) -> None:
-    await stop.wait()

@@ -22,6 +22,7 @@ import msgspec
 from global_router.configuration import Configuration, Version
 from global_router.core.document.history import Reload
 from runtime.process_group import ANSWER_TIMEOUT_S, Answer, GroupMember
+from runtime.tasks import wait_from_thread
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class ConfigurationGroup:
 
         def answer(what: str) -> Answer:
             def run() -> bytes:
-                asyncio.run_coroutine_threadsafe(do(what), loop).result(ANSWER_TIMEOUT_S)
+                wait_from_thread(loop, do(what), f"{what} for another process", ANSWER_TIMEOUT_S)
                 return DONE
 
             return run

@@ -36,6 +36,7 @@ from global_router.settings import GlobalRouterSettings
 from global_router.view import GlobalRouterView
 from global_router.waiting_room import NEW, Attempt, Place, Waiting, WaitingRoom
 from runtime.clock import Clock
+from runtime.tasks import detached
 from wire.identifiers import Stage
 from wire.requests import TokenBatch
 
@@ -231,8 +232,8 @@ class GlobalRouterService:
     def _start_placing(
         self, flight: Flight, why: str, stage: StageName, work: Stage, after_loss: tuple[str, bool] | None
     ) -> None:
-        flight.moving = asyncio.create_task(
-            self._place_again(flight, why, stage, work, after_loss), name=f"moving {flight.record.request_id}"
+        flight.moving = detached(
+            self._place_again(flight, why, stage, work, after_loss), f"moving {flight.record.request_id}"
         )
 
     async def _place_again(

@@ -21,6 +21,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
 
 from admission.admission_queue import AdmissionQueue, QueuedRequest
 from admission.drain_rate import DrainRate
@@ -30,6 +31,7 @@ from global_router.metrics import GlobalRouterMetrics
 from global_router.settings import GlobalRouterSettings
 from runtime.awake_clock import within
 from runtime.clock import Clock
+from runtime.tasks import Restart, detached, supervised
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +145,7 @@ class WaitingRoom:
         lane = self._lanes.get(place.lane)
         if lane is None:
             lane = self._lanes[place.lane] = _Lane()
-            lane.server = asyncio.create_task(self._serve(place.lane, lane), name=f"waiting for {place.lane!r}")
+            lane.server = supervised(partial(self._serve, place.lane, lane), f"waiting for {place.lane!r}", Restart())
         lane.wake.set()
         self._ask_soon()
         try:
@@ -168,17 +170,15 @@ class WaitingRoom:
 
     async def _serve(self, name: str, lane: _Lane) -> None:
         """Try those that wait in a lane, in their order, until nobody is left."""
-        try:
-            while lane.attempts or self._waits(name):
-                lane.wake.clear()
-                while len(lane.attempts) < ATTEMPTS_PER_LANE_MAX and (place := self._next(name, lane)) is not None:
-                    attempt = asyncio.create_task(self._try(place, lane), name="trying one that waited")
-                    lane.attempts.add(attempt)
-                    # It runs up to its first question to a pool, which takes room that is known of.
-                    await asyncio.sleep(0)
-                await lane.wake.wait()
-        finally:
-            del self._lanes[name]
+        while lane.attempts or self._waits(name):
+            lane.wake.clear()
+            while len(lane.attempts) < ATTEMPTS_PER_LANE_MAX and (place := self._next(name, lane)) is not None:
+                lane.attempts.add(detached(self._try(place, lane), "trying one that waited"))
+                # It runs up to its first question to a pool, which takes room that is known of.
+                await asyncio.sleep(0)
+            await lane.wake.wait()
+        # Only now: one that fails starts again, and those that wait find it here.
+        del self._lanes[name]
 
     def _next(self, name: str, lane: _Lane) -> Place | None:
         """Return who is to be tried now, if anybody."""

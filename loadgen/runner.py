@@ -22,6 +22,7 @@ from loadgen.client import Client, Exchange, RequestFailed
 from loadgen.prompt import PlannedRequest, PromptMaker
 from loadgen.statistics import Measurements, Outcome
 from runtime.clock import Clock
+from runtime.tasks import cancel_all, owned
 
 Verify = Callable[[PlannedRequest, str], bool]
 """Says whether a response's text is the right one for its request."""
@@ -111,7 +112,7 @@ class Runner:
                 self._note_sent(request)
                 await self._send(self._shape.body(request, self._prompts), request, None)
 
-        await self._supervise([asyncio.create_task(sender()) for _ in range(concurrency)], stop)
+        await self._supervise([owned(sender(), f"sender {number}") for number in range(concurrency)], stop)
         return self._result(started_ms, stop)
 
     async def scheduled(self, requests: Iterable[PlannedRequest], *, in_flight_max: int, stop: asyncio.Event) -> Result:
@@ -140,16 +141,16 @@ class Runner:
                     self.measured.delayed += 1
                 await slots.acquire()
                 self._note_sent(request)
-                task = asyncio.create_task(self._send(body, request, due_ms))
+                task = owned(self._send(body, request, due_ms), "request")
                 running.add(task)
                 task.add_done_callback(ended)
             while running:
                 await asyncio.wait(running)
 
         try:
-            await self._supervise([asyncio.create_task(dispatch())], stop, failure)
+            await self._supervise([owned(dispatch(), "dispatch")], stop, failure)
         finally:
-            await _cancel(list(running))
+            await cancel_all(list(running))
         return self._result(started_ms, stop)
 
     async def _supervise(
@@ -157,7 +158,7 @@ class Runner:
     ) -> None:
         """Wait for the tasks or for ``stop``, then leave none behind; a fault of our own is raised."""
         work = asyncio.gather(*tasks)
-        stopped = asyncio.create_task(stop.wait())
+        stopped = owned(stop.wait(), "end of the run")
         waits: list[asyncio.Future[Any]] = [work, stopped] if failure is None else [work, stopped, failure]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -167,7 +168,7 @@ class Runner:
                 work.result()
         finally:
             stopped.cancel()
-            await _cancel(tasks)
+            await cancel_all(tasks)
             if work.done() and not work.cancelled():
                 work.exception()  # retrieved, so that asyncio does not report it a second time
 
@@ -210,13 +211,6 @@ def _outcome(exchange: Exchange, request: PlannedRequest, started_ms: float) -> 
         usage_reported=usage is not None,
         worker=exchange.worker,
     )
-
-
-async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        await asyncio.wait(tasks)
 
 
 async def run(

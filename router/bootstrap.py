@@ -40,6 +40,7 @@ from runtime.event_loop import LoopMetrics
 from runtime.http_server import HttpServer
 from runtime.planes import CurveKeys, PlaneContext, PlaneMetrics
 from runtime.process_group import GroupMember, GroupMetrics, GroupPlace
+from runtime.tasks import unless
 from runtime.tls import Tls
 
 log = logging.getLogger(__name__)
@@ -139,8 +140,6 @@ async def serve(
         registry=registry,
         limits=settings.http_limits(),
     )
-    starting: asyncio.Task[None] | None = None
-    stopping = asyncio.ensure_future(stop.wait())
     plane: SelectPlane | None = None
     try:
         plane = SelectPlane(context, settings.host, settings.select_port, service.view, state, metrics, awake)
@@ -151,19 +150,14 @@ async def serve(
         server.start()
         if recorder is not None:
             recorder.start()
-        starting = asyncio.ensure_future(service.start())
-        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if starting.done():
-            await starting
+        await unless(stop, service.start(), "start of the router")
+        if not stop.is_set():
             if member is not None:
                 member.set_ready(True)
             log.info("router at %s, policy %s, journal offset %d", server.url, policy.name, projection.next_offset)
             ready(Endpoints(server.url, embedded.ingest_endpoint if embedded is not None else "", plane.endpoint))
-            await stopping
+            await stop.wait()
     finally:
-        stopping.cancel()
-        if starting is not None:
-            starting.cancel()
         if member is not None:
             await member.stop()
         await server.stop()

@@ -20,6 +20,7 @@ from runtime.http_connections import connections_that_fit
 from runtime.http_protocol import DirectProtocol
 from runtime.http_settings import HttpLimits
 from runtime.listener import Listener
+from runtime.tasks import Restart, supervised
 from runtime.tls import Tls
 
 STOOD_STILL_S = 1.0
@@ -131,8 +132,9 @@ class HttpServer:
         """Begin to answer; connections that came before wait in the backlog."""
         self._listener.listen(BACKLOG)
         if self._tls is not None:
-            self._watch = asyncio.get_running_loop().create_task(self._tls.watch(), name="certificate watch")
-        self._task = asyncio.get_running_loop().create_task(self._server.serve([self._listener]), name="http server")
+            # Without a bound: the certificate that is in use goes on serving.
+            self._watch = supervised(self._tls.watch, "certificate watch", Restart(limit=None))
+        self._task = supervised(lambda: self._server.serve([self._listener]), "http server")
 
     async def stop(self) -> None:
         """Accept nothing new, let open responses finish for ``stop_timeout_ms``, then cut them."""

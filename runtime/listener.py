@@ -18,6 +18,7 @@ from typing import Any
 
 from runtime.bounded_protocol import BoundedProtocol
 from runtime.http_connections import HttpConnections, source_of
+from runtime.tasks import detached
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ class Listener:
                     connection.close()  # nothing can be said before the handshake
                     continue
             connection.setblocking(False)
-            task = self._loop.create_task(self._open(connection, source))
+            task = detached(self._open(connection, source), "opening of a connection")
             self._opening.add(task)
             task.add_done_callback(self._opening.discard)
 
@@ -103,11 +104,11 @@ class Listener:
             }
         try:
             await self._loop.connect_accepted_socket(lambda: protocol, connection, **handshake)
-        except (OSError, asyncio.CancelledError) as error:  # ssl.SSLError is an OSError
+        except BaseException as error:
             connection.close()
             if source and protocol.transport is None:
                 self._table.leave(source)
-            if isinstance(error, asyncio.CancelledError):
+            if not isinstance(error, OSError):  # ssl.SSLError is one
                 raise
             if self._context is not None:
                 self._table.note("tls_handshake", source, self._loop.time())

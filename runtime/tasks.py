@@ -1,10 +1,15 @@
 """Every task of every process is started here, so that none dies unobserved.
 
 Rules
-    1. *Supervised* tasks run in the background. One that raises is logged with its place; then it starts again, with a
-       growing pause and a bound, or the process ends in order, as its starter said. Whoever watches the process
-       (systemd, Kubernetes, ``poolgrid up``) starts it again.
+    1. *Supervised* tasks run in the background. One that raises, or is cancelled by nobody, is logged with its place;
+       then it starts again, with a growing pause and a bound, or the process ends in order, as its starter said.
+       Whoever watches the process (systemd, Kubernetes, ``poolgrid up``) starts it again.
     2. *Owned* tasks have somebody who awaits them, and who gets what they raise.
+    3. *Detached* tasks belong to something that may cancel them and never awaits them. What they raise is logged with
+       its place at once: it is a bug, since such a task deals with what it expects.
+    4. Whoever starts a task keeps it: an event loop alone does not.
+
+``asyncio.TaskGroup`` is the other way to own tasks. ``tests/test_architecture.py`` bans the bare ones.
 """
 
 from __future__ import annotations
@@ -12,9 +17,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
+from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 log = logging.getLogger(__name__)
@@ -40,8 +47,15 @@ on_fatal: ContextVar[Callable[[str, BaseException], None] | None] = ContextVar("
 
 
 def owned(work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-    """Start a task that the caller, or somebody it tells, awaits or cancels."""
+    """Start a task that the caller, or somebody it tells, awaits."""
     return asyncio.get_running_loop().create_task(work, name=name)
+
+
+def detached(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    """Start a task that nobody awaits; the caller may cancel it. It costs a callback more than a bare one."""
+    task = asyncio.get_running_loop().create_task(work, name=name)
+    task.add_done_callback(_log_failure)
+    return task
 
 
 def supervised(
@@ -51,6 +65,57 @@ def supervised(
     return asyncio.get_running_loop().create_task(_supervise(work, name, restart), name=name)
 
 
+async def unless(stop: asyncio.Event, work: Coroutine[Any, Any, T], name: str) -> T | None:
+    """Return what ``work`` returns, or ``None`` when ``stop`` is set first: ``work`` is then cancelled, and has ended.
+
+    Raises what ``work`` raises.
+    """
+    task = owned(work, name)
+    stopping = owned(stop.wait(), f"the end of {name}")
+    try:
+        await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        await cancel_all([task, stopping])
+
+
+async def cancel_all(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Cancel tasks, and wait until all have ended; what one of them raises meanwhile is logged."""
+    ending = [task for task in tasks if not task.done()]
+    for task in ending:
+        task.cancel()
+    if ending:
+        await asyncio.wait(ending)
+    for task in ending:
+        _log_failure(task)
+
+
+def wait_from_thread(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T], name: str, timeout_s: float) -> T:
+    """Have work done on a loop and wait for it in this thread; raises what it raises.
+
+    Raises ``TimeoutError`` when it takes longer. It goes on then, and what it raises is logged.
+    """
+    future = asyncio.run_coroutine_threadsafe(work, loop)
+    try:
+        return future.result(timeout_s)
+    except TimeoutError:
+        if not future.done():
+            future.add_done_callback(partial(_log_late_failure, name))
+        raise
+
+
+def _log_failure(task: asyncio.Task[Any]) -> None:
+    error = None if task.cancelled() else task.exception()
+    if error is not None:
+        log.error("task %r failed: this is a bug", task.get_name(), exc_info=error)
+
+
+def _log_late_failure(name: str, future: Future[Any]) -> None:
+    error = None if future.cancelled() else future.exception()
+    if error is not None:
+        log.error("task %r failed, after nobody waited for it any more", name, exc_info=error)
+
+
 async def _supervise(work: Callable[[], Coroutine[Any, Any, None]], name: str, restart: Restart | None) -> None:
     clock = asyncio.get_running_loop().time
     failures: deque[float] = deque()
@@ -58,7 +123,9 @@ async def _supervise(work: Callable[[], Coroutine[Any, Any, None]], name: str, r
         try:
             await work()
             return
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and _is_asked_to_end():
+                raise
             now_s = clock()
             failures.append(now_s)
             while failures and restart is not None and failures[0] < now_s - restart.period_s:
@@ -73,3 +140,10 @@ async def _supervise(work: Callable[[], Coroutine[Any, Any, None]], name: str, r
             pause_s = min(restart.pause_max_s, restart.pause_s * 2 ** min(len(failures) - 1, 30))
             log.error("task %r failed: it starts again in %.1f s", name, pause_s, exc_info=error)
             await asyncio.sleep(pause_s)
+
+
+def _is_asked_to_end() -> bool:
+    """Tell whether somebody cancelled this task, and not only what it waits for."""
+    task = asyncio.current_task()
+    assert task is not None, "supervision runs in a task"
+    return task.cancelling() > 0

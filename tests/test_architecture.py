@@ -91,6 +91,14 @@ BANNED_CALLS = {
     "datetime.now": "runtime.clock",
 }
 
+TASKS = "runtime.tasks"
+SPAWNS = {
+    "create_task": "supervised, owned or detached",
+    "ensure_future": "supervised, owned or detached",
+    "run_coroutine_threadsafe": "wait_from_thread",
+}
+"""What starts a task, which would die unobserved. ``create_task`` of an ``asyncio.TaskGroup`` is fine: it owns them."""
+
 OURS = {name.partition(".")[0] for name in MAY_IMPORT} | set(NOT_SHIPPED)
 
 
@@ -134,6 +142,37 @@ def _call_name(node: ast.Call) -> str:
     return ""
 
 
+def _task_groups(tree: ast.AST) -> set[str]:
+    """Names that ``async with asyncio.TaskGroup() as name`` binds."""
+    return {
+        item.optional_vars.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.AsyncWith)
+        for item in node.items
+        if isinstance(item.context_expr, ast.Call)
+        and _call_name(item.context_expr) in ("asyncio.TaskGroup", "TaskGroup")
+        and isinstance(item.optional_vars, ast.Name)
+    }
+
+
+def _spawns(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
+    """Everything that starts a task outside ``runtime.tasks``: line, what it is, what to use."""
+    groups = _task_groups(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in SPAWNS:
+            if not (isinstance(node.value, ast.Name) and node.value.id in groups):
+                yield node.lineno, node.attr, SPAWNS[node.attr]
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                if alias.name in SPAWNS:
+                    yield node.lineno, alias.name, SPAWNS[alias.name]
+        elif isinstance(node, ast.Call):
+            if _call_name(node) in ("asyncio.Task", "Task"):
+                yield node.lineno, "Task()", SPAWNS["create_task"]
+            if any(keyword.arg == "return_exceptions" for keyword in node.keywords):
+                yield node.lineno, "gather with return_exceptions, which keeps them to itself,", "cancel_all"
+
+
 def faults(module: str, source: str) -> list[str]:
     """What a module's source does that the architecture does not allow, one line each."""
     tree = ast.parse(source)
@@ -164,6 +203,10 @@ def faults(module: str, source: str) -> list[str]:
             name = _call_name(node)
             if name in BANNED_CALLS:
                 found.append(f"{module}:{node.lineno}: {name}() is banned here, use {BANNED_CALLS[name]}")
+    if module != TASKS:
+        found += [
+            f"{module}:{line}: {name} is banned here, use {TASKS}: {instead}" for line, name, instead in _spawns(tree)
+        ]
     return found
 
 
@@ -225,6 +268,18 @@ def test_the_page_prints_these_rules() -> None:
         ("router.service", "from time import sleep", "time.sleep is banned here"),
         ("router.core.policy", "x = hash('a')", "use wire.hashing.stable_u64"),
         ("router.service", "from . import metrics", "a relative import is banned here, use the full name"),
+        (
+            "router.service",
+            "import asyncio\nasyncio.create_task(f())",
+            "use runtime.tasks: supervised, owned or detached",
+        ),
+        ("router.service", "loop.create_task(f())", "create_task is banned here"),
+        ("router.service", "start = asyncio.ensure_future", "ensure_future is banned here"),
+        ("router.service", "from asyncio import create_task", "create_task is banned here"),
+        ("router.service", "asyncio.Task(f())", "Task() is banned here"),
+        ("router.service", "asyncio.run_coroutine_threadsafe(f(), loop)", "use runtime.tasks: wait_from_thread"),
+        ("router.service", "asyncio.gather(*tasks, return_exceptions=True)", "use runtime.tasks: cancel_all"),
+        ("router.service", "def f(group):\n    group.create_task(g())", "create_task is banned here"),
     ],
 )
 def test_a_breach_is_found_and_named(module: str, source: str, words: str) -> None:
@@ -239,6 +294,12 @@ def test_a_breach_is_found_and_named(module: str, source: str, words: str) -> No
         ("workers.engines.trtllm", "import torch"),
         ("workers.simulated.engine", "from workers.core.refusal import RefusedError"),
         ("cli.main", "from simulation.command import run_simulation"),
+        (
+            "router.service",
+            "async def f():\n    async with asyncio.TaskGroup() as group:\n        group.create_task(g())",
+        ),
+        ("router.service", "async def f(task: asyncio.Task[None]):\n    await asyncio.gather(task)"),
+        ("runtime.tasks", "import asyncio\nasyncio.get_running_loop().create_task(f())"),
     ],
 )
 def test_what_is_allowed_is_not_complained_about(module: str, source: str) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
@@ -18,6 +18,7 @@ from runtime.clock import Clock, SystemClock
 from runtime.event_loop import LoopMetrics
 from runtime.http_server import HttpServer
 from runtime.planes import CurveKeys, PlaneContext, PlaneMetrics, end_security
+from runtime.tasks import supervised, unless
 from runtime.tls import Tls
 from wire.card import MediaSpec, WorkerCard, WorkerLimits
 from wire.limits import PROMPT_TOKENS_MAX
@@ -296,7 +297,7 @@ async def serve(
         http.start()
         around = Surroundings(context, registry, metrics, clock, awake, epoch, requests.port, http.port)
         async with AsyncExitStack() as stack:
-            opened = await _unless(stop, stack.enter_async_context(_open(settings, around)))
+            opened = await unless(stop, stack.enter_async_context(_open(settings, around)), "opening of the engine")
             if opened is None:
                 log.info("worker %s was stopped before its engine was ready", settings.worker_id)
                 return
@@ -328,10 +329,8 @@ async def serve(
                         context, settings.consolidator, stream, restate, clock, metrics, settings.load_interval_ms
                     )
                 )
-            announcement = asyncio.get_running_loop().create_task(
-                _announce(publishers, opened.card.http_endpoint, ready)
-            )
             card = opened.card
+            announcement = supervised(partial(_announce, publishers, card.http_endpoint, ready), "announcement")
             log.info("worker %s at %s, health at %s", settings.worker_id, card.request_endpoint, card.http_endpoint)
             await service.run(publishers, stop)
     except asyncio.CancelledError:
@@ -361,23 +360,6 @@ def _shortest_timeout_ms(settings: AnySettings) -> float:
     return min(
         settings.peer_lease_ms, settings.kv_fetch_timeout_ms, settings.tensor_lease_ms, settings.tensor_fetch_timeout_ms
     )
-
-
-async def _unless(stop: asyncio.Event, opening: Coroutine[Any, Any, Opened]) -> Opened | None:
-    """Return what is opened, or ``None`` when ``stop`` came first; the opening is then cancelled and cleans up."""
-    loop = asyncio.get_running_loop()
-    task = loop.create_task(opening)
-    stopping = loop.create_task(stop.wait())
-    try:
-        await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        return None
-    finally:
-        stopping.cancel()
-        if not task.done():
-            task.cancel()
-            await asyncio.wait({task})
 
 
 async def _announce(publishers: Sequence[EventPublisher], url: str, ready: Callable[[str], None]) -> None:

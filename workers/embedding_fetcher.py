@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
+from runtime.tasks import cancel_all, detached
 from wire import codec
 from wire.errors import DecodeError
 from wire.requests import Generate
@@ -45,8 +46,8 @@ class EmbeddingFetcher:
             raise RefusedError(
                 f"the disaggregated_params of request {request.request_id!r} describe no embeddings ({error})"
             ) from None
-        self._tasks[request.request_id] = asyncio.get_running_loop().create_task(
-            self._fetch(request.request_id, tensors), name=f"embeddings of {request.request_id}"
+        self._tasks[request.request_id] = detached(
+            self._fetch(request.request_id, tensors), f"embeddings of {request.request_id}"
         )
 
     def end(self, request_id: str) -> None:
@@ -60,22 +61,32 @@ class EmbeddingFetcher:
         tasks = list(self._tasks.values())
         for request_id in list(self._tasks):
             self.end(request_id)
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(tasks)
 
     async def _fetch(self, request_id: str, tensors: Sequence[TensorDescriptor]) -> None:
-        fetches = [asyncio.ensure_future(self._transfer.fetch(tensor)) for tensor in tensors]
         try:
-            arrived = await asyncio.gather(*fetches)
-        except TensorUnavailable as error:
-            self._tasks.pop(request_id, None)
-            log.warning("request %s: %s", request_id, error)
-            self._on_failed(request_id, str(error))
-            return
-        finally:
-            for fetch in fetches:
-                fetch.cancel()
-        if self._tasks.pop(request_id, None) is not None:
-            self._on_fetched(request_id, arrived)
+            async with asyncio.TaskGroup() as group:
+                fetches = [group.create_task(self._transfer.fetch(tensor)) for tensor in tensors]
+        except* TensorUnavailable as unavailable:
+            self._failed(request_id, str(unavailable.exceptions[0]))
+        except* Exception as bug:
+            log.exception("fetching the embeddings of request %s failed: this is a bug", request_id)
+            self._failed(request_id, f"fetching embeddings failed: {bug.exceptions[0]!r}")
+        else:
+            if self._is_awaited(request_id):
+                self._on_fetched(request_id, [fetch.result() for fetch in fetches])
+
+    def _failed(self, request_id: str, why: str) -> None:
+        if self._is_awaited(request_id):
+            log.warning("request %s: %s", request_id, why)
+            self._on_failed(request_id, why)
+
+    def _is_awaited(self, request_id: str) -> bool:
+        """Take this fetch off the list; tell whether it was there: whoever gave it up hears nothing of it."""
+        if self._tasks.get(request_id) is not asyncio.current_task():
+            return False
+        del self._tasks[request_id]
+        return True
 
 
 def _nobody(*_: object) -> None:

@@ -30,6 +30,7 @@ import msgspec
 
 from runtime.clock import Clock
 from runtime.complaints import Complaints, shown_peer
+from runtime.tasks import owned
 from wire import codec
 from wire.card import WorkerCard
 from wire.errors import DecodeError
@@ -263,7 +264,7 @@ class WorkerService:
         ``publishers`` carry the events of the ranks, in their order.
         """
         self._publishers = publishers
-        engine = asyncio.get_running_loop().create_task(self._engine.run(self._deliver))
+        engine = owned(self._engine.run(self._deliver), "engine")
         self._requests.start(self._on_frames)
         for publisher in publishers:
             publisher.start()
@@ -688,7 +689,7 @@ def _ended(
 
 async def _first(task: asyncio.Task[None], other: Coroutine[object, object, object]) -> None:
     """Wait until either is done; what is left of ``other`` is cancelled, what it raised is raised."""
-    waiting = asyncio.get_running_loop().create_task(other)
+    waiting = owned(other, "what the engine goes on beside")
     try:
         await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
         if waiting.done():

@@ -25,6 +25,7 @@ from frontend.media.references import MediaReference, shown
 from frontend.media.refusals import MediaRefused
 from frontend.media.settings import MEGABYTE, MediaSettings
 from runtime.clock import Clock
+from runtime.tasks import cancel_all, owned
 from runtime.tenant_caches import CacheDomain, TenantCaches
 from wire.multimodal import MediaItem, MediaKind, digest_media
 
@@ -87,7 +88,7 @@ class MediaLoader:
     async def _side_by_side(
         self, references: Sequence[MediaReference], lease: MediaLease, domain: CacheDomain | None
     ) -> tuple[MediaItem, ...] | RequestError:
-        tasks = [asyncio.ensure_future(self._item(reference, lease, domain)) for reference in references]
+        tasks = [owned(self._item(reference, lease, domain), reference.param) for reference in references]
         try:
             for done in asyncio.as_completed(tasks):
                 loaded = await done
@@ -95,10 +96,8 @@ class MediaLoader:
                     return loaded
             return tuple(item for task in tasks if isinstance(item := task.result(), MediaItem))
         finally:
-            for task in tasks:
-                task.cancel()
             # Nothing of a request outlives it: also what is being cancelled is waited for.
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel_all(tasks)
 
     async def close(self) -> None:
         """End everything."""

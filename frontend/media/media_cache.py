@@ -17,6 +17,7 @@ from typing import Any
 
 from frontend.media.refusals import MediaRefused
 from runtime.clock import Clock
+from runtime.tasks import cancel_all, owned
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class MediaCache:
         flight = self._flights.get(key)
         if flight is None:
             self._on_lookup("miss")
-            flight = _Flight(asyncio.ensure_future(fetch()))
+            flight = _Flight(owned(fetch(), "fetch of a medium"))
             self._flights[key] = flight
             flight.task.add_done_callback(lambda task: self._landed(key, task))
         else:
@@ -85,10 +86,7 @@ class MediaCache:
 
     async def close(self) -> None:
         """Cancel every fetch and forget everything."""
-        tasks = [flight.task for flight in self._flights.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all([flight.task for flight in self._flights.values()])
         self._kept.clear()
         self.held = 0
 

@@ -24,6 +24,7 @@ from typing import Any, Literal
 from router.consolidator.core.consolidator import Turn
 from router.consolidator.ports import Journal
 from runtime.clock import Clock
+from runtime.tasks import Restart, supervised
 
 log = logging.getLogger(__name__)
 
@@ -154,49 +155,51 @@ class JournalWriter:
         self._waiting.append(item)
         self._waiting_bytes += item.size
         if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._write(), name="journal writer")
+            self._task = supervised(self._write, "journal writer", Restart())
 
     async def _write(self) -> None:
+        await self._write_waiting()
+        # Only now: a writer that fails starts again, and there is never a second one.
+        self._task = None
+
+    async def _write_waiting(self) -> None:
         loop = asyncio.get_running_loop()
         waiting = self._waiting
-        try:
-            while waiting:
-                head = waiting[0]
-                if head.job is not None and head.done is not None:
-                    await self._work(head.job, head.done)
-                    waiting.popleft()
-                    continue
-                count, payloads, wall_ms = self._next_write()
-                self._began_ms = began_ms = self._clock.monotonic_ms()
+        while waiting:
+            head = waiting[0]
+            if head.job is not None and head.done is not None:
+                await self._work(head.job, head.done)
+                waiting.popleft()
+                continue
+            count, payloads, wall_ms = self._next_write()
+            self._began_ms = began_ms = self._clock.monotonic_ms()
+            try:
+                if payloads:
+                    await loop.run_in_executor(self._executor, self._store, payloads, wall_ms)
+            except Exception as error:
+                if not isinstance(error, OSError):
+                    log.exception("writing the journal failed: this is a bug")
+                self._note_failure(len(payloads), error)
+                if self._stopping:
+                    return
+                await self._pause()
+                continue
+            finally:
+                self._note_end(self._clock.monotonic_ms() - began_ms)
+            self._note_success()
+            self._appended = False
+            for _ in range(count):
+                item = waiting.popleft()
+                self._waiting_bytes -= item.size
+                assert item.turn is not None, "jobs are not part of a write"
                 try:
-                    if payloads:
-                        await loop.run_in_executor(self._executor, self._store, payloads, wall_ms)
-                except Exception as error:
-                    if not isinstance(error, OSError):
-                        log.exception("writing the journal failed: this is a bug")
-                    self._note_failure(len(payloads), error)
-                    if self._stopping:
-                        return
-                    await self._pause()
-                    continue
-                finally:
-                    self._note_end(self._clock.monotonic_ms() - began_ms)
-                self._note_success()
-                self._appended = False
-                for _ in range(count):
-                    item = waiting.popleft()
-                    self._waiting_bytes -= item.size
-                    assert item.turn is not None, "jobs are not part of a write"
-                    try:
-                        self._on_stored(item.turn, item.payloads)
-                    except Exception:
-                        log.exception("what is in the journal could not be told: this is a bug")
-                if self._full and self._waiting_bytes <= ROOM_SHARE * QUEUE_BYTES_MAX:
-                    self._full = False
-                    if not self._stopping:
-                        self._on_room()
-        finally:
-            self._task = None
+                    self._on_stored(item.turn, item.payloads)
+                except Exception:
+                    log.exception("what is in the journal could not be told: this is a bug")
+            if self._full and self._waiting_bytes <= ROOM_SHARE * QUEUE_BYTES_MAX:
+                self._full = False
+                if not self._stopping:
+                    self._on_room()
 
     def _next_write(self) -> tuple[int, list[bytes], int]:
         """Return how many turns are stored together, their records, and the time of the last."""

@@ -17,7 +17,7 @@ import asyncio
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any, TypeVar
@@ -40,6 +40,7 @@ from runtime.clock import Clock
 from runtime.complaints import Complaints, shown_peer
 from runtime.planes import name_plane
 from runtime.subscriptions import TOPICS_PER_CONNECTION_MAX, Subscriptions
+from runtime.tasks import detached
 from wire import codec
 from wire.errors import DecodeError, WireError
 from wire.events import JournalRecord
@@ -260,7 +261,7 @@ class ConsolidatorService:
             reached.set()
         self._until_stored.clear()
         if self._tasks:
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await asyncio.wait(self._tasks)
         self._clock.stop()
         self._close_sockets()
         self._registry.unregister(self._collector)
@@ -533,8 +534,8 @@ class ConsolidatorService:
             timer.cancel()
         self._timers[name] = asyncio.get_running_loop().call_later(delay_ms / 1000, work)
 
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = detached(work, name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -543,7 +544,7 @@ class ConsolidatorService:
     def _sync_later(self) -> None:
         if not self._unsynced:
             self._unsynced = True
-            self._after("sync", self.settings.fsync_interval_ms, lambda: self._spawn(self._sync()))
+            self._after("sync", self.settings.fsync_interval_ms, lambda: self._spawn(self._sync(), "journal sync"))
 
     async def _sync(self) -> None:
         self._unsynced = False
@@ -579,7 +580,7 @@ class ConsolidatorService:
     def _snapshot_now(self) -> None:
         if not self._snapshotting and not self._stopping:
             self._snapshotting = True
-            self._spawn(self._snapshot(self.core.pool.freeze()))
+            self._spawn(self._snapshot(self.core.pool.freeze()), "journal snapshot")
 
     async def _snapshot(self, frozen: FrozenPool) -> None:
         damage = self._damage
@@ -609,7 +610,7 @@ class ConsolidatorService:
         self._after("files", FILES_LOOK_MS, self._look_after_files)
         if not self._looking:
             self._looking = True
-            self._spawn(self._find_lost_files())
+            self._spawn(self._find_lost_files(), "look at the journal's files")
 
     async def _find_lost_files(self) -> None:
         """Notice segments that somebody deleted or cut, and go on in a new one behind a new snapshot."""
@@ -663,7 +664,7 @@ class ConsolidatorService:
                     self._answer(peer, self._read(self._replays.pop(peer))[0])
             else:
                 self._replaying = True
-                self._spawn(self._replay())
+                self._spawn(self._replay(), "replay for readers")
 
     async def _replay(self) -> None:
         """Answer those who ask for records, one after the other, off the loop: a disk may be slow to read, too."""
@@ -710,7 +711,7 @@ class ConsolidatorService:
     def _dump_if_asked(self) -> None:
         if self._waiters and not self._dumping and not self._stopping:
             self._dumping = True
-            self._spawn(self._dump())
+            self._spawn(self._dump(), "snapshot for readers")
 
     async def _dump(self) -> None:
         try:

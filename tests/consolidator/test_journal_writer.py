@@ -206,3 +206,29 @@ def test_the_end_stores_what_waits_and_gives_a_failing_disk_one_more_try() -> No
         assert (bad.told, bad.disk.next_offset) == ([], 0)
 
     asyncio.run(scenario())
+
+
+def test_a_writer_that_fails_is_logged_and_starts_again_alone(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        scene = Scene()
+        next_write = scene.writer._next_write
+        failures = [KeyError("a bug of ours")]
+
+        def failing() -> tuple[int, list[bytes], int]:
+            if failures:
+                raise failures.pop()
+            return next_write()
+
+        scene.writer._next_write = failing  # type: ignore[method-assign]
+        scene.put(1)
+        await asyncio.sleep(0)
+        scene.put(2)  # while the writer pauses
+        await scene.until_told(2)
+        await scene.writer.finish()
+
+        assert (scene.told, scene.disk.writes) == ([1, 2], [2])
+
+    asyncio.run(scenario())
+
+    assert "task 'journal writer' failed: it starts again" in caplog.text
+    assert "a bug of ours" in caplog.text

@@ -501,3 +501,30 @@ def test_an_attempt_that_breaks_is_the_error_of_its_own_request_only() -> None:
         assert scene.order == ["first", "next"]
 
     run(scenario)
+
+
+def test_whoever_waits_is_served_though_the_serving_failed_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        scene = Scene()
+        await scene.submit("first")
+        await scene.submit("second")
+        room = scene.fleet.service.waiting_room
+        find = room._next
+        failures = [KeyError("a bug of ours")]
+
+        def failing(*arguments: Any) -> Any:
+            if failures:
+                raise failures.pop()
+            return find(*arguments)
+
+        room._next = failing  # type: ignore[assignment]
+        await scene.finish()
+        second = await scene.tasks["second"]  # after a pause in real time
+        await scene.finish()
+        assert (await read(second))[0] == right_answer()
+        scene.fleet.assert_nothing_is_left()
+
+    run(scenario)
+
+    assert "task 'waiting for" in caplog.text
+    assert "a bug of ours" in caplog.text

@@ -29,6 +29,7 @@ from typing import Any, Protocol
 from prometheus_client import CollectorRegistry
 
 from runtime.clock import Clock
+from runtime.tasks import detached, owned
 from wire.errors import WireError
 from wire.events import (
     AnyEvent,
@@ -263,7 +264,7 @@ class TrtllmEngine:
         """Hand over reports until cancelled; raises ``EngineBrokenError`` when the engine is."""
         self._deliver = deliver
         self._flush()
-        watching = self._loop.create_task(self._watch(), name="engine health")
+        watching = owned(self._watch(), "engine health")
         try:
             await asyncio.wait({self._health.broken, watching}, return_when=asyncio.FIRST_COMPLETED)
             if watching.done():
@@ -279,11 +280,11 @@ class TrtllmEngine:
         active = self._admit(request)
         if request.multimodal is not None:
             self._enter(active)
-            active.task = self._loop.create_task(self._prepare(active), name=f"request {request.request_id}")
+            active.task = detached(self._prepare(active), f"request {request.request_id}")
             return
         self._start(active, list(unpack_tokens(request.token_ids)))
         self._enter(active)
-        active.task = self._loop.create_task(self._follow(active), name=f"request {request.request_id}")
+        active.task = detached(self._follow(active), f"request {request.request_id}")
 
     def cancel(self, request_id: str) -> None:
         """Stop a request as soon as the engine allows it; kept KV is given up."""
@@ -681,7 +682,7 @@ class TrtllmEngine:
         if self._role is Role.ENCODE:
             return
         if self._reads:
-            self._feeding = self._loop.create_task(self._feed.run(self._on_cache, self._on_load), name="engine feed")
+            self._feeding = owned(self._feed.run(self._on_cache, self._on_load), "engine feed")
             self._feeding.add_done_callback(self._on_feed_end)
         try:
             await self._health.generate_one(WARM_UP_TIMEOUT_S)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from runtime.clock import Clock
+from runtime.tasks import detached
 from wire.limits import TEXT_CHARS_MAX
 from workers.engines.trtllm_calls import TrtllmCalls
 from workers.metrics import WorkerMetrics
@@ -117,7 +118,7 @@ class EngineHealth:
             and now_ms - self._proved_ms >= self._interval_ms
             and (self._probing is None or self._probing.done())
         ):
-            self._probing = self._loop.create_task(self._probe_idle(), name="engine probe")
+            self._probing = detached(self._probe_idle(), "engine probe")
 
     async def generate_one(self, timeout_s: float) -> None:
         """Generate a token on every rank; raises ``TimeoutError``, and what the engine raises."""
