@@ -116,8 +116,11 @@ class AttackedPool:
         raise PoolFailed(f"looking for the {plane} plane: no process of a {self.shape.topology} pool names it")
 
     def service(self, name: str) -> Service:
-        """Return the process of this name."""
-        return next(service for service in self.services if service.name == name)
+        """Return the process of this name; raises ``PoolFailed`` when there is none."""
+        for service in self.services:
+            if service.name == name:
+                return service
+        raise PoolFailed(f"the pool has no process {name!r}: {', '.join(each.name for each in self.services)}")
 
     def _of(self, kind: str) -> list[Service]:
         return [service for service in self.services if self._kinds[service.name] == kind]
@@ -159,7 +162,10 @@ class AttackedPool:
             roles = ["prefill", "prefill", "decode", "decode"]
         ingest = self.endpoint("ingest")
         await asyncio.gather(
-            *(self.start_worker(f"{role}-{number}", ingest, role=role) for number, role in enumerate(roles))
+            *(
+                self.start_worker(f"{role}-{roles[:number].count(role)}", ingest, role=role)
+                for number, role in enumerate(roles)
+            )
         )
         await self.until_ready(router.url, len(roles))
 
