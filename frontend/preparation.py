@@ -468,7 +468,7 @@ class Preparation:
             raise unsupported("best_of", f"no candidates are generated beyond n (got {quoted(body.best_of)})")
         guide, param = guide_of(body, body.nvext)
         return self._job(
-            body, chat=False, logprobs=body.logprobs, prompts=len(_prompts(body)), guide=guide, guide_param=param
+            body, chat=False, logprobs=body.logprobs, prompts=_count_prompts(body), guide=guide, guide_param=param
         )
 
     def served(self, name: str) -> tuple[ServedModel, str] | None:
@@ -596,17 +596,25 @@ def model_not_found(name: str, served: Sequence[str]) -> RequestError:
     )
 
 
-def _prompts(body: CompletionBody) -> list[tuple[str | list[int], str]]:
-    """Return the prompts of a completion body, each with its JSON path; raises ``RequestError`` for a mixture."""
+def _count_prompts(body: CompletionBody) -> int:
+    """Return how many prompts a completion body has; raises ``RequestError`` for none, and for a mixture."""
     prompt = body.prompt
     if isinstance(prompt, str):
-        return [(prompt, "prompt")]
+        return 1
     if not prompt:
         raise invalid("prompt", "prompt is []: allowed is at least one prompt")
     kinds = {type(item) for item in prompt}
     if len(kinds) > 1:
         raise invalid("prompt", "prompt mixes kinds: allowed is a list of strings, of token ids or of lists of these")
-    if kinds == {int}:
+    return 1 if kinds == {int} else len(prompt)
+
+
+def _prompts(body: CompletionBody) -> list[tuple[str | list[int], str]]:
+    """Return the prompts of a completion body that was counted, each with its JSON path."""
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [(prompt, "prompt")]
+    if isinstance(prompt[0], int):
         return [(prompt, "prompt")]  # type: ignore[list-item]  # one kind: a list of token ids
     return [(item, f"prompt[{index}]") for index, item in enumerate(prompt) if not isinstance(item, int)]
 

@@ -360,3 +360,20 @@ def test_settings_bound_what_a_request_may_ask_for() -> None:
     assert error_of(post(CHAT, chat(n=3), max_choices=2))["param"] == "n"
     assert error_of(post(CHAT, chat(stop=["a", "b"]), max_stop_strings=1))["param"] == "stop"
     assert error_of(post(CHAT, chat(messages=long), max_prompt_chars=1024))["code"] == "chat_template_error"
+
+
+def test_more_prompts_than_answers_are_allowed_are_refused_before_any_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def looked_at(body: CompletionBody) -> list[tuple[str | list[int], str]]:
+        raise AssertionError("too many to look at")
+
+    monkeypatch.setattr("frontend.preparation._prompts", looked_at)
+
+    many: list[list[Any]] = [["x"] * 3, [[1, 2]] * 3]
+    for prompts in many:
+        error = error_of(post(COMPLETIONS, completion(prompt=prompts), max_choices=2))
+        assert error["message"].startswith("n is 1 for 3 prompt(s): allowed are 2")
+    mixtures: list[list[Any]] = [[], ["x", 1], ["x", [1]]]
+    for prompts in mixtures:
+        assert error_of(post(COMPLETIONS, completion(prompt=prompts), max_choices=2))["param"] == "prompt"
