@@ -2,23 +2,31 @@
 
 Steps follow each other by absolute deadlines: a wake-up that comes late shortens the next wait, so the engine is as
 fast as its timing model says as long as the machine keeps up. An idle engine waits for ``submit`` and costs nothing.
+
+A guide is opened in a thread, as a real engine compiles it beside its steps: a huge one takes a quarter of a second,
+which the streams of others must not wait for. Its request is the engine's only then; until then it can be cancelled.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from runtime.clock import Clock
-from wire.events import AnyEvent, BlocksStored, LoadReported
-from wire.requests import Generate, KvOffered
+from runtime.tasks import detached
+from wire.events import AnyEvent, BlocksStored, LoadReported, RequestFinished
+from wire.limits import TEXT_CHARS_MAX
+from wire.requests import FinishReason, Generate, KvOffered, TokenDelta
 from workers.core.event_translation import EventTranslator
 from workers.core.kv_fetches import KvWanted
+from workers.core.refusal import RefusedError
 from workers.engines.engine import EngineReport, RankReport
 from workers.simulated.cache_recorder import EngineRecorder
 from workers.simulated.engine import EngineLimits, SimulatedEngine
-from workers.simulated.guided_tokens import Guides
+from workers.simulated.guided_tokens import Guides, TokenGuide
 from workers.simulated.kv_transfer import KvSource, TransferModel, read_ticket
+from workers.simulated.media import Embeddings
 from workers.simulated.next_token import Vocabulary
 from workers.simulated.timing import TimingModel
 from workers.tensor_transfer.port import Tensor
@@ -46,6 +54,11 @@ class RealTimeSimulatedEngine:
     ) -> None:
         self._recorder = EngineRecorder(limits.total_kv_blocks, limits.host_kv_blocks, limits.max_sequence_length)
         self._translator = EventTranslator(limits.block_size)
+        self._guides = guides
+        self._opening: dict[str, asyncio.Task[None]] = {}
+        """Requests whose guide is being opened."""
+        self._threads: ThreadPoolExecutor | None = None
+        self._deliver: Callable[[EngineReport], None] | None = None
         self._core = SimulatedEngine(
             limits,
             vocabulary,
@@ -75,13 +88,57 @@ class RealTimeSimulatedEngine:
 
     def submit(self, request: Generate) -> None:
         """Take a request, or raise ``RefusedError``."""
-        self._core.submit(request, self._clock.monotonic_ms())
-        self._wake.set()
+        self._take(request)
 
     def cancel(self, request_id: str) -> None:
         """Stop a request; the step under way still delivers what it made."""
-        if self._core.cancel(request_id):
+        opening = self._opening.pop(request_id, None)
+        if opening is not None:
+            opening.cancel()
+            self._end(request_id, FinishReason.CANCELLED)
+        elif self._core.cancel(request_id):
             self._wake.set()
+
+    def _take(
+        self, request: Generate, offer: KvOffered | None = None, embeddings: list[Embeddings] | None = None
+    ) -> None:
+        """Give the core a request, once its guide is open; raises ``RefusedError``."""
+        if request.sampling.guide and self._guides is not None and self._deliver is not None:
+            opening = self._open_then_take(self._guides, request, offer, embeddings)
+            self._opening[request.request_id] = detached(opening, f"guide of {request.request_id}")
+            return
+        self._core.submit(request, self._clock.monotonic_ms(), offer=offer, embeddings=embeddings)
+        self._wake.set()
+
+    async def _open_then_take(
+        self, guides: Guides, request: Generate, offer: KvOffered | None, embeddings: list[Embeddings] | None
+    ) -> None:
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(1, "guides")
+
+        def opened() -> TokenGuide:
+            guide = guides.open(request.sampling)
+            guide.allowed()  # the first look costs as much as opening it, and is kept
+            return guide
+
+        try:
+            guide = await asyncio.get_running_loop().run_in_executor(self._threads, opened)
+            del self._opening[request.request_id]
+            now_ms = self._clock.monotonic_ms()
+            self._core.submit(request, now_ms, offer=offer, embeddings=embeddings, guide=guide)
+        except RefusedError as refusal:
+            self._opening.pop(request.request_id, None)
+            self._end(request.request_id, FinishReason.ERROR, refusal)
+        self._wake.set()
+
+    def _end(self, request_id: str, reason: FinishReason, refusal: RefusedError | None = None) -> None:
+        """Report the end of a request that the core never had."""
+        error, kind = (None, None) if refusal is None else (refusal.reason[:TEXT_CHARS_MAX], refusal.kind)
+        delta = TokenDelta(request_id, 0, b"", reason, error=error, refusal=kind)
+        events: list[AnyEvent] = [RequestFinished(request_id, reason)]
+        assert self._deliver is not None, "guides are opened while the engine runs"
+        report = EngineReport([delta], {0: RankReport(events, self._core.load())}, steps=0)
+        asyncio.get_running_loop().call_soon(self._deliver, report)  # as all ends come: later than what asked for them
 
     def wanted(self, request: Generate) -> KvWanted:
         """Return where the KV of a request of the decode stage is, or raise ``RefusedError``."""
@@ -90,13 +147,11 @@ class RealTimeSimulatedEngine:
 
     def submit_offered(self, request: Generate, offer: KvOffered) -> None:
         """Take a request of the decode stage, or raise ``RefusedError``."""
-        self._core.submit(request, self._clock.monotonic_ms(), offer=offer)
-        self._wake.set()
+        self._take(request, offer=offer)
 
     def submit_embedded(self, request: Generate, tensors: Sequence[Tensor]) -> None:
         """Take a request whose images an encode worker has seen, or raise ``RefusedError``."""
-        self._core.submit(request, self._clock.monotonic_ms(), embeddings=list(tensors))
-        self._wake.set()
+        self._take(request, embeddings=list(tensors))
 
     def offer(self, transfer_id: str) -> KvOffered:
         """Return what is kept for a transfer, and keep it for the time-out from now on."""
@@ -121,6 +176,14 @@ class RealTimeSimulatedEngine:
 
     async def run(self, deliver: Callable[[EngineReport], None]) -> None:
         """Step while there is work, else wait for it, or for the moment at which time alone brings some."""
+        self._deliver = deliver
+        try:
+            await self._step_on(deliver)
+        finally:
+            if self._threads is not None:
+                self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _step_on(self, deliver: Callable[[EngineReport], None]) -> None:
         due_ms = self._clock.monotonic_ms()
         while True:
             outcome = self._core.step(due_ms)

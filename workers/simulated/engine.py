@@ -40,7 +40,7 @@ from workers.core.kv_arrival import KvArrival
 from workers.core.refusal import BusyError, RefusedError, UnableError, UnsupportedError
 from workers.simulated.block_pool import BlockPool
 from workers.simulated.cache_recorder import CacheRecorder, SilentRecorder
-from workers.simulated.guided_tokens import Guides
+from workers.simulated.guided_tokens import Guides, TokenGuide
 from workers.simulated.kv_transfer import KvSource, TransferModel, check_offer, make_offer, read_ticket, write_ticket
 from workers.simulated.media import Embeddings, MediaMark, mark_media, read_media
 from workers.simulated.next_token import Vocabulary
@@ -204,13 +204,15 @@ class SimulatedEngine:
         sequence_hashes: list[int] | None = None,
         offer: KvOffered | None = None,
         embeddings: list[Embeddings] | None = None,
+        guide: TokenGuide | None = None,
     ) -> None:
         """Accept a request, or raise ``RefusedError`` and change nothing.
 
         A request of the decode stage needs the ``offer`` that its source made for it. ``embeddings`` stand for the
         images of a request that an encode worker has seen.
         ``sequence_hashes``, where the caller has them, are those of every whole block of the prompt, made with the
-        request's own seed; they are computed otherwise. The list is read, never changed.
+        request's own seed; they are computed otherwise. The list is read, never changed. ``guide`` is the request's,
+        where the caller has opened it already.
         """
         sampling = request.sampling
         isl = len(request.token_ids) // 4
@@ -267,7 +269,15 @@ class SimulatedEngine:
         ticket = read_ticket(request) if request.stage is Stage.DECODE else None
         marks = self._marks(request, embeddings) if ticket is None else ticket.media
         sequence = Sequence(
-            request, self._next_order, now_ms, limits.block_size, self.vocabulary, sequence_hashes, marks, self._guides
+            request,
+            self._next_order,
+            now_ms,
+            limits.block_size,
+            self.vocabulary,
+            sequence_hashes,
+            marks,
+            self._guides,
+            guide,
         )
         if ticket is not None:
             check_offer(sequence, ticket, offer or KvOffered(ticket.transfer_id, known=False))

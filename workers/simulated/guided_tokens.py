@@ -229,10 +229,12 @@ class GuidedTokenStream(TokenStream):
 
     __slots__ = ("_budget", "_emitted", "_guide", "_last", "_name", "_run", "_texts")
 
-    def __init__(self, vocabulary: Vocabulary, seen: bytes, request: Generate, guides: Guides) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, seen: bytes, request: Generate, guides: Guides, guide: TokenGuide | None = None
+    ) -> None:
         super().__init__(vocabulary, seen, request.sampling, request.stop_token_ids)
         self._name = request.sampling.guide
-        self._guide = guides.open(request.sampling)
+        self._guide = guide or guides.open(request.sampling)
         self._texts = guides.texts
         self._last: int | None = None
         self._run = 0

@@ -16,7 +16,7 @@ from enum import Enum
 from wire.hashing import TOKEN_BYTES, block_hashes, hash_seed, sequence_hashes
 from wire.identifiers import Stage
 from wire.requests import Generate
-from workers.simulated.guided_tokens import GuidedTokenStream, Guides
+from workers.simulated.guided_tokens import GuidedTokenStream, Guides, TokenGuide
 from workers.simulated.media import MediaMark, key_of, touched_blocks
 from workers.simulated.next_token import TokenStream, Vocabulary
 
@@ -78,6 +78,7 @@ class Sequence:
         prompt_hashes: list[int] | None,
         marks: tuple[MediaMark, ...] = (),
         guides: Guides | None = None,
+        guide: TokenGuide | None = None,
     ) -> None:
         self.request_id = request.request_id
         self.prompt = request.token_ids
@@ -101,7 +102,7 @@ class Sequence:
         self.stream: TokenStream
         if request.sampling.guide:
             assert guides is not None, "the engine has refused a guide that it cannot keep to"
-            self.stream = GuidedTokenStream(vocabulary, seen, request, guides)
+            self.stream = GuidedTokenStream(vocabulary, seen, request, guides, guide)
         else:
             self.stream = TokenStream(vocabulary, seen, request.sampling, request.stop_token_ids)
         if prompt_hashes is None:

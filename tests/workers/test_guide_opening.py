@@ -1,0 +1,129 @@
+"""A guide is opened beside the engine's steps: who sends a huge one waits for it, and nobody else does."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from frontend.models import TINY_MODEL_PATH
+from runtime.clock import SystemClock
+from tests.workers.fakes import PATIENCE_S
+from wire.events import RequestFinished
+from wire.hashing import pack_tokens
+from wire.requests import FinishReason, Generate, RefusalKind, Sampling, TokenDelta
+from workers.core.refusal import UnsupportedError
+from workers.engines.engine import EngineReport
+from workers.engines.simulated import RealTimeSimulatedEngine
+from workers.engines.simulated_guides import LazyGuides
+from workers.simulated.engine import EngineLimits
+from workers.simulated.guided_tokens import TokenGuide, TokenTexts
+from workers.simulated.next_token import Vocabulary
+from workers.simulated.timing import PolynomialTiming, ScaledTiming
+
+VOCABULARY = Vocabulary(4096, 3, 2)
+GUIDES = LazyGuides(TINY_MODEL_PATH, VOCABULARY)
+
+
+class SlowGuides:
+    """Opens no guide before it may; an expression of ``?`` is refused then."""
+
+    def __init__(self) -> None:
+        self.may_open = threading.Event()
+
+    @property
+    def texts(self) -> TokenTexts:
+        return GUIDES.texts
+
+    def open(self, sampling: Sampling) -> TokenGuide:
+        assert self.may_open.wait(PATIENCE_S)
+        if sampling.guided_regex == "?":
+            raise UnsupportedError("guided_regex is set, and it is none")
+        return GUIDES.open(sampling)
+
+
+class Scene:
+    def __init__(self, engine: RealTimeSimulatedEngine, guides: SlowGuides) -> None:
+        self.engine = engine
+        self.guides = guides
+        self.reports: list[EngineReport] = []
+        self._news = asyncio.Event()
+
+    def deliver(self, report: EngineReport) -> None:
+        self.reports.append(report)
+        self._news.set()
+
+    def submit(self, request_id: str, regex: str | None = None) -> None:
+        self.engine.submit(Generate(request_id, pack_tokens((5, 6, 7)), Sampling(8, guided_regex=regex)))
+
+    async def last(self, request_id: str) -> TokenDelta:
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                for report in self.reports:
+                    for delta in report.deltas:
+                        if delta.request_id == request_id and delta.finish_reason is not None:
+                            return delta
+                self._news.clear()
+                await self._news.wait()
+
+    def finished(self) -> list[tuple[str, str]]:
+        events = [event for report in self.reports for rank in report.ranks.values() for event in rank.events]
+        return [(event.request_id, event.reason) for event in events if isinstance(event, RequestFinished)]
+
+
+@asynccontextmanager
+async def stepping() -> AsyncIterator[Scene]:
+    guides = SlowGuides()
+    timing = ScaledTiming(PolynomialTiming(), 100.0)
+    scene = Scene(RealTimeSimulatedEngine(EngineLimits(), VOCABULARY, timing, SystemClock(), guides=guides), guides)
+    running = asyncio.ensure_future(scene.engine.run(scene.deliver))
+    await asyncio.sleep(0)
+    try:
+        yield scene
+    finally:
+        guides.may_open.set()
+        running.cancel()
+        await asyncio.wait({running})
+
+
+def test_others_go_on_while_a_guide_is_opened_and_its_request_follows() -> None:
+    async def scenario() -> None:
+        async with stepping() as scene:
+            scene.submit("guided", "[ab]{4}")
+            scene.submit("plain")
+            assert (await scene.last("plain")).finish_reason in (FinishReason.LENGTH, FinishReason.STOP)
+            assert [delta.request_id for report in scene.reports for delta in report.deltas].count("guided") == 0
+
+            scene.guides.may_open.set()
+            assert (await scene.last("guided")).finish_reason == FinishReason.STOP
+
+    asyncio.run(scenario())
+
+
+def test_a_request_whose_guide_is_being_opened_can_be_cancelled() -> None:
+    async def scenario() -> None:
+        async with stepping() as scene:
+            scene.submit("guided", "[ab]{4}")
+            scene.engine.cancel("guided")
+            assert (await scene.last("guided")).finish_reason == FinishReason.CANCELLED
+            scene.guides.may_open.set()
+            scene.submit("plain")
+            await scene.last("plain")
+            assert scene.finished()[0] == ("guided", FinishReason.CANCELLED)
+            assert scene.engine.load().running_requests == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_guide_that_cannot_be_opened_ends_its_request_with_the_reason() -> None:
+    async def scenario() -> None:
+        async with stepping() as scene:
+            scene.guides.may_open.set()
+            scene.submit("guided", "?")
+            last = await scene.last("guided")
+            assert (last.finish_reason, last.refusal) == (FinishReason.ERROR, RefusalKind.INVALID)
+            assert last.error == "guided_regex is set, and it is none"
+            assert scene.finished() == [("guided", FinishReason.ERROR)]
+
+    asyncio.run(scenario())
