@@ -38,6 +38,7 @@ from frontend.openapi import describe_inference
 from frontend.ports import InferenceBackend, Refused, ServedModel
 from frontend.preparation import Preparation, model_not_found
 from frontend.prompt_model import PromptModels
+from frontend.request_body import BodyReader
 from frontend.request_ids import RequestIds
 from frontend.settings import FrontendSettings
 from frontend.tokenization import TokenizationPool
@@ -166,8 +167,10 @@ def create_app(
         tokenization,
         clock,
     )
+    bodies = BodyReader(inflation, tokenization, settings.max_body_bytes, settings.max_body_values)
     # For endpoints of the routers that take the same bodies.
     app.state.preparation, app.state.tokenization, app.state.media = preparation, tokenization, media
+    app.state.bodies = bodies
     request_ids = RequestIds(f"r{secrets.token_hex(6)}" if id_prefix is None else id_prefix)
     keys = None
     if settings.api_keys is not None:
@@ -204,7 +207,7 @@ def create_app(
         )
     describe_inference(app)
     _add_models(app, backend, preparation)
-    add_tokenizer_endpoints(app, preparation, tokenization, inflation, domains, settings)
+    add_tokenizer_endpoints(app, preparation, tokenization, bodies, domains)
     _add_health(app, backend, ready, troubles)
     _add_metrics(app, registry if exposed is None else exposed)
     _add_error_shape(app, metrics, settings.isolate_tenants)

@@ -2,9 +2,67 @@
 
 from __future__ import annotations
 
-from starlette.types import Receive
+from starlette.requests import Request
+from starlette.types import Message, Receive
 
+from frontend.body_shape import check_shape
 from frontend.errors import RequestError
+from frontend.inflation import BodyInflation, ClientLeft
+from frontend.tokenization import TokenizationPool
+from runtime.tasks import owned
+
+
+class BodyReader:
+    """Reads the bodies of endpoints that are no inference endpoints, within the limits of those.
+
+    An inference endpoint reads its own: it watches its client over the whole request and not for the body alone.
+    """
+
+    def __init__(
+        self, inflation: BodyInflation, tokenization: TokenizationPool, max_body_bytes: int, max_body_values: int
+    ) -> None:
+        self._inflation = inflation
+        self._tokenization = tokenization
+        self._max_body_bytes = max_body_bytes
+        self._max_body_values = max_body_values
+
+    async def read(self, request: Request) -> bytes:
+        """Return the body, inflated, of a size and shape that may be parsed.
+
+        Raises ``RequestError``: 415, 413, 400 for what is no gzip or whose client left, 429 when the threads have too
+        much to do.
+        """
+        body = await self._whole(request)
+        await check_shape(body, self._max_body_values, self._tokenization)
+        return body
+
+    async def _whole(self, request: Request) -> bytes:
+        headers, limit = request.headers, self._max_body_bytes
+        check_announced(headers.get("content-type", "").encode(), headers.get("content-length", "").encode(), limit)
+        raw = await receive_body(request.receive, limit)
+        if raw is None:
+            raise _client_left()
+        encoding = headers.get("content-encoding", "").strip().lower()
+        if not encoding:
+            return raw
+        # After the body only the end of the connection is left to come.
+        end = owned(_next_message(request), "end of the connection")
+        try:
+            return await self._inflation.inflated(
+                raw, encoding, lambda: end.done() and end.result()["type"] == "http.disconnect"
+            )
+        except ClientLeft:
+            raise _client_left() from None
+        finally:
+            end.cancel()
+
+
+async def _next_message(request: Request) -> Message:
+    return await request.receive()
+
+
+def _client_left() -> RequestError:
+    return RequestError(400, "client_left", "reading the request body: the client left before it was complete")
 
 
 def check_announced(content_type: bytes, content_length: bytes, limit: int) -> None:

@@ -12,19 +12,14 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request, Response
 from msgspec import Struct
-from starlette.types import Message as AsgiMessage
 
 from frontend.access.cache_domains import CacheDomains
 from frontend.access.gate import caller_of
-from frontend.body_shape import check_shape
-from frontend.errors import RequestError, invalid
-from frontend.inflation import BodyInflation, ClientLeft
+from frontend.errors import invalid
 from frontend.preparation import Job, Preparation, check_vocabulary
-from frontend.request_body import check_announced, receive_body
+from frontend.request_body import BodyReader
 from frontend.schema import ChatBody, Message, TokenId, parse
-from frontend.settings import FrontendSettings
 from frontend.tokenization import TokenizationPool
-from runtime.tasks import owned
 from wire.hashing import unpack_tokens
 
 TOKENIZE_PATH = "/tokenize"
@@ -78,17 +73,15 @@ def add_tokenizer_endpoints(
     app: FastAPI,
     preparation: Preparation,
     tokenization: TokenizationPool,
-    inflation: BodyInflation,
+    bodies: BodyReader,
     domains: CacheDomains,
-    settings: FrontendSettings,
 ) -> None:
     """Add the two endpoints to an application."""
 
     @app.post(TOKENIZE_PATH, tags=["tokenizer"])
     async def tokenize(request: Request) -> Response:
         """Return the token ids of a prompt or a chat."""
-        raw = await _body(request, inflation, settings)
-        await check_shape(raw, settings.max_body_values, tokenization)
+        raw = await bodies.read(request)
         body = parse(_tokenize_decoder, raw)
         _check_model(request, body.model)
         claim = partial(domains.claim, caller=caller_of(request.scope), headers=request.headers.raw)
@@ -97,8 +90,7 @@ def add_tokenizer_endpoints(
     @app.post(DETOKENIZE_PATH, tags=["tokenizer"])
     async def detokenize(request: Request) -> Response:
         """Return the text of token ids."""
-        raw = await _body(request, inflation, settings)
-        await check_shape(raw, settings.max_body_values, tokenization)
+        raw = await bodies.read(request)
         body = parse(_detokenize_decoder, raw)
         _check_model(request, body.model)
         return _json(await tokenization.run(len(raw), partial(_detokenized, preparation, body)))
@@ -140,34 +132,6 @@ def _detokenized(preparation: Preparation, body: DetokenizeBody) -> Detokenized:
     _, model = preparation.found(body.model)
     check_vocabulary(body.tokens, model.vocab_size, "tokens")
     return Detokenized(model.tokenizer.decode(body.tokens, skip_special_tokens=False))
-
-
-async def _body(request: Request, inflation: BodyInflation, settings: FrontendSettings) -> bytes:
-    headers = request.headers
-    limit = settings.max_body_bytes
-    check_announced(headers.get("content-type", "").encode(), headers.get("content-length", "").encode(), limit)
-    raw = await receive_body(request.receive, limit)
-    if raw is None:
-        raise _client_left()
-    encoding = headers.get("content-encoding", "").strip().lower()
-    if not encoding:
-        return raw
-    # After the body only the end of the connection is left to come.
-    end = owned(_next_message(request), "end of the connection")
-    try:
-        return await inflation.inflated(raw, encoding, lambda: end.done() and end.result()["type"] == "http.disconnect")
-    except ClientLeft:
-        raise _client_left() from None
-    finally:
-        end.cancel()
-
-
-async def _next_message(request: Request) -> AsgiMessage:
-    return await request.receive()
-
-
-def _client_left() -> RequestError:
-    return RequestError(400, "client_left", "reading the request body: the client left before it was complete")
 
 
 def _check_model(request: Request, model: str) -> None:

@@ -344,7 +344,6 @@ class Placing:
             len(request.token_ids) // 4 + machine.delivery.tokens,
             self._path(flight, pool),
             tuple(flight.excluded.get(pool.name, [])[-WORKERS_EXCLUDED_MAX:]),
-            flight.expected.tokens,
             request.priority,
             media_hashes=pack_hashes(media_hashes(request)),
             media_kinds=() if work is Stage.DECODE else media_kinds(request),

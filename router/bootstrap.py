@@ -128,7 +128,7 @@ async def serve(
     )
     add_router_endpoints(app, service, clock)
     add_index_endpoint(app, service)
-    add_route_endpoint(app, service, frontend.max_body_bytes, frontend.max_body_values)
+    add_route_endpoint(app, service)
     server = HttpServer(
         app,
         settings.host,

@@ -28,7 +28,7 @@ ARRIVED_RECORDS_MAX = 100_000
 
 
 class CatchingUp:
-    """Implements ``router.ports.JournalReader`` over a projection."""
+    """Implements ``router.consolidator.ports.PoolListener`` over the router's state."""
 
     def __init__(
         self,

@@ -12,22 +12,36 @@ from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request
+from msgspec import Raw, Struct
 
-from frontend.body_shape import check_shape
-from frontend.errors import RequestError, invalid, refused
+from frontend.errors import invalid, refused
 from frontend.media.loader import MediaLoader
 from frontend.ports import Refused
 from frontend.preparation import Job, Preparation
+from frontend.request_body import BodyReader
 from frontend.request_ids import RequestIds
+from frontend.schema import parse
 from frontend.tokenization import TokenizationPool
 from router.service import RouterService
+
+
+class RouteBody(Struct, kw_only=True):
+    """What tells which kind of body it is; what else it holds is looked at as the real request's would be."""
+
+    messages: Raw = Raw()
+    token_ids: Raw = Raw()
+    prompt: Raw = Raw()
+
+
+_decoder = msgspec.json.Decoder(RouteBody)
 
 DRY_RUN_PREFIX = "dry-run-"
 """Begins the request id of a dry run without ``x-request-id``: ties and samples are drawn from it."""
 
 
-def add_route_endpoint(app: FastAPI, service: RouterService, max_body_bytes: int, max_body_values: int) -> None:
+def add_route_endpoint(app: FastAPI, service: RouterService) -> None:
     """Add ``POST /v1/route`` to an application that ``create_app`` made."""
+    bodies: BodyReader = app.state.bodies
     preparation: Preparation = app.state.preparation
     tokenization: TokenizationPool = app.state.tokenization
     media: MediaLoader = app.state.media
@@ -40,8 +54,7 @@ def add_route_endpoint(app: FastAPI, service: RouterService, max_body_bytes: int
     )
     async def route(request: Request) -> dict[str, Any]:
         """Say where a request would go now and why; nothing is dispatched or reserved."""
-        body = await _body(request, max_body_bytes)
-        await check_shape(body, max_body_values, tokenization)
+        body = await bodies.read(request)
         job = _job(preparation, body)
         with closing(media.lease()) as lease:
             # The hashes of blocks depend on the bytes of media, so there is no telling a prefix without them.
@@ -58,27 +71,14 @@ def add_route_endpoint(app: FastAPI, service: RouterService, max_body_bytes: int
         return {"dry_run": True, "routes": routes}
 
 
-async def _body(request: Request, limit: int) -> bytes:
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > limit:
-            raise RequestError(413, "body_too_large", f"reading the request body: allowed are at most {limit} bytes")
-    return bytes(body)
-
-
 def _job(preparation: Preparation, body: bytes) -> Job:
-    try:
-        fields = msgspec.json.decode(body)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise RequestError(400, "invalid_json", f"reading the request body: {error}") from None
-    if not isinstance(fields, dict):
-        raise invalid("body", "the body is not an object: allowed are the fields of a chat or text completion")
-    if "messages" in fields:
+    fields = parse(_decoder, body)
+    if fields.messages:
         return preparation.chat(body)
-    if "token_ids" in fields:
-        if "prompt" in fields:
+    if fields.token_ids:
+        if fields.prompt:
             raise invalid("token_ids", "token_ids and prompt are both given: allowed is one of them")
-        fields["prompt"] = fields.pop("token_ids")
-        body = msgspec.json.encode(fields)
+        named = msgspec.json.decode(body)
+        named["prompt"] = named.pop("token_ids")
+        body = msgspec.json.encode(named)
     return preparation.completion(body)

@@ -53,7 +53,6 @@ class Select(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
     """Whole blocks of the prompt, in order; empty when they are not known."""
     excluded: Annotated[tuple[WorkerRank, ...], Meta(max_length=WORKERS_EXCLUDED_MAX)] = ()
     """Workers that failed this request."""
-    expected_output_tokens: U32 = 0
     priority: int = 0
     lease_ms: U32 = 0
     """Wanted lease of the reservation; 0 = as long as the pool gives."""

@@ -16,7 +16,7 @@ SERVE = [
     "_Exchange.run (frontend/inference_endpoint.py:151)",
 ]
 DRAIN = "CallbackSocket._drain (runtime/zmq_socket.py:68)"
-FOLD = ["_Listener.on_records (router/feeds.py:3)", "PrefixIndex.store (router/core/prefix_index.py:4)"]
+FOLD = ["CatchingUp.on_records (router/catching_up.py:3)", "PrefixIndex.store (router/core/prefix_index.py:4)"]
 DISPATCH = ["RouterService.submit (router/service.py:340)", "RouterService._dispatch (router/service.py:520)"]
 
 

@@ -272,7 +272,6 @@ GOLDEN: dict[tuple[str, str], Any] = {
         U32_MAX,
         pack_hashes([5, U64_MAX]),
         (WorkerRank("w1", 3),),
-        256,
         -2,
         30_000,
         pack_hashes([7, U64_MAX]),

@@ -1,0 +1,56 @@
+"""``POST /v1/route`` reads its body within the limits of the endpoints whose requests it previews."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+
+import httpx
+import pytest
+
+from frontend.settings import FrontendSettings
+from router.dry_run import add_route_endpoint
+from tests.frontend.server import application, in_process
+from tests.router.test_service import routed
+
+PATHS = ("/v1/route", "/v1/completions", "/tokenize")
+
+
+def posted(body: bytes, **headers: str) -> list[tuple[int, dict[str, str]]]:
+    """Return what each of the paths says to a body."""
+
+    async def go() -> list[httpx.Response]:
+        async with routed() as router:
+            app = application(router.service)
+            add_route_endpoint(app, router.service)
+            head = {"content-type": "application/json", **headers}
+            async with in_process(app) as client:
+                return [await client.post(path, content=body, headers=head) for path in PATHS]
+
+    return [(answer.status_code, answer.json()["error"]) for answer in asyncio.run(go())]
+
+
+BOMB = gzip.compress(b'{"model": "tiny", "prompt": "' + bytes(2 * FrontendSettings().max_body_bytes) + b'"}', 9)
+MANY = b'{"model": "tiny", "prompt": [' + b"1," * 400_000 + b"1]}"
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "status", "code"),
+    [
+        (BOMB, {"content-encoding": "gzip"}, 413, "inflation_refused"),
+        (MANY, {}, 413, "body_too_complex"),
+        (gzip.compress(MANY), {"content-encoding": "gzip"}, 413, "body_too_complex"),
+        (b" " * (1 + FrontendSettings().max_body_bytes), {}, 413, "body_too_large"),
+        (gzip.compress(b"{}")[:-9], {"content-encoding": "gzip"}, 400, "invalid_encoding"),
+        (b"{}", {"content-encoding": "br"}, 415, "unsupported_content_encoding"),
+        (b"{}", {"content-type": "text/plain"}, 415, "unsupported_media_type"),
+        (b'{"model": "tiny", "prompt": "a", "x": ' + b"[" * 30_000 + b"]" * 30_000 + b"}", {}, 400, "invalid_json"),
+    ],
+    ids=["bomb", "400,000 values", "400,000 values in gzip", "long", "cut", "brotli", "text", "nested"],
+)
+def test_a_body_is_refused_as_it_is_elsewhere(body: bytes, headers: dict[str, str], status: int, code: str) -> None:
+    answers = posted(body, **headers)
+
+    assert [(said, error["code"]) for said, error in answers] == [(status, code)] * len(PATHS)
+    assert len({json.dumps(error) for _, error in answers}) == 1, answers
