@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class QueueView:
     """A queue at one moment."""
 
@@ -20,7 +19,3 @@ class QueueView:
     """When a client that is refused now should come back; ``None`` while no rate is known."""
     refused: Mapping[str, int]
     """Requests that the router refused since it started, by reason code."""
-
-    def row(self) -> dict[str, Any]:
-        """Return it as plain JSON."""
-        return dataclasses.asdict(self)

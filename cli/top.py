@@ -24,6 +24,18 @@ from rich.text import Text
 
 from cli.api_key import api_key_headers
 from runtime import lifecycle
+from wire.answers import (
+    DecisionList,
+    DecisionRow,
+    PlacedList,
+    PlacedRow,
+    PoolList,
+    PoolRow,
+    QueueRow,
+    StreamRow,
+    WorkerList,
+    WorkerRow,
+)
 
 DECISIONS_SHOWN = 20
 """Decisions to ask for: a screenful."""
@@ -59,156 +71,16 @@ WIDE_COLUMNS = 120
 R = TypeVar("R")
 
 
-class StreamView(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a worker's event stream can be trusted."""
-
-    state: str = ""
-    trusted: bool = True
-    disagreement: float = 0.0
-
-
-class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry of ``GET /v1/workers``."""
-
-    worker_id: str
-    dp_rank: int = 0
-    model: str = ""
-    role: str = ""
-    state: str = ""
-    epoch: int = 0
-    running_requests: int = 0
-    waiting_requests: int = 0
-    prefill_tokens: int = 0
-    active_blocks: int = 0
-    cached_blocks: int = 0
-    indexed_blocks: int = 0
-    total_blocks: int = 0
-    requests_total: int = 0
-    event_lag_ms: float | None = None
-    last_event_ms_ago: float | None = None
-    stream: StreamView = StreamView()
-
-
-class DecisionRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry of ``GET /v1/decisions``."""
-
-    request_id: str
-    time_ms: int = 0
-    policy: str = ""
-    reason: str = ""
-    worker: str = ""
-    isl: int = 0
-    isl_blocks: int = 0
-    overlap_blocks: int = 0
-    cost: float | None = None
-    candidates: int = 0
-    realised_cached_tokens: int | None = None
-
-
-class QueueRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Who waits in a router's queue, and how many it refused."""
-
-    requests: int = 0
-    requests_max: int = 0
-    prompt_tokens: int = 0
-    prompt_tokens_max: int = 0
-    retry_after_s: float | None = None
-    refused: dict[str, int] = {}
-
-
-class Workers(msgspec.Struct, frozen=True):
-    """Answer of ``GET /v1/workers``."""
-
-    data: list[WorkerRow]
-    offset: int = 0
-    queue: QueueRow | None = None
-
-
-class Decisions(msgspec.Struct, frozen=True):
-    """Answer of a router's ``GET /v1/decisions``."""
-
-    data: list[DecisionRow]
-
-
-class RoleRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The workers of one role in a pool."""
-
-    ready: int = 0
-    draining: int = 0
-    unreachable: int = 0
-    requests: int = 0
-    capacity: int = 0
-
-
-class PoolModel(msgspec.Struct, frozen=True, kw_only=True):
-    """One model of a pool."""
-
-    model: str = ""
-    roles: dict[str, RoleRow] = {}
-
-
-class Breaker(msgspec.Struct, frozen=True, kw_only=True):
-    """A pool's circuit breaker."""
-
-    state: str = ""
-
-
-class PoolRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry of ``GET /v1/pools``."""
-
-    name: str
-    stage: str = ""
-    state: str = ""
-    reason: str = ""
-    in_flight: int = 0
-    breaker: Breaker = Breaker()
-    waiting_requests: int | None = None
-    models: list[PoolModel] = []
-
-    def roles(self) -> list[RoleRow]:
-        """Return the figures of all its workers."""
-        return [role for model in self.models for role in model.roles.values()]
-
-
-class Pools(msgspec.Struct, frozen=True):
-    """Answer of ``GET /v1/pools``."""
-
-    data: list[PoolRow]
-    revision: int = 0
-    queue: QueueRow | None = None
-
-
-class PlacementRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry of a global router's ``GET /v1/decisions``."""
-
-    request_id: str
-    isl: int = 0
-    pools: list[str] = []
-    workers: list[str] = []
-    how: str | None = None
-    outcome: str = ""
-    output_tokens: int = 0
-    queued_ms: float = 0.0
-    ttft_ms: float | None = None
-    itl_ms: float | None = None
-
-
-class Placements(msgspec.Struct, frozen=True):
-    """Answer of a global router's ``GET /v1/decisions``."""
-
-    data: list[PlacementRow]
-
-
 class Frame(msgspec.Struct, frozen=True):
     """What one look brought: both answers of a router, or of a global router, or none and why."""
 
     url: str
-    workers: Workers | None = None
-    decisions: Decisions | None = None
+    workers: WorkerList | None = None
+    decisions: DecisionList | None = None
     fault: str | None = None
     """Why the last attempt failed; the answers, if any, are then from an earlier one."""
-    pools: Pools | None = None
-    placements: Placements | None = None
+    pools: PoolList | None = None
+    placements: PlacedList | None = None
 
 
 def usage_bar(used: int, total: int) -> Text:
@@ -232,7 +104,7 @@ def milliseconds(value: float | None) -> str:
     return f"{value / 60_000:.0f} min"
 
 
-def stream_cell(stream: StreamView) -> Text:
+def stream_cell(stream: StreamRow) -> Text:
     """Return the state of a stream, and when it is not believed, that its overlap is predicted."""
     if stream.trusted:
         return Text(stream.state, style=_STREAM_STYLES.get(stream.state, ""))
@@ -298,7 +170,7 @@ POOL_COLUMNS: tuple[Column[PoolRow], ...] = (
     Column("reason", lambda row: Text(row.reason), False, optional=True),
 )
 
-PLACEMENT_COLUMNS: tuple[Column[PlacementRow], ...] = (
+PLACEMENT_COLUMNS: tuple[Column[PlacedRow], ...] = (
     Column("request", lambda row: Text(row.request_id), False),
     Column("pools", lambda row: Text(", ".join(row.pools)), False),
     Column("workers", lambda row: Text(", ".join(row.workers)), False, optional=True),
@@ -350,7 +222,7 @@ def queue_line(queue: QueueRow) -> Text:
     return Text.assemble((waiting + tokens, style), f"   refused: {refused}", again)
 
 
-def _pool_parts(frame: Frame, pools: Pools, width: int) -> list[RenderableType]:
+def _pool_parts(frame: Frame, pools: PoolList, width: int) -> list[RenderableType]:
     """Return what there is to see of a global router."""
     states = ", ".join(
         f"{count} {state}" for state in _POOL_STYLES if (count := sum(row.state == state for row in pools.data))
@@ -358,8 +230,7 @@ def _pool_parts(frame: Frame, pools: Pools, width: int) -> list[RenderableType]:
     in_flight = sum(row.in_flight for row in pools.data)
     headline = f"{frame.url}   pools: {states or 'none'}   dispatches: {in_flight:,}   revision {pools.revision:,}"
     parts: list[RenderableType] = [Text(headline, style="bold")]
-    if pools.queue is not None:
-        parts.append(queue_line(pools.queue))
+    parts.append(queue_line(pools.queue))
     parts.append(_table("pools", POOL_COLUMNS, pools.data, width))
     if frame.placements is not None:
         parts.append(_table("last requests", PLACEMENT_COLUMNS, frame.placements.data, width))
@@ -383,8 +254,7 @@ def view(frame: Frame, width: int = WIDE_COLUMNS) -> RenderableType:
             f"journal offset {frame.workers.offset:,}"
         )
         parts.append(Text(headline, style="bold"))
-        if frame.workers.queue is not None:
-            parts.append(queue_line(frame.workers.queue))
+        parts.append(queue_line(frame.workers.queue))
     if frame.fault is not None:
         known = "; below is what was known last" if frame.workers is not None or frame.pools is not None else ""
         parts.append(Panel(Text(f"{frame.url} does not answer: {frame.fault}{known}"), border_style="red"))
@@ -428,10 +298,10 @@ async def fetch(client: httpx.AsyncClient, before: Frame) -> Frame:
         is_global, found = await _state(client, is_global=before.pools is not None)
         decisions = await _get(client, f"/v1/decisions?limit={DECISIONS_SHOWN}")
         if is_global:
-            pools = msgspec.json.decode(found, type=Pools)
-            return Frame(before.url, pools=pools, placements=msgspec.json.decode(decisions, type=Placements))
-        workers = msgspec.json.decode(found, type=Workers)
-        return Frame(before.url, workers, msgspec.json.decode(decisions, type=Decisions))
+            pools = msgspec.json.decode(found, type=PoolList)
+            return Frame(before.url, pools=pools, placements=msgspec.json.decode(decisions, type=PlacedList))
+        workers = msgspec.json.decode(found, type=WorkerList)
+        return Frame(before.url, workers, msgspec.json.decode(decisions, type=DecisionList))
     except FetchError as error:
         fault = str(error)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:

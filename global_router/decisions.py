@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Any
+
+import msgspec
 
 from global_router.core.choice.closed_loop import Spill
 from global_router.core.choice.fallback import FallbackChoice
@@ -15,6 +16,7 @@ from global_router.core.choice.grid import Selection
 from global_router.core.choice.output_length import ExpectedOutput
 from global_router.core.choice.request_hints import RequestHints
 from global_router.core.document.axis import TARGETS
+from wire.answers import ExpectedOutputRow, PlacedExplanation, PlacedRow, PlacementRow, RefusalRow
 from wire.request_ids import name_of
 
 NOTES_MAX = 50
@@ -56,27 +58,27 @@ class Placement:
     block_size: int
     select_ms: float
 
-    def explanation(self) -> dict[str, Any]:
-        """Return the placement as plain JSON."""
-        return {
-            "stage": self.stage,
-            "work": self.work,
-            "cause": self.cause,
-            "how": self.how,
-            "pool": self.pool,
-            "worker": self.worker,
-            "pool_reason": self.pool_reason,
-            "overlap_blocks": self.overlap_blocks,
-            "block_size": self.block_size,
-            "dispatch_id": self.dispatch_id,
-            "select_ms": round(self.select_ms, 3),
-            "selection": self.selection.explanation(),
-            "spill": None if self.spill is None else {"pool": self.spill.pool, "share": self.spill.share},
-            "fallback": self.choice.explanation(),
-            "refusals": [
-                {"pool": refusal.pool, "state": refusal.state, "message": refusal.message} for refusal in self.refusals
+    def explanation(self) -> PlacementRow:
+        """Return the placement for operators."""
+        return PlacementRow(
+            stage=self.stage,
+            work=self.work,
+            cause=self.cause,
+            how=self.how,
+            pool=self.pool,
+            worker=self.worker,
+            pool_reason=self.pool_reason,
+            overlap_blocks=self.overlap_blocks,
+            block_size=self.block_size,
+            dispatch_id=self.dispatch_id,
+            select_ms=round(self.select_ms, 3),
+            selection=self.selection.explanation(),
+            spill=None if self.spill is None else {"pool": self.spill.pool, "share": self.spill.share},
+            fallback=self.choice.explanation(),
+            refusals=[
+                RefusalRow(pool=refusal.pool, state=refusal.state, message=refusal.message) for refusal in self.refusals
             ],
-        }
+        )
 
 
 @dataclass(slots=True)
@@ -107,31 +109,31 @@ class RequestDecision:
         if text not in self.notes and len(self.notes) < NOTES_MAX:
             self.notes.append(text)
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> PlacedRow:
         """Return one line of facts, for lists."""
-        return {
-            "request_id": self.request_id,
-            "time_ms": self.time_ms,
-            "model": self.model,
-            "isl": self.isl,
-            "revision": self.revision,
-            "pools": list(dict.fromkeys(placement.pool for placement in self.placements)),
-            "how": self.placements[-1].how if self.placements else None,
-            "workers": list(dict.fromkeys(placement.worker for placement in self.placements)),
-            "dispatches": len(self.placements),
-            "outcome": self.outcome,
-            "output_tokens": self.output_tokens,
-            "queued_ms": round(self.queued_ms, 3),
-            "ttft_ms": None if self.ttft_ms is None else round(self.ttft_ms, 3),
-            "itl_ms": None if self.itl_ms is None else round(self.itl_ms, 3),
-        }
+        return PlacedRow(
+            request_id=self.request_id,
+            time_ms=self.time_ms,
+            model=self.model,
+            isl=self.isl,
+            revision=self.revision,
+            pools=list(dict.fromkeys(placement.pool for placement in self.placements)),
+            how=self.placements[-1].how if self.placements else None,
+            workers=list(dict.fromkeys(placement.worker for placement in self.placements)),
+            dispatches=len(self.placements),
+            outcome=self.outcome,
+            output_tokens=self.output_tokens,
+            queued_ms=round(self.queued_ms, 3),
+            ttft_ms=None if self.ttft_ms is None else round(self.ttft_ms, 3),
+            itl_ms=None if self.itl_ms is None else round(self.itl_ms, 3),
+        )
 
-    def explanation(self) -> dict[str, Any]:
+    def explanation(self) -> PlacedExplanation:
         """Return everything."""
         hints = self.hints
-        return {
-            **self.summary(),
-            "hints": {
+        return PlacedExplanation(
+            **msgspec.structs.asdict(self.summary()),
+            hints={
                 **{
                     kind.default_key: hints.targets[kind.name].value_ms if kind.name in hints.targets else None
                     for kind in TARGETS
@@ -139,10 +141,10 @@ class RequestDecision:
                 "priority": hints.priority,
                 "osl": hints.osl,
             },
-            "expected_output": {"tokens": self.expected.tokens, "source": self.expected.source},
-            "placements": [placement.explanation() for placement in self.placements],
-            "notes": self.notes,
-        }
+            expected_output=ExpectedOutputRow(tokens=self.expected.tokens, source=self.expected.source),
+            placements=[placement.explanation() for placement in self.placements],
+            notes=list(self.notes),
+        )
 
 
 class RequestDecisions:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
+import msgspec
 from fastapi import FastAPI, Path, Query
 
 from frontend.errors import RequestError
@@ -14,6 +15,7 @@ from global_router.core.document.history import Reload
 from global_router.pools import PoolConnection
 from global_router.service import GlobalRouterService
 from runtime.clock import Clock
+from wire.answers import BreakerRow, PlacedList, PoolList, PoolModelRow, PoolRow, QueueRow, RoleRow
 from wire.selection import ModelStatus
 
 DECISIONS_LISTED_MAX = 1000
@@ -30,22 +32,23 @@ def add_global_router_endpoints(
         """List every pool of the document in force: its state, its last status, its breaker; and who waits for room."""
         active = service.configuration.active
         in_flight = service.view.in_flight()
-        rows: list[dict[str, Any]] = []
+        rows: list[PoolRow] = []
         for stage_name, stage in active.document.stages.items():
             for pool in stage.pools:
                 connection = service.pools.get(pool.name)
                 if connection is not None:
-                    row = pool_row(connection, stage_name, in_flight.get(pool.name, 0), clock.monotonic_ms())
-                    rows.append({**row, "speed_rank": stage.speed_ranks()[pool.name]})
-        queue = service.waiting_room.view().row()
-        return {"object": "list", "revision": active.revision, "queue": queue, "data": rows}
+                    rank = stage.speed_ranks()[pool.name]
+                    count = in_flight.get(pool.name, 0)
+                    rows.append(pool_row(connection, stage_name, rank, count, clock.monotonic_ms()))
+        queue = msgspec.convert(service.waiting_room.view(), QueueRow, from_attributes=True)
+        return PoolList(revision=active.revision, queue=queue, data=rows).to_json()
 
     @app.get("/v1/decisions", tags=["global router"])
     async def list_decisions(
         limit: Annotated[int, Query(ge=1, le=DECISIONS_LISTED_MAX, description="How many, newest first.")] = 20,
     ) -> dict[str, Any]:
         """List the last requests, newest first: their pools, workers and outcome."""
-        return {"object": "list", "data": [record.summary() for record in service.decisions.newest(limit)]}
+        return PlacedList(data=[record.summary() for record in service.decisions.newest(limit)]).to_json()
 
     @app.get("/v1/decisions/{request_id}", tags=["global router"], responses={404: {"description": "Not kept"}})
     async def explain(request_id: Annotated[str, Path(max_length=256)]) -> dict[str, Any]:
@@ -58,7 +61,7 @@ def add_global_router_endpoints(
                 f"no decision about request {request_id!r} is kept; the last {len(service.decisions)} are",
                 param="request_id",
             )
-        return record.explanation()
+        return record.explanation().to_json()
 
     @app.get("/v1/config", tags=["global router"])
     async def config() -> dict[str, Any]:
@@ -97,44 +100,45 @@ def add_global_router_endpoints(
         return outcome.explanation()
 
 
-def pool_row(pool: PoolConnection, stage: StageName, in_flight: int, now_ms: float) -> dict[str, Any]:
+def pool_row(pool: PoolConnection, stage: StageName, speed_rank: int, in_flight: int, now_ms: float) -> PoolRow:
     """Return what ``/v1/pools`` says of one pool."""
     status = pool.status
     state = pool.overall_state(now_ms)
-    return {
-        "name": pool.name,
-        "stage": stage,
-        "url": pool.url,
-        "state": state.value,
-        "reason": pool.last_error if state is PoolState.DOWN else "",
-        "select_endpoint": pool.endpoint,
-        "in_flight": in_flight,
-        "breaker": {
-            "state": pool.breaker.state.value,
-            "retry_after_ms": pool.breaker.retry_after_ms(now_ms),
-            "steps": [step.explanation() for step in pool.breaker_steps],
-        },
-        "saturation": None if status is None else status.saturation,
-        "waiting_requests": None if status is None else status.waiting_requests,
-        "models": [] if status is None else [_model_row(model) for model in status.models],
-    }
+    return PoolRow(
+        name=pool.name,
+        stage=stage,
+        url=pool.url,
+        state=state.value,
+        reason=pool.last_error if state is PoolState.DOWN else "",
+        select_endpoint=pool.endpoint,
+        in_flight=in_flight,
+        breaker=BreakerRow(
+            state=pool.breaker.state.value,
+            retry_after_ms=pool.breaker.retry_after_ms(now_ms),
+            steps=[step.explanation() for step in pool.breaker_steps],
+        ),
+        saturation=None if status is None else status.saturation,
+        waiting_requests=None if status is None else status.waiting_requests,
+        models=[] if status is None else [_model_row(model) for model in status.models],
+        speed_rank=speed_rank,
+    )
 
 
-def _model_row(model: ModelStatus) -> dict[str, Any]:
-    return {
-        "model": model.model,
-        "block_size": model.block_size,
-        "hash_spec": model.hash_spec,
-        "max_sequence_length": model.max_sequence_length,
-        "loras": list(model.loras),
-        "roles": {
-            role.role.name.lower(): {
-                "ready": role.ready,
-                "draining": role.draining,
-                "unreachable": role.unreachable,
-                "requests": role.requests,
-                "capacity": role.capacity,
-            }
+def _model_row(model: ModelStatus) -> PoolModelRow:
+    return PoolModelRow(
+        model=model.model,
+        block_size=model.block_size,
+        hash_spec=model.hash_spec,
+        max_sequence_length=model.max_sequence_length,
+        loras=list(model.loras),
+        roles={
+            role.role.name.lower(): RoleRow(
+                ready=role.ready,
+                draining=role.draining,
+                unreachable=role.unreachable,
+                requests=role.requests,
+                capacity=role.capacity,
+            )
             for role in model.roles
         },
-    }
+    )

@@ -23,6 +23,7 @@ from frontend.request_ids import RequestIds
 from frontend.schema import parse
 from frontend.tokenization import TokenizationPool
 from router.service import RouterService
+from wire.answers import DryRun
 
 
 class RouteBody(Struct, kw_only=True):
@@ -68,7 +69,7 @@ def add_route_endpoint(app: FastAPI, service: RouterService) -> None:
                 routes = [service.preview(each).explanation() for each in job.requests(prompts, ids)]
             except Refused as refusal:
                 raise refused(refusal) from None
-        return {"dry_run": True, "routes": routes}
+        return DryRun(routes=routes).to_json()
 
 
 def _job(preparation: Preparation, body: bytes) -> Job:

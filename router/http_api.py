@@ -16,6 +16,7 @@ from router.select_plane import SelectPlane
 from router.service import RouterService
 from runtime.clock import Clock
 from runtime.process_group import GroupMember
+from wire.answers import DecisionList, QueueRow, RequestExplanation, StreamRow, WorkerList, WorkerRow
 
 DECISIONS_LISTED_MAX = 1000
 
@@ -32,15 +33,15 @@ def add_router_endpoints(app: FastAPI, service: RouterService, clock: Clock) -> 
             worker_row(projection, projection.fleet.workers[key], service.view.unreachable.get(key, ""), now_ms)
             for key in sorted(projection.fleet.workers)
         ]
-        queue = service.view.queue().row()
-        return {"object": "list", "offset": projection.next_offset, "queue": queue, "data": rows}
+        queue = msgspec.convert(service.view.queue(), QueueRow, from_attributes=True)
+        return WorkerList(offset=projection.next_offset, queue=queue, data=rows).to_json()
 
     @app.get("/v1/decisions", tags=["router"])
     async def list_decisions(
         limit: Annotated[int, Query(ge=1, le=DECISIONS_LISTED_MAX, description="How many, newest first.")] = 20,
     ) -> dict[str, Any]:
         """List the last routing decisions, newest first."""
-        return {"object": "list", "data": [decision.summary() for decision in service.books.decisions.newest(limit)]}
+        return DecisionList(data=[decision.summary() for decision in service.books.decisions.newest(limit)]).to_json()
 
     @app.get("/v1/decisions/{request_id}", tags=["router"], responses={404: {"description": "Not kept (any more)"}})
     async def explain(request_id: Annotated[str, Path(max_length=256)]) -> dict[str, Any]:
@@ -53,10 +54,11 @@ def add_router_endpoints(app: FastAPI, service: RouterService, clock: Clock) -> 
                 f"no decision about request {request_id!r} is kept; the last {len(service.books.decisions)} are",
                 param="request_id",
             )
-        return {"request_id": request_id, "attempts": [decision.explanation() for decision in decisions]}
+        attempts = [decision.explanation() for decision in decisions]
+        return RequestExplanation(request_id=request_id, attempts=attempts).to_json()
 
 
-def worker_row(projection: Projection, worker: Worker, unreachable: str, now_ms: int) -> dict[str, Any]:
+def worker_row(projection: Projection, worker: Worker, unreachable: str, now_ms: int) -> WorkerRow:
     """Return what ``/v1/workers`` says of one worker; ``unreachable`` says why it cannot be reached, if so."""
     load = worker.load
     slot = projection.index.slot(worker.key)
@@ -64,49 +66,49 @@ def worker_row(projection: Projection, worker: Worker, unreachable: str, now_ms:
     ledger.ensure_slot(slot)
     state = "draining" if worker.draining else "unreachable" if unreachable else "ready"
     lag_ms = worker.last_recorded_ms - worker.last_event_ms if worker.last_event_ms else None
-    return {
-        "worker_id": worker.key.worker_id,
-        "dp_rank": worker.key.dp_rank,
-        "model": worker.card.model,
-        "role": worker.card.role.name.lower(),
-        "state": state,
-        "unreachable_because": unreachable or None,
-        "epoch": worker.epoch,
-        "engine": worker.card.engine,
-        "block_size": worker.card.block_size,
-        "running_requests": load.running_requests if load else 0,
-        "waiting_requests": load.waiting_requests if load else 0,
-        "prefill_tokens": int(ledger.prefill_tokens[slot]),
-        "active_blocks": int(ledger.active_blocks[slot]),
-        "active_requests": int(ledger.requests[slot]),
-        "cached_blocks": load.cached_blocks if load else 0,
-        "indexed_blocks": projection.index.held_blocks(worker.key),
-        "total_blocks": worker.card.limits.total_kv_blocks,
-        "requests_total": worker.requests_total,
-        "event_lag_ms": max(0, lag_ms) if lag_ms is not None else None,
-        "last_event_ms_ago": max(0, now_ms - worker.last_recorded_ms) if worker.last_recorded_ms else None,
-        "http_endpoint": worker.card.http_endpoint,
-        "stream": stream_row(projection, worker),
-    }
+    return WorkerRow(
+        worker_id=worker.key.worker_id,
+        dp_rank=worker.key.dp_rank,
+        model=worker.card.model,
+        role=worker.card.role.name.lower(),
+        state=state,
+        unreachable_because=unreachable or None,
+        epoch=worker.epoch,
+        engine=worker.card.engine,
+        block_size=worker.card.block_size,
+        running_requests=load.running_requests if load else 0,
+        waiting_requests=load.waiting_requests if load else 0,
+        prefill_tokens=int(ledger.prefill_tokens[slot]),
+        active_blocks=int(ledger.active_blocks[slot]),
+        active_requests=int(ledger.requests[slot]),
+        cached_blocks=load.cached_blocks if load else 0,
+        indexed_blocks=projection.index.held_blocks(worker.key),
+        total_blocks=worker.card.limits.total_kv_blocks,
+        requests_total=worker.requests_total,
+        event_lag_ms=max(0, lag_ms) if lag_ms is not None else None,
+        last_event_ms_ago=max(0, now_ms - worker.last_recorded_ms) if worker.last_recorded_ms else None,
+        http_endpoint=worker.card.http_endpoint,
+        stream=stream_row(projection, worker),
+    )
 
 
-def stream_row(projection: Projection, worker: Worker) -> dict[str, Any]:
+def stream_row(projection: Projection, worker: Worker) -> StreamRow:
     """Return how far a worker's event stream can be trusted, and the numbers of the cross-check."""
     trust = projection.trust
     state, reason = trust.stream(worker.key)
     check = trust.checks.get(worker.key)
     why = trust.untrusted.get(worker.key)
-    return {
-        "state": state.name.lower(),
-        "reason": reason,
-        "trusted": why is None,
-        "untrusted_because": why,
-        "sources": {name: stream.state.name.lower() for name, stream in sorted(worker.streams.items())},
-        "checked_requests": len(check) if check else 0,
-        "predicted_tokens": check.predicted_tokens if check else 0,
-        "realised_tokens": check.realised_tokens if check else 0,
-        "disagreement": round(check.disagreement, 4) if check else 0.0,
-    }
+    return StreamRow(
+        state=state.name.lower(),
+        reason=reason,
+        trusted=why is None,
+        untrusted_because=why,
+        sources={name: stream.state.name.lower() for name, stream in sorted(worker.streams.items())},
+        checked_requests=len(check) if check else 0,
+        predicted_tokens=check.predicted_tokens if check else 0,
+        realised_tokens=check.realised_tokens if check else 0,
+        disagreement=round(check.disagreement, 4) if check else 0.0,
+    )
 
 
 def add_index_endpoint(app: FastAPI, service: RouterService) -> None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+
+import msgspec
 
 from router.core.candidates import Candidates, FewCandidates, RoutingRequest
 from router.core.policy import Choice
+from wire.answers import CandidateRow, DecisionExplanation, DecisionRow
 from wire.identifiers import WorkerKey
 from wire.request_ids import dispatch_of, name_of
 
@@ -106,55 +108,54 @@ class Decision:
         row = min((row for row in range(len(costs)) if row != self.choice.row), key=lambda row: float(costs[row]))
         return self.candidates.workers[row]
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> DecisionRow:
         """Return one line of facts, for lists."""
         costs = self.choice.costs
-        return {
-            "request_id": self.request.request_id,
-            "time_ms": self.time_ms,
-            "stage": self.request.stage.name.lower(),
-            "policy": self.policy,
-            "reason": self.reason,
-            "worker": str(self.worker),
-            "isl": self.request.isl,
-            "isl_blocks": self.request.blocks,
-            "overlap_blocks": self.overlap_blocks,
-            "cost": None if costs is None else float(costs[self.choice.row]),
-            "candidates": len(self.candidates),
-            "realised_cached_tokens": self.realised_cached_tokens,
-        }
+        return DecisionRow(
+            request_id=self.request.request_id,
+            time_ms=self.time_ms,
+            stage=self.request.stage.name.lower(),
+            policy=self.policy,
+            reason=self.reason,
+            worker=str(self.worker),
+            isl=self.request.isl,
+            isl_blocks=self.request.blocks,
+            overlap_blocks=self.overlap_blocks,
+            cost=None if costs is None else float(costs[self.choice.row]),
+            candidates=len(self.candidates),
+            realised_cached_tokens=self.realised_cached_tokens,
+        )
 
-    def explanation(self) -> dict[str, Any]:
+    def explanation(self) -> DecisionExplanation:
         """Return everything, one row per candidate."""
         columns = self.candidates
-        rows = []
-        for row, worker in enumerate(columns.workers):
-            rows.append(
-                {
-                    "worker": str(worker),
-                    "chosen": row == self.choice.row,
-                    "device_overlap_blocks": int(columns.device_overlap[row]),
-                    "host_overlap_blocks": int(columns.host_overlap[row]),
-                    "disk_overlap_blocks": int(columns.disk_overlap[row]),
-                    "active_prefill_tokens": int(columns.prefill_tokens[row]),
-                    "active_blocks": int(columns.active_blocks[row]),
-                    "requests": int(columns.requests[row]),
-                    "cost": None if self.choice.costs is None else float(self.choice.costs[row]),
-                    "terms": {name: float(values[row]) for name, values in self.choice.terms.items()},
-                }
+        rows = [
+            CandidateRow(
+                worker=str(worker),
+                chosen=row == self.choice.row,
+                device_overlap_blocks=int(columns.device_overlap[row]),
+                host_overlap_blocks=int(columns.host_overlap[row]),
+                disk_overlap_blocks=int(columns.disk_overlap[row]),
+                active_prefill_tokens=int(columns.prefill_tokens[row]),
+                active_blocks=int(columns.active_blocks[row]),
+                requests=int(columns.requests[row]),
+                cost=None if self.choice.costs is None else float(self.choice.costs[row]),
+                terms={name: float(values[row]) for name, values in self.choice.terms.items()},
             )
-        return {
-            **self.summary(),
-            "offset": self.offset,
-            "behind_records": self.behind_records,
-            "attempt": self.attempt,
-            "block_size": self.request.block_size,
-            "margin": self.margin(),
-            "runner_up": None if (runner_up := self.runner_up()) is None else str(runner_up),
-            "rows": rows,
-            "filtered": {str(worker): why for worker, why in self.filtered.items()},
-            "untrusted": {str(worker): why for worker, why in self.untrusted.items()},
-        }
+            for row, worker in enumerate(columns.workers)
+        ]
+        return DecisionExplanation(
+            **msgspec.structs.asdict(self.summary()),
+            offset=self.offset,
+            behind_records=self.behind_records,
+            attempt=self.attempt,
+            block_size=self.request.block_size,
+            margin=self.margin(),
+            runner_up=None if (runner_up := self.runner_up()) is None else str(runner_up),
+            rows=rows,
+            filtered={str(worker): why for worker, why in self.filtered.items()},
+            untrusted={str(worker): why for worker, why in self.untrusted.items()},
+        )
 
 
 DECISION_LOG_BYTES = 64 * 1024 * 1024

@@ -254,7 +254,7 @@ class Replay:
             return difference("filtered", _by_name(recorded.filtered), _by_name(derived.filtered))
         again = made_of(wanted, derived, numbers)
         if zlib.decompress(again.columns) != zlib.decompress(made.columns) or again.terms != made.terms:
-            return difference("candidates", recorded.explanation()["rows"], derived.explanation()["rows"])
+            return difference("candidates", recorded.explanation().rows, derived.explanation().rows)
         for name in DecisionMade.__struct_fields__:
             if name != "columns" and getattr(again, name) != getattr(made, name):
                 return difference(name, getattr(made, name), getattr(again, name))

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -14,6 +15,7 @@ from router.core.candidates import RoutingRequest
 from router.core.policy import KvAware
 from tests.cli.json_server import Answer, serving
 from tests.router.fleet_builder import Pool, decided, stored
+from wire.answers import PlacedExplanation, RequestExplanation
 from wire.events import WorkerDraining
 
 
@@ -25,12 +27,13 @@ def router_answer() -> dict[str, Any]:
     request = RoutingRequest("r-[red]1", "m", 160, 16, 10)
     decision = decided(pool.selector(KvAware()).select(request, [1, 2, 3, 4], 0.0, 0))
     decision.realised_cached_tokens = 48
-    return {"request_id": "r-[red]1", "attempts": [json.loads(json.dumps(decision.explanation()))]}
+    return RequestExplanation(request_id="r-[red]1", attempts=[decision.explanation()]).to_json()
 
 
 GLOBAL = {
     "request_id": "r-[red]1", "model": "m", "isl": 160, "revision": 2, "outcome": "length", "output_tokens": 5,
-    "ttft_ms": 12.5, "itl_ms": None, "notes": ["a note"],
+    "ttft_ms": 12.5, "itl_ms": None, "time_ms": 1, "pools": ["cheap"], "workers": ["a"], "how": "fallback",
+    "dispatches": 1, "queued_ms": 0.0, "notes": ["a note"],
     "hints": {"ttft_target_ms": 300, "itl_target_ms": None, "priority": None, "osl": None},
     "expected_output": {"tokens": 64, "source": "learned"},
     "placements": [{
@@ -43,10 +46,35 @@ GLOBAL = {
 }  # fmt: skip
 
 
+POOLS = {
+    "object": "list", "revision": 2,
+    "queue": {
+        "requests": 0, "requests_max": 1, "prompt_tokens": 0, "prompt_tokens_max": 1, "retry_after_s": None,
+        "refused": {},
+    },
+    "data": [{
+        "name": "cheap", "stage": "aggregated", "state": "available", "reason": "", "select_endpoint": "",
+        "in_flight": 0, "breaker": {"state": "closed", "retry_after_ms": 0, "steps": []}, "saturation": None,
+        "waiting_requests": None, "models": [], "speed_rank": 0,
+    }],
+}  # fmt: skip
+
+
+def at(url: str) -> dict[str, Any]:
+    """Return the pools' list with the one pool's router at a URL."""
+    return {**POOLS, "data": [{**row, "url": url} for row in POOLS["data"]]}  # type: ignore[attr-defined]
+
+
 def drawn(answer: Mapping[str, Any], of_pools: Mapping[str, Mapping[str, Any]] | None = None) -> str:
+    shown: PlacedExplanation | RequestExplanation
+    if "placements" in answer:
+        shown = msgspec.convert(answer, PlacedExplanation)
+    else:
+        shown = msgspec.convert(answer, RequestExplanation)
+    pools = msgspec.convert(of_pools or {}, dict[str, RequestExplanation])
     console = Console(width=160, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
     with console.file:
-        console.print(tree(answer, of_pools))
+        console.print(tree(shown, pools))
         return console.export_text()
 
 
@@ -91,7 +119,7 @@ def test_the_pools_are_asked_too(capsys: pytest.CaptureFixture[str]) -> None:
     path = "/v1/decisions/r-%5Bred%5D1"
     with (
         serving(kept({path: router_answer()})) as pool,
-        serving(kept({path: GLOBAL, "/v1/pools": {"data": [{"name": "cheap", "url": pool}]}})) as url,
+        serving(kept({path: GLOBAL, "/v1/pools": at(pool)})) as url,
     ):
         assert explain("r-[red]1", url, as_json=True) == 0
 

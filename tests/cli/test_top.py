@@ -9,16 +9,13 @@ import re
 import signal
 
 import httpx
+import msgspec
 import pytest
 from rich.console import Console
 
 from cli.top import (
     WORKERS_SHOWN_MAX,
-    DecisionRow,
-    Decisions,
     Frame,
-    WorkerRow,
-    Workers,
     fetch,
     milliseconds,
     top,
@@ -26,7 +23,19 @@ from cli.top import (
     view,
 )
 from tests.cli.json_server import Answer, serving
+from wire.answers import DecisionList, QueueRow, WorkerList, WorkerRow
 
+QUEUE = {
+    "requests": 3, "requests_max": 1024, "prompt_tokens": 96, "prompt_tokens_max": 4_194_304, "retry_after_s": 7.0,
+    "refused": {"no_worker": 2, "busy": 1234}, "a_later_field": 1,
+}  # fmt: skip
+SAID_TOO = {
+    "unreachable_because": None, "engine": "simulated", "block_size": 16, "active_requests": 7, "http_endpoint": "",
+    "stream": {
+        "state": "live", "reason": "", "trusted": True, "untrusted_because": None, "sources": {"worker": "live"},
+        "checked_requests": 0, "predicted_tokens": 0, "realised_tokens": 0, "disagreement": 0.0,
+    },
+}  # fmt: skip
 WORKERS = {
     "object": "list",
     "offset": 1234,
@@ -35,34 +44,31 @@ WORKERS = {
             "worker_id": "w1", "dp_rank": 3, "model": "tiny", "role": "aggregated", "state": "ready", "epoch": 7,
             "running_requests": 5, "waiting_requests": 2, "prefill_tokens": 4096, "active_blocks": 300,
             "cached_blocks": 900, "indexed_blocks": 899, "total_blocks": 1000, "requests_total": 12345,
-            "event_lag_ms": 3.4, "last_event_ms_ago": 2500.0, "a_later_field": [1],
+            "event_lag_ms": 3.4, "last_event_ms_ago": 2500.0, "a_later_field": [1], **SAID_TOO,
         },
         {
             "worker_id": "w0", "dp_rank": 0, "model": "tiny", "role": "aggregated", "state": "stale", "epoch": 7,
             "running_requests": 0, "waiting_requests": 0, "prefill_tokens": 0, "active_blocks": 0,
             "cached_blocks": 0, "indexed_blocks": 0, "total_blocks": 0, "requests_total": 0,
-            "event_lag_ms": None, "last_event_ms_ago": None,
+            "event_lag_ms": None, "last_event_ms_ago": None, **SAID_TOO,
         },
     ],
+    "queue": QUEUE,
 }  # fmt: skip
 DECISIONS = {
     "object": "list",
     "data": [
         {
-            "request_id": "r-77", "time_ms": 1, "policy": "kv", "reason": "lowest cost", "worker": "w1/3", "isl": 160,
+            "request_id": "r-77", "time_ms": 1, "stage": "whole",
+            "policy": "kv", "reason": "lowest cost", "worker": "w1/3", "isl": 160,
             "isl_blocks": 10, "overlap_blocks": 8, "cost": 11.25, "candidates": 2, "realised_cached_tokens": 128,
         },
         {
-            "request_id": "[bold]r-78", "time_ms": 2, "policy": "random", "reason": "", "worker": "w0", "isl": 16,
+            "request_id": "[bold]r-78", "time_ms": 2, "stage": "whole",
+            "policy": "random", "reason": "", "worker": "w0", "isl": 16,
             "isl_blocks": 1, "overlap_blocks": 0, "cost": None, "candidates": 2, "realised_cached_tokens": None,
         },
     ],
-}  # fmt: skip
-
-
-QUEUE = {
-    "requests": 3, "requests_max": 1024, "prompt_tokens": 96, "prompt_tokens_max": 4_194_304, "retry_after_s": 7.0,
-    "refused": {"no_worker": 2, "busy": 1234}, "a_later_field": 1,
 }  # fmt: skip
 POOLS = {
     "object": "list",
@@ -71,14 +77,18 @@ POOLS = {
     "data": [
         {
             "name": "fast", "stage": "prefill", "url": "http://x", "state": "saturated", "reason": "", "in_flight": 12,
-            "breaker": {"state": "closed", "steps": []}, "saturation": 1.0, "waiting_requests": 4,
-            "models": [{"model": "tiny", "roles": {"prefill": {
+            "breaker": {"state": "closed", "retry_after_ms": 0.0, "steps": []}, "saturation": 1.0,
+            "waiting_requests": 4, "select_endpoint": "tcp://x:1", "speed_rank": 0,
+            "models": [{"model": "tiny", "block_size": 16, "hash_spec": "h", "max_sequence_length": 9, "loras": [],
+                        "roles": {"prefill": {
                 "ready": 2, "draining": 0, "unreachable": 0, "requests": 12, "capacity": 12,
             }}}],
         },
         {
             "name": "[b]slow", "stage": "decode", "url": "http://y", "state": "down", "reason": "connection refused",
-            "in_flight": 0, "breaker": {"state": "open"}, "saturation": None, "waiting_requests": None, "models": [],
+            "select_endpoint": "", "speed_rank": 1,
+            "in_flight": 0, "breaker": {"state": "open", "retry_after_ms": 9.0, "steps": []}, "saturation": None,
+            "waiting_requests": None, "models": [],
         },
     ],
 }  # fmt: skip
@@ -88,9 +98,13 @@ PLACEMENTS = {
         {
             "request_id": "r-9", "model": "tiny", "isl": 160, "pools": ["fast", "slow"], "how": "fallback",
             "workers": ["w1", "w2"], "outcome": "length", "output_tokens": 24, "queued_ms": 1500.0, "ttft_ms": 1600.4,
-            "itl_ms": 9.6,
+            "itl_ms": 9.6, "time_ms": 1, "revision": 5, "dispatches": 2,
         },
-        {"request_id": "r-10", "pools": [], "workers": [], "how": None, "outcome": "refused: busy", "ttft_ms": None},
+        {
+            "request_id": "r-10", "model": "tiny", "isl": 160, "pools": [], "workers": [], "how": None,
+            "outcome": "refused: busy", "output_tokens": 0, "queued_ms": 0.0, "ttft_ms": None, "itl_ms": None,
+            "time_ms": 1, "revision": 5, "dispatches": 0,
+        },
     ],
 }  # fmt: skip
 
@@ -109,6 +123,10 @@ def good(path: str) -> tuple[int, bytes]:
         return 200, json.dumps(WORKERS).encode()
     assert path == "/v1/decisions?limit=20"
     return 200, json.dumps(DECISIONS).encode()
+
+
+def workers(*rows: WorkerRow) -> WorkerList:
+    return WorkerList(offset=0, queue=msgspec.convert(QUEUE, QueueRow), data=list(rows))
 
 
 def drawn(frame: Frame, width: int = 200) -> str:
@@ -137,7 +155,7 @@ class TestView:
         assert "5 running, 2 waiting" in headline
         assert "offset 1,234" in headline
         assert re.split(r"\s{2,}", worker.strip()) == [
-            "w1/3", "tiny", "aggregated", "ready", "5", "2", "███░░░░░░░", "30 %",
+            "w1/3", "tiny", "aggregated", "ready", "live", "5", "2", "███░░░░░░░", "30 %",
             "900", "899", "4,096", "3 ms", "2.5 s", "12,345",
         ]  # fmt: skip
         assert text.index("w0") < text.index("w1/3"), "sorted by name"
@@ -151,22 +169,28 @@ class TestView:
             text = drawn(look(url), width=80)
 
         worker = next(line for line in text.splitlines() if "w1/3" in line)
-        assert re.split(r"\s{2,}", worker.strip()) == ["w1/3", "ready", "5", "2", "███░░░░░░░", "30 %", "900", "12,345"]
+        assert re.split(r"\s{2,}", worker.strip()) == [
+            "w1/3", "ready", "live", "5", "2", "███░░░░░░░", "30 %", "900", "12,345",
+        ]  # fmt: skip
         assert "aggregated" not in text
         assert "…" not in text
 
     def test_an_empty_pool_is_drawn(self) -> None:
-        assert "workers: none" in drawn(Frame("http://h", Workers([]), Decisions([])))
+        assert "workers: none" in drawn(Frame("http://h", workers(), DecisionList(data=[])))
 
     def test_a_router_that_never_answered_is_drawn(self) -> None:
         assert "http://h does not answer: refused" in drawn(Frame("http://h", fault="refused"))
 
     def test_many_workers_are_counted_instead_of_drawn(self) -> None:
-        rows = [WorkerRow(worker_id=f"w{number:04}") for number in range(WORKERS_SHOWN_MAX + 5)]
+        with serving(good) as url:
+            known = look(url)
+        assert known.workers is not None
+        row = known.workers.data[0]
+        rows = [msgspec.structs.replace(row, worker_id=f"w{number:04}") for number in range(WORKERS_SHOWN_MAX + 5)]
 
-        text = drawn(Frame("http://h", Workers(rows), Decisions([DecisionRow(request_id="r")])))
+        text = drawn(Frame("http://h", workers(*rows), known.decisions))
 
-        assert f"w{WORKERS_SHOWN_MAX - 1:04}" in text
+        assert f"w{WORKERS_SHOWN_MAX - 1:04}/3" in text
         assert f"w{WORKERS_SHOWN_MAX:04}" not in text
         assert "5 more workers are not shown" in text
 
@@ -275,7 +299,11 @@ class TestFetch:
         [
             (lambda _path: (503, b"{}"), "GET /v1/workers: status 503"),
             (lambda _path: (200, b"<html>"), "not a router's"),
-            (lambda _path: (200, b'{"data": [{}]}'), "worker_id"),
+            (
+                lambda _path: (200, json.dumps({**WORKERS, "data": [{}]}).encode()),
+                "worker_id",
+            ),
+            (lambda _path: (200, b'{"data": []}'), "missing required field `offset`"),
             (lambda _path: (200, b'{"data": 1}'), "not a router's"),
             (lambda path: (404, b"") if "decisions" in path else good(path), "decisions?limit=20: status 404"),
         ],

@@ -106,9 +106,9 @@ class TestTheGrid:
             explained = record.explanation()
             assert stream.pool == "a"
             assert stream.decision_reason == "grid-kv"
-            assert explained["hints"]["ttft_target_ms"] == 0
-            assert explained["placements"][0]["selection"]["axes"][1]["source"] == "x-ttft-target-ms"
-            assert (explained["outcome"], explained["output_tokens"]) == ("length", 6)
+            assert explained.hints["ttft_target_ms"] == 0
+            assert explained.placements[0].selection["axes"][1]["source"] == "x-ttft-target-ms"
+            assert (explained.outcome, explained.output_tokens) == ("length", 6)
 
         run(scenario)
 
@@ -213,7 +213,7 @@ class TestPoolsThatCannotBeUsed:
             assert stream.decision_reason.startswith("fallback")
             record = fleet.service.decisions.get("r")
             assert record is not None
-            passed = record.explanation()["placements"][0]["fallback"]["passed_over"]
+            passed = record.explanation().placements[0].fallback["passed_over"]
             assert passed == [{"pool": "b", "state": state}]
             assert fleet.count("poolgrid_global_router_passed_over_total", pool="b", state=state) == 1
             fleet.assert_nothing_is_left()

@@ -106,7 +106,7 @@ def test_requests_wait_and_go_by_priority_then_by_arrival() -> None:
         assert len(scene.fleet.pool("a").selects) <= selects + 2 * 5, "a freed place is asked for, and once too often"
         record = scene.fleet.service.decisions.get("low")
         assert record is not None
-        assert record.summary()["queued_ms"] >= 0
+        assert record.summary().queued_ms >= 0
         scene.fleet.assert_nothing_is_left()
         assert scene.fleet.service.view.counts() == (0, 0)
 

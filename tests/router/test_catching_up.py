@@ -140,7 +140,7 @@ def test_a_large_snapshot_is_loaded_in_slices_beside_the_state_that_serves() -> 
         assert [str(worker) for worker in meanwhile.candidates.workers] == ["w"]
         assert meanwhile.behind_records == 499 + 1
         assert meanwhile.reason.endswith("-behind")
-        assert meanwhile.explanation()["behind_records"] == 500
+        assert meanwhile.explanation().behind_records == 500
 
         assert await scene.turns(lambda: scene.service.behind_records == 0) >= slices - 1
         after = scene.decide(9_000)

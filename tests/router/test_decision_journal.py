@@ -407,9 +407,9 @@ def test_a_request_is_explained_from_the_journal_with_what_was_really_reused() -
     (found,) = decisions_about(router.decisions_disk, "request-7")
 
     explained = found.decision.explanation()
-    assert explained["request_id"] == "request-7"
-    assert explained["realised_cached_tokens"] == 48
-    assert {row["worker"] for row in explained["rows"]} | set(explained["filtered"]) <= set(NAMES)
+    assert explained.request_id == "request-7"
+    assert explained.realised_cached_tokens == 48
+    assert {row.worker for row in explained.rows} | set(explained.filtered) <= set(NAMES)
     assert found.settings is not None
     assert found.settings.settings["policy"] == "kv"
     assert decisions_about(router.decisions_disk, "nobody") == []

@@ -229,15 +229,15 @@ def test_a_worker_whose_cache_was_cleared_or_is_restated_is_seen_with_its_load_a
     pool.say(a, cleared, stored(PATH[:3]))
     pool.say(a, RequestStarted("later", 32, 0, 5))
 
-    row = decided(selector.select(request("asked"), PATH, 0.0, 0)).explanation()["rows"][0]
-    assert (row["worker"], row["requests"], row["device_overlap_blocks"]) == ("a", 3, 3)
-    assert (row["active_prefill_tokens"], row["active_blocks"]) == (10 * BLOCK_SIZE + 64 + 32, 10 + 7 + 5)
+    row = decided(selector.select(request("asked"), PATH, 0.0, 0)).explanation().rows[0]
+    assert (row.worker, row.requests, row.device_overlap_blocks) == ("a", 3, 3)
+    assert (row.active_prefill_tokens, row.active_blocks) == (10 * BLOCK_SIZE + 64 + 32, 10 + 7 + 5)
     for request_id in ("running", "later"):
         pool.say(a, RequestFinished(request_id, "stop"))
     pool.projection.ledger.release(a, "booked")
     pool.join("c")  # it may be given the bit that was a's
-    rows = decided(selector.select(request("again"), PATH, 0.0, 0)).explanation()["rows"]
-    assert [(row["requests"], row["device_overlap_blocks"]) for row in rows] == [(0, 3), (0, 0), (0, 0)]
+    rows = decided(selector.select(request("again"), PATH, 0.0, 0)).explanation().rows
+    assert [(row.requests, row.device_overlap_blocks) for row in rows] == [(0, 3), (0, 0), (0, 0)]
 
 
 def test_a_new_life_starts_empty() -> None:
@@ -259,11 +259,11 @@ def test_the_explanation_holds_every_candidate_and_every_term() -> None:
 
     explanation = decision.explanation()
 
-    assert [row["worker"] for row in explanation["rows"]] == ["a", "b"]
-    assert explanation["rows"][0]["device_overlap_blocks"] == 3
-    assert explanation["rows"][0]["terms"]["adjusted_prefill"] == 7.0
-    assert explanation["margin"] == pytest.approx(3.0)  # three blocks fewer to compute
-    assert explanation["worker"] == str(a)
+    assert [row.worker for row in explanation.rows] == ["a", "b"]
+    assert explanation.rows[0].device_overlap_blocks == 3
+    assert explanation.rows[0].terms["adjusted_prefill"] == 7.0
+    assert explanation.margin == pytest.approx(3.0)  # three blocks fewer to compute
+    assert explanation.worker == str(a)
     assert b in decision.candidates.workers
 
 

@@ -39,8 +39,8 @@ def test_the_overlap_of_a_stale_worker_is_not_believed() -> None:
 
     assert decision.worker == b
     assert decision.untrusted == {a: "stale: batches from 7 are missing"}
-    assert decision.explanation()["untrusted"] == {"a": "stale: batches from 7 are missing"}
-    assert [row["device_overlap_blocks"] for row in decision.explanation()["rows"]] == [0, 2]
+    assert decision.explanation().untrusted == {"a": "stale: batches from 7 are missing"}
+    assert [row.device_overlap_blocks for row in decision.explanation().rows] == [0, 2]
     assert decision.reason == "cheapest", "the chosen worker itself is trusted"
 
 

@@ -1,0 +1,300 @@
+"""What routers answer operators, over HTTP as JSON objects: ``/v1/workers``, ``/v1/pools`` and ``/v1/decisions``.
+
+The routers make these values and ``poolgrid top`` and ``poolgrid explain`` read them, so that a key has one name. Every
+field is there in every answer, ``null`` where nothing is known: a key that is missing is an error and never a zero.
+Readers pass over keys that they do not know.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """An answer, or a part of one."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        plain: dict[str, Any] = msgspec.to_builtins(self)
+        return plain
+
+
+# -- both routers ------------------------------------------------------------------------------------------------------
+
+
+class QueueRow(Answer, frozen=True, kw_only=True):
+    """Who waits in a router's queue, and how many it refused."""
+
+    requests: int
+    requests_max: int
+    prompt_tokens: int
+    prompt_tokens_max: int
+    retry_after_s: float | None
+    refused: dict[str, int]
+
+
+# -- a pool's router ---------------------------------------------------------------------------------------------------
+
+
+class StreamRow(Answer, frozen=True, kw_only=True):
+    """How far a worker's event stream can be trusted, and the numbers of the cross-check."""
+
+    state: str
+    reason: str
+    trusted: bool
+    untrusted_because: str | None
+    sources: dict[str, str]
+    checked_requests: int
+    predicted_tokens: int
+    realised_tokens: int
+    disagreement: float
+
+
+class WorkerRow(Answer, frozen=True, kw_only=True):
+    """One worker: its state, its load, what it holds, how late its events are."""
+
+    worker_id: str
+    dp_rank: int
+    model: str
+    role: str
+    state: str
+    unreachable_because: str | None
+    epoch: int
+    engine: str
+    block_size: int
+    running_requests: int
+    waiting_requests: int
+    prefill_tokens: int
+    active_blocks: int
+    active_requests: int
+    cached_blocks: int
+    indexed_blocks: int
+    total_blocks: int
+    requests_total: int
+    event_lag_ms: float | None
+    last_event_ms_ago: float | None
+    http_endpoint: str
+    stream: StreamRow
+
+
+class WorkerList(Answer, frozen=True, kw_only=True):
+    """Answer of ``GET /v1/workers``."""
+
+    object: str = "list"
+    offset: int
+    queue: QueueRow
+    data: list[WorkerRow]
+
+
+class DecisionRow(Answer, frozen=True, kw_only=True):
+    """One line of facts about a decision."""
+
+    request_id: str
+    time_ms: int
+    stage: str
+    policy: str
+    reason: str
+    worker: str
+    isl: int
+    isl_blocks: int
+    overlap_blocks: int
+    cost: float | None
+    candidates: int
+    realised_cached_tokens: int | None
+
+
+class DecisionList(Answer, frozen=True, kw_only=True):
+    """Answer of a router's ``GET /v1/decisions``, newest first."""
+
+    object: str = "list"
+    data: list[DecisionRow]
+
+
+class CandidateRow(Answer, frozen=True, kw_only=True):
+    """A worker that could have been chosen, with every term of its cost."""
+
+    worker: str
+    chosen: bool
+    device_overlap_blocks: int
+    host_overlap_blocks: int
+    disk_overlap_blocks: int
+    active_prefill_tokens: int
+    active_blocks: int
+    requests: int
+    cost: float | None
+    terms: dict[str, float]
+
+
+class RecordedBy(Answer, frozen=True, kw_only=True):
+    """Where on disk a decision was found, and the rules in force when it was made."""
+
+    router: str
+    file: str
+    entry: int
+    settings_version: str
+    settings: dict[str, Any]
+
+
+class DecisionExplanation(DecisionRow, frozen=True, kw_only=True):
+    """Everything about one decision."""
+
+    offset: int
+    behind_records: int
+    attempt: int
+    block_size: int
+    margin: float | None
+    runner_up: str | None
+    rows: list[CandidateRow]
+    filtered: dict[str, str]
+    untrusted: dict[str, str]
+    recorded: RecordedBy | UnsetType = UNSET
+    """Only when it was read from a decision journal."""
+
+
+class RequestExplanation(Answer, frozen=True, kw_only=True):
+    """Answer of a router's ``GET /v1/decisions/{request_id}``: a decision for each attempt."""
+
+    request_id: str
+    attempts: list[DecisionExplanation]
+
+
+class DryRun(Answer, frozen=True, kw_only=True):
+    """Answer of ``POST /v1/route``: a decision for each sequence."""
+
+    dry_run: bool = True
+    routes: list[DecisionExplanation]
+
+
+# -- a global router ---------------------------------------------------------------------------------------------------
+
+
+class RoleRow(Answer, frozen=True, kw_only=True):
+    """The workers of one role in a pool."""
+
+    ready: int
+    draining: int
+    unreachable: int
+    requests: int
+    capacity: int
+
+
+class PoolModelRow(Answer, frozen=True, kw_only=True):
+    """One model of a pool, its workers by role."""
+
+    model: str
+    block_size: int
+    hash_spec: str
+    max_sequence_length: int
+    loras: list[str]
+    roles: dict[str, RoleRow]
+
+
+class BreakerRow(Answer, frozen=True, kw_only=True):
+    """A pool's circuit breaker, with its last steps."""
+
+    state: str
+    retry_after_ms: float
+    steps: list[dict[str, Any]]
+
+
+class PoolRow(Answer, frozen=True, kw_only=True):
+    """One pool: its state, its last status, its breaker."""
+
+    name: str
+    stage: str
+    url: str
+    state: str
+    reason: str
+    select_endpoint: str
+    in_flight: int
+    breaker: BreakerRow
+    saturation: float | None
+    waiting_requests: int | None
+    models: list[PoolModelRow]
+    speed_rank: int
+
+    def roles(self) -> list[RoleRow]:
+        """Return the figures of all its workers."""
+        return [role for model in self.models for role in model.roles.values()]
+
+
+class PoolList(Answer, frozen=True, kw_only=True):
+    """Answer of ``GET /v1/pools``."""
+
+    object: str = "list"
+    revision: int
+    queue: QueueRow
+    data: list[PoolRow]
+
+
+class PlacedRow(Answer, frozen=True, kw_only=True):
+    """One line of facts about a request and where it went."""
+
+    request_id: str
+    time_ms: int
+    model: str
+    isl: int
+    revision: int
+    pools: list[str]
+    how: str | None
+    workers: list[str]
+    dispatches: int
+    outcome: str
+    output_tokens: int
+    queued_ms: float
+    ttft_ms: float | None
+    itl_ms: float | None
+
+
+class PlacedList(Answer, frozen=True, kw_only=True):
+    """Answer of a global router's ``GET /v1/decisions``, newest first."""
+
+    object: str = "list"
+    data: list[PlacedRow]
+
+
+class RefusalRow(Answer, frozen=True, kw_only=True):
+    """A pool that gave no worker."""
+
+    pool: str
+    state: str
+    message: str
+
+
+class PlacementRow(Answer, frozen=True, kw_only=True):
+    """One dispatch: what was wanted, what was passed over, where it went."""
+
+    stage: str
+    work: str
+    cause: str
+    how: str
+    pool: str
+    worker: str
+    pool_reason: str
+    overlap_blocks: int
+    block_size: int
+    dispatch_id: str
+    select_ms: float
+    selection: dict[str, Any]
+    spill: dict[str, Any] | None
+    fallback: dict[str, Any]
+    refusals: list[RefusalRow]
+
+
+class ExpectedOutputRow(Answer, frozen=True, kw_only=True):
+    """How many tokens an output was expected to have, and who said so."""
+
+    tokens: int
+    source: str
+
+
+class PlacedExplanation(PlacedRow, frozen=True, kw_only=True):
+    """Answer of a global router's ``GET /v1/decisions/{request_id}``: a placement for each dispatch."""
+
+    hints: dict[str, float | None]
+    expected_output: ExpectedOutputRow
+    placements: list[PlacementRow]
+    notes: list[str]
