@@ -5,11 +5,14 @@ Rules
     2. Few records are applied at once; many in slices, in their order. Nothing is left out.
     3. The router is *level* when all that arrived is applied. What is decided before is marked as behind.
     4. The state that a snapshot replaced is let go of in slices too.
+    5. Records that cannot be applied (a hole, a bug) end in a snapshot: what follows them is of no use and is dropped,
+       and the router is not level until the snapshot is loaded. It is asked for at most every ``RESYNC_MS``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
@@ -19,6 +22,11 @@ from router.core.router_state import RouterState
 from runtime.clock import Clock
 from wire.events import JournalRecord
 from wire.feed import BlockChain, WorkerState
+
+log = logging.getLogger(__name__)
+
+RESYNC_MS = 1000.0
+"""Shortest time between two requests for a snapshot: one of a large pool is seconds of work for everybody."""
 
 RECORDS_PER_SLICE = 512
 """Records applied between two turns when many come at once, as many as the feed hands over: about ten milliseconds."""
@@ -36,8 +44,10 @@ class CatchingUp:
         clock: Clock,
         on_applied: Callable[[Sequence[JournalRecord]], None],
         on_loaded: Callable[[], None],
+        resync: Callable[[], None],
     ) -> None:
-        """``on_applied`` is told of records, ``on_loaded`` of a snapshot, right after they became the state."""
+        """``on_applied`` is told of records, ``on_loaded`` of a snapshot, right after they became the state;
+        ``resync`` asks the feed for a snapshot."""
         self.level = asyncio.Event()
         """Set while all that arrived is applied."""
         self._state = state
@@ -45,6 +55,13 @@ class CatchingUp:
         self._clock = clock
         self._on_applied = on_applied
         self._on_loaded = on_loaded
+        self._resync = resync
+        self._lost = False
+        """Whether records could not be applied, and the snapshot that stands in for them has not come."""
+        self._resynced_ms = float("-inf")
+        self._resyncing: asyncio.TimerHandle | None = None
+        self.resyncs = 0
+        """How often a snapshot was asked for because records could not be applied."""
         self._loading: SnapshotLoad | None = None
         """The snapshot that is being loaded."""
         self._replaced: SnapshotLoad | None = None
@@ -52,12 +69,14 @@ class CatchingUp:
         self._arrived: deque[JournalRecord] = deque()
         """Records that are still to be applied."""
         self._slice_scheduled = False
+        self._stopped = False
 
     def on_snapshot(
         self, next_offset: int, workers: Sequence[WorkerState], chains: Iterable[tuple[int, BlockChain]]
     ) -> None:
         """Replace all state by a snapshot of the pool; at once when it is small, else a slice at a time."""
         self._arrived.clear()  # they are in the snapshot, or of another life
+        self._lost = False
         self._loading = self._projection.begin_load(next_offset, workers, chains)
         self.level.clear()
         if not self._slice_scheduled:
@@ -65,6 +84,8 @@ class CatchingUp:
 
     def on_records(self, records: Sequence[JournalRecord]) -> None:
         """Apply journal records; at once when they are few, else a slice at a time."""
+        if self._lost:
+            return
         if self._loading is None and not self._arrived and len(records) <= RECORDS_PER_SLICE:
             self._apply(records)
             return
@@ -81,12 +102,15 @@ class CatchingUp:
         behind = len(self._arrived)
         if self._loading is not None:
             behind += max(1, self._loading.next_offset - self._projection.next_offset)
-        return behind
+        return max(behind, int(self._lost))
 
     def stop(self) -> None:
         """Let go of what was still to be applied."""
         self._loading = self._replaced = None
         self._arrived.clear()
+        self._stopped = True
+        if self._resyncing is not None:
+            self._resyncing.cancel()
 
     def _slice(self) -> None:
         """Do one slice of what is to be caught up with, and have the next done once others had their turn."""
@@ -107,7 +131,7 @@ class CatchingUp:
         elif self._arrived:
             records = [self._arrived.popleft() for _ in range(min(RECORDS_PER_SLICE, len(self._arrived)))]
             self._note_level()
-            self._apply(records)
+            self._apply(records)  # takes the level back if that fails
         elif self._replaced is not None:
             index = self._replaced.index
             if index is None or not index.discard(LOAD_STEP_BLOCKS):
@@ -119,5 +143,31 @@ class CatchingUp:
             self.level.set()
 
     def _apply(self, records: Sequence[JournalRecord]) -> None:
-        self._state.apply(RecordsArrived(records, self._clock.monotonic_ms()))
-        self._on_applied(records)
+        try:
+            self._state.apply(RecordsArrived(records, self._clock.monotonic_ms()))
+        except Exception as error:
+            self._start_over(records, error)
+        else:
+            self._on_applied(records)
+
+    def _start_over(self, records: Sequence[JournalRecord], error: Exception) -> None:
+        self._lost = True
+        self._arrived.clear()
+        self.level.clear()
+        self.resyncs += 1
+        now_ms = self._clock.monotonic_ms()
+        wait_ms = max(0.0, self._resynced_ms + RESYNC_MS - now_ms)
+        log.error(
+            "records %d to %d of the journal could not be applied; a snapshot is asked for in %.0f ms, and what is "
+            "decided until then is marked as behind",
+            records[0].offset,
+            records[-1].offset,
+            wait_ms,
+            exc_info=error,
+        )
+        self._resyncing = asyncio.get_running_loop().call_later(wait_ms / 1000, self._ask)
+
+    def _ask(self) -> None:
+        if self._lost and not self._stopped:
+            self._resynced_ms = self._clock.monotonic_ms()
+            self._resync()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -22,11 +23,25 @@ class EmbeddedFeed:
     def __init__(self, consolidator: ConsolidatorService) -> None:
         self._consolidator = consolidator
         self._unsubscribe: Callable[[], None] | None = None
+        self._listener: PoolListener | None = None
+        self._stopped = False
 
     async def start(self, listener: PoolListener) -> None:
         """Recover the journal, open the consolidator's sockets, deliver the state."""
         await self._consolidator.start()
+        self._listener = listener
         self._unsubscribe = self._consolidator.subscribe(listener)
+
+    def resync(self) -> None:
+        """Subscribe anew, once the consolidator's turn is over: it may be in the middle of one."""
+        if self._unsubscribe is not None:
+            self._unsubscribe()
+            self._unsubscribe = None
+            asyncio.get_running_loop().call_soon(self._subscribe)
+
+    def _subscribe(self) -> None:
+        if not self._stopped and self._unsubscribe is None and self._listener is not None:
+            self._unsubscribe = self._consolidator.subscribe(self._listener)
 
     def trouble(self, now_ms: float) -> str:
         """Return what keeps the consolidator from writing as it should, if anything."""
@@ -38,6 +53,7 @@ class EmbeddedFeed:
 
     async def stop(self) -> None:
         """Stop following and end the consolidator."""
+        self._stopped = True
         if self._unsubscribe is not None:
             self._unsubscribe()
         await self._consolidator.stop()
@@ -63,6 +79,11 @@ class RemoteFeed:
         self._follower = FeedFollower(*self._endpoints, listener, self._clock, make_context=self._make_context)
         await self._follower.start()
         await self._follower.wait_synced()
+
+    def resync(self) -> None:
+        """Ask for a snapshot."""
+        if self._follower is not None:
+            self._follower.resync()
 
     def trouble(self, now_ms: float) -> str:
         """Return how long the consolidator has been silent, when that is longer than it should be."""

@@ -30,6 +30,13 @@ class JournalFeed(Protocol):
         """Return why the state may not be current, in words; empty when all is well."""
         ...
 
+    def resync(self) -> None:
+        """Deliver a snapshot soon, and what follows it: what was delivered could not be applied.
+
+        What comes before that snapshot is of no use to the listener. It never comes from inside the call.
+        """
+        ...
+
     def behind(self) -> int:
         """Return how many records the journal is known to hold beyond those delivered; 0 when that is none."""
         ...

@@ -80,7 +80,7 @@ class RouterService:
             self.in_flight.on_lost,
             self.in_flight.holds,
         )
-        self.catching_up = CatchingUp(state, clock, self._on_applied, self._on_loaded)
+        self.catching_up = CatchingUp(state, clock, self._on_applied, self._on_loaded, feed.resync)
         self.chooser = Chooser(settings, state, self.links, clock, lambda: self.behind_records)
         self.line = WaitingLine(settings, self.chooser, metrics, clock, self._dispatch, self._give_up)
         self._fleet_version = -1

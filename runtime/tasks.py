@@ -58,6 +58,19 @@ def detached(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
     return task
 
 
+def end_process(name: str, error: BaseException) -> bool:
+    """Have the process end in order, because something that it cannot do without has failed.
+
+    Returns whether somebody will: outside of ``runtime.lifecycle`` nobody does.
+    """
+    log.critical("task %r failed: this process ends", name, exc_info=error)
+    end = on_fatal.get()
+    if end is None:
+        return False
+    end(name, error)
+    return True
+
+
 def supervised(
     work: Callable[[], Coroutine[Any, Any, None]], name: str, restart: Restart | None = None
 ) -> asyncio.Task[None]:
@@ -131,11 +144,8 @@ async def _supervise(work: Callable[[], Coroutine[Any, Any, None]], name: str, r
             while failures and restart is not None and failures[0] < now_s - restart.period_s:
                 failures.popleft()
             if restart is None or (restart.limit is not None and len(failures) > restart.limit):
-                log.critical("task %r failed: this process ends", name, exc_info=error)
-                end = on_fatal.get()
-                if end is None:
+                if not end_process(name, error):
                     raise
-                end(name, error)
                 return
             pause_s = min(restart.pause_max_s, restart.pause_s * 2 ** min(len(failures) - 1, 30))
             log.error("task %r failed: it starts again in %.1f s", name, pause_s, exc_info=error)

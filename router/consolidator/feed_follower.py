@@ -17,6 +17,7 @@ from runtime.complaints import Complaints
 from runtime.planes import watch_as_client
 from wire import codec
 from wire.errors import DecodeError
+from wire.events import JournalRecord
 from wire.feed_frames import FEED_TOPIC, decode_answer, decode_feed
 from wire.limits import FRAME_BYTES_MAX
 
@@ -103,6 +104,14 @@ class FeedFollower:
         self._query.connect(self._endpoints[1])
         self._carry_out(self._reader.start(self._clock.monotonic_ms()))
 
+    def resync(self) -> None:
+        """Ask for a snapshot: the listener could not use what it got. May be called from inside the listener."""
+        asyncio.get_running_loop().call_soon(self._resync)
+
+    def _resync(self) -> None:
+        if not self._closed:
+            self._carry_out(self._reader.resync(self._clock.monotonic_ms()))
+
     async def wait_synced(self) -> None:
         """Wait until the listener has had its first snapshot and we are live."""
         await self._synced.wait()
@@ -147,14 +156,21 @@ class FeedFollower:
         self._timer = None
         self._carry_out(self._reader.tick(self._clock.monotonic_ms()))
 
+    def _tell(self, records: list[JournalRecord]) -> None:
+        try:
+            self._listener.on_records(records)
+        except Exception:
+            # What else is to be done must not wait for it: a question to the consolidator, the timer.
+            log.exception("the reader failed on records %d to %d", records[0].offset, records[-1].offset)
+
     def _carry_out(self, effects: list[FeedEffect]) -> None:
-        delivered: list[Any] = []
+        delivered: list[JournalRecord] = []
         for effect in effects:
             if isinstance(effect, Deliver):
                 delivered.extend(effect.records)
                 continue
             if delivered:
-                self._listener.on_records(delivered)
+                self._tell(delivered)
                 delivered = []
             if isinstance(effect, Snapshot):
                 log.info("took a snapshot at offset %d: %d worker ranks", effect.offset, len(effect.workers))
@@ -166,7 +182,7 @@ class FeedFollower:
                     pass  # not connected for long: asked again when the answer is due
                 self._query_inbox.check()
         if delivered:
-            self._listener.on_records(delivered)
+            self._tell(delivered)
         if self._reader.state is FeedState.LIVE:
             self._synced.set()
         if self._timer is not None:

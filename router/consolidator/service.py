@@ -9,6 +9,10 @@ and replays. While an append is slow, or fails and is tried again, messages are 
 leases; nothing is acknowledged or published before it is in the journal. Once too much waits for the disk nothing is
 received any more. What piles up then is bounded by the sockets' queues and by the workers' outboxes, which end in a
 restated cache; leases stand still (``AwakeClock.hold``).
+
+The state is the fold of the journal. A turn that fails midway may have changed the state without a record of it, so it
+is the last: nothing more is taken in, what came before it is stored, and the process ends. The next start derives the
+state from the journal, and workers send what was not acknowledged.
 """
 
 from __future__ import annotations
@@ -40,7 +44,7 @@ from runtime.clock import Clock
 from runtime.complaints import Complaints, shown_peer
 from runtime.planes import name_plane
 from runtime.subscriptions import TOPICS_PER_CONNECTION_MAX, Subscriptions
-from runtime.tasks import detached
+from runtime.tasks import detached, end_process
 from wire import codec
 from wire.errors import DecodeError, WireError
 from wire.events import JournalRecord
@@ -80,6 +84,16 @@ THREADS = 4
 
 ANSWER_QUEUE_MAX = 4096
 """Answers that ZMQ keeps per router; further ones are dropped, and the router asks again."""
+
+
+class OffsetsDiffer(RuntimeError):
+    """The state has moved on by another number of records than the journal is given."""
+
+    def __init__(self, state: int, journal: int, records: int) -> None:
+        super().__init__(
+            f"the pool's state is at offset {state} after a turn of {records} records, expected is "
+            f"{journal + records}: the journal, with what waits for it, ends at {journal}"
+        )
 
 
 class ConsolidatorService:
@@ -129,6 +143,10 @@ class ConsolidatorService:
             0,
         )
         self._blocked = False
+        self._broken = ""
+        """Why the state is not the fold of the journal any more; empty while it is."""
+        self._put_offset = 0
+        """Offset behind the last record that was given to the journal's writer."""
         self._executor = ThreadPoolExecutor(THREADS, "journal")
         self._complained_ms: dict[str, float] = {}
         self._sync_trouble = ""
@@ -174,7 +192,7 @@ class ConsolidatorService:
         try:
             pool = await loop.run_in_executor(self._executor, self._journal.recover, settings.blocks_per_worker_max)
             self._core = Consolidator(pool, self.consolidator_id, settings.limits(), self._now())
-            self._snapshot_offset = self._stored_offset = pool.offset
+            self._snapshot_offset = self._stored_offset = self._put_offset = pool.offset
             for line in self._journal.report:
                 log.warning("journal %s: %s", settings.data_dir, line)
             self._bind()
@@ -287,7 +305,7 @@ class ConsolidatorService:
     @property
     def ready(self) -> bool:
         """Say whether the service is started and its journal takes records."""
-        return self._core is not None and not self._stopping and not self._writer.stalled
+        return self._core is not None and not self._stopping and not self._writer.stalled and not self._broken
 
     @property
     def stalled(self) -> bool:
@@ -299,6 +317,8 @@ class ConsolidatorService:
         """Return what keeps the journal from being written as it should, in words; empty when all is well."""
         if self._core is None:
             return ""
+        if self._broken:
+            return self._broken
         writer = self._writer
         if writer.stalled:
             return (
@@ -369,11 +389,38 @@ class ConsolidatorService:
 
     def take_turn(self, work: Callable[[Consolidator, Turn], None]) -> None:
         """Run one turn of the core and have what follows carried out once it is in the journal."""
+        if self._broken:
+            return
         core = self.core
         turn = core.begin(self._now())
-        work(core, turn)
-        core.finish(turn)
-        self._writer.put(turn, [codec.journal_record.encode(record) for record in turn.records])
+        try:
+            work(core, turn)
+            core.finish(turn)
+            payloads = [codec.journal_record.encode(record) for record in turn.records]
+            self._commit(turn)
+        except Exception as error:
+            self._break(error)
+            return
+        self._writer.put(turn, payloads)
+
+    def _commit(self, turn: Turn) -> None:
+        """Check that a turn's records continue the journal, and that the state has moved on by just those."""
+        put, offset, records = self._put_offset, self.core.pool.offset, turn.records
+        if offset != put + len(records) or (records and records[0].offset != put):
+            raise OffsetsDiffer(offset, put, len(records))
+        self._put_offset = offset
+
+    def _break(self, error: Exception) -> None:
+        """Go no further on a state of which the journal does not know."""
+        self._broken = (
+            f"a turn of the consolidator failed behind record {self._put_offset - 1} ({type(error).__name__}: "
+            f"{error}); nothing is taken in any more, and the process ends: its next start goes by the journal"
+        )
+        for inbox in (self._ingest_inbox, self._query_inbox):
+            inbox.pause()
+        for source in self._sources:
+            source.pause()
+        end_process("consolidator", error)
 
     def _now(self) -> Now:
         return Now(self._clock.monotonic_ms(), self._clock.wall_ms())
@@ -389,6 +436,8 @@ class ConsolidatorService:
     def _unblock(self) -> None:
         self._blocked = False
         self._clock.go_on()
+        if self._broken:
+            return
         self._ingest_inbox.resume()
         for source in self._sources:
             source.resume()
@@ -510,7 +559,7 @@ class ConsolidatorService:
             return
         self._lease_put_off = 0
         self.take_turn(lambda core, turn: core.expire(turn))
-        if not self._blocked:
+        if not self._blocked and not self._broken:
             self._watch_leases()
 
     def _keepalive(self) -> None:
@@ -578,7 +627,7 @@ class ConsolidatorService:
             self._snapshot_now()
 
     def _snapshot_now(self) -> None:
-        if not self._snapshotting and not self._stopping:
+        if not self._snapshotting and not self._stopping and not self._broken:
             self._snapshotting = True
             self._spawn(self._snapshot(self.core.pool.freeze()), "journal snapshot")
 
@@ -715,7 +764,7 @@ class ConsolidatorService:
 
     async def _dump(self) -> None:
         try:
-            while self._waiters and not self._stopping:
+            while self._waiters and not self._stopping and not self._broken:
                 frozen = self.core.pool.freeze()
                 parts = await self._on_thread(cut_snapshot, frozen)
                 if not await self._stored(frozen.offset):

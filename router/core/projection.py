@@ -1,8 +1,9 @@
 """The router's state: a fold over the pool's journal.
 
-``apply(record)`` is the only way facts get in, in journal order; the ledger's ``reserve`` and ``release`` add the
-router's own predictions on top. A snapshot replaces everything by a state that the consolidator folded, after which the
-next record is the one at the snapshot's offset. The law: snapshot(n) + records from n on == records from 0.
+``apply(record)`` is the only way facts get in, in journal order and without holes; the ledger's ``reserve`` and
+``release`` add the router's own predictions on top. A snapshot replaces everything by a state that the consolidator
+folded, after which the next record is the one at the snapshot's offset. The law: snapshot(n) + records from n on ==
+records from 0.
 
 A snapshot is loaded beside the state in use (``SnapshotLoad``), in as many steps as the caller likes, and takes its
 place in one (``adopt``). Nobody ever sees half of it, and what is seen does not depend on how many steps it took.
@@ -44,6 +45,16 @@ from wire.streams import fold
 
 LOAD_STEP_BLOCKS = 4096
 """Blocks of a snapshot loaded between two turns of a router: one to three milliseconds."""
+
+
+class Hole(RuntimeError):
+    """Records do not continue the ones before: what was in between is missing, or they were there already."""
+
+    def __init__(self, came: int, expected: int) -> None:
+        super().__init__(
+            f"applying records of the journal: record {came} came, expected is record {expected}; nothing of it was "
+            "applied, and only a snapshot leads on"
+        )
 
 
 class SnapshotLoad:
@@ -94,10 +105,19 @@ class Projection:
         self.approximate = approximate
         """What feeds the index in approximate mode: choices, instead of events."""
 
+    def expect(self, offset: int) -> None:
+        """Raise ``Hole`` unless the record at an offset is the next."""
+        if offset != self.next_offset:
+            raise Hole(offset, self.next_offset)
+
     def apply(self, record: JournalRecord, now_ms: float) -> None:
-        """Apply the next record; ``now_ms`` is the router's monotonic clock, for reservations only."""
-        assert record.offset >= self.next_offset, f"record {record.offset} after {self.next_offset} was applied"
-        self.next_offset = record.offset + 1
+        """Apply the next record; ``now_ms`` is the router's monotonic clock, for reservations only.
+
+        Raises ``Hole``, and changes nothing, when it is another than the next.
+        """
+        if record.offset != self.next_offset:
+            raise Hole(record.offset, self.next_offset)
+        self.next_offset += 1
         # A plain tuple finds what a WorkerKey was stored under, and costs less to make.
         worker = self.fleet.workers.get((record.worker_id, record.dp_rank))  # type: ignore[call-overload]
         key = WorkerKey(WorkerId(record.worker_id), record.dp_rank) if worker is None else worker.key

@@ -56,13 +56,15 @@ class RouterState:
         """Let an input take effect.
 
         Returns the decision for ``WorkerWanted``, or why there is none, and nothing changed; for ``Renewed`` and
-        ``Released`` whether there was such an entry; else ``None``.
+        ``Released`` whether there was such an entry; else ``None``. Raises ``Hole`` for records that are not the next.
         """
         # One of few exact types, the commonest first: ``match`` would cost a request a microsecond more.
         log = self.log
         if type(given) is RecordsArrived:
-            if log is not None and given.records:
-                log.note(given)
+            if given.records:
+                self.projection.expect(given.records[0].offset)  # what is not applied must not be noted
+                if log is not None:
+                    log.note(given)
             apply, now_ms = self.projection.apply, given.now_ms
             for record in given.records:
                 apply(record, now_ms)

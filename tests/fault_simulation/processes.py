@@ -282,6 +282,10 @@ class WatchedFeed:
         """Pass on what is wrong."""
         return self._feed.trouble(now_ms)
 
+    def resync(self) -> None:
+        """Pass the wish on."""
+        self._feed.resync()
+
     def behind(self) -> int:
         """Pass on how much is missing."""
         return self._feed.behind()

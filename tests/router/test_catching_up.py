@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 
+import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
+from router import catching_up
 from router.catching_up import ARRIVED_RECORDS_MAX, RECORDS_PER_SLICE
 from router.consolidator.core.feed_reader import FeedReader, FeedState
 from router.consolidator.ports import PoolListener
@@ -16,7 +18,7 @@ from router.core.decision import Decision
 from router.core.load_ledger import LoadLedger
 from router.core.policy import make_policy
 from router.core.prefix_index import PrefixIndex
-from router.core.projection import LOAD_STEP_BLOCKS, Projection
+from router.core.projection import LOAD_STEP_BLOCKS, Hole, Projection
 from router.core.router_state import RouterState
 from router.core.selector import Selector
 from router.fleet_links import link_opener
@@ -52,6 +54,7 @@ class HeldFeed:
 
     def __init__(self) -> None:
         self.missing = 0
+        self.resyncs = 0
         self.listener: PoolListener | None = None
 
     async def start(self, listener: PoolListener) -> None:
@@ -60,6 +63,9 @@ class HeldFeed:
 
     def trouble(self, now_ms: float) -> str:
         return ""
+
+    def resync(self) -> None:
+        self.resyncs += 1
 
     def behind(self) -> int:
         return self.missing
@@ -195,6 +201,56 @@ def test_records_beyond_the_bound_are_applied_before_anything_else() -> None:
         await scene.turns(lambda: scene.service.behind_records == 0)
 
     run(scenario)
+
+
+@pytest.mark.parametrize("count", [1, 2 * RECORDS_PER_SLICE])
+def test_a_hole_in_the_records_ends_in_a_snapshot_and_never_in_a_state_that_goes_on_without_them(count: int) -> None:
+    async def scenario(scene: Scene) -> None:
+        scene.feed.tell([a_record(1, 1)])
+        scene.feed.tell([a_record(3 + at, 3 + at) for at in range(count)])
+        await scene.turns(lambda: scene.feed.resyncs == 1)
+        scene.feed.tell([a_record(3 + count, 77)])
+
+        assert scene.projection.next_offset == 2
+        assert scene.decide(3).overlap_blocks == 0
+        assert scene.decide(1).reason.endswith("-behind")
+        assert not scene.service.catching_up.level.is_set()
+
+        scene.feed.snapshot(9_000, many_chains(2))
+        scene.feed.tell([a_record(9_000, 88)])
+        await scene.turns(lambda: scene.service.behind_records == 0)
+        assert scene.projection.next_offset == 9_001
+        assert scene.decide(88).overlap_blocks == BLOCKS_PER_CHAIN
+        assert scene.feed.resyncs == 1
+
+    run(scenario)
+
+
+def test_a_record_that_breaks_the_state_ends_in_a_snapshot_at_most_once_an_interval(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario(scene: Scene) -> None:
+        monkeypatch.setattr(catching_up, "RESYNC_MS", 3_600_000.0)
+        broken = JournalRecord(1, "w", 0, 1, 1, 0, 0, [object()])  # type: ignore[list-item]
+        for round in (1, 2):
+            scene.feed.tell([broken])
+            await asyncio.sleep(0)
+            await scene.turns(lambda: scene.feed.resyncs == 1)
+            scene.feed.snapshot(1, many_chains(1))
+            await scene.turns(lambda: scene.service.behind_records == 0)
+            assert scene.service.catching_up.resyncs == round
+
+    run(scenario)
+
+
+def test_records_that_do_not_continue_the_state_change_nothing_and_say_what_was_expected() -> None:
+    projection = Projection(PrefixIndex(), LoadLedger())
+    projection.load_snapshot(7, [a_worker("w")], [], 0.0)
+    for offset in (6, 8):
+        with pytest.raises(Hole, match=f"record {offset} came, expected is record 7"):
+            projection.apply(a_record(offset, 1), 0.0)
+    assert projection.next_offset == 7
+    assert len(projection.index) == 0
 
 
 def test_what_the_feed_lacks_marks_decisions_too() -> None:

@@ -12,6 +12,7 @@ Rules for this file:
     state      input                        what happens
     ---------  ---------------------------  -------------------------------------------------------
     any        another life                 SYNCING, snapshot asked
+               ``resync``                   SYNCING, snapshot asked
     SYNCING    record                       kept
                last part of the snapshot    delivered, what was kept follows; LIVE or REPLAYING
     LIVE       record, next                 delivered
@@ -96,6 +97,10 @@ class FeedReader:
 
     def start(self, now_ms: float) -> list[FeedEffect]:
         """Begin: the subscription is on its way."""
+        return self._ask_snapshot(now_ms)
+
+    def resync(self, now_ms: float) -> list[FeedEffect]:
+        """Start over with a snapshot: what was delivered could not be used."""
         return self._ask_snapshot(now_ms)
 
     def receive(self, frame: FeedFrame, now_ms: float) -> list[FeedEffect]:

@@ -1,0 +1,80 @@
+"""A turn that fails midway: the state has then moved on without a record of it, and must not be gone on with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq.asyncio
+
+from router.consolidator.core.consolidator import Consolidator, Turn
+from router.consolidator.service import ConsolidatorService
+from runtime.tasks import on_fatal
+from tests.consolidator.pusher import Pusher, stored
+from tests.consolidator.test_service import Reader, run, started, truth
+from wire.identifiers import StreamState
+
+
+@pytest.fixture
+def ended() -> Iterator[list[str]]:
+    """What the process was told to end for."""
+    names: list[str] = []
+    token = on_fatal.set(lambda name, error: names.append(f"{name}: {error}"))
+    yield names
+    on_fatal.reset(token)
+
+
+def raising(core: Consolidator, turn: Turn) -> None:
+    """Change the state and write a record of it, then fail: the turn's record never gets to the journal."""
+    core.note_stream(next(iter(core.pool.workers)), "kvbm", StreamState.STALE, "made up", turn)
+    raise RuntimeError("planted")
+
+
+def forgetting(core: Consolidator, turn: Turn) -> None:
+    """Lose a record of the turn, without an error."""
+    core.note_stream(next(iter(core.pool.workers)), "kvbm", StreamState.STALE, "made up", turn)
+    turn.records.clear()
+
+
+@pytest.mark.parametrize("fault", [raising, forgetting])
+def test_a_turn_that_failed_is_the_last_and_the_next_start_goes_on_from_the_journal(
+    fault: Callable[[Consolidator, Turn], None], tmp_path: Path, ended: list[str]
+) -> None:
+    async def scenario(context: zmq.asyncio.Context) -> None:
+        service = await started(data_dir=tmp_path)
+        pusher = Pusher(context, service.ingest_endpoint)
+        await pusher.join()
+        pusher.push([stored([1, 2, 3])])
+        await pusher.settle()
+        offset = service.offset
+
+        service.take_turn(fault)
+        refuse_all(service, offset)
+        pusher.push([stored([4], 3)])
+        await service.stop()
+        assert len(ended) == 1
+        assert ended[0].startswith("consolidator: ")
+
+        again = await started(data_dir=tmp_path)
+        try:
+            assert again.ready
+            assert again.offset == offset
+            pusher.reconnect(again.ingest_endpoint)
+            await pusher.join()
+            await pusher.settle()
+            reader = Reader()
+            again.subscribe(reader)
+            assert reader.view == truth(pusher)
+        finally:
+            pusher.close()
+            await again.stop()
+
+    def refuse_all(service: ConsolidatorService, offset: int) -> None:
+        assert not service.ready
+        assert f"failed behind record {offset - 1}" in service.trouble
+        at = service.offset
+        service.take_turn(lambda core, turn: pytest.fail("a turn on a state that the journal does not know"))
+        assert service.offset == at
+
+    run(scenario)
