@@ -5,7 +5,8 @@
 A journal with a snapshot and a tail is made in a temporary directory. Measured are, each in a process of its own on
 real sockets: the recovery of a consolidator, again after a kill; a router elsewhere that takes its first snapshot; the
 same router after it stood still while records were pushed (a tail, with a hole in the feed when it is long); the same
-after the consolidator was killed and came back (another snapshot, while serving); a router with one inside.
+after the consolidator was killed and came back (another snapshot, while serving); a router with one inside, and the
+same while records come, without and with snapshots of its journal written meanwhile.
 
 *Longest stall* is the longest time for which the router's event loop did not come round, *longest work* the most CPU
 time that it took in such a time; it decides every other millisecond all along.
@@ -74,15 +75,16 @@ UNACKNOWLEDGED_MAX = 2_000
 
 LEASE_MS = 600_000
 
+SNAPSHOT_EVERY = 1_000
+"""Records between two snapshots, when many are to be seen: each begins when the one before it is written."""
+
 QUIET_S = 0.5
 """Nothing arrived for so long: the router has caught up."""
 
 
 def a_card() -> WorkerCard:
     """Return a card for any worker."""
-    return WorkerCard(
-        MODEL, Role.AGGREGATED, 16, WorkerLimits(256, 8192, 1_000_000, 131_072), "ipc:///tmp/poolgrid-nobody"
-    )
+    return WorkerCard(MODEL, Role.AGGREGATED, 16, WorkerLimits(256, 8192, 1_000_000, 131_072), "tcp://127.0.0.1:1")
 
 
 def chains(source: random.Random, workers: int) -> Iterator[tuple[int, BlocksStored]]:
@@ -306,6 +308,7 @@ def router_process(given: dict[str, Any]) -> None:
                 "load_s": level - feed.snapshot_at_s,
                 "rss_before_mib": before / 2**20,
                 "blocks": len(projection.index),
+                "offset": heartbeat.offset,
                 **heartbeat.figures(),
             }
         )
@@ -416,7 +419,14 @@ def measure(blocks: int, workers: int, tail: int, console: Console) -> dict[str,
             router.kill()
             third.kill()
             del given["http_port"]
-            note("router with the consolidator inside", child("router", given).line())
+            for step, every in (("tail", 100_000_000), ("tail, journal snapshots meanwhile", SNAPSHOT_EVERY)):
+                inside = child("router", given | {"snapshot_every_records": every})
+                found = inside.line()
+                if every != SNAPSHOT_EVERY:
+                    note("router with the consolidator inside", found)
+                push(at["ingest"], tail, epoch=2 + (every == SNAPSHOT_EVERY))
+                note(f"router with the consolidator inside, {step}", _until_applied(inside, found["offset"] + tail))
+                inside.kill()
         finally:
             for each in children:
                 each.kill()

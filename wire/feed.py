@@ -103,7 +103,8 @@ class SnapshotPart(msgspec.Struct, array_like=True, frozen=True, tag=True):
     workers: list[WorkerState]
     """All workers of the pool; only in part 0."""
     chains: Annotated[list[tuple[U32, BlockChain]], Meta(max_length=SNAPSHOT_CHAINS_PER_PART_MAX)]
-    """(position in part 0's ``workers``, chain), parents before children."""
+    """(position in part 0's ``workers``, chain), in order of arrival: a parent that went away and came back may come
+    after its children."""
 
 
 FromFeed = Records | TooOld | SnapshotPart

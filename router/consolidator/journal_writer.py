@@ -3,7 +3,8 @@
 Rules
     1. Turns are stored in the order in which they were put, and told so (``on_stored``) in that order. A turn without
        records waits behind those before it: what it answers may name what they hold.
-    2. One write is under way at a time; the next takes everything that waits, up to ``WRITE_BYTES_MAX``.
+    2. One write is under way at a time; the next takes everything that waits, up to ``WRITE_BYTES_MAX``. What one has
+       stored is told bit by bit, with turns of the event loop between.
     3. A write that fails is tried again every ``append_retry_ms``, for ever; nothing behind it is stored before it.
     4. What waits is bounded by ``QUEUE_BYTES_MAX``: then ``on_full`` is called, and its owner takes nothing in until
        ``on_room``. Nothing is dropped.
@@ -39,6 +40,13 @@ ITEM_BYTES = 512
 
 WRITE_BYTES_MAX = 8 * 1024 * 1024
 """Records of one write, which is all or nothing."""
+
+TELL_BYTES = 96 * 1024
+"""Records told of between two turns of the event loop, each with ``RECORD_BYTES`` more: three to six milliseconds for
+a router in the same process, and more than is taken in meanwhile, so that what waits does not grow."""
+
+RECORD_BYTES = 256
+"""A record is as much work as this many bytes of hashes."""
 
 SLOW_MS = 500.0
 """A write that takes longer is worth a word: a sound disk takes some milliseconds, a busy one a hundred."""
@@ -89,6 +97,8 @@ class JournalWriter:
         self._on_full = on_full
         self._on_room = on_room
         self._waiting: deque[_Item] = deque()
+        self._stored: deque[_Item] = deque()
+        """Turns that are in the journal and not told of yet."""
         self._waiting_bytes = 0
         self._full = False
         self._task: asyncio.Task[None] | None = None
@@ -165,6 +175,7 @@ class JournalWriter:
     async def _write_waiting(self) -> None:
         loop = asyncio.get_running_loop()
         waiting = self._waiting
+        await self._tell()
         while waiting:
             head = waiting[0]
             if head.job is not None and head.done is not None:
@@ -188,18 +199,29 @@ class JournalWriter:
                 self._note_end(self._clock.monotonic_ms() - began_ms)
             self._note_success()
             self._appended = False
-            for _ in range(count):
-                item = waiting.popleft()
-                self._waiting_bytes -= item.size
-                assert item.turn is not None, "jobs are not part of a write"
-                try:
-                    self._on_stored(item.turn, item.payloads)
-                except Exception:
-                    log.exception("what is in the journal could not be told: this is a bug")
-            if self._full and self._waiting_bytes <= ROOM_SHARE * QUEUE_BYTES_MAX:
-                self._full = False
-                if not self._stopping:
-                    self._on_room()
+            self._stored.extend(waiting.popleft() for _ in range(count))
+            await self._tell()
+
+    async def _tell(self) -> None:
+        """Tell of the turns that are stored; others have their turn between, for this may be seconds of work."""
+        stored = self._stored
+        room = TELL_BYTES
+        while stored:
+            if room <= 0:
+                await asyncio.sleep(0)
+                room = TELL_BYTES
+            item = stored.popleft()
+            room -= sum(map(len, item.payloads)) + RECORD_BYTES * (1 + len(item.payloads))
+            self._waiting_bytes -= item.size
+            assert item.turn is not None, "jobs are not part of a write"
+            try:
+                self._on_stored(item.turn, item.payloads)
+            except Exception:
+                log.exception("what is in the journal could not be told: this is a bug")
+        if self._full and self._waiting_bytes <= ROOM_SHARE * QUEUE_BYTES_MAX:
+            self._full = False
+            if not self._stopping:
+                self._on_room()
 
     def _next_write(self) -> tuple[int, list[bytes], int]:
         """Return how many turns are stored together, their records, and the time of the last."""

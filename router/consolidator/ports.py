@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 from router.consolidator.core.pool_state import FrozenPool, PoolState
@@ -71,8 +71,12 @@ class Journal(Protocol):
         """Return the state after the last record."""
         ...
 
-    def write_snapshot(self, frozen: FrozenPool) -> None:
-        """Keep a snapshot."""
+    def snapshot_parts(self, frozen: FrozenPool) -> Iterator[bytes]:
+        """Yield the content of a snapshot, to be kept; each part is a millisecond or two of work, and no wait."""
+        ...
+
+    def keep_snapshot(self, offset: int, parts: Sequence[bytes]) -> None:
+        """Keep a snapshot: all parts of one at that offset."""
         ...
 
     def retain(self, now_ms: int) -> int:

@@ -10,6 +10,10 @@ leases; nothing is acknowledged or published before it is in the journal. Once t
 received any more. What piles up then is bounded by the sockets' queues and by the workers' outboxes, which end in a
 restated cache; leases stand still (``AwakeClock.hold``).
 
+What takes long without a disk is done on the loop, in slices of so many blocks, with turns for others between: a
+thread that computes keeps a loop from running for longer than a slice does. So a snapshot, for the disk or for a
+router, is made of the state frozen at one offset, while records go on being applied (``core.frozen_blocks``).
+
 The state is the fold of the journal. A turn that fails midway may have changed the state without a record of it, so it
 is the last: nothing more is taken in, what came before it is stored, and the process ends. The next start derives the
 state from the journal, and workers send what was not acknowledged.
@@ -21,7 +25,7 @@ import asyncio
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any, TypeVar
@@ -48,7 +52,7 @@ from runtime.tasks import detached, end_process
 from wire import codec
 from wire.errors import DecodeError, WireError
 from wire.events import JournalRecord
-from wire.feed import Records, Replay, SnapshotPart, TooOld
+from wire.feed import Records, Replay, SnapshotPart, TooOld, WorkerState
 from wire.feed_frames import encode_alive, encode_answer, encode_records
 from wire.identifiers import Tier, WorkerKey
 from wire.ingest import BATCH_FRAME, CONTROL_FRAME
@@ -78,6 +82,9 @@ FILES_LOOK_MS = 1000.0
 
 LEASE_PUT_OFF_MAX = 1000
 """How often leases are looked at a millisecond later because messages are still unread; each time 512 of them are."""
+
+SLICE_BLOCKS = 2048
+"""Changes made to what was frozen, and blocks freed, between two turns: a millisecond."""
 
 THREADS = 4
 """One each for appends, syncs, a snapshot and replays, so that none waits for another."""
@@ -171,12 +178,15 @@ class ConsolidatorService:
         self._lease_put_off = 0
         self._snapshot_offset = 0
         self._snapshotting = False
+        self._freezing = asyncio.Lock()
+        """Held while the state is frozen: one dump at a time."""
+        self._freeing = False
         self._replays: dict[bytes, Replay] = {}
         """The last question for records of each router."""
         self._replaying = False
         self._waiters: dict[bytes, int] = {}
         """The last question of each router that waits for a snapshot."""
-        self._dumping = False
+        self._telling = False
         self._stopping = False
         self._sources: list[PubShell] = []
 
@@ -405,10 +415,19 @@ class ConsolidatorService:
 
     def _commit(self, turn: Turn) -> None:
         """Check that a turn's records continue the journal, and that the state has moved on by just those."""
-        put, offset, records = self._put_offset, self.core.pool.offset, turn.records
+        core = self.core
+        put, offset, records = self._put_offset, core.pool.offset, turn.records
         if offset != put + len(records) or (records and records[0].offset != put):
             raise OffsetsDiffer(offset, put, len(records))
         self._put_offset = offset
+        if core.pool.discarded and not self._freeing:
+            self._free()
+
+    def _free(self) -> None:
+        """Free a slice of what workers no longer hold, and have the next freed once others had their turn."""
+        self._freeing = self._core is not None and self._core.pool.discarded.free(SLICE_BLOCKS)
+        if self._freeing and not self._stopping:
+            asyncio.get_running_loop().call_soon(self._free)
 
     def _break(self, error: Exception) -> None:
         """Go no further on a state of which the journal does not know."""
@@ -623,36 +642,66 @@ class ConsolidatorService:
         return asyncio.get_running_loop().run_in_executor(self._executor, work, *arguments)
 
     def _snapshot_if_due(self) -> None:
+        if self._journal.in_memory:
+            return  # nothing outlives the process, so nobody will ever load it
         if self.core.pool.offset - self._snapshot_offset >= self.settings.snapshot_every_records:
             self._snapshot_now()
 
     def _snapshot_now(self) -> None:
         if not self._snapshotting and not self._stopping and not self._broken:
             self._snapshotting = True
-            self._spawn(self._snapshot(self.core.pool.freeze()), "journal snapshot")
+            self._spawn(self._snapshot(), "journal snapshot")
 
-    async def _snapshot(self, frozen: FrozenPool) -> None:
+    async def _dump(self, make: Callable[[FrozenPool], Iterator[T]]) -> tuple[int, list[WorkerState], list[T]]:
+        """Make something of the state as it is at one offset, in slices; return the offset, the workers and the result.
+
+        Others have their turn after each item that ``make`` yields. What happens in these turns is not in it.
+        """
+        async with self._freezing:
+            pool = self.core.pool
+            frozen = pool.freeze_in_place()
+            offset, states = frozen.offset, frozen.states()
+            made: list[T] = []
+            try:
+                for item in make(frozen):
+                    made.append(item)
+                    await asyncio.sleep(0)
+                    if self._stopping:
+                        break  # nobody will want it
+            finally:
+                del frozen
+                more = True
+                while more:
+                    more = pool.thaw(SLICE_BLOCKS)
+                    await asyncio.sleep(0)
+                if pool.discarded and not self._freeing:
+                    self._free()
+            return offset, states, made
+
+    async def _snapshot(self) -> None:
         damage = self._damage
+        offset = self.core.pool.offset
         try:
-            if not await self._stored(frozen.offset):
+            offset, _, parts = await self._dump(self._journal.snapshot_parts)
+            if not await self._stored(offset):
                 return
-            await self._on_thread(self._journal.write_snapshot, frozen)
+            await self._on_thread(self._journal.keep_snapshot, offset, parts)
             removed = await self._on_thread(self._journal.retain, self._clock.wall_ms())
         except OSError as error:
             self._counts["journal_snapshot_errors"] += 1
             if self._may_complain("snapshot"):
                 log.error(
                     "writing the journal snapshot at offset %d failed (%s); the next is tried later",
-                    frozen.offset,
+                    offset,
                     error,
                 )
         else:
-            log.info("journal snapshot at offset %d, %d old segments removed", frozen.offset, removed)
+            log.info("journal snapshot at offset %d, %d old segments removed", offset, removed)
             if damage and self._damage == damage:
-                log.warning("%s: the snapshot at offset %d stands in for what is lost", damage, frozen.offset)
+                log.warning("%s: the snapshot at offset %d stands in for what is lost", damage, offset)
                 self._damage = ""
         finally:
-            self._snapshot_offset = frozen.offset
+            self._snapshot_offset = offset
             self._snapshotting = False
 
     def _look_after_files(self) -> None:
@@ -703,7 +752,7 @@ class ConsolidatorService:
             else:
                 self._counts["feed_answers_dropped"] += 1
         self._replay_if_asked()
-        self._dump_if_asked()
+        self._tell_if_asked()
 
     def _replay_if_asked(self) -> None:
         if self._replays and not self._replaying and not self._stopping:
@@ -757,42 +806,40 @@ class ConsolidatorService:
         # Not published yet means not there yet: a record that is being made durable comes with the feed.
         return codec.from_feed.encode(Records(request.request, records, journal.next_offset)), None
 
-    def _dump_if_asked(self) -> None:
-        if self._waiters and not self._dumping and not self._stopping:
-            self._dumping = True
-            self._spawn(self._dump(), "snapshot for readers")
+    def _tell_if_asked(self) -> None:
+        if self._waiters and not self._telling and not self._stopping:
+            self._telling = True
+            self._spawn(self._tell_snapshots(), "snapshot for readers")
 
-    async def _dump(self) -> None:
+    async def _tell_snapshots(self) -> None:
+        """Send the state to the routers that wait for it, a part at a time."""
         try:
             while self._waiters and not self._stopping and not self._broken:
-                frozen = self.core.pool.freeze()
-                parts = await self._on_thread(cut_snapshot, frozen)
-                if not await self._stored(frozen.offset):
+                offset, states, steps = await self._dump(cut_snapshot)
+                if not await self._stored(offset):
                     return
+                parts = [part for part in steps if part is not None]
                 waiters, self._waiters = self._waiters, {}
                 for peer, request in waiters.items():
                     self._counts["feed_snapshots"] += 1
-                    self._send_snapshot(peer, request, frozen, parts)
+                    for number, chains in enumerate(parts):
+                        last = number == len(parts) - 1
+                        workers = states if number == 0 else []
+                        if not self._send_part(peer, SnapshotPart(request, offset, number, last, workers, chains)):
+                            break
+                        await asyncio.sleep(0)
+                        if self._stopping:
+                            return
         finally:
-            self._dumping = False
+            self._telling = False
 
-    def _send_snapshot(self, peer: bytes, request: int, frozen: FrozenPool, parts: list[list[Any]]) -> None:
-        for number, chains in enumerate(parts):
-            part = SnapshotPart(
-                request=request,
-                offset=frozen.offset,
-                part=number,
-                last=number == len(parts) - 1,
-                workers=frozen.states() if number == 0 else [],
-                chains=chains,
-            )
-            try:
-                frame = codec.from_feed.encode(part)
-            except WireError as error:
-                log.error("a snapshot cannot be sent: %s", error)
-                return
-            if not self._answer(peer, frame):
-                return
+    def _send_part(self, peer: bytes, part: SnapshotPart) -> bool:
+        try:
+            frame = codec.from_feed.encode(part)
+        except WireError as error:
+            log.error("a snapshot cannot be sent: %s", error)
+            return False
+        return self._answer(peer, frame)
 
     def _answer(self, peer: bytes, frame: bytes) -> bool:
         try:

@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from router.consolidator.core.pool_state import FrozenPool
 from wire.feed import BlockChain
 from wire.limits import SNAPSHOT_CHAINS_PER_PART_MAX
 
-PART_BYTES_MAX = 4 * 1024 * 1024
-"""Bytes of hashes in one part: far below a frame's limit, few enough to encode between two turns."""
+PART_BYTES_MAX = 1024 * 1024
+"""Bytes of hashes in one part: far below a frame's limit, few enough to encode and send between two turns."""
+
+STEP_BYTES = 32 * 1024
+"""Bytes of hashes, and 32 for each chain, that are gathered in one step: one to two milliseconds."""
+
+Part = list[tuple[int, BlockChain]]
+"""Chains, each with the position of its worker."""
 
 
-def cut_snapshot(frozen: FrozenPool) -> list[list[tuple[int, BlockChain]]]:
-    """Return the chains of all workers in parts; there is always at least one, if only for the workers."""
-    parts: list[list[tuple[int, BlockChain]]] = [[]]
-    room = PART_BYTES_MAX
+def cut_snapshot(frozen: FrozenPool) -> Iterator[Part | None]:
+    """Yield the chains of all workers in parts; there is always at least one, if only for the workers.
+
+    ``None`` says that there is more to gather for the part under way: others may have their turn.
+    """
+    part: Part = []
+    room, step = PART_BYTES_MAX, STEP_BYTES
     for item in frozen.visible_chains():
-        part = parts[-1]
-        room -= len(item[1].sequence_hashes)
-        if len(part) >= SNAPSHOT_CHAINS_PER_PART_MAX or (room < 0 and part):
+        size = len(item[1].sequence_hashes)
+        if len(part) >= SNAPSHOT_CHAINS_PER_PART_MAX or (room < size and part):
+            yield part
             part = []
-            parts.append(part)
-            room = PART_BYTES_MAX - len(item[1].sequence_hashes)
+            room, step = PART_BYTES_MAX, STEP_BYTES
         part.append(item)
-    return parts
+        room -= size
+        step -= size + 32
+        if step <= 0:
+            step = STEP_BYTES
+            yield None
+    yield part

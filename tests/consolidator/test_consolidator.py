@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -381,7 +383,9 @@ events = st.one_of(
     st.builds(RequestFinished, st.sampled_from("xyz"), st.just("stop")),
     st.builds(LoadReported, st.integers(0, 3), st.just(0), st.just(0), st.just(0), st.just(0), st.just(9)),
 )
-steps: st.SearchStrategy[list[tuple[str, str, list[AnyEvent], int]]] = st.lists(
+Step = tuple[str, str, list[AnyEvent], int]
+
+steps: st.SearchStrategy[list[Step]] = st.lists(
     st.one_of(
         st.tuples(st.just("batch"), st.sampled_from("ab"), st.lists(events, max_size=5), st.integers(-1, 2)),
         st.tuples(st.just("kvbm"), st.sampled_from("ab"), st.lists(events, max_size=4), st.sampled_from([0, 0, 1])),
@@ -394,12 +398,8 @@ steps: st.SearchStrategy[list[tuple[str, str, list[AnyEvent], int]]] = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
-@given(steps, st.integers(0, 100))
-def test_a_snapshot_and_what_follows_is_everything_from_the_start(
-    history: list[tuple[str, str, list[AnyEvent], int]], cut_percent: int
-) -> None:
-    bench = Bench()
+def played(bench: Bench, history: list[Step], after_each: Callable[[], None] = lambda: None) -> None:
+    """Have two workers, and a second source of each, do what a history says."""
     epochs = {"a": 1, "b": 1}
     second: dict[str, tuple[int, int]] = {}
     for what, name, some, number in [("hello", "a", [], 0), ("hello", "b", [], 0), *history]:
@@ -423,6 +423,14 @@ def test_a_snapshot_and_what_follows_is_everything_from_the_start(
         else:
             bench.now_ms += number
             bench.expire()
+        after_each()
+
+
+@settings(max_examples=200, deadline=None)
+@given(steps, st.integers(0, 100))
+def test_a_snapshot_and_what_follows_is_everything_from_the_start(history: list[Step], cut_percent: int) -> None:
+    bench = Bench()
+    played(bench, history)
 
     records = bench.records
     assert [record.offset for record in records] == list(range(len(records)))

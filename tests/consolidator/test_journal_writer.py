@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -89,6 +90,29 @@ def test_turns_are_told_in_order_and_those_that_wait_are_written_together() -> N
         assert scene.told == list(range(50))
         assert scene.disk.writes == [49]
         assert scene.disk.next_offset == 49
+
+    asyncio.run(scenario())
+
+
+def test_what_one_write_has_stored_is_told_bit_by_bit() -> None:
+    async def scenario() -> None:
+        scene = Scene()
+        scene.disk.go.clear()
+        for number in range(20):
+            scene.put(number, size=journal_writer.TELL_BYTES // 2)
+        seen: list[int] = []
+
+        def look() -> None:
+            seen.append(len(scene.told))
+            if len(scene.told) < 20:
+                asyncio.get_running_loop().call_soon(look)
+
+        look()
+        scene.disk.go.set()
+        await scene.until_told(20)
+        assert scene.disk.writes in ([1, 19], [20])
+        assert {now - before for before, now in pairwise(seen)} <= {0, 1, 2}, "others had their turn between"
+        assert scene.writer._waiting_bytes == 0
 
     asyncio.run(scenario())
 

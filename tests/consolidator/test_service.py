@@ -25,9 +25,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 from router.consolidator import metrics
 from router.consolidator.adapters.posix_disk import PosixDisk
 from router.consolidator.bootstrap import create
+from router.consolidator.core import presence
 from router.consolidator.core.feed_reader import FeedEffect, FeedState
+from router.consolidator.core.pool_state import PoolState
 from router.consolidator.feed_follower import FeedFollower
-from router.consolidator.journal.files import records_of
+from router.consolidator.journal import snapshot_file
+from router.consolidator.journal.files import records_of, verify
 from router.consolidator.journal.memory import MemoryJournal
 from router.consolidator.pub_shell import load_sources
 from router.consolidator.service import ConsolidatorService
@@ -249,6 +252,54 @@ def test_rubbish_on_the_ingest_socket_is_dropped_and_the_process_lives() -> None
 
 def _hello(pusher: Pusher) -> Any:
     return Hello(pusher.worker_id, 0, pusher.epoch, pusher.card, 0, 0)
+
+
+def test_a_snapshot_is_that_of_its_offset_although_records_are_stored_while_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each part of it is one block long, and workers are heard between any two."""
+    monkeypatch.setattr(snapshot_file, "ENTRY_BYTES", 1)
+    monkeypatch.setattr(presence, "DUMP_STEP_BLOCKS", 1)
+
+    async def scenario(context: zmq.asyncio.Context) -> None:
+        service = await started(data_dir=tmp_path, snapshot_every_records=100)
+        pusher = Pusher(context, service.ingest_endpoint)
+        await pusher.join()
+        source = random.Random(7)
+        late: list[tuple[Reader, FeedFollower]] = []
+
+        def written() -> int:
+            return len(list(tmp_path.glob("*.snapshot")))
+
+        while written() < 2:
+            random_work(pusher, source, 60)
+            await pusher.settle()
+            if len(late) < 3:
+                reader = Reader()
+                late.append(
+                    (reader, FeedFollower(service.feed_endpoint, service.query_endpoint, reader, SystemClock()))
+                )
+                await late[-1][1].start()
+        for reader, follower in late:
+            await follower.wait_synced()
+            await reader.until(lambda reader=reader: reader.offset == service.offset)  # type: ignore[misc]
+            assert reader.view == truth(pusher)
+            await follower.stop()
+        pusher.close()
+        await service.stop()
+
+    run(scenario)
+    disk = PosixDisk(tmp_path)
+    verify(disk, 1000)
+    for name in disk.names():
+        if name.endswith(snapshot_file.SUFFIX):
+            loaded = snapshot_file.load(name, disk.read(name, 0, disk.size(name)), 1_000_000)
+            folded = PoolState()
+            for record in records_of(disk):
+                if record.offset < loaded.offset:
+                    folded.apply(record)
+            assert loaded.facts() == folded.facts()
+    disk.close()
 
 
 def test_a_silent_worker_leaves_when_its_lease_ends() -> None:

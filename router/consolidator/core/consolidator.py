@@ -155,6 +155,7 @@ class Consolidator:
 
     def __init__(self, pool: PoolState, consolidator_id: str, limits: ConsolidatorLimits, now: Now) -> None:
         self.pool = pool
+        pool.discarded.in_slices = True  # its owner has workers to hear and routers to tell
         self.consolidator_id = consolidator_id
         self.limits = limits
         self.tally = Tally()
@@ -551,7 +552,7 @@ class Consolidator:
         return worker
 
     def _leave(self, worker: Worker, reason: str, turn: Turn) -> None:
-        del self.pool.workers[worker.key]
+        self.pool.forget(worker.key)
         del self._links[worker.key]
         turn.acknowledge.pop(worker.key, None)
         self.tally.left += 1

@@ -4,6 +4,8 @@ Rules for this file:
 
 1. ``apply`` is the only way by which records change the state, and it looks at nothing but the record.
 2. ``freeze`` at offset n, loaded, and followed by the records from n on, gives the state that all records from 0 give.
+   ``freeze_in_place`` is the same without the copy: it costs nothing for a block, and neither do the records that go on
+   being applied until ``thaw`` (``frozen_blocks``). One at a time.
 3. A record moves the cursor of its source behind its ``seq``. Records that the consolidator writes on its own account
    (source ``consolidator``: ``WorkerJoined``, ``WorkerLeft``, requests that were lost) move none.
 
@@ -25,14 +27,15 @@ What a record does to a worker rank:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import assert_never
 
 import msgspec
 
 from router.consolidator.core.cursor import Cursor
-from router.consolidator.core.presence import Frozen, Held, Presence, chains, merged
+from router.consolidator.core.frozen_blocks import Discarded
+from router.consolidator.core.presence import Frozen, Presence, dump
 from wire.card import WorkerCard
 from wire.events import (
     AnyEvent,
@@ -77,7 +80,14 @@ class Worker:
 
     __slots__ = ("card", "cursors", "draining", "epoch", "key", "load", "presence", "requests", "restating", "streams")
 
-    def __init__(self, key: WorkerKey, epoch: int, card: WorkerCard, blocks_max: int = BLOCKS_PER_WORKER_MAX) -> None:
+    def __init__(
+        self,
+        key: WorkerKey,
+        epoch: int,
+        card: WorkerCard,
+        blocks_max: int = BLOCKS_PER_WORKER_MAX,
+        discarded: Discarded | None = None,
+    ) -> None:
         self.key = key
         self.epoch = epoch
         self.card = card
@@ -85,7 +95,7 @@ class Worker:
         self.restating = False
         self.load: LoadReported | None = None
         self.requests: dict[str, RequestState] = {}
-        self.presence = Presence(blocks_max)
+        self.presence = Presence(blocks_max, discarded)
         self.cursors: dict[str, Cursor] = {WORKER_SOURCE: Cursor(epoch)}
         self.streams: dict[str, SourceStream] = {WORKER_SOURCE: SourceStream(WORKER_SOURCE, StreamState.SYNCING)}
 
@@ -178,7 +188,7 @@ class WorkerEntry(msgspec.Struct, array_like=True, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class FrozenWorker:
-    """A copy of one worker."""
+    """One worker at one moment."""
 
     entry: WorkerEntry
     held: Frozen
@@ -186,7 +196,7 @@ class FrozenWorker:
 
 @dataclass(frozen=True, slots=True)
 class FrozenPool:
-    """A copy of a pool's state before record ``offset``: safe to dump in another thread."""
+    """A pool's state before record ``offset``: a copy, or what stays as it is until it is thawed."""
 
     offset: int
     workers: list[FrozenWorker]
@@ -196,32 +206,33 @@ class FrozenPool:
         return [worker.entry.state for worker in self.workers]
 
     def visible_chains(self) -> Iterator[tuple[int, BlockChain]]:
-        """Yield (position of the worker, chain) for what readers see: sources merged, parents before children."""
+        """Yield (position of the worker, chain) for what readers see, sources merged, as ``presence.dump`` says."""
         for position, worker in enumerate(self.workers):
             for tier in Tier:
-                holdings: list[Held] = [held for at, _, held in worker.held if at is tier]
-                if holdings:
-                    for parent, hashes in chains(merged(holdings)):
-                        yield position, BlockChain(parent, pack_hashes(hashes), tier)
+                for parent, hashes in dump([held for at, _, held in worker.held if at is tier]):
+                    yield position, BlockChain(parent, pack_hashes(hashes), tier)
 
     def source_chains(self) -> Iterator[tuple[int, str, BlockChain]]:
         """Yield (position of the worker, source, chain) for all that the fold knows."""
         for position, worker in enumerate(self.workers):
             for tier, source, held in worker.held:
-                for parent, hashes in chains(held):
+                for parent, hashes in dump([held]):
                     yield position, source, BlockChain(parent, pack_hashes(hashes), tier)
 
 
 class PoolState:
     """Workers, their blocks and the cursors of their sources before record ``offset``."""
 
-    __slots__ = ("_blocks_max", "offset", "workers")
+    __slots__ = ("_blocks_max", "_frozen", "discarded", "offset", "workers")
 
     def __init__(self, blocks_per_worker_max: int = BLOCKS_PER_WORKER_MAX) -> None:
         self._blocks_max = blocks_per_worker_max
         self.offset = 0
         """Offset of the next record."""
         self.workers: dict[WorkerKey, Worker] = {}
+        self.discarded = Discarded()
+        """Blocks of workers that left or forgot all; whoever has others to serve frees them bit by bit."""
+        self._frozen: list[Presence] = []
 
     def apply(self, record: JournalRecord) -> None:
         """Fold the next record in. Records must come in order: an offset out of line is our own fault."""
@@ -231,9 +242,10 @@ class PoolState:
         worker = self.workers.get(key)
         for event in record.events:
             if type(event) is WorkerJoined:
+                self.forget(key)
                 worker = self.workers[key] = self.new_worker(key, record.epoch, event.card)
             elif type(event) is WorkerLeft:
-                self.workers.pop(key, None)
+                self.forget(key)
                 worker = None
             elif worker is not None:
                 worker.apply(record.source, event)
@@ -248,10 +260,40 @@ class PoolState:
 
     def new_worker(self, key: WorkerKey, epoch: int, card: WorkerCard) -> Worker:
         """Return a worker as it is right after it joined; the caller lists it."""
-        return Worker(key, epoch, card, self._blocks_max)
+        return Worker(key, epoch, card, self._blocks_max, self.discarded)
+
+    def forget(self, key: WorkerKey) -> None:
+        """Forget a worker, if there is one of that name."""
+        worker = self.workers.pop(key, None)
+        if worker is not None:
+            worker.presence.forget_all()
 
     def freeze(self) -> FrozenPool:
-        """Return a copy at this offset, in a fixed order of workers."""
+        """Return a copy at this offset, in a fixed order of workers; made in one go."""
+        return self._frozen_with(Presence.freeze)
+
+    def freeze_in_place(self) -> FrozenPool:
+        """Return the state at this offset, as it stays until ``thaw`` whatever is applied meanwhile; nothing is copied.
+
+        One at a time: what was frozen before is thawed.
+        """
+        assert not self._frozen, "what was frozen before is not thawed yet"
+        self._frozen = [worker.presence for worker in self.workers.values()]
+        return self._frozen_with(Presence.freeze_in_place)
+
+    def thaw(self, changes: int) -> bool:
+        """Have so many of the changes since ``freeze_in_place`` made to what was frozen; return whether there are more.
+
+        Nobody may read what was frozen from the first of these calls on.
+        """
+        frozen = self._frozen
+        while frozen and changes > 0:
+            changes = frozen[-1].thaw(changes)
+            if changes > 0:
+                frozen.pop()
+        return bool(frozen)
+
+    def _frozen_with(self, freeze: Callable[[Presence], Frozen]) -> FrozenPool:
         return FrozenPool(
             self.offset,
             [
@@ -260,7 +302,7 @@ class PoolState:
                         worker.state(),
                         [SourcePosition(name, at.epoch, at.next_seq) for name, at in sorted(worker.cursors.items())],
                     ),
-                    worker.presence.freeze(),
+                    freeze(worker.presence),
                 )
                 for _, worker in sorted(self.workers.items())
             ],

@@ -17,10 +17,11 @@ is absent is as good as any other, because a sequence hash names its whole path.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import chain
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
 from typing import assert_never
 
+from router.consolidator.core.frozen_blocks import Discarded, Held, Overlay
 from wire.events import (
     AnyEvent,
     BlocksReleased,
@@ -37,11 +38,14 @@ from wire.limits import BLOCKS_PER_EVENT_MAX
 BlockEvent = BlocksStored | BlocksRemoved | BlocksShared | BlocksReleased | CacheCleared | SnapshotBegan
 """What an event may say of blocks."""
 
-Held = dict[int, int | None]
-"""Sequence hash to parent, in order of arrival."""
+Blocks = Held | Overlay
+"""What one source holds on one tier."""
 
 Frozen = list[tuple[Tier, str, Held]]
-"""A copy of everything held: tier, source, blocks."""
+"""Everything held at one moment: tier, source, blocks."""
+
+DUMP_STEP_BLOCKS = 2048
+"""Blocks looked at between two chains of a dump, at the most: about a millisecond."""
 
 CHAIN_BLOCKS_MAX = 2048
 """Longest chain of a dump; ``SNAPSHOT_CHAINS_PER_PART_MAX`` counts on it."""
@@ -56,10 +60,14 @@ _MISSING: int = -1
 class Presence:
     """The blocks of one worker rank."""
 
-    __slots__ = ("_blocks_max", "_tiers", "refused_blocks")
+    __slots__ = ("_blocks_max", "_discarded", "_overlays", "_tiers", "refused_blocks")
 
-    def __init__(self, blocks_max: int = 4 * 1024 * 1024) -> None:
-        self._tiers: tuple[dict[str, Held], ...] = ({}, {}, {})
+    def __init__(self, blocks_max: int = 4 * 1024 * 1024, discarded: Discarded | None = None) -> None:
+        """``discarded`` is where large numbers of blocks go that are forgotten at once; whoever gives it frees them."""
+        self._tiers: tuple[dict[str, Blocks], ...] = ({}, {}, {})
+        self._discarded = discarded
+        self._overlays: list[tuple[Tier, str, Overlay]] = []
+        """What has taken the place of the frozen, until all of it is thawed."""
         self._blocks_max = blocks_max
         self.refused_blocks = 0
         """Blocks not taken in because the worker was beyond its limit; the view is then a subset of the truth."""
@@ -106,7 +114,7 @@ class Presence:
         self._store_each(event, hashes, held, [other for name, other in tier.items() if name != source], out)
 
     def _store_each(
-        self, event: BlocksStored, hashes: tuple[int, ...], held: Held, others: list[Held], out: list[AnyEvent]
+        self, event: BlocksStored, hashes: tuple[int, ...], held: Blocks, others: list[Blocks], out: list[AnyEvent]
     ) -> None:
         pieces: list[tuple[int | None, list[int]]] = []
         shared: list[int] = []
@@ -216,7 +224,7 @@ class Presence:
             assert_never(event)
 
     @staticmethod
-    def _drop(tier: dict[str, Held], source: str, hashes: Iterable[int]) -> None:
+    def _drop(tier: dict[str, Blocks], source: str, hashes: Iterable[int]) -> None:
         held = tier.get(source)
         if held is None:
             return
@@ -236,31 +244,78 @@ class Presence:
     def forget_all(self) -> None:
         """Hold nothing any more."""
         for tier in self._tiers:
+            for held in tier.values():
+                if type(held) is dict and self._discarded is not None:
+                    self._discarded.put(held)  # what is frozen may still be read: ``thaw`` sees to it
             tier.clear()
 
     # Dumps
 
     def freeze(self) -> Frozen:
-        """Return a copy that another thread may dump while this one goes on changing."""
+        """Return a copy, made in one go."""
         return [(tier, source, held.copy()) for tier in Tier for source, held in self._tiers[tier].items()]
+
+    def freeze_in_place(self) -> Frozen:
+        """Return what is held now, as it stays until ``thaw``; nothing is copied."""
+        assert not self._overlays, "what was frozen before is not thawed yet"
+        frozen: Frozen = []
+        for tier in Tier:
+            for source, held in self._tiers[tier].items():
+                assert type(held) is dict, "an overlay is nobody's"
+                frozen.append((tier, source, held))
+                self._overlays.append((tier, source, Overlay(held)))
+        for tier, source, overlay in self._overlays:
+            self._tiers[tier][source] = overlay
+        return frozen
+
+    def thaw(self, changes: int) -> int:
+        """Let what was frozen change again, at most that many changes of it; return how many more it could have been.
+
+        Nobody reads it any more. It is over once the answer is above 0.
+        """
+        overlays = self._overlays
+        while overlays and changes > 0:
+            tier, source, overlay = overlays[-1]
+            if self._tiers[tier].get(source) is overlay:
+                changes = overlay.thaw(changes)
+                if overlay.changes:
+                    break
+                self._tiers[tier][source] = overlay.base
+            elif self._discarded is not None:
+                self._discarded.put(overlay.base)  # the source lost all of it meanwhile
+            overlays.pop()
+            changes -= 1
+        return max(changes, 0)
 
     def load(self, tier: Tier, source: str, parent: int | None, hashes: tuple[int, ...]) -> None:
         """Put back one chain of a dump."""
         held = self._tiers[tier].setdefault(source, {})
         held.update(zip(hashes, chain((parent,), hashes), strict=False))
 
-    def _visible(self, tier: Tier) -> Held:
-        return merged(list(self._tiers[tier].values()))
+    def _visible(self, tier: Tier) -> Blocks:
+        holdings = list(self._tiers[tier].values())
+        if len(holdings) == 1:
+            return holdings[0]
+        union: Held = {}
+        for held in reversed(holdings):
+            union.update(held)
+        return union
 
 
-def merged(holdings: list[Held]) -> Held:
-    """Return the blocks that at least one of several sources holds."""
-    if len(holdings) == 1:
-        return holdings[0]
-    union: Held = {}
-    for held in reversed(holdings):
-        union.update(held)
-    return union
+def dump(holdings: Sequence[Held]) -> Iterator[tuple[int | None, list[int]]]:
+    """Yield the blocks that at least one of several sources holds, each once, as chains.
+
+    They come in order of arrival, ``DUMP_STEP_BLOCKS`` at a time, and only among those are chains looked for and do
+    parents come first: no step is longer because much is held. A parent that went away and came back may come after its
+    children.
+    """
+    for number, held in enumerate(holdings):
+        others = holdings[:number]
+        blocks = iter(held.items())
+        while step := dict(islice(blocks, DUMP_STEP_BLOCKS)):
+            for other in others:
+                step = {sequence_hash: parent for sequence_hash, parent in step.items() if sequence_hash not in other}
+            yield from chains(step)
 
 
 def chains(held: Held) -> Iterator[tuple[int | None, list[int]]]:

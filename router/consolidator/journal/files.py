@@ -16,7 +16,7 @@ from __future__ import annotations
 import bisect
 import threading
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from router.consolidator.core.pool_state import FrozenPool, PoolState
@@ -342,18 +342,25 @@ class FileJournal:
 
     # Snapshots and retention
 
-    def write_snapshot(self, frozen: FrozenPool) -> None:
+    def snapshot_parts(self, frozen: FrozenPool) -> Iterator[bytes]:
+        """Return the content of a snapshot's file, as ``snapshot_file.parts`` yields it."""
+        return snapshot_file.parts(frozen, self._segments[-1].created_ms if self._segments else 0)
+
+    def keep_snapshot(self, offset: int, parts: Iterable[bytes]) -> None:
         """Keep a snapshot and remove those before the newest two; may be called from another thread."""
         # Never ahead of the records: what it was made of must be at least as durable.
         self.sync()
-        created_ms = self._segments[-1].created_ms if self._segments else 0
-        self._disk.write_atomically(snapshot_file.name_of(frozen.offset), snapshot_file.parts(frozen, created_ms))
+        self._disk.write_atomically(snapshot_file.name_of(offset), parts)
         with self._lock:
-            if frozen.offset not in self._snapshots:
-                bisect.insort(self._snapshots, frozen.offset)
+            if offset not in self._snapshots:
+                bisect.insort(self._snapshots, offset)
             old, self._snapshots = self._snapshots[:-SNAPSHOTS_KEPT], self._snapshots[-SNAPSHOTS_KEPT:]
         for offset in old:
             self._remove(snapshot_file.name_of(offset))
+
+    def write_snapshot(self, frozen: FrozenPool) -> None:
+        """Make and keep a snapshot in one go."""
+        self.keep_snapshot(frozen.offset, self.snapshot_parts(frozen))
 
     def keep_newest_snapshot(self) -> None:
         """Remove the snapshots before the newest, so that ``retain`` may drop what only they needed.

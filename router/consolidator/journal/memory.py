@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from router.consolidator.core.pool_state import FrozenPool, PoolState
@@ -72,8 +72,12 @@ class MemoryJournal:
         """Return an empty pool: nothing outlives the process."""
         return PoolState(blocks_per_worker_max)
 
-    def write_snapshot(self, frozen: FrozenPool) -> None:
-        """Do nothing: there is no restart to be quick at."""
+    def snapshot_parts(self, frozen: FrozenPool) -> Iterator[bytes]:
+        """Yield nothing: there is no restart to be quick at."""
+        return iter(())
+
+    def keep_snapshot(self, offset: int, parts: Sequence[bytes]) -> None:
+        """Do nothing."""
 
     def retain(self, now_ms: int) -> int:
         """Remove nothing: ``append`` keeps the bound."""

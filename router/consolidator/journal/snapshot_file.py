@@ -28,8 +28,8 @@ from wire.feed import BlockChain
 from wire.hashing import unpack_hashes
 from wire.identifiers import Tier
 
-ENTRY_BYTES = 1024 * 1024
-"""Bytes of hashes after which a further entry begins."""
+ENTRY_BYTES = 32 * 1024
+"""Bytes of hashes after which a further entry begins: one that is made on an event loop must not take long."""
 
 SUFFIX = ".snapshot"
 
@@ -46,7 +46,7 @@ def name_of(offset: int) -> str:
 
 
 def parts(frozen: FrozenPool, created_ms: int) -> Iterator[bytes]:
-    """Yield the content of a snapshot file."""
+    """Yield the content of a snapshot file; what is done between two parts does not depend on how much is held."""
     yield file_header(SNAPSHOT_MAGIC, frozen.offset, created_ms)
     yield frame(_encoder.encode([worker.entry for worker in frozen.workers]), 0)
     number = 1
