@@ -10,7 +10,7 @@ from wire import codec
 from wire.card import WorkerCard, WorkerLimits
 from wire.events import AnyEvent, BlocksStored, CacheCleared, EventBatch, RequestFinished, SnapshotBegan, SnapshotEnded
 from wire.hashing import pack_hashes
-from wire.identifiers import Role
+from wire.identifiers import Role, Tier
 from wire.ingest import (
     BATCH_FRAME,
     Acknowledged,
@@ -25,6 +25,7 @@ from wire.ingest import (
 )
 from workers.core.outbox import OUTBOX_BYTES_MIN, Outbox
 from workers.core.push_stream import (
+    BLOCKS_PER_RESTATED_BATCH,
     EVENTS_PER_RESTATED_BATCH,
     Effect,
     PushStream,
@@ -170,6 +171,27 @@ def test_a_long_restatement_is_cut_into_batches_and_only_the_first_begins() -> N
 
     assert [len(batch.events) for batch in batches] == [EVENTS_PER_RESTATED_BATCH, EVENTS_PER_RESTATED_BATCH, 1]
     assert [event for batch in batches for event in batch.events] == [SnapshotBegan(), *facts]
+
+
+def test_a_restatement_of_long_chains_is_cut_so_that_no_batch_is_much_work_for_its_readers() -> None:
+    stream = open_stream()
+    most = BLOCKS_PER_RESTATED_BATCH
+    facts: list[AnyEvent] = [
+        BlocksStored(7, pack_hashes(range(10, 10 + most - 1)), Tier.HOST),
+        BlocksStored(None, pack_hashes([1, 2])),
+        BlocksStored(3, pack_hashes(range(100_000, 100_000 + 2 * most + 5)), Tier.DISK),
+        SnapshotEnded(),
+    ]
+
+    batches = [batch for batch in said(stream.restate(facts, 0, 0)) if isinstance(batch, EventBatch)]
+
+    stored = [[event for event in batch.events if isinstance(event, BlocksStored)] for batch in batches]
+    assert [sum(len(event.sequence_hashes) // 8 for event in some) for some in stored] == [most - 1, 2, most, most, 5]
+    assert [batch.seq for batch in batches] == [0, 1, 2, 3, 4]
+    assert [batches[0].events[0], batches[-1].events[-1]] == [SnapshotBegan(), SnapshotEnded()]
+    pieces = [event for some in stored for event in some if event.tier is Tier.DISK]
+    assert [event.parent for event in pieces] == [3, 100_000 + most - 1, 100_000 + 2 * most - 1]
+    assert b"".join(event.sequence_hashes for event in pieces) == facts[2].sequence_hashes  # type: ignore[union-attr]
 
 
 def test_resend_brings_the_missing_batches_or_a_restatement() -> None:

@@ -28,13 +28,14 @@ Messages that are about another worker or another life are ignored.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from wire import codec
 from wire.card import WorkerCard
-from wire.events import AnyEvent, SnapshotBegan
+from wire.events import AnyEvent, BlocksStored, SnapshotBegan
+from wire.hashing import unpack_hashes
 from wire.ingest import (
     BATCH_FRAME,
     CONTROL_FRAME,
@@ -53,6 +54,13 @@ from workers.core.outbox import OUTBOX_BYTES_DEFAULT, Outbox
 
 EVENTS_PER_RESTATED_BATCH = 1024
 """A restatement goes out in batches of this many events; far below what the contract and the consolidator allow."""
+
+BLOCKS_PER_RESTATED_BATCH = 4096
+"""And of this many blocks, longer chains in pieces: a batch is one record, which its readers apply in one go, and this
+many blocks take a router three milliseconds."""
+
+HASH_BYTES = 8
+"""Of one sequence hash in an event."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +176,7 @@ class PushStream:
         self.outbox.reopen()
         self.restatements += 1
         effects: list[Effect] = []
-        everything: list[AnyEvent] = [SnapshotBegan(), *facts]
-        for at in range(0, len(everything), EVENTS_PER_RESTATED_BATCH):
-            part = everything[at : at + EVENTS_PER_RESTATED_BATCH]
+        for part in _batches([SnapshotBegan(), *facts]):
             effects += self._publish(part, time_ms, now_ms, counts=False)
         return effects
 
@@ -277,3 +283,31 @@ class PushStream:
 
     def _control(self, message: ToConsolidator) -> Send:
         return Send((CONTROL_FRAME, codec.to_consolidator.encode(message)))
+
+
+def _batches(events: Iterable[AnyEvent]) -> Iterator[list[AnyEvent]]:
+    """Cut what is restated into batches, in its order."""
+    batch: list[AnyEvent] = []
+    room = BLOCKS_PER_RESTATED_BATCH
+    for event in events:
+        for piece in _pieces(event):
+            blocks = len(piece.sequence_hashes) // HASH_BYTES if type(piece) is BlocksStored else 0
+            if len(batch) == EVENTS_PER_RESTATED_BATCH or blocks > room:
+                yield batch
+                batch, room = [], BLOCKS_PER_RESTATED_BATCH
+            batch.append(piece)
+            room -= blocks
+    yield batch
+
+
+def _pieces(event: AnyEvent) -> Iterator[AnyEvent]:
+    """Yield an event, a long chain as several that name the block before as their parent."""
+    longest = BLOCKS_PER_RESTATED_BATCH * HASH_BYTES
+    if type(event) is not BlocksStored or len(event.sequence_hashes) <= longest:
+        yield event
+        return
+    parent, hashes = event.parent, event.sequence_hashes
+    for at in range(0, len(hashes), longest):
+        piece = hashes[at : at + longest]
+        yield BlocksStored(parent, piece, event.tier)
+        parent = unpack_hashes(piece[-HASH_BYTES:])[0]
