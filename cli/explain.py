@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.tree import Tree
 
 from cli.api_key import api_key_headers
-from cli.journal import journal_errors, progress_bar, survey_bytes
+from cli.journal_directory import journal_errors, progress_bar, survey_bytes
 from router.consolidator.adapters.posix_disk import ReadOnlyDirectory
 from router.decision_journal.reader import decision_directories, decisions_about
 from wire.answers import (

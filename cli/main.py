@@ -27,9 +27,9 @@ class Commands(LateGroup):
         "tune": "cli.commands.tune",
         "explain": "cli.commands.explain",
         "config": "cli.commands.config",
-        "engine-config": "cli.engine_config",
-        "keys": "cli.keys",
-        "journal": "cli.journal",
+        "engine-config": "cli.commands.engine_config",
+        "keys": "cli.commands.keys",
+        "journal": "cli.commands.journal",
     }
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cli.journal import UsageError, open_directory, progress_bar, survey_bytes
+from cli.journal_directory import UsageError, open_directory, progress_bar, survey_bytes
 from loadgen.trace import TraceError, read_trace
 from router.consolidator.adapters.posix_disk import ReadOnlyDirectory
 from router.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX

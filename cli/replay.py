@@ -13,7 +13,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from cli.journal import UsageError, journal_errors, open_directory, progress_bar, survey_bytes
+from cli.journal_directory import UsageError, journal_errors, open_directory, progress_bar, survey_bytes
 from router.consolidator.adapters.posix_disk import ReadOnlyDirectory
 from router.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
 from router.decision_journal.opening import policy_of

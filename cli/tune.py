@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from cli.journal import UsageError, journal_errors
+from cli.journal_directory import UsageError, journal_errors
 from cli.recording import Stage, load_recording, load_trace
 from cli.what_if import difference_table, report_of
 from simulation.recorded import part_of

@@ -15,10 +15,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from cli.journal import UsageError, journal_errors, progress_bar
+from cli.journal_directory import UsageError, journal_errors, progress_bar
 from cli.recording import Stage, load_recording
 from router.core.cost import CostWeights
-from simulation.command import SIMULATED_POLICIES
+from simulation.pool import SIMULATED_POLICIES
 from simulation.settings import WhatIfSettings
 from simulation.variant_plot import PANELS, PlottingUnavailable, figures, write_plot
 from simulation.variants import Variant, run_variant

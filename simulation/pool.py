@@ -20,7 +20,7 @@ from router.core.approximate_index import ApproximateIndex
 from router.core.candidates import RoutingRequest
 from router.core.decision import Decision
 from router.core.load_ledger import CROWDING_RETRIES, LoadLedger
-from router.core.policy import Policy
+from router.core.policy import POLICY_NAMES, Policy
 from router.core.prefix_index import PrefixIndex
 from router.core.projection import Projection
 from router.core.selector import Selector
@@ -41,6 +41,7 @@ from workers.simulated.engine import EngineLimits, Fact, SimulatedEngine, StepOu
 from workers.simulated.timing import PolynomialTiming, TimingModel
 
 MODEL = "simulated"
+SIMULATED_POLICIES = tuple(name for name in POLICY_NAMES if name != "approximate")
 UNLIMITED_QUEUE = 10**9
 """Nothing is refused in a simulation: how requests pile up is what it measures."""
 

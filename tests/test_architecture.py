@@ -293,7 +293,7 @@ def test_a_breach_is_found_and_named(module: str, source: str, words: str) -> No
         ("router.service", "import time, zmq, asyncio, logging"),
         ("workers.engines.trtllm", "import torch"),
         ("workers.simulated.engine", "from workers.core.refusal import RefusedError"),
-        ("cli.main", "from simulation.command import run_simulation"),
+        ("cli.main", "from simulation.pool import SimulatedPool"),
         (
             "router.service",
             "async def f():\n    async with asyncio.TaskGroup() as group:\n        group.create_task(g())",

@@ -14,6 +14,6 @@ app = typer.Typer(add_completion=False)
 @with_settings(BenchSettings, renamed={"json_out": "--json"}, aliases={"duration_s": "--duration"})
 def bench(settings: BenchSettings) -> None:
     """Measure any OpenAI endpoint: closed loop, open loop (--rate), or the replay of a trace (--trace)."""
-    from loadgen.command import run_bench
+    from cli.bench import run_bench
 
     raise typer.Exit(run_bench(settings))

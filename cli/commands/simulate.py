@@ -20,6 +20,6 @@ def simulate(
     trace: Annotated[Path, typer.Argument(help="Mooncake-format trace (JSON lines).")],
 ) -> None:
     """Play a trace through the router core and simulated engines in virtual time, per policy."""
-    from simulation.command import run_simulation
+    from cli.simulate import run_simulation
 
     raise typer.Exit(run_simulation(trace, settings))

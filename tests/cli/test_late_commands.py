@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,11 @@ from cli.late_group import LateCommands
 from cli.main import Commands, app
 
 ROOT = Path(__file__).parents[2]
+
+PACKAGES = (
+    "admission", "cli", "dispatch", "frontend", "global_router", "loadgen", "router", "runtime", "simulation", "wire",
+    "workers",
+)  # fmt: skip
 
 PROBE = """
 import importlib, sys
@@ -63,6 +69,22 @@ def test_every_command_is_made_when_asked_for_and_only_then() -> None:
     assert list(commands) == list(Commands.modules)
     assert commands["top"] is commands["top"]
     assert {name: command.name for name, command in commands.items()} == {name: name for name in Commands.modules}
+
+
+def test_a_command_is_where_its_name_says_and_nobody_imports_it() -> None:
+    assert Commands.modules == {name: f"cli.commands.{name.replace('-', '_')}" for name in Commands.modules}
+    made = {path.stem for path in (ROOT / "cli" / "commands").glob("*.py")} - {"__init__"}
+    assert made == {module.rpartition(".")[2] for module in Commands.modules.values()}
+    importing = re.compile(r"^\s*(?:from|import) (?:cli\.commands|cli import commands)", re.MULTILINE)
+    typed = re.compile(r"^\s*(?:from|import) typer\b", re.MULTILINE)
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            text = path.read_text()
+            assert not importing.search(text), f"{path} imports a command"
+            assert package == "cli" or not typed.search(text), f"{path} is outside of cli and reads a command line"
+            assert path.parent.name == "commands" or "typer.Typer(" not in text or path == ROOT / "cli" / "main.py", (
+                path
+            )
 
 
 def test_help_shows_every_command_with_its_first_sentence() -> None:

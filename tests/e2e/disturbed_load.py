@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from loadgen.command import bench
+from cli.bench import bench
 from loadgen.settings import BenchSettings
 from loadgen.statistics import Report
 from tests.e2e.expectation import Verifier

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from loadgen.command import bench
+from cli.bench import bench
 from loadgen.settings import BenchSettings
 from tests.e2e.expectation import Verifier, expected_text
 from tests.e2e.processes import (

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from loadgen.command import bench
+from cli.bench import bench
 from loadgen.settings import BenchSettings
 from loadgen.statistics import Report
 from tests.e2e.disturbed_load import assert_unharmed, load_while

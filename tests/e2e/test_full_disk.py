@@ -11,8 +11,8 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
+from cli.bench import bench
 from cli.main import app
-from loadgen.command import bench
 from loadgen.settings import BenchSettings
 from tests.e2e.disturbed_load import assert_unharmed
 from tests.e2e.expectation import Verifier

@@ -11,7 +11,7 @@ from functools import partial
 import httpx
 import pytest
 
-from loadgen.command import bench
+from cli.bench import bench
 from loadgen.settings import BenchSettings
 from tests.e2e.disturbed_load import assert_unharmed
 from tests.e2e.expectation import MODEL, Verifier

@@ -12,15 +12,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from loadgen.trace import TraceError, read_trace
 from router.core.cost import CostWeights
-from router.core.policy import POLICY_NAMES, make_policy
-from simulation.pool import RouterFleet, SimulatedPool
+from router.core.policy import make_policy
+from simulation.pool import SIMULATED_POLICIES, RouterFleet, SimulatedPool
 from simulation.report import policy_report, result_table
 from simulation.settings import SimulationSettings
 from simulation.workload import build_workload
 from workers.simulated.engine import EngineLimits
 from workers.simulated.timing import PolynomialTiming, TableError, TableTiming
-
-SIMULATED_POLICIES = tuple(name for name in POLICY_NAMES if name != "approximate")
 
 
 def run_simulation(trace: Path, settings: SimulationSettings) -> int:

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from cli.main import app
-from simulation.command import SIMULATED_POLICIES
+from simulation.pool import SIMULATED_POLICIES
 from tests.simulation.builders import CONVERSATION
 
 

@@ -12,7 +12,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,9 +19,9 @@ from typing import Annotated, Any
 import typer
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from cli.journal_directory import UsageError, journal_errors, open_directory, progress_bar, survey_bytes
 from router.consolidator.adapters.posix_disk import DirectoryInUse, PosixDisk, ReadOnlyDirectory
 from router.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX, PoolState
 from router.consolidator.journal.as_of import (
@@ -38,7 +37,6 @@ from router.consolidator.journal.errors import JournalCorrupt
 from router.consolidator.journal.files import FileJournal, JournalSettings
 from router.consolidator.journal.inspection import Verified, check_journal, survey
 from router.consolidator.journal.record_rows import (
-    ParquetUnavailable,
     chosen_events,
     record_row,
     write_parquet,
@@ -46,7 +44,6 @@ from router.consolidator.journal.record_rows import (
 from router.consolidator.journal.stored_records import StoredRecord, TornTail, stored_records
 from router.consolidator.settings import ConsolidatorSettings
 from router.decision_journal.reader import ReadRemarks, decision_directories, stored_entries
-from simulation.variant_plot import PlottingUnavailable
 from wire.identifiers import Tier
 
 app = typer.Typer(help="List, print, check, shrink and export the journal of a pool.", no_args_is_help=True)
@@ -61,42 +58,6 @@ Types = Annotated[list[str] | None, typer.Option("--type", help="Only events of 
 WorkerOption = Annotated[str | None, typer.Option("--worker", help="Only this worker: an id, or id/rank.")]
 
 _SETTINGS = ConsolidatorSettings()
-
-
-class UsageError(ValueError):
-    """An argument cannot be used."""
-
-
-@contextmanager
-def journal_errors(what: str = "reading a journal") -> Iterator[None]:
-    """Turn what can go wrong with a journal into a line on standard error and an exit status."""
-    try:
-        yield
-    except JournalCorrupt as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from None
-    except (NotKept, ParquetUnavailable, PlottingUnavailable) as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from None
-    except (UsageError, NotADirectoryError) as error:
-        text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
-        typer.echo(f"{what}: {text}", err=True)
-        raise typer.Exit(2) from None
-    except BrokenPipeError:
-        # Whoever read our rows has seen enough; nothing more can be written, not even at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(0) from None
-    except OSError as error:
-        typer.echo(f"{what}: {error}", err=True)
-        raise typer.Exit(1) from None
-
-
-def open_directory(directory: Path) -> ReadOnlyDirectory:
-    """Return a journal's directory for reading; refuses one without a journal in it."""
-    disk = ReadOnlyDirectory(directory)
-    if not any(name.endswith((".segment", ".snapshot")) for name in disk.names()):
-        raise UsageError(f"{directory} has no segment and no snapshot in it: it is no journal")
-    return disk
 
 
 def offset_or_time(text: str) -> tuple[int | None, int | None]:
@@ -126,20 +87,6 @@ def resolve(disk: ReadOnlyDirectory, text: str) -> int:
 def clock_time(time_ms: int) -> str:
     """Return a Unix time in milliseconds as people write it, UTC."""
     return datetime.fromtimestamp(time_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S") if time_ms else "–"
-
-
-@contextmanager
-def progress_bar(what: str, total: int, as_bytes: bool = True) -> Iterator[Callable[[int], None]]:
-    """Show progress on standard error when somebody looks; yields what to call with how much is done."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(
-        *((*columns, DownloadColumn()) if as_bytes else columns),
-        console=Console(stderr=True),
-        disable=not sys.stderr.isatty(),
-        transient=True,
-    ) as progress:
-        task = progress.add_task(what, total=total)
-        yield lambda done: progress.update(task, completed=done)
 
 
 def _size(count: float) -> str:
@@ -306,11 +253,6 @@ def _verify_decisions(path: Path) -> int:
         file = f"{path.parent.name}/{path.name}/{error.file}"
         raise JournalCorrupt(file, error.position, error.offset, error.detail, error.remedy) from None
     return count
-
-
-def survey_bytes(disk: ReadOnlyDirectory) -> int:
-    """Return the size of all files of a journal."""
-    return sum(disk.size(name) for name in disk.names() if name.endswith((".segment", ".snapshot")))
 
 
 def _verified_row(found: Verified) -> dict[str, Any]:

@@ -13,8 +13,8 @@ import typer
 from pydantic import ValidationError
 from typer.core import TyperGroup
 
+from cli.bench import plan, run_bench
 from cli.main import app
-from loadgen.command import plan, run_bench
 from loadgen.settings import BenchSettings
 from loadgen.trace import TraceError
 from tests.loadgen.fake_endpoint import FakeEndpoint, serving
