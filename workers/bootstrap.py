@@ -34,7 +34,7 @@ from workers.engines.simulated_guides import LazyGuides
 from workers.kv_fetcher import KvFetcher
 from workers.metrics import WorkerMetrics
 from workers.publisher import EventPublisher
-from workers.service import EmbeddingExchange, KvExchange, ServiceLimits, WorkerService
+from workers.service import ServiceLimits, WorkerService
 from workers.settings import TrtllmWorkerSettings, WorkerSettings
 from workers.simulated.kv_transfer import KvSource
 from workers.simulated.timing import PolynomialTiming, ScaledTiming, TableTiming, TimingModel
@@ -43,6 +43,7 @@ from workers.tensor_transfer.nixl_transfer import NixlTensorTransfer, make_agent
 from workers.tensor_transfer.port import TensorTransfer
 from workers.tensor_transfer.tensor_store import TensorStore
 from workers.tensor_transfer.zmq_transfer import ZmqTensorTransfer
+from workers.transfers import EmbeddingExchange, KvExchange
 from workers.trtllm.engine_arguments import EngineArguments, resolve_files
 from workers.trtllm.engine_rules import look_up
 

@@ -30,8 +30,8 @@ def worker_faults(worker: WorkerProcess) -> str | None:
     plan, service, load = worker.plan, worker.service, worker.engine.load()
     kept_max = kept_transfers_max(worker.world.scenario)
     owned_max = 2 * (MAX_WAITING_REQUESTS + plan.max_batch_size) + kept_max
-    if len(service._owners) > owned_max:
-        return f"{worker.life}: {len(service._owners)} requests are owned, allowed are at most {owned_max}"
+    if len(service._peers.owners) > owned_max:
+        return f"{worker.life}: {len(service._peers.owners)} requests are owned, allowed are at most {owned_max}"
     if len(service._kept) > kept_max:
         return f"{worker.life}: {len(service._kept)} transfers are kept"
     if load.waiting_requests > MAX_WAITING_REQUESTS or load.active_blocks > plan.total_kv_blocks:

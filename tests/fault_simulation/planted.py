@@ -26,7 +26,7 @@ from router.core.prefix_index import PrefixIndex
 from router.fleet_links import FleetLinks
 from runtime.awake_clock import AwakeTime
 from wire.ingest import Hello
-from workers.service import WorkerService
+from workers.peers import Peers
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ def _is_never_in_use(self: FleetLinks, link: Any) -> bool:
     return False
 
 
-def _say_nothing(self: WorkerService, peer_id: bytes, request_id: str) -> None:
+def _say_nothing(self: Peers, peer_id: bytes, request_id: str) -> None:
     pass
 
 
@@ -196,7 +196,7 @@ PLANTED: dict[str, Planted] = {
     "a-silent-router-is-not-told": Planted(
         "a worker that gave up the requests of a router which stood still does not tell it",
         "pauses",
-        WorkerService,
+        Peers,
         "_remember_abandoned",
         _say_nothing,
         True,

@@ -56,11 +56,12 @@ from workers.engines.simulated import RealTimeSimulatedEngine
 from workers.kv_fetcher import KvFetcher
 from workers.metrics import WorkerMetrics
 from workers.publisher import EventPublisher
-from workers.service import KvExchange, ServiceLimits, WorkerService
+from workers.service import ServiceLimits, WorkerService
 from workers.simulated.engine import EngineLimits
 from workers.simulated.kv_transfer import KvSource, TransferModel
 from workers.simulated.next_token import Vocabulary
 from workers.simulated.timing import PolynomialTiming, ScaledTiming
+from workers.transfers import KvExchange
 
 LEASE_MS = 1000
 STALE_AFTER_MS = 500

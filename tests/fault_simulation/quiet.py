@@ -54,9 +54,9 @@ def unquiet_worker(worker: WorkerProcess) -> str | None:
     if load.running_requests or load.waiting_requests or load.active_blocks or load.prefill_tokens:
         return f"{worker.life} is busy: {load}"
     rest: dict[str, Sized] = {
-        "requests": service._owners,
+        "requests": service._peers.owners,
         "peers": service._peers,
-        "fetches": service._fetching,
+        "fetches": service._transfers.fetching,
         "kept transfers": service._kept,
         "endings": service._endings,
         "fetches of the fetcher": worker.fetcher._fetches if worker.fetcher is not None else (),
