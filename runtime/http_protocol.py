@@ -10,7 +10,8 @@ Rules
        no task has to wait for that either.
     4. Status line, headers and a body of known length are one write. Headers are the endpoint's own and are not checked
        again.
-    5. What may come at all, and for how long, is ``runtime.bounded_protocol``'s.
+    5. What may come at all, and for how long, is said in ``runtime.bounded_protocol`` and
+       ``runtime.held_connection``.
 """
 
 from __future__ import annotations

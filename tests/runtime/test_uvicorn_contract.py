@@ -1,8 +1,8 @@
 """What ``runtime`` replaces of uvicorn and httptools, as it was when it was replaced.
 
 A failure here says that a new version has changed something of it: read the change, carry over what matters to
-``runtime/bounded_protocol.py``, ``http_protocol.py`` and ``http_server.py``, then write the new digest, and raise the
-upper bound in ``pyproject.toml``.
+``runtime/bounded_protocol.py``, ``held_connection.py``, ``flow_control.py``, ``http_protocol.py`` and
+``http_server.py``, then write the new digest, and raise the upper bound in ``pyproject.toml``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import Server
 
-from runtime.bounded_protocol import EMPTY_LINE, BoundedProtocol, Reading
+from runtime.bounded_protocol import EMPTY_LINE, BoundedProtocol
+from runtime.flow_control import Reading
 from runtime.http_protocol import DirectProtocol, _DirectCycle
 from runtime.http_server import _Server
 
