@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from frontend.ports import ServedModel
+from global_router.books import FlightBooks
+from global_router.configuration import Configuration
 from global_router.core.choice.fallback import PoolState
+from global_router.pools import Pools
+from global_router.waiting_room import WaitingRoom
 from runtime.clock import Clock
 from wire.card import MediaSpec
 
-if TYPE_CHECKING:
-    from global_router.service import GlobalRouterService
-
-
 NOT_THERE = (PoolState.DOWN, PoolState.CONNECTING)
+
+
+class Shown(Protocol):
+    """What a view reads of its global router."""
+
+    configuration: Configuration
+    pools: Pools
+    books: FlightBooks
+    waiting_room: WaitingRoom
 
 
 class GlobalRouterView:
     """Implements ``global_router.metrics.Viewed``."""
 
-    def __init__(self, service: GlobalRouterService, clock: Clock) -> None:
+    def __init__(self, service: Shown, clock: Clock) -> None:
         self._service = service
         self._clock = clock
         self._created_s = clock.wall_ms() // 1000

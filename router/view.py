@@ -3,25 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from admission.queue_view import QueueView
 from dispatch.tenant_paths import TenantPaths
 from frontend.ports import ServedModel
+from router.books import RequestBooks
+from router.choosing import Chooser
 from router.core.decision import DecisionLog
 from router.core.fleet import media_of
 from router.core.projection import Projection
+from router.fleet_links import FleetLinks
+from router.waiting import WaitingLine
 from runtime.clock import Clock
 from wire.identifiers import WorkerKey
 
-if TYPE_CHECKING:
-    from router.service import RouterService
+
+class Shown(Protocol):
+    """What a view reads of its router."""
+
+    projection: Projection
+    ready: bool
+    books: RequestBooks
+    links: FleetLinks
+    chooser: Chooser
+    line: WaitingLine
+
+    @property
+    def trouble(self) -> str:
+        """Return why the router's state may not be current, in words; empty when all is well."""
+        ...
+
+    @property
+    def behind_records(self) -> int:
+        """Return how many records the pool's journal is known to hold beyond those applied."""
+        ...
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many requests are active and how many wait."""
+        ...
 
 
 class RouterView:
     """Implements ``router.select_plane.PoolView`` and ``router.metrics.Viewed``."""
 
-    def __init__(self, service: RouterService, clock: Clock) -> None:
+    def __init__(self, service: Shown, clock: Clock) -> None:
         self._service = service
         self._created_s = clock.wall_ms() // 1000
         self._served: list[ServedModel] = []

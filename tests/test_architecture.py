@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,17 @@ SPAWNS = {
     "run_coroutine_threadsafe": "wait_from_thread",
 }
 """What starts a task, which would die unobserved. ``create_task`` of an ``asyncio.TaskGroup`` is fine: it owns them."""
+
+METHODS_MAX = 25
+"""Most methods of a class on the way of a request: with more it is several things in one, and nobody holds all of them
+in mind while changing one."""
+
+REQUEST_PATH = ("runtime", "frontend", "admission", "dispatch")
+"""Packages on the way of a request, with all that is in them."""
+
+REQUEST_PATH_SHELLS = ("router", "global_router", "workers")
+"""Packages of which only the modules directly in them are: services and their parts. Inside are the router's index and
+ledger, the engines, the consolidator, each a data structure or a machine of its own behind one small face."""
 
 OURS = {name.partition(".")[0] for name in MAY_IMPORT} | set(NOT_SHIPPED)
 
@@ -210,6 +222,42 @@ def faults(module: str, source: str) -> list[str]:
     return found
 
 
+def crowded(module: str, source: str) -> list[str]:
+    """The classes of a module that have more methods than one of the request path may, one line each."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ClassDef):
+            # By name: a property and its setter are one.
+            methods = {part.name for part in node.body if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)}
+            if len(methods) > METHODS_MAX:
+                found.append(
+                    f"{module}: {node.name} has {len(methods)} methods, allowed are {METHODS_MAX} on the way of a "
+                    "request: take out what has state and rules of its own"
+                )
+    return found
+
+
+def circle(sources: Mapping[str, str]) -> list[str]:
+    """Modules that import each other in a circle, the first also last; empty when there is none.
+
+    Every import counts, in functions and for types alone too: modules that know each other, at whatever time, are one
+    module in two files. What the one needs of the other is a protocol beside it, or an argument. Importing a module
+    imports the packages it is in.
+    """
+    graph: dict[str, list[str]] = {}
+    for module, source in sources.items():
+        graph[module] = needed = []
+        for _, imported in _imports(ast.parse(source)):
+            parts = imported.split(".")
+            names = [".".join(parts[: end + 1]) for end in range(len(parts))]
+            needed += [name for name in names if name in sources and name != module]
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
 def _modules() -> Iterator[tuple[str, Path]]:
     for top in sorted({name.partition(".")[0] for name in MAY_IMPORT}):
         for path in sorted((ROOT / top).rglob("*.py")):
@@ -221,6 +269,23 @@ def test_every_module_keeps_the_rules() -> None:
     found = [fault for module, path in _modules() for fault in faults(module, path.read_text())]
 
     assert not found, "\n".join(["", *found])
+
+
+def test_no_class_on_the_way_of_a_request_is_several_in_one() -> None:
+    on_the_way = [
+        (module, path)
+        for module, path in _modules()
+        if module.partition(".")[0] in REQUEST_PATH or module.rpartition(".")[0] in REQUEST_PATH_SHELLS
+    ]
+    found = [line for module, path in on_the_way for line in crowded(module, path.read_text())]
+
+    assert not found, "\n".join(["", *found])
+
+
+def test_no_modules_import_each_other() -> None:
+    found = circle({module: path.read_text() for module, path in _modules()})
+
+    assert not found, f"imports go round in a circle: {' -> '.join(found)}"
 
 
 def test_every_package_has_a_rule() -> None:
@@ -304,3 +369,30 @@ def test_a_breach_is_found_and_named(module: str, source: str, words: str) -> No
 )
 def test_what_is_allowed_is_not_complained_about(module: str, source: str) -> None:
     assert faults(module, source) == []
+
+
+def test_a_crowded_class_is_found_and_named() -> None:
+    methods = "".join(f"    async def method_{number}(self): ...\n" for number in range(METHODS_MAX))
+
+    assert crowded("router.service", f"class Full:\n{methods}") == []
+    (line,) = crowded("router.service", f"class Crowded:\n{methods}    def further(self): ...\n")
+    assert line.startswith("router.service: Crowded has 26 methods, allowed are 25")
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "import router.service",
+        "from router import service",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from router.service import RouterService",
+        "def f():\n    from router.service import RouterService",
+    ],
+)
+def test_a_circle_of_imports_is_found_and_named(back: str) -> None:
+    sources = {"router": "", "router.service": "from router.view import RouterView", "router.view": "import asyncio"}
+    assert circle(sources) == []
+
+    found = circle({**sources, "router.view": back})
+
+    assert found[0] == found[-1]
+    assert set(found) == {"router.service", "router.view"}

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
 
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from runtime.instruments import GaugeFamily
-
-if TYPE_CHECKING:
-    from router.consolidator.service import ConsolidatorService
+from wire.identifiers import WorkerKey
 
 PREFIX = "poolgrid_consolidator_"
 
@@ -71,10 +69,49 @@ SOURCE_COUNTERS: dict[str, str] = {
 }
 
 
+class MeasuredSource(Protocol):
+    """What is counted of an engine that publishes itself."""
+
+    @property
+    def name(self) -> str:
+        """Return the name of the worker rank, by which the source goes."""
+        ...
+
+    @property
+    def degraded(self) -> bool:
+        """Say whether the engine's blocks are known in part only, or not at all."""
+        ...
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Return the counters of the source."""
+        ...
+
+
+class Measured(Protocol):
+    """What the metrics are read from."""
+
+    def measure(self) -> tuple[dict[str, int], dict[str, float]]:
+        """Return counters and gauges by name."""
+        ...
+
+    def lags_ms(self) -> Mapping[WorkerKey, int]:
+        """Return the event lag of every worker rank."""
+        ...
+
+    def blocks_by_tier(self) -> Mapping[str, int]:
+        """Return how many blocks the pool holds on each tier."""
+        ...
+
+    def sources(self) -> Sequence[MeasuredSource]:
+        """Return the engines that publish themselves."""
+        ...
+
+
 class ConsolidatorCollector(Collector):
     """Collects the metrics of one service."""
 
-    def __init__(self, service: ConsolidatorService) -> None:
+    def __init__(self, service: Measured) -> None:
         self._service = service
 
     def describe(self) -> Iterator[Metric]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import struct
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import zmq
@@ -24,10 +25,9 @@ from wire.card_check import SHOWN_CHARS_MAX, card_problem, name_problem
 from wire.identifiers import StreamState, WorkerId, WorkerKey
 from wire.limits import FRAME_BYTES_MAX
 
-if TYPE_CHECKING:
-    from router.consolidator.service import ConsolidatorService
-
 log = logging.getLogger(__name__)
+
+TakeTurn = Callable[[Callable[[Consolidator, Turn], None]], None]
 
 seq_frame = struct.Struct(">Q")
 """The frame in which a PUB engine numbers its messages, u64 big-endian (vLLM's `ZmqEventPublisher`)."""
@@ -139,18 +139,27 @@ class PubShell:
     """Carries a follower's inputs and effects; owned by the consolidator service."""
 
     def __init__(
-        self, source: PubSource, context: zmq.Context[Any], service: ConsolidatorService, clock: Clock, lease_ms: int
+        self,
+        source: PubSource,
+        context: zmq.Context[Any],
+        take_turn: TakeTurn,
+        clock: Clock,
+        lease_ms: int,
+        blocks_max: int,
+        epoch_floor: int,
     ) -> None:
-        known = service.core.pool.workers.get(source.key)
-        epoch_floor = known.epoch if known is not None else 0
+        """``take_turn`` runs a turn of the core.
+
+        ``blocks_max`` are the most blocks that are taken in, ``epoch_floor`` is the last life that the pool knows of.
+        """
         self.source = source
         self._context = context
-        self._service = service
+        self._take_turn = take_turn
         self._clock = clock
         self._follower = PubFollower(
             source.key,
             source.card.block_size,
-            service.settings.blocks_per_worker_max,
+            blocks_max,
             bool(source.replay_endpoint),
             source.replay_timeout_ms,
             lease_ms,
@@ -308,7 +317,7 @@ class PubShell:
 
         if effects or self._follower.health[0] is not self._told:
             self._told = self._follower.health[0]
-            self._service.take_turn(work)
+            self._take_turn(work)
         if asked is not None:
             self._ask(asked)
         self._arm()

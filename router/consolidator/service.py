@@ -235,7 +235,18 @@ class ConsolidatorService:
         context = self._context
         assert context is not None
         for definition in definitions:
-            self._sources.append(PubShell(definition, context, self, self._clock, settings.lease_ms))
+            known = pool.workers.get(definition.key)
+            self._sources.append(
+                PubShell(
+                    definition,
+                    context,
+                    self.take_turn,
+                    self._clock,
+                    settings.lease_ms,
+                    settings.blocks_per_worker_max,
+                    known.epoch if known is not None else 0,
+                )
+            )
         self._ingest_inbox.start()
         self._query_inbox.start()
         self._subscriptions.start()
