@@ -213,7 +213,8 @@ class WorkerService:
         error = engine.exception()
         reason = f"the engine of {self._worker_id} failed: {error!r}"[:TEXT_CHARS_MAX]
         log.error("%s", reason)
-        for request_id, owner in self._peers.owners.items():
+        # A peer that cannot be reached loses its requests meanwhile.
+        for request_id, owner in list(self._peers.owners.items()):
             if owner is not None and request_id not in self._kept:
                 self._peers.send_tokens(owner, [refused_delta(request_id, reason, RefusalKind.BROKEN)])
         await self._say_goodbye(reason)

@@ -14,7 +14,7 @@ import zmq
 from prometheus_client import CollectorRegistry
 
 from runtime.clock import SystemClock
-from tests.workers.builders import fold, make_request
+from tests.workers.builders import fold, make_request, prefill_leg
 from tests.workers.fakes import PATIENCE_S, FakeConsolidator, FakeRouter, Journal, fake_router
 from tests.workers.running import expected, make_settings, running_worker
 from wire.events import (
@@ -28,8 +28,8 @@ from wire.events import (
     WorkerDraining,
 )
 from wire.hashing import block_hashes, pack_tokens, sequence_hashes
-from wire.identifiers import Tier
-from wire.requests import Cancel, Generate, Ping, RefusalKind, Routing, Sampling
+from wire.identifiers import Stage, Tier
+from wire.requests import Cancel, FinishReason, Generate, Ping, RefusalKind, Routing, Sampling, TokenDelta
 from workers import bootstrap
 from workers.adapters.http_api import HttpApi
 from workers.adapters.sockets import RequestSocket
@@ -471,6 +471,62 @@ def test_when_the_engine_breaks_requests_go_elsewhere_and_the_pool_hears_why() -
 
                 last = router.last("r")
                 assert (last.finish_reason, last.refusal) == ("error", RefusalKind.BROKEN)
+                assert "the device fell off" in journal.goodbyes[0]
+            socket.close(orderly=False)
+            publisher.close(orderly=False)
+        context.term()
+
+    asyncio.run(scenario())
+
+
+class BreakingLaterEngine(BreakingEngine):
+    """An engine that computes prompts at once, keeps their KV, and raises when a test says so."""
+
+    async def run(self, deliver: Callable[[EngineReport], None]) -> None:
+        self._deliver = deliver
+        await super().run(deliver)
+
+    def submit(self, request: Generate) -> None:
+        if request.stage is Stage.PREFILL:
+            prefilled = TokenDelta(request.request_id, 0, ONE_TOKEN, FinishReason.PREFILLED)
+            asyncio.get_running_loop().call_soon(self._deliver, EngineReport([prefilled], {}))
+
+
+def test_an_engine_that_breaks_after_a_router_left_is_told_to_the_others_and_to_the_pool() -> None:
+    async def scenario() -> None:
+        journal = Journal()
+        clock = SystemClock()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        metrics = WorkerMetrics(CollectorRegistry())
+        async with FakeConsolidator(journal) as consolidator:
+            socket = RequestSocket(context, "127.0.0.1", 0)
+            card = bootstrap.make_card(make_settings(consolidator.endpoint), socket.port, 0)
+            engine = BreakingLaterEngine()
+            service = WorkerService("w0", 5, card, engine, socket, ServiceLimits(), clock, metrics)
+            publisher = EventPublisher(
+                context, consolidator.endpoint, PushStream("w0", 0, 5, card), service.restate, clock, metrics, 100
+            )
+            running = asyncio.create_task(service.run([publisher], asyncio.Event()))
+            async with fake_router(card.request_endpoint) as staying:
+                async with fake_router(card.request_endpoint) as leaving:
+                    await consolidator.until(lambda journal: journal.cards)
+                    await leaving.send(make_request("running"))
+                    await leaving.send(prefill_leg(make_request("kept")))
+                    await leaving.until_finished("kept")
+                    await staying.send(make_request("other"))
+                    await staying.send(Ping(1))
+                    await staying.pong()  # what came before it has been taken
+                (owner,) = {service._peers.owners["running"], service._peers.owners["kept"]}
+                assert owner is not None
+                async with asyncio.timeout(PATIENCE_S):
+                    while socket.send(owner, b""):  # noqa: ASYNC110 - ZMQ hears of a peer's end with no event
+                        await asyncio.sleep(0.01)
+                engine.broken.set()
+                with pytest.raises(RuntimeError, match="the device fell off"):
+                    await running
+
+                await staying.until_finished("other")
+                assert staying.last("other").refusal == RefusalKind.BROKEN
                 assert "the device fell off" in journal.goodbyes[0]
             socket.close(orderly=False)
             publisher.close(orderly=False)
