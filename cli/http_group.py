@@ -12,12 +12,14 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Protocol
 
 from cli.part import STOP_TIMEOUT_S, Part, part_environment
 from runtime.http_server import bind
 from runtime.process_group import GROUP_VARIABLE, GroupPlace
+from runtime.tasks import unless
 
 
 class Group(Protocol):
@@ -49,12 +51,12 @@ async def run_group(
 
     Raises ``OSError`` when the port cannot be bound, ``PartFailed`` when a process does not start.
     """
-    holder = bind(host, port, "port", reuse_port=True)
-    with tempfile.TemporaryDirectory(prefix="poolgrid-http-") as directory:
+    async with AsyncExitStack() as opened:
+        holder = opened.enter_context(bind(host, port, "port", reuse_port=True))
+        directory = opened.enter_context(tempfile.TemporaryDirectory(prefix="poolgrid-http-"))
         group = make_group(holder.getsockname()[1], Path(directory))
-        try:
-            ready(*await group.start())
+        opened.push_async_callback(group.stop)
+        words = await unless(stop, group.start(), "start of the group")
+        if words is not None:
+            ready(*words)
             await stop.wait()
-        finally:
-            await group.stop()
-            holder.close()

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -56,8 +56,6 @@ EXPOSED_HEADERS = (
 )
 """Response headers that scripts of other origins may read."""
 
-Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
-
 Readiness = Callable[[], str | None]
 """Returns ``None`` when requests can be served, else what is still missing, in words."""
 
@@ -74,16 +72,18 @@ def _always_ready() -> str | None:
     return None
 
 
-class _Application(FastAPI):
-    """FastAPI, with a short way for the inference endpoints.
+class Application(FastAPI):
+    """FastAPI, with a short way for the inference endpoints. Whoever made it closes it, once nobody serves it any more.
 
     They answer every error themselves and take no dependencies, so the layers that FastAPI puts around an endpoint do
     nothing for them but cost 10 % of a short request. Whoever adds middleware gets it on every request: the short way
     is then closed.
     """
 
-    def __init__(self, **fields: Any) -> None:
-        super().__init__(**fields)
+    def __init__(self, close: Callable[[], Awaitable[None]], **fields: Any) -> None:
+        super().__init__(lifespan=_until_close, **fields)
+        self.close = close
+        """Ends the threads and the process that endpoints use, and the media under way; a second time does nothing."""
         self.direct: dict[str, InferenceEndpoint | AccessGate] = {}
         """Inference endpoints by path, each behind the gate when there is one."""
 
@@ -105,6 +105,15 @@ class _Application(FastAPI):
         await super().__call__(scope, receive, send)
 
 
+@asynccontextmanager
+async def _until_close(app: Application) -> AsyncIterator[None]:
+    """Close the application at the end of its life, for servers that tell it of one; ours does not."""
+    try:
+        yield
+    finally:
+        await app.close()
+
+
 def create_app(
     backend: InferenceBackend,
     models: PromptModels,
@@ -114,37 +123,28 @@ def create_app(
     ready: Readiness = _always_ready,
     troubles: Callable[[], Sequence[str]] = lambda: (),
     clock: Clock | None = None,
-    lifespan: Lifespan | None = None,
     id_prefix: str | None = None,
     exposed: Exposed | None = None,
     place: GroupPlace | None = None,
-) -> FastAPI:
+) -> Application:
     """Return the application.
 
     ``models`` gives the prompt model of each served model by name; ``registry`` receives ``poolgrid_frontend_*`` and is
     what ``/metrics`` answers with, unless ``exposed`` is (the metrics of several processes); ``troubles`` says in
-    ``/health`` what is wrong while requests are served; ``lifespan`` is the router's own; ``id_prefix`` makes request
-    ids unique among processes (default: random); ``place`` is this process's among those that share the port, for all
-    of which the limits of tenants then hold.
+    ``/health`` what is wrong while requests are served; ``id_prefix`` makes request ids unique among processes, and is
+    random by default; ``place`` is this process's among those that share the port, for all of which the limits of
+    tenants then hold.
     """
     tokenization = TokenizationPool(
         settings.tokenizer_threads, settings.tokenizer_queue, settings.tokenizer_inline_bytes
     )
 
-    @asynccontextmanager
-    async def whole_life(app: FastAPI) -> AsyncIterator[None]:
-        try:
-            if lifespan is None:
-                yield
-            else:
-                async with lifespan(app):
-                    yield
-        finally:
-            tokenization.close()
-            guides.close()
-            await media.close()
+    async def close() -> None:
+        tokenization.close()
+        guides.close()
+        await media.close()
 
-    app = _Application(title="poolgrid", summary="OpenAI API of a KV-cache-aware router", lifespan=whole_life)
+    app = Application(close, title="poolgrid", summary="OpenAI API of a KV-cache-aware router")
     metrics = FrontendMetrics(registry)
     metrics.tokenizers.show(backend, models)
     metrics.tokenizations_pending.set_function(lambda: tokenization.pending)

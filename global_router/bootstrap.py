@@ -6,14 +6,17 @@ import asyncio
 import logging
 import signal
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import httpx
+import zmq
 from prometheus_client import CollectorRegistry
 
 from dispatch.link_budget import links_that_fit
 from dispatch.worker_links import WorkerLinks
-from frontend.app import create_app
+from frontend.app import Application, create_app
 from frontend.prompt_model import PromptModel
 from frontend.settings import FrontendSettings
 from global_router.configuration import Configuration
@@ -21,6 +24,7 @@ from global_router.configuration_group import ConfigurationGroup
 from global_router.core.document.grid_document import GridDocument
 from global_router.core.document.history import Reload
 from global_router.core.document.problems import GridDocumentError
+from global_router.core.document.reader import LoadedDocument
 from global_router.document_file import read_document_file
 from global_router.http_api import add_global_router_endpoints
 from global_router.metrics import GlobalRouterMetrics, register_views
@@ -28,7 +32,7 @@ from global_router.pools import Discover, Pools, select_endpoint
 from global_router.service import GlobalRouterService
 from global_router.settings import GlobalRouterSettings
 from runtime.awake_clock import AwakeClock
-from runtime.clock import SystemClock
+from runtime.clock import Clock, SystemClock
 from runtime.event_loop import LoopMetrics
 from runtime.http_server import HttpServer
 from runtime.planes import CurveKeys, PlaneContext, PlaneMetrics
@@ -86,59 +90,27 @@ async def serve(
     ``place`` is its place among processes that share the port, if there are several.
 
     Pools that are missing then are used when they come. Raises ``OSError`` when the port cannot be bound,
-    ``ValueError`` with every problem of the document, ``ModelDirectoryError``.
+    ``ValueError`` with every problem of the document, ``ModelDirectoryError``. Whatever ends it, what was opened is
+    closed again, in reverse order.
     """
-    clock = SystemClock()
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it reports each look for a pool
-    logging.getLogger("httpcore").setLevel(logging.WARNING)
-    try:
-        loaded = read_document_file(settings.config)
-    except GridDocumentError as error:
-        raise ValueError(str(error)) from None
-    for warning in loaded.warnings:
-        log.warning("%s: %s", settings.config, warning)
-    urls = settings.pool_urls()
-    _check_urls(loaded.document, urls)
-    prompt_model = PromptModel.load(
-        frontend.model_path,
-        frontend.model_name,
-        chat_template=frontend.chat_template,
-        tokenization_cache_bytes=frontend.tokenization_cache_bytes,
-        fast_tokenizer=frontend.fast_tokenizer,
-        word_cache=frontend.word_cache,
-    )
-    registry = CollectorRegistry()
-    metrics = GlobalRouterMetrics(registry)
-    LoopMetrics(registry)
-    context = PlaneContext.make(CurveKeys.load(settings), PlaneMetrics(registry))
-    for exposure in settings.exposures(settings.host, http=True, planes="", keyed=frontend.api_keys is not None):
-        log.warning("%s", exposure)
-    shortest_ms = min(
-        settings.worker_timeout_ms, settings.status_timeout_ms, settings.select_timeout_ms, settings.connect_timeout_ms
-    )
-    awake = AwakeClock(clock, shortest_ms).start()
-    links = WorkerLinks(
-        context,
-        settings.worker_timeout_ms,
-        settings.link_idle_ms,
-        awake,
-        metrics.stream_faults.labels("undecodable").inc,
-        links_that_fit(),
-    )
-    configuration = Configuration(loaded, settings.config, awake)
-    member = GroupMember(place) if place is not None else None
-    group_metrics = GroupMetrics(registry, member) if member is not None else None
-    group = ConfigurationGroup(configuration, member)
-    tasks: list[asyncio.Task[None]] = []
-    async with httpx.AsyncClient(
-        timeout=DISCOVER_TIMEOUT_S,
-        trust_env=False,
-        headers=_pool_headers(settings.pool_api_key),
-        verify=client_context(settings.pool_ca, settings.tls_pair()),
-    ) as client:
-        pools = Pools(urls, context, discovery(client), awake, settings.status_interval_ms, settings.status_timeout_ms)
-        service = GlobalRouterService(settings, configuration, pools, links, metrics, awake)
-        links.attach(service)
+    async with AsyncExitStack() as opened:
+        opened.callback(log.info, "global router has ended")
+        clock = SystemClock()
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # it reports each look for a pool
+        logging.getLogger("httpcore").setLevel(logging.WARNING)
+        loaded = _read_document(settings)
+        prompt_model = _load_prompt_model(frontend)
+        registry = CollectorRegistry()
+        metrics = GlobalRouterMetrics(registry)
+        LoopMetrics(registry)
+        _warn_of_exposures(settings, frontend)
+        context = _open_context(opened, settings, registry)
+        awake = _start_clock(opened, settings, clock)
+        client = await _open_client(opened, settings)
+        configuration = Configuration(loaded, settings.config, awake)
+        pools = _open_pools(opened, settings, context, client, awake)
+        links = _open_links(opened, settings, context, awake, metrics)
+        service = _open_service(opened, settings, configuration, pools, links, metrics, awake)
         register_views(registry, service.view)
 
         def on_reload(outcome: Reload) -> None:
@@ -146,6 +118,9 @@ async def serve(
             pools.use(configuration.active.document)
 
         configuration.listen(on_reload)
+        member = GroupMember(place) if place is not None else None
+        group_metrics = GroupMetrics(registry, member) if member is not None else None
+        group = ConfigurationGroup(configuration, member)
         app = create_app(
             service,
             {prompt_model.name: prompt_model},
@@ -156,51 +131,171 @@ async def serve(
             exposed=group_metrics,
             place=place,
         )
+        opened.push_async_callback(app.close)
         add_global_router_endpoints(app, service, awake, group)
-        server = HttpServer(
-            app,
-            settings.host,
-            settings.port,
-            "port",
-            settings.shutdown_timeout_ms,
-            Tls.load(settings, registry),
-            reuse_port=place is not None,
-            registry=registry,
-            limits=settings.http_limits(),
-        )
-        hang_up = asyncio.Event()
+        background: list[asyncio.Task[None]] = []
+        opened.push_async_callback(cancel_all, background)
+        server = _open_server(opened, settings, registry, app, reuse_port=place is not None)
+        hang_up = _take_hang_ups(opened, group)
+        if member is not None and group_metrics is not None:
+            await _join_group(opened, member, group_metrics, group)
+        pools.use(configuration.active.document)
+        server.start()
+        reload_s = settings.reload_interval_ms / 1000
+        background.append(supervised(service.keep_house, "global router housekeeping", Restart()))
+        background.append(supervised(lambda: configuration.watch(reload_s, hang_up), "reload", Restart()))
+        await unless(stop, pools.first_look(), "first look at the pools")
+        if stop.is_set():
+            return
+        missing = [pool.name for pool in pools.all() if pool.status is None]
+        if member is not None:
+            member.set_ready(True)
+        log.info("global router at %s, revision 1; pools missing: %s", server.url, ", ".join(missing) or "none")
+        ready(server.url)
+        await stop.wait()
 
-        def on_hang_up() -> None:
-            group.forget()
-            hang_up.set()
 
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, on_hang_up)
-        try:
-            if member is not None and group_metrics is not None:
-                await member.start({"metrics": group_metrics.text, **group.answers()})
-                await group.adopt()
-            pools.use(configuration.active.document)
-            server.start()
-            tasks.append(supervised(service.keep_house, "global router housekeeping", Restart()))
-            reload_s = settings.reload_interval_ms / 1000
-            tasks.append(supervised(lambda: configuration.watch(reload_s, hang_up), "reload", Restart()))
-            await unless(stop, pools.first_look(), "first look at the pools")
-            if not stop.is_set():
-                missing = [pool.name for pool in pools.all() if pool.status is None]
-                if member is not None:
-                    member.set_ready(True)
-                log.info("global router at %s, revision 1; pools missing: %s", server.url, ", ".join(missing) or "none")
-                ready(server.url)
-                await stop.wait()
-        finally:
-            asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
-            if member is not None:
-                await member.stop()
-            await server.stop()
-            await cancel_all(tasks)
-            service.stop()
-            links.close()
-            pools.close()
-            context.destroy(linger=0)
-            awake.stop()
-            log.info("global router has ended")
+# -- made: nothing of it has to be closed ------------------------------------------------------------------------------
+
+
+def _read_document(settings: GlobalRouterSettings) -> LoadedDocument:
+    try:
+        loaded = read_document_file(settings.config)
+    except GridDocumentError as error:
+        raise ValueError(str(error)) from None
+    for warning in loaded.warnings:
+        log.warning("%s: %s", settings.config, warning)
+    _check_urls(loaded.document, settings.pool_urls())
+    return loaded
+
+
+def _load_prompt_model(frontend: FrontendSettings) -> PromptModel:
+    return PromptModel.load(
+        frontend.model_path,
+        frontend.model_name,
+        chat_template=frontend.chat_template,
+        tokenization_cache_bytes=frontend.tokenization_cache_bytes,
+        fast_tokenizer=frontend.fast_tokenizer,
+        word_cache=frontend.word_cache,
+    )
+
+
+def _warn_of_exposures(settings: GlobalRouterSettings, frontend: FrontendSettings) -> None:
+    for exposure in settings.exposures(settings.host, http=True, planes="", keyed=frontend.api_keys is not None):
+        log.warning("%s", exposure)
+
+
+# -- opened: each says how it ends -------------------------------------------------------------------------------------
+
+
+def _open_context(opened: AsyncExitStack, settings: GlobalRouterSettings, registry: CollectorRegistry) -> PlaneContext:
+    context = PlaneContext.make(CurveKeys.load(settings), PlaneMetrics(registry))
+    opened.callback(context.destroy, linger=0)
+    return context
+
+
+def _start_clock(opened: AsyncExitStack, settings: GlobalRouterSettings, clock: Clock) -> AwakeClock:
+    shortest_ms = min(
+        settings.worker_timeout_ms, settings.status_timeout_ms, settings.select_timeout_ms, settings.connect_timeout_ms
+    )
+    awake = AwakeClock(clock, shortest_ms).start()
+    opened.callback(awake.stop)
+    return awake
+
+
+async def _open_client(opened: AsyncExitStack, settings: GlobalRouterSettings) -> httpx.AsyncClient:
+    """Open what asks pools where their select planes are."""
+    client = httpx.AsyncClient(
+        timeout=DISCOVER_TIMEOUT_S,
+        trust_env=False,
+        headers=_pool_headers(settings.pool_api_key),
+        verify=client_context(settings.pool_ca, settings.tls_pair()),
+    )
+    return await opened.enter_async_context(client)
+
+
+def _open_pools(
+    opened: AsyncExitStack,
+    settings: GlobalRouterSettings,
+    context: zmq.Context[Any],
+    client: httpx.AsyncClient,
+    awake: Clock,
+) -> Pools:
+    discover = discovery(client)
+    urls, interval_ms, timeout_ms = settings.pool_urls(), settings.status_interval_ms, settings.status_timeout_ms
+    pools = Pools(urls, context, discover, awake, interval_ms, timeout_ms)
+    opened.callback(pools.close)
+    return pools
+
+
+def _open_links(
+    opened: AsyncExitStack,
+    settings: GlobalRouterSettings,
+    context: zmq.Context[Any],
+    awake: Clock,
+    metrics: GlobalRouterMetrics,
+) -> WorkerLinks:
+    on_undecodable = metrics.stream_faults.labels("undecodable").inc
+    timeout_ms, idle_ms = settings.worker_timeout_ms, settings.link_idle_ms
+    links = WorkerLinks(context, timeout_ms, idle_ms, awake, on_undecodable, links_that_fit())
+    opened.callback(links.close)
+    return links
+
+
+def _open_service(
+    opened: AsyncExitStack,
+    settings: GlobalRouterSettings,
+    configuration: Configuration,
+    pools: Pools,
+    links: WorkerLinks,
+    metrics: GlobalRouterMetrics,
+    awake: Clock,
+) -> GlobalRouterService:
+    service = GlobalRouterService(settings, configuration, pools, links, metrics, awake)
+    opened.callback(service.stop)
+    links.attach(service)
+    return service
+
+
+def _open_server(
+    opened: AsyncExitStack,
+    settings: GlobalRouterSettings,
+    registry: CollectorRegistry,
+    app: Application,
+    reuse_port: bool,
+) -> HttpServer:
+    server = HttpServer(
+        app,
+        settings.host,
+        settings.port,
+        "port",
+        settings.shutdown_timeout_ms,
+        Tls.load(settings, registry),
+        reuse_port=reuse_port,
+        registry=registry,
+        limits=settings.http_limits(),
+    )
+    opened.push_async_callback(server.stop)
+    return server
+
+
+async def _join_group(
+    opened: AsyncExitStack, member: GroupMember, metrics: GroupMetrics, group: ConfigurationGroup
+) -> None:
+    opened.push_async_callback(member.stop)
+    await member.start({"metrics": metrics.text, **group.answers()})
+    await group.adopt()
+
+
+def _take_hang_ups(opened: AsyncExitStack, group: ConfigurationGroup) -> asyncio.Event:
+    """Return what SIGHUP sets: the document is to be read again."""
+    hang_up = asyncio.Event()
+
+    def on_hang_up() -> None:
+        group.forget()
+        hang_up.set()
+
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGHUP, on_hang_up)
+    opened.callback(loop.remove_signal_handler, signal.SIGHUP)
+    return hang_up

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import NamedTuple
+from contextlib import AsyncExitStack
+from typing import Any, NamedTuple
 
+import zmq
 from prometheus_client import CollectorRegistry
 
 from dispatch.link_budget import links_that_fit
-from frontend.app import create_app
+from frontend.app import Application, create_app
 from frontend.prompt_model import PromptModel
 from frontend.settings import FrontendSettings
 from router.consolidator.bootstrap import create as create_consolidator
@@ -24,6 +26,7 @@ from router.core.projection import Projection
 from router.core.router_state import RouterState
 from router.core.selector import Selector
 from router.decision_journal.opening import open_recorder
+from router.decision_journal.recorder import DecisionRecorder
 from router.dry_run import add_route_endpoint
 from router.feeds import EmbeddedFeed, RemoteFeed
 from router.fleet_links import link_opener
@@ -35,10 +38,10 @@ from router.select_plane import SelectPlane
 from router.service import RouterService
 from router.settings import RouterSettings
 from runtime.awake_clock import AwakeClock
-from runtime.clock import SystemClock
+from runtime.clock import Clock, SystemClock
 from runtime.event_loop import LoopMetrics
 from runtime.http_server import HttpServer
-from runtime.planes import CurveKeys, PlaneContext, PlaneMetrics
+from runtime.planes import CurveKeys, MakeContext, PlaneContext, PlaneMetrics
 from runtime.process_group import GroupMember, GroupMetrics, GroupPlace
 from runtime.tasks import unless
 from runtime.tls import Tls
@@ -68,23 +71,83 @@ async def serve(
     ``place`` is its place among processes that share the port, if there are several.
 
     Raises ``OSError`` when a port cannot be bound, ``PolicyError``, ``ModelDirectoryError``, ``JournalCorrupt``.
+    Whatever ends it, what was opened is closed again, in reverse order.
     """
-    clock = SystemClock()
-    awake = AwakeClock(clock, min(settings.worker_timeout_ms, settings.reservation_ttl_ms)).start()
-    registry = CollectorRegistry()
-    metrics = RouterMetrics(registry)
-    LoopMetrics(registry)
+    async with AsyncExitStack() as opened:
+        opened.callback(log.info, "router has ended")
+        clock = SystemClock()
+        awake = _start_clock(opened, settings, clock)
+        registry = CollectorRegistry()
+        LoopMetrics(registry)
+        metrics = RouterMetrics(registry)
+        make_context = _context_maker(settings, registry)
+        _warn_of_exposures(settings, frontend)
+        state = _make_state(settings)
+        prompt_model = _load_prompt_model(frontend)
+        feed, embedded = _make_feed(settings, consolidator, registry, clock, awake, make_context)
+        context = _open_context(opened, make_context)
+        recorder = _open_recorder(opened, settings, consolidator, state, awake, registry)
+        service = _open_service(opened, settings, state, feed, metrics, awake, context, recorder)
+        register_views(registry, service.view)
+        plane = _open_select_plane(opened, settings, context, service, state, metrics, awake)
+        member = GroupMember(place) if place is not None else None
+        group_metrics = GroupMetrics(registry, member) if member is not None else None
+        app = create_app(
+            service,
+            {prompt_model.name: prompt_model},
+            settings=frontend,
+            registry=registry,
+            ready=readiness(service, member),
+            troubles=lambda: troubles(service, recorder),
+            clock=clock,
+            exposed=group_metrics,
+            place=place,
+        )
+        opened.push_async_callback(app.close)
+        _add_endpoints(app, service, clock, plane, recorder)
+        server = _open_server(opened, settings, registry, app, reuse_port=place is not None)
+        if member is not None and group_metrics is not None:
+            await _join_group(opened, member, group_metrics)
+        # HTTP answers /live and /ready while the state is still being rebuilt; requests are refused until then.
+        server.start()
+        if recorder is not None:
+            recorder.start()
+        await unless(stop, service.start(), "start of the router")
+        if stop.is_set():
+            return
+        if member is not None:
+            member.set_ready(True)
+        offset = state.projection.next_offset
+        log.info("router at %s, policy %s, journal offset %d", server.url, state.selector.policy.name, offset)
+        ready(Endpoints(server.url, embedded.ingest_endpoint if embedded is not None else "", plane.endpoint))
+        await stop.wait()
+
+
+# -- made: nothing of it has to be closed ------------------------------------------------------------------------------
+
+
+def _context_maker(settings: RouterSettings, registry: CollectorRegistry) -> MakeContext:
     keys = CurveKeys.load(settings)
-    plane_metrics = PlaneMetrics(registry)
+    metrics = PlaneMetrics(registry)
+    return lambda: PlaneContext.make(keys, metrics)
 
-    def make_context() -> PlaneContext:
-        return PlaneContext.make(keys, plane_metrics)
 
+def _warn_of_exposures(settings: RouterSettings, frontend: FrontendSettings) -> None:
     planes = "the select plane" if settings.feed_endpoint else "the select, ingest, feed and query planes"
     for warning in settings.exposures(settings.host, http=True, planes=planes, keyed=frontend.api_keys is not None):
         log.warning("%s", warning)
+
+
+def _make_state(settings: RouterSettings) -> RouterState:
     policy = load_policy(settings)
-    prompt_model = PromptModel.load(
+    index = PrefixIndex(settings.index_budget_bytes)
+    ledger = LoadLedger(settings.reservation_ttl_ms, settings.ledger_budget_bytes)
+    approximate = ApproximateIndex(index, settings.approximate_ttl_ms) if settings.policy == POLICY_NAMES[1] else None
+    return RouterState(Selector(Projection(index, ledger, approximate), policy, settings.worker_queue_factor))
+
+
+def _load_prompt_model(frontend: FrontendSettings) -> PromptModel:
+    return PromptModel.load(
         frontend.model_path,
         frontend.model_name,
         chat_template=frontend.chat_template,
@@ -92,43 +155,106 @@ async def serve(
         fast_tokenizer=frontend.fast_tokenizer,
         word_cache=frontend.word_cache,
     )
-    index = PrefixIndex(settings.index_budget_bytes)
-    ledger = LoadLedger(settings.reservation_ttl_ms, settings.ledger_budget_bytes)
-    approximate = ApproximateIndex(index, settings.approximate_ttl_ms) if settings.policy == POLICY_NAMES[1] else None
-    projection = Projection(index, ledger, approximate)
-    state = RouterState(Selector(projection, policy, settings.worker_queue_factor))
-    embedded: ConsolidatorService | None = None
-    feed: JournalFeed
+
+
+def _make_feed(
+    settings: RouterSettings,
+    consolidator: ConsolidatorSettings,
+    registry: CollectorRegistry,
+    clock: Clock,
+    awake: Clock,
+    make_context: MakeContext,
+) -> tuple[JournalFeed, ConsolidatorService | None]:
+    """Return the feed, and the consolidator if it is one of this process; the service starts and ends both."""
     if settings.feed_endpoint is not None and settings.query_endpoint is not None:
-        feed = RemoteFeed(settings.feed_endpoint, settings.query_endpoint, awake, make_context)
-    else:
-        embedded = create_consolidator(consolidator, registry, clock, make_context)
-        feed = EmbeddedFeed(embedded)
-    recorder = open_recorder(settings, consolidator, state, awake)
-    context = make_context()
-    open_link = link_opener(context, settings, metrics, awake)
-    service = RouterService(settings, state, feed, metrics, awake, open_link, links_that_fit())
-    register_views(registry, service.view)
-    if recorder is not None:
-        service.books.record = recorder
-        state.log = recorder
-        registry.register(DecisionRecordCollector(recorder))
-    member = GroupMember(place) if place is not None else None
-    group_metrics = GroupMetrics(registry, member) if member is not None else None
-    app = create_app(
-        service,
-        {prompt_model.name: prompt_model},
-        settings=frontend,
-        registry=registry,
-        ready=readiness(service, member),
-        troubles=lambda: troubles(service, recorder),
-        clock=clock,
-        exposed=group_metrics,
-        place=place,
-    )
+        return RemoteFeed(settings.feed_endpoint, settings.query_endpoint, awake, make_context), None
+    embedded = create_consolidator(consolidator, registry, clock, make_context)
+    return EmbeddedFeed(embedded), embedded
+
+
+def _add_endpoints(
+    app: Application,
+    service: RouterService,
+    clock: Clock,
+    plane: SelectPlane,
+    recorder: DecisionRecorder | None,
+) -> None:
     add_router_endpoints(app, service, clock)
     add_index_endpoint(app, service)
     add_route_endpoint(app, service)
+    add_pool_endpoint(app, plane, service, recorder)
+
+
+# -- opened: each says how it ends -------------------------------------------------------------------------------------
+
+
+def _start_clock(opened: AsyncExitStack, settings: RouterSettings, clock: Clock) -> AwakeClock:
+    awake = AwakeClock(clock, min(settings.worker_timeout_ms, settings.reservation_ttl_ms)).start()
+    opened.callback(awake.stop)
+    return awake
+
+
+def _open_context(opened: AsyncExitStack, make_context: MakeContext) -> zmq.Context[Any]:
+    context = make_context()
+    opened.callback(context.destroy, linger=0)
+    return context
+
+
+def _open_recorder(
+    opened: AsyncExitStack,
+    settings: RouterSettings,
+    consolidator: ConsolidatorSettings,
+    state: RouterState,
+    awake: Clock,
+    registry: CollectorRegistry,
+) -> DecisionRecorder | None:
+    recorder = open_recorder(settings, consolidator, state, awake)
+    if recorder is not None:
+        opened.push_async_callback(recorder.stop)
+        state.log = recorder
+        registry.register(DecisionRecordCollector(recorder))
+    return recorder
+
+
+def _open_service(
+    opened: AsyncExitStack,
+    settings: RouterSettings,
+    state: RouterState,
+    feed: JournalFeed,
+    metrics: RouterMetrics,
+    awake: Clock,
+    context: zmq.Context[Any],
+    recorder: DecisionRecorder | None,
+) -> RouterService:
+    open_link = link_opener(context, settings, metrics, awake)
+    service = RouterService(settings, state, feed, metrics, awake, open_link, links_that_fit())
+    opened.push_async_callback(service.stop)
+    if recorder is not None:
+        service.books.record = recorder
+    return service
+
+
+def _open_select_plane(
+    opened: AsyncExitStack,
+    settings: RouterSettings,
+    context: zmq.Context[Any],
+    service: RouterService,
+    state: RouterState,
+    metrics: RouterMetrics,
+    awake: Clock,
+) -> SelectPlane:
+    plane = SelectPlane(context, settings.host, settings.select_port, service.view, state, metrics, awake)
+    opened.callback(plane.close)
+    return plane
+
+
+def _open_server(
+    opened: AsyncExitStack,
+    settings: RouterSettings,
+    registry: CollectorRegistry,
+    app: Application,
+    reuse_port: bool,
+) -> HttpServer:
     server = HttpServer(
         app,
         settings.host,
@@ -136,36 +262,14 @@ async def serve(
         "port",
         settings.shutdown_timeout_ms,
         Tls.load(settings, registry),
-        reuse_port=place is not None,
+        reuse_port=reuse_port,
         registry=registry,
         limits=settings.http_limits(),
     )
-    plane: SelectPlane | None = None
-    try:
-        plane = SelectPlane(context, settings.host, settings.select_port, service.view, state, metrics, awake)
-        add_pool_endpoint(app, plane, service, recorder)
-        if member is not None and group_metrics is not None:
-            await member.start({"metrics": group_metrics.text})
-        # HTTP answers /live and /ready while the state is still being rebuilt; requests are refused until then.
-        server.start()
-        if recorder is not None:
-            recorder.start()
-        await unless(stop, service.start(), "start of the router")
-        if not stop.is_set():
-            if member is not None:
-                member.set_ready(True)
-            log.info("router at %s, policy %s, journal offset %d", server.url, policy.name, projection.next_offset)
-            ready(Endpoints(server.url, embedded.ingest_endpoint if embedded is not None else "", plane.endpoint))
-            await stop.wait()
-    finally:
-        if member is not None:
-            await member.stop()
-        await server.stop()
-        if plane is not None:
-            plane.close()
-        await service.stop()
-        if recorder is not None:
-            await recorder.stop()
-        context.destroy(linger=0)
-        awake.stop()
-        log.info("router has ended")
+    opened.push_async_callback(server.stop)
+    return server
+
+
+async def _join_group(opened: AsyncExitStack, member: GroupMember, metrics: GroupMetrics) -> None:
+    opened.push_async_callback(member.stop)
+    await member.start({"metrics": metrics.text})

@@ -34,7 +34,7 @@ from router.settings import RouterSettings
 from router.view import RouterView
 from router.waiting import WaitingLine
 from runtime.clock import Clock
-from runtime.tasks import Restart, supervised
+from runtime.tasks import Restart, cancel_all, supervised
 from wire.events import JournalRecord, RequestStarted
 from wire.identifiers import Stage
 
@@ -102,7 +102,7 @@ class RouterService:
         self.ready = False
         self.catching_up.stop()
         if self._housekeeping is not None:
-            self._housekeeping.cancel()
+            await cancel_all([self._housekeeping])
         self.books.reservations.stop()
         self.line.close(Refused(503, "not_ready", SHUTTING_DOWN))
         for routed in list(self.books.active.values()):

@@ -20,7 +20,7 @@ from runtime.http_connections import connections_that_fit
 from runtime.http_protocol import DirectProtocol
 from runtime.http_settings import HttpLimits
 from runtime.listener import Listener
-from runtime.tasks import Restart, supervised
+from runtime.tasks import Restart, cancel_all, supervised
 from runtime.tls import Tls
 
 STOOD_STILL_S = 1.0
@@ -139,13 +139,13 @@ class HttpServer:
     async def stop(self) -> None:
         """Accept nothing new, let open responses finish for ``stop_timeout_ms``, then cut them."""
         self._server.should_exit = True
-        if self._watch is not None:
-            self._watch.cancel()
-        if self._task is not None:
-            _, pending = await asyncio.wait({self._task}, timeout=self._stop_timeout_s + 1)
-            for task in pending:
-                task.cancel()
-        self._listener.close()
+        tasks = [task for task in (self._watch, self._task) if task is not None]
+        try:
+            if self._task is not None:
+                await asyncio.wait({self._task}, timeout=self._stop_timeout_s + 1)
+        finally:
+            self._listener.close()
+            await cancel_all(tasks)
 
 
 def bind(host: str, port: int, setting: str, reuse_port: bool = False) -> socket.socket:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
@@ -18,7 +19,7 @@ from runtime.clock import Clock, SystemClock
 from runtime.event_loop import LoopMetrics
 from runtime.http_server import HttpServer
 from runtime.planes import CurveKeys, PlaneContext, PlaneMetrics, end_security
-from runtime.tasks import supervised, unless
+from runtime.tasks import cancel_all, supervised, unless
 from runtime.tls import Tls
 from wire.card import MediaSpec, WorkerCard, WorkerLimits
 from wire.limits import PROMPT_TOKENS_MAX
@@ -170,25 +171,21 @@ async def open_simulated(settings: WorkerSettings, around: Surroundings) -> Asyn
         None if settings.tokenizer_path is None else LazyGuides(settings.tokenizer_path, settings.vocabulary()),
     )
     fetches_max = settings.max_waiting_requests + settings.max_batch_size
-    tensors = make_tensor_transfer(settings, around)
-    embeddings = None if tensors is None else EmbeddingFetcher(tensors, fetches_max)
-    fetcher = KvFetcher(around.context, settings.kv_fetch_timeout_ms, fetches_max, around.awake, around.metrics)
-    orderly = True
-    try:
+    async with AsyncExitStack() as opened:
+        tensors = make_tensor_transfer(settings, around)
+        embeddings = None
+        if tensors is not None:
+            opened.push_async_callback(tensors.close)
+            embeddings = EmbeddingFetcher(tensors, fetches_max)
+            opened.push_async_callback(embeddings.close)
+        fetcher = KvFetcher(around.context, settings.kv_fetch_timeout_ms, fetches_max, around.awake, around.metrics)
+        _close_in_order(opened, fetcher.close)
         yield Opened(
             engine,
             card,
             KvExchange(engine, fetcher),
             None if embeddings is None else EmbeddingExchange(engine, embeddings),
         )
-    except asyncio.CancelledError:
-        orderly = False
-        raise
-    finally:
-        fetcher.close(orderly)
-        if embeddings is not None and tensors is not None:
-            await embeddings.close()
-            await tensors.close()
 
 
 @asynccontextmanager
@@ -256,7 +253,7 @@ def trtllm_card(
     )
 
 
-def _open(settings: AnySettings, around: Surroundings) -> AbstractAsyncContextManager[Opened]:
+def _open_engine(settings: AnySettings, around: Surroundings) -> AbstractAsyncContextManager[Opened]:
     if isinstance(settings, TrtllmWorkerSettings):
         return open_trtllm(settings, around)
     return open_simulated_encode(settings, around) if settings.role == "encode" else open_simulated(settings, around)
@@ -270,88 +267,133 @@ async def serve(
     """Run a worker until ``stop`` is set and its requests are done.
 
     ``ready`` is called once, with the URL of the worker's HTTP, when the consolidator has welcomed the worker.
-    Raises ``OSError`` when a port cannot be bound, and what opening the engine raises.
+    Raises ``OSError`` when a port cannot be bound, and what opening the engine raises. Whatever ends it, what was
+    opened is closed again, in reverse order; on cancellation (a second signal) without waiting.
     """
-    clock = SystemClock()
-    awake = AwakeClock(clock, _shortest_timeout_ms(settings)).start()
-    registry = CollectorRegistry()
-    metrics = WorkerMetrics(registry)
-    LoopMetrics(registry)
-    context = PlaneContext.make(CurveKeys.load(settings), PlaneMetrics(registry))
-    for warning in settings.exposures(settings.host, http=True, planes="the request plane"):
-        log.warning("%s", warning)
-    epoch = time.time_ns()
-    requests: RequestSocket | None = None
-    publishers: list[EventPublisher] = []
-    http: HttpServer | None = None
-    announcement: asyncio.Task[None] | None = None
-    orderly = True
-    try:
-        requests = RequestSocket(context, settings.host, settings.request_port)
+    async with AsyncExitStack() as opened:
+        opened.callback(log.info, "worker %s has ended", settings.worker_id)
+        clock = SystemClock()
+        awake = _start_clock(opened, settings, clock)
+        registry = CollectorRegistry()
+        metrics = WorkerMetrics(registry)
+        LoopMetrics(registry)
+        context = _open_context(opened, settings, registry)
+        for warning in settings.exposures(settings.host, http=True, planes="the request plane"):
+            log.warning("%s", warning)
+        epoch = time.time_ns()
         api = HttpApi(registry)
-        tls = Tls.load(settings, registry)
-        limits = settings.http_limits()
-        http = HttpServer(
-            api, settings.host, settings.http_port, "http_port", tls=tls, registry=registry, limits=limits
-        )
+        http = _open_server(opened, settings, registry, api)
         # Before the engine: loading one takes minutes, and probes ask all the while.
         http.start()
+        publishers: list[EventPublisher] = []
+        _close_in_order(opened, partial(_close_publishers, publishers))
+        requests = _open_requests(opened, settings, context)
         around = Surroundings(context, registry, metrics, clock, awake, epoch, requests.port, http.port)
-        async with AsyncExitStack() as stack:
-            opened = await unless(stop, stack.enter_async_context(_open(settings, around)), "opening of the engine")
-            if opened is None:
-                log.info("worker %s was stopped before its engine was ready", settings.worker_id)
-                return
-            service = WorkerService(
-                settings.worker_id,
-                epoch,
-                opened.card,
-                opened.engine,
-                requests,
-                ServiceLimits(settings.peer_lease_ms, settings.drain_timeout_ms),
-                awake,
-                metrics,
-                opened.kv,
-                opened.embeddings,
-            )
-            api.show(service)
-            for dp_rank in range(opened.engine.dp_size):
-                stream = PushStream(
-                    settings.worker_id,
-                    dp_rank,
-                    epoch,
-                    opened.card,
-                    PushTiming(heartbeat_ms=settings.heartbeat_ms),
-                    settings.outbox_bytes,
-                )
-                restate = partial(service.restate, dp_rank)
-                publishers.append(
-                    EventPublisher(
-                        context, settings.consolidator, stream, restate, clock, metrics, settings.load_interval_ms
-                    )
-                )
-            card = opened.card
-            announcement = supervised(partial(_announce, publishers, card.http_endpoint, ready), "announcement")
-            log.info("worker %s at %s, health at %s", settings.worker_id, card.request_endpoint, card.http_endpoint)
-            await service.run(publishers, stop)
-    except asyncio.CancelledError:
-        # A second signal: nothing is waited for.
-        orderly = False
-        raise
-    finally:
-        awake.stop()
-        if announcement is not None:
-            announcement.cancel()
-        if requests is not None:
-            requests.close(orderly)
-        for publisher in publishers:
-            publisher.close(orderly)
-        if http is not None:
-            await http.stop()
+        engine = await unless(stop, opened.enter_async_context(_open_engine(settings, around)), "start of the engine")
+        if engine is None:
+            log.info("worker %s was stopped before its engine was ready", settings.worker_id)
+            return
+        card = engine.card
+        service = WorkerService(
+            settings.worker_id,
+            epoch,
+            card,
+            engine.engine,
+            requests,
+            ServiceLimits(settings.peer_lease_ms, settings.drain_timeout_ms),
+            awake,
+            metrics,
+            engine.kv,
+            engine.embeddings,
+        )
+        api.show(service)
+        for dp_rank in range(engine.engine.dp_size):
+            _open_publisher(publishers, settings, around, service, card, dp_rank)
+        _announce_when_registered(opened, publishers, card.http_endpoint, ready)
+        log.info("worker %s at %s, health at %s", settings.worker_id, card.request_endpoint, card.http_endpoint)
+        await service.run(publishers, stop)
+
+
+def _close_in_order(opened: AsyncExitStack, close: Callable[[bool], None]) -> None:
+    """Have ``close`` called at the end: with ``False`` on cancellation, when nothing is waited for."""
+
+    def end(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        close(not isinstance(error, asyncio.CancelledError))
+
+    opened.push(end)
+
+
+def _start_clock(opened: AsyncExitStack, settings: AnySettings, clock: Clock) -> AwakeClock:
+    awake = AwakeClock(clock, _shortest_timeout_ms(settings)).start()
+    opened.callback(awake.stop)
+    return awake
+
+
+def _open_context(opened: AsyncExitStack, settings: AnySettings, registry: CollectorRegistry) -> PlaneContext:
+    context = PlaneContext.make(CurveKeys.load(settings), PlaneMetrics(registry))
+
+    async def end() -> None:
         end_security(context)
-        # Waits for frames on their way, at most as long as the sockets linger.
-        await asyncio.to_thread(context.term)
-        log.info("worker %s has ended", settings.worker_id)
+        # In a thread: it waits for frames on their way, at most as long as the sockets linger.
+        await asyncio.to_thread(context.destroy, linger=0)
+
+    opened.push_async_callback(end)
+    return context
+
+
+def _open_server(
+    opened: AsyncExitStack, settings: AnySettings, registry: CollectorRegistry, api: HttpApi
+) -> HttpServer:
+    tls = Tls.load(settings, registry)
+    limits = settings.http_limits()
+    http = HttpServer(api, settings.host, settings.http_port, "http_port", tls=tls, registry=registry, limits=limits)
+    opened.push_async_callback(http.stop)
+    return http
+
+
+def _open_requests(opened: AsyncExitStack, settings: AnySettings, context: PlaneContext) -> RequestSocket:
+    requests = RequestSocket(context, settings.host, settings.request_port)
+    _close_in_order(opened, requests.close)
+    return requests
+
+
+def _open_publisher(
+    publishers: list[EventPublisher],
+    settings: AnySettings,
+    around: Surroundings,
+    service: WorkerService,
+    card: WorkerCard,
+    dp_rank: int,
+) -> None:
+    """Open what carries a rank's events; with the others it is closed after the engine has said its last words."""
+    timing = PushTiming(heartbeat_ms=settings.heartbeat_ms)
+    stream = PushStream(settings.worker_id, dp_rank, around.epoch, card, timing, settings.outbox_bytes)
+    publisher = EventPublisher(
+        around.context,
+        settings.consolidator,
+        stream,
+        partial(service.restate, dp_rank),
+        around.clock,
+        around.metrics,
+        settings.load_interval_ms,
+    )
+    publishers.append(publisher)
+
+
+def _close_publishers(publishers: Sequence[EventPublisher], orderly: bool) -> None:
+    for publisher in publishers:
+        publisher.close(orderly)
+
+
+def _announce_when_registered(
+    opened: AsyncExitStack, publishers: Sequence[EventPublisher], url: str, ready: Callable[[str], None]
+) -> None:
+    async def announce() -> None:
+        for publisher in publishers:
+            await publisher.until_registered()
+        ready(url)
+
+    opened.push_async_callback(cancel_all, [supervised(announce, "announcement")])
 
 
 def _shortest_timeout_ms(settings: AnySettings) -> float:
@@ -361,9 +403,3 @@ def _shortest_timeout_ms(settings: AnySettings) -> float:
     return min(
         settings.peer_lease_ms, settings.kv_fetch_timeout_ms, settings.tensor_lease_ms, settings.tensor_fetch_timeout_ms
     )
-
-
-async def _announce(publishers: Sequence[EventPublisher], url: str, ready: Callable[[str], None]) -> None:
-    for publisher in publishers:
-        await publisher.until_registered()
-    ready(url)

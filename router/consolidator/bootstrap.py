@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from typing import NamedTuple
 
 import zmq
@@ -57,37 +58,54 @@ def create(
 
 
 async def serve(settings: ConsolidatorProcessSettings, stop: asyncio.Event, ready: Callable[[Endpoints], None]) -> None:
-    """Run a consolidator in a process of its own until ``stop`` is set; ``ready`` is told where it answers."""
-    registry = CollectorRegistry()
-    LoopMetrics(registry)
+    """Run a consolidator in a process of its own until ``stop`` is set; ``ready`` is told where it answers.
+
+    Whatever ends it, what was opened is closed again, in reverse order.
+    """
+    async with AsyncExitStack() as opened:
+        registry = CollectorRegistry()
+        LoopMetrics(registry)
+        service = _open_service(opened, settings, registry)
+        for warning in settings.exposures(settings.host, http=True, planes="the ingest, feed and query planes"):
+            log.warning("%s", warning)
+        await service.start()
+        server = _open_server(opened, settings, registry, service)
+        server.start()
+        ready(
+            Endpoints(
+                ingest=service.ingest_endpoint,
+                feed=service.feed_endpoint,
+                query=service.query_endpoint,
+                http=server.url,
+            )
+        )
+        await stop.wait()
+
+
+def _open_service(
+    opened: AsyncExitStack, settings: ConsolidatorProcessSettings, registry: CollectorRegistry
+) -> ConsolidatorService:
     keys = CurveKeys.load(settings)
     metrics = PlaneMetrics(registry)
     service = create(settings, registry, SystemClock(), lambda: PlaneContext.make(keys, metrics))
-    for warning in settings.exposures(settings.host, http=True, planes="the ingest, feed and query planes"):
-        log.warning("%s", warning)
-    await service.start()
-    try:
-        server = HttpServer(
-            HealthApp(service, registry),
-            settings.host,
-            settings.http_port,
-            "http_port",
-            tls=Tls.load(settings, registry),
-            registry=registry,
-            limits=settings.http_limits(),
-        )
-        try:
-            server.start()
-            ready(
-                Endpoints(
-                    ingest=service.ingest_endpoint,
-                    feed=service.feed_endpoint,
-                    query=service.query_endpoint,
-                    http=server.url,
-                )
-            )
-            await stop.wait()
-        finally:
-            await server.stop()
-    finally:
-        await service.stop()
+    opened.push_async_callback(service.stop)
+    return service
+
+
+def _open_server(
+    opened: AsyncExitStack,
+    settings: ConsolidatorProcessSettings,
+    registry: CollectorRegistry,
+    service: ConsolidatorService,
+) -> HttpServer:
+    server = HttpServer(
+        HealthApp(service, registry),
+        settings.host,
+        settings.http_port,
+        "http_port",
+        tls=Tls.load(settings, registry),
+        registry=registry,
+        limits=settings.http_limits(),
+    )
+    opened.push_async_callback(server.stop)
+    return server

@@ -27,6 +27,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -188,30 +189,40 @@ class ConsolidatorService:
         """The last question of each router that waits for a snapshot."""
         self._telling = False
         self._stopping = False
+        self._opened = AsyncExitStack()
+        """What is open, and how each thing ends."""
+        self._has_journal = False
         self._sources: list[PubShell] = []
 
     # Life
 
     async def start(self) -> None:
-        """Recover the state, bind the sockets, begin to receive. Raises what the journal or a bind raises."""
-        settings = self.settings
-        loop = asyncio.get_running_loop()
-        self._clock.start()
-        definitions = load_sources(settings.pub_sources)
-        self._journal = await loop.run_in_executor(self._executor, self._open_journal)
+        """Recover the state, bind the sockets, begin to receive. Raises what the journal or a bind raises.
+
+        When it fails or is cancelled, everything is closed again.
+        """
         try:
-            pool = await loop.run_in_executor(self._executor, self._journal.recover, settings.blocks_per_worker_max)
-            self._core = Consolidator(pool, self.consolidator_id, settings.limits(), self._now())
-            self._snapshot_offset = self._stored_offset = self._put_offset = pool.offset
-            for line in self._journal.report:
-                log.warning("journal %s: %s", settings.data_dir, line)
-            self._bind()
+            await self._start()
         except BaseException:
-            self._journal.close()
-            self._close_sockets()
-            self._clock.stop()
-            self._executor.shutdown(wait=False)
+            await self.stop()
             raise
+
+    async def _start(self) -> None:
+        """Open one thing after the other; ``stop`` closes them in reverse order."""
+        settings = self.settings
+        opened = self._opened
+        self._clock.start()
+        opened.callback(self._clock.stop)
+        definitions = load_sources(settings.pub_sources)
+        opened.callback(self._executor.shutdown, wait=False)
+        opened.push_async_callback(self._close_journal)
+        await self._to_its_end(self._on_thread(self._open))
+        pool = await self._to_its_end(self._on_thread(self._journal.recover, settings.blocks_per_worker_max))
+        self._snapshot_offset = self._stored_offset = self._put_offset = pool.offset
+        for line in self._journal.report:
+            log.warning("journal %s: %s", settings.data_dir, line)
+        opened.callback(self._close_sockets)
+        self._bind()
         log.info(
             "consolidator %s at offset %d with %d worker ranks: ingest %s, feed %s, queries %s",
             self.consolidator_id,
@@ -221,6 +232,7 @@ class ConsolidatorService:
             self.feed_endpoint,
             self.query_endpoint,
         )
+        opened.push_async_callback(self._end_tasks)
         self._writer = JournalWriter(
             self._journal,
             settings.fsync,
@@ -231,7 +243,10 @@ class ConsolidatorService:
             self._block,
             self._unblock,
         )
+        opened.push_async_callback(self._writer.finish)
+        self._core = Consolidator(pool, self.consolidator_id, settings.limits(), self._now())
         self._registry.register(self._collector)
+        opened.callback(self._registry.unregister, self._collector)
         context = self._context
         assert context is not None
         for definition in definitions:
@@ -247,15 +262,31 @@ class ConsolidatorService:
                     known.epoch if known is not None else 0,
                 )
             )
-        self._ingest_inbox.start()
-        self._query_inbox.start()
-        self._subscriptions.start()
+        for inbox in (self._ingest_inbox, self._query_inbox, self._subscriptions):
+            opened.callback(inbox.close)
+            inbox.start()
         for source in self._sources:
+            opened.callback(source.close)
             source.start()
+        opened.callback(self._cancel_timers)
         self._keepalive()
         self._watch_leases()
         if not self._journal.in_memory:
             self._look_after_files()
+
+    def _open(self) -> None:
+        """Open the journal; on the thread, which remembers it though nobody waits for it any more."""
+        self._journal = self._open_journal()
+        self._has_journal = True
+
+    @staticmethod
+    async def _to_its_end(work: asyncio.Future[T]) -> T:
+        """Wait for work on the thread, also when cancelled: what it opens is closed only then."""
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            await asyncio.wait({work})
+            raise
 
     def _bind(self) -> None:
         settings = self.settings
@@ -284,31 +315,29 @@ class ConsolidatorService:
         return socket
 
     async def stop(self) -> None:
-        """Stop receiving, make the journal durable, close everything."""
-        if self._stopping or self._core is None:
-            return
-        self._stopping = True
+        """Stop receiving, make the journal durable, close everything that was opened."""
+        if not self._stopping:
+            self._stopping = True
+            await self._opened.aclose()
+
+    def _cancel_timers(self) -> None:
         for timer in self._timers.values():
             timer.cancel()
-        for source in self._sources:
-            source.close()
-        self._ingest_inbox.close()
-        self._query_inbox.close()
-        self._subscriptions.close()
-        await self._writer.finish()
+
+    async def _end_tasks(self) -> None:
         for _, reached in self._until_stored:
             reached.set()
         self._until_stored.clear()
         if self._tasks:
             await asyncio.wait(self._tasks)
-        self._clock.stop()
-        self._close_sockets()
-        self._registry.unregister(self._collector)
+
+    async def _close_journal(self) -> None:
+        if not self._has_journal:
+            return
         try:
             await self._on_thread(self._journal.close)
         except OSError as error:
             log.error("closing the journal failed (%s); the newest records may not be durable", error)
-        self._executor.shutdown(wait=False)
 
     def _close_sockets(self) -> None:
         if self._context is not None:

@@ -128,11 +128,14 @@ class DecisionRecorder:
             while self._writing is not None:
                 await asyncio.wait({self._writing})
         executor, self._executor = self._executor, None
-        if executor is not None:
-            try:
+        try:
+            if executor is None:
+                self.segments.close()  # it was not started, and has written nothing
+            else:
                 await asyncio.get_running_loop().run_in_executor(executor, self.segments.close)
-            except OSError as error:
-                log.error("closing the decision journal failed (%s); its newest entries may not be durable", error)
+        except OSError as error:
+            log.error("closing the decision journal failed (%s); its newest entries may not be durable", error)
+        if executor is not None:
             executor.shutdown(wait=False)
 
     @property

@@ -1,0 +1,106 @@
+"""A consolidator whose start fails half way, or is given up, closes what it had opened."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.consolidator import bootstrap
+from router.consolidator import service as service_module
+from router.consolidator.journal.errors import JournalCorrupt
+from router.consolidator.ports import Journal
+from router.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
+from tests.runtime.leftovers import Broken, breaks, ended_leaving_nothing, taken_port
+
+
+def starting(
+    directory: Path, *, ready: Callable[[bootstrap.Endpoints], None] = lambda at: None, **settings: Any
+) -> Callable[[], Any]:
+    """Return what starts a consolidator, and stops it as soon as it is ready."""
+
+    async def serve() -> None:
+        stop = asyncio.Event()
+
+        def on_ready(at: bootstrap.Endpoints) -> None:
+            ready(at)
+            stop.set()
+
+        values = {"data_dir": directory / "journal", "ingest_port": 0, "http_port": 0, **settings}
+        await bootstrap.serve(ConsolidatorProcessSettings(**values), stop, on_ready)
+
+    return serve
+
+
+def test_one_that_is_stopped_leaves_nothing(tmp_path: Path) -> None:
+    ended_leaving_nothing(starting(tmp_path))
+
+
+def _with(port: str, number: int) -> dict[str, Any]:
+    return {port: number}
+
+
+@pytest.mark.parametrize("port", ["ingest_port", "feed_port", "query_port", "http_port"])
+def test_one_whose_port_is_taken_leaves_nothing(port: str, tmp_path: Path) -> None:
+    holder, number = taken_port()
+    with holder:
+        ended_leaving_nothing(starting(tmp_path, **_with(port, number)), OSError, f"binding {port}:")
+
+
+@pytest.mark.parametrize("step", [name for name in vars(bootstrap) if name.startswith("_open_")])
+def test_one_whose_start_fails_at_any_step_leaves_nothing(
+    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bootstrap, step, breaks)
+
+    ended_leaving_nothing(starting(tmp_path), Broken)
+
+
+@pytest.mark.parametrize("name", ["JournalWriter", "Consolidator", "Inbox", "load_sources"])
+def test_one_whose_service_breaks_anywhere_leaves_nothing(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_module, name, breaks)
+
+    ended_leaving_nothing(starting(tmp_path), Broken)
+
+
+def test_one_whose_journal_is_corrupt_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "journal").mkdir()
+    (tmp_path / "journal" / f"{0:020d}.segment").write_bytes(b"not a journal" * 10)
+
+    ended_leaving_nothing(starting(tmp_path), JournalCorrupt)
+
+
+def test_one_that_cannot_say_that_it_is_ready_leaves_nothing(tmp_path: Path) -> None:
+    ended_leaving_nothing(starting(tmp_path, ready=breaks), Broken)
+
+
+def test_one_that_is_given_up_while_a_thread_opens_its_journal_closes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opening, go_on = threading.Event(), threading.Event()
+    open_journal = bootstrap.open_journal
+
+    def slowly(settings: ConsolidatorSettings) -> Journal:
+        opening.set()
+        go_on.wait(20)
+        return open_journal(settings)
+
+    async def serve() -> None:
+        serving = asyncio.ensure_future(starting(tmp_path)())
+        await asyncio.to_thread(opening.wait, 20)
+        serving.cancel()
+        asyncio.get_running_loop().call_later(0.05, go_on.set)
+        with pytest.raises(asyncio.CancelledError):
+            await serving
+        opening.clear()
+        go_on.clear()
+
+    monkeypatch.setattr(bootstrap, "open_journal", slowly)
+
+    ended_leaving_nothing(serve)

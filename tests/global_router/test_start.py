@@ -1,0 +1,72 @@
+"""A global router whose start fails half way, or is given up, closes what it had opened."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from frontend.settings import FrontendSettings
+from global_router import bootstrap
+from global_router.settings import GlobalRouterSettings
+from runtime.process_group import GroupPlace
+from tests.global_router.documents import disagg
+from tests.runtime.leftovers import Broken, breaks, ended_leaving_nothing, taken_port
+
+
+def starting(
+    directory: Path, place: GroupPlace | None = None, ready: Callable[[str], None] = lambda url: None, **settings: Any
+) -> Callable[[], Any]:
+    """Return what starts a global router whose pools are not there, and stops it as soon as it is ready."""
+    path = directory / "document.json"
+    path.write_text(json.dumps(disagg()))
+
+    async def serve() -> None:
+        stop = asyncio.Event()
+
+        def on_ready(url: str) -> None:
+            ready(url)
+            stop.set()
+
+        await bootstrap.serve(
+            GlobalRouterSettings(**{"config": path, "port": 0, "shutdown_timeout_ms": 100, **settings}),
+            FrontendSettings(),
+            stop,
+            on_ready,
+            place,
+        )
+
+    return serve
+
+
+def test_one_that_is_stopped_leaves_nothing(tmp_path: Path) -> None:
+    ended_leaving_nothing(starting(tmp_path))
+
+
+def test_one_whose_port_is_taken_leaves_nothing(tmp_path: Path) -> None:
+    holder, number = taken_port()
+    with holder:
+        ended_leaving_nothing(starting(tmp_path, port=number), OSError, "binding port:")
+
+
+@pytest.mark.parametrize(
+    "step", [name for name in vars(bootstrap) if name.startswith(("_open_", "_take_", "_join_", "_start_"))]
+)
+def test_one_whose_start_fails_at_any_step_leaves_nothing(
+    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bootstrap, step, breaks)
+
+    ended_leaving_nothing(starting(tmp_path, GroupPlace(tmp_path, 0, 1)), Broken)
+
+
+def test_one_that_cannot_join_its_group_leaves_nothing(tmp_path: Path) -> None:
+    ended_leaving_nothing(starting(tmp_path, GroupPlace(tmp_path / ("long" * 50), 0, 2)), OSError)
+
+
+def test_one_that_cannot_say_that_it_is_ready_leaves_nothing(tmp_path: Path) -> None:
+    ended_leaving_nothing(starting(tmp_path, GroupPlace(tmp_path, 0, 1), ready=breaks), Broken)

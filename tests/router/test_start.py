@@ -1,0 +1,102 @@
+"""A router whose start fails half way, or is given up, closes what it had opened."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from frontend.settings import FrontendSettings
+from router import bootstrap
+from router.consolidator.settings import ConsolidatorSettings
+from router.settings import RouterSettings
+from runtime.process_group import GroupPlace
+from tests.runtime.leftovers import Broken, breaks, ended_leaving_nothing, taken_port
+
+
+def starting(
+    directory: Path | None = None,
+    place: GroupPlace | None = None,
+    ready: Callable[[bootstrap.Endpoints], None] = lambda at: None,
+    **settings: Any,
+) -> Callable[[], Any]:
+    """Return what starts a router with the consolidator inside, which stops as soon as it is ready."""
+
+    async def serve() -> None:
+        stop = asyncio.Event()
+
+        def on_ready(at: bootstrap.Endpoints) -> None:
+            ready(at)
+            stop.set()
+
+        routers = {name: value for name, value in settings.items() if name in RouterSettings.model_fields}
+        rest = {name: value for name, value in settings.items() if name not in routers}
+        await bootstrap.serve(
+            RouterSettings(**{"port": 0, "select_port": 0, "shutdown_timeout_ms": 100, **routers}),
+            FrontendSettings(),
+            ConsolidatorSettings(data_dir=directory, **{"ingest_port": 0, **rest}),
+            stop,
+            on_ready,
+            place,
+        )
+
+    return serve
+
+
+def test_one_that_is_stopped_leaves_nothing(tmp_path: Path) -> None:
+    ended_leaving_nothing(starting(tmp_path))
+
+
+def _with(port: str, number: int) -> dict[str, Any]:
+    return {port: number}
+
+
+@pytest.mark.parametrize("port", ["port", "select_port", "ingest_port", "query_port"])
+def test_one_whose_port_is_taken_leaves_nothing(port: str, tmp_path: Path) -> None:
+    holder, number = taken_port()
+    with holder:
+        ended_leaving_nothing(starting(tmp_path, **_with(port, number)), OSError, f"binding {port}:")
+
+
+@pytest.mark.parametrize("step", [name for name in vars(bootstrap) if name.startswith(("_open_", "_make_", "_add_"))])
+def test_one_whose_start_fails_at_any_step_leaves_nothing(
+    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bootstrap, step, breaks)
+
+    ended_leaving_nothing(starting(tmp_path), Broken)
+
+
+def test_one_whose_journal_cannot_be_opened_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "journal").write_text("a file")
+
+    ended_leaving_nothing(starting(tmp_path / "journal", record_decisions=False), OSError, "journal")
+
+
+def test_one_that_cannot_join_its_group_leaves_nothing(tmp_path: Path) -> None:
+    place = GroupPlace(tmp_path / ("long" * 50), 0, 2)
+
+    ended_leaving_nothing(starting(tmp_path, place, ready=breaks), OSError)
+
+
+def test_one_that_cannot_say_that_it_is_ready_leaves_nothing(tmp_path: Path) -> None:
+    ended_leaving_nothing(starting(tmp_path, ready=breaks), Broken)
+
+
+def test_one_that_is_stopped_before_it_knows_its_pool_leaves_nothing() -> None:
+    async def serve() -> None:
+        stop = asyncio.Event()
+        asyncio.get_running_loop().call_later(0.2, stop.set)
+        nobody = {"feed_endpoint": "tcp://127.0.0.1:9", "query_endpoint": "tcp://127.0.0.1:9"}
+        await bootstrap.serve(
+            RouterSettings(port=0, select_port=0, shutdown_timeout_ms=100, **nobody),
+            FrontendSettings(),
+            ConsolidatorSettings(),
+            stop,
+            breaks,
+        )
+
+    ended_leaving_nothing(serve)

@@ -1,0 +1,111 @@
+"""What a part of a process that has ended leaves behind: tasks, timers, threads, sockets and other open files."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextvars import Context
+from typing import Any
+
+import pytest
+
+JOIN_S = 20.0
+
+
+class Broken(Exception):
+    """What a test lets a step raise."""
+
+
+def breaks(*_: Any, **__: Any) -> Any:
+    """Stand in for a step that fails."""
+    raise Broken
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """A loop that remembers its timers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.timers: list[asyncio.TimerHandle] = []
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        handle = super().call_at(when, callback, *args, context=context)
+        self.timers.append(handle)
+        return handle
+
+
+def ended_leaving_nothing(
+    serve: Callable[[], Awaitable[None]], error: type[BaseException] | None = None, match: str | None = None
+) -> None:
+    """Run ``serve`` to its end, which is ``error`` if there is one, and look for what is left of it."""
+
+    async def once() -> tuple[BaseException | None, list[str]]:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, _Loop)
+        loop.timers.clear()
+        tasks = asyncio.all_tasks()
+        caught = None
+        if error is None:
+            await serve()
+        else:
+            with pytest.raises(error, match=match) as info:
+                await serve()
+            # Kept until everything was looked at: its frames keep alive what somebody has forgotten to close.
+            caught = info.value
+        for _ in range(3):
+            await asyncio.sleep(0)  # what was cancelled has its last turn
+        await loop.shutdown_default_executor()
+        left = [repr(task) for task in asyncio.all_tasks() - tasks]
+        left += [repr(each) for each in loop.timers if not each.cancelled() and each.when() > loop.time()]
+        return caught, left
+
+    def run() -> tuple[BaseException | None, list[str]]:
+        with asyncio.Runner(loop_factory=_Loop) as runner:
+            return runner.run(asyncio.wait_for(once(), 60))
+
+    run()  # a first time: libraries open things that they keep for good
+    gc.collect()
+    threads, files, natives = set(threading.enumerate()), _files(), _natives()
+    caught, left = run()
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(JOIN_S)  # told to end, and not waited for
+
+    assert left == []
+    assert set(threading.enumerate()) - threads == set()
+    assert _files() - files == Counter()
+    # The system takes a moment to forget a thread that has ended.
+    until_s = time.monotonic() + JOIN_S
+    while _natives() > natives and time.monotonic() < until_s:
+        threading.Event().wait(0.005)
+    assert _natives() <= natives, "a thread that is not Python's: ZMQ has two per context"
+    del caught
+
+
+def taken_port() -> tuple[socket.socket, int]:
+    """Return a port of this machine that cannot be bound, and what holds it."""
+    holder = socket.socket()
+    holder.bind(("127.0.0.1", 0))
+    return holder, holder.getsockname()[1]
+
+
+def _files() -> Counter[str]:
+    """Count what is open by what it is; numbers of sockets and pipes differ from run to run."""
+    found: Counter[str] = Counter()
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            found[os.readlink(f"/proc/self/fd/{number}").partition(":[")[0]] += 1
+        except OSError:
+            pass  # the directory's own
+    return found
+
+
+def _natives() -> int:
+    return len(os.listdir("/proc/self/task"))

@@ -1,0 +1,81 @@
+"""A worker whose start fails half way, or is given up, closes what it had opened."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.tasks import on_fatal
+from tests.runtime.leftovers import Broken, breaks, ended_leaving_nothing, taken_port
+from tests.workers.fakes import FakeConsolidator, Journal
+from tests.workers.running import make_settings
+from workers import bootstrap
+from workers.engines.simulated import RealTimeSimulatedEngine
+from workers.simulated.timing import TableError
+
+
+def starting(ready: Callable[[str], None] = lambda url: None, **settings: Any) -> Callable[[], Any]:
+    """Return what starts a worker, and stops it as soon as its consolidator has welcomed it."""
+
+    async def serve() -> None:
+        stop = asyncio.Event()
+
+        def on_ready(url: str) -> None:
+            ready(url)
+            stop.set()
+
+        on_fatal.set(lambda name, error: stop.set())
+        async with FakeConsolidator(Journal()) as consolidator:
+            await bootstrap.serve(make_settings(consolidator.endpoint, **settings), stop, on_ready)
+
+    return serve
+
+
+@pytest.mark.parametrize("modality", ["text", "multimodal"])
+def test_one_that_is_stopped_leaves_nothing(modality: str) -> None:
+    ended_leaving_nothing(starting(modality=modality))
+
+
+def _multimodal(port: str, number: int) -> dict[str, Any]:
+    return {"modality": "multimodal", port: number}
+
+
+@pytest.mark.parametrize("port", ["http_port", "request_port", "tensor_port"])
+def test_one_whose_port_is_taken_leaves_nothing(port: str) -> None:
+    holder, number = taken_port()
+    with holder:
+        ended_leaving_nothing(starting(**_multimodal(port, number)), OSError, f"binding {port}:")
+
+
+@pytest.mark.parametrize("step", [name for name in vars(bootstrap) if name.startswith(("_open_", "_start_"))])
+def test_one_whose_start_fails_at_any_step_leaves_nothing(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, step, breaks)
+
+    ended_leaving_nothing(starting(), Broken)
+
+
+@pytest.mark.parametrize("name", ["KvFetcher", "EmbeddingFetcher", "WorkerService", "PushStream", "EventPublisher"])
+def test_one_that_breaks_around_its_engine_leaves_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, name, breaks)
+
+    ended_leaving_nothing(starting(modality="multimodal"), Broken)
+
+
+def test_one_whose_timing_table_is_missing_leaves_nothing(tmp_path: Path) -> None:
+    ended_leaving_nothing(starting(timing_table=tmp_path / "none.csv"), TableError)
+
+
+def test_one_whose_engine_breaks_at_once_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RealTimeSimulatedEngine, "run", breaks)
+
+    ended_leaving_nothing(starting(), Broken)
+
+
+def test_one_that_cannot_say_that_it_is_ready_ends_and_leaves_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    ended_leaving_nothing(starting(ready=breaks))
+
+    assert "task 'announcement' failed: this process ends" in caplog.text
