@@ -30,7 +30,7 @@ from router.metrics import RouterMetrics
 from runtime.clock import Clock
 from runtime.complaints import Complaints, shown_peer
 from runtime.planes import name_plane
-from runtime.zmq_socket import CallbackSocket
+from runtime.zmq_socket import CallbackSocket, bind
 from wire import codec
 from wire.errors import DecodeError
 from wire.hashing import unpack_hashes
@@ -132,18 +132,7 @@ class SelectPlane:
         socket.setsockopt(zmq.SNDHWM, ANSWERS_QUEUED_MAX)
         socket.setsockopt(zmq.RCVHWM, QUESTIONS_QUEUED_MAX)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        if ":" in host:
-            socket.setsockopt(zmq.IPV6, 1)
-        shown = f"[{host}]" if ":" in host else host
-        try:
-            socket.bind(f"tcp://{shown}:{port or '*'}")
-        except zmq.ZMQError as error:
-            socket.close()
-            raise OSError(
-                f"binding select_port: {host}:{port} cannot be used ({error.strerror}); "
-                "choose a free port, or 0 for any"
-            ) from error
-        self.endpoint: str = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.endpoint = bind(socket, host, port, "select_port")
         self._socket = CallbackSocket(socket, self._on_frames)
 
     def close(self) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 
 import zmq
 
-from router.consolidator.adapters.inbox import Inbox
 from router.consolidator.core.feed_reader import Deliver, FeedEffect, FeedReader, FeedState, Snapshot
 from router.consolidator.ports import PoolListener
 from runtime.clock import Clock
 from runtime.complaints import Complaints
 from runtime.planes import watch_as_client
+from runtime.zmq_socket import BatchSocket
 from wire import codec
 from wire.errors import DecodeError
 from wire.events import JournalRecord
@@ -54,8 +54,8 @@ class FeedFollower:
         self._query: zmq.Socket[bytes] = self._socket(zmq.DEALER)
         watch_as_client(self._query, "the consolidator's query plane")
         self._query.setsockopt(zmq.SNDHWM, 16)  # one question stands at a time
-        self._subscription_inbox = Inbox(self._subscription, self._on_feed)
-        self._query_inbox = Inbox(self._query, self._on_answers)
+        self._subscription_inbox = BatchSocket(self._subscription, self._on_feed)
+        self._query_inbox = BatchSocket(self._query, self._on_answers)
         self._timer: asyncio.TimerHandle | None = None
         self._synced = asyncio.Event()
         self._closed = False
@@ -123,8 +123,8 @@ class FeedFollower:
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
-        self._subscription_inbox.close()
-        self._query_inbox.close()
+        self._subscription_inbox.stop()
+        self._query_inbox.stop()
         self._context.destroy(linger=0)
 
     def _on_feed(self, messages: list[list[bytes]]) -> None:

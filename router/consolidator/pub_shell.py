@@ -13,12 +13,12 @@ import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from router.consolidator.adapters.inbox import Inbox
 from router.consolidator.core.consolidator import Consolidator, Turn
 from router.consolidator.core.pool_state import WORKER_SOURCE
 from router.consolidator.core.pub_source import AskReplay, Leave, NewLife, PubEffect, PubFollower, SourceState
 from runtime.clock import Clock
 from runtime.planes import leave_plain
+from runtime.zmq_socket import BatchSocket
 from wire.addresses import zmq_endpoint_problem
 from wire.card import WorkerCard, WorkerLimits
 from wire.card_check import SHOWN_CHARS_MAX, card_problem, name_problem
@@ -183,9 +183,9 @@ class PubShell:
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         )
         self._replay: zmq.Socket[bytes] | None = None
-        self._replay_inbox: Inbox | None = None
-        self._subscription_inbox = Inbox(self._subscription, self._on_live)
-        self._monitor_inbox = Inbox(self._monitor, self._on_monitor)
+        self._replay_inbox: BatchSocket | None = None
+        self._subscription_inbox = BatchSocket(self._subscription, self._on_live)
+        self._monitor_inbox = BatchSocket(self._monitor, self._on_monitor)
 
     @property
     def name(self) -> str:
@@ -237,15 +237,15 @@ class PubShell:
         """Close the sockets."""
         if self._timer is not None:
             self._timer.cancel()
-        self._monitor_inbox.close()
-        self._subscription_inbox.close()
+        self._monitor_inbox.stop()
+        self._subscription_inbox.stop()
         self._subscription.disable_monitor()
         self._subscription.close()
         self._close_replay()
 
     def _close_replay(self) -> None:
         if self._replay_inbox is not None:
-            self._replay_inbox.close()
+            self._replay_inbox.stop()
             self._replay_inbox = None
         if self._replay is not None:
             self._replay.close()
@@ -338,7 +338,7 @@ class PubShell:
             log.error("PUB engine %s: asking %s for a replay failed: %s", self.name, self.source.replay_endpoint, error)
             self._close_replay()
             return
-        self._replay_inbox = Inbox(self._replay, self._on_replay)
+        self._replay_inbox = BatchSocket(self._replay, self._on_replay)
         if self._paused:
             self._replay_inbox.pause()
         self._replay_inbox.start()

@@ -34,7 +34,6 @@ from typing import Any, TypeVar
 import zmq
 from prometheus_client import CollectorRegistry
 
-from router.consolidator.adapters.inbox import Inbox
 from router.consolidator.core.consolidator import Consolidator, Now, Turn
 from router.consolidator.core.pool_state import FrozenPool
 from router.consolidator.journal.errors import JournalCorrupt
@@ -50,6 +49,7 @@ from runtime.complaints import Complaints, shown_peer
 from runtime.planes import name_plane
 from runtime.subscriptions import TOPICS_PER_CONNECTION_MAX, Subscriptions
 from runtime.tasks import detached, end_process
+from runtime.zmq_socket import BatchSocket, bind
 from wire import codec
 from wire.errors import DecodeError, WireError
 from wire.events import JournalRecord
@@ -301,11 +301,11 @@ class ConsolidatorService:
         self._query.setsockopt(zmq.ROUTER_MANDATORY, 1)
         for socket, plane in ((self._ingest, "ingest"), (self._feed, "feed"), (self._query, "query")):
             name_plane(socket, plane)
-        self.ingest_endpoint = _bind(self._ingest, settings.host, settings.ingest_port, "ingest_port")
-        self.feed_endpoint = _bind(self._feed, settings.host, settings.feed_port, "feed_port")
-        self.query_endpoint = _bind(self._query, settings.host, settings.query_port, "query_port")
-        self._ingest_inbox = Inbox(self._ingest, self._on_ingest)
-        self._query_inbox = Inbox(self._query, self._on_queries)
+        self.ingest_endpoint = bind(self._ingest, settings.host, settings.ingest_port, "ingest_port")
+        self.feed_endpoint = bind(self._feed, settings.host, settings.feed_port, "feed_port")
+        self.query_endpoint = bind(self._query, settings.host, settings.query_port, "query_port")
+        self._ingest_inbox = BatchSocket(self._ingest, self._on_ingest)
+        self._query_inbox = BatchSocket(self._query, self._on_queries)
 
     @staticmethod
     def _socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[bytes]:
@@ -892,14 +892,3 @@ class ConsolidatorService:
         finally:
             self._query_inbox.check()
         return True
-
-
-def _bind(socket: zmq.Socket[bytes], host: str, port: int, setting: str) -> str:
-    try:
-        socket.bind(f"tcp://{host}:{port or '*'}")
-    except zmq.ZMQError as error:
-        raise OSError(
-            f"binding {setting}: {host}:{port} cannot be used ({error}); choose a free port, or 0 for any"
-        ) from error
-    endpoint: str = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-    return endpoint

@@ -238,7 +238,7 @@ def test_a_worker_that_is_reserved_as_its_asker_is_cancelled_is_released() -> No
                 asking.cancel()  # the answer and the client's leaving come in one turn of the loop
 
         assert made.pool._socket is not None
-        made.pool._socket._on_message = receive
+        made.pool._socket._handle = receive
         with pytest.raises(asyncio.CancelledError):
             await asking
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from runtime.planes import name_plane, watch_as_client
-from runtime.zmq_socket import CallbackSocket
+from runtime.zmq_socket import CallbackSocket, bind, port_of
 from wire.limits import FRAME_BYTES_MAX
 
 REQUEST_HIGH_WATER_MARK = 10_000
@@ -27,17 +27,6 @@ RECONNECT_INTERVAL_MS = 50
 RECONNECT_INTERVAL_MAX_MS = 1000
 
 
-class LingeringSocket(CallbackSocket):
-    """A callback socket that may be closed with its last frames still on their way."""
-
-    def close_after_sending(self) -> None:
-        """Close; what is queued still leaves, within ``CLOSE_LINGER_MS``."""
-        if not self._closed:
-            self._closed = True
-            self._loop.remove_reader(self.socket.FD)
-            self.socket.close(linger=CLOSE_LINGER_MS)
-
-
 class RequestSocket:
     """A ROUTER socket that knows when a peer is gone."""
 
@@ -49,20 +38,13 @@ class RequestSocket:
         socket.setsockopt(zmq.RCVHWM, REQUEST_HIGH_WATER_MARK)
         # A frame for a peer that is gone is an error, and not silence: its requests can then be stopped at once.
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        try:
-            socket.bind(f"tcp://{host}:{port or '*'}")
-        except zmq.ZMQError as error:
-            socket.close()
-            raise OSError(
-                f"binding request_port: tcp://{host}:{port} cannot be used ({error}); choose a free port, or 0 for any"
-            ) from error
-        self.port = int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        self.port = port_of(bind(socket, host, port, "request_port"))
         self._raw = socket
-        self._socket: LingeringSocket | None = None
+        self._socket: CallbackSocket | None = None
 
     def start(self, on_frames: Callable[[list[bytes]], None]) -> None:
         """Begin to receive; what came since the bind is waiting."""
-        self._socket = LingeringSocket(self._raw, on_frames)
+        self._socket = CallbackSocket(self._raw, on_frames)
 
     def send(self, peer: bytes, frame: bytes) -> bool:
         """Send to a peer; ``False`` when it is gone or reads nothing any more."""
@@ -78,10 +60,8 @@ class RequestSocket:
         """Close; an orderly end lets the last frames leave."""
         if self._socket is None:
             self._raw.close(linger=0)
-        elif orderly:
-            self._socket.close_after_sending()
         else:
-            self._socket.close()
+            self._socket.close(CLOSE_LINGER_MS if orderly else 0)
 
 
 class DealerSocket:
@@ -106,7 +86,7 @@ class DealerSocket:
         except zmq.ZMQError:
             socket.close()
             raise
-        self._socket = LingeringSocket(socket, on_frames)
+        self._socket = CallbackSocket(socket, on_frames)
 
     def send(self, frames: Sequence[bytes]) -> bool:
         """Send; ``False`` when the socket takes no more just now."""
@@ -114,10 +94,7 @@ class DealerSocket:
 
     def close(self, orderly: bool) -> None:
         """Close; an orderly end lets the last frames leave."""
-        if orderly:
-            self._socket.close_after_sending()
-        else:
-            self._socket.close()
+        self._socket.close(CLOSE_LINGER_MS if orderly else 0)
 
 
 class EventSocket(DealerSocket):

@@ -18,12 +18,12 @@ import zmq
 from runtime.clock import Clock
 from runtime.complaints import Complaints, shown_peer
 from runtime.planes import name_plane
-from runtime.zmq_socket import CallbackSocket
+from runtime.zmq_socket import CallbackSocket, bind, bracketed, port_of
 from wire import codec
 from wire.errors import DecodeError
 from wire.limits import FRAME_BYTES_MAX
 from wire.tensors import FetchTensor, ReleaseTensor, TensorChunk, TensorDescriptor, TensorUnknown
-from workers.adapters.sockets import LingeringSocket
+from workers.adapters.sockets import CLOSE_LINGER_MS
 from workers.tensor_transfer.metrics import TensorMetrics
 from workers.tensor_transfer.port import Tensor, TensorUnavailable
 from workers.tensor_transfer.tensor_store import TensorStore
@@ -56,7 +56,7 @@ class _Fetch:
 class _Source:
     """A connection to one source."""
 
-    socket: LingeringSocket
+    socket: CallbackSocket
     fetches: dict[str, _Fetch] = field(default_factory=dict)
 
 
@@ -95,19 +95,8 @@ class ZmqTensorTransfer:
         name_plane(socket, "tensor")
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
-        if ":" in host:
-            socket.setsockopt(zmq.IPV6, 1)
-        shown = f"[{host}]" if ":" in host else host
-        try:
-            socket.bind(f"tcp://{shown}:{port or '*'}")
-        except zmq.ZMQError as error:
-            socket.close()
-            raise OSError(
-                f"binding tensor_port: tcp://{shown}:{port} cannot be used ({error}); choose a free port, or 0 for any"
-            ) from error
-        bound = socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
-        advertised = advertise_host or host
-        self.endpoint = f"tcp://{f'[{advertised}]' if ':' in advertised else advertised}:{bound}"
+        bound = port_of(bind(socket, host, port, "tensor_port"))
+        self.endpoint = f"tcp://{bracketed(advertise_host or host)}:{bound}"
         self._socket = CallbackSocket(socket, self._on_question)
 
     # -- as a source -----------------------------------------------------------------------------------------------
@@ -267,7 +256,7 @@ class ZmqTensorTransfer:
                 socket.close()
                 raise TensorUnavailable(f"fetching a tensor: {endpoint!r} cannot be used ({error})") from None
             source = self._sources[endpoint] = _Source(
-                LingeringSocket(socket, lambda frames: self._on_answer(endpoint, frames))
+                CallbackSocket(socket, lambda frames: self._on_answer(endpoint, frames))
             )
         return source
 
@@ -275,7 +264,7 @@ class ZmqTensorTransfer:
         source = self._sources.get(endpoint)
         if source is not None and not source.fetches:
             del self._sources[endpoint]
-            source.socket.close_after_sending()  # so that the last release leaves
+            source.socket.close(CLOSE_LINGER_MS)  # so that the last release leaves
 
     def _ask(self, source: _Source, fetch: _Fetch) -> None:
         """Keep ``CHUNKS_AHEAD`` questions under way."""
