@@ -12,7 +12,7 @@ import zmq
 from prometheus_client import CollectorRegistry
 
 from router.consolidator.adapters.posix_disk import PosixDisk
-from router.consolidator.http_api import HealthApp
+from router.consolidator.http_api import ConsolidatorHealth
 from router.consolidator.journal.files import FileJournal, JournalSettings
 from router.consolidator.journal.memory import MemoryJournal
 from router.consolidator.ports import Journal
@@ -20,6 +20,7 @@ from router.consolidator.service import ConsolidatorService
 from router.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
 from runtime.clock import Clock, SystemClock
 from runtime.event_loop import LoopMetrics
+from runtime.health_app import HealthApp
 from runtime.http_server import HttpServer
 from runtime.planes import CurveKeys, MakeContext, PlaneContext, PlaneMetrics
 from runtime.tls import Tls
@@ -99,7 +100,7 @@ def _open_server(
     service: ConsolidatorService,
 ) -> HttpServer:
     server = HttpServer(
-        HealthApp(service, registry),
+        HealthApp(registry, ConsolidatorHealth(service)),
         settings.host,
         settings.http_port,
         "http_port",

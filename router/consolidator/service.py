@@ -262,8 +262,10 @@ class ConsolidatorService:
                     known.epoch if known is not None else 0,
                 )
             )
-        for inbox in (self._ingest_inbox, self._query_inbox, self._subscriptions):
-            opened.callback(inbox.close)
+        opened.callback(self._subscriptions.close)
+        self._subscriptions.start()
+        for inbox in (self._ingest_inbox, self._query_inbox):
+            opened.callback(inbox.stop)
             inbox.start()
         for source in self._sources:
             opened.callback(source.close)

@@ -567,13 +567,13 @@ def test_an_engine_that_is_not_well_takes_no_requests_and_probes_hear_why() -> N
                 last = router.last("r")
                 assert (last.finish_reason, last.refusal) == ("error", RefusalKind.BROKEN)
                 assert "is not well: nothing has moved" in (last.error or "")
-                status, _, body = api._route("GET", "/health", b"")
+                status, _, body = api.answer("GET", "/health", b"")
                 assert (status, json.loads(body)["status"]) == (503, "unhealthy")
                 assert json.loads(body)["reason"] == engine.ailment
-                assert api._route("GET", "/ready", b"")[0] == 503
-                assert api._route("GET", "/live", b"")[0] == 200
+                assert api.answer("GET", "/ready", b"")[0] == 503
+                assert api.answer("GET", "/live", b"")[0] == 200
                 for query, wanted in ((b"dp_rank=1", 400), (b"dp_rank=x", 400), (b"dp_rank=0", 200), (b"", 200)):
-                    assert api._route("GET", "/blocks", query)[0] == wanted
+                    assert api.answer("GET", "/blocks", query)[0] == wanted
                 engine.ailment = ""
                 assert service.is_ready
             stop.set()
