@@ -14,10 +14,10 @@ So turn n of a conversation costs the hashes of its new text. No clock, no lock:
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 
 from dispatch.recent_prompts import HASH_BYTES, RecentPrompts
+from runtime.budgeted_lru import BudgetedLru
 from wire.hashing import TOKEN_BYTES, block_hashes, sequence_hashes
 
 STRETCH_BLOCKS = 32
@@ -40,9 +40,7 @@ class PromptPaths:
     """Paths of prompts, with a memory of stretches."""
 
     def __init__(self, budget_bytes: int = BUDGET_BYTES) -> None:
-        self._budget = budget_bytes - budget_bytes // 2
-        self._known: OrderedDict[_Key, list[int]] = OrderedDict()
-        self._stretches_bytes = 0
+        self._known: BudgetedLru[_Key, list[int]] = BudgetedLru(budget_bytes - budget_bytes // 2, _size)
         self._recent = RecentPrompts(budget_bytes // 2)
         self.reused_blocks = 0
         """Blocks whose hashes were not computed again."""
@@ -50,7 +48,7 @@ class PromptPaths:
     @property
     def used_bytes(self) -> int:
         """Return about how much memory stretches and prompts take."""
-        return self._stretches_bytes + self._recent.used_bytes
+        return self._known.used + self._recent.used_bytes
 
     def path(
         self,
@@ -99,7 +97,6 @@ class PromptPaths:
                 key = (parent, seed, block_size, token_ids[at:end])
                 found = known.get(key)
                 if found is not None:
-                    known.move_to_end(key)
                     self.reused_blocks += STRETCH_BLOCKS
                     path += found
                     parent = found[-1]
@@ -108,7 +105,7 @@ class PromptPaths:
                         yield
                     continue
                 hashes = sequence_hashes(block_hashes(key[3], block_size, seed), parent)
-                self._keep(key, hashes)
+                known.keep(key, hashes)
                 path += hashes
             parent = hashes[-1]
             at = end
@@ -116,15 +113,6 @@ class PromptPaths:
         if continued is None or len(continued.path) < len(path):
             self._recent.keep(token_ids[:whole], path[:], block_size, seed, continued)
 
-    def _keep(self, key: _Key, hashes: list[int]) -> None:
-        if key in self._known or _size(key) > self._budget:
-            return
-        self._known[key] = hashes
-        self._stretches_bytes += _size(key)
-        while self._stretches_bytes > self._budget:
-            oldest, _ = self._known.popitem(last=False)
-            self._stretches_bytes -= _size(oldest)
 
-
-def _size(key: _Key) -> int:
+def _size(key: _Key, hashes: list[int]) -> int:
     return len(key[3]) + STRETCH_BLOCKS * HASH_BYTES + ENTRY_OVERHEAD_BYTES

@@ -9,8 +9,9 @@ Rules
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
+
+from runtime.budgeted_lru import BudgetedLru
 
 LENGTHS = (512 * 1024, 128 * 1024, 32 * 1024, 8 * 1024)
 """Token bytes that samples are taken of: each prompt's is of the largest that it has. Shorter ones are not kept, their
@@ -51,10 +52,15 @@ class RecentPrompts:
     """Prompts by what they begin with."""
 
     def __init__(self, budget_bytes: int) -> None:
-        self._budget = budget_bytes
         self._of_sample: dict[_Key, tuple[RecentPrompt, ...]] = {}
-        self._by_use: OrderedDict[RecentPrompt, None] = OrderedDict()
-        self.used_bytes = 0
+        self._by_use: BudgetedLru[RecentPrompt, RecentPrompt] = BudgetedLru(
+            budget_bytes, lambda prompt, _: prompt.size_bytes, lambda prompt, _: self._unlist(prompt)
+        )
+
+    @property
+    def used_bytes(self) -> int:
+        """Return about how much memory the prompts take."""
+        return self._by_use.used
 
     def beginning_of(self, token_ids: bytes, block_size: int, seed: int) -> RecentPrompt | None:
         """Return a prompt that ``token_ids`` begins with, the longest that is found; ``None`` without any."""
@@ -66,8 +72,7 @@ class RecentPrompts:
                     if longer and token_ids.startswith(prompt.token_ids):
                         best = prompt
                 if best is not None:
-                    self._by_use.move_to_end(best)
-                    return best
+                    return self._by_use.get(best)
         return None
 
     def keep(
@@ -78,26 +83,21 @@ class RecentPrompts:
         if length is None:
             return
         prompt = RecentPrompt(token_ids, path, _key(token_ids, length, block_size, seed))
-        if prompt.size_bytes > self._budget:
+        if prompt.size_bytes > self._by_use.budget:
             return
-        if continued is not None and continued in self._by_use:
-            self._forget(continued)
+        if continued is not None:
+            self._by_use.drop(continued)
         same = self._of_sample.get(prompt._key, ())
         if len(same) >= SAME_SAMPLE_MAX:
-            self._forget(same[-1])
+            self._by_use.drop(same[-1])
             same = same[:-1]
         self._of_sample[prompt._key] = (prompt, *same)
-        self._by_use[prompt] = None
-        self.used_bytes += prompt.size_bytes
-        while self.used_bytes > self._budget:
-            self._forget(next(iter(self._by_use)))
+        self._by_use.keep(prompt, prompt)
 
     def __len__(self) -> int:
         return len(self._by_use)
 
-    def _forget(self, prompt: RecentPrompt) -> None:
-        del self._by_use[prompt]
-        self.used_bytes -= prompt.size_bytes
+    def _unlist(self, prompt: RecentPrompt) -> None:
         left = tuple(each for each in self._of_sample[prompt._key] if each is not prompt)
         if left:
             self._of_sample[prompt._key] = left

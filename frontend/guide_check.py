@@ -32,8 +32,8 @@ import msgspec
 
 from frontend.errors import RequestError, invalid
 from frontend.guide_compiler import write_frame
-from frontend.guide_verdicts import GuideVerdicts
 from frontend.guides import ANY_OBJECT, Guide
+from runtime.budgeted_lru import BudgetedLru
 from runtime.tenant_caches import CacheDomain, TenantCaches
 
 log = logging.getLogger(__name__)
@@ -64,6 +64,14 @@ _OF_THE_GUIDE = {
     -signal.SIGABRT: "compiling it needs more stack or memory than there may be: it is too deep or too large",
     -signal.SIGILL: "compiling it needs more stack or memory than there may be: it is too deep or too large",
 }
+
+
+GuideVerdicts = BudgetedLru[bytes, str]
+"""Why a guide is refused, or nothing, by what it is: one tenant's."""
+
+
+def _verdicts(entries_max: int) -> GuideVerdicts:
+    return BudgetedLru(entries_max, lambda key, verdict: 1)
 
 
 class CompilerLost(Exception):
@@ -180,7 +188,7 @@ class GuideCheck:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="guides")
         self._queue_limit = queue_limit
         self._count = count
-        self._verdicts = TenantCaches(VERDICTS_MAX, GuideVerdicts)
+        self._verdicts = TenantCaches(VERDICTS_MAX, _verdicts)
         self._asked: dict[bytes, _Asked] = {}
         self._queues: OrderedDict[str, deque[_Asked]] = OrderedDict()
         self._working: _Asked | None = None

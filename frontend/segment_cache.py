@@ -12,8 +12,9 @@ Rules
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
+
+from runtime.budgeted_lru import BudgetedLru
 
 SEGMENT_CHARS_MIN = 256
 """Shortest segment that is cut off and cached: tokenizing less costs little more than looking it up."""
@@ -33,11 +34,14 @@ class SegmentCache:
     """Segments by their text."""
 
     def __init__(self, budget_bytes: int) -> None:
-        self._budget = budget_bytes
-        self._packed: OrderedDict[_Name, bytes] = OrderedDict()
+        self._packed: BudgetedLru[_Name, bytes] = BudgetedLru(budget_bytes, _size, lambda name, _: self._behead(name))
         self._heads: dict[_Name, tuple[str, ...]] = {}
         self._lock = threading.Lock()
-        self.used_bytes = 0
+
+    @property
+    def used_bytes(self) -> int:
+        """Return about how much memory the segments take."""
+        return self._packed.used
 
     def standing_at(
         self, text: str, begin: int, delimiters: tuple[str, ...], salt: str = ""
@@ -56,35 +60,25 @@ class SegmentCache:
         """Return the ids of a segment."""
         name = (salt, segment) if salt else segment
         with self._lock:
-            packed = self._packed.get(name)
-            if packed is not None:
-                self._packed.move_to_end(name)
-            return packed
+            return self._packed.get(name)
 
     def keep(self, segment: str, packed: bytes, salt: str = "") -> None:
         """Remember a segment of at least ``SEGMENT_CHARS_MIN`` characters."""
         name = (salt, segment) if salt else segment
-        size = _size(name, packed)
-        if size > self._budget // 16:
+        if _size(name, packed) > self._packed.budget // 16:
             return
         with self._lock:
             if name in self._packed:
                 return
-            self._packed[name] = packed
             head = _head(name)
             self._heads[head] = (segment, *self._heads.get(head, ())[: SAME_HEAD_MAX - 1])
-            self.used_bytes += size
-            while self.used_bytes > self._budget:
-                oldest, its_ids = self._packed.popitem(last=False)
-                self.used_bytes -= _size(oldest, its_ids)
-                self._behead(oldest)
+            self._packed.keep(name, packed)
 
     def clear(self) -> None:
         """Forget everything."""
         with self._lock:
             self._packed.clear()
             self._heads.clear()
-            self.used_bytes = 0
 
     def __len__(self) -> int:
         return len(self._packed)

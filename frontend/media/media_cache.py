@@ -10,12 +10,12 @@ Rules
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
 from frontend.media.refusals import MediaRefused
+from runtime.budgeted_lru import BudgetedLru
 from runtime.clock import Clock
 from runtime.tasks import cancel_all, owned
 
@@ -46,14 +46,18 @@ class MediaCache:
         self, bytes_max: int, ttl_ms: float, clock: Clock, on_lookup: Callable[[str], None] = lambda outcome: None
     ) -> None:
         """``on_lookup`` is told of each ``get``: hit, miss, or shared (the URL was being fetched already)."""
-        self._bytes_max = bytes_max
         self._on_lookup = on_lookup
         self._ttl_ms = ttl_ms
         self._clock = clock
-        self._kept: OrderedDict[Key, tuple[float, Medium]] = OrderedDict()
+        self._kept: BudgetedLru[Key, tuple[float, Medium]] = BudgetedLru(
+            bytes_max, lambda key, entry: len(entry[1].data)
+        )
         self._flights: dict[Key, _Flight] = {}
-        self.held = 0
-        """Bytes kept."""
+
+    @property
+    def held(self) -> int:
+        """Return the bytes kept."""
+        return self._kept.used
 
     async def get(
         self, key: Key, fetch: Callable[[], Coroutine[Any, Any, Medium | MediaRefused]]
@@ -62,10 +66,9 @@ class MediaCache:
         kept = self._kept.get(key)
         if kept is not None:
             if kept[0] > self._clock.monotonic_ms():
-                self._kept.move_to_end(key)
                 self._on_lookup("hit")
                 return kept[1]
-            self._drop(key)
+            self._kept.drop(key)
         flight = self._flights.get(key)
         if flight is None:
             self._on_lookup("miss")
@@ -88,7 +91,6 @@ class MediaCache:
         """Cancel every fetch and forget everything."""
         await cancel_all([flight.task for flight in self._flights.values()])
         self._kept.clear()
-        self.held = 0
 
     def _landed(self, key: Key, task: asyncio.Task[Medium | MediaRefused]) -> None:
         flight = self._flights.get(key)
@@ -98,14 +100,5 @@ class MediaCache:
         if task.cancelled() or task.exception() is not None:
             return
         medium = task.result()
-        if isinstance(medium, Medium) and self._ttl_ms > 0 and len(medium.data) <= self._bytes_max:
-            self._drop(key)
-            self._kept[key] = (self._clock.monotonic_ms() + self._ttl_ms, medium)
-            self.held += len(medium.data)
-            while self.held > self._bytes_max:
-                self._drop(next(iter(self._kept)))
-
-    def _drop(self, key: Key) -> None:
-        kept = self._kept.pop(key, None)
-        if kept is not None:
-            self.held -= len(kept[1].data)
+        if isinstance(medium, Medium) and self._ttl_ms > 0:
+            self._kept.keep(key, (self._clock.monotonic_ms() + self._ttl_ms, medium))
