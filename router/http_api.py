@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import FastAPI, Path, Query, Response
+from fastapi import FastAPI, Path, Query
+from fastapi.responses import StreamingResponse
 
 from frontend.app import Readiness
 from frontend.errors import RequestError
 from router.core.fleet import Worker
+from router.core.prefix_index import HASHES_END
 from router.core.projection import Projection
 from router.decision_journal.recorder import DecisionRecorder
 from router.select_plane import SelectPlane
@@ -17,6 +21,7 @@ from router.service import RouterService
 from runtime.clock import Clock
 from runtime.process_group import GroupMember
 from wire.answers import DecisionList, QueueRow, RequestExplanation, StreamRow, WorkerList, WorkerRow
+from wire.identifiers import WorkerId, WorkerKey
 
 DECISIONS_LISTED_MAX = 1000
 
@@ -114,15 +119,24 @@ def stream_row(projection: Projection, worker: Worker) -> StreamRow:
 def add_index_endpoint(app: FastAPI, service: RouterService) -> None:
     """Add ``/v1/workers/{worker_id}/blocks``: the index's view of one worker, for checks against the worker's own."""
 
-    @app.get("/v1/workers/{worker_id}/blocks", tags=["router"], response_class=Response)
-    async def blocks(worker_id: str, dp_rank: int = 0) -> Response:
-        """Return the sorted sequence hashes that the index says a worker holds, one per line, with their tiers."""
-        lines: list[str] = []
-        for key in service.projection.fleet.workers:
-            if key == (worker_id, dp_rank):
-                for tier, hashes in service.projection.index.holdings(key).items():
-                    lines.extend(f"{sequence_hash:016x} {tier.name.lower()}" for sequence_hash in hashes)
-        return Response("\n".join(sorted(lines)), media_type="text/plain")
+    @app.get("/v1/workers/{worker_id}/blocks", tags=["router"], response_class=StreamingResponse)
+    async def blocks(worker_id: str, dp_rank: int = 0) -> StreamingResponse:
+        """Return the sorted sequence hashes that the index says a worker holds, one per line, with their tiers.
+
+        The index is looked at bit by bit: of a worker that is not idle, lines may be of different moments.
+        """
+        key = WorkerKey(WorkerId(worker_id), dp_rank)
+
+        async def lines() -> AsyncIterator[str]:
+            first, between = 0, ""
+            while first < HASHES_END and key in service.projection.fleet.workers:
+                found, first = service.projection.index.holdings_from(key, first)
+                if found:
+                    yield between + "\n".join(sorted(f"{each:016x} {tier.name.lower()}" for each, tier in found))
+                    between = "\n"
+                await asyncio.sleep(0)
+
+        return StreamingResponse(lines(), media_type="text/plain")
 
 
 def add_pool_endpoint(

@@ -30,6 +30,15 @@ class LowerTiers:
         """Return the holders of one lower tier."""
         return self.host if tier is Tier.HOST else self.disk
 
+    def tiers_of(self, sequence_hash: int, bit: int) -> list[Tier]:
+        """Return the tiers on which a worker has a block that it holds."""
+        tiers = [] if self._mask(self.off_device, sequence_hash) & bit else [Tier.DEVICE]
+        if self._mask(self.host, sequence_hash) & bit:
+            tiers.append(Tier.HOST)
+        if self._mask(self.disk, sequence_hash) & bit:
+            tiers.append(Tier.DISK)
+        return tiers
+
     def onboard(self, bit: int, hashes: Sequence[int]) -> None:
         """Note that blocks lie on the device, too."""
         off_device = self.off_device

@@ -61,6 +61,19 @@ class Orphans:
         orphans, parents = self._by_hash, self._below
         return any(each in orphans or each in parents for each in hashes)
 
+    def held_between(self, bit: int, first: int, end: int, out: list[int]) -> int:
+        """Append the blocks that one worker holds out of reach, of the hashes from ``first`` to before ``end``.
+
+        Returns how many were looked at.
+        """
+        looked = 0
+        while first < end:
+            shard, following = self._by_hash.shard_from(first)
+            out.extend(h for h, orphan in shard.items() if first <= h < end and orphan.mask & bit)
+            looked += len(shard)
+            first = following
+        return looked
+
     def add(self, sequence_hash: int, bit: int, parent: int) -> bool:
         """Note that a worker holds a block out of reach; refuse (False) another parent than the one that is known."""
         orphan = self._by_hash.get(sequence_hash)

@@ -36,7 +36,7 @@ from itertools import islice
 from router.core.lower_tiers import LowerTiers, add_bits
 from router.core.orphans import Orphans
 from router.core.run_forest import RUN_BYTES, Run, RunForest
-from router.core.sharded_map import SHARD_ENTRIES, ShardedMap
+from router.core.sharded_map import KEY_BITS, SHARD_ENTRIES, ShardedMap
 from wire.feed import BlockChain
 from wire.hashing import pack_hashes
 from wire.identifiers import Tier, WorkerKey
@@ -52,6 +52,12 @@ SWEEP_SLICE_ENTRIES = 1024
 
 EVICTION_SLICE_BLOCKS = 1024
 """Blocks evicted per call while over budget, besides four for each block of the event: 0.4 ms."""
+
+LOOK_SLICE_ENTRIES = 4096
+"""Entries looked at per call by whoever wants all that a worker holds, and a shard's more: a millisecond."""
+
+HASHES_END = 1 << KEY_BITS
+"""Behind the last hash."""
 
 FIRST_DEPTH = 10
 """Leading bits that tell the shards of an empty index apart: 1024. With more, a store has more memory to touch."""
@@ -361,6 +367,32 @@ class PrefixIndex:
         for tier in (Tier.HOST, Tier.DISK):
             held[tier] = {h for h, mask in self._lower.tier(tier).items() if mask & bit}
         return held
+
+    def holdings_from(
+        self, worker: WorkerKey, first: int, entries: int = LOOK_SLICE_ENTRIES
+    ) -> tuple[list[tuple[int, Tier]], int]:
+        """Return what a worker holds of the blocks from hash ``first`` on, and where to go on, at most ``HASHES_END``.
+
+        Looks at about that many entries, and at a shard at least. A walk meets every block that is held all the while,
+        once, however the index changes between two calls; hashes are in order from call to call.
+        """
+        found: list[tuple[int, Tier]] = []
+        slot = self._slots.get(worker)
+        if slot is None:
+            return found, HASHES_END
+        bit = 1 << slot
+        while entries > 0 and first < HASHES_END:
+            shard, end = self._reach.shard_from(first)
+            held = [h for h, run in shard.items() if h >= first and run.mask & bit]
+            looked = self._orphans.held_between(bit, first, end, held)
+            if self._lower.in_use:
+                for h in held:
+                    found.extend((h, tier) for tier in self._lower.tiers_of(h, bit))
+            else:
+                found.extend((h, Tier.DEVICE) for h in held)
+            entries -= len(shard) + looked + 1
+            first = end
+        return found, first
 
     def dump(self, worker: WorkerKey) -> list[BlockChain]:
         """Return a worker's blocks as chains, parents before children: ``store`` of each rebuilds the same index.

@@ -10,7 +10,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from router.core.prefix_index import BYTES_PER_BLOCK, RUN_BLOCKS_MAX, PrefixIndex, TierOverlap
+from router.core.prefix_index import BYTES_PER_BLOCK, HASHES_END, RUN_BLOCKS_MAX, PrefixIndex, TierOverlap
 from tests.router.index_structure import assert_sound
 from tests.router.naive_index import NaiveIndex
 from wire.hashing import unpack_hashes
@@ -140,6 +140,8 @@ class IndexAgainstModel(RuleBasedStateMachine):
             assert self.index.holdings(worker)[Tier.DISK] == expected[Tier.DISK]
             assert self.index.holdings(worker)[Tier.DEVICE] == expected[Tier.DEVICE]
             assert self.index.held_blocks(worker) == len(set().union(*expected.values()))
+            found = walked(self.index, worker)
+            assert found == sorted((block, tier) for tier in Tier for block in expected[tier])
 
     @invariant()
     def it_is_sound(self) -> None:
@@ -164,6 +166,44 @@ class IndexAgainstModel(RuleBasedStateMachine):
         assert_sound(self.index)
         assert not self.index._lower.in_use
         assert not self.index._lower.off_device.entries
+
+
+def walked(index: PrefixIndex, worker: WorkerKey, entries: int = 1) -> list[tuple[int, Tier]]:
+    """Return all that a worker holds as a walk of small steps finds it, in its order but for that within a step."""
+    found: list[tuple[int, Tier]] = []
+    first = 0
+    while first < HASHES_END:
+        some, following = index.holdings_from(worker, first, entries)
+        assert all(first <= block < following for block, _ in some)
+        found += sorted(some)
+        first = following
+    return found
+
+
+def test_a_walk_through_what_a_worker_holds_looks_at_so_much_a_step_and_meets_all_that_stays() -> None:
+    source = random.Random(4)
+    index = PrefixIndex(shard_entries=64, first_depth=0)
+    stays = [source.getrandbits(64) for _ in range(3000)]
+    index.store(A, None, stays)
+    far = [source.getrandbits(64) for _ in range(500)]
+    index.store(A, 12345, far)  # out of reach
+    index.store(B, None, [source.getrandbits(64) for _ in range(3000)])
+    found: list[int] = []
+    first, steps = 0, 0
+    while first < HASHES_END:
+        some, first = index.holdings_from(A, first, 100)
+        assert len(some) < 100 + 2 * 8 * 64
+        found += sorted(block for block, _ in some)
+        steps += 1
+        # What is stored meanwhile splits shards, and may be met or not.
+        index.store(C, None, [source.getrandbits(64) for _ in range(300)])
+        index.store(A, far[0], [source.getrandbits(64) for _ in range(3)])
+
+    assert steps > 20
+    assert found == sorted(found)
+    assert len(found) == len(set(found))
+    assert set(found) >= {*stays, *far}
+    assert index.holdings_from(WorkerKey(WorkerId("nobody")), 0) == ([], HASHES_END)
 
 
 INDEX_EXAMPLES = int(os.environ.get("INDEX_EXAMPLES", "80"))
