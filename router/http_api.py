@@ -25,6 +25,9 @@ from wire.identifiers import WorkerId, WorkerKey
 
 DECISIONS_LISTED_MAX = 1000
 
+LINES_PER_TURN = 1024
+"""Lines of a worker's blocks written between two turns of the event loop: a millisecond or two."""
+
 
 def add_router_endpoints(app: FastAPI, service: RouterService, clock: Clock) -> None:
     """Add ``/v1/workers``, ``/v1/decisions`` and ``/v1/decisions/{request_id}``."""
@@ -131,9 +134,11 @@ def add_index_endpoint(app: FastAPI, service: RouterService) -> None:
             first, between = 0, ""
             while first < HASHES_END and key in service.projection.fleet.workers:
                 found, first = service.projection.index.holdings_from(key, first)
-                if found:
-                    yield between + "\n".join(sorted(f"{each:016x} {tier.name.lower()}" for each, tier in found))
+                for at in range(0, len(found), LINES_PER_TURN):
+                    part = found[at : at + LINES_PER_TURN]
+                    yield between + "\n".join(f"{each:016x} {tier.name.lower()}" for each, tier in part)
                     between = "\n"
+                    await asyncio.sleep(0)
                 await asyncio.sleep(0)
 
         return StreamingResponse(lines(), media_type="text/plain")

@@ -31,12 +31,12 @@ class LowerTiers:
         return self.host if tier is Tier.HOST else self.disk
 
     def tiers_of(self, sequence_hash: int, bit: int) -> list[Tier]:
-        """Return the tiers on which a worker has a block that it holds."""
+        """Return the tiers on which a worker has a block that it holds, in the order of their names."""
         tiers = [] if self._mask(self.off_device, sequence_hash) & bit else [Tier.DEVICE]
-        if self._mask(self.host, sequence_hash) & bit:
-            tiers.append(Tier.HOST)
         if self._mask(self.disk, sequence_hash) & bit:
             tiers.append(Tier.DISK)
+        if self._mask(self.host, sequence_hash) & bit:
+            tiers.append(Tier.HOST)
         return tiers
 
     def onboard(self, bit: int, hashes: Sequence[int]) -> None:

@@ -53,8 +53,8 @@ SWEEP_SLICE_ENTRIES = 1024
 EVICTION_SLICE_BLOCKS = 1024
 """Blocks evicted per call while over budget, besides four for each block of the event: 0.4 ms."""
 
-LOOK_SLICE_ENTRIES = 4096
-"""Entries looked at per call by whoever wants all that a worker holds, and a shard's more: a millisecond."""
+LOOK_SLICE_ENTRIES = 2048
+"""Entries looked at per call by whoever wants all that a worker holds, and a shard's more: half a millisecond."""
 
 HASHES_END = 1 << KEY_BITS
 """Behind the last hash."""
@@ -374,7 +374,7 @@ class PrefixIndex:
         """Return what a worker holds of the blocks from hash ``first`` on, and where to go on, at most ``HASHES_END``.
 
         Looks at about that many entries, and at a shard at least. A walk meets every block that is held all the while,
-        once, however the index changes between two calls; hashes are in order from call to call.
+        once, however the index changes between two calls. Hashes are in order, and for each its tiers by name.
         """
         found: list[tuple[int, Tier]] = []
         slot = self._slots.get(worker)
@@ -385,6 +385,7 @@ class PrefixIndex:
             shard, end = self._reach.shard_from(first)
             held = [h for h, run in shard.items() if h >= first and run.mask & bit]
             looked = self._orphans.held_between(bit, first, end, held)
+            held.sort()
             if self._lower.in_use:
                 for h in held:
                     found.extend((h, tier) for tier in self._lower.tiers_of(h, bit))
