@@ -233,8 +233,11 @@ def test_a_yaml_file_that_cannot_be_used_says_why(text: str, message: str) -> No
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"a": 1, "a": 2}', "written twice"),
-        ('{"a": NaN}', "NaN"),
+        ('{"a": 1, "a": 2}', "a is there more than once"),
+        ('{"a": [{"b": 1, "b": 2}]}', "a[0].b is there more than once"),
+        ('{"a": NaN}', "a is not a number that JSON has"),
+        ('{"a": [1e999]}', "a[0] is not a number that JSON has"),
+        ('{"a": ' + "9" * 5000 + "}", "thousands of digits"),
         ('{"a": 1', "line 1"),
         ("[]", "the top is a list"),
         ("[" * 100_000, "deep"),

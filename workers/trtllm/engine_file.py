@@ -6,14 +6,19 @@ number that is not finite, text beyond ``FILE_BYTES_MAX`` or nested too deeply i
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from wire.strict_json import read_strictly
+
 FILE_BYTES_MAX = 1_048_576
 """A real engine file has a few KB; an expert-load-balancer map, the largest thing in one, some 100 KB."""
+
+
+DEPTH_MAX = 64
+"""Engine arguments are four levels deep; what an argument holds may be deeper."""
 
 
 class EngineFileError(ValueError):
@@ -68,25 +73,11 @@ def parse_yaml(text: str, where: str) -> dict[str, Any]:
 
 def parse_json(text: str, where: str) -> dict[str, Any]:
     """Return the engine arguments of a JSON object; ``where`` names it in errors."""
-    _check_size(text, where)
-
-    def no_constant(name: str) -> Any:
-        raise EngineFileError(where, f"{name} is not a number that JSON has")
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in made:
-                raise EngineFileError(where, f"the key {key!r} is written twice")
-            made[key] = value
-        return made
-
-    try:
-        value = json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
-    except json.JSONDecodeError as error:
-        raise EngineFileError(where, f"line {error.lineno}, column {error.colno}: {error.msg}") from None
-    except RecursionError:
-        raise EngineFileError(where, "it is nested too deeply") from None
+    value, faults = read_strictly(text, bytes_max=FILE_BYTES_MAX, depth_max=DEPTH_MAX, finite=True)
+    if faults:
+        path, message = faults[0]
+        place = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).lstrip(".")
+        raise EngineFileError(where, f"{place or 'the text'} {message}")
     return _top_level(value, where)
 
 
