@@ -71,8 +71,11 @@ class WaitingLine:
         except TimeoutError:
             raise self._busy(f"no worker had room within {self._settings.queue_timeout_ms:.0f} ms") from None
         finally:
-            self.leave(routed)
-            routed.dispatched = None
+            # Once it is placed it is no longer waited for here: its worker may be lost, and it in the line again as a
+            # resumed one, before this task has its turn.
+            if routed.dispatched is dispatched:
+                self.leave(routed)
+                routed.dispatched = None
             self._metrics.queue_seconds.observe((self._clock.monotonic_ms() - now_ms) / 1000)
 
     def resume(self, routed: Routed) -> None:
@@ -181,6 +184,7 @@ class WaitingLine:
             routed.queued = None
             self._queue.leave(queued, dispatched=True)
             if dispatched is not None:
+                routed.dispatched = None
                 dispatched.set_result(None)
             return True
         if missing.lack is Lack.BUSY:

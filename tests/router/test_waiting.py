@@ -1,0 +1,71 @@
+"""The line of requests that wait for a worker: whoever is in it stays until it is placed, gives up or leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+from prometheus_client import CollectorRegistry
+
+from dispatch.request_machine import RequestMachine
+from dispatch.token_delivery import TokenDelivery
+from frontend.ports import InferenceRequest
+from router.choosing import Chooser, Lack, NotPlaced, Routed
+from router.core.selector import NoWorker
+from router.metrics import RouterMetrics
+from router.settings import RouterSettings
+from router.waiting import WaitingLine
+from runtime.clock import SystemClock
+from wire.hashing import pack_tokens
+from wire.requests import Sampling
+
+BUSY = NotPlaced(Lack.BUSY, NoWorker("m", {}))
+
+
+class Scene:
+    def __init__(self) -> None:
+        self.room = False
+        self.placed = 0
+        self.given_up: list[str] = []
+        self.line = WaitingLine(
+            RouterSettings(),
+            cast("Chooser", None),  # asked for nothing in this order of the queue
+            RouterMetrics(CollectorRegistry()),
+            SystemClock(),
+            self._place,
+            lambda routed, why: self.given_up.append(why),
+        )
+
+    def _place(self, routed: Routed) -> NotPlaced | None:
+        if not self.room:
+            return BUSY
+        self.placed += 1
+        return None
+
+
+def routed() -> Routed:
+    request = InferenceRequest("r", "m", pack_tokens(range(20)), Sampling(max_tokens=4))
+    return Routed(RequestMachine(request, TokenDelivery("r", lambda delivery: None), 3), [])
+
+
+def test_a_request_whose_worker_is_lost_in_the_turn_in_which_it_was_placed_waits_for_the_next_one() -> None:
+    async def scenario() -> None:
+        scene, request = Scene(), routed()
+        waiting = asyncio.ensure_future(scene.line.wait(request))
+        await asyncio.sleep(0)
+        assert len(scene.line) == 1
+
+        scene.room = True
+        scene.line.pump()
+        scene.room = False
+        scene.line.resume(request)  # before the task that waited has its turn
+        await waiting
+
+        assert scene.line.resumed() == [request]
+        scene.room = True
+        scene.line.pump()
+        assert scene.placed == 2
+        assert len(scene.line) == 0
+        assert scene.given_up == []
+
+    asyncio.run(scenario())
