@@ -68,6 +68,9 @@ _STREAM_STYLES = {"live": "green", "syncing": "yellow", "replaying": "yellow", "
 WIDE_COLUMNS = 120
 """Terminals narrower than this leave the optional columns out."""
 
+OWN = "worker"
+"""What a worker's own stream is called among its sources."""
+
 R = TypeVar("R")
 
 
@@ -105,11 +108,13 @@ def milliseconds(value: float | None) -> str:
 
 
 def stream_cell(stream: StreamRow) -> Text:
-    """Return the state of a stream, and when it is not believed, that its overlap is predicted."""
+    """Return the state of a stream, whether it is believed, and the further sources that are not live."""
+    lacking = [f"{name} {one.state}" for name, one in stream.sources.items() if name != OWN and one.state != "live"]
     if stream.trusted:
-        return Text(stream.state, style=_STREAM_STYLES.get(stream.state, ""))
+        style = "yellow" if lacking else _STREAM_STYLES.get(stream.state, "")
+        return Text(", ".join([stream.state, *lacking]), style=style)
     word = stream.state if stream.state == "stale" else f"suspect {stream.disagreement:.0%}"
-    return Text(word, style="red")
+    return Text(", ".join([word, *lacking]), style="red")
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from router.select_plane import SelectPlane
 from router.service import RouterService
 from runtime.clock import Clock
 from runtime.process_group import GroupMember
-from wire.answers import DecisionList, QueueRow, RequestExplanation, StreamRow, WorkerList, WorkerRow
+from wire.answers import DecisionList, QueueRow, RequestExplanation, SourceRow, StreamRow, WorkerList, WorkerRow
 from wire.identifiers import WorkerId, WorkerKey
 
 DECISIONS_LISTED_MAX = 1000
@@ -111,7 +111,10 @@ def stream_row(projection: Projection, worker: Worker) -> StreamRow:
         reason=reason,
         trusted=why is None,
         untrusted_because=why,
-        sources={name: stream.state.name.lower() for name, stream in sorted(worker.streams.items())},
+        sources={
+            name: SourceRow(state=stream.state.name.lower(), reason=stream.reason)
+            for name, stream in sorted(worker.streams.items())
+        },
         checked_requests=len(check) if check else 0,
         predicted_tokens=check.predicted_tokens if check else 0,
         realised_tokens=check.realised_tokens if check else 0,

@@ -18,6 +18,7 @@ from router.core.projection import Projection
 from router.decision_journal.recorder import DecisionRecorder
 from runtime.instruments import Across, Counter, Gauge, GaugeFamily, Histogram
 from wire.identifiers import StreamState, WorkerKey
+from wire.streams import OWN_STATES, WORKER_SOURCE
 
 DECISION_SECONDS_BUCKETS = (10e-6, 25e-6, 50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 50e-3)
 QUEUE_SECONDS_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
@@ -245,7 +246,8 @@ class StateCollector(Collector):
         for key, check in list(trust.checks.items()):
             disagreement.add_metric([str(key)], check.disagreement)
         yield disagreement
-        streams = dict.fromkeys((state.name.lower() for state in StreamState), 0)
+        streams = dict.fromkeys((state.name.lower() for state in OWN_STATES), 0)
+        further = dict.fromkeys((state.name.lower() for state in StreamState), 0)
         lag = GaugeFamily(
             "poolgrid_router_event_lag_seconds",
             "Age of a worker's last batch when recorded.",
@@ -262,6 +264,9 @@ class StateCollector(Collector):
         for key, worker in list(projection.fleet.workers.items()):
             reachable = self._viewed.is_reachable(key)
             streams[trust.stream(key)[0].name.lower()] += 1
+            for source, stream in list(worker.streams.items()):
+                if source != WORKER_SOURCE:
+                    further[stream.state.name.lower()] += 1
             states["draining" if worker.draining else "ready" if reachable else "unreachable"] += 1
             if worker.last_event_ms:
                 lag.add_metric([str(key)], max(0, worker.last_recorded_ms - worker.last_event_ms) / 1000)
@@ -274,7 +279,15 @@ class StateCollector(Collector):
         )
         for state, count in streams.items():
             stream_states.add_metric([state], count)
-        yield from (lag, held, workers, stream_states)
+        further_states = GaugeFamily(
+            "poolgrid_router_further_sources",
+            "Further sources of workers by the state of their event stream.",
+            labels=["state"],
+            across="largest",
+        )
+        for state, count in further.items():
+            further_states.add_metric([state], count)
+        yield from (lag, held, workers, stream_states, further_states)
 
 
 def register_views(registry: CollectorRegistry, viewed: Viewed) -> None:

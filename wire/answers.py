@@ -39,6 +39,13 @@ class QueueRow(Answer, frozen=True, kw_only=True):
 # -- a pool's router ---------------------------------------------------------------------------------------------------
 
 
+class SourceRow(Answer, frozen=True, kw_only=True):
+    """One source of a worker's events, and how far its stream can be trusted."""
+
+    state: str
+    reason: str
+
+
 class StreamRow(Answer, frozen=True, kw_only=True):
     """How far a worker's event stream can be trusted, and the numbers of the cross-check."""
 
@@ -46,7 +53,7 @@ class StreamRow(Answer, frozen=True, kw_only=True):
     reason: str
     trusted: bool
     untrusted_because: str | None
-    sources: dict[str, str]
+    sources: dict[str, SourceRow]
     checked_requests: int
     predicted_tokens: int
     realised_tokens: int

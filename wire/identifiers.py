@@ -77,6 +77,8 @@ class StreamState(IntEnum):
     REPLAYING = 2
     SNAPSHOTTING = 3
     STALE = 4
+    ABSENT = 5
+    FORMER = 6
 
 
 class Role(IntEnum):

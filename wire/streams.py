@@ -7,6 +7,11 @@
     REPLAYING      has a hole that it was asked to fill
     SNAPSHOTTING   restates its whole cache
     STALE          has a hole that nobody fills, or cannot be heard: what is known of its cache is not trusted
+    ABSENT         is a further source and has not been heard for the lease: nothing that it said is held
+    FORMER         is a further source and speaks for a life of the worker that has ended: nothing of it is taken in
+
+A worker's own stream (``WORKER_SOURCE``) decides how far the worker can be trusted. What a further source says is true
+or taken away, so one that fails makes the worker's view smaller and not wrong.
 
 The consolidator decides (``router.consolidator.core``) and writes ``StreamStateChanged``; what other events imply is
 not written twice. Every reader uses ``fold``, so all of them see the same state at the same offset.
@@ -20,8 +25,21 @@ from wire.events import AnyEvent, SnapshotBegan, SnapshotEnded, StreamStateChang
 from wire.feed import SourceStream
 from wire.identifiers import StreamState
 
+WORKER_SOURCE = "worker"
+"""Source of what a worker says of itself: what it pushes, or what an engine publishes that is listed with its card."""
+
 CONSOLIDATOR_SOURCE = "consolidator"
 """Source of the records that the consolidator writes on its own account."""
+
+
+OWN_STATES = (
+    StreamState.SYNCING,
+    StreamState.LIVE,
+    StreamState.REPLAYING,
+    StreamState.SNAPSHOTTING,
+    StreamState.STALE,
+)
+"""States of a worker's own stream; one that is absent is no member of the pool."""
 
 
 def fold(streams: dict[str, SourceStream], source: str, events: Iterable[AnyEvent]) -> bool:
@@ -31,8 +49,8 @@ def fold(streams: dict[str, SourceStream], source: str, events: Iterable[AnyEven
     something of a stream only by ``StreamStateChanged``.
     """
     known = streams.get(source)
-    before = StreamState.SYNCING if known is None else known.state
-    state = StreamState.LIVE if before is StreamState.SYNCING else before
+    before: StreamState = StreamState.SYNCING if known is None else known.state
+    state: StreamState = StreamState.LIVE if before is StreamState.SYNCING else before
     changed = False
     for event in events:
         if type(event) is SnapshotBegan:
@@ -42,21 +60,17 @@ def fold(streams: dict[str, SourceStream], source: str, events: Iterable[AnyEven
         elif type(event) is StreamStateChanged:
             streams[event.source] = SourceStream(event.source, event.state, event.reason)
             changed = True
+            if event.source == source:
+                before = state = event.state
     if source != CONSOLIDATOR_SOURCE and state is not before:
         streams[source] = SourceStream(source, state)
         changed = True
     return changed
 
 
-def worst(states: list[StreamState]) -> StreamState:
-    """Return the state that counts for a worker with several sources."""
-    return max(states, key=_SEVERITY.index, default=StreamState.SYNCING)
+def own_stream(streams: Iterable[SourceStream]) -> SourceStream:
+    """Return the stream that decides how far a worker can be trusted: what it says of itself."""
+    return next((one for one in streams if one.source == WORKER_SOURCE), _UNHEARD)
 
 
-_SEVERITY = (
-    StreamState.LIVE,
-    StreamState.SYNCING,
-    StreamState.SNAPSHOTTING,
-    StreamState.REPLAYING,
-    StreamState.STALE,
-)
+_UNHEARD = SourceStream(WORKER_SOURCE, StreamState.SYNCING)

@@ -152,7 +152,7 @@ def _streams(pool: PoolState) -> list[dict[str, Any]]:
             "source": source,
             "epoch": cursor.epoch,
             "next_seq": cursor.next_seq,
-            "blocks": sum(worker.presence.counts()),
+            "blocks": worker.presence.count_of(source),
             "requests": len(worker.requests),
         }
         for key, worker in sorted(pool.workers.items())

@@ -32,4 +32,5 @@ class ConsolidatorHealth:
             "offset": service.offset,
             "workers": len(service.core.pool.workers),
             "degraded_sources": [source.name for source in service.sources() if source.degraded],
+            "sources": [source.row() for source in service.sources()],
         }

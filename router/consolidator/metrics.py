@@ -8,8 +8,9 @@ from typing import Protocol
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from router.consolidator.pub_shell import WAITING
 from runtime.instruments import GaugeFamily
-from wire.identifiers import WorkerKey
+from wire.identifiers import StreamState, WorkerKey
 
 PREFIX = "poolgrid_consolidator_"
 
@@ -56,30 +57,45 @@ GAUGES: dict[str, str] = {
 """Gauge (without prefix) and help."""
 
 SOURCE_GAUGES: dict[str, str] = {
-    "source_degraded": "1 while a PUB engine's blocks are known in part only (a gap could not be filled).",
+    "source_degraded": "1 while a PUB source's blocks are known in part only (a gap was not filled) or not at all.",
+    "source_blocks": "Blocks that a PUB source says its worker holds, each tier counted.",
 }
 
+SOURCE_STATE = "1 for the state that the stream of a PUB source is in; waiting = its worker has not joined."
+
+SOURCE_STATES = (*(state.name.lower() for state in StreamState), WAITING)
+
 SOURCE_COUNTERS: dict[str, str] = {
-    "source_gaps": "Holes in the sequence of a PUB engine.",
-    "source_replays": "Replay requests to a PUB engine.",
-    "source_losses": "Times the cache of a PUB engine was dropped because batches were lost for good.",
-    "source_restarts": "New lives of a PUB engine.",
-    "source_undecodable": "Messages of a PUB engine that did not decode.",
-    "source_ignored_blocks": "Blocks of a PUB engine that could not be placed (unknown parent, partial, other medium).",
+    "source_gaps": "Holes in the sequence of a PUB source.",
+    "source_replays": "Replay requests to a PUB source.",
+    "source_losses": "Times what a PUB source had said was dropped because batches were lost for good.",
+    "source_restarts": "New lives of a PUB source.",
+    "source_undecodable": "Messages of a PUB source that did not decode.",
+    "source_ignored_blocks": "Blocks of a PUB source that could not be placed (unknown parent, partial, other medium).",
 }
 
 
 class MeasuredSource(Protocol):
-    """What is counted of an engine that publishes itself."""
+    """What is counted of a publisher."""
 
     @property
     def name(self) -> str:
-        """Return the name of the worker rank, by which the source goes."""
+        """Return the name by which the source goes."""
         ...
 
     @property
     def degraded(self) -> bool:
-        """Say whether the engine's blocks are known in part only, or not at all."""
+        """Say whether the publisher's blocks are known in part only, or not at all."""
+        ...
+
+    @property
+    def shown_state(self) -> str:
+        """Return the state of the stream in a word."""
+        ...
+
+    @property
+    def blocks(self) -> int:
+        """Return how many blocks it says its worker holds."""
         ...
 
     @property
@@ -104,7 +120,7 @@ class Measured(Protocol):
         ...
 
     def sources(self) -> Sequence[MeasuredSource]:
-        """Return the engines that publish themselves."""
+        """Return the publishers of the sources file."""
         ...
 
 
@@ -140,8 +156,14 @@ class ConsolidatorCollector(Collector):
         for name, text in SOURCE_GAUGES.items():
             family = GaugeFamily(PREFIX + name, text, across="largest", labels=["source"])
             for source in sources:
-                family.add_metric([source.name], float(source.degraded))
+                value = source.degraded if name == "source_degraded" else source.blocks
+                family.add_metric([source.name], float(value))
             yield family
+        states = GaugeFamily(PREFIX + "source_state", SOURCE_STATE, across="largest", labels=["source", "state"])
+        for source in sources:
+            for state in SOURCE_STATES:
+                states.add_metric([source.name, state], float(source.shown_state == state))
+        yield states
         for name, text in SOURCE_COUNTERS.items():
             counter = CounterMetricFamily(PREFIX + name, text, labels=["source"])
             for source in sources:

@@ -1,29 +1,34 @@
-"""The sockets of one PUB engine: a subscription, its monitor, and a DEALER for replays."""
+"""The sockets of one publisher: a subscription, its monitor, and a DEALER for replays.
+
+``PubShell`` holds the sockets and hands what comes to whoever follows the publisher. Two kinds of them: ``EngineShell``
+for an engine that is a worker by itself, ``FurtherShell`` for a further source of a worker that joins by itself.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import struct
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
-import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from router.consolidator.core.consolidator import Consolidator, Turn
-from router.consolidator.core.pool_state import WORKER_SOURCE
+from router.consolidator.core.consolidator import Consolidator, MemberJoined, MemberLeft, Turn
+from router.consolidator.core.further_source import FollowerLimits, FurtherSource
+from router.consolidator.core.pool_state import PoolState
 from router.consolidator.core.pub_source import AskReplay, Leave, NewLife, PubEffect, PubFollower, SourceState
+from router.consolidator.sources_file import FurtherPub, Publisher, PubSource
 from runtime.clock import Clock
 from runtime.planes import leave_plain
 from runtime.zmq_socket import BatchSocket
-from wire.addresses import zmq_endpoint_problem
-from wire.card import WorkerCard, WorkerLimits
-from wire.card_check import SHOWN_CHARS_MAX, card_problem, name_problem
-from wire.identifiers import StreamState, WorkerId, WorkerKey
+from wire.events import EventBatch
+from wire.identifiers import StreamState, WorkerKey
 from wire.limits import FRAME_BYTES_MAX
+from wire.streams import WORKER_SOURCE
 
 log = logging.getLogger(__name__)
 
@@ -35,200 +40,152 @@ seq_frame = struct.Struct(">Q")
 SUBSCRIPTION_QUEUE_MAX = 20_000
 """Frames that ZMQ keeps while we are busy; beyond it they are lost, which the follower sees as a hole."""
 
-SOURCES_MAX = 4096
-"""Engines in one sources file."""
+_monitors = itertools.count()
+"""Numbers the sockets that tell of connections: their addresses are names in this process."""
 
-REPLAY_TIMEOUT_MS_MAX = 3_600_000
-"""Longest wait for an engine's replay that a sources file may ask for: beyond an hour it is a mistake in the unit."""
-
-
-class PubSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An engine that publishes itself, as the sources file lists it."""
-
-    worker_id: str
-    endpoint: str
-    """ZMQ endpoint of the engine's PUB socket."""
-    card: WorkerCard
-    replay_endpoint: str = ""
-    """ZMQ endpoint of its replay socket; empty = it has none."""
-    topic: str = ""
-    dp_rank: int = 0
-    replay_timeout_ms: int = 1000
-
-    @property
-    def key(self) -> WorkerKey:
-        """Return the worker rank."""
-        return WorkerKey(WorkerId(self.worker_id), self.dp_rank)
+WAITING = "waiting"
+"""What is shown of a further source whose worker is no member."""
 
 
-def load_sources(path: Path | None) -> list[PubSource]:
-    """Return the engines of a sources file (a JSON list); raises ``ValueError`` naming file and place."""
-    if path is None:
-        return []
-    try:
-        sources: list[PubSource] = decode_sources(path.read_bytes())
-    except (OSError, msgspec.MsgspecError, ValueError) as error:
-        raise ValueError(f"reading the PUB sources {path}: {error}") from error
-    keys = [source.key for source in sources]
-    if len(sources) > SOURCES_MAX:
-        raise ValueError(f"reading the PUB sources {path}: {len(sources)} engines, allowed are at most {SOURCES_MAX}")
-    for position, key in enumerate(keys):
-        if key in keys[:position]:
-            raise ValueError(f"reading the PUB sources {path}: worker {key} is listed twice")
-    return sources
-
-
-def decode_sources(data: bytes) -> list[PubSource]:
-    """Return the engines of a JSON list in which cards are objects with the card's field names."""
-    entries = msgspec.json.decode(data, type=list[dict[str, Any]])
-    return [_source(entry, position) for position, entry in enumerate(entries)]
-
-
-def _source(entry: dict[str, Any], position: int) -> PubSource:
-    card = entry.get("card")
-    if isinstance(card, dict):
-        limits = card.get("limits")
-        try:
-            if isinstance(limits, dict):
-                limits = _by_name("limits", limits, WorkerLimits.__struct_fields__)
-            entry = {**entry, "card": _by_name("card", {**card, "limits": limits}, WorkerCard.__struct_fields__)}
-        except ValueError as error:
-            raise ValueError(f"entry {position}: {error}") from None
-    try:
-        source = msgspec.convert(entry, PubSource)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"entry {position}: {error}") from None
-    problem = _problem(source)
-    if problem is not None:
-        raise ValueError(f"entry {position}: {problem}")
-    return source
-
-
-def _problem(source: PubSource) -> str | None:
-    """Say what is wrong with an engine of the file, or ``None``."""
-    problem = name_problem("worker_id", source.worker_id, needed=True) or card_problem(source.card)
-    if problem is not None:
-        return problem
-    for field, endpoint in (("endpoint", source.endpoint), ("replay_endpoint", source.replay_endpoint)):
-        problem = zmq_endpoint_problem(endpoint, local=True) if endpoint or field == "endpoint" else None
-        if problem is not None:
-            shown = endpoint[:SHOWN_CHARS_MAX]
-            return f"{field} is {shown!r}, which {problem}; allowed are tcp://host:port and ipc://path"
-    ranks = source.card.dp_size
-    if not 0 <= source.dp_rank < ranks:
-        return f"dp_rank is {source.dp_rank}, the card's dp_size {ranks} allows 0 to {ranks - 1}"
-    if not 1 <= source.replay_timeout_ms <= REPLAY_TIMEOUT_MS_MAX:
-        return f"replay_timeout_ms is {source.replay_timeout_ms}, allowed are 1 to {REPLAY_TIMEOUT_MS_MAX}"
-    return None
-
-
-def _by_name(what: str, given: dict[str, Any], names: tuple[str, ...]) -> list[Any]:
-    """Return named fields in the order of a positional struct, up to the last one given."""
-    unknown = sorted(set(given) - set(names))
-    if unknown:
-        raise ValueError(f"{what} has unknown fields {', '.join(unknown)}; allowed are {', '.join(names)}")
-    ordered: list[Any] = []
-    for name in names[: max((names.index(name) + 1 for name in given), default=0)]:
-        if name not in given:
-            raise ValueError(f"{what} lacks {name}, which stands before other fields that are given")
-        ordered.append(given[name])
-    return ordered
-
-
-class PubShell:
-    """Carries a follower's inputs and effects; owned by the consolidator service."""
-
-    def __init__(
-        self,
-        source: PubSource,
-        context: zmq.Context[Any],
-        take_turn: TakeTurn,
-        clock: Clock,
-        lease_ms: int,
-        blocks_max: int,
-        epoch_floor: int,
-    ) -> None:
-        """``take_turn`` runs a turn of the core.
-
-        ``blocks_max`` are the most blocks that are taken in, ``epoch_floor`` is the last life that the pool knows of.
-        """
-        self.source = source
-        self._context = context
-        self._take_turn = take_turn
-        self._clock = clock
-        self._follower = PubFollower(
-            source.key,
-            source.card.block_size,
-            blocks_max,
-            bool(source.replay_endpoint),
-            source.replay_timeout_ms,
-            lease_ms,
-            epoch_floor,
-        )
-        self._timer: asyncio.TimerHandle | None = None
-        self._paused = False
-        self._told = StreamState.SYNCING
-        """What the pool was last told of the stream."""
-        self.refused: str | None = None
-        """Why the pool does not take this engine, if so."""
-        self._subscription: zmq.Socket[bytes] = context.socket(zmq.SUB)
-        leave_plain(self._subscription)  # engines publish without CURVE
-        self._subscription.setsockopt(zmq.LINGER, 0)
-        self._subscription.setsockopt(zmq.RCVHWM, SUBSCRIPTION_QUEUE_MAX)
-        self._subscription.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
-        self._subscription.setsockopt(zmq.SUBSCRIBE, source.topic.encode())
-        self._subscription.setsockopt(zmq.RECONNECT_IVL, 50)
-        self._subscription.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        self._monitor: zmq.Socket[bytes] = self._subscription.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-        )
-        self._replay: zmq.Socket[bytes] | None = None
-        self._replay_inbox: BatchSocket | None = None
-        self._subscription_inbox = BatchSocket(self._subscription, self._on_live)
-        self._monitor_inbox = BatchSocket(self._monitor, self._on_monitor)
-
-    @property
-    def name(self) -> str:
-        """Return the name of the worker rank, by which the source goes."""
-        return str(self.source.key)
-
-    @property
-    def state(self) -> SourceState:
-        """Return where the source stands."""
-        return self._follower.state
-
-    @property
-    def degraded(self) -> bool:
-        """Say whether the engine's blocks are known in part only, or not at all."""
-        return self._follower.degraded or self.refused is not None or self._follower.state is SourceState.ABSENT
+class Followed(Protocol):
+    """Who follows a publisher: inputs in order, effects out."""
 
     @property
     def counts(self) -> dict[str, int]:
         """Return the counters of the source."""
-        return self._follower.counts
+        ...
 
+    @property
+    def health(self) -> tuple[StreamState, str]:
+        """Return how far the stream can be trusted, and why."""
+        ...
+
+    def connected(self, now_ms: float, wall_ms: int) -> Sequence[PubEffect]:
+        """The subscription reached the publisher (again)."""
+        ...
+
+    def disconnected(self, now_ms: float) -> Sequence[PubEffect]:
+        """The connection is gone."""
+        ...
+
+    def live(self, seq: int, payload: bytes, now_ms: float, wall_ms: int) -> Sequence[PubEffect]:
+        """A frame of the subscription."""
+        ...
+
+    def replayed(self, seq: int, payload: bytes, now_ms: float, wall_ms: int) -> Sequence[PubEffect]:
+        """A frame of the replay socket."""
+        ...
+
+    def tick(self, now_ms: float, wall_ms: int) -> Sequence[PubEffect]:
+        """Time has passed."""
+        ...
+
+    def due_ms(self) -> float | None:
+        """Return when ``tick`` has something to do."""
+        ...
+
+    def count_undecodable(self) -> None:
+        """Count a message that is none."""
+        ...
+
+
+class PubShell(ABC):
+    """Carries a follower's inputs and effects; owned by the consolidator service."""
+
+    def __init__(
+        self,
+        source: Publisher,
+        context: zmq.Context[Any],
+        take_turn: TakeTurn,
+        clock: Clock,
+        pool: PoolState,
+        lease_ms: int,
+        followed: Followed,
+    ) -> None:
+        """``take_turn`` runs a turn of the core, whose state is ``pool``."""
+        self.source = source
+        self.refused: str | None = None
+        """Why the pool does not take this publisher, if so."""
+        self._context = context
+        self._take_turn = take_turn
+        self._clock = clock
+        self._pool = pool
+        self._lease_ms = lease_ms
+        self._followed = followed
+        self._timer: asyncio.TimerHandle | None = None
+        self._paused = False
+        self._told = StreamState.SYNCING
+        """What the pool was last told of the stream."""
+        self._subscription: zmq.Socket[bytes] | None = None
+        self._monitor: zmq.Socket[bytes] | None = None
+        self._replay: zmq.Socket[bytes] | None = None
+        self._replay_inbox: BatchSocket | None = None
+        self._inboxes: list[BatchSocket] = []
+        """Of the subscription and its monitor."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Return the name by which the source goes in metrics and logs."""
+
+    @property
+    @abstractmethod
+    def source_name(self) -> str:
+        """Return its name among the sources of its worker."""
+
+    @property
+    @abstractmethod
+    def degraded(self) -> bool:
+        """Say whether the publisher's blocks are known in part only, or not at all."""
+
+    @property
+    def key(self) -> WorkerKey:
+        """Return the worker rank that it speaks about."""
+        return self.source.key
+
+    @property
+    def shown_state(self) -> str:
+        """Return the state of the stream in a word."""
+        return self._followed.health[0].name.lower()
+
+    def row(self) -> dict[str, object]:
+        """Return the source as ``/health`` shows it."""
+        return {
+            "worker_id": self.key.worker_id,
+            "dp_rank": self.key.dp_rank,
+            "source": self.source_name,
+            "endpoint": self.source.endpoint,
+            "state": self.shown_state,
+            "reason": self.refused or self._followed.health[1],
+            "blocks": self.blocks,
+        }
+
+    @property
+    def blocks(self) -> int:
+        """Return how many blocks it says its worker holds, each tier counted."""
+        worker = self._pool.workers.get(self.key)
+        return worker.presence.count_of(self.source_name) if worker is not None else 0
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Return the counters of the source."""
+        return self._followed.counts
+
+    @abstractmethod
     def start(self) -> None:
-        """Connect and begin to receive."""
-        self._monitor_inbox.start()
-        self._subscription_inbox.start()
-        try:
-            self._subscription.connect(self.source.endpoint)
-        except zmq.ZMQError as error:
-            # One engine that cannot be followed is no reason for the others' events to stay away.
-            self.refused = f"connecting to its endpoint {self.source.endpoint!r} failed: {error}"
-            log.error("PUB engine %s is not followed: %s", self.name, self.refused)
+        """Begin to follow."""
 
     def pause(self) -> None:
         """Take nothing in: the journal does not take it."""
         self._paused = True
-        for inbox in (self._subscription_inbox, self._monitor_inbox, self._replay_inbox):
+        for inbox in (*self._inboxes, self._replay_inbox):
             if inbox is not None:
                 inbox.pause()
 
     def resume(self) -> None:
         """Go on."""
         self._paused = False
-        for inbox in (self._subscription_inbox, self._monitor_inbox, self._replay_inbox):
+        for inbox in (*self._inboxes, self._replay_inbox):
             if inbox is not None:
                 inbox.resume()
         self._arm()
@@ -237,10 +194,15 @@ class PubShell:
         """Close the sockets."""
         if self._timer is not None:
             self._timer.cancel()
-        self._monitor_inbox.stop()
-        self._subscription_inbox.stop()
-        self._subscription.disable_monitor()
-        self._subscription.close()
+            self._timer = None
+        for inbox in self._inboxes:
+            inbox.stop()
+        self._inboxes = []
+        if self._subscription is not None and self._monitor is not None:
+            self._subscription.monitor(None, 0)
+            self._monitor.close()  # not before: see ``_monitored``
+            self._subscription.close()
+            self._subscription = self._monitor = None
         self._close_replay()
 
     def _close_replay(self) -> None:
@@ -251,6 +213,47 @@ class PubShell:
             self._replay.close()
             self._replay = None
 
+    def _open(self) -> None:
+        """Subscribe. A publisher that says nothing for the lease, not even its socket, has lost its connection."""
+        subscription: zmq.Socket[bytes] = self._context.socket(zmq.SUB)
+        leave_plain(subscription)  # engines publish without CURVE
+        subscription.setsockopt(zmq.LINGER, 0)
+        subscription.setsockopt(zmq.RCVHWM, SUBSCRIPTION_QUEUE_MAX)
+        subscription.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
+        subscription.setsockopt(zmq.SUBSCRIBE, self.source.topic.encode())
+        subscription.setsockopt(zmq.RECONNECT_IVL, 50)
+        subscription.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        # ZMQ's own sign of life: one whose machine vanished, or that stands still, never ends its connection.
+        subscription.setsockopt(zmq.HEARTBEAT_IVL, max(1, self._lease_ms // 3))
+        subscription.setsockopt(zmq.HEARTBEAT_TIMEOUT, self._lease_ms)
+        self._subscription = subscription
+        monitor = self._monitor = self._monitored(subscription)
+        self._inboxes = [BatchSocket(monitor, self._on_monitor), BatchSocket(subscription, self._on_live)]
+        for inbox in self._inboxes:
+            if self._paused:
+                inbox.pause()
+            inbox.start()
+        try:
+            subscription.connect(self.source.endpoint)
+        except zmq.ZMQError as error:
+            # One engine that cannot be followed is no reason for the others' events to stay away.
+            self.refused = f"connecting to its endpoint {self.source.endpoint!r} failed: {error}"
+            log.error("PUB source %s is not followed: %s", self.name, self.refused)
+
+    def _monitored(self, subscription: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+        """Return a socket that tells of the subscription's connection.
+
+        ZMQ's thread waits when it cannot tell: with the subscription's lock, so that whoever closes it waits for ever.
+        The queue has no bound therefore (two events a connection), and the socket outlives the monitoring.
+        """
+        address = f"inproc://pub-monitor-{next(_monitors)}"
+        subscription.monitor(address, zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        monitor: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
+        monitor.setsockopt(zmq.LINGER, 0)
+        monitor.setsockopt(zmq.RCVHWM, 0)
+        monitor.connect(address)
+        return monitor
+
     # Inputs
 
     def _on_monitor(self, messages: list[list[bytes]]) -> None:
@@ -258,11 +261,11 @@ class PubShell:
         for frames in messages:
             event = parse_monitor_message(frames)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                log.info("PUB engine %s: connected to %s", self.name, self.source.endpoint)
-                effects += self._follower.connected(self._clock.monotonic_ms(), self._clock.wall_ms())
+                log.info("PUB source %s: connected to %s", self.name, self.source.endpoint)
+                effects += self._followed.connected(self._clock.monotonic_ms(), self._clock.wall_ms())
             elif event == zmq.EVENT_DISCONNECTED:
-                log.warning("PUB engine %s: connection lost", self.name)
-                effects += self._follower.disconnected(self._clock.monotonic_ms())
+                log.warning("PUB source %s: connection lost", self.name)
+                effects += self._followed.disconnected(self._clock.monotonic_ms())
         self._carry_out(effects)
 
     def _on_live(self, messages: list[list[bytes]]) -> None:
@@ -270,9 +273,9 @@ class PubShell:
         effects: list[PubEffect] = []
         for frames in messages:
             if len(frames) < 2 or len(frames[-2]) != 8:
-                self._follower.counts["source_undecodable"] += 1
+                self._followed.count_undecodable()
                 continue
-            effects += self._follower.live(seq_frame.unpack(frames[-2])[0], frames[-1], now_ms, wall_ms)
+            effects += self._followed.live(seq_frame.unpack(frames[-2])[0], frames[-1], now_ms, wall_ms)
         self._carry_out(effects)
 
     def _on_replay(self, messages: list[list[bytes]]) -> None:
@@ -280,9 +283,9 @@ class PubShell:
         effects: list[PubEffect] = []
         for frames in messages:
             if len(frames) < 2 or len(frames[-2]) != 8:
-                self._follower.counts["source_undecodable"] += 1
+                self._followed.count_undecodable()
                 continue
-            effects += self._follower.replayed(seq_frame.unpack(frames[-2])[0], frames[-1], now_ms, wall_ms)
+            effects += self._followed.replayed(seq_frame.unpack(frames[-2])[0], frames[-1], now_ms, wall_ms)
             if any(isinstance(effect, AskReplay) for effect in effects):
                 break  # the rest answers a question that no longer stands
         self._carry_out(effects)
@@ -290,33 +293,29 @@ class PubShell:
     def _on_timer(self) -> None:
         self._timer = None
         if not self._paused:
-            self._carry_out(self._follower.tick(self._clock.monotonic_ms(), self._clock.wall_ms()))
+            self._carry_out(self._followed.tick(self._clock.monotonic_ms(), self._clock.wall_ms()))
 
     # Effects
 
-    def _carry_out(self, effects: list[PubEffect]) -> None:
+    @abstractmethod
+    def _apply(self, effect: PubEffect, core: Consolidator, turn: Turn) -> None:
+        """Carry out what concerns the pool."""
+
+    def _carry_out(self, effects: Sequence[PubEffect]) -> None:
         asked: AskReplay | None = None
 
         def work(core: Consolidator, turn: Turn) -> None:
             nonlocal asked
             for effect in effects:
-                if isinstance(effect, NewLife):
-                    before = self.refused
-                    self.refused = core.attach(self.source.key, effect.epoch, self.source.card, turn)
-                    if self.refused is not None and self.refused != before:
-                        log.error("PUB engine %s is not taken into the pool: %s", self.name, self.refused)
-                    log.info("PUB engine %s: new life, %s", self.name, effect.reason)
-                elif isinstance(effect, Leave):
-                    core.detach(self.source.key, effect.reason, turn)
-                elif isinstance(effect, AskReplay):
+                if isinstance(effect, AskReplay):
                     asked = effect
-                elif self.refused is None:
-                    core.take(effect, turn)
-            state, reason = self._follower.health
-            core.note_stream(self.source.key, WORKER_SOURCE, state, reason, turn)
+                else:
+                    self._apply(effect, core, turn)
+            state, reason = self._followed.health
+            core.note_stream(self.key, self.source_name, state, reason, turn)
 
-        if effects or self._follower.health[0] is not self._told:
-            self._told = self._follower.health[0]
+        if effects or self._followed.health[0] is not self._told:
+            self._told = self._followed.health[0]
             self._take_turn(work)
         if asked is not None:
             self._ask(asked)
@@ -335,20 +334,150 @@ class PubShell:
             self._replay.send_multipart([b"", seq_frame.pack(ask.from_seq)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             # Like an answer that does not come: asked again when it is due, and a loss in the end.
-            log.error("PUB engine %s: asking %s for a replay failed: %s", self.name, self.source.replay_endpoint, error)
+            log.error("PUB source %s: asking %s for a replay failed: %s", self.name, self.source.replay_endpoint, error)
             self._close_replay()
             return
         self._replay_inbox = BatchSocket(self._replay, self._on_replay)
         if self._paused:
             self._replay_inbox.pause()
         self._replay_inbox.start()
-        log.info("PUB engine %s: asked for a replay from frame %d", self.name, ask.from_seq)
+        log.info("PUB source %s: asked for a replay from frame %d", self.name, ask.from_seq)
 
     def _arm(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        due_ms = self._follower.due_ms()
+        due_ms = self._followed.due_ms()
         if due_ms is not None and not self._paused:
             wait_ms = max(1.0, due_ms - self._clock.monotonic_ms())
             self._timer = asyncio.get_running_loop().call_later(wait_ms / 1000, self._on_timer)
+
+
+class EngineShell(PubShell):
+    """An engine that publishes itself, and is a worker of the pool while its connection stands."""
+
+    def __init__(
+        self,
+        source: PubSource,
+        context: zmq.Context[Any],
+        take_turn: TakeTurn,
+        clock: Clock,
+        pool: PoolState,
+        lease_ms: int,
+        blocks_max: int,
+    ) -> None:
+        """``blocks_max`` are the most blocks that are taken in."""
+        known = pool.workers.get(source.key)
+        self._card = source.card
+        self._follower = PubFollower(
+            source.key,
+            source.card.block_size,
+            blocks_max,
+            bool(source.replay_endpoint),
+            source.replay_timeout_ms,
+            lease_ms,
+            known.epoch if known is not None else 0,
+        )
+        super().__init__(source, context, take_turn, clock, pool, lease_ms, self._follower)
+
+    @property
+    def name(self) -> str:
+        """Return the name of the worker rank, by which the source goes."""
+        return str(self.key)
+
+    @property
+    def source_name(self) -> str:
+        """Return the name of a worker's own stream."""
+        return WORKER_SOURCE
+
+    @property
+    def degraded(self) -> bool:
+        """Say whether the engine's blocks are known in part only, or not at all."""
+        return self._follower.degraded or self.refused is not None or self._follower.state is SourceState.ABSENT
+
+    def start(self) -> None:
+        """Connect and begin to receive."""
+        self._open()
+
+    def _apply(self, effect: PubEffect, core: Consolidator, turn: Turn) -> None:
+        if isinstance(effect, NewLife):
+            before = self.refused
+            self.refused = core.attach(self.key, effect.epoch, self._card, turn)
+            if self.refused is not None and self.refused != before:
+                log.error("PUB engine %s is not taken into the pool: %s", self.name, self.refused)
+            log.info("PUB engine %s: new life, %s", self.name, effect.reason)
+        elif isinstance(effect, Leave):
+            core.detach(self.key, effect.reason, turn)
+        elif isinstance(effect, EventBatch) and self.refused is None:
+            core.take(effect, turn)
+
+
+class FurtherShell(PubShell):
+    """A further source of a worker that joins by itself: followed while that worker is a member."""
+
+    def __init__(
+        self,
+        source: FurtherPub,
+        context: zmq.Context[Any],
+        take_turn: TakeTurn,
+        clock: Clock,
+        pool: PoolState,
+        lease_ms: int,
+        blocks_max: int,
+    ) -> None:
+        """``blocks_max`` are the most blocks that are taken in."""
+        self._source_name = source.source
+        limits = FollowerLimits(blocks_max, bool(source.replay_endpoint), source.replay_timeout_ms, lease_ms)
+        self._further = FurtherSource(source.key, source.source, limits, source.outlives_worker)
+        super().__init__(source, context, take_turn, clock, pool, lease_ms, self._further)
+
+    @property
+    def name(self) -> str:
+        """Return the names of the worker rank and of the source."""
+        return f"{self.key}:{self._source_name}"
+
+    @property
+    def source_name(self) -> str:
+        """Return its name among the sources of its worker."""
+        return self._source_name
+
+    @property
+    def shown_state(self) -> str:
+        """Return the state of the stream in a word."""
+        return super().shown_state if self._further.is_followed else WAITING
+
+    @property
+    def degraded(self) -> bool:
+        """Say whether a member's blocks at this source are known in part only, or not at all."""
+        if self.refused is not None:
+            return True
+        lacking = (StreamState.STALE, StreamState.ABSENT, StreamState.FORMER)
+        return self._further.is_followed and self._further.health[0] in lacking
+
+    def start(self) -> None:
+        """Follow the source of a worker that the journal knows; others are waited for."""
+        worker = self._pool.workers.get(self.key)
+        if worker is not None:
+            self._further.recovered(worker, self._clock.monotonic_ms())
+            self._follow(worker.stream(self._source_name).state)
+
+    def member(self, member: MemberJoined | MemberLeft) -> None:
+        """The worker came or went."""
+        if isinstance(member, MemberJoined):
+            self._further.joined(member, self._clock.monotonic_ms())
+            self._follow(StreamState.SYNCING)
+        else:
+            self._further.left(member)
+            self.close()
+
+    def _follow(self, told: StreamState) -> None:
+        self._told = told
+        self.refused = None
+        self._open()
+        self._carry_out([])
+
+    def _apply(self, effect: PubEffect, core: Consolidator, turn: Turn) -> None:
+        if isinstance(effect, EventBatch) and not core.take(effect, turn) and self.refused is None:
+            limit = core.limits.sources_per_worker_max
+            self.refused = f"worker {self.key} has {limit} sources, allowed are at most {limit}"
+            log.error("PUB source %s is not taken into the pool: %s", self.name, self.refused)

@@ -40,9 +40,10 @@ from router.consolidator.journal.errors import JournalCorrupt
 from router.consolidator.journal_writer import COMPLAIN_EVERY_MS, JournalWriter
 from router.consolidator.metrics import ConsolidatorCollector
 from router.consolidator.ports import Journal, PoolListener
-from router.consolidator.pub_shell import PubShell, load_sources
+from router.consolidator.pub_shell import EngineShell, FurtherShell, PubShell
 from router.consolidator.settings import ConsolidatorSettings
 from router.consolidator.snapshot_parts import cut_snapshot
+from router.consolidator.sources_file import FurtherPub, load_sources
 from runtime.awake_clock import AwakeClock
 from runtime.clock import Clock
 from runtime.complaints import Complaints, shown_peer
@@ -193,6 +194,8 @@ class ConsolidatorService:
         """What is open, and how each thing ends."""
         self._has_journal = False
         self._sources: list[PubShell] = []
+        self._further: dict[WorkerKey, list[FurtherShell]] = {}
+        """The further sources of each worker that has some."""
 
     # Life
 
@@ -213,7 +216,7 @@ class ConsolidatorService:
         opened = self._opened
         self._clock.start()
         opened.callback(self._clock.stop)
-        definitions = load_sources(settings.pub_sources)
+        definitions = load_sources(settings.pub_sources, settings.sources_per_worker_max)
         opened.callback(self._executor.shutdown, wait=False)
         opened.push_async_callback(self._close_journal)
         await self._to_its_end(self._on_thread(self._open))
@@ -249,19 +252,16 @@ class ConsolidatorService:
         opened.callback(self._registry.unregister, self._collector)
         context = self._context
         assert context is not None
+        shared = (context, self.take_turn, self._clock, pool, settings.lease_ms, settings.blocks_per_worker_max)
         for definition in definitions:
-            known = pool.workers.get(definition.key)
-            self._sources.append(
-                PubShell(
-                    definition,
-                    context,
-                    self.take_turn,
-                    self._clock,
-                    settings.lease_ms,
-                    settings.blocks_per_worker_max,
-                    known.epoch if known is not None else 0,
-                )
-            )
+            if isinstance(definition, FurtherPub):
+                further = FurtherShell(definition, *shared)
+                self._further.setdefault(definition.key, []).append(further)
+                self._sources.append(further)
+            else:
+                self._sources.append(EngineShell(definition, *shared))
+        listed = {key: [shell.source_name for shell in shells] for key, shells in self._further.items()}
+        self.take_turn(lambda core, turn: core.drop_unlisted(listed, turn))
         opened.callback(self._subscriptions.close)
         self._subscriptions.start()
         for inbox in (self._ingest_inbox, self._query_inbox):
@@ -404,7 +404,7 @@ class ConsolidatorService:
         return unsubscribe
 
     def sources(self) -> Sequence[PubShell]:
-        """Return the attached PUB engines with their health."""
+        """Return the publishers of the sources file with their health: engines, and further sources of workers."""
         return self._sources
 
     def lags_ms(self) -> dict[WorkerKey, int]:
@@ -454,6 +454,10 @@ class ConsolidatorService:
             self._break(error)
             return
         self._writer.put(turn, payloads)
+        if self._further:
+            for member in turn.members:
+                for shell in self._further.get(member.key, ()):
+                    shell.member(member)
 
     def _commit(self, turn: Turn) -> None:
         """Check that a turn's records continue the journal, and that the state has moved on by just those."""

@@ -93,7 +93,9 @@ class ConsolidatorSettings(SecuritySettings):
         description="Blocks remembered per worker rank over all tiers; further ones are not taken in, and counted.",
     )
     pub_sources: Path | None = Field(
-        default=None, description="JSON file that lists engines which publish their own KV events over ZMQ PUB."
+        default=None,
+        description="JSON file that lists who publishes KV events over ZMQ PUB: engines, and further sources of "
+        "workers that push.",
     )
 
     def limits(self) -> ConsolidatorLimits:

@@ -1,8 +1,9 @@
 """Which workers' overlap is believed, and what stands in for it where it is not.
 
 Rules
-    1. A worker is untrusted while its stream is ``STALE`` (the consolidator says so) or ``suspect`` (``OverlapCheck``
-       says so). Everyone else is trusted, whatever happened before.
+    1. A worker is untrusted while its own stream is ``STALE`` (the consolidator says so) or ``suspect``
+       (``OverlapCheck`` says so). Everyone else is trusted, whatever happened before, and whatever becomes of further
+       sources.
     2. From the moment a worker is untrusted, the router's own choices for it are recorded, and its overlap is what they
        predict, for ``ttl_ms`` each. What the index says of it meanwhile is kept up to date and not used.
     3. A worker that is trusted again, or leaves, loses its predictions.
@@ -20,7 +21,7 @@ from router.core.overlap_check import OverlapCheck
 from router.core.prefix_index import PrefixIndex, TierOverlap
 from wire.feed import SourceStream
 from wire.identifiers import Stage, StreamState, WorkerKey
-from wire.streams import worst
+from wire.streams import own_stream
 
 PENDING_MAX = 16_384
 """Chosen requests whose start is awaited for the cross-check; beyond it the oldest is not checked."""
@@ -67,10 +68,8 @@ class StreamTrust:
 
     def note_streams(self, worker: WorkerKey, streams: Iterable[SourceStream]) -> None:
         """Take what the journal says of a worker's streams."""
-        listed = list(streams)
-        state = worst([stream.state for stream in listed])
-        reason = next((stream.reason for stream in listed if stream.state is state), "")
-        self._states[worker] = (state, reason)
+        own = own_stream(streams)
+        self._states[worker] = (own.state, own.reason)
         self._judge(worker)
 
     def forget(self, worker: WorkerKey) -> None:

@@ -18,12 +18,13 @@ from cli.top import (
     Frame,
     fetch,
     milliseconds,
+    stream_cell,
     top,
     usage_bar,
     view,
 )
 from tests.cli.json_server import Answer, serving
-from wire.answers import DecisionList, QueueRow, WorkerList, WorkerRow
+from wire.answers import DecisionList, QueueRow, SourceRow, StreamRow, WorkerList, WorkerRow
 
 QUEUE = {
     "requests": 3, "requests_max": 1024, "prompt_tokens": 96, "prompt_tokens_max": 4_194_304, "retry_after_s": 7.0,
@@ -32,7 +33,8 @@ QUEUE = {
 SAID_TOO = {
     "unreachable_because": None, "engine": "simulated", "block_size": 16, "active_requests": 7, "http_endpoint": "",
     "stream": {
-        "state": "live", "reason": "", "trusted": True, "untrusted_because": None, "sources": {"worker": "live"},
+        "state": "live", "reason": "", "trusted": True, "untrusted_because": None,
+        "sources": {"worker": {"state": "live", "reason": ""}},
         "checked_requests": 0, "predicted_tokens": 0, "realised_tokens": 0, "disagreement": 0.0,
     },
 }  # fmt: skip
@@ -145,6 +147,21 @@ def look(url: str, before: Frame | None = None) -> Frame:
 
 
 class TestView:
+    @pytest.mark.parametrize(
+        ("states", "cell"),
+        [
+            ({"worker": "live"}, "live"),
+            ({"worker": "live", "kvbm": "live"}, "live"),
+            ({"worker": "live", "kvbm": "absent", "engine": "former"}, "live, kvbm absent, engine former"),
+        ],
+    )
+    def test_further_sources_that_are_not_live_are_named(self, states: dict[str, str], cell: str) -> None:
+        row = msgspec.convert(SAID_TOO["stream"], StreamRow)
+        sources = {name: SourceRow(state=state, reason="") for name, state in states.items()}
+        stream = msgspec.structs.replace(row, sources=sources)
+
+        assert stream_cell(stream).plain == cell
+
     def test_a_frame_says_who_is_there_and_how_the_last_decisions_went(self) -> None:
         with serving(good) as url:
             text = drawn(look(url))

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.consolidator.core.consolidator import Consolidator, ConsolidatorLimits, Now, Turn
+from router.consolidator.core.consolidator import (
+    Consolidator,
+    ConsolidatorLimits,
+    MemberJoined,
+    MemberLeft,
+    Now,
+    Turn,
+)
 from router.consolidator.core.pool_state import FrozenPool, PoolState
 from tests.consolidator.pusher import batch, card, removed, stored
 from wire import codec
@@ -55,6 +62,7 @@ class Bench:
     def __init__(self, pool: PoolState | None = None, **limits: int) -> None:
         self.now_ms = 0.0
         self.records: list[JournalRecord] = []
+        self.members: list[MemberJoined | MemberLeft] = []
         self.core = Consolidator(pool or PoolState(), "c1", ConsolidatorLimits(**limits), self.now())
 
     def now(self) -> Now:
@@ -63,6 +71,7 @@ class Bench:
     def close(self, turn: Turn) -> list[FromConsolidator]:
         self.core.finish(turn)
         self.records.extend(turn.records)
+        self.members.extend(turn.members)
         return [reply for _, reply in turn.replies]
 
     def say(self, message: ToConsolidator | EventBatch, peer: bytes = b"p") -> list[FromConsolidator]:

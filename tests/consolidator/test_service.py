@@ -32,9 +32,9 @@ from router.consolidator.feed_follower import FeedFollower
 from router.consolidator.journal import snapshot_file
 from router.consolidator.journal.files import records_of, verify
 from router.consolidator.journal.memory import MemoryJournal
-from router.consolidator.pub_shell import load_sources
 from router.consolidator.service import ConsolidatorService
 from router.consolidator.settings import ConsolidatorSettings
+from router.consolidator.sources_file import load_sources
 from runtime.clock import SystemClock
 from tests.consolidator.pub_engine import BLOCK, Cache, PubEngine
 from tests.consolidator.pusher import Pusher, card, removed, stored
@@ -614,7 +614,7 @@ def test_a_pub_engine_that_cannot_replay_is_degraded_and_claims_nothing_false(tm
         await reader.until(lambda: new in reader.view["e"][Tier.DEVICE])
 
         assert shell.degraded
-        stream = service.core.pool.workers[shell.source.key].stream("worker")
+        stream = service.core.pool.workers[shell.key].stream("worker")
         assert stream.state is StreamState.STALE
         assert "events were lost" in stream.reason
         for tier in Tier:
@@ -622,7 +622,7 @@ def test_a_pub_engine_that_cannot_replay_is_degraded_and_claims_nothing_false(tm
         await engine.publish([cache.clear(), cache.store([1, 2, 3, 4])])
         await reader.until(lambda: reader.view["e"] == cache.held())
         assert not shell.degraded
-        assert service.core.pool.workers[shell.source.key].stream("worker").state is StreamState.LIVE
+        assert service.core.pool.workers[shell.key].stream("worker").state is StreamState.LIVE
         engine.close()
         await service.stop()
 
@@ -641,9 +641,9 @@ def test_an_engine_that_cannot_be_followed_leaves_the_others_their_turn(
 ) -> None:
     async def scenario(context: zmq.asyncio.Context) -> None:
         engine, cache = PubEngine(context), Cache("vllm")
-        (good,) = load_sources(sources_file(tmp_path, engine))
+        (good,) = load_sources(sources_file(tmp_path, engine), 8)
         bad = msgspec.structs.replace(good, worker_id="bad", endpoint="tcp://nowhere")  # as no file's check lets in
-        monkeypatch.setattr("router.consolidator.service.load_sources", lambda _: [bad, good])
+        monkeypatch.setattr("router.consolidator.service.load_sources", lambda *_: [bad, good])
         replays = asyncio.create_task(engine.answer_replays("vllm"))
         service = await started()
         reader = Reader()

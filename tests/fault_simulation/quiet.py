@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sized
 import numpy as np
 
 from router.consolidator.core.feed_reader import FeedState
-from router.consolidator.core.pool_state import WORKER_SOURCE, FrozenPool, PoolState
+from router.consolidator.core.pool_state import FrozenPool, PoolState
 from router.consolidator.journal.errors import JournalCorrupt
 from router.consolidator.journal.files import FileJournal, records_of
 from router.feeds import RemoteFeed
@@ -26,6 +26,7 @@ from tests.fault_simulation.processes import (
 from tests.fault_simulation.watcher import Watcher
 from wire.hashing import unpack_hashes
 from wire.identifiers import StreamState, Tier, WorkerId, WorkerKey
+from wire.streams import WORKER_SOURCE
 
 FOLLOWED = frozenset({StreamState.LIVE, StreamState.SYNCING})
 """States of a stream of which nothing is missing."""

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from router.consolidator.core.pool_state import WORKER_SOURCE, FrozenPool, PoolState
+from router.consolidator.core.pool_state import FrozenPool, PoolState
 from router.consolidator.ports import Journal
 from router.feeds import RemoteFeed
 from tests.fault_simulation.network import Pipe
@@ -31,6 +31,7 @@ from wire.events import JournalRecord
 from wire.hashing import unpack_hashes
 from wire.identifiers import WorkerKey
 from wire.ingest import Acknowledged, Welcome
+from wire.streams import WORKER_SOURCE
 
 if TYPE_CHECKING:
     from tests.fault_simulation.machine import Machine

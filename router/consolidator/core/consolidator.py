@@ -15,19 +15,22 @@ Rules for this file:
 5. A stream's health (``wire.streams``) is part of the state: a gap makes it ``REPLAYING``, a gap that nobody fills for
    ``stale_after_ms`` makes it ``STALE``, and a stream that has caught up is ``LIVE`` again. Each is a record.
 6. A rank that is silent for the lease leaves the pool. Ranks attached by configuration hold their lease by connection.
+7. A rank has its own stream, and may have further sources (``core.further_source``) with cursors of their own. A block
+   is held while any of them says so; the first to say it and the last to take it back are told to readers. Gaps, leases
+   and acknowledgements are the business of the rank's own stream alone.
 
 What may join: see ``_objection``. Limits: ``ConsolidatorLimits``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from router.consolidator.core.cursor import Cursor, Verdict
 from router.consolidator.core.pool_state import (
     BLOCKS_PER_WORKER_MAX,
-    WORKER_SOURCE,
     PoolState,
     Worker,
 )
@@ -64,11 +67,15 @@ from wire.ingest import (
     Welcome,
 )
 from wire.limits import EVENTS_PER_BATCH_MAX, TEXT_CHARS_MAX
-from wire.streams import CONSOLIDATOR_SOURCE, fold
+from wire.streams import CONSOLIDATOR_SOURCE, WORKER_SOURCE, fold
 
 EVENTS_TO_SPLIT_MAX = EVENTS_PER_BATCH_MAX // 8
-"""Events of a batch up to which each may become several in the record without breaking the contract's limit. Larger
-batches (a snapshot in one piece) are taken from workers with a single source only."""
+"""Events of a batch up to which each may become several in the record without breaking the contract's limit. In larger
+ones (a snapshot in one piece) a stored chain stays one event, blocks that readers know included."""
+
+EVENTS_BESIDE_OTHERS_MAX = EVENTS_PER_BATCH_MAX // 2 - 1024
+"""Events of a batch of a worker with several sources: a removed event may become two, one for the blocks that another
+source still holds; the rest is room for what a restatement takes back."""
 
 NAME_CHARS_IN_REASON_MAX = 200
 """Characters of a refused value that are repeated in the reason."""
@@ -121,6 +128,24 @@ class Tally:
     stale: int = 0
 
 
+class MemberJoined(NamedTuple):
+    """A rank became a member; its further sources may be followed."""
+
+    key: WorkerKey
+    epoch: int
+    block_size: int
+
+
+class MemberLeft(NamedTuple):
+    """A rank is no member any more, and nothing that any source said of it is held."""
+
+    key: WorkerKey
+    over: bool
+    """Whether its life is known to have ended; a rank whose lease ran out may come back with all that it has."""
+    heard_ms: float
+    """When it was heard last, monotonic."""
+
+
 @dataclass(slots=True)
 class Turn:
     """All that follows from the messages of one wake-up, in order."""
@@ -132,6 +157,8 @@ class Turn:
     """For the log: what an operator should know."""
     acknowledge: dict[WorkerKey, bytes] = field(default_factory=dict)
     """Ranks whose batches were taken in, with the peer to tell; ``finish`` makes one acknowledgement of each."""
+    members: list[MemberJoined | MemberLeft] = field(default_factory=list)
+    """Who came and went, in order, for those who follow further sources."""
 
 
 @dataclass(slots=True)
@@ -245,7 +272,7 @@ class Consolidator:
             elif hello.card != worker.card:
                 reason = "its card changed"
             if reason is not None:
-                self._leave(worker, reason, turn)
+                self._leave(worker, reason, turn, over=verdict in (Verdict.NEW_EPOCH, Verdict.BACKWARDS))
                 worker = None
         if worker is None:
             worker = self._join(key, hello.epoch, hello.card, turn)
@@ -321,7 +348,7 @@ class Consolidator:
         """Take in a batch of an attached source; say whether it was accepted.
 
         A further source of a worker that joined by itself has a cursor of its own; a new epoch on it drops what the
-        source held and nothing else.
+        source held and nothing else. Nobody is asked for what is missing of it: its batches come without holes.
         """
         worker = self.pool.workers.get(batch.worker)
         if worker is None:
@@ -338,7 +365,22 @@ class Consolidator:
             elif batch.epoch > cursor.epoch and batch.seq == 0:
                 worker.presence.clear(batch.source, before)
                 cursor.begin(batch.epoch)
+            elif cursor.judge_batch(batch.epoch, batch.seq) is not Verdict.NEXT:
+                self.tally.refused += 1
+                return False
         return self._take(worker, batch, b"", turn, before)
+
+    def drop_unlisted(self, listed: Mapping[WorkerKey, Collection[str]], turn: Turn) -> None:
+        """Take back what the journal knows from further sources that nobody follows any more."""
+        for key, worker in self.pool.workers.items():
+            for source, cursor in list(worker.cursors.items()):
+                if source == WORKER_SOURCE or source in listed.get(key, ()) or not worker.presence.count_of(source):
+                    continue
+                turn.remarks.append(f"worker {key}: source {source!r} is not listed any more, what it said is dropped")
+                wall_ms = turn.now.wall_ms
+                batch = EventBatch(*key, cursor.epoch, cursor.next_seq, wall_ms, [CacheCleared()], source)
+                self._take(worker, batch, b"", turn)
+                self.note_stream(key, source, StreamState.ABSENT, "it is not in the sources file any more", turn)
 
     # Leases
 
@@ -370,7 +412,8 @@ class Consolidator:
         deadline = turn.now.monotonic_ms - self.limits.lease_ms
         for key in sorted(key for key, link in self._links.items() if not link.attached and link.heard_ms <= deadline):
             self.tally.lease_expiries += 1
-            self._leave(self.pool.workers[key], f"lease expired: silent for {self.limits.lease_ms} ms", turn)
+            reason = f"lease expired: silent for {self.limits.lease_ms} ms"
+            self._leave(self.pool.workers[key], reason, turn, over=False)
 
     def note_stream(self, key: WorkerKey, source: str, state: StreamState, reason: str, turn: Turn) -> None:
         """Write how far the stream of a source can be trusted, if that is news."""
@@ -421,13 +464,12 @@ class Consolidator:
         else:
             tally.refused += 1
             return False
-        single = len(worker.cursors) == 1
-        if not single and len(batch.events) > EVENTS_TO_SPLIT_MAX:
+        if len(worker.cursors) > 1 and len(batch.events) > EVENTS_BESIDE_OTHERS_MAX:
             self._refuse(
                 peer,
                 worker.key,
                 f"batch {batch.seq} of worker {worker.key} has {len(batch.events)} events, allowed are at most "
-                f"{EVENTS_TO_SPLIT_MAX} for a worker with several sources; it was dropped",
+                f"{EVENTS_BESIDE_OTHERS_MAX} for a worker with several sources; it was dropped",
                 turn,
             )
             return False
@@ -439,11 +481,12 @@ class Consolidator:
         tally.events += len(batch.events)
         fold(worker.streams, batch.source, events)
         self._record(worker.key, batch.epoch, batch.seq, batch.time_ms, events, batch.source, turn)
-        link = self._links[worker.key]
-        if batch.source == WORKER_SOURCE and cursor.next_seq > link.behind_seq and not link.attached:
-            self._caught_up(worker, turn)
-        link.lag_ms = max(0, turn.now.wall_ms - batch.time_ms)
-        turn.acknowledge[worker.key] = peer
+        if batch.source == WORKER_SOURCE:
+            link = self._links[worker.key]
+            if cursor.next_seq > link.behind_seq and not link.attached:
+                self._caught_up(worker, turn)
+            link.lag_ms = max(0, turn.now.wall_ms - batch.time_ms)
+            turn.acknowledge[worker.key] = peer
         return True
 
     def _consolidate(self, worker: Worker, batch: EventBatch, whole: bool) -> list[AnyEvent]:
@@ -451,6 +494,7 @@ class Consolidator:
         out: list[AnyEvent] = []
         presence = worker.presence
         source = batch.source
+        restating = worker.restating or worker.stream(source).state is StreamState.SNAPSHOTTING
         for event in batch.events:
             if type(event) is BlocksStored:
                 before = len(out)
@@ -464,9 +508,13 @@ class Consolidator:
             elif type(event) is SnapshotBegan:
                 if presence.restate(source, event, out):
                     worker.restating = True
+                else:
+                    # To readers it would mean that nothing at all is held; they are told what is gone.
+                    out.append(StreamStateChanged(source, StreamState.SNAPSHOTTING, "its cache is restated"))
+                restating = True
             elif type(event) is SnapshotEnded:
-                if worker.restating:
-                    worker.restating = False
+                if restating:
+                    restating = worker.restating = False
                     out.append(event)
             elif (
                 type(event) is WorkerJoined
@@ -548,12 +596,13 @@ class Consolidator:
         self._links[key] = _Link(turn.now.monotonic_ms)
         self.tally.joined += 1
         self._record(key, epoch, 0, turn.now.wall_ms, [WorkerJoined(card)], CONSOLIDATOR_SOURCE, turn)
+        turn.members.append(MemberJoined(key, epoch, card.block_size))
         turn.remarks.append(f"worker {key} joined: epoch {epoch}, model {card.model}, {card.role.name.lower()}")
         return worker
 
-    def _leave(self, worker: Worker, reason: str, turn: Turn) -> None:
+    def _leave(self, worker: Worker, reason: str, turn: Turn, over: bool = True) -> None:
         self.pool.forget(worker.key)
-        del self._links[worker.key]
+        turn.members.append(MemberLeft(worker.key, over, self._links.pop(worker.key).heard_ms))
         turn.acknowledge.pop(worker.key, None)
         self.tally.left += 1
         left: list[AnyEvent] = [WorkerLeft(reason[:TEXT_CHARS_MAX])]

@@ -60,7 +60,7 @@ from wire.events import (
 from wire.feed import BlockChain, RequestState, SourceStream, WorkerState
 from wire.hashing import pack_hashes
 from wire.identifiers import StreamState, Tier, WorkerId, WorkerKey
-from wire.streams import CONSOLIDATOR_SOURCE, fold
+from wire.streams import CONSOLIDATOR_SOURCE, WORKER_SOURCE, fold
 
 REQUESTS_PER_WORKER_MAX = 65_536
 """Unfinished requests remembered per rank, far above any engine's batch and queue; beyond it the oldest goes."""
@@ -70,9 +70,6 @@ BLOCKS_PER_WORKER_MAX = 4 * 1024 * 1024
 
 WorkerEvent = LoadReported | RequestStarted | RequestProgressed | PrefillCompleted | RequestFinished | WorkerDraining
 """What an event may say of a worker and its requests."""
-
-WORKER_SOURCE = "worker"
-"""Source of what a worker pushes about itself."""
 
 
 class Worker:

@@ -80,6 +80,10 @@ class Presence:
         device, host, disk = (len(self._visible(tier)) for tier in Tier)
         return device, host, disk
 
+    def count_of(self, source: str) -> int:
+        """Return the number of blocks that a source holds, each tier counted."""
+        return sum(len(tier.get(source, ())) for tier in self._tiers)
+
     def sources(self) -> list[str]:
         """Return the names of the sources that hold anything."""
         return sorted({source for tier in self._tiers for source in tier})

@@ -11,6 +11,9 @@ Rules for this file:
    (what it stores from then on is true, what it stored before is not known) until its next life begins at frame 0 or
    its cache is cleared.
 5. During a replay live frames wait in a bounded queue; when it is full the oldest go, which is a hole again.
+6. A follower that is told of a *former* life of the engine (how far it had come) takes nothing in from that life; it
+   reads on only to see that life end: by a restart, or by a cleared cache, behind which nothing of it is left. What the
+   first replay shows may have been said before that life ended elsewhere, so a cleared cache in it says nothing.
 
     state        input                         what happens
     -----------  ----------------------------  ----------------------------------------------------------
@@ -37,9 +40,9 @@ from enum import Enum
 
 from xxhash import xxh3_64_intdigest
 
-from router.consolidator.core.pub_dialects import EngineTranslator, decode_pub
+from router.consolidator.core.pub_dialects import EngineCleared, EngineEvent, EngineTranslator, decode_pub
 from wire.errors import DecodeError
-from wire.events import AnyEvent, CacheCleared, EventBatch
+from wire.events import CacheCleared, EventBatch
 from wire.identifiers import StreamState, WorkerKey
 from wire.limits import EVENTS_PER_BATCH_MAX
 
@@ -54,6 +57,23 @@ REPLAY_ATTEMPTS_MAX = 3
 
 END_OF_REPLAY = 2**64 - 1
 """The sequence number −1 that ends a replay, read as u64."""
+
+
+COUNTED = (
+    "source_gaps",
+    "source_replays",
+    "source_losses",
+    "source_restarts",
+    "source_undecodable",
+    "source_ignored_blocks",
+)
+"""What a follower counts."""
+
+Position = tuple[int, int | None]
+"""How far a life of an engine is known: its next frame, and the digest of the frame before when that is known."""
+
+NOWHERE: Position = (0, None)
+"""Nothing was heard of a life."""
 
 
 class SourceState(Enum):
@@ -101,6 +121,8 @@ class PubFollower:
         replay_timeout_ms: int,
         lease_ms: int,
         epoch_floor: int = 0,
+        former: Position | None = None,
+        former_is_behind: bool = False,
     ) -> None:
         self._worker = worker
         self._translator = EngineTranslator(block_size, blocks_max)
@@ -115,9 +137,17 @@ class PubFollower:
         self._epoch_floor = epoch_floor
         """Epochs up to here are taken by earlier lives, perhaps of an earlier process of ours."""
         self._seq = 0
-        self._next = 0
-        self._digest: int | None = None
-        """Of frame ``_next - 1``, when we have seen it."""
+        self.is_former = former is not None
+        """Whether what is published belongs to a life that was told to be a former one."""
+        self.clears_count = former is None or former_is_behind
+        """Whether a cleared cache ends the former life: no frame that it was meant to say is still to come."""
+        self._next, self._digest = former or NOWHERE
+        """The next frame, and the digest of the one before it, when we have seen that."""
+        self._past = NOWHERE
+        """Where the engine stood when it was given up, which does not mean that it has ended."""
+        self.began_ms: float | None = None
+        """When the life that is followed was met first, monotonic."""
+        self._now_ms = 0.0
         self._last_live = -1
         self._pending: deque[tuple[int, bytes]] = deque()
         self._pending_bytes = 0
@@ -126,17 +156,7 @@ class PubFollower:
         self._answered = False
         self._heard_ms = 0.0
         self._absent_since_ms = 0.0
-        self.counts = dict.fromkeys(
-            (
-                "source_gaps",
-                "source_replays",
-                "source_losses",
-                "source_restarts",
-                "source_undecodable",
-                "source_ignored_blocks",
-            ),
-            0,
-        )
+        self.counts = dict.fromkeys(COUNTED, 0)
 
     @property
     def health(self) -> tuple[StreamState, str]:
@@ -149,16 +169,30 @@ class PubFollower:
             return StreamState.REPLAYING, f"a replay from frame {self._asked} is awaited"
         return StreamState.LIVE, ""
 
+    @property
+    def position(self) -> Position:
+        """Return how far the engine is known to have come in the life that was heard last."""
+        return (self._next, self._digest) if self._next else self._past
+
+    def count_undecodable(self) -> None:
+        """Count a message that is none."""
+        self.counts["source_undecodable"] += 1
+
     # Inputs
 
     def connected(self, now_ms: float, wall_ms: int) -> list[PubEffect]:
         """The subscription reached the engine (again)."""
         effects: list[PubEffect] = []
+        self._now_ms = now_ms
         first = self._epoch == 0
         self.state = SourceState.LIVE
         self._last_live = -1
         self._drop_pending()
-        if first:
+        if self.is_former:
+            if not self._has_replay:
+                self._last_live = self._next - 1  # a number that goes back is then all that tells another life
+                self.clears_count = True
+        elif first:
             self._begin_life("attached", wall_ms, effects)
         elif not self._has_replay:
             # Whether it is the same life cannot be asked.
@@ -179,13 +213,13 @@ class PubFollower:
     def live(self, seq: int, payload: bytes, now_ms: float, wall_ms: int) -> list[PubEffect]:
         """A frame of the subscription."""
         effects: list[PubEffect] = []
+        self._now_ms = now_ms
         if self.state is SourceState.ABSENT:
             effects += self.connected(now_ms, wall_ms)
         if seq <= self._last_live:
-            self.counts["source_restarts"] += 1
             self._drop_pending()
             self.state = SourceState.LIVE
-            self._begin_life(f"sequence went back from {self._last_live} to {seq}", wall_ms, effects)
+            self._restarted(f"sequence went back from {self._last_live} to {seq}", wall_ms, effects)
         self._last_live = seq
         if self.state is SourceState.REPLAYING:
             self._keep(seq, payload)
@@ -198,7 +232,7 @@ class PubFollower:
         effects: list[PubEffect] = []
         if self.state is not SourceState.REPLAYING:
             return effects
-        self._heard_ms = now_ms
+        self._heard_ms = self._now_ms = now_ms
         if seq == END_OF_REPLAY:
             self._end_of_replay(now_ms, wall_ms, effects)
             return effects
@@ -206,8 +240,7 @@ class PubFollower:
             self._answered = True
             unknown = seq == self._next - 1 and self._digest is not None and xxh3_64_intdigest(payload) != self._digest
             if unknown:
-                self.counts["source_restarts"] += 1
-                self._begin_life(
+                self._restarted(
                     f"frame {seq} is not the one that was seen before: the engine restarted", wall_ms, effects
                 )
                 self._ask(now_ms, effects)
@@ -223,6 +256,7 @@ class PubFollower:
     def tick(self, now_ms: float, wall_ms: int) -> list[PubEffect]:
         """Time has passed; call at ``due_ms``."""
         effects: list[PubEffect] = []
+        self._now_ms = now_ms
         if self.state is SourceState.REPLAYING and now_ms - self._heard_ms >= self._replay_timeout_ms:
             if self._attempts < REPLAY_ATTEMPTS_MAX:
                 self._ask(now_ms, effects)
@@ -232,9 +266,9 @@ class PubFollower:
                 )
         elif self.state is SourceState.ABSENT and self._epoch and now_ms - self._absent_since_ms >= self._lease_ms:
             self._translator.clear()
+            self._past = self.position
             self._epoch = 0
-            self._next = 0
-            self._digest = None
+            self._next, self._digest = NOWHERE
             effects.append(Leave(f"connection lost for {self._lease_ms} ms"))
         return effects
 
@@ -259,9 +293,9 @@ class PubFollower:
                 self._ask(now_ms, effects)
                 return
             self._lose(seq, f"frames {self._next} to {seq - 1} are missing and there is no replay", wall_ms, effects)
-        self._apply(seq, payload, wall_ms, effects)
+        self._apply(seq, payload, wall_ms, effects, is_live=True)
 
-    def _apply(self, seq: int, payload: bytes, wall_ms: int, effects: list[PubEffect]) -> None:
+    def _apply(self, seq: int, payload: bytes, wall_ms: int, effects: list[PubEffect], is_live: bool = False) -> None:
         self._next = seq + 1
         self._digest = xxh3_64_intdigest(payload)
         try:
@@ -271,10 +305,19 @@ class PubFollower:
             self._lose(seq + 1, str(error), wall_ms, effects)
             self._digest = xxh3_64_intdigest(payload)
             return
+        said = batch.events if batch.dp_rank is None or batch.dp_rank == self._worker.dp_rank else []
+        if self.is_former:
+            said = _behind_the_last_clear(said) if self.clears_count else []
+            if not said:
+                return
+            here = self._next, self._digest
+            self._begin_life("its cache was cleared: nothing is left of the life before", wall_ms, effects)
+            self.began_ms = self._now_ms
+            self._next, self._digest = here
+        elif is_live and _behind_the_last_clear(said):
+            self.began_ms = self._now_ms  # as good as another life: nothing that was said before is held
         before = self._translator.ignored_blocks
-        events: list[AnyEvent] = []
-        if batch.dp_rank is None or batch.dp_rank == self._worker.dp_rank:
-            events = self._translator.translate(batch.events)
+        events = self._translator.translate(said)
         self.counts["source_ignored_blocks"] += self._translator.ignored_blocks - before + batch.ignored
         if self.degraded and any(type(event) is CacheCleared for event in events):
             self.degraded = False
@@ -284,14 +327,14 @@ class PubFollower:
             self._seq += 1
 
     def _end_of_replay(self, now_ms: float, wall_ms: int, effects: list[PubEffect]) -> None:
-        if not self._answered and self._digest is not None:
-            # It does not even have the last frame that we saw: it is another life, or its buffer was cut.
-            self.counts["source_restarts"] += 1
-            self._begin_life("the engine has no frame that was seen before: it restarted", wall_ms, effects)
-            if self._pending and self._pending[0][0] > 0:
-                self._ask(now_ms, effects)
-                return
+        if not self._answered and (self._digest is not None or self.is_former):
+            # It does not even have the last frame that we saw: it is another life, or its buffer was cut. What this
+            # life has said is read from its beginning.
+            self._restarted("the engine has no frame that was seen before: it restarted", wall_ms, effects)
+            self._ask(now_ms, effects)
+            return
         self.state = SourceState.LIVE
+        self.clears_count = True
         before = self._next
         pending, self._pending, self._pending_bytes = self._pending, deque(), 0
         while pending:
@@ -312,6 +355,7 @@ class PubFollower:
     def _give_up(self, reason: str, wall_ms: int, effects: list[PubEffect]) -> None:
         """Go on from what was kept, without what is missing."""
         self.state = SourceState.LIVE
+        self.clears_count = True
         pending, self._pending, self._pending_bytes = self._pending, deque(), 0
         self._lose(pending[0][0] if pending else self._next, reason, wall_ms, effects)
         for seq, payload in pending:
@@ -320,7 +364,18 @@ class PubFollower:
             if seq == self._next:
                 self._apply(seq, payload, wall_ms, effects)
 
+    def _restarted(self, reason: str, wall_ms: int, effects: list[PubEffect]) -> None:
+        """Begin another life of the engine: the one before has ended, whoever it spoke for."""
+        self.counts["source_restarts"] += 1
+        self._past = NOWHERE
+        self.began_ms = self._now_ms
+        self._begin_life(reason, wall_ms, effects)
+
     def _lose(self, continue_at: int, reason: str, wall_ms: int, effects: list[PubEffect]) -> None:
+        if self.is_former:
+            # Nothing of it is held that could be lost; which frame comes before the next is not known any more.
+            self._next, self._digest = continue_at, None
+            return
         self.counts["source_losses"] += 1
         self._begin_life(f"events were lost: {reason}", wall_ms, effects)
         self._next = continue_at
@@ -330,9 +385,11 @@ class PubFollower:
     def _begin_life(self, reason: str, wall_ms: int, effects: list[PubEffect]) -> None:
         self._epoch = self._epoch_floor = max(self._epoch_floor + 1, wall_ms)
         self._seq = 0
-        self._next = 0
-        self._digest = None
+        self._next, self._digest = NOWHERE
+        self.is_former = False
         self.degraded = False
+        if self.began_ms is None:
+            self.began_ms = self._now_ms
         self._translator.clear()
         effects.append(NewLife(self._epoch, reason))
 
@@ -341,7 +398,8 @@ class PubFollower:
         self._attempts += 1
         self._answered = False
         self._heard_ms = now_ms
-        self._asked = max(0, self._next - 1) if self._digest is not None else self._next
+        # The frame before tells whether it is still the same life.
+        self._asked = max(0, self._next - 1) if self._digest is not None or self.is_former else self._next
         self.counts["source_replays"] += 1
         effects.append(AskReplay(self._asked))
 
@@ -354,3 +412,9 @@ class PubFollower:
     def _drop_pending(self) -> None:
         self._pending.clear()
         self._pending_bytes = 0
+
+
+def _behind_the_last_clear(events: list[EngineEvent]) -> list[EngineEvent]:
+    """Return what follows when a cache was emptied, that included; nothing when it was not."""
+    cleared = [position for position, event in enumerate(events) if isinstance(event, EngineCleared)]
+    return events[cleared[-1] :] if cleared else []
