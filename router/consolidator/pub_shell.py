@@ -198,9 +198,10 @@ class PubShell(ABC):
         for inbox in self._inboxes:
             inbox.stop()
         self._inboxes = []
-        if self._subscription is not None and self._monitor is not None:
+        if self._subscription is not None:
             self._subscription.monitor(None, 0)
-            self._monitor.close()  # not before: see ``_monitored``
+            if self._monitor is not None:
+                self._monitor.close()  # not before: see ``_monitored``
             self._subscription.close()
             self._subscription = self._monitor = None
         self._close_replay()
@@ -214,8 +215,18 @@ class PubShell(ABC):
             self._replay = None
 
     def _open(self) -> None:
+        """Subscribe, or say why that fails: one publisher is no reason for the others' events to stay away."""
+        try:
+            self._subscribe()
+        except zmq.ZMQError as error:
+            self.refused = f"connecting to its endpoint {self.source.endpoint!r} failed: {error}"
+            log.error("PUB source %s is not followed: %s", self.name, self.refused)
+            self.close()
+
+    def _subscribe(self) -> None:
         """Subscribe. A publisher that says nothing for the lease, not even its socket, has lost its connection."""
         subscription: zmq.Socket[bytes] = self._context.socket(zmq.SUB)
+        self._subscription = subscription
         leave_plain(subscription)  # engines publish without CURVE
         subscription.setsockopt(zmq.LINGER, 0)
         subscription.setsockopt(zmq.RCVHWM, SUBSCRIPTION_QUEUE_MAX)
@@ -226,19 +237,13 @@ class PubShell(ABC):
         # ZMQ's own sign of life: one whose machine vanished, or that stands still, never ends its connection.
         subscription.setsockopt(zmq.HEARTBEAT_IVL, max(1, self._lease_ms // 3))
         subscription.setsockopt(zmq.HEARTBEAT_TIMEOUT, self._lease_ms)
-        self._subscription = subscription
-        monitor = self._monitor = self._monitored(subscription)
-        self._inboxes = [BatchSocket(monitor, self._on_monitor), BatchSocket(subscription, self._on_live)]
+        self._monitor = self._monitored(subscription)
+        self._inboxes = [BatchSocket(self._monitor, self._on_monitor), BatchSocket(subscription, self._on_live)]
         for inbox in self._inboxes:
             if self._paused:
                 inbox.pause()
             inbox.start()
-        try:
-            subscription.connect(self.source.endpoint)
-        except zmq.ZMQError as error:
-            # One engine that cannot be followed is no reason for the others' events to stay away.
-            self.refused = f"connecting to its endpoint {self.source.endpoint!r} failed: {error}"
-            log.error("PUB source %s is not followed: %s", self.name, self.refused)
+        subscription.connect(self.source.endpoint)
 
     def _monitored(self, subscription: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
         """Return a socket that tells of the subscription's connection.

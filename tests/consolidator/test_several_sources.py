@@ -340,3 +340,30 @@ def test_a_worker_that_comes_and_goes_while_its_publisher_connects_holds_nobody_
         await service.stop()
 
     run(scenario)
+
+
+def test_a_publisher_that_cannot_be_subscribed_to_costs_its_worker_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(context: zmq.asyncio.Context) -> None:
+        engine, cache = PubEngine(context), Cache("vllm")
+        (good,) = load_sources(sources_file(tmp_path, entry(engine)), 8)
+        bad = msgspec.structs.replace(good, source="bad", endpoint="tcp://nowhere")  # as no file's check lets in
+        monkeypatch.setattr("router.consolidator.service.load_sources", lambda *_: [bad, good])
+        replays = asyncio.create_task(engine.answer_replays("vllm"))
+        service = await started(lease_ms=60_000)
+        reader = Reader()
+        service.subscribe(reader)
+        pusher = await joined(context, service)
+        pusher.push([stored(names(prompt(1)))])
+        await engine.publish([cache.store(prompt(2), Tier.HOST)])
+        await reader.until(lambda: reader.view.get("w") == both(pusher, cache))
+        unfollowed, followed = service.sources()
+        assert (unfollowed.degraded, followed.degraded) == (True, False)
+        assert "connecting to its endpoint 'tcp://nowhere' failed" in str(unfollowed.row()["reason"])
+        await ended(replays)
+        engine.close()
+        pusher.close()
+        await service.stop()
+
+    run(scenario)
