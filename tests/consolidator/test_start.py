@@ -60,7 +60,7 @@ def test_one_whose_start_fails_at_any_step_leaves_nothing(
     ended_leaving_nothing(starting(tmp_path), Broken)
 
 
-@pytest.mark.parametrize("name", ["JournalWriter", "Consolidator", "Inbox", "load_sources"])
+@pytest.mark.parametrize("name", ["JournalWriter", "Consolidator", "BatchSocket", "load_sources"])
 def test_one_whose_service_breaks_anywhere_leaves_nothing(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
