@@ -461,7 +461,7 @@ class RequestMachine:
         elif happened is Happened.NOWHERE:
             last = self._failure(why)
         else:
-            last = StreamDelta(b"", FinishReason.ERROR, error=why)
+            last = StreamDelta(b"", FinishReason.ERROR, error=why, shutdown=happened is Happened.SHUTDOWN)
         return self._steps(Standing.PLACING, None, happened, why, None, last)
 
     # -- the table -------------------------------------------------------------------------------------------------

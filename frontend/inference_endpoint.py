@@ -45,7 +45,7 @@ from frontend.settings import FrontendSettings
 from frontend.stream_head import StreamHead
 from frontend.tokenization import TokenizationPool
 from runtime.clock import Clock
-from runtime.http_protocol import CONNECTION
+from runtime.http_protocol import CONNECTION, SERVER_ENDS
 from runtime.http_protocol import Connection as DirectConnection
 from runtime.tasks import detached
 from wire.hashing import TOKEN_BYTES
@@ -207,11 +207,15 @@ class _Exchange:
             await self._answer_error(error)
         except Refused as refusal:
             await self._answer_error(refused(refusal))
-        except asyncio.CancelledError:
-            if not connection.left:
+        except asyncio.CancelledError as cancelled:
+            if connection.left:
+                task.uncancel()
+                self._left()
+            elif cancelled.args == (SERVER_ENDS,):
+                task.uncancel()
+                await self._answer_error(RequestError(503, "not_ready", SERVER_ENDS))
+            else:
                 raise
-            task.uncancel()
-            self._left()
         except OSError:
             # Servers that tell a writer of a closed connection do it with OSError (ASGI 2.4).
             self._left()
@@ -687,4 +691,6 @@ def _generation_failed(output: SequenceOutput) -> RequestError:
     if output.poison:
         # Not a 5xx, which client libraries send again by themselves: each time it would cost workers.
         return RequestError(422, "workers_lost", f"generating choice {output.index}: {output.error}")
+    if output.shutdown:
+        return RequestError(503, "not_ready", f"generating choice {output.index}: {output.error}")
     return RequestError(500, "generation_failed", f"generating choice {output.index}: {output.error}")

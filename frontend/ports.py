@@ -64,6 +64,8 @@ class StreamDelta:
     """With an error: no worker can do what the request asks for, which is the client's to mend."""
     poison: bool = False
     """With an error: workers were lost with the request on them, and it is not tried on another."""
+    shutdown: bool = False
+    """With an error: the router ends, and has nothing against the request."""
 
 
 class TokenStream(Protocol):

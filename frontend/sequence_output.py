@@ -55,6 +55,7 @@ class SequenceOutput:
         "new_logprobs",
         "poison",
         "request",
+        "shutdown",
         "started",
         "stream",
         "text",
@@ -87,6 +88,7 @@ class SequenceOutput:
         self.unsupported = False
         """With the finish reason ``error``: whether it is the request that no worker can do."""
         self.poison = False
+        self.shutdown = False
         """Likewise: whether workers were lost with it."""
         self.started = False
         """Whether a chunk of this choice has been written."""
@@ -225,6 +227,7 @@ class SequenceOutput:
             self._fail(delta.error or f"the engine ended the request with {reason}")
             self.unsupported = delta.unsupported
             self.poison = delta.poison
+            self.shutdown = delta.shutdown
 
     def _fail(self, message: str) -> None:
         self.finish_reason = "error"

@@ -135,7 +135,7 @@ async def serve(
         add_global_router_endpoints(app, service, awake, group)
         background: list[asyncio.Task[None]] = []
         opened.push_async_callback(cancel_all, background)
-        server = _open_server(opened, settings, registry, app, reuse_port=place is not None)
+        server = _open_server(opened, settings, registry, app, service, reuse_port=place is not None)
         hang_up = _take_hang_ups(opened, group)
         if member is not None and group_metrics is not None:
             await _join_group(opened, member, group_metrics, group)
@@ -262,6 +262,7 @@ def _open_server(
     settings: GlobalRouterSettings,
     registry: CollectorRegistry,
     app: Application,
+    service: GlobalRouterService,
     reuse_port: bool,
 ) -> HttpServer:
     server = HttpServer(
@@ -275,7 +276,7 @@ def _open_server(
         registry=registry,
         limits=settings.http_limits(),
     )
-    opened.push_async_callback(server.stop)
+    opened.push_async_callback(server.stop, service.stop)
     return server
 
 

@@ -105,7 +105,7 @@ async def serve(
         )
         opened.push_async_callback(app.close)
         _add_endpoints(app, service, clock, plane, recorder)
-        server = _open_server(opened, settings, registry, app, reuse_port=place is not None)
+        server = _open_server(opened, settings, registry, app, service, reuse_port=place is not None)
         if member is not None and group_metrics is not None:
             await _join_group(opened, member, group_metrics)
         # HTTP answers /live and /ready while the state is still being rebuilt; requests are refused until then.
@@ -253,6 +253,7 @@ def _open_server(
     settings: RouterSettings,
     registry: CollectorRegistry,
     app: Application,
+    service: RouterService,
     reuse_port: bool,
 ) -> HttpServer:
     server = HttpServer(
@@ -266,7 +267,7 @@ def _open_server(
         registry=registry,
         limits=settings.http_limits(),
     )
-    opened.push_async_callback(server.stop)
+    opened.push_async_callback(server.stop, service.end_requests)
     return server
 
 

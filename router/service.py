@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 HOUSEKEEPING_FRACTION = 4
 """Links are checked and reservations expired four times per worker timeout."""
 
+REBUILDING = "the router is still rebuilding its state; try again"
 SHUTTING_DOWN = "the router is shutting down"
 
 
@@ -61,6 +62,7 @@ class RouterService:
     ) -> None:
         self.projection = state.projection
         self.ready = False
+        self._not_ready = REBUILDING
         self._settings = settings
         self._feed = feed
         self._metrics = metrics
@@ -99,16 +101,21 @@ class RouterService:
 
     async def stop(self) -> None:
         """End what is left, close every connection, stop following."""
-        self.ready = False
+        self.end_requests()
         self.catching_up.stop()
         if self._housekeeping is not None:
             await cancel_all([self._housekeeping])
         self.books.reservations.stop()
+        self.links.close()
+        await self._feed.stop()
+
+    def end_requests(self) -> None:
+        """End every request with an error, and take none any more."""
+        self.ready = False
+        self._not_ready = SHUTTING_DOWN
         self.line.close(Refused(503, "not_ready", SHUTTING_DOWN))
         for routed in list(self.books.active.values()):
             self._end(routed.machine, Happened.SHUTDOWN, SHUTTING_DOWN)
-        self.links.close()
-        await self._feed.stop()
 
     async def _keep_house(self) -> None:
         interval_s = self._settings.worker_timeout_ms / 1000 / HOUSEKEEPING_FRACTION
@@ -155,7 +162,7 @@ class RouterService:
         """Choose a worker and dispatch; waits for room if it must. Raises ``Refused``."""
         if not self.ready:
             self._metrics.refused.labels("not_ready").inc()
-            raise Refused(503, "not_ready", "the router is still rebuilding its state; try again")
+            raise Refused(503, "not_ready", self._not_ready)
         if request.request_id in self.books.active:
             self._metrics.refused.labels("duplicate_request").inc()
             raise Refused(409, "duplicate_request", f"request {request.request_id!r} is already being served")
@@ -183,7 +190,7 @@ class RouterService:
         Raises ``Refused`` where the request would be refused, or would wait.
         """
         if not self.ready:
-            raise Refused(503, "not_ready", "the router is still rebuilding its state; try again")
+            raise Refused(503, "not_ready", self._not_ready)
         found = self.chooser.preview(request)
         if isinstance(found, NotPlaced):
             raise self.line.refusal(found)

@@ -30,6 +30,9 @@ from runtime.http_settings import HttpLimits
 CONNECTION = "poolgrid.connection"
 """Key of the ``Connection`` among a scope's extensions."""
 
+SERVER_ENDS = "the server is shutting down"
+"""Message of the cancellation of a request whose answer has not finished in time for the end of the server."""
+
 BODY_BYTES_MAX_DEFAULT = 1024 * 1024
 """Largest body that is gathered for an endpoint that names no limit of its own."""
 

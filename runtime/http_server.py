@@ -6,8 +6,9 @@ Signals belong to ``runtime.lifecycle``, which decides in what order the parts o
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,17 +18,32 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 
 from runtime.http_connections import connections_that_fit
-from runtime.http_protocol import DirectProtocol
+from runtime.http_protocol import SERVER_ENDS, DirectProtocol
 from runtime.http_settings import HttpLimits
 from runtime.listener import Listener
 from runtime.tasks import Restart, cancel_all, supervised
 from runtime.tls import Tls
 
+log = logging.getLogger(__name__)
+
 STOOD_STILL_S = 1.0
 """Ticks are a tenth of a second apart; one that comes later than this comes from a process that stood still."""
 
+LAST_WORDS_S = 1.0
+"""Part of the time for the end that is kept for telling clients whose answers did not finish; half of it at most."""
+
+IDLE_LOOK_S = 0.02
+"""Between two looks at whether everything has finished."""
+
+CUT_S = 0.5
+"""How long tasks of connections that were cut may take to notice."""
+
 BACKLOG = 2048
 """Connections that wait to be accepted; the kernel refuses more."""
+
+
+def _nothing() -> None:
+    pass
 
 
 class _Server(uvicorn.Server):
@@ -40,6 +56,11 @@ class _Server(uvicorn.Server):
         self._listener = listener
         self._accepting: Listener | None = None
         self._ticked_s: float | None = None
+        self.end_requests: Callable[[], None] = _nothing
+        self.ends_s = 0.0
+        """When the last connection is cut, in the loop's time."""
+        self.last_words_s = 0.0
+        """How long before that requests are ended."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -64,10 +85,34 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept nothing new, then let what is open finish."""
+        """Accept nothing new and let what is open finish, in uvicorn's place; what does not is told, then cut."""
         if self._accepting is not None:
             self._accepting.close()
-        await super().shutdown(sockets)
+        state = self.server_state
+        for connection in list(state.connections):
+            connection.shutdown()
+        if await self._is_idle(self.ends_s - self.last_words_s):
+            return
+        self.end_requests()
+        if await self._is_idle(self.ends_s - self.last_words_s / 2):
+            return
+        # What is left is still prepared, or its client does not read.
+        for task in list(state.tasks):
+            task.cancel(SERVER_ENDS)
+        if await self._is_idle(self.ends_s):
+            return
+        log.warning("ending: %d connections are cut amid a request", len(state.connections))
+        for connection in list(state.connections):
+            connection.transport.abort()
+        await self._is_idle(self.ends_s + CUT_S)
+
+    async def _is_idle(self, until_s: float) -> bool:
+        """Wait until nothing is open, at most until a time of the loop; tell whether that is so."""
+        state = self.server_state
+        now_s = asyncio.get_running_loop().time
+        while (state.connections or state.tasks) and now_s() < until_s:  # noqa: ASYNC110 - uvicorn tells nobody
+            await asyncio.sleep(IDLE_LOOK_S)
+        return not state.connections and not state.tasks
 
 
 class HttpServer:
@@ -110,7 +155,6 @@ class HttpServer:
                 access_log=False,
                 lifespan="off",
                 backlog=BACKLOG,
-                timeout_graceful_shutdown=max(1, round(self._stop_timeout_s)),
                 server_header=False,
                 # Nothing here asks who the client is, and one wrapper less runs for every message.
                 proxy_headers=False,
@@ -136,13 +180,21 @@ class HttpServer:
             self._watch = supervised(self._tls.watch, "certificate watch", Restart(limit=None))
         self._task = supervised(lambda: self._server.serve([self._listener]), "http server")
 
-    async def stop(self) -> None:
-        """Accept nothing new, let open responses finish for ``stop_timeout_ms``, then cut them."""
-        self._server.should_exit = True
+    async def stop(self, end_requests: Callable[[], None] = _nothing) -> None:
+        """Accept nothing new, and let open responses finish for ``stop_timeout_ms``.
+
+        A moment before that is over ``end_requests`` is called, which is to let them end with errors; then they are
+        cancelled with ``SERVER_ENDS``, so that whoever is still preparing an answer can say so; then they are cut.
+        """
+        server = self._server
+        server.end_requests = end_requests
+        server.ends_s = asyncio.get_running_loop().time() + self._stop_timeout_s
+        server.last_words_s = min(LAST_WORDS_S, self._stop_timeout_s / 2)
+        server.should_exit = True
         tasks = [task for task in (self._watch, self._task) if task is not None]
         try:
             if self._task is not None:
-                await asyncio.wait({self._task}, timeout=self._stop_timeout_s + 1)
+                await asyncio.wait({self._task}, timeout=self._stop_timeout_s + CUT_S + 1)
         finally:
             self._listener.close()
             await cancel_all(tasks)
