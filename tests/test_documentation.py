@@ -107,6 +107,20 @@ def test_every_settings_model_has_a_table() -> None:
     assert found <= shown, f"add to cli/configuration_page.py: {sorted(model.__name__ for model in found - shown)}"
 
 
+def test_every_setting_is_read_by_its_own_service() -> None:
+    """Some are read by name, of a table or of what was chosen."""
+    for model in _settings_models():
+        package = ROOT / model.__module__.partition(".")[0]
+        # Those of the front end are read by both routers.
+        holders = {package, *(ROOT / name for name in ("cli", "runtime"))}
+        if package.name == "frontend":
+            holders |= {ROOT / "router", ROOT / "global_router"}
+        code = "\n".join(path.read_text() for holder in holders for path in holder.rglob("*.py"))
+        read = set(re.findall(r"\.([a-z_]\w*)\b", code)) | set(re.findall(r'"([a-z_]\w*)"', code))
+
+        assert set(model.model_fields) <= read, f"{model.__name__}: {sorted(set(model.model_fields) - read)} do nothing"
+
+
 @pytest.mark.parametrize("command", sorted({section.command for section in SECTIONS}))
 def test_every_option_of_a_command_is_on_the_page(command: str) -> None:
     text = (DOCS / "configuration.md").read_text()

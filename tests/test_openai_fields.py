@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 from frontend.responses_api.conversation import chat_body
 from frontend.responses_api.schema import ResponsesBody
-from frontend.schema import ChatBody
+from frontend.schema import REFUSED_CHAT, REFUSED_COMPLETION, ChatBody, CompletionBody
 from tests.frontend.fake_backend import FakeBackend
 from tests.frontend.server import application, in_process
 from wire.requests import Generate, Routing, Sampling
@@ -74,6 +76,18 @@ def test_every_field_that_a_worker_may_be_told_can_be_asked_for() -> None:
     asked = told(sampling_of(**ASKED)).union(*(told(sampling_of(**{name: value})) for name, value in GUIDES.items()))
 
     assert asked | NOT_ASKED_FOR == set(Sampling.__struct_fields__)
+
+
+def test_every_field_that_a_body_may_have_is_read_or_refused_by_name() -> None:
+    code = "\n".join(path.read_text() for path in (Path(__file__).parents[1] / "frontend").rglob("*.py"))
+    forgotten = [
+        f"{body.__name__}.{name}"
+        for body, refused in ((ChatBody, REFUSED_CHAT), (CompletionBody, REFUSED_COMPLETION))
+        for name in body.__struct_fields__
+        if name not in refused and not re.search(rf"\.{name}\b", code)
+    ]
+
+    assert forgotten == []
 
 
 def test_a_field_that_responses_and_chat_both_have_arrives_in_chat() -> None:

@@ -94,15 +94,6 @@ class TrtllmSettings(Settings):
     encode_endpoint: Name = Field(
         "", description="namespace.component.endpoint of the encode workers; empty = images are encoded here."
     )
-    custom_jinja_template: Path | None = Field(None, description="Chat template file that replaces the model's own.")
-    allowed_local_media_path: Path | None = Field(
-        None, description="Directory below which requests may name local media files; empty = none."
-    )
-    max_file_size_mb: int = Field(
-        50, ge=1, le=65_536, description="Largest media file that a request may bring, in MB."
-    )
-    reasoning_parser: Name = Field("", description="Parser of the reasoning part of an answer; empty = none.")
-    tool_call_parser: Name = Field("", description="Parser of tool calls in an answer; empty = none.")
     guided_decoding_backend: Literal["xgrammar", "llguidance"] | None = Field(
         None, description="Library behind guided decoding; empty = such requests are refused."
     )
