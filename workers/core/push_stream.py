@@ -19,8 +19,8 @@ Theory of operation. The stream is *greeting* until the consolidator welcomes it
     refused    retry time                   greeting     Send(Hello)
     any        end                          ended        Send(Goodbye)
 
-While nobody answers, greetings come at intervals that double: a consolidator that stood still finds those of all that
-time in its socket, and answers each. Only the first Welcome has anything sent.
+While nobody answers, greetings come at intervals that double up to that of heartbeats: a consolidator that stood still
+finds those of all that time in its socket, and answers each. Only the first Welcome has anything sent.
 
 ``RestateNeeded`` asks the owner to call ``restate`` with the whole truth at once, before it publishes anything else.
 Messages that are about another worker or another life are ignored.
@@ -71,9 +71,7 @@ class PushTiming:
     """Between two signs of life; the consolidator's lease (``Welcome.lease_ms``) shortens it to a third of itself."""
     hello_retry_ms: float = 100.0
     """First wait between two greetings while nobody answers, what a start waits for a consolidator that starts with it;
-    doubles each time."""
-    hello_retry_max_ms: float = 1000.0
-    """A consolidator that comes back is greeted after a second at most."""
+    doubles each time, up to ``heartbeat_ms``: a greeting is a sign of life too."""
     silence_ms: float = 5000.0
     """Without a word from the consolidator the stream greets again."""
     refused_retry_ms: float = 1000.0
@@ -261,7 +259,7 @@ class PushStream:
     def _greet(self, now_ms: float) -> list[Effect]:
         self.state = State.GREETING
         self._speak_ms = now_ms + self._hello_retry_ms
-        self._hello_retry_ms = min(2.0 * self._hello_retry_ms, self._timing.hello_retry_max_ms)
+        self._hello_retry_ms = min(2.0 * self._hello_retry_ms, max(self._timing.hello_retry_ms, self._heartbeat_ms))
         hello = Hello(
             self._worker_id,
             self._dp_rank,
