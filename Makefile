@@ -19,8 +19,8 @@ format:
 	$(PYTHON) -m ruff format .
 
 docs:  ## write what is generated
-	$(PYTHON) -m cli.configuration_page
-	$(PYTHON) -m cli.request_life_page > docs/request_life.md
+	$(PYTHON) -m poolgrid.cli.configuration_page
+	$(PYTHON) -m poolgrid.cli.request_life_page > docs/request_life.md
 	$(PYTHON) -m attacks.page
 
 SEEDS ?= 0..4999

@@ -21,13 +21,13 @@ from typing import Any
 import msgspec
 import uvloop
 
-from loadgen.client import Client, RequestFailed, Target
-from loadgen.prompt import PlannedRequest, PromptMaker
-from loadgen.runner import RequestShape
-from loadgen.statistics import Distribution
-from runtime.clock import SystemClock
+from poolgrid.loadgen.client import Client, RequestFailed, Target
+from poolgrid.loadgen.prompt import PlannedRequest, PromptMaker
+from poolgrid.loadgen.runner import RequestShape
+from poolgrid.loadgen.statistics import Distribution
+from poolgrid.runtime.clock import SystemClock
+from poolgrid.wire.hashing import pack_tokens
 from tests.e2e.expectation import expected_text
-from wire.hashing import pack_tokens
 
 ROOT = Path(__file__).resolve().parents[1]
 SAMPLES_MAX = 5

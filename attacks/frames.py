@@ -21,11 +21,11 @@ from attacks.mutation import mutated
 from attacks.pool import ATTACKER_HOST, HOST, Shape, Topology, free_port, until
 from attacks.wiretap import COMMAND, LONG, Message, Wiretap
 from benchmarks.services import PoolFailed, Service, plain_client
-from wire import codec
-from wire.card import WorkerCard
-from wire.errors import DecodeError
-from wire.ingest import CONTROL_FRAME, Heartbeat, Hello
-from wire.selection import AskStatus, Probe, Release, Renew, Reservation, Select, WorkerRank
+from poolgrid.wire import codec
+from poolgrid.wire.card import WorkerCard
+from poolgrid.wire.errors import DecodeError
+from poolgrid.wire.ingest import CONTROL_FRAME, Heartbeat, Hello
+from poolgrid.wire.selection import AskStatus, Probe, Release, Renew, Reservation, Select, WorkerRank
 
 OWN, DISAGGREGATED = Shape(), Shape("disaggregated")
 PLANES = ("ingest", "query", "feed", "select", "request")

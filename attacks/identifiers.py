@@ -10,10 +10,10 @@ import httpx
 from attacks.attack import Outcome, Scene
 from attacks.bystanders import BLOCK_TOKENS, TOKENS
 from attacks.requests import client, in_words, post
-from loadgen.client import Exchange
-from loadgen.prompt import PlannedRequest
+from poolgrid.loadgen.client import Exchange
+from poolgrid.loadgen.prompt import PlannedRequest
+from poolgrid.wire.hashing import pack_tokens
 from tests.e2e.expectation import expected_text
-from wire.hashing import pack_tokens
 
 ROUNDS = 20
 OSL = 60

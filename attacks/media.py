@@ -16,7 +16,7 @@ from PIL import Image
 from attacks.attack import Attack, Outcome, Part, Scene
 from attacks.pool import HOST, Shape
 from attacks.requests import client, in_words, post
-from frontend.media.addresses import AddressPolicy
+from poolgrid.frontend.media.addresses import AddressPolicy
 
 SHAPE = Shape(worker=("--modality", "multimodal"), router=("--media-allowed-networks", f"{HOST}/32"))
 FF_BYTES = 24_000_000

@@ -26,9 +26,9 @@ import psutil
 
 from benchmarks.services import ROUTER_BOOKS, WORKER_BOOKS, PoolFailed, Service, get, plain_client, summed
 from benchmarks.soak_pool import JOURNAL_BOUNDS, ROUTER_BOUNDS
-from frontend.access import key_file
-from frontend.models import TINY_MODEL_PATH
-from frontend.prompt_model import PromptModel
+from poolgrid.frontend.access import key_file
+from poolgrid.frontend.models import TINY_MODEL_PATH
+from poolgrid.frontend.prompt_model import PromptModel
 
 Topology = Literal["own", "embedded", "disaggregated", "fleet", "up"]
 """Consolidator of its own and two whole workers; consolidator inside the router; two prefill and two decode workers;

@@ -34,34 +34,34 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measuring import resident_bytes
-from router.consolidator.adapters.posix_disk import PosixDisk
-from router.consolidator.bootstrap import create, serve
-from router.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX, PoolState
-from router.consolidator.journal.files import FileJournal
-from router.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
-from router.core.candidates import RoutingRequest
-from router.core.load_ledger import LoadLedger
-from router.core.policy import make_policy
-from router.core.prefix_index import PrefixIndex
-from router.core.projection import Projection
-from router.core.router_state import RouterState
-from router.core.selector import Selector
-from router.feeds import EmbeddedFeed, RemoteFeed
-from router.fleet_links import link_opener
-from router.metrics import RouterMetrics
-from router.ports import JournalFeed
-from router.service import RouterService
-from router.settings import RouterSettings
-from runtime import garbage, lifecycle
-from runtime.clock import SystemClock
+from poolgrid.router.consolidator.adapters.posix_disk import PosixDisk
+from poolgrid.router.consolidator.bootstrap import create, serve
+from poolgrid.router.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX, PoolState
+from poolgrid.router.consolidator.journal.files import FileJournal
+from poolgrid.router.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
+from poolgrid.router.core.candidates import RoutingRequest
+from poolgrid.router.core.load_ledger import LoadLedger
+from poolgrid.router.core.policy import make_policy
+from poolgrid.router.core.prefix_index import PrefixIndex
+from poolgrid.router.core.projection import Projection
+from poolgrid.router.core.router_state import RouterState
+from poolgrid.router.core.selector import Selector
+from poolgrid.router.feeds import EmbeddedFeed, RemoteFeed
+from poolgrid.router.fleet_links import link_opener
+from poolgrid.router.metrics import RouterMetrics
+from poolgrid.router.ports import JournalFeed
+from poolgrid.router.service import RouterService
+from poolgrid.router.settings import RouterSettings
+from poolgrid.runtime import garbage, lifecycle
+from poolgrid.runtime.clock import SystemClock
+from poolgrid.wire import codec
+from poolgrid.wire.card import WorkerCard, WorkerLimits
+from poolgrid.wire.events import AnyEvent, BlocksStored, EventBatch, JournalRecord, WorkerJoined
+from poolgrid.wire.feed import BlockChain, WorkerState
+from poolgrid.wire.hashing import pack_hashes
+from poolgrid.wire.identifiers import Role, WorkerId
+from poolgrid.wire.ingest import BATCH_FRAME, CONTROL_FRAME, Acknowledged, Hello, Welcome
 from tests.router.fleet_builder import decided
-from wire import codec
-from wire.card import WorkerCard, WorkerLimits
-from wire.events import AnyEvent, BlocksStored, EventBatch, JournalRecord, WorkerJoined
-from wire.feed import BlockChain, WorkerState
-from wire.hashing import pack_hashes
-from wire.identifiers import Role, WorkerId
-from wire.ingest import BATCH_FRAME, CONTROL_FRAME, Acknowledged, Hello, Welcome
 
 BLOCKS_PER_RECORD = 32
 RECORDS_PER_PATH = 8

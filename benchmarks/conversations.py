@@ -39,7 +39,7 @@ from benchmarks.fleet import Fleet
 from benchmarks.http_load import quantiles, rss_mb
 from benchmarks.http_model import ensure_model
 from benchmarks.peers import MODEL, NAMES, Peers
-from loadgen.trace import TraceError, read_trace
+from poolgrid.loadgen.trace import TraceError, read_trace
 
 WARM_UP_REQUESTS = 20
 """Code paths, connections and allocators, with prompts that share nothing with the conversations."""

@@ -208,10 +208,10 @@ def group_of(frames: Iterable[str]) -> str:
 
 
 def short_path(path: str) -> str:
-    """Return a path from its package on, wherever the package is installed."""
+    """Return a path from its package on, wherever the package is installed; ours as in the repository."""
     for root in sorted(sys.path, key=len, reverse=True):
         if root and path.startswith(f"{root}/"):
-            return path[len(root) + 1 :]
+            return path[len(root) + 1 :].removeprefix("poolgrid/")
     return path
 
 

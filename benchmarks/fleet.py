@@ -38,7 +38,7 @@ class Fleet:
             process = subprocess.Popen(
                 self.pinned(command, tested=tested),
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE if "cli" in command else log,
+                stdout=subprocess.PIPE if "poolgrid" in command else log,
                 stderr=log,
                 env={**os.environ, **(environment or {})},
             )

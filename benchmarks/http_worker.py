@@ -20,9 +20,9 @@ import uvloop
 import zmq
 from prometheus_client import CollectorRegistry
 
-from runtime.clock import SystemClock
-from wire.card import WorkerCard, WorkerLimits
-from wire.events import (
+from poolgrid.runtime.clock import SystemClock
+from poolgrid.wire.card import WorkerCard, WorkerLimits
+from poolgrid.wire.events import (
     AnyEvent,
     BlocksRemoved,
     BlocksStored,
@@ -32,15 +32,15 @@ from wire.events import (
     RequestProgressed,
     RequestStarted,
 )
-from wire.hashing import block_hashes, hash_seed, pack_hashes, sequence_hashes
-from wire.identifiers import Role
-from wire.requests import FinishReason, Generate, TokenDelta
-from workers.adapters.sockets import RequestSocket
-from workers.core.push_stream import PushStream, PushTiming
-from workers.engines.engine import EngineReport, RankReport
-from workers.metrics import WorkerMetrics
-from workers.publisher import EventPublisher
-from workers.service import ServiceLimits, WorkerService
+from poolgrid.wire.hashing import block_hashes, hash_seed, pack_hashes, sequence_hashes
+from poolgrid.wire.identifiers import Role
+from poolgrid.wire.requests import FinishReason, Generate, TokenDelta
+from poolgrid.workers.adapters.sockets import RequestSocket
+from poolgrid.workers.core.push_stream import PushStream, PushTiming
+from poolgrid.workers.engines.engine import EngineReport, RankReport
+from poolgrid.workers.metrics import WorkerMetrics
+from poolgrid.workers.publisher import EventPublisher
+from poolgrid.workers.service import ServiceLimits, WorkerService
 
 TOTAL_BLOCKS = 65_536
 TOKEN_IDS = [(1000 + at).to_bytes(4, "little") for at in range(4096)]
@@ -54,7 +54,7 @@ class _Running:
 
 
 class MockEngine:
-    """``workers.engines.engine.Engine`` that computes nothing."""
+    """``poolgrid.workers.engines.engine.Engine`` that computes nothing."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size

@@ -24,18 +24,18 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measuring import median_us, pin_to_one_cpu, resident_bytes
-from router.core.candidates import RoutingRequest
-from router.core.load_ledger import LoadLedger
-from router.core.policy import KvAware
-from router.core.prefix_index import PrefixIndex, slots_of
-from router.core.projection import Projection
-from router.core.selector import Selector
+from poolgrid.router.core.candidates import RoutingRequest
+from poolgrid.router.core.load_ledger import LoadLedger
+from poolgrid.router.core.policy import KvAware
+from poolgrid.router.core.prefix_index import PrefixIndex, slots_of
+from poolgrid.router.core.projection import Projection
+from poolgrid.router.core.selector import Selector
+from poolgrid.wire import codec
+from poolgrid.wire.card import WorkerCard, WorkerLimits
+from poolgrid.wire.events import BlocksStored, JournalRecord, WorkerJoined
+from poolgrid.wire.hashing import block_hashes, pack_hashes, sequence_hashes
+from poolgrid.wire.identifiers import Role, WorkerId, WorkerKey
 from tests.router.fleet_builder import decided
-from wire import codec
-from wire.card import WorkerCard, WorkerLimits
-from wire.events import BlocksStored, JournalRecord, WorkerJoined
-from wire.hashing import block_hashes, pack_hashes, sequence_hashes
-from wire.identifiers import Role, WorkerId, WorkerKey
 
 WORKERS = 16
 BLOCKS_PER_EVENT = 32

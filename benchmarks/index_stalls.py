@@ -23,9 +23,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from router.core.prefix_index import BYTES_PER_BLOCK, PrefixIndex
-from runtime.garbage import settle
-from wire.identifiers import Tier, WorkerId, WorkerKey
+from poolgrid.router.core.prefix_index import BYTES_PER_BLOCK, PrefixIndex
+from poolgrid.runtime.garbage import settle
+from poolgrid.wire.identifiers import Tier, WorkerId, WorkerKey
 
 WORKERS = 64
 BLOCKS_PER_STORE = 32

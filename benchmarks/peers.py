@@ -81,7 +81,7 @@ class Peers:
         return [f"http://127.0.0.1:{self.start_engine(fleet, number)[0]}" for number in range(ENGINES)]
 
     def _start_ours(self, fleet: Fleet) -> tuple[int, int]:
-        ours = [sys.executable, "-m", "cli"]
+        ours = [sys.executable, "-m", "poolgrid"]
         level = ["--log-level", "warning"]
         consolidator = fleet.start("consolidator", [*ours, "consolidator", *level])
         words = fleet.ready_words(consolidator)

@@ -20,10 +20,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from global_router.core.document.grid_document import GridDocument
-from global_router.core.document.reader import load_document
-from loadgen.trace import TraceError, read_trace
-from simulation.fleet import (
+from poolgrid.global_router.core.document.grid_document import GridDocument
+from poolgrid.global_router.core.document.reader import load_document
+from poolgrid.loadgen.trace import TraceError, read_trace
+from poolgrid.simulation.fleet import (
     FleetPool,
     GridPools,
     MakeChooser,
@@ -36,8 +36,8 @@ from simulation.fleet import (
     fleet_report,
     round_robin,
 )
-from simulation.workload import Workload, build_workload
-from workers.simulated.engine import EngineLimits
+from poolgrid.simulation.workload import Workload, build_workload
+from poolgrid.workers.simulated.engine import EngineLimits
 
 BLOCK_SIZE = 64
 BLOCKS_PER_WORKER = 16_384

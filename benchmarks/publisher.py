@@ -59,21 +59,21 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.publisher_engine import BLOCK_SIZE, RESIDENT_BLOCKS, WINDOW, EnginePlan, Run, Steps, run_engine
-from runtime import garbage
-from runtime.clock import SystemClock
+from poolgrid.runtime import garbage
+from poolgrid.runtime.clock import SystemClock
+from poolgrid.wire import codec
+from poolgrid.wire.card import WorkerCard, WorkerLimits
+from poolgrid.wire.events import AnyEvent
+from poolgrid.wire.identifiers import Role
+from poolgrid.wire.ingest import BATCH_FRAME, Acknowledged, Hello, Welcome
+from poolgrid.workers.core.push_stream import PushStream
+from poolgrid.workers.engines.trtllm_feed import NOTHING_THERE, FeedLimits, TrtllmFeed
+from poolgrid.workers.metrics import WorkerMetrics
+from poolgrid.workers.publisher import EventPublisher
+from poolgrid.workers.trtllm.metrics import TrtllmMetrics
+from poolgrid.workers.trtllm.statistics import EngineStatistics, load_of
 from tests.fakes.tensorrt_llm.executor.result import IterationResult
 from tests.fakes.tensorrt_llm.llmapi.utils import AsyncQueue
-from wire import codec
-from wire.card import WorkerCard, WorkerLimits
-from wire.events import AnyEvent
-from wire.identifiers import Role
-from wire.ingest import BATCH_FRAME, Acknowledged, Hello, Welcome
-from workers.core.push_stream import PushStream
-from workers.engines.trtllm_feed import NOTHING_THERE, FeedLimits, TrtllmFeed
-from workers.metrics import WorkerMetrics
-from workers.publisher import EventPublisher
-from workers.trtllm.metrics import TrtllmMetrics
-from workers.trtllm.statistics import EngineStatistics, load_of
 
 KINDS = ("off", "sent", "drained", "published")
 WARM_UP_STEPS = 3

@@ -68,7 +68,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     up = subprocess.Popen(
-        [sys.executable, "-m", "cli", "up", "--pools", str(DOCUMENT), "--port", "0", "--speedup", "20"],
+        [sys.executable, "-m", "poolgrid", "up", "--pools", str(DOCUMENT), "--port", "0", "--speedup", "20"],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     )

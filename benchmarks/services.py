@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from cli.part import part_environment
+from poolgrid.cli.part import part_environment
 
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 30.0
@@ -85,7 +85,7 @@ class Service:
         log = directory / f"{name}.log"
         with log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "cli", *arguments),
+                *(sys.executable, "-P", "-m", "poolgrid", *arguments),
                 stdin=PIPE,
                 stdout=PIPE,
                 stderr=output,

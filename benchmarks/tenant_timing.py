@@ -37,18 +37,18 @@ from attacks.media import png, serving
 from attacks.pool import AttackedPool, Shape
 from benchmarks.rank_test import accuracy, area
 from benchmarks.soak_requests import WORDS
-from dispatch.tenant_paths import TenantPaths
-from frontend.media.loader import MediaLoader
-from frontend.media.metrics import MediaMetrics
-from frontend.media.references import read_reference
-from frontend.media.settings import MediaSettings
-from frontend.models import TINY_MODEL_PATH
-from frontend.ports import InferenceRequest
-from frontend.prompt_model import PromptModel
-from runtime.clock import SystemClock
-from runtime.tenant_caches import CacheDomain, CacheShares
-from wire.hashing import hash_seed
-from wire.requests import Sampling
+from poolgrid.dispatch.tenant_paths import TenantPaths
+from poolgrid.frontend.media.loader import MediaLoader
+from poolgrid.frontend.media.metrics import MediaMetrics
+from poolgrid.frontend.media.references import read_reference
+from poolgrid.frontend.media.settings import MediaSettings
+from poolgrid.frontend.models import TINY_MODEL_PATH
+from poolgrid.frontend.ports import InferenceRequest
+from poolgrid.frontend.prompt_model import PromptModel
+from poolgrid.runtime.clock import SystemClock
+from poolgrid.runtime.tenant_caches import CacheDomain, CacheShares
+from poolgrid.wire.hashing import hash_seed
+from poolgrid.wire.requests import Sampling
 
 SAMPLES = 200
 """On each side: a difference of a third of a standard deviation is found nine times of ten."""

@@ -12,16 +12,16 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from loadgen import schedule
-from loadgen.client import Client, Target
-from loadgen.prompt import WORDS, PlannedRequest, PromptMaker, digits_of
-from loadgen.runner import RequestShape, Result, Verify, run
-from loadgen.settings import BenchSettings
-from loadgen.statistics import Measurements, Report, report
-from loadgen.table import report_table
-from loadgen.trace import TraceError, ideal_cached_token_ratio, plan_trace, read_trace
-from runtime import lifecycle
-from runtime.clock import SystemClock
+from poolgrid.loadgen import schedule
+from poolgrid.loadgen.client import Client, Target
+from poolgrid.loadgen.prompt import WORDS, PlannedRequest, PromptMaker, digits_of
+from poolgrid.loadgen.runner import RequestShape, Result, Verify, run
+from poolgrid.loadgen.settings import BenchSettings
+from poolgrid.loadgen.statistics import Measurements, Report, report
+from poolgrid.loadgen.table import report_table
+from poolgrid.loadgen.trace import TraceError, ideal_cached_token_ratio, plan_trace, read_trace
+from poolgrid.runtime import lifecycle
+from poolgrid.runtime.clock import SystemClock
 
 REQUESTS_DEFAULT = 100
 """Requests of a closed or open loop that was told neither a number nor a duration."""

@@ -13,14 +13,14 @@ from typing import Any
 
 from rich.console import Console
 
-from global_router.core.builder.grid_builder import build_grid
-from global_router.core.builder.pool_profiles import load_profiles
-from global_router.core.document.canonical_text import document_text, json_text
-from global_router.core.document.grid_document import GridDocument
-from global_router.core.document.problems import GridDocumentError
-from global_router.core.document.reader import LoadedDocument, load_document
-from global_router.document_file import read_bytes, read_document_file
-from global_router.heat_map import DrawingUnavailable, save_png, terminal_map
+from poolgrid.global_router.core.builder.grid_builder import build_grid
+from poolgrid.global_router.core.builder.pool_profiles import load_profiles
+from poolgrid.global_router.core.document.canonical_text import document_text, json_text
+from poolgrid.global_router.core.document.grid_document import GridDocument
+from poolgrid.global_router.core.document.problems import GridDocumentError
+from poolgrid.global_router.core.document.reader import LoadedDocument, load_document
+from poolgrid.global_router.document_file import read_bytes, read_document_file
+from poolgrid.global_router.heat_map import DrawingUnavailable, save_png, terminal_map
 
 SCHEMA_ID = "https://poolgrid.dev/schemas/pool_grid.schema.json"
 

@@ -1,7 +1,8 @@
 """Writes what the pages say of settings: ``docs/configuration.md``, and the marked tables of other pages.
 
-``python -m cli.configuration_page`` writes them; a test fails while a committed page differs. A table stands between
-``<!-- settings: Model OtherModel -->`` and ``<!-- /settings -->``, and holds the settings that these models declare.
+``python -m poolgrid.cli.configuration_page`` writes them; a test fails while a committed page differs. A table stands
+between ``<!-- settings: Model OtherModel -->`` and ``<!-- /settings -->``, and holds the settings that these models
+declare.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ import typer
 from pydantic.fields import FieldInfo
 from typer.core import TyperGroup
 
-from cli.local_pool import UpSettings
-from cli.main import app
-from cli.options import environment_name
-from frontend.media.settings import MediaSettings
-from frontend.settings import FrontendSettings
-from global_router.settings import GlobalRouterSettings
-from loadgen.settings import BenchSettings
-from router.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
-from router.settings import RouterSettings
-from runtime.http_settings import HttpSettings
-from runtime.security import SecuritySettings
-from runtime.settings import Settings
-from simulation.settings import EngineSettings, SimulationSettings, TuneSettings, WhatIfSettings
-from workers.settings import EngineChoice, TrtllmWorkerSettings, WorkerProcessSettings, WorkerSettings
-from workers.trtllm.settings import TrtllmSettings
+from poolgrid.cli.local_pool import UpSettings
+from poolgrid.cli.main import app
+from poolgrid.cli.options import environment_name
+from poolgrid.frontend.media.settings import MediaSettings
+from poolgrid.frontend.settings import FrontendSettings
+from poolgrid.global_router.settings import GlobalRouterSettings
+from poolgrid.loadgen.settings import BenchSettings
+from poolgrid.router.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
+from poolgrid.router.settings import RouterSettings
+from poolgrid.runtime.http_settings import HttpSettings
+from poolgrid.runtime.security import SecuritySettings
+from poolgrid.runtime.settings import Settings
+from poolgrid.simulation.settings import EngineSettings, SimulationSettings, TuneSettings, WhatIfSettings
+from poolgrid.workers.settings import EngineChoice, TrtllmWorkerSettings, WorkerProcessSettings, WorkerSettings
+from poolgrid.workers.trtllm.settings import TrtllmSettings
 
 SOURCE_ROOT = Path(__file__).parents[1]
 DOCS = SOURCE_ROOT / "docs"
@@ -125,7 +126,7 @@ MODELS: Mapping[str, type[Settings]] = {model.__name__: model for section in SEC
 HEAD = """\
 # Configuration
 
-<!-- Generated: python -m cli.configuration_page -->
+<!-- Generated: python -m poolgrid.cli.configuration_page -->
 
 Every setting is declared once and has an option and an environment variable. The command line wins over the
 environment, the environment over the default; `poolgrid router` also takes `--settings-file` (TOML, settings by name),

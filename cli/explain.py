@@ -21,11 +21,11 @@ from rich.markup import escape
 from rich.table import Table
 from rich.tree import Tree
 
-from cli.api_key import api_key_headers
-from cli.journal_directory import journal_errors, progress_bar, survey_bytes
-from router.consolidator.adapters.posix_disk import ReadOnlyDirectory
-from router.decision_journal.reader import decision_directories, decisions_about
-from wire.answers import (
+from poolgrid.cli.api_key import api_key_headers
+from poolgrid.cli.journal_directory import journal_errors, progress_bar, survey_bytes
+from poolgrid.router.consolidator.adapters.posix_disk import ReadOnlyDirectory
+from poolgrid.router.decision_journal.reader import decision_directories, decisions_about
+from poolgrid.wire.answers import (
     CandidateRow,
     DecisionExplanation,
     PlacedExplanation,

@@ -13,14 +13,14 @@ import asyncio
 from pathlib import Path
 from urllib.parse import quote
 
-from cli.api_key import api_key_headers
-from cli.held_port import HeldPorts
-from cli.local_pool import UpSettings, example_request
-from cli.part import START_TIMEOUT_S, Part, part_environment, stop_parts
-from frontend.prompt_model import PromptModel
-from global_router.core.document.axis import StageName
-from global_router.core.document.grid_document import GridDocument, Pool, PoolSimulation
-from workers.settings import WorkerSettings
+from poolgrid.cli.api_key import api_key_headers
+from poolgrid.cli.held_port import HeldPorts
+from poolgrid.cli.local_pool import UpSettings, example_request
+from poolgrid.cli.part import START_TIMEOUT_S, Part, part_environment, stop_parts
+from poolgrid.frontend.prompt_model import PromptModel
+from poolgrid.global_router.core.document.axis import StageName
+from poolgrid.global_router.core.document.grid_document import GridDocument, Pool, PoolSimulation
+from poolgrid.workers.settings import WorkerSettings
 
 
 class LocalFleet:

@@ -13,12 +13,12 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from cli.http_group import member, run_group
-from cli.options import arguments_of
-from cli.part import Part, stop_parts
-from frontend.settings import FrontendSettings
-from global_router.settings import GlobalRouterSettings
-from runtime.process_group import GroupPlace
+from poolgrid.cli.http_group import member, run_group
+from poolgrid.cli.options import arguments_of
+from poolgrid.cli.part import Part, stop_parts
+from poolgrid.frontend.settings import FrontendSettings
+from poolgrid.global_router.settings import GlobalRouterSettings
+from poolgrid.runtime.process_group import GroupPlace
 
 
 async def serve_global_group(

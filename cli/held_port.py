@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import socket
 
-from runtime.http_server import bind
+from poolgrid.runtime.http_server import bind
 
 
 class HeldPorts:

@@ -3,7 +3,7 @@
 Rules
     1. The kernel spreads connections over the processes (SO_REUSEPORT). The port is fixed by a socket of this process
        that is bound for as long as the group lives, and never listened on.
-    2. Each process knows its place in the group (``runtime.process_group``), by which it finds the others.
+    2. Each process knows its place in the group (``poolgrid.runtime.process_group``), by which it finds the others.
     3. A process that dies is started again with the same arguments, at growing intervals; the others go on serving.
 """
 
@@ -16,10 +16,10 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Protocol
 
-from cli.part import STOP_TIMEOUT_S, Part, part_environment
-from runtime.http_server import bind
-from runtime.process_group import GROUP_VARIABLE, GroupPlace
-from runtime.tasks import unless
+from poolgrid.cli.part import STOP_TIMEOUT_S, Part, part_environment
+from poolgrid.runtime.http_server import bind
+from poolgrid.runtime.process_group import GROUP_VARIABLE, GroupPlace
+from poolgrid.runtime.tasks import unless
 
 
 class Group(Protocol):

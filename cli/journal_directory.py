@@ -12,11 +12,11 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
-from router.consolidator.adapters.posix_disk import ReadOnlyDirectory
-from router.consolidator.journal.as_of import NotKept
-from router.consolidator.journal.errors import JournalCorrupt
-from router.consolidator.journal.record_rows import ParquetUnavailable
-from simulation.variant_plot import PlottingUnavailable
+from poolgrid.router.consolidator.adapters.posix_disk import ReadOnlyDirectory
+from poolgrid.router.consolidator.journal.as_of import NotKept
+from poolgrid.router.consolidator.journal.errors import JournalCorrupt
+from poolgrid.router.consolidator.journal.record_rows import ParquetUnavailable
+from poolgrid.simulation.variant_plot import PlottingUnavailable
 
 
 class UsageError(ValueError):

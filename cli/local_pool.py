@@ -2,8 +2,9 @@
 
 Rules
     1. Parts start in the order consolidator, router, workers.
-    2. A part that dies is started again where it was, at growing intervals (``cli.restart_pace``): its ports are held
-       for it (``cli.held_port``), and the others go on. Only a part that does not start the first time ends everything.
+    2. A part that dies is started again where it was, at growing intervals (``poolgrid.cli.restart_pace``): its ports
+       are held for it (``poolgrid.cli.held_port``), and the others go on. Only a part that does not start the first
+       time ends everything.
     3. At the end parts stop in the order router, workers, consolidator; whoever is not gone in time is killed. Parts
        also stop when this process disappears, whatever became of it: they hold the other end of a pipe.
 """
@@ -16,12 +17,12 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from cli.api_key import api_key_headers
-from cli.held_port import HeldPorts
-from cli.part import START_TIMEOUT_S, Part, part_environment, stop_parts
-from frontend.models import TINY_MODEL_PATH
-from frontend.prompt_model import PromptModel
-from runtime.settings import Settings
+from poolgrid.cli.api_key import api_key_headers
+from poolgrid.cli.held_port import HeldPorts
+from poolgrid.cli.part import START_TIMEOUT_S, Part, part_environment, stop_parts
+from poolgrid.frontend.models import TINY_MODEL_PATH
+from poolgrid.frontend.prompt_model import PromptModel
+from poolgrid.runtime.settings import Settings
 
 
 class UpSettings(Settings):

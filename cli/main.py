@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import typer
 
-from cli.late_group import LateGroup
+from poolgrid import __version__
+from poolgrid.cli.late_group import LateGroup
 
 
 class Commands(LateGroup):
     """Every command, in the order of the help."""
 
     modules: ClassVar[Mapping[str, str]] = {
-        "up": "cli.commands.up",
-        "router": "cli.commands.router",
-        "global-router": "cli.commands.global_router",
-        "worker": "cli.commands.worker",
-        "consolidator": "cli.commands.consolidator",
-        "bench": "cli.commands.bench",
-        "simulate": "cli.commands.simulate",
-        "top": "cli.commands.top",
-        "replay": "cli.commands.replay",
-        "what-if": "cli.commands.what_if",
-        "tune": "cli.commands.tune",
-        "explain": "cli.commands.explain",
-        "config": "cli.commands.config",
-        "engine-config": "cli.commands.engine_config",
-        "keys": "cli.commands.keys",
-        "journal": "cli.commands.journal",
+        "up": "poolgrid.cli.commands.up",
+        "router": "poolgrid.cli.commands.router",
+        "global-router": "poolgrid.cli.commands.global_router",
+        "worker": "poolgrid.cli.commands.worker",
+        "consolidator": "poolgrid.cli.commands.consolidator",
+        "bench": "poolgrid.cli.commands.bench",
+        "simulate": "poolgrid.cli.commands.simulate",
+        "top": "poolgrid.cli.commands.top",
+        "replay": "poolgrid.cli.commands.replay",
+        "what-if": "poolgrid.cli.commands.what_if",
+        "tune": "poolgrid.cli.commands.tune",
+        "explain": "poolgrid.cli.commands.explain",
+        "config": "poolgrid.cli.commands.config",
+        "engine-config": "poolgrid.cli.commands.engine_config",
+        "keys": "poolgrid.cli.commands.keys",
+        "journal": "poolgrid.cli.commands.journal",
     }
 
 
@@ -44,8 +45,18 @@ app = typer.Typer(
 )
 
 
+def _tell_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"poolgrid {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def poolgrid() -> None:
+def poolgrid(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
     """Hold the commands; what they share is said above."""
 
 

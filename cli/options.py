@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from runtime.settings import Settings
+from poolgrid.runtime.settings import Settings
 
 S = TypeVar("S", bound=Settings)
 ENVIRONMENT_PREFIX = "POOLGRID_"

@@ -2,8 +2,8 @@
 
 Rules
     1. A part that dies is started again with the same arguments (so: the same ports), at growing intervals and without
-       end (``cli.restart_pace``). Nobody else is ended for it: what works goes on serving, and the log says what does
-       not.
+       end (``poolgrid.cli.restart_pace``). Nobody else is ended for it: what works goes on serving, and the log says
+       what does not.
     2. A part also ends when this process disappears, whatever became of it: it holds the other end of a pipe.
 """
 
@@ -16,11 +16,10 @@ import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Iterable
-from pathlib import Path
 
-from cli.restart_pace import RestartPace
-from cli.service_process import PARENT_PIPE_VARIABLE
-from runtime.tasks import Restart, supervised
+from poolgrid.cli.restart_pace import RestartPace
+from poolgrid.cli.service_process import PARENT_PIPE_VARIABLE
+from poolgrid.runtime.tasks import Restart, supervised
 
 log = logging.getLogger(__name__)
 
@@ -32,14 +31,7 @@ STOP_TIMEOUT_S = 10.0
 
 def part_environment() -> dict[str, str]:
     """Return the environment of parts: ours, and the sign that standard input is a pipe from us."""
-    root = str(Path(__file__).resolve().parents[1])
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {
-        **os.environ,
-        PARENT_PIPE_VARIABLE: "1",
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONPATH": os.pathsep.join(paths),
-    }
+    return {**os.environ, PARENT_PIPE_VARIABLE: "1", "PYTHONUNBUFFERED": "1"}
 
 
 class PartFailed(RuntimeError):
@@ -69,10 +61,10 @@ class Part:
         self._ready_s = None
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
-            # Not from the current directory, which may hold a package of the same name: from where this code is.
+            # Not from the current directory, which may hold something of the same name: from where it is installed.
             "-P",
             "-m",
-            "cli",
+            "poolgrid",
             *self.arguments,
             stdin=PIPE,
             stdout=PIPE,

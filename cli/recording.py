@@ -7,20 +7,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cli.journal_directory import UsageError, open_directory, progress_bar, survey_bytes
-from loadgen.trace import TraceError, read_trace
-from router.consolidator.adapters.posix_disk import ReadOnlyDirectory
-from router.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
-from router.decision_journal.reader import decision_directories
-from router.decision_journal.traffic import RecordedTraffic, Recording, read_recording
-from simulation.recorded import RecordedRequest, recorded_workload
-from simulation.report import latency_summary
-from simulation.settings import EngineSettings
-from simulation.variants import roomy_limits
-from simulation.workload import Workload, build_workload
-from wire.identifiers import Role
-from workers.simulated.engine import EngineLimits
-from workers.simulated.timing import PolynomialTiming, ScaledTiming, TableError, TableTiming, TimingModel
+from poolgrid.cli.journal_directory import UsageError, open_directory, progress_bar, survey_bytes
+from poolgrid.loadgen.trace import TraceError, read_trace
+from poolgrid.router.consolidator.adapters.posix_disk import ReadOnlyDirectory
+from poolgrid.router.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
+from poolgrid.router.decision_journal.reader import decision_directories
+from poolgrid.router.decision_journal.traffic import RecordedTraffic, Recording, read_recording
+from poolgrid.simulation.recorded import RecordedRequest, recorded_workload
+from poolgrid.simulation.report import latency_summary
+from poolgrid.simulation.settings import EngineSettings
+from poolgrid.simulation.variants import roomy_limits
+from poolgrid.simulation.workload import Workload, build_workload
+from poolgrid.wire.identifiers import Role
+from poolgrid.workers.simulated.engine import EngineLimits
+from poolgrid.workers.simulated.timing import PolynomialTiming, ScaledTiming, TableError, TableTiming, TimingModel
 
 TRACE_WORKERS = 8
 

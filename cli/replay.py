@@ -13,13 +13,13 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from cli.journal_directory import UsageError, journal_errors, open_directory, progress_bar, survey_bytes
-from router.consolidator.adapters.posix_disk import ReadOnlyDirectory
-from router.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
-from router.decision_journal.opening import policy_of
-from router.decision_journal.reader import decision_directories
-from router.decision_journal.replay import Replay, ReplayOutcome, shown
-from router.policy_loading import PolicyError
+from poolgrid.cli.journal_directory import UsageError, journal_errors, open_directory, progress_bar, survey_bytes
+from poolgrid.router.consolidator.adapters.posix_disk import ReadOnlyDirectory
+from poolgrid.router.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
+from poolgrid.router.decision_journal.opening import policy_of
+from poolgrid.router.decision_journal.reader import decision_directories
+from poolgrid.router.decision_journal.replay import Replay, ReplayOutcome, shown
+from poolgrid.router.policy_loading import PolicyError
 
 SIDE_CHARS_MAX = 4000
 """Characters shown of each side of a difference; ``--json`` has all."""

@@ -1,4 +1,4 @@
-"""Writes ``docs/request_life.md`` from the table that the routers go by: ``python -m cli.request_life_page``."""
+"""Writes ``docs/request_life.md`` from the routers' own table: ``python -m poolgrid.cli.request_life_page``."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import re
 import sys
 from enum import Enum
 
-from dispatch import request_machine
-from dispatch.request_machine import ANY, LEGS, ROWS, Do, Happened, Standing
+from poolgrid.dispatch import request_machine
+from poolgrid.dispatch.request_machine import ANY, LEGS, ROWS, Do, Happened, Standing
 
 HEAD = """# The life of a request
 

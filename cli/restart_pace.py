@@ -10,7 +10,7 @@ Rules
 
 from __future__ import annotations
 
-from wire.hashing import stable_u64
+from poolgrid.wire.hashing import stable_u64
 
 PAUSE_MIN_S = 0.1
 """Below what an interpreter takes to start: a part that was killed is back as soon as it can be."""

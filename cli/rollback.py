@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import typer
 
-from cli.api_key import api_key_headers
+from poolgrid.cli.api_key import api_key_headers
 
 TIMEOUT_S = 10.0
 

@@ -1,4 +1,4 @@
-"""`poolgrid router --http-workers N`: several processes that share one port (``cli.http_group``), each a router.
+"""`poolgrid router --http-workers N`: processes that share one port (``poolgrid.cli.http_group``), each a router.
 
 Rules
     1. Every process follows the same event stream and so has the same projection; each has its own identity towards
@@ -13,13 +13,13 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from cli.http_group import member, run_group
-from cli.options import arguments_of
-from cli.part import Part, part_environment, stop_parts
-from frontend.settings import FrontendSettings
-from router.consolidator.settings import ConsolidatorSettings
-from router.settings import RouterSettings
-from runtime.process_group import GroupPlace
+from poolgrid.cli.http_group import member, run_group
+from poolgrid.cli.options import arguments_of
+from poolgrid.cli.part import Part, part_environment, stop_parts
+from poolgrid.frontend.settings import FrontendSettings
+from poolgrid.router.consolidator.settings import ConsolidatorSettings
+from poolgrid.router.settings import RouterSettings
+from poolgrid.runtime.process_group import GroupPlace
 
 
 async def serve_group(

@@ -18,7 +18,7 @@ from typing import Annotated
 import typer
 from prometheus_client import disable_created_metrics
 
-from runtime import allocation, garbage, lifecycle, logs
+from poolgrid.runtime import allocation, garbage, lifecycle, logs
 
 log = logging.getLogger(__name__)
 

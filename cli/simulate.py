@@ -10,15 +10,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from loadgen.trace import TraceError, read_trace
-from router.core.cost import CostWeights
-from router.core.policy import make_policy
-from simulation.pool import SIMULATED_POLICIES, RouterFleet, SimulatedPool
-from simulation.report import policy_report, result_table
-from simulation.settings import SimulationSettings
-from simulation.workload import build_workload
-from workers.simulated.engine import EngineLimits
-from workers.simulated.timing import PolynomialTiming, TableError, TableTiming
+from poolgrid.loadgen.trace import TraceError, read_trace
+from poolgrid.router.core.cost import CostWeights
+from poolgrid.router.core.policy import make_policy
+from poolgrid.simulation.pool import SIMULATED_POLICIES, RouterFleet, SimulatedPool
+from poolgrid.simulation.report import policy_report, result_table
+from poolgrid.simulation.settings import SimulationSettings
+from poolgrid.simulation.workload import build_workload
+from poolgrid.workers.simulated.engine import EngineLimits
+from poolgrid.workers.simulated.timing import PolynomialTiming, TableError, TableTiming
 
 
 def run_simulation(trace: Path, settings: SimulationSettings) -> int:

@@ -22,9 +22,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from cli.api_key import api_key_headers
-from runtime import lifecycle
-from wire.answers import (
+from poolgrid.cli.api_key import api_key_headers
+from poolgrid.runtime import lifecycle
+from poolgrid.wire.answers import (
     DecisionList,
     DecisionRow,
     PlacedList,

@@ -12,14 +12,14 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from cli.journal_directory import UsageError, journal_errors
-from cli.recording import Stage, load_recording, load_trace
-from cli.what_if import difference_table, report_of
-from simulation.recorded import part_of
-from simulation.settings import TuneSettings
-from simulation.tuning import WORTHWHILE, Objective, Trial, best_of, search
-from simulation.variants import Variant, VariantResult, run_variant
-from simulation.workload import Workload
+from poolgrid.cli.journal_directory import UsageError, journal_errors
+from poolgrid.cli.recording import Stage, load_recording, load_trace
+from poolgrid.cli.what_if import difference_table, report_of
+from poolgrid.simulation.recorded import part_of
+from poolgrid.simulation.settings import TuneSettings
+from poolgrid.simulation.tuning import WORTHWHILE, Objective, Trial, best_of, search
+from poolgrid.simulation.variants import Variant, VariantResult, run_variant
+from poolgrid.simulation.workload import Workload
 
 REQUESTS_MIN = 20
 """Fewer requests in either part say nothing about a 99th percentile, or about anything."""

@@ -14,12 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from cli.local_pool import LocalPool, UpSettings
-from cli.part import PartFailed
-from cli.service_process import say_ready
-from frontend.prompt_model import ModelDirectoryError, PromptModel
-from runtime import lifecycle, logs
-from runtime.tasks import unless
+from poolgrid.cli.local_pool import LocalPool, UpSettings
+from poolgrid.cli.part import PartFailed
+from poolgrid.cli.service_process import say_ready
+from poolgrid.frontend.prompt_model import ModelDirectoryError, PromptModel
+from poolgrid.runtime import lifecycle, logs
+from poolgrid.runtime.tasks import unless
 
 log = logging.getLogger(__name__)
 
@@ -39,9 +39,9 @@ def run_up(settings: UpSettings) -> int:
 
 def run_fleet(settings: UpSettings, path: Path, model: PromptModel) -> int:
     """Run the fleet of a pool-grid document; return the exit status."""
-    from cli.fleet import LocalFleet
-    from global_router.core.document.problems import GridDocumentError
-    from global_router.document_file import read_document_file
+    from poolgrid.cli.fleet import LocalFleet
+    from poolgrid.global_router.core.document.problems import GridDocumentError
+    from poolgrid.global_router.document_file import read_document_file
 
     try:
         document = read_document_file(path).document

@@ -15,13 +15,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from cli.journal_directory import UsageError, journal_errors, progress_bar
-from cli.recording import Stage, load_recording
-from router.core.cost import CostWeights
-from simulation.pool import SIMULATED_POLICIES
-from simulation.settings import WhatIfSettings
-from simulation.variant_plot import PANELS, PlottingUnavailable, figures, write_plot
-from simulation.variants import Variant, run_variant
+from poolgrid.cli.journal_directory import UsageError, journal_errors, progress_bar
+from poolgrid.cli.recording import Stage, load_recording
+from poolgrid.router.core.cost import CostWeights
+from poolgrid.simulation.pool import SIMULATED_POLICIES
+from poolgrid.simulation.settings import WhatIfSettings
+from poolgrid.simulation.variant_plot import PANELS, PlottingUnavailable, figures, write_plot
+from poolgrid.simulation.variants import Variant, run_variant
 
 VARIANTS_MAX = 64
 """Simulations of one command; more of them nobody compares by eye."""

@@ -9,8 +9,8 @@ import logging
 from collections.abc import Callable
 from typing import Protocol, assert_never
 
-from dispatch.legs import Dispatch
-from dispatch.request_machine import (
+from poolgrid.dispatch.legs import Dispatch
+from poolgrid.dispatch.request_machine import (
     Avoid,
     Blame,
     Cancel,
@@ -23,8 +23,8 @@ from dispatch.request_machine import (
     Release,
     RequestMachine,
 )
-from dispatch.worker_links import Link
-from wire.requests import FinishReason, TokenBatch
+from poolgrid.dispatch.worker_links import Link
+from poolgrid.wire.requests import FinishReason, TokenBatch
 
 log = logging.getLogger(__name__)
 

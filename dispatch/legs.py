@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from frontend.ports import InferenceRequest
-from wire import codec
-from wire.identifiers import Stage, WorkerKey
-from wire.multimodal import MediaKind, MultimodalInput
-from wire.request_ids import dispatch_id
-from wire.requests import Generate, Routing, Sampling
+from poolgrid.frontend.ports import InferenceRequest
+from poolgrid.wire import codec
+from poolgrid.wire.identifiers import Stage, WorkerKey
+from poolgrid.wire.multimodal import MediaKind, MultimodalInput
+from poolgrid.wire.request_ids import dispatch_id
+from poolgrid.wire.requests import Generate, Routing, Sampling
 
 TOKENS_TOGETHER = 32
 """Tokens that come together where the answer is read whole: a worker that dies takes at most so many with it, which is
@@ -123,7 +123,8 @@ class LegPlan:
     ) -> Generate:
         """Start the next dispatch and return the message for its worker: prompt plus what was already generated.
 
-        ``overlap_tokens`` and ``expected_prefill_tokens`` are what the choice was made on (``wire.requests.Routing``).
+        ``overlap_tokens`` and ``expected_prefill_tokens`` are what the choice was made on
+        (``poolgrid.wire.requests.Routing``).
         """
         request = self.request
         may_be_crowded = expected_prefill_tokens is not None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dispatch.tenant_paths import TenantPaths
-from frontend.ports import InferenceRequest
-from wire.hashing import TOKEN_BYTES, block_hashes, hash_seed, sequence_hashes
-from wire.multimodal import known_tokens, media_hash_u64, media_hashes_of_blocks
+from poolgrid.dispatch.tenant_paths import TenantPaths
+from poolgrid.frontend.ports import InferenceRequest
+from poolgrid.wire.hashing import TOKEN_BYTES, block_hashes, hash_seed, sequence_hashes
+from poolgrid.wire.multimodal import known_tokens, media_hash_u64, media_hashes_of_blocks
 
 
 def prompt_path(request: InferenceRequest, block_size: int, paths: TenantPaths) -> list[int]:

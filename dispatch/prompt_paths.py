@@ -1,7 +1,7 @@
 """The sequence hashes of prompts, computed once for the parts that prompts share.
 
 Rules
-    1. A path is always what ``wire.hashing`` says, to the bit.
+    1. A path is always what ``poolgrid.wire.hashing`` says, to the bit.
     2. It is computed in stretches of ``STRETCH_BLOCKS`` whole blocks. What a stretch adds depends on nothing but the
        sequence hash before it, the seed, the block size and the stretch's own tokens; these are its key, whole and
        unhashed, so two different stretches can never be taken for each other.
@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from dispatch.recent_prompts import HASH_BYTES, RecentPrompts
-from runtime.budgeted_lru import BudgetedLru
-from wire.hashing import TOKEN_BYTES, block_hashes, sequence_hashes
+from poolgrid.dispatch.recent_prompts import HASH_BYTES, RecentPrompts
+from poolgrid.runtime.budgeted_lru import BudgetedLru
+from poolgrid.wire.hashing import TOKEN_BYTES, block_hashes, sequence_hashes
 
 STRETCH_BLOCKS = 32
 """Blocks of one stretch: at 16 to 64 tokens a block, 2 to 8 KiB that are compared in less time than one is hashed."""
@@ -59,8 +59,8 @@ class PromptPaths:
     ) -> list[int]:
         """Return the sequence hashes of the whole blocks of a prompt (u32 little-endian token ids).
 
-        ``block_size`` is in tokens; ``multimodal_hashes`` as in ``wire.hashing.block_hashes``: prompts with such
-        objects are computed anew.
+        ``block_size`` is in tokens; ``multimodal_hashes`` as in ``poolgrid.wire.hashing.block_hashes``: prompts with
+        such objects are computed anew.
         """
         stretch_bytes = STRETCH_BLOCKS * block_size * TOKEN_BYTES
         if multimodal_hashes or len(token_ids) < stretch_bytes:

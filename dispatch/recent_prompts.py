@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from runtime.budgeted_lru import BudgetedLru
+from poolgrid.runtime.budgeted_lru import BudgetedLru
 
 LENGTHS = (512 * 1024, 128 * 1024, 32 * 1024, 8 * 1024)
 """Token bytes that samples are taken of: each prompt's is of the largest that it has. Shorter ones are not kept, their

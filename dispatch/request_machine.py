@@ -2,7 +2,8 @@
 
 Both routers drive it. Events go in: what a worker sent (``on_delta``), a lost worker or connection (``on_lost``), the
 client, a deadline, the end of the process (``end``). Effects come out, in the order in which they are to be carried
-out; ``dispatch.in_flight`` does so. ``TABLE`` says which effects: one row for each standing of a request and event.
+out; ``poolgrid.dispatch.in_flight`` does so. ``TABLE`` says which effects: one row for each standing of a request and
+event.
 
 Rules
     1. A request ends exactly once. After its end no event has an effect, and nothing is sent for it.
@@ -22,11 +23,11 @@ from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
 from typing import assert_never
 
-from dispatch.legs import Dispatch, LegPlan
-from dispatch.token_delivery import TokenDelivery
-from frontend.ports import InferenceRequest, StreamDelta
-from wire.identifiers import Stage, WorkerKey
-from wire.requests import FinishReason, Generate, RefusalKind, TokenDelta
+from poolgrid.dispatch.legs import Dispatch, LegPlan
+from poolgrid.dispatch.token_delivery import TokenDelivery
+from poolgrid.frontend.ports import InferenceRequest, StreamDelta
+from poolgrid.wire.identifiers import Stage, WorkerKey
+from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, TokenDelta
 
 
 class Standing(StrEnum):

@@ -6,9 +6,9 @@ another's out either.
 
 from __future__ import annotations
 
-from dispatch.prompt_paths import BUDGET_BYTES, PromptPaths
-from frontend.ports import InferenceRequest
-from runtime.tenant_caches import TenantCaches
+from poolgrid.dispatch.prompt_paths import BUDGET_BYTES, PromptPaths
+from poolgrid.frontend.ports import InferenceRequest
+from poolgrid.runtime.tenant_caches import TenantCaches
 
 
 class TenantPaths:

@@ -13,12 +13,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from frontend.ports import StreamDelta
-from wire.requests import FinishReason
+from poolgrid.frontend.ports import StreamDelta
+from poolgrid.wire.requests import FinishReason
 
 
 class TokenDelivery:
-    """What the front end reads of one request (``frontend.ports.TokenStream``)."""
+    """What the front end reads of one request (``poolgrid.frontend.ports.TokenStream``)."""
 
     def __init__(self, request_id: str, on_cancel: Callable[[TokenDelivery], None]) -> None:
         """``on_cancel`` is told when the client gives the request up before its end."""

@@ -16,12 +16,12 @@ from collections.abc import Callable
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from runtime.clock import Clock
-from runtime.complaints import Complaints
-from runtime.zmq_socket import CallbackSocket, FrameSocket
-from wire import codec
-from wire.errors import DecodeError
-from wire.requests import Cancel, FromWorker, Generate, Ping, Pong, TokenBatch
+from poolgrid.runtime.clock import Clock
+from poolgrid.runtime.complaints import Complaints
+from poolgrid.runtime.zmq_socket import CallbackSocket, FrameSocket
+from poolgrid.wire import codec
+from poolgrid.wire.errors import DecodeError
+from poolgrid.wire.requests import Cancel, FromWorker, Generate, Ping, Pong, TokenBatch
 
 log = logging.getLogger(__name__)
 

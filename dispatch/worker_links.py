@@ -16,11 +16,11 @@ from typing import Protocol
 
 import zmq
 
-from dispatch.link_budget import LINKS_MAX
-from dispatch.worker_link import WorkerLink
-from runtime.awake_clock import within
-from runtime.clock import Clock
-from wire.requests import Generate, TokenBatch
+from poolgrid.dispatch.link_budget import LINKS_MAX
+from poolgrid.dispatch.worker_link import WorkerLink
+from poolgrid.runtime.awake_clock import within
+from poolgrid.runtime.clock import Clock
+from poolgrid.wire.requests import Generate, TokenBatch
 
 log = logging.getLogger(__name__)
 

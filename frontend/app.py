@@ -23,28 +23,28 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from frontend.access.cache_domains import CacheDomains
-from frontend.access.gate import AccessGate, GateKeys, caller_of
-from frontend.access.shared_cells import SharedCells
-from frontend.access.watched_key_file import WatchedKeyFile
-from frontend.errors import RequestError, refused, without_others
-from frontend.guide_check import GuideCheck
-from frontend.inference_endpoint import InferenceEndpoint
-from frontend.inflation import BodyInflation, InflationLimits
-from frontend.media.loader import MediaLoader
-from frontend.media.metrics import MediaMetrics
-from frontend.metrics import FrontendMetrics
-from frontend.openapi import describe_inference
-from frontend.ports import InferenceBackend, Refused, ServedModel
-from frontend.preparation import Preparation, model_not_found
-from frontend.prompt_model import PromptModels
-from frontend.request_body import BodyReader
-from frontend.request_ids import RequestIds
-from frontend.settings import FrontendSettings
-from frontend.tokenization import TokenizationPool
-from frontend.tokenizer_endpoints import add_tokenizer_endpoints
-from runtime.clock import Clock, SystemClock
-from runtime.process_group import GroupPlace
+from poolgrid.frontend.access.cache_domains import CacheDomains
+from poolgrid.frontend.access.gate import AccessGate, GateKeys, caller_of
+from poolgrid.frontend.access.shared_cells import SharedCells
+from poolgrid.frontend.access.watched_key_file import WatchedKeyFile
+from poolgrid.frontend.errors import RequestError, refused, without_others
+from poolgrid.frontend.guide_check import GuideCheck
+from poolgrid.frontend.inference_endpoint import InferenceEndpoint
+from poolgrid.frontend.inflation import BodyInflation, InflationLimits
+from poolgrid.frontend.media.loader import MediaLoader
+from poolgrid.frontend.media.metrics import MediaMetrics
+from poolgrid.frontend.metrics import FrontendMetrics
+from poolgrid.frontend.openapi import describe_inference
+from poolgrid.frontend.ports import InferenceBackend, Refused, ServedModel
+from poolgrid.frontend.preparation import Preparation, model_not_found
+from poolgrid.frontend.prompt_model import PromptModels
+from poolgrid.frontend.request_body import BodyReader
+from poolgrid.frontend.request_ids import RequestIds
+from poolgrid.frontend.settings import FrontendSettings
+from poolgrid.frontend.tokenization import TokenizationPool
+from poolgrid.frontend.tokenizer_endpoints import add_tokenizer_endpoints
+from poolgrid.runtime.clock import Clock, SystemClock
+from poolgrid.runtime.process_group import GroupPlace
 
 EXPOSED_HEADERS = (
     "x-request-id",
@@ -92,7 +92,7 @@ class Application(FastAPI):
         return all(each.cls is gate for each in self.user_middleware)
 
     def direct_endpoint(self, url: bytes) -> InferenceEndpoint | AccessGate | None:
-        """Return the endpoint that a server may call past this application, for ``runtime.http_protocol``."""
+        """Return the endpoint that a server may call past this application, for ``poolgrid.runtime.http_protocol``."""
         return self.direct.get(url.decode("latin-1")) if self._is_short() else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

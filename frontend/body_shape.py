@@ -11,8 +11,8 @@ from __future__ import annotations
 import re
 from functools import partial
 
-from frontend.errors import RequestError
-from frontend.tokenization import TokenizationPool
+from poolgrid.frontend.errors import RequestError
+from poolgrid.frontend.tokenization import TokenizationPool
 
 SHORT_BYTES = 64 * 1024
 """Bodies up to here are parsed as they are: at worst in 4 ms."""

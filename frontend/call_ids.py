@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from wire.hashing import stable_u64
+from poolgrid.wire.hashing import stable_u64
 
 MISTRAL_ID_CHARS = 9
 """Length of the call ids that Mistral's templates accept, letters and digits only."""

@@ -17,7 +17,7 @@ from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
-from frontend.template_sandbox import TemplateSandbox, TimeOver
+from poolgrid.frontend.template_sandbox import TemplateSandbox, TimeOver
 
 OUTPUT_CHARS_MAX = 32 * 1024 * 1024
 """Default bound of one rendered prompt: as much as the largest request body brings in."""

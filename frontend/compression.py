@@ -1,4 +1,4 @@
-"""gzip for whole answers, for clients that take it; request bodies are ``frontend.inflation``'s."""
+"""gzip for whole answers, for clients that take it; request bodies are ``poolgrid.frontend.inflation``'s."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import math
 
 import msgspec
 
-from frontend.ports import Refused
+from poolgrid.frontend.ports import Refused
 
 VALUE_CHARS_MAX = 80
 """An offending value is quoted up to here: enough to recognise it, too little to fill a log with a prompt."""

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 from msgspec import inspect as kinds
 
-from wire.limits import U32_MAX
+from poolgrid.wire.limits import U32_MAX
 
 _STEP = re.compile(r"\.?([^.\[\]]+)|\[([^\]]*)\]")
 _WIDTHS = {(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1): f"a signed {bits}-bit integer" for bits in (32, 64)}

@@ -30,11 +30,11 @@ from time import monotonic
 
 import msgspec
 
-from frontend.errors import RequestError, invalid
-from frontend.guide_compiler import write_frame
-from frontend.guides import ANY_OBJECT, Guide
-from runtime.budgeted_lru import BudgetedLru
-from runtime.tenant_caches import CacheDomain, TenantCaches
+from poolgrid.frontend.errors import RequestError, invalid
+from poolgrid.frontend.guide_compiler import write_frame
+from poolgrid.frontend.guides import ANY_OBJECT, Guide
+from poolgrid.runtime.budgeted_lru import BudgetedLru
+from poolgrid.runtime.tenant_caches import CacheDomain, TenantCaches
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class GuideCompiler:
         self._end()
         if self._closed:
             raise CompilerLost("this server ends")
-        command = (sys.executable, "-m", "frontend.guide_compiler", str(self._limit_ms))
+        command = (sys.executable, "-m", "poolgrid.frontend.guide_compiler", str(self._limit_ms))
         try:
             process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, close_fds=True

@@ -1,9 +1,9 @@
-"""``python -m frontend.guide_compiler``: the process that tries guides, and may die of them.
+"""``python -m poolgrid.frontend.guide_compiler``: the process that tries guides, and may die of them.
 
 It reads guides from its standard input and writes a verdict for each to its standard output, one after the other, until
 the input ends (``read_frame``, ``write_frame``: a u32, little-endian, and so many bytes of MessagePack). A guide is
-first measured (``wire.guide_limits``), then compiled, and then a short answer is made with it. What goes beyond the
-bounds ends this process, and whoever asked sees of which signal:
+first measured (``poolgrid.wire.guide_limits``), then compiled, and then a short answer is made with it. What goes
+beyond the bounds ends this process, and whoever asked sees of which signal:
 
 - the *stack* it compiles on has ``STACK_BYTES``, an eighth of what a thread of an engine has;
 - ``SIGPROF`` comes after so much CPU time, however busy the machine is;
@@ -25,10 +25,10 @@ from typing import IO, Any
 
 import msgspec
 
-from runtime.guide_grammar import matcher
-from wire.guide_limits import objection
-from wire.limits import FRAME_BYTES_MAX
-from wire.requests import Sampling
+from poolgrid.runtime.guide_grammar import matcher
+from poolgrid.wire.guide_limits import objection
+from poolgrid.wire.limits import FRAME_BYTES_MAX
+from poolgrid.wire.requests import Sampling
 
 STACK_BYTES = 1024 * 1024
 """Threads of engines have 8 MiB, or the 2 MiB that Rust gives them; what fits into one fits there."""

@@ -18,8 +18,8 @@ from typing import Any
 
 import msgspec
 
-from frontend.errors import RequestError, invalid, quoted
-from wire.limits import GUIDE_BYTES_MAX, GUIDE_CHOICES_MAX
+from poolgrid.frontend.errors import RequestError, invalid, quoted
+from poolgrid.wire.limits import GUIDE_BYTES_MAX, GUIDE_CHOICES_MAX
 
 Guide = dict[str, Any]
 """Fields of ``Sampling``: none, or one."""

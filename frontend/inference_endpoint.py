@@ -3,7 +3,7 @@
 Rules of this file
 - When the client leaves, the request's own task is cancelled, wherever it is (admission, tokenization, waiting for
   tokens, writing), and its streams are cancelled on the way out. Our own server calls when that happens
-  (``runtime.http_protocol``); under any other ASGI server one watcher task per request waits for it.
+  (``poolgrid.runtime.http_protocol``); under any other ASGI server one watcher task per request waits for it.
 - A request with one sequence has no further task. One with several has a pump per sequence, for its whole life.
 - Everything that arrived since the last wake-up goes out in one write; writing awaits the connection's own flow
   control, and what arrives meanwhile stays with the backend, bounded by ``max_tokens``.
@@ -23,32 +23,32 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from frontend.access.cache_domains import CacheDomains
-from frontend.access.gate import caller_of
-from frontend.access.tenants import Caller
-from frontend.body_shape import SHORT_BYTES, check_shape
-from frontend.compression import accepts_gzip, compressed
-from frontend.errors import RequestError, refused, without_others
-from frontend.guide_check import GuideCheck
-from frontend.inflation import BodyInflation
-from frontend.keep_alive import KeepAlive
-from frontend.media.loader import MediaLoader
-from frontend.media.memory_budget import MediaLease
-from frontend.metrics import FrontendMetrics
-from frontend.ports import HINT_HEADERS, InferenceBackend, Refused, StreamDelta
-from frontend.preparation import Job, Prompt
-from frontend.request_body import check_announced, receive_body
-from frontend.request_ids import RequestIds, base_name
-from frontend.responses import AnswerEncoder, usage
-from frontend.sequence_output import SequenceOutput
-from frontend.settings import FrontendSettings
-from frontend.stream_head import StreamHead
-from frontend.tokenization import TokenizationPool
-from runtime.clock import Clock
-from runtime.http_protocol import CONNECTION, SERVER_ENDS
-from runtime.http_protocol import Connection as DirectConnection
-from runtime.tasks import detached
-from wire.hashing import TOKEN_BYTES
+from poolgrid.frontend.access.cache_domains import CacheDomains
+from poolgrid.frontend.access.gate import caller_of
+from poolgrid.frontend.access.tenants import Caller
+from poolgrid.frontend.body_shape import SHORT_BYTES, check_shape
+from poolgrid.frontend.compression import accepts_gzip, compressed
+from poolgrid.frontend.errors import RequestError, refused, without_others
+from poolgrid.frontend.guide_check import GuideCheck
+from poolgrid.frontend.inflation import BodyInflation
+from poolgrid.frontend.keep_alive import KeepAlive
+from poolgrid.frontend.media.loader import MediaLoader
+from poolgrid.frontend.media.memory_budget import MediaLease
+from poolgrid.frontend.metrics import FrontendMetrics
+from poolgrid.frontend.ports import HINT_HEADERS, InferenceBackend, Refused, StreamDelta
+from poolgrid.frontend.preparation import Job, Prompt
+from poolgrid.frontend.request_body import check_announced, receive_body
+from poolgrid.frontend.request_ids import RequestIds, base_name
+from poolgrid.frontend.responses import AnswerEncoder, usage
+from poolgrid.frontend.sequence_output import SequenceOutput
+from poolgrid.frontend.settings import FrontendSettings
+from poolgrid.frontend.stream_head import StreamHead
+from poolgrid.frontend.tokenization import TokenizationPool
+from poolgrid.runtime.clock import Clock
+from poolgrid.runtime.http_protocol import CONNECTION, SERVER_ENDS
+from poolgrid.runtime.http_protocol import Connection as DirectConnection
+from poolgrid.runtime.tasks import detached
+from poolgrid.wire.hashing import TOKEN_BYTES
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from frontend.errors import RequestError
-from frontend.tokenization import TokenizationPool
-from runtime.clock import Clock
+from poolgrid.frontend.errors import RequestError
+from poolgrid.frontend.tokenization import TokenizationPool
+from poolgrid.runtime.clock import Clock
 
 STEP_INPUT_BYTES = 16 * 1024
 """Most that one step looks at: what follows the end of a stream in it is copied."""

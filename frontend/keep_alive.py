@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from runtime.tasks import detached
+from poolgrid.runtime.tasks import detached
 
 COMMENT = b": keep-alive\n\n"
 

@@ -12,9 +12,9 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from frontend.ports import InferenceBackend
-from frontend.prompt_model import PromptModels
-from runtime.instruments import Counter, Gauge, GaugeFamily, Histogram
+from poolgrid.frontend.ports import InferenceBackend
+from poolgrid.frontend.prompt_model import PromptModels
+from poolgrid.runtime.instruments import Counter, Gauge, GaugeFamily, Histogram
 
 TTFT_BUCKETS_S = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.15, 0.25, 0.4, 0.6, 1.0, 1.6, 2.5, 4.0, 6.0, 10.0, 30.0, 120.0,

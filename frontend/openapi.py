@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI
 
-from frontend.openapi_answers import ANSWERS
-from frontend.responses_api.schema import REFUSED_RESPONSES, ResponsesBody
-from frontend.schema import REFUSED_CHAT, REFUSED_COMPLETION, REFUSED_NVEXT, ChatBody, CompletionBody
-from frontend.tokenizer_endpoints import (
+from poolgrid.frontend.openapi_answers import ANSWERS
+from poolgrid.frontend.responses_api.schema import REFUSED_RESPONSES, ResponsesBody
+from poolgrid.frontend.schema import REFUSED_CHAT, REFUSED_COMPLETION, REFUSED_NVEXT, ChatBody, CompletionBody
+from poolgrid.frontend.tokenizer_endpoints import (
     DETOKENIZE_PATH,
     TOKENIZE_PATH,
     DetokenizeBody,

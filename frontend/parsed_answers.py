@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
-from frontend.call_ids import CallIds
-from frontend.parsers.pieces import Kind, OutputParser, Piece
-from frontend.responses import AnswerEncoder, encode_text
-from frontend.sequence_output import PlacedLogprobs, SequenceOutput
+from poolgrid.frontend.call_ids import CallIds
+from poolgrid.frontend.parsers.pieces import Kind, OutputParser, Piece
+from poolgrid.frontend.responses import AnswerEncoder, encode_text
+from poolgrid.frontend.sequence_output import PlacedLogprobs, SequenceOutput
 
 _encode = msgspec.json.Encoder().encode
 

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from runtime.tenant_caches import WHOLE, CacheShares
-from wire.card import MediaSpec
-from wire.multimodal import MultimodalInput
-from wire.requests import Sampling, TokenLogprobs
+from poolgrid.runtime.tenant_caches import WHOLE, CacheShares
+from poolgrid.wire.card import MediaSpec
+from poolgrid.wire.multimodal import MultimodalInput
+from poolgrid.wire.requests import Sampling, TokenLogprobs
 
 HINT_HEADERS = ("x-ttft-target-ms", "x-itl-target-ms")
 """Request headers that are handed to the router; a router that has no use for them ignores them."""

@@ -12,23 +12,23 @@ from typing import Any
 
 import msgspec
 
-from frontend.call_ids import CallIds
-from frontend.chat_template import ChatTemplate, TemplateFailure, TemplateTooSlow
-from frontend.errors import RequestError, invalid, quoted, unsupported
-from frontend.guides import Guide, guide_of, two_guides
-from frontend.media.conversation import find_media, shape_message, with_media
-from frontend.media.references import MediaReference
-from frontend.parsed_answers import ParsedChatEncoder
-from frontend.parsers.formats import PROMPT_END_CHARS, OutputFormat, ToolUse
-from frontend.parsers.pieces import OutputParser
-from frontend.ports import NO_HINTS, InferenceBackend, InferenceRequest, ServedModel
-from frontend.prompt_encoder import Lookup
-from frontend.prompt_model import PromptModel, PromptModels
-from frontend.responses import AnswerEncoder
-from frontend.responses_api.conversation import chat_body
-from frontend.responses_api.encoder import ResponsesEncoder
-from frontend.responses_api.schema import REFUSED_RESPONSES, ResponsesBody
-from frontend.schema import (
+from poolgrid.frontend.call_ids import CallIds
+from poolgrid.frontend.chat_template import ChatTemplate, TemplateFailure, TemplateTooSlow
+from poolgrid.frontend.errors import RequestError, invalid, quoted, unsupported
+from poolgrid.frontend.guides import Guide, guide_of, two_guides
+from poolgrid.frontend.media.conversation import find_media, shape_message, with_media
+from poolgrid.frontend.media.references import MediaReference
+from poolgrid.frontend.parsed_answers import ParsedChatEncoder
+from poolgrid.frontend.parsers.formats import PROMPT_END_CHARS, OutputFormat, ToolUse
+from poolgrid.frontend.parsers.pieces import OutputParser
+from poolgrid.frontend.ports import NO_HINTS, InferenceBackend, InferenceRequest, ServedModel
+from poolgrid.frontend.prompt_encoder import Lookup
+from poolgrid.frontend.prompt_model import PromptModel, PromptModels
+from poolgrid.frontend.responses import AnswerEncoder
+from poolgrid.frontend.responses_api.conversation import chat_body
+from poolgrid.frontend.responses_api.encoder import ResponsesEncoder
+from poolgrid.frontend.responses_api.schema import REFUSED_RESPONSES, ResponsesBody
+from poolgrid.frontend.schema import (
     JSON_NUMBER_MAX,
     ChatBody,
     CompletionBody,
@@ -40,15 +40,15 @@ from frontend.schema import (
     parse_completion,
     refuse,
 )
-from frontend.settings import FrontendSettings
-from frontend.tools import tool_use
-from runtime.tenant_caches import CacheDomain
-from wire.card import MediaSpec
-from wire.hashing import TOKEN_BYTES, pack_tokens, stable_u64
-from wire.limits import LOGITS_ARGUMENT_BYTES_MAX
-from wire.multimodal import MediaItem, MultimodalInput
-from wire.request_ids import name_of
-from wire.requests import LogitsProcessorCall, Sampling
+from poolgrid.frontend.settings import FrontendSettings
+from poolgrid.frontend.tools import tool_use
+from poolgrid.runtime.tenant_caches import CacheDomain
+from poolgrid.wire.card import MediaSpec
+from poolgrid.wire.hashing import TOKEN_BYTES, pack_tokens, stable_u64
+from poolgrid.wire.limits import LOGITS_ARGUMENT_BYTES_MAX
+from poolgrid.wire.multimodal import MediaItem, MultimodalInput
+from poolgrid.wire.request_ids import name_of
+from poolgrid.wire.requests import LogitsProcessorCall, Sampling
 
 COMPLETION_MAX_TOKENS_DEFAULT = 16
 """OpenAI's default of ``max_tokens`` for completions; a chat answer may fill the context instead."""

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
-from frontend.chat_template import ChatTemplate, TemplateFailure
-from frontend.detokenization import (
+from poolgrid.frontend.chat_template import ChatTemplate, TemplateFailure
+from poolgrid.frontend.detokenization import (
     CONTEXT_TOKENS,
     ByteLevelDetokenizer,
     Detokenizer,
@@ -26,9 +26,9 @@ from frontend.detokenization import (
     WindowDetokenizer,
     byte_level_alphabet,
 )
-from frontend.prompt_encoder import CACHE_BYTES_DEFAULT, Lookup, PromptEncoder
-from runtime.tenant_caches import CacheDomain
-from wire.hashing import pack_tokens, unpack_tokens
+from poolgrid.frontend.prompt_encoder import CACHE_BYTES_DEFAULT, Lookup, PromptEncoder
+from poolgrid.runtime.tenant_caches import CacheDomain
+from poolgrid.wire.hashing import pack_tokens, unpack_tokens
 
 log = logging.getLogger(__name__)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.types import Message, Receive
 
-from frontend.body_shape import check_shape
-from frontend.errors import RequestError
-from frontend.inflation import BodyInflation, ClientLeft
-from frontend.tokenization import TokenizationPool
-from runtime.tasks import owned
+from poolgrid.frontend.body_shape import check_shape
+from poolgrid.frontend.errors import RequestError
+from poolgrid.frontend.inflation import BodyInflation, ClientLeft
+from poolgrid.frontend.tokenization import TokenizationPool
+from poolgrid.runtime.tasks import owned
 
 
 class BodyReader:

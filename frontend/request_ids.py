@@ -1,14 +1,14 @@
 """Names for requests: the client's own ``x-request-id`` where it is usable, and an id that nobody else's request has.
 
-The name is what answers and their headers show. The id (``wire.request_ids``) is what everything behind the front end
-goes by: two requests that clients call the same, at once or through two routers, are two requests there.
+The name is what answers and their headers show. The id (``poolgrid.wire.request_ids``) is what everything behind the
+front end goes by: two requests that clients call the same, at once or through two routers, are two requests there.
 """
 
 from __future__ import annotations
 
 import re
 
-from wire.request_ids import SEPARATOR, internal_id, name_of
+from poolgrid.wire.request_ids import SEPARATOR, internal_id, name_of
 
 CLIENT_ID_CHARS_MAX = 128
 """Half of what an identifier may have on the wire, which leaves room for what makes the id unique."""

@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
-from frontend.errors import RequestError
-from frontend.prompt_model import PromptModel
-from frontend.sequence_output import PlacedLogprobs, SequenceOutput
+from poolgrid.frontend.errors import RequestError
+from poolgrid.frontend.prompt_model import PromptModel
+from poolgrid.frontend.sequence_output import PlacedLogprobs, SequenceOutput
 
 LOGPROB_MIN = -9999.0
 """What OpenAI reports for a token of no probability; JSON has no minus infinity."""

@@ -15,9 +15,9 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from frontend.errors import RequestError, invalid, quoted, unsupported
-from frontend.field_words import allowed, body_type, words_at
-from wire.limits import IDENTIFIER_BYTES_MAX, LOGITS_PROCESSORS_MAX, STOP_TOKENS_MAX, U32_MAX
+from poolgrid.frontend.errors import RequestError, invalid, quoted, unsupported
+from poolgrid.frontend.field_words import allowed, body_type, words_at
+from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX, LOGITS_PROCESSORS_MAX, STOP_TOKENS_MAX, U32_MAX
 
 LOGPROBS_PER_TOKEN_MAX = 20
 """OpenAI's limit of ``top_logprobs``."""

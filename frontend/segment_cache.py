@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from runtime.budgeted_lru import BudgetedLru
+from poolgrid.runtime.budgeted_lru import BudgetedLru
 
 SEGMENT_CHARS_MIN = 256
 """Shortest segment that is cut off and cached: tokenizing less costs little more than looking it up."""

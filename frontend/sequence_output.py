@@ -16,12 +16,12 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from frontend.detokenization import Detokenizer
-from frontend.ports import InferenceRequest, StreamDelta, TokenStream
-from frontend.prompt_model import PromptModel
-from frontend.stop_strings import StopStrings
-from wire.hashing import TOKEN_BYTES, unpack_tokens
-from wire.requests import TokenLogprobs
+from poolgrid.frontend.detokenization import Detokenizer
+from poolgrid.frontend.ports import InferenceRequest, StreamDelta, TokenStream
+from poolgrid.frontend.prompt_model import PromptModel
+from poolgrid.frontend.stop_strings import StopStrings
+from poolgrid.wire.hashing import TOKEN_BYTES, unpack_tokens
+from poolgrid.wire.requests import TokenLogprobs
 
 
 class PlacedLogprobs(NamedTuple):

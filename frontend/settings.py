@@ -7,9 +7,9 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from frontend.media.settings import MediaSettings
-from frontend.models import TINY_MODEL_PATH
-from frontend.prompt_encoder import CACHE_BYTES_DEFAULT
+from poolgrid.frontend.media.settings import MediaSettings
+from poolgrid.frontend.models import TINY_MODEL_PATH
+from poolgrid.frontend.prompt_encoder import CACHE_BYTES_DEFAULT
 
 
 class FrontendSettings(MediaSettings):

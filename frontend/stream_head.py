@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from runtime.tasks import detached
+from poolgrid.runtime.tasks import detached
 
 REFUSAL_WAIT_S = 0.1
 """How long the head waits for output: long enough for a worker to refuse, too short to be noticed."""

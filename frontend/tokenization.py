@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from frontend.errors import RequestError
+from poolgrid.frontend.errors import RequestError
 
 T = TypeVar("T")
 

@@ -13,14 +13,14 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from msgspec import Struct
 
-from frontend.access.cache_domains import CacheDomains
-from frontend.access.gate import caller_of
-from frontend.errors import invalid
-from frontend.preparation import Job, Preparation, check_vocabulary
-from frontend.request_body import BodyReader
-from frontend.schema import ChatBody, Message, TokenId, parse
-from frontend.tokenization import TokenizationPool
-from wire.hashing import unpack_tokens
+from poolgrid.frontend.access.cache_domains import CacheDomains
+from poolgrid.frontend.access.gate import caller_of
+from poolgrid.frontend.errors import invalid
+from poolgrid.frontend.preparation import Job, Preparation, check_vocabulary
+from poolgrid.frontend.request_body import BodyReader
+from poolgrid.frontend.schema import ChatBody, Message, TokenId, parse
+from poolgrid.frontend.tokenization import TokenizationPool
+from poolgrid.wire.hashing import unpack_tokens
 
 TOKENIZE_PATH = "/tokenize"
 DETOKENIZE_PATH = "/detokenize"

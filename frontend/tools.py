@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from frontend.errors import RequestError, invalid, quoted, unsupported
-from frontend.guides import Guide, json_guide
-from frontend.parsers.call_forms import NAME_CHARS_MAX
-from frontend.parsers.formats import ToolUse
+from poolgrid.frontend.errors import RequestError, invalid, quoted, unsupported
+from poolgrid.frontend.guides import Guide, json_guide
+from poolgrid.frontend.parsers.call_forms import NAME_CHARS_MAX
+from poolgrid.frontend.parsers.formats import ToolUse
 
 TOOLS_MAX = 1024
 """Most tools of one request; OpenAI allows 128, agents with many servers come to hundreds."""

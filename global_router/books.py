@@ -11,19 +11,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from dispatch.legs import Dispatch
-from dispatch.request_machine import End, Heard, RequestMachine
-from global_router.configuration import Configuration
-from global_router.core.choice.attribution import Served
-from global_router.core.choice.circuit_breaker import BreakerStep, Ticket
-from global_router.core.choice.closed_loop import LoopStep
-from global_router.flight import Flight
-from global_router.metrics import GlobalRouterMetrics
-from global_router.pools import PoolConnection
-from runtime.clock import Clock
-from wire.identifiers import Stage
-from wire.requests import FinishReason
-from wire.selection import Reservation
+from poolgrid.dispatch.legs import Dispatch
+from poolgrid.dispatch.request_machine import End, Heard, RequestMachine
+from poolgrid.global_router.configuration import Configuration
+from poolgrid.global_router.core.choice.attribution import Served
+from poolgrid.global_router.core.choice.circuit_breaker import BreakerStep, Ticket
+from poolgrid.global_router.core.choice.closed_loop import LoopStep
+from poolgrid.global_router.flight import Flight
+from poolgrid.global_router.metrics import GlobalRouterMetrics
+from poolgrid.global_router.pools import PoolConnection
+from poolgrid.runtime.clock import Clock
+from poolgrid.wire.identifiers import Stage
+from poolgrid.wire.requests import FinishReason
+from poolgrid.wire.selection import Reservation
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ BREAKER_STEPS_KEPT = 100
 
 
 class FlightBooks:
-    """Implements ``dispatch.in_flight.Books``."""
+    """Implements ``poolgrid.dispatch.in_flight.Books``."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class FlightBooks:
         self._on_room = on_room
         self._on_ended = on_ended
 
-    # -- what happens to legs (``dispatch.in_flight.Books``) --------------------------------------------------------
+    # -- what happens to legs (``poolgrid.dispatch.in_flight.Books``) --------------------------------------------------
 
     def heard(self, machine: RequestMachine, heard: Heard) -> None:
         """Take note of a leg's first output, and of its end."""

@@ -14,31 +14,31 @@ import httpx
 import zmq
 from prometheus_client import CollectorRegistry
 
-from dispatch.link_budget import links_that_fit
-from dispatch.worker_links import WorkerLinks
-from frontend.app import Application, create_app
-from frontend.prompt_model import PromptModel
-from frontend.settings import FrontendSettings
-from global_router.configuration import Configuration
-from global_router.configuration_group import ConfigurationGroup
-from global_router.core.document.grid_document import GridDocument
-from global_router.core.document.history import Reload
-from global_router.core.document.problems import GridDocumentError
-from global_router.core.document.reader import LoadedDocument
-from global_router.document_file import read_document_file
-from global_router.http_api import add_global_router_endpoints
-from global_router.metrics import GlobalRouterMetrics, register_views
-from global_router.pools import Discover, Pools, select_endpoint
-from global_router.service import GlobalRouterService
-from global_router.settings import GlobalRouterSettings
-from runtime.awake_clock import AwakeClock
-from runtime.clock import Clock, SystemClock
-from runtime.event_loop import LoopMetrics
-from runtime.http_server import HttpServer
-from runtime.planes import CurveKeys, PlaneContext, PlaneMetrics
-from runtime.process_group import GroupMember, GroupMetrics, GroupPlace
-from runtime.tasks import Restart, cancel_all, supervised, unless
-from runtime.tls import Tls, client_context
+from poolgrid.dispatch.link_budget import links_that_fit
+from poolgrid.dispatch.worker_links import WorkerLinks
+from poolgrid.frontend.app import Application, create_app
+from poolgrid.frontend.prompt_model import PromptModel
+from poolgrid.frontend.settings import FrontendSettings
+from poolgrid.global_router.configuration import Configuration
+from poolgrid.global_router.configuration_group import ConfigurationGroup
+from poolgrid.global_router.core.document.grid_document import GridDocument
+from poolgrid.global_router.core.document.history import Reload
+from poolgrid.global_router.core.document.problems import GridDocumentError
+from poolgrid.global_router.core.document.reader import LoadedDocument
+from poolgrid.global_router.document_file import read_document_file
+from poolgrid.global_router.http_api import add_global_router_endpoints
+from poolgrid.global_router.metrics import GlobalRouterMetrics, register_views
+from poolgrid.global_router.pools import Discover, Pools, select_endpoint
+from poolgrid.global_router.service import GlobalRouterService
+from poolgrid.global_router.settings import GlobalRouterSettings
+from poolgrid.runtime.awake_clock import AwakeClock
+from poolgrid.runtime.clock import Clock, SystemClock
+from poolgrid.runtime.event_loop import LoopMetrics
+from poolgrid.runtime.http_server import HttpServer
+from poolgrid.runtime.planes import CurveKeys, PlaneContext, PlaneMetrics
+from poolgrid.runtime.process_group import GroupMember, GroupMetrics, GroupPlace
+from poolgrid.runtime.tasks import Restart, cancel_all, supervised, unless
+from poolgrid.runtime.tls import Tls, client_context
 
 log = logging.getLogger(__name__)
 

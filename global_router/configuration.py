@@ -15,14 +15,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from global_router.core.choice.closed_loop import ClosedLoop
-from global_router.core.choice.grid import Grid
-from global_router.core.choice.output_length import OutputLengths
-from global_router.core.document.grid_document import GridDocument
-from global_router.core.document.history import DocumentHistory, Reload
-from global_router.core.document.json_text import DOCUMENT_BYTES_MAX
-from global_router.core.document.reader import LoadedDocument
-from runtime.clock import Clock
+from poolgrid.global_router.core.choice.closed_loop import ClosedLoop
+from poolgrid.global_router.core.choice.grid import Grid
+from poolgrid.global_router.core.choice.output_length import OutputLengths
+from poolgrid.global_router.core.document.grid_document import GridDocument
+from poolgrid.global_router.core.document.history import DocumentHistory, Reload
+from poolgrid.global_router.core.document.json_text import DOCUMENT_BYTES_MAX
+from poolgrid.global_router.core.document.reader import LoadedDocument
+from poolgrid.runtime.clock import Clock
 
 log = logging.getLogger(__name__)
 

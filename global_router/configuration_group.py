@@ -19,10 +19,10 @@ from typing import Any
 
 import msgspec
 
-from global_router.configuration import Configuration, Version
-from global_router.core.document.history import Reload
-from runtime.process_group import ANSWER_TIMEOUT_S, Answer, GroupMember
-from runtime.tasks import wait_from_thread
+from poolgrid.global_router.configuration import Configuration, Version
+from poolgrid.global_router.core.document.history import Reload
+from poolgrid.runtime.process_group import ANSWER_TIMEOUT_S, Answer, GroupMember
+from poolgrid.runtime.tasks import wait_from_thread
 
 log = logging.getLogger(__name__)
 

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from global_router.core.choice.closed_loop import Spill
-from global_router.core.choice.fallback import FallbackChoice
-from global_router.core.choice.grid import Selection
-from global_router.core.choice.output_length import ExpectedOutput
-from global_router.core.choice.request_hints import RequestHints
-from global_router.core.document.axis import TARGETS
-from wire.answers import ExpectedOutputRow, PlacedExplanation, PlacedRow, PlacementRow, RefusalRow
-from wire.request_ids import name_of
+from poolgrid.global_router.core.choice.closed_loop import Spill
+from poolgrid.global_router.core.choice.fallback import FallbackChoice
+from poolgrid.global_router.core.choice.grid import Selection
+from poolgrid.global_router.core.choice.output_length import ExpectedOutput
+from poolgrid.global_router.core.choice.request_hints import RequestHints
+from poolgrid.global_router.core.document.axis import TARGETS
+from poolgrid.wire.answers import ExpectedOutputRow, PlacedExplanation, PlacedRow, PlacementRow, RefusalRow
+from poolgrid.wire.request_ids import name_of
 
 NOTES_MAX = 50
 """Of one request; one that waits is tried again and again, and says the same each time."""

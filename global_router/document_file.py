@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from global_router.core.document.json_text import DOCUMENT_BYTES_MAX
-from global_router.core.document.problems import GridDocumentError, Problem
-from global_router.core.document.reader import LoadedDocument, load_document
+from poolgrid.global_router.core.document.json_text import DOCUMENT_BYTES_MAX
+from poolgrid.global_router.core.document.problems import GridDocumentError, Problem
+from poolgrid.global_router.core.document.reader import LoadedDocument, load_document
 
 
 def read_document_file(path: Path) -> LoadedDocument:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from dispatch.request_machine import RequestMachine
-from global_router.configuration import Active
-from global_router.core.choice.attribution import Attribution
-from global_router.core.choice.circuit_breaker import Ticket
-from global_router.core.choice.destination import Destination
-from global_router.core.choice.output_length import ExpectedOutput
-from global_router.core.choice.request_hints import RequestHints
-from global_router.core.document.axis import StageName
-from global_router.decisions import RequestDecision
-from global_router.pools import PoolConnection
-from wire.identifiers import Stage
-from wire.selection import Reservation, WorkerRank
+from poolgrid.dispatch.request_machine import RequestMachine
+from poolgrid.global_router.configuration import Active
+from poolgrid.global_router.core.choice.attribution import Attribution
+from poolgrid.global_router.core.choice.circuit_breaker import Ticket
+from poolgrid.global_router.core.choice.destination import Destination
+from poolgrid.global_router.core.choice.output_length import ExpectedOutput
+from poolgrid.global_router.core.choice.request_hints import RequestHints
+from poolgrid.global_router.core.document.axis import StageName
+from poolgrid.global_router.decisions import RequestDecision
+from poolgrid.global_router.pools import PoolConnection
+from poolgrid.wire.identifiers import Stage
+from poolgrid.wire.selection import Reservation, WorkerRank
 
 
 @dataclass(slots=True)

@@ -16,8 +16,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from global_router.core.document.axis import Axis, StageName
-from global_router.core.document.grid_document import GridDocument, Pool, Stage
+from poolgrid.global_router.core.document.axis import Axis, StageName
+from poolgrid.global_router.core.document.grid_document import GridDocument, Pool, Stage
 
 NAMED_COLUMNS_MAX = 10
 """Up to this many columns, if they fit, cells show their pool's name; beyond, its letter."""

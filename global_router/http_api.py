@@ -7,16 +7,16 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import FastAPI, Path, Query
 
-from frontend.errors import RequestError
-from global_router.configuration_group import ConfigurationGroup
-from global_router.core.choice.fallback import PoolState
-from global_router.core.document.axis import StageName
-from global_router.core.document.history import Reload
-from global_router.pools import PoolConnection
-from global_router.service import GlobalRouterService
-from runtime.clock import Clock
-from wire.answers import BreakerRow, PlacedList, PoolList, PoolModelRow, PoolRow, QueueRow, RoleRow
-from wire.selection import ModelStatus
+from poolgrid.frontend.errors import RequestError
+from poolgrid.global_router.configuration_group import ConfigurationGroup
+from poolgrid.global_router.core.choice.fallback import PoolState
+from poolgrid.global_router.core.document.axis import StageName
+from poolgrid.global_router.core.document.history import Reload
+from poolgrid.global_router.pools import PoolConnection
+from poolgrid.global_router.service import GlobalRouterService
+from poolgrid.runtime.clock import Clock
+from poolgrid.wire.answers import BreakerRow, PlacedList, PoolList, PoolModelRow, PoolRow, QueueRow, RoleRow
+from poolgrid.wire.selection import ModelStatus
 
 DECISIONS_LISTED_MAX = 1000
 STEPS_LISTED_MAX = 100

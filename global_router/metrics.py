@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from global_router.core.choice.fallback import PoolState
-from runtime.instruments import Counter, Gauge, GaugeFamily, Histogram
+from poolgrid.global_router.core.choice.fallback import PoolState
+from poolgrid.runtime.instruments import Counter, Gauge, GaugeFamily, Histogram
 
 SELECT_SECONDS_BUCKETS = (100e-6, 250e-6, 500e-6, 750e-6, 1e-3, 1.5e-3, 2.5e-3, 5e-3, 10e-3, 50e-3, 0.25, 1.0)
 QUEUE_SECONDS_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)

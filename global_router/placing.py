@@ -15,28 +15,28 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from dispatch.in_flight import InFlight
-from dispatch.media_path import media_hashes, media_kinds, prompt_path
-from dispatch.tenant_paths import TenantPaths
-from dispatch.worker_links import Links
-from frontend.ports import Refused
-from global_router.books import FlightBooks
-from global_router.core.choice.circuit_breaker import Ticket
-from global_router.core.choice.destination import Destination, destination
-from global_router.core.choice.fallback import FallbackChoice, PoolState
-from global_router.core.choice.grid import GridRequest
-from global_router.core.document.axis import StageName
-from global_router.decisions import Placement, Refusal
-from global_router.flight import Flight, ReservedLeg
-from global_router.metrics import GlobalRouterMetrics
-from global_router.pool_status import model_status
-from global_router.pools import PoolConnection, PoolLost, Pools
-from global_router.settings import GlobalRouterSettings
-from runtime.clock import Clock
-from wire.hashing import HASH_SPEC, pack_hashes, stable_u64
-from wire.identifiers import Stage, WorkerId, WorkerKey
-from wire.limits import BLOCKS_PER_EVENT_MAX, WORKERS_EXCLUDED_MAX
-from wire.selection import Probe, Reservation, Select, Selected, SelectRefusal, SelectRefused
+from poolgrid.dispatch.in_flight import InFlight
+from poolgrid.dispatch.media_path import media_hashes, media_kinds, prompt_path
+from poolgrid.dispatch.tenant_paths import TenantPaths
+from poolgrid.dispatch.worker_links import Links
+from poolgrid.frontend.ports import Refused
+from poolgrid.global_router.books import FlightBooks
+from poolgrid.global_router.core.choice.circuit_breaker import Ticket
+from poolgrid.global_router.core.choice.destination import Destination, destination
+from poolgrid.global_router.core.choice.fallback import FallbackChoice, PoolState
+from poolgrid.global_router.core.choice.grid import GridRequest
+from poolgrid.global_router.core.document.axis import StageName
+from poolgrid.global_router.decisions import Placement, Refusal
+from poolgrid.global_router.flight import Flight, ReservedLeg
+from poolgrid.global_router.metrics import GlobalRouterMetrics
+from poolgrid.global_router.pool_status import model_status
+from poolgrid.global_router.pools import PoolConnection, PoolLost, Pools
+from poolgrid.global_router.settings import GlobalRouterSettings
+from poolgrid.runtime.clock import Clock
+from poolgrid.wire.hashing import HASH_SPEC, pack_hashes, stable_u64
+from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey
+from poolgrid.wire.limits import BLOCKS_PER_EVENT_MAX, WORKERS_EXCLUDED_MAX
+from poolgrid.wire.selection import Probe, Reservation, Select, Selected, SelectRefusal, SelectRefused
 
 WORKERS_TRIED_PER_POOL_MAX = 4
 """Workers of one pool that may turn out to be out of reach before the next pool is asked."""

@@ -7,9 +7,9 @@ draining workers is draining.
 
 from __future__ import annotations
 
-from global_router.core.choice.fallback import PoolState
-from wire.identifiers import Role, Stage
-from wire.selection import ModelStatus, PoolStatus
+from poolgrid.global_router.core.choice.fallback import PoolState
+from poolgrid.wire.identifiers import Role, Stage
+from poolgrid.wire.selection import ModelStatus, PoolStatus
 
 ROLES: dict[Stage, tuple[Role, ...]] = {
     Stage.WHOLE: (Role.AGGREGATED, Role.DECODE),

@@ -25,21 +25,21 @@ from urllib.parse import urlsplit
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from global_router.core.choice.circuit_breaker import BreakerStep, CircuitBreaker
-from global_router.core.choice.fallback import PoolState
-from global_router.core.document.grid_document import CircuitBreakerSettings, GridDocument
-from global_router.pool_status import state_for
-from runtime.awake_clock import within
-from runtime.clock import Clock
-from runtime.complaints import Complaints
-from runtime.tasks import Restart, supervised
-from runtime.zmq_socket import CallbackSocket
-from wire import codec
-from wire.addresses import zmq_endpoint_problem
-from wire.errors import DecodeError
-from wire.identifiers import Stage
-from wire.limits import RENEWALS_MAX
-from wire.selection import (
+from poolgrid.global_router.core.choice.circuit_breaker import BreakerStep, CircuitBreaker
+from poolgrid.global_router.core.choice.fallback import PoolState
+from poolgrid.global_router.core.document.grid_document import CircuitBreakerSettings, GridDocument
+from poolgrid.global_router.pool_status import state_for
+from poolgrid.runtime.awake_clock import within
+from poolgrid.runtime.clock import Clock
+from poolgrid.runtime.complaints import Complaints
+from poolgrid.runtime.tasks import Restart, supervised
+from poolgrid.runtime.zmq_socket import CallbackSocket
+from poolgrid.wire import codec
+from poolgrid.wire.addresses import zmq_endpoint_problem
+from poolgrid.wire.errors import DecodeError
+from poolgrid.wire.identifiers import Stage
+from poolgrid.wire.limits import RENEWALS_MAX
+from poolgrid.wire.selection import (
     AskStatus,
     PoolStatus,
     Probe,

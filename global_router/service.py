@@ -2,7 +2,7 @@
 
 Rules
     1. All state is touched from one event loop. A request's *flight* is in exactly one place: being placed (one task),
-       or on workers. What happens to it there, and what follows, is the table of ``dispatch.request_machine``.
+       or on workers. What happens to it there, and what follows, is the table of ``poolgrid.dispatch.request_machine``.
     2. When no pool of its order can take a request and some are only full, it waits (``waiting_room``); when none can
        serve it, it is refused at once.
     3. A request that lost its worker moves to the same pool first, or with ``enable_priority_retry``, as long as the
@@ -16,29 +16,29 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from admission.admission_queue import QueuedRequest
-from dispatch.in_flight import InFlight
-from dispatch.request_machine import Happened, PlaceNext, RequestMachine
-from dispatch.token_delivery import TokenDelivery
-from dispatch.worker_links import Link, Links
-from frontend.ports import InferenceRequest, Refused, ServedModel
-from global_router.books import FlightBooks
-from global_router.configuration import Configuration
-from global_router.core.choice.fallback import PoolState
-from global_router.core.choice.request_hints import HintError, RequestHints, read_hints
-from global_router.core.document.axis import StageName
-from global_router.decisions import RequestDecision, RequestDecisions
-from global_router.flight import Flight
-from global_router.metrics import GlobalRouterMetrics
-from global_router.placing import Placing
-from global_router.pools import Pools
-from global_router.settings import GlobalRouterSettings
-from global_router.view import GlobalRouterView
-from global_router.waiting_room import NEW, Attempt, Place, Waiting, WaitingRoom
-from runtime.clock import Clock
-from runtime.tasks import detached
-from wire.identifiers import Stage
-from wire.requests import TokenBatch
+from poolgrid.admission.admission_queue import QueuedRequest
+from poolgrid.dispatch.in_flight import InFlight
+from poolgrid.dispatch.request_machine import Happened, PlaceNext, RequestMachine
+from poolgrid.dispatch.token_delivery import TokenDelivery
+from poolgrid.dispatch.worker_links import Link, Links
+from poolgrid.frontend.ports import InferenceRequest, Refused, ServedModel
+from poolgrid.global_router.books import FlightBooks
+from poolgrid.global_router.configuration import Configuration
+from poolgrid.global_router.core.choice.fallback import PoolState
+from poolgrid.global_router.core.choice.request_hints import HintError, RequestHints, read_hints
+from poolgrid.global_router.core.document.axis import StageName
+from poolgrid.global_router.decisions import RequestDecision, RequestDecisions
+from poolgrid.global_router.flight import Flight
+from poolgrid.global_router.metrics import GlobalRouterMetrics
+from poolgrid.global_router.placing import Placing
+from poolgrid.global_router.pools import Pools
+from poolgrid.global_router.settings import GlobalRouterSettings
+from poolgrid.global_router.view import GlobalRouterView
+from poolgrid.global_router.waiting_room import NEW, Attempt, Place, Waiting, WaitingRoom
+from poolgrid.runtime.clock import Clock
+from poolgrid.runtime.tasks import detached
+from poolgrid.wire.identifiers import Stage
+from poolgrid.wire.requests import TokenBatch
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ SHUTTING_DOWN = "the global router is shutting down"
 
 
 class GlobalRouterService:
-    """Implements ``frontend.ports.InferenceBackend`` over pools."""
+    """Implements ``poolgrid.frontend.ports.InferenceBackend`` over pools."""
 
     def __init__(
         self,

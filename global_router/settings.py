@@ -6,8 +6,8 @@ from pathlib import Path
 
 from pydantic import Field, field_validator
 
-from runtime.http_settings import HttpSettings
-from wire.addresses import http_url_problem
+from poolgrid.runtime.http_settings import HttpSettings
+from poolgrid.wire.addresses import http_url_problem
 
 
 class GlobalRouterSettings(HttpSettings):

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from frontend.ports import ServedModel
-from global_router.books import FlightBooks
-from global_router.configuration import Configuration
-from global_router.core.choice.fallback import PoolState
-from global_router.pools import Pools
-from global_router.waiting_room import WaitingRoom
-from runtime.clock import Clock
-from wire.card import MediaSpec
+from poolgrid.frontend.ports import ServedModel
+from poolgrid.global_router.books import FlightBooks
+from poolgrid.global_router.configuration import Configuration
+from poolgrid.global_router.core.choice.fallback import PoolState
+from poolgrid.global_router.pools import Pools
+from poolgrid.global_router.waiting_room import WaitingRoom
+from poolgrid.runtime.clock import Clock
+from poolgrid.wire.card import MediaSpec
 
 NOT_THERE = (PoolState.DOWN, PoolState.CONNECTING)
 
@@ -27,7 +27,7 @@ class Shown(Protocol):
 
 
 class GlobalRouterView:
-    """Implements ``global_router.metrics.Viewed``."""
+    """Implements ``poolgrid.global_router.metrics.Viewed``."""
 
     def __init__(self, service: Shown, clock: Clock) -> None:
         self._service = service

@@ -23,15 +23,15 @@ from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
 
-from admission.admission_queue import AdmissionQueue, QueuedRequest
-from admission.drain_rate import DrainRate
-from admission.queue_view import QueueView
-from frontend.ports import Refused
-from global_router.metrics import GlobalRouterMetrics
-from global_router.settings import GlobalRouterSettings
-from runtime.awake_clock import within
-from runtime.clock import Clock
-from runtime.tasks import Restart, detached, supervised
+from poolgrid.admission.admission_queue import AdmissionQueue, QueuedRequest
+from poolgrid.admission.drain_rate import DrainRate
+from poolgrid.admission.queue_view import QueueView
+from poolgrid.frontend.ports import Refused
+from poolgrid.global_router.metrics import GlobalRouterMetrics
+from poolgrid.global_router.settings import GlobalRouterSettings
+from poolgrid.runtime.awake_clock import within
+from poolgrid.runtime.clock import Clock
+from poolgrid.runtime.tasks import Restart, detached, supervised
 
 log = logging.getLogger(__name__)
 

@@ -75,7 +75,7 @@ case $ENGINE in
     fake)
         # The real chain (front end, consolidator, events, modes) over the contract fake of TensorRT-LLM.
         : "${MODEL_PATH:=$repository/frontend/models/tiny}"
-        export PYTHONPATH="$repository/tests/fakes:$repository${PYTHONPATH:+:$PYTHONPATH}"
+        export PYTHONPATH="$repository/tests/fakes${PYTHONPATH:+:$PYTHONPATH}"
         ;;
     *) die "ENGINE is '$ENGINE', allowed are trtllm and fake" ;;
 esac

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import httptools
 import msgspec
 
-from runtime.clock import Clock
+from poolgrid.runtime.clock import Clock
 
 ERROR_BODY_BYTES_MAX = 2048
 """How much of an error answer is kept for the report."""

@@ -18,11 +18,11 @@ from typing import Any
 
 import msgspec
 
-from loadgen.client import Client, Exchange, RequestFailed
-from loadgen.prompt import PlannedRequest, PromptMaker
-from loadgen.statistics import Measurements, Outcome
-from runtime.clock import Clock
-from runtime.tasks import cancel_all, owned
+from poolgrid.loadgen.client import Client, Exchange, RequestFailed
+from poolgrid.loadgen.prompt import PlannedRequest, PromptMaker
+from poolgrid.loadgen.statistics import Measurements, Outcome
+from poolgrid.runtime.clock import Clock
+from poolgrid.runtime.tasks import cancel_all, owned
 
 Verify = Callable[[PlannedRequest, str], bool]
 """Says whether a response's text is the right one for its request."""

@@ -6,8 +6,8 @@ import itertools
 import random
 from collections.abc import Iterable, Iterator
 
-from loadgen.prompt import PlannedRequest
-from wire.hashing import stable_u64
+from poolgrid.loadgen.prompt import PlannedRequest
+from poolgrid.wire.hashing import stable_u64
 
 
 def fixed(rate: float) -> Iterator[float]:

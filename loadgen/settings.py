@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from runtime.settings import Settings
+from poolgrid.runtime.settings import Settings
 
 
 class BenchSettings(Settings):

@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from loadgen.statistics import Report, Summary
+from poolgrid.loadgen.statistics import Report, Summary
 
 WORKERS_SHOWN_MAX = 32
 """Rows of the table by worker; the JSON report has all."""

@@ -14,7 +14,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from loadgen.prompt import PlannedRequest
+from poolgrid.loadgen.prompt import PlannedRequest
 
 TRACE_BLOCK_TOKENS = 512
 """Tokens per ``hash_ids`` entry in the published traces."""

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dispatch.legs import Dispatch
-from dispatch.request_machine import End, Heard, RequestMachine
-from router.choosing import Chosen, Routed
-from router.core.decision import DecisionLog
-from router.core.inputs import Booked, Released
-from router.core.router_state import RouterState
-from router.metrics import RouterMetrics
-from router.ports import DecisionRecord
-from router.reservations import Reservations
-from router.settings import RouterSettings
-from runtime.clock import Clock
-from wire.identifiers import Stage
+from poolgrid.dispatch.legs import Dispatch
+from poolgrid.dispatch.request_machine import End, Heard, RequestMachine
+from poolgrid.router.choosing import Chosen, Routed
+from poolgrid.router.core.decision import DecisionLog
+from poolgrid.router.core.inputs import Booked, Released
+from poolgrid.router.core.router_state import RouterState
+from poolgrid.router.metrics import RouterMetrics
+from poolgrid.router.ports import DecisionRecord
+from poolgrid.router.reservations import Reservations
+from poolgrid.router.settings import RouterSettings
+from poolgrid.runtime.clock import Clock
+from poolgrid.wire.identifiers import Stage
 
 
 class RequestBooks:
-    """Implements ``dispatch.in_flight.Books``."""
+    """Implements ``poolgrid.dispatch.in_flight.Books``."""
 
     def __init__(
         self,

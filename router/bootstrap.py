@@ -11,40 +11,40 @@ from typing import Any, NamedTuple
 import zmq
 from prometheus_client import CollectorRegistry
 
-from dispatch.link_budget import links_that_fit
-from frontend.app import Application, create_app
-from frontend.prompt_model import PromptModel
-from frontend.settings import FrontendSettings
-from router.consolidator.bootstrap import create as create_consolidator
-from router.consolidator.service import ConsolidatorService
-from router.consolidator.settings import ConsolidatorSettings
-from router.core.approximate_index import ApproximateIndex
-from router.core.load_ledger import LoadLedger
-from router.core.policy import POLICY_NAMES
-from router.core.prefix_index import PrefixIndex
-from router.core.projection import Projection
-from router.core.router_state import RouterState
-from router.core.selector import Selector
-from router.decision_journal.opening import open_recorder
-from router.decision_journal.recorder import DecisionRecorder
-from router.dry_run import add_route_endpoint
-from router.feeds import EmbeddedFeed, RemoteFeed
-from router.fleet_links import link_opener
-from router.http_api import add_index_endpoint, add_pool_endpoint, add_router_endpoints, readiness, troubles
-from router.metrics import DecisionRecordCollector, RouterMetrics, register_views
-from router.policy_loading import load_policy
-from router.ports import JournalFeed
-from router.select_plane import SelectPlane
-from router.service import RouterService
-from router.settings import RouterSettings
-from runtime.awake_clock import AwakeClock
-from runtime.clock import Clock, SystemClock
-from runtime.event_loop import LoopMetrics
-from runtime.http_server import HttpServer
-from runtime.planes import CurveKeys, MakeContext, PlaneContext, PlaneMetrics
-from runtime.process_group import GroupMember, GroupMetrics, GroupPlace
-from runtime.tasks import unless
-from runtime.tls import Tls
+from poolgrid.dispatch.link_budget import links_that_fit
+from poolgrid.frontend.app import Application, create_app
+from poolgrid.frontend.prompt_model import PromptModel
+from poolgrid.frontend.settings import FrontendSettings
+from poolgrid.router.consolidator.bootstrap import create as create_consolidator
+from poolgrid.router.consolidator.service import ConsolidatorService
+from poolgrid.router.consolidator.settings import ConsolidatorSettings
+from poolgrid.router.core.approximate_index import ApproximateIndex
+from poolgrid.router.core.load_ledger import LoadLedger
+from poolgrid.router.core.policy import POLICY_NAMES
+from poolgrid.router.core.prefix_index import PrefixIndex
+from poolgrid.router.core.projection import Projection
+from poolgrid.router.core.router_state import RouterState
+from poolgrid.router.core.selector import Selector
+from poolgrid.router.decision_journal.opening import open_recorder
+from poolgrid.router.decision_journal.recorder import DecisionRecorder
+from poolgrid.router.dry_run import add_route_endpoint
+from poolgrid.router.feeds import EmbeddedFeed, RemoteFeed
+from poolgrid.router.fleet_links import link_opener
+from poolgrid.router.http_api import add_index_endpoint, add_pool_endpoint, add_router_endpoints, readiness, troubles
+from poolgrid.router.metrics import DecisionRecordCollector, RouterMetrics, register_views
+from poolgrid.router.policy_loading import load_policy
+from poolgrid.router.ports import JournalFeed
+from poolgrid.router.select_plane import SelectPlane
+from poolgrid.router.service import RouterService
+from poolgrid.router.settings import RouterSettings
+from poolgrid.runtime.awake_clock import AwakeClock
+from poolgrid.runtime.clock import Clock, SystemClock
+from poolgrid.runtime.event_loop import LoopMetrics
+from poolgrid.runtime.http_server import HttpServer
+from poolgrid.runtime.planes import CurveKeys, MakeContext, PlaneContext, PlaneMetrics
+from poolgrid.runtime.process_group import GroupMember, GroupMetrics, GroupPlace
+from poolgrid.runtime.tasks import unless
+from poolgrid.runtime.tls import Tls
 
 log = logging.getLogger(__name__)
 

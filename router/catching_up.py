@@ -16,12 +16,12 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from router.core.inputs import RecordsArrived, SnapshotArrived
-from router.core.projection import LOAD_STEP_BLOCKS, SnapshotLoad
-from router.core.router_state import RouterState
-from runtime.clock import Clock
-from wire.events import JournalRecord
-from wire.feed import BlockChain, WorkerState
+from poolgrid.router.core.inputs import RecordsArrived, SnapshotArrived
+from poolgrid.router.core.projection import LOAD_STEP_BLOCKS, SnapshotLoad
+from poolgrid.router.core.router_state import RouterState
+from poolgrid.runtime.clock import Clock
+from poolgrid.wire.events import JournalRecord
+from poolgrid.wire.feed import BlockChain, WorkerState
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ ARRIVED_RECORDS_MAX = 100_000
 
 
 class CatchingUp:
-    """Implements ``router.consolidator.ports.PoolListener`` over the router's state."""
+    """Implements ``poolgrid.router.consolidator.ports.PoolListener`` over the router's state."""
 
     def __init__(
         self,

@@ -11,18 +11,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from admission.admission_queue import QueuedRequest
-from dispatch.legs import LegPlan
-from dispatch.media_path import media_hashes, media_kinds, prompt_path
-from dispatch.request_machine import RequestMachine
-from dispatch.tenant_paths import TenantPaths
-from frontend.ports import InferenceRequest
-from router.core.candidates import RoutingRequest
-from router.core.decision import Decision
-from router.core.inputs import WorkerWanted
-from router.core.router_state import RouterState
-from router.core.selector import NoWorker, PolicyFailed
-from router.core.stage_plan import (
+from poolgrid.admission.admission_queue import QueuedRequest
+from poolgrid.dispatch.legs import LegPlan
+from poolgrid.dispatch.media_path import media_hashes, media_kinds, prompt_path
+from poolgrid.dispatch.request_machine import RequestMachine
+from poolgrid.dispatch.tenant_paths import TenantPaths
+from poolgrid.frontend.ports import InferenceRequest
+from poolgrid.router.core.candidates import RoutingRequest
+from poolgrid.router.core.decision import Decision
+from poolgrid.router.core.inputs import WorkerWanted
+from poolgrid.router.core.router_state import RouterState
+from poolgrid.router.core.selector import NoWorker, PolicyFailed
+from poolgrid.router.core.stage_plan import (
     DECODE_ROLES,
     ENCODE_LEG,
     ENCODE_ROLES,
@@ -34,11 +34,11 @@ from router.core.stage_plan import (
     Staff,
     first_leg,
 )
-from router.fleet_links import FleetLinks
-from router.settings import RouterSettings
-from runtime.clock import Clock
-from wire.hashing import hash_seed
-from wire.identifiers import Stage, WorkerKey
+from poolgrid.router.fleet_links import FleetLinks
+from poolgrid.router.settings import RouterSettings
+from poolgrid.runtime.clock import Clock
+from poolgrid.wire.hashing import hash_seed
+from poolgrid.wire.identifiers import Stage, WorkerKey
 
 log = logging.getLogger(__name__)
 

@@ -14,16 +14,16 @@ import msgspec
 from fastapi import FastAPI, Request
 from msgspec import Raw, Struct
 
-from frontend.errors import invalid, refused
-from frontend.media.loader import MediaLoader
-from frontend.ports import Refused
-from frontend.preparation import Job, Preparation
-from frontend.request_body import BodyReader
-from frontend.request_ids import RequestIds
-from frontend.schema import parse
-from frontend.tokenization import TokenizationPool
-from router.service import RouterService
-from wire.answers import DryRun
+from poolgrid.frontend.errors import invalid, refused
+from poolgrid.frontend.media.loader import MediaLoader
+from poolgrid.frontend.ports import Refused
+from poolgrid.frontend.preparation import Job, Preparation
+from poolgrid.frontend.request_body import BodyReader
+from poolgrid.frontend.request_ids import RequestIds
+from poolgrid.frontend.schema import parse
+from poolgrid.frontend.tokenization import TokenizationPool
+from poolgrid.router.service import RouterService
+from poolgrid.wire.answers import DryRun
 
 
 class RouteBody(Struct, kw_only=True):

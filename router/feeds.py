@@ -8,10 +8,10 @@ from typing import Any
 
 import zmq
 
-from router.consolidator.feed_follower import FeedFollower
-from router.consolidator.ports import PoolListener
-from router.consolidator.service import ConsolidatorService
-from runtime.clock import Clock
+from poolgrid.router.consolidator.feed_follower import FeedFollower
+from poolgrid.router.consolidator.ports import PoolListener
+from poolgrid.router.consolidator.service import ConsolidatorService
+from poolgrid.runtime.clock import Clock
 
 SILENCE_MS = 2500.0
 """Silence of a consolidator that is worth a word: it speaks every ``feed_keep_alive_ms``, 500 unless set otherwise."""

@@ -16,14 +16,14 @@ from collections.abc import Callable, Mapping
 
 import zmq
 
-from dispatch.request_machine import Happened
-from dispatch.worker_link import WorkerLink
-from router.core.fleet import Worker
-from router.metrics import RouterMetrics
-from router.settings import RouterSettings
-from runtime.clock import Clock
-from wire.identifiers import WorkerKey
-from wire.requests import TokenBatch
+from poolgrid.dispatch.request_machine import Happened
+from poolgrid.dispatch.worker_link import WorkerLink
+from poolgrid.router.core.fleet import Worker
+from poolgrid.router.metrics import RouterMetrics
+from poolgrid.router.settings import RouterSettings
+from poolgrid.runtime.clock import Clock
+from poolgrid.wire.identifiers import WorkerKey
+from poolgrid.wire.requests import TokenBatch
 
 log = logging.getLogger(__name__)
 

@@ -10,18 +10,26 @@ import msgspec
 from fastapi import FastAPI, Path, Query
 from fastapi.responses import StreamingResponse
 
-from frontend.app import Readiness
-from frontend.errors import RequestError
-from router.core.fleet import Worker
-from router.core.prefix_index import HASHES_END
-from router.core.projection import Projection
-from router.decision_journal.recorder import DecisionRecorder
-from router.select_plane import SelectPlane
-from router.service import RouterService
-from runtime.clock import Clock
-from runtime.process_group import GroupMember
-from wire.answers import DecisionList, QueueRow, RequestExplanation, SourceRow, StreamRow, WorkerList, WorkerRow
-from wire.identifiers import WorkerId, WorkerKey
+from poolgrid.frontend.app import Readiness
+from poolgrid.frontend.errors import RequestError
+from poolgrid.router.core.fleet import Worker
+from poolgrid.router.core.prefix_index import HASHES_END
+from poolgrid.router.core.projection import Projection
+from poolgrid.router.decision_journal.recorder import DecisionRecorder
+from poolgrid.router.select_plane import SelectPlane
+from poolgrid.router.service import RouterService
+from poolgrid.runtime.clock import Clock
+from poolgrid.runtime.process_group import GroupMember
+from poolgrid.wire.answers import (
+    DecisionList,
+    QueueRow,
+    RequestExplanation,
+    SourceRow,
+    StreamRow,
+    WorkerList,
+    WorkerRow,
+)
+from poolgrid.wire.identifiers import WorkerId, WorkerKey
 
 DECISIONS_LISTED_MAX = 1000
 

@@ -12,13 +12,13 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from dispatch.tenant_paths import TenantPaths
-from router.core.decision import DecisionLog
-from router.core.projection import Projection
-from router.decision_journal.recorder import DecisionRecorder
-from runtime.instruments import Across, Counter, Gauge, GaugeFamily, Histogram
-from wire.identifiers import StreamState, WorkerKey
-from wire.streams import OWN_STATES, WORKER_SOURCE
+from poolgrid.dispatch.tenant_paths import TenantPaths
+from poolgrid.router.core.decision import DecisionLog
+from poolgrid.router.core.projection import Projection
+from poolgrid.router.decision_journal.recorder import DecisionRecorder
+from poolgrid.runtime.instruments import Across, Counter, Gauge, GaugeFamily, Histogram
+from poolgrid.wire.identifiers import StreamState, WorkerKey
+from poolgrid.wire.streams import OWN_STATES, WORKER_SOURCE
 
 DECISION_SECONDS_BUCKETS = (10e-6, 25e-6, 50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 50e-3)
 QUEUE_SECONDS_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)

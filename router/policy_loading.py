@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 
-from router.core.policy import Policy, make_policy
-from router.settings import RouterSettings
+from poolgrid.router.core.policy import Policy, make_policy
+from poolgrid.router.settings import RouterSettings
 
 
 class PolicyError(ValueError):

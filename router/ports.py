@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from router.consolidator.ports import PoolListener
+from poolgrid.router.consolidator.ports import PoolListener
 
 
 class DecisionRecord(Protocol):

@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from router.core.inputs import Crowded, Expired
-from router.core.router_state import RouterState
-from runtime.clock import Clock
-from wire.identifiers import WorkerKey
+from poolgrid.router.core.inputs import Crowded, Expired
+from poolgrid.router.core.router_state import RouterState
+from poolgrid.runtime.clock import Clock
+from poolgrid.wire.identifiers import WorkerKey
 
 
 class Reservations:

@@ -18,25 +18,25 @@ from typing import Protocol
 
 import zmq
 
-from router.core.candidates import RoutingRequest
-from router.core.decision import Decision, DecisionLog
-from router.core.fleet import media_of
-from router.core.inputs import Booked, Released, Renewed, WorkerWanted
-from router.core.projection import Projection
-from router.core.router_state import RouterState
-from router.core.selector import Found, NoWorker, PolicyFailed
-from router.core.stage_plan import DECODE_ROLES, ENCODE_ROLES, PREFILL_ROLES, WHOLE_ROLES
-from router.metrics import RouterMetrics
-from runtime.clock import Clock
-from runtime.complaints import Complaints, shown_peer
-from runtime.planes import name_plane
-from runtime.zmq_socket import CallbackSocket, bind
-from wire import codec
-from wire.errors import DecodeError
-from wire.hashing import unpack_hashes
-from wire.identifiers import Role, Stage, WorkerId, WorkerKey
-from wire.limits import LORAS_PER_WORKER_MAX, POOL_MODELS_MAX, REFUSAL_REASONS_MAX, TEXT_CHARS_MAX
-from wire.selection import (
+from poolgrid.router.core.candidates import RoutingRequest
+from poolgrid.router.core.decision import Decision, DecisionLog
+from poolgrid.router.core.fleet import media_of
+from poolgrid.router.core.inputs import Booked, Released, Renewed, WorkerWanted
+from poolgrid.router.core.projection import Projection
+from poolgrid.router.core.router_state import RouterState
+from poolgrid.router.core.selector import Found, NoWorker, PolicyFailed
+from poolgrid.router.core.stage_plan import DECODE_ROLES, ENCODE_ROLES, PREFILL_ROLES, WHOLE_ROLES
+from poolgrid.router.metrics import RouterMetrics
+from poolgrid.runtime.clock import Clock
+from poolgrid.runtime.complaints import Complaints, shown_peer
+from poolgrid.runtime.planes import name_plane
+from poolgrid.runtime.zmq_socket import CallbackSocket, bind
+from poolgrid.wire import codec
+from poolgrid.wire.errors import DecodeError
+from poolgrid.wire.hashing import unpack_hashes
+from poolgrid.wire.identifiers import Role, Stage, WorkerId, WorkerKey
+from poolgrid.wire.limits import LORAS_PER_WORKER_MAX, POOL_MODELS_MAX, REFUSAL_REASONS_MAX, TEXT_CHARS_MAX
+from poolgrid.wire.selection import (
     AskStatus,
     FromPool,
     ModelStatus,

@@ -3,10 +3,12 @@
 Rules
     1. All state is touched from one event loop, in callbacks that never await: a decision is read, booked and sent in
        one go.
-    2. A request is in exactly one place: waiting (``router.waiting``), or on workers (``dispatch.in_flight``). What
-       happens to it there, and what follows, is the table of ``dispatch.request_machine``; this service carries it out.
+    2. A request is in exactly one place: waiting (``poolgrid.router.waiting``), or on workers
+       (``poolgrid.dispatch.in_flight``). What happens to it there, and what follows, is the table of
+       ``poolgrid.dispatch.request_machine``; this service carries it out.
     3. A worker that failed a request, or refused it, comes last for it.
-    4. What is decided while the router catches up with its journal (``router.catching_up``) is marked as behind.
+    4. What is decided while the router catches up with its journal (``poolgrid.router.catching_up``) is marked as
+       behind.
 """
 
 from __future__ import annotations
@@ -16,27 +18,27 @@ import logging
 from collections.abc import Sequence
 from time import perf_counter
 
-from dispatch.in_flight import InFlight
-from dispatch.link_budget import LINKS_MAX
-from dispatch.request_machine import Happened, PlaceNext, RequestMachine
-from dispatch.token_delivery import TokenDelivery
-from dispatch.worker_links import Link
-from frontend.ports import InferenceRequest, Refused, ServedModel
-from router.books import RequestBooks
-from router.catching_up import CatchingUp
-from router.choosing import Chooser, Chosen, Lack, NotPlaced, Routed
-from router.core.decision import Decision
-from router.core.router_state import RouterState
-from router.fleet_links import FleetLinks, OpenLink
-from router.metrics import RouterMetrics
-from router.ports import JournalFeed
-from router.settings import RouterSettings
-from router.view import RouterView
-from router.waiting import WaitingLine
-from runtime.clock import Clock
-from runtime.tasks import Restart, cancel_all, supervised
-from wire.events import JournalRecord, RequestStarted
-from wire.identifiers import Stage
+from poolgrid.dispatch.in_flight import InFlight
+from poolgrid.dispatch.link_budget import LINKS_MAX
+from poolgrid.dispatch.request_machine import Happened, PlaceNext, RequestMachine
+from poolgrid.dispatch.token_delivery import TokenDelivery
+from poolgrid.dispatch.worker_links import Link
+from poolgrid.frontend.ports import InferenceRequest, Refused, ServedModel
+from poolgrid.router.books import RequestBooks
+from poolgrid.router.catching_up import CatchingUp
+from poolgrid.router.choosing import Chooser, Chosen, Lack, NotPlaced, Routed
+from poolgrid.router.core.decision import Decision
+from poolgrid.router.core.router_state import RouterState
+from poolgrid.router.fleet_links import FleetLinks, OpenLink
+from poolgrid.router.metrics import RouterMetrics
+from poolgrid.router.ports import JournalFeed
+from poolgrid.router.settings import RouterSettings
+from poolgrid.router.view import RouterView
+from poolgrid.router.waiting import WaitingLine
+from poolgrid.runtime.clock import Clock
+from poolgrid.runtime.tasks import Restart, cancel_all, supervised
+from poolgrid.wire.events import JournalRecord, RequestStarted
+from poolgrid.wire.identifiers import Stage
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +50,7 @@ SHUTTING_DOWN = "the router is shutting down"
 
 
 class RouterService:
-    """Implements ``frontend.ports.InferenceBackend`` over a pool of workers."""
+    """Implements ``poolgrid.frontend.ports.InferenceBackend`` over a pool of workers."""
 
     def __init__(
         self,

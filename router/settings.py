@@ -6,12 +6,12 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from dispatch.prompt_paths import BUDGET_BYTES
-from router.core.cost import CostWeights
-from router.core.decision import DECISION_LOG_BYTES
-from router.core.load_ledger import CROWDING_RETRIES, LEDGER_BYTES
-from runtime.http_settings import HttpSettings
-from runtime.settings import ZmqEndpoint
+from poolgrid.dispatch.prompt_paths import BUDGET_BYTES
+from poolgrid.router.core.cost import CostWeights
+from poolgrid.router.core.decision import DECISION_LOG_BYTES
+from poolgrid.router.core.load_ledger import CROWDING_RETRIES, LEDGER_BYTES
+from poolgrid.runtime.http_settings import HttpSettings
+from poolgrid.runtime.settings import ZmqEndpoint
 
 
 class RouterSettings(HttpSettings):

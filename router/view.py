@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from admission.queue_view import QueueView
-from dispatch.tenant_paths import TenantPaths
-from frontend.ports import ServedModel
-from router.books import RequestBooks
-from router.choosing import Chooser
-from router.core.decision import DecisionLog
-from router.core.fleet import media_of
-from router.core.projection import Projection
-from router.fleet_links import FleetLinks
-from router.waiting import WaitingLine
-from runtime.clock import Clock
-from wire.identifiers import WorkerKey
+from poolgrid.admission.queue_view import QueueView
+from poolgrid.dispatch.tenant_paths import TenantPaths
+from poolgrid.frontend.ports import ServedModel
+from poolgrid.router.books import RequestBooks
+from poolgrid.router.choosing import Chooser
+from poolgrid.router.core.decision import DecisionLog
+from poolgrid.router.core.fleet import media_of
+from poolgrid.router.core.projection import Projection
+from poolgrid.router.fleet_links import FleetLinks
+from poolgrid.router.waiting import WaitingLine
+from poolgrid.runtime.clock import Clock
+from poolgrid.wire.identifiers import WorkerKey
 
 
 class Shown(Protocol):
@@ -45,7 +45,7 @@ class Shown(Protocol):
 
 
 class RouterView:
-    """Implements ``router.select_plane.PoolView`` and ``router.metrics.Viewed``."""
+    """Implements ``poolgrid.router.select_plane.PoolView`` and ``poolgrid.router.metrics.Viewed``."""
 
     def __init__(self, service: Shown, clock: Clock) -> None:
         self._service = service

@@ -13,16 +13,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from admission.admission_queue import AdmissionQueue, QueuedRequest, QueueOrder
-from admission.drain_rate import DrainRate
-from admission.queue_view import QueueView
-from frontend.ports import Refused
-from router.choosing import Chooser, Lack, NotPlaced, Routed
-from router.metrics import RouterMetrics
-from router.settings import RouterSettings
-from runtime.awake_clock import within
-from runtime.clock import Clock
-from wire.identifiers import WorkerKey
+from poolgrid.admission.admission_queue import AdmissionQueue, QueuedRequest, QueueOrder
+from poolgrid.admission.drain_rate import DrainRate
+from poolgrid.admission.queue_view import QueueView
+from poolgrid.frontend.ports import Refused
+from poolgrid.router.choosing import Chooser, Lack, NotPlaced, Routed
+from poolgrid.router.metrics import RouterMetrics
+from poolgrid.router.settings import RouterSettings
+from poolgrid.runtime.awake_clock import within
+from poolgrid.runtime.clock import Clock
+from poolgrid.wire.identifiers import WorkerKey
 
 NO_ROOM = "no other worker had room in time"
 

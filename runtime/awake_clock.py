@@ -16,7 +16,7 @@ import asyncio
 import logging
 from typing import Any, TypeVar
 
-from runtime.clock import Clock
+from poolgrid.runtime.clock import Clock
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class AwakeTime:
 
 
 class AwakeClock:
-    """``runtime.clock.Clock`` whose monotonic time is time awake; ``start`` it on the loop that it is about."""
+    """``poolgrid.runtime.clock.Clock`` that counts time awake; ``start`` it on the loop that it is about."""
 
     def __init__(self, clock: Clock, shortest_timeout_ms: float) -> None:
         """Make a clock for judging timeouts from ``shortest_timeout_ms`` on."""

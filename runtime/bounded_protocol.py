@@ -9,7 +9,7 @@ Rules
        empty lines, would hold the loop for as long as a read of 256 KiB takes. What is left waits, unread like it.
     2. A head is counted as it comes, before the parser sees it: the parser copies a header's value at every read. Of a
        chunked body what is not payload is counted too: sizes, extensions and trailers have no other limit.
-    3. What is held meanwhile is counted, timed and ended by ``runtime.held_connection``.
+    3. What is held meanwhile is counted, timed and ended by ``poolgrid.runtime.held_connection``.
 
 What is replaced here are internals of uvicorn: ``tests/runtime/test_uvicorn_contract.py`` tells when they change, and
 ``pyproject.toml`` has an upper bound for it.
@@ -22,8 +22,8 @@ from collections.abc import Iterable
 
 import httptools
 
-from runtime.held_connection import HeldConnection
-from runtime.http_connections import InvalidRequests, Queue
+from poolgrid.runtime.held_connection import HeldConnection
+from poolgrid.runtime.http_connections import InvalidRequests, Queue
 
 EMPTY_LINE = b"\r\n\r\n"
 

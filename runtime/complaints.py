@@ -10,7 +10,7 @@ import logging
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from runtime.clock import Clock
+from poolgrid.runtime.clock import Clock
 
 PERIOD_MS = 10_000.0
 """Between two complaints about one peer: often enough to see that it goes on."""

@@ -6,7 +6,7 @@ import asyncio
 
 from prometheus_client import CollectorRegistry
 
-from runtime.instruments import Gauge
+from poolgrid.runtime.instruments import Gauge
 
 
 class LoopMetrics:

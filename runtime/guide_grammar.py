@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from wire.requests import Sampling
+from poolgrid.wire.requests import Sampling
 
 
 def matcher(tokenizer: Any, sampling: Sampling) -> Any:

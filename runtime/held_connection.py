@@ -1,14 +1,14 @@
 """One HTTP connection and what is held for it: counted in, timed, kept within bounds, refused, closed, counted out.
 
 Rules
-    1. It counts in the table of its server (``runtime.http_connections``) from its first moment to its last, and is in
-       the queue of what it waits for. What has come of a request that is not whole or not begun is counted with it.
-       Whoever reads the connection (``runtime.bounded_protocol``) says what that is.
+    1. It counts in the table of its server (``poolgrid.runtime.http_connections``) from its first moment to its last,
+       and is in the queue of what it waits for. What has come of a request that is not whole or not begun is counted
+       with it. Whoever reads the connection (``poolgrid.runtime.bounded_protocol``) says what that is.
     2. What breaks a limit is answered with its status, and the connection ends: the answer goes out, then for a moment
        what still comes is read and dropped, because closing at once would reset the connection under the answer.
     3. A client that ends its side right after its request gets its answer; whether it is still there is probed
-       (``runtime.client_probe``). Amid an answer, and under TLS, whose asyncio knows no half of a connection, the end
-       of a client's side means that it has left.
+       (``poolgrid.runtime.client_probe``). Amid an answer, and under TLS, whose asyncio knows no half of a connection,
+       the end of a client's side means that it has left.
 
 What is replaced here are internals of uvicorn: ``tests/runtime/test_uvicorn_contract.py`` tells when they change, and
 ``pyproject.toml`` has an upper bound for it.
@@ -20,13 +20,13 @@ import asyncio
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from runtime.client_probe import ClientProbe
-from runtime.flow_control import Reading
-from runtime.http_connections import HttpConnections, Queue, source_of
+from poolgrid.runtime.client_probe import ClientProbe
+from poolgrid.runtime.flow_control import Reading
+from poolgrid.runtime.http_connections import HttpConnections, Queue, source_of
 
 
 class HeldConnection(HttpToolsProtocol):
-    """One connection; implements ``runtime.http_connections.Held``."""
+    """One connection; implements ``poolgrid.runtime.http_connections.Held``."""
 
     table: HttpConnections
     """Those of its server, which makes a subclass of its own."""

@@ -21,8 +21,8 @@ from typing import Protocol
 
 from prometheus_client import CollectorRegistry
 
-from runtime.http_settings import HttpLimits
-from runtime.instruments import Counter, Gauge
+from poolgrid.runtime.http_settings import HttpLimits
+from poolgrid.runtime.instruments import Counter, Gauge
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ Rules
        no task has to wait for that either.
     4. Status line, headers and a body of known length are one write. Headers are the endpoint's own and are not checked
        again.
-    5. What may come at all, and for how long, is said in ``runtime.bounded_protocol`` and
-       ``runtime.held_connection``.
+    5. What may come at all, and for how long, is said in ``poolgrid.runtime.bounded_protocol`` and
+       ``poolgrid.runtime.held_connection``.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
-from runtime.bounded_protocol import BoundedProtocol
-from runtime.http_connections import HttpConnections, InvalidRequests
-from runtime.http_settings import HttpLimits
+from poolgrid.runtime.bounded_protocol import BoundedProtocol
+from poolgrid.runtime.http_connections import HttpConnections, InvalidRequests
+from poolgrid.runtime.http_settings import HttpLimits
 
 CONNECTION = "poolgrid.connection"
 """Key of the ``Connection`` among a scope's extensions."""

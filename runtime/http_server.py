@@ -1,6 +1,6 @@
 """An HTTP server inside a running event loop: bound before it starts, stopped in order, deaf to signals.
 
-Signals belong to ``runtime.lifecycle``, which decides in what order the parts of a process end.
+Signals belong to ``poolgrid.runtime.lifecycle``, which decides in what order the parts of a process end.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 import uvicorn
 from prometheus_client import CollectorRegistry
 
-from runtime.http_connections import connections_that_fit
-from runtime.http_protocol import SERVER_ENDS, DirectProtocol
-from runtime.http_settings import HttpLimits
-from runtime.listener import Listener
-from runtime.tasks import Restart, cancel_all, supervised
-from runtime.tls import Tls
+from poolgrid.runtime.http_connections import connections_that_fit
+from poolgrid.runtime.http_protocol import SERVER_ENDS, DirectProtocol
+from poolgrid.runtime.http_settings import HttpLimits
+from poolgrid.runtime.listener import Listener
+from poolgrid.runtime.tasks import Restart, cancel_all, supervised
+from poolgrid.runtime.tls import Tls
 
 log = logging.getLogger(__name__)
 

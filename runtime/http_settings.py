@@ -11,7 +11,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from runtime.security import SecuritySettings
+from poolgrid.runtime.security import SecuritySettings
 
 MIB = 2**20
 

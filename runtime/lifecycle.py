@@ -2,7 +2,8 @@
 
 A service: ``main(stop)`` runs until it is done or ``stop`` is set. The first
 signal sets ``stop``; a second one cancels the main task, for whoever does not want to wait for a drain.
-A background task that fails for good (``runtime.tasks``) sets ``stop`` too, and the process ends with an error.
+A background task that fails for good (``poolgrid.runtime.tasks``) sets ``stop`` too, and the process ends with an
+error.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable
 
-from runtime.tasks import on_fatal, owned
+from poolgrid.runtime.tasks import on_fatal, owned
 
 log = logging.getLogger(__name__)
 

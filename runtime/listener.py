@@ -16,9 +16,9 @@ import ssl
 from collections.abc import Callable
 from typing import Any
 
-from runtime.bounded_protocol import BoundedProtocol
-from runtime.http_connections import HttpConnections, source_of
-from runtime.tasks import detached
+from poolgrid.runtime.bounded_protocol import BoundedProtocol
+from poolgrid.runtime.http_connections import HttpConnections, source_of
+from poolgrid.runtime.tasks import detached
 
 log = logging.getLogger(__name__)
 

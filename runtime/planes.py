@@ -27,9 +27,9 @@ import zmq.utils.z85
 from prometheus_client import CollectorRegistry, Counter
 from zmq.utils.monitor import parse_monitor_message
 
-from runtime.security import SecuritySettings
-from runtime.zmq_socket import CallbackSocket
-from wire.limits import (
+from poolgrid.runtime.security import SecuritySettings
+from poolgrid.runtime.zmq_socket import CallbackSocket
+from poolgrid.wire.limits import (
     FRAME_BYTES_MAX,
     QUESTION_FRAME_BYTES_MAX,
     SELECT_FRAME_BYTES_MAX,

@@ -26,7 +26,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from runtime.instruments import GaugeFamily
+from poolgrid.runtime.instruments import GaugeFamily
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from runtime.settings import Settings
+from poolgrid.runtime.settings import Settings
 
 
 class SecuritySettings(Settings):

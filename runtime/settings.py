@@ -1,8 +1,8 @@
 """The base of every process's settings: one model is the command line, the environment and the documentation.
 
 Each service declares its settings once, as a ``Settings`` model whose fields carry a description, a default and a
-range. ``cli.options`` turns the fields into options (``lease_ttl_ms`` becomes ``--lease-ttl-ms``) and environment
-variables (``POOLGRID_LEASE_TTL_MS``); a test fails when ``docs/configuration.md`` does not name a field.
+range. ``poolgrid.cli.options`` turns the fields into options (``lease_ttl_ms`` becomes ``--lease-ttl-ms``) and
+environment variables (``POOLGRID_LEASE_TTL_MS``); a test fails when ``docs/configuration.md`` does not name a field.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
-from wire.addresses import zmq_endpoint_problem
+from poolgrid.wire.addresses import zmq_endpoint_problem
 
 
 class Settings(BaseModel):

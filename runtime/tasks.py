@@ -43,7 +43,7 @@ class Restart:
 
 
 on_fatal: ContextVar[Callable[[str, BaseException], None] | None] = ContextVar("on_fatal", default=None)
-"""Ends the process in order; set by ``runtime.lifecycle`` for everything that it runs."""
+"""Ends the process in order; set by ``poolgrid.runtime.lifecycle`` for everything that it runs."""
 
 
 def owned(work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
@@ -61,7 +61,7 @@ def detached(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
 def end_process(name: str, error: BaseException) -> bool:
     """Have the process end in order, because something that it cannot do without has failed.
 
-    Returns whether somebody will: outside of ``runtime.lifecycle`` nobody does.
+    Returns whether somebody will: outside of ``poolgrid.runtime.lifecycle`` nobody does.
     """
     log.critical("task %r failed: this process ends", name, exc_info=error)
     end = on_fatal.get()

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from runtime.instruments import Gauge
-from runtime.security import SecuritySettings
+from poolgrid.runtime.instruments import Gauge
+from poolgrid.runtime.security import SecuritySettings
 
 log = logging.getLogger(__name__)
 

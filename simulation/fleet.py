@@ -18,20 +18,20 @@ from dataclasses import dataclass, field
 from math import isclose
 from typing import Any, Protocol
 
-from global_router.core.choice.closed_loop import CellKey, ClosedLoop, LoopStep
-from global_router.core.choice.destination import destination
-from global_router.core.choice.grid import Grid, GridRequest
-from global_router.core.choice.request_hints import RequestHints, Target
-from global_router.core.document.axis import AXIS
-from global_router.core.document.grid_document import GridDocument
-from router.core.policy import make_policy
-from simulation.pool import SimulatedPool, play_workload
-from simulation.report import latency_summary
-from simulation.workload import SimulatedRequest, Workload
-from wire.events import PrefillCompleted, RequestFinished
-from wire.hashing import stable_u64
-from workers.simulated.engine import EngineLimits, Fact
-from workers.simulated.timing import PolynomialTiming, ScaledTiming, TimingModel
+from poolgrid.global_router.core.choice.closed_loop import CellKey, ClosedLoop, LoopStep
+from poolgrid.global_router.core.choice.destination import destination
+from poolgrid.global_router.core.choice.grid import Grid, GridRequest
+from poolgrid.global_router.core.choice.request_hints import RequestHints, Target
+from poolgrid.global_router.core.document.axis import AXIS
+from poolgrid.global_router.core.document.grid_document import GridDocument
+from poolgrid.router.core.policy import make_policy
+from poolgrid.simulation.pool import SimulatedPool, play_workload
+from poolgrid.simulation.report import latency_summary
+from poolgrid.simulation.workload import SimulatedRequest, Workload
+from poolgrid.wire.events import PrefillCompleted, RequestFinished
+from poolgrid.wire.hashing import stable_u64
+from poolgrid.workers.simulated.engine import EngineLimits, Fact
+from poolgrid.workers.simulated.timing import PolynomialTiming, ScaledTiming, TimingModel
 
 EVALUATE_EVERY_MS = 1000.0
 """How often the closed loop judges its cells, as in the global router."""

@@ -16,17 +16,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from router.core.approximate_index import ApproximateIndex
-from router.core.candidates import RoutingRequest
-from router.core.decision import Decision
-from router.core.load_ledger import CROWDING_RETRIES, LoadLedger
-from router.core.policy import POLICY_NAMES, Policy
-from router.core.prefix_index import PrefixIndex
-from router.core.projection import Projection
-from router.core.selector import Selector
-from simulation.workload import SimulatedRequest, Workload
-from wire.card import WorkerCard, WorkerLimits
-from wire.events import (
+from poolgrid.router.core.approximate_index import ApproximateIndex
+from poolgrid.router.core.candidates import RoutingRequest
+from poolgrid.router.core.decision import Decision
+from poolgrid.router.core.load_ledger import CROWDING_RETRIES, LoadLedger
+from poolgrid.router.core.policy import POLICY_NAMES, Policy
+from poolgrid.router.core.prefix_index import PrefixIndex
+from poolgrid.router.core.projection import Projection
+from poolgrid.router.core.selector import Selector
+from poolgrid.simulation.workload import SimulatedRequest, Workload
+from poolgrid.wire.card import WorkerCard, WorkerLimits
+from poolgrid.wire.events import (
     AnyEvent,
     JournalRecord,
     PrefillCompleted,
@@ -34,11 +34,11 @@ from wire.events import (
     RequestStarted,
     WorkerJoined,
 )
-from wire.identifiers import Role, WorkerId, WorkerKey
-from workers.core.booked_prefill import BookedPrefill
-from workers.simulated.cache_recorder import WireRecorder
-from workers.simulated.engine import EngineLimits, Fact, SimulatedEngine, StepOutcome
-from workers.simulated.timing import PolynomialTiming, TimingModel
+from poolgrid.wire.identifiers import Role, WorkerId, WorkerKey
+from poolgrid.workers.core.booked_prefill import BookedPrefill
+from poolgrid.workers.simulated.cache_recorder import WireRecorder
+from poolgrid.workers.simulated.engine import EngineLimits, Fact, SimulatedEngine, StepOutcome
+from poolgrid.workers.simulated.timing import PolynomialTiming, TimingModel
 
 MODEL = "simulated"
 SIMULATED_POLICIES = tuple(name for name in POLICY_NAMES if name != "approximate")
@@ -84,7 +84,8 @@ class RouterFleet:
     separate: bool = False
     """Each router knows its own choices only, and no events of caches."""
     crowding_retries: int = CROWDING_RETRIES
-    """How often a worker may refuse a request because others were quicker; see ``workers.core.booked_prefill``."""
+    """How often a worker may refuse a request because others were quicker; see
+    ``poolgrid.workers.core.booked_prefill``."""
 
     def make_state(self) -> Projection:
         """Return what one more router knows at the start."""

@@ -10,8 +10,8 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from simulation.workload import SimulatedRequest, Workload
-from wire.requests import Generate, Sampling
+from poolgrid.simulation.workload import SimulatedRequest, Workload
+from poolgrid.wire.requests import Generate, Sampling
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from simulation.pool import RunResult
+from poolgrid.simulation.pool import RunResult
 
 
 def latency_summary(values: Sequence[float], weights: Sequence[int] | None = None) -> dict[str, float]:

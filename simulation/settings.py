@@ -7,8 +7,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from router.core.load_ledger import CROWDING_RETRIES
-from runtime.settings import Settings
+from poolgrid.router.core.load_ledger import CROWDING_RETRIES
+from poolgrid.runtime.settings import Settings
 
 
 class SimulationSettings(Settings):

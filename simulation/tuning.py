@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 
-from router.core.cost import CostWeights
-from simulation.variants import Variant, VariantResult
+from poolgrid.router.core.cost import CostWeights
+from poolgrid.simulation.variants import Variant, VariantResult
 
 WORTHWHILE = 0.01
 """Gain over the defaults on held-back traffic below which nothing is recommended: less is noise of one trace."""

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from router.core.cost import CostWeights
-from router.core.policy import make_policy
-from simulation.pool import SimulatedPool
-from simulation.report import policy_report
-from simulation.workload import SimulatedRequest, Workload
-from wire.events import PrefillCompleted, RequestFinished
-from workers.simulated.engine import EngineLimits, Fact
-from workers.simulated.timing import TimingModel
+from poolgrid.router.core.cost import CostWeights
+from poolgrid.router.core.policy import make_policy
+from poolgrid.simulation.pool import SimulatedPool
+from poolgrid.simulation.report import policy_report
+from poolgrid.simulation.workload import SimulatedRequest, Workload
+from poolgrid.wire.events import PrefillCompleted, RequestFinished
+from poolgrid.workers.simulated.engine import EngineLimits, Fact
+from poolgrid.workers.simulated.timing import TimingModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from loadgen.trace import TRACE_BLOCK_TOKENS, TraceRow
-from wire.hashing import block_hashes, sequence_hashes
-from wire.requests import Generate, Sampling
+from poolgrid.loadgen.trace import TRACE_BLOCK_TOKENS, TraceRow
+from poolgrid.wire.hashing import block_hashes, sequence_hashes
+from poolgrid.wire.requests import Generate, Sampling
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """The layout shows the architecture, and these rules keep it so: who may import whom, and what is banned where.
 
-``docs/architecture.md`` prints the same table; a test below compares the two.
+``docs/architecture.md`` prints the same table; a test below compares the two. Both name packages as their directories
+are, without the ``poolgrid`` before it: ``test_import_names.py`` sees to that name.
 """
 
 from __future__ import annotations
@@ -125,17 +126,20 @@ def _package_of(module: str) -> str | None:
 
 
 def _imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Every imported module with its line; ``from a import b`` counts as ``a.b``, so that submodules are seen."""
+    """Every imported module with its line; ``from a import b`` counts as ``a.b``, so that submodules are seen.
+
+    Ours are given as their directories are named.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield node.lineno, alias.name
+                yield node.lineno, alias.name.removeprefix("poolgrid.")
         elif isinstance(node, ast.ImportFrom):
             if node.level:
                 yield node.lineno, "." * node.level
             else:
                 for alias in node.names:
-                    yield node.lineno, f"{node.module}.{alias.name}"
+                    yield node.lineno, f"{node.module}.{alias.name}".removeprefix("poolgrid.")
 
 
 def _may_import(package: str, imported: str) -> bool:
@@ -313,15 +317,27 @@ def test_the_page_prints_these_rules() -> None:
 @pytest.mark.parametrize(
     ("module", "source", "words"),
     [
-        ("wire.codec", "import runtime.clock", "use only what wire may import: nothing of ours"),
-        ("wire.codec", "from runtime import clock", "runtime.clock is banned here"),
-        ("frontend.app", "from router.core.cost import CostWeights", "use only what frontend may import"),
-        ("router.service", "def f():\n    from workers.settings import WorkerSettings", "services never import each"),
-        ("workers.service", "import router.service", "use wire: services never import each other"),
-        ("router.core.policy", "from router.settings import RouterSettings", "use only what router.core may import"),
-        ("router.consolidator.core.cursor", "from router.core.fleet import Fleet", "router.core.fleet"),
-        ("router.consolidator.service", "from router.service import RouterService", "router.service"),
-        ("simulation.pool", "from router.service import RouterService", "router.service.RouterService is banned here"),
+        ("wire.codec", "import poolgrid.runtime.clock", "use only what wire may import: nothing of ours"),
+        ("wire.codec", "from poolgrid.runtime import clock", "runtime.clock is banned here"),
+        ("frontend.app", "from poolgrid.router.core.cost import CostWeights", "use only what frontend may import"),
+        (
+            "router.service",
+            "def f():\n    from poolgrid.workers.settings import WorkerSettings",
+            "services never import each",
+        ),
+        ("workers.service", "import poolgrid.router.service", "use wire: services never import each other"),
+        (
+            "router.core.policy",
+            "from poolgrid.router.settings import RouterSettings",
+            "use only what router.core may import",
+        ),
+        ("router.consolidator.core.cursor", "from poolgrid.router.core.fleet import Fleet", "router.core.fleet"),
+        ("router.consolidator.service", "from poolgrid.router.service import RouterService", "router.service"),
+        (
+            "simulation.pool",
+            "from poolgrid.router.service import RouterService",
+            "router.service.RouterService is banned here",
+        ),
         ("loadgen.client", "import tests.e2e", "tests.e2e is banned here"),
         ("router.core.cost", "import time", "use a time argument"),
         ("workers.simulated.engine", "from random import Random", "use wire.hashing.stable_u64"),
@@ -354,11 +370,11 @@ def test_a_breach_is_found_and_named(module: str, source: str, words: str) -> No
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("wire.codec", "from wire.errors import DecodeError"),
+        ("wire.codec", "from poolgrid.wire.errors import DecodeError"),
         ("router.service", "import time, zmq, asyncio, logging"),
         ("workers.engines.trtllm", "import torch"),
-        ("workers.simulated.engine", "from workers.core.refusal import RefusedError"),
-        ("cli.main", "from simulation.pool import SimulatedPool"),
+        ("workers.simulated.engine", "from poolgrid.workers.core.refusal import RefusedError"),
+        ("cli.main", "from poolgrid.simulation.pool import SimulatedPool"),
         (
             "router.service",
             "async def f():\n    async with asyncio.TaskGroup() as group:\n        group.create_task(g())",
@@ -382,14 +398,18 @@ def test_a_crowded_class_is_found_and_named() -> None:
 @pytest.mark.parametrize(
     "back",
     [
-        "import router.service",
-        "from router import service",
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from router.service import RouterService",
-        "def f():\n    from router.service import RouterService",
+        "import poolgrid.router.service",
+        "from poolgrid.router import service",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from poolgrid.router.service import RouterService",
+        "def f():\n    from poolgrid.router.service import RouterService",
     ],
 )
 def test_a_circle_of_imports_is_found_and_named(back: str) -> None:
-    sources = {"router": "", "router.service": "from router.view import RouterView", "router.view": "import asyncio"}
+    sources = {
+        "router": "",
+        "router.service": "from poolgrid.router.view import RouterView",
+        "router.view": "import asyncio",
+    }
     assert circle(sources) == []
 
     found = circle({**sources, "router.view": back})

@@ -19,46 +19,46 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import GaugeMetricFamily, HistogramMetricFamily, Metric  # noqa: TID251
 from typer.core import TyperGroup
 
-from cli.configuration_page import SECTIONS, command_options, pages, table
-from cli.main import app
-from frontend.media.metrics import MediaMetrics
-from frontend.metrics import FrontendMetrics
-from global_router.core.choice.fallback import PoolState
-from global_router.metrics import GlobalRouterMetrics
-from global_router.metrics import register_views as register_pool_views
-from router.consolidator.bootstrap import create as create_consolidator
-from router.consolidator.settings import ConsolidatorSettings
-from router.core.candidates import RoutingRequest
-from router.core.cost import CostWeights
-from router.core.load_ledger import LoadLedger
-from router.core.policy import POLICY_NAMES, Policy
-from router.core.prefix_index import PrefixIndex
-from router.core.projection import Projection
-from router.core.router_state import RouterState
-from router.core.selector import Selector
-from router.decision_journal.recorder import DecisionRecorder, settings_noted
-from router.decision_journal.segments import DecisionSegments
-from router.feeds import EmbeddedFeed
-from router.fleet_links import link_opener
-from router.metrics import DecisionRecordCollector, RouterMetrics, register_views
-from router.policy_loading import PolicyError, load_policy
-from router.service import RouterService
-from router.settings import RouterSettings
-from runtime.clock import SystemClock
-from runtime.event_loop import LoopMetrics
-from runtime.http_connections import HttpConnections, InvalidRequests
-from runtime.http_settings import HttpLimits
-from runtime.instruments import GaugeFamily
-from runtime.planes import PlaneMetrics
-from runtime.security import SecuritySettings
-from runtime.settings import Settings
-from runtime.tls import Tls
+from poolgrid.cli.configuration_page import SECTIONS, command_options, pages, table
+from poolgrid.cli.main import app
+from poolgrid.frontend.media.metrics import MediaMetrics
+from poolgrid.frontend.metrics import FrontendMetrics
+from poolgrid.global_router.core.choice.fallback import PoolState
+from poolgrid.global_router.metrics import GlobalRouterMetrics
+from poolgrid.global_router.metrics import register_views as register_pool_views
+from poolgrid.router.consolidator.bootstrap import create as create_consolidator
+from poolgrid.router.consolidator.settings import ConsolidatorSettings
+from poolgrid.router.core.candidates import RoutingRequest
+from poolgrid.router.core.cost import CostWeights
+from poolgrid.router.core.load_ledger import LoadLedger
+from poolgrid.router.core.policy import POLICY_NAMES, Policy
+from poolgrid.router.core.prefix_index import PrefixIndex
+from poolgrid.router.core.projection import Projection
+from poolgrid.router.core.router_state import RouterState
+from poolgrid.router.core.selector import Selector
+from poolgrid.router.decision_journal.recorder import DecisionRecorder, settings_noted
+from poolgrid.router.decision_journal.segments import DecisionSegments
+from poolgrid.router.feeds import EmbeddedFeed
+from poolgrid.router.fleet_links import link_opener
+from poolgrid.router.metrics import DecisionRecordCollector, RouterMetrics, register_views
+from poolgrid.router.policy_loading import PolicyError, load_policy
+from poolgrid.router.service import RouterService
+from poolgrid.router.settings import RouterSettings
+from poolgrid.runtime.clock import SystemClock
+from poolgrid.runtime.event_loop import LoopMetrics
+from poolgrid.runtime.http_connections import HttpConnections, InvalidRequests
+from poolgrid.runtime.http_settings import HttpLimits
+from poolgrid.runtime.instruments import GaugeFamily
+from poolgrid.runtime.planes import PlaneMetrics
+from poolgrid.runtime.security import SecuritySettings
+from poolgrid.runtime.settings import Settings
+from poolgrid.runtime.tls import Tls
+from poolgrid.wire.events import RequestStarted
+from poolgrid.workers.metrics import WorkerMetrics
+from poolgrid.workers.tensor_transfer.metrics import TensorMetrics
+from poolgrid.workers.trtllm.metrics import TrtllmMetrics
 from tests.consolidator.journal_builder import FakeDisk
 from tests.router.fleet_builder import BLOCK_SIZE, Pool, decided, stored, worker_key
-from wire.events import RequestStarted
-from workers.metrics import WorkerMetrics
-from workers.tensor_transfer.metrics import TensorMetrics
-from workers.trtllm.metrics import TrtllmMetrics
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -78,7 +78,7 @@ def code_blocks(text: str, language: str) -> list[str]:
 
 @pytest.mark.parametrize(("path", "text"), pages().items(), ids=lambda value: getattr(value, "name", ""))
 def test_what_pages_say_of_settings_is_what_the_settings_say(path: Path, text: str) -> None:
-    assert path.read_text() == text, "run: python -m cli.configuration_page"
+    assert path.read_text() == text, "run: python -m poolgrid.cli.configuration_page"
 
 
 def test_a_marked_table_that_is_out_of_date_is_written_anew() -> None:
@@ -96,7 +96,7 @@ def _settings_models(base: type[Settings] = Settings) -> Iterator[type[Settings]
         yield from _settings_models(model)
 
 
-COMMANDS_OF_OTHER_PAGES = ("global_router.core.", "workers.trtllm.")
+COMMANDS_OF_OTHER_PAGES = ("poolgrid.global_router.core.", "poolgrid.workers.trtllm.")
 """Settings of parts that have no command of their own here yet."""
 
 

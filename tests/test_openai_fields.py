@@ -11,13 +11,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-from frontend.responses_api.conversation import chat_body
-from frontend.responses_api.schema import ResponsesBody
-from frontend.schema import REFUSED_CHAT, REFUSED_COMPLETION, ChatBody, CompletionBody
+from poolgrid.frontend.responses_api.conversation import chat_body
+from poolgrid.frontend.responses_api.schema import ResponsesBody
+from poolgrid.frontend.schema import REFUSED_CHAT, REFUSED_COMPLETION, ChatBody, CompletionBody
+from poolgrid.wire.requests import Generate, Routing, Sampling
+from poolgrid.workers.trtllm.sampling import plan_sampling
 from tests.frontend.fake_backend import FakeBackend
 from tests.frontend.server import application, in_process
-from wire.requests import Generate, Routing, Sampling
-from workers.trtllm.sampling import plan_sampling
 
 ASKED: dict[str, Any] = {
     "max_tokens": 7,
@@ -117,7 +117,7 @@ def test_every_field_that_a_worker_is_told_reaches_tensorrt_llm() -> None:
     for sampling in (Sampling(max_tokens=1), Sampling(max_tokens=1, guided_regex="a")):
         plan_sampling(_Asked(request, Watched(sampling)), (), can_guide=True)  # type: ignore[arg-type]
 
-    assert set(Sampling.__struct_fields__) - read == {"logits_processors"}, "those are made by workers.logits"
+    assert set(Sampling.__struct_fields__) - read == {"logits_processors"}, "those are made by poolgrid.workers.logits"
 
 
 class _Asked:

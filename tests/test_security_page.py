@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from global_router.settings import GlobalRouterSettings
-from router.consolidator.settings import ConsolidatorProcessSettings
-from router.settings import RouterSettings
-from runtime.security import is_loopback
-from runtime.settings import Settings
-from workers.settings import WorkerSettings
+from poolgrid.global_router.settings import GlobalRouterSettings
+from poolgrid.router.consolidator.settings import ConsolidatorProcessSettings
+from poolgrid.router.settings import RouterSettings
+from poolgrid.runtime.security import is_loopback
+from poolgrid.runtime.settings import Settings
+from poolgrid.workers.settings import WorkerSettings
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "security.md").read_text()

@@ -7,9 +7,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from wire.hashing import HASH_SPEC
-from wire.identifiers import U32, Identifier, Role
-from wire.limits import LORAS_PER_WORKER_MAX, MEDIA_KINDS_MAX, STOP_TOKENS_MAX
+from poolgrid.wire.hashing import HASH_SPEC
+from poolgrid.wire.identifiers import U32, Identifier, Role
+from poolgrid.wire.limits import LORAS_PER_WORKER_MAX, MEDIA_KINDS_MAX, STOP_TOKENS_MAX
 
 
 class WorkerLimits(msgspec.Struct, array_like=True, frozen=True):
@@ -27,7 +27,7 @@ class MediaSpec(msgspec.Struct, array_like=True, frozen=True):
     """Which media a model takes, and how they appear among its tokens."""
 
     kinds: Annotated[tuple[Identifier, ...], Meta(max_length=MEDIA_KINDS_MAX)] = ()
-    """``image``, ``embeddings`` (``wire.multimodal.MediaKind``); empty = text only."""
+    """``image``, ``embeddings`` (``poolgrid.wire.multimodal.MediaKind``); empty = text only."""
     placeholder: Identifier = ""
     """How one item is written in the prompt text, e.g. ``<image>``; empty = as the chat template writes it."""
     placeholder_token_id: U32 | None = None

@@ -7,8 +7,8 @@ and the worker's own start.
 
 from __future__ import annotations
 
-from wire.addresses import http_url_problem, zmq_endpoint_problem
-from wire.card import WorkerCard
+from poolgrid.wire.addresses import http_url_problem, zmq_endpoint_problem
+from poolgrid.wire.card import WorkerCard
 
 SHOWN_CHARS_MAX = 200
 """Characters of a refused value that are repeated in the reason."""

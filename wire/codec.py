@@ -15,15 +15,15 @@ from typing import Any, Generic, TypeVar, get_args
 
 import msgspec
 
-from wire.errors import DecodeError, LimitError
-from wire.events import AnyEvent, EventBatch, JournalRecord
-from wire.feed import FromFeed, SnapshotPart, ToFeed
-from wire.ingest import FromConsolidator, ToConsolidator
-from wire.limits import FRAME_BYTES_MAX
-from wire.multimodal import MultimodalInput
-from wire.requests import FromWorker, Generate, KvOffered, TokenBatch, ToWorker
-from wire.selection import FromPool, Probe, Select, ToPool
-from wire.tensors import FromTensorSource, TensorList, ToTensorSource
+from poolgrid.wire.errors import DecodeError, LimitError
+from poolgrid.wire.events import AnyEvent, EventBatch, JournalRecord
+from poolgrid.wire.feed import FromFeed, SnapshotPart, ToFeed
+from poolgrid.wire.ingest import FromConsolidator, ToConsolidator
+from poolgrid.wire.limits import FRAME_BYTES_MAX
+from poolgrid.wire.multimodal import MultimodalInput
+from poolgrid.wire.requests import FromWorker, Generate, KvOffered, TokenBatch, ToWorker
+from poolgrid.wire.selection import FromPool, Probe, Select, ToPool
+from poolgrid.wire.tensors import FromTensorSource, TensorList, ToTensorSource
 
 T = TypeVar("T")
 _encoder = msgspec.msgpack.Encoder()

@@ -2,7 +2,7 @@
 
 ``WireError``
     ``DecodeError``   untrusted bytes are not what the contract says; the frame is dropped, the process lives
-    ``LimitError``    a value of our own is beyond a named limit of ``wire.limits``; nothing was sent
+    ``LimitError``    a value of our own is beyond a named limit of ``poolgrid.wire.limits``; nothing was sent
 """
 
 from __future__ import annotations

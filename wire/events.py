@@ -16,9 +16,9 @@ from typing import Annotated, final
 import msgspec
 from msgspec import Meta
 
-from wire.card import WorkerCard
-from wire.identifiers import U32, U64, Identifier, PackedHashes, StreamState, Text, Tier, WorkerId, WorkerKey
-from wire.limits import EVENTS_PER_BATCH_MAX
+from poolgrid.wire.card import WorkerCard
+from poolgrid.wire.identifiers import U32, U64, Identifier, PackedHashes, StreamState, Text, Tier, WorkerId, WorkerKey
+from poolgrid.wire.limits import EVENTS_PER_BATCH_MAX
 
 
 class Event(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
@@ -50,7 +50,7 @@ class BlocksStored(Event, frozen=True):
 
     parent: U64 | None
     sequence_hashes: PackedHashes
-    """u64 little-endian, 8 bytes each (``wire.hashing.pack_hashes``)."""
+    """u64 little-endian, 8 bytes each (``poolgrid.wire.hashing.pack_hashes``)."""
     tier: Tier = Tier.DEVICE
 
 

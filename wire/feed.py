@@ -1,8 +1,8 @@
 """How routers follow a consolidator: a live PUB feed, and a ROUTER socket that answers replay and snapshot requests.
 
-``wire.feed_frames`` lays their frames out. A router subscribes first, then asks for the snapshot, drops feed records
-below the snapshot's offset and applies the rest; a hole between two offsets is filled by ``Replay``. Answers come in
-parts, each one frame; the last part says so.
+``poolgrid.wire.feed_frames`` lays their frames out. A router subscribes first, then asks for the snapshot, drops feed
+records below the snapshot's offset and applies the rest; a hole between two offsets is filled by ``Replay``. Answers
+come in parts, each one frame; the last part says so.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from wire.card import WorkerCard
-from wire.events import LoadReported
-from wire.identifiers import U32, U64, Identifier, PackedHashes, StreamState, Text, Tier
-from wire.limits import REPLAY_RECORDS_MAX, SNAPSHOT_CHAINS_PER_PART_MAX, SOURCES_PER_WORKER_MAX
+from poolgrid.wire.card import WorkerCard
+from poolgrid.wire.events import LoadReported
+from poolgrid.wire.identifiers import U32, U64, Identifier, PackedHashes, StreamState, Text, Tier
+from poolgrid.wire.limits import REPLAY_RECORDS_MAX, SNAPSHOT_CHAINS_PER_PART_MAX, SOURCES_PER_WORKER_MAX
 
 
 class Replay(msgspec.Struct, array_like=True, frozen=True, tag=True):
@@ -69,7 +69,7 @@ class RequestState(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class SourceStream(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The stream of one source of a worker; see ``wire.streams``."""
+    """The stream of one source of a worker; see ``poolgrid.wire.streams``."""
 
     source: Identifier
     state: StreamState

@@ -1,10 +1,10 @@
-"""The frames of the feed and of its answers, around the messages of ``wire.feed``: their layout, and who writes it.
+"""The frames of the feed and of its answers, around the messages of ``poolgrid.wire.feed``: layout, and who writes it.
 
     message      frames, in this order
     -----------  ------------------------------------------------------------------------------------------------
     records      topic (``FEED_TOPIC``), offset of the first record, life, record, record, ...
     keepalive    topic (``ALIVE_TOPIC``), offset of the next record, life
-    answer       answer (``wire.feed.FromFeed``), life
+    answer       answer (``poolgrid.wire.feed.FromFeed``), life
 
 An offset is u64 big-endian, so that bytes sort like numbers; a record is an encoded ``JournalRecord``, and those of one
 message follow each other. ``life`` names one life of the consolidator. A reader that meets another one than before
@@ -19,8 +19,8 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from wire.errors import DecodeError
-from wire.limits import FEED_RECORDS_PER_MESSAGE_MAX
+from poolgrid.wire.errors import DecodeError
+from poolgrid.wire.limits import FEED_RECORDS_PER_MESSAGE_MAX
 
 FEED_TOPIC = b"poolgrid"
 ALIVE_TOPIC = FEED_TOPIC + b".alive"

@@ -10,8 +10,8 @@ is bounded before any library sees it, by counting what can be counted in one pa
 - the *rules* of a grammar, for one may call the next;
 - the size of an expression *written out*: ``((a{1000}){1000})`` is a million states in 17 characters.
 
-``objection`` runs in a process that may die (``frontend.guide_compiler``), and once more at a worker that compiles in
-its own. It is linear in the guide's size.
+``objection`` runs in a process that may die (``poolgrid.frontend.guide_compiler``), and once more at a worker that
+compiles in its own. It is linear in the guide's size.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import unquote
 
-from wire.requests import Sampling
+from poolgrid.wire.requests import Sampling
 
 NESTING_MAX = 128
 """Objects and lists in each other, groups in each other. ``serde`` and others read no JSON that is nested deeper; tools

@@ -13,7 +13,7 @@ from typing import Annotated, NamedTuple, NewType
 
 from msgspec import Meta
 
-from wire.limits import (
+from poolgrid.wire.limits import (
     BLOCKS_PER_EVENT_MAX,
     IDENTIFIER_BYTES_MAX,
     MULTIMODAL_BYTES_MAX,
@@ -36,7 +36,7 @@ Opaque = Annotated[bytes, Meta(max_length=OPAQUE_BYTES_MAX)]
 """Bytes that only their producer and their final consumer understand."""
 
 Media = Annotated[bytes, Meta(max_length=MULTIMODAL_BYTES_MAX)]
-"""An encoded ``wire.multimodal.MultimodalInput``."""
+"""An encoded ``poolgrid.wire.multimodal.MultimodalInput``."""
 
 Text = Annotated[str, Meta(max_length=TEXT_CHARS_MAX)]
 """Words for people: a reason, an error message."""
@@ -70,7 +70,7 @@ class Tier(IntEnum):
 
 
 class StreamState(IntEnum):
-    """How far a source's event stream can be trusted; ``wire.streams`` says what each means."""
+    """How far a source's event stream can be trusted; ``poolgrid.wire.streams`` says what each means."""
 
     SYNCING = 0
     LIVE = 1

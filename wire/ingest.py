@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import msgspec
 
-from wire.card import WorkerCard
-from wire.identifiers import U32, U64, Identifier, Text
+from poolgrid.wire.card import WorkerCard
+from poolgrid.wire.identifiers import U32, U64, Identifier, Text
 
 BATCH_FRAME = b"B"
 CONTROL_FRAME = b"C"

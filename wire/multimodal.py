@@ -1,11 +1,11 @@
 """The media of a request, as they travel in ``Generate.multimodal``: resolved, checked, hashed, in prompt order.
 
-The front end makes a ``MultimodalInput``; routers pass it on; a worker decodes it (``wire.codec.multimodal``). Nothing
-in it is a reference any more: a worker never opens a URL or a path that a client wrote.
+The front end makes a ``MultimodalInput``; routers pass it on; a worker decodes it (``poolgrid.wire.codec.multimodal``).
+Nothing in it is a reference any more: a worker never opens a URL or a path that a client wrote.
 
 ``media_hash`` is the 32-byte BLAKE3 digest of the raw bytes as they were fetched. Its first eight bytes, little-endian,
-are the u64 that enters the hashes of the KV blocks that the item's tokens touch (``wire.hashing``): equal media share
-cached blocks, different media never do, however alike the tokens are that stand for them.
+are the u64 that enters the hashes of the KV blocks that the item's tokens touch (``poolgrid.wire.hashing``): equal
+media share cached blocks, different media never do, however alike the tokens are that stand for them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import msgspec
 from blake3 import blake3
 from msgspec import Meta
 
-from wire.identifiers import U32, Identifier
-from wire.limits import MEDIA_ITEMS_MAX, MULTIMODAL_BYTES_MAX, PROMPT_CHARS_MAX
+from poolgrid.wire.identifiers import U32, Identifier
+from poolgrid.wire.limits import MEDIA_ITEMS_MAX, MULTIMODAL_BYTES_MAX, PROMPT_CHARS_MAX
 
 MEDIA_HASH_BYTES = 32
 """Length of a BLAKE3 digest."""

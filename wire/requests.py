@@ -12,8 +12,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from wire.identifiers import U32, U64, Identifier, Media, Opaque, PackedHashes, PackedTokens, Stage, Text
-from wire.limits import (
+from poolgrid.wire.identifiers import U32, U64, Identifier, Media, Opaque, PackedHashes, PackedTokens, Stage, Text
+from poolgrid.wire.limits import (
     BAD_TOKENS_MAX,
     GUIDE_BYTES_MAX,
     GUIDE_CHOICES_MAX,
@@ -110,7 +110,7 @@ class Generate(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False)
     disaggregated_params: Opaque | None = None
     """What the leg before returned (encode → prefill or whole, prefill → decode); given on unread."""
     multimodal: Media | None = None
-    """An encoded ``wire.multimodal.MultimodalInput``; never with a decode leg."""
+    """An encoded ``poolgrid.wire.multimodal.MultimodalInput``; never with a decode leg."""
     stage: Stage = Stage.WHOLE
 
 

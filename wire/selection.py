@@ -20,9 +20,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from wire.card import MediaSpec
-from wire.identifiers import U32, U64, Identifier, PackedHashes, Role, Stage, Text
-from wire.limits import (
+from poolgrid.wire.card import MediaSpec
+from poolgrid.wire.identifiers import U32, U64, Identifier, PackedHashes, Role, Stage, Text
+from poolgrid.wire.limits import (
     LORAS_PER_WORKER_MAX,
     MEDIA_KINDS_MAX,
     POOL_MODELS_MAX,

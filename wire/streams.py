@@ -13,17 +13,17 @@
 A worker's own stream (``WORKER_SOURCE``) decides how far the worker can be trusted. What a further source says is true
 or taken away, so one that fails makes the worker's view smaller and not wrong.
 
-The consolidator decides (``router.consolidator.core``) and writes ``StreamStateChanged``; what other events imply is
-not written twice. Every reader uses ``fold``, so all of them see the same state at the same offset.
+The consolidator decides (``poolgrid.router.consolidator.core``) and writes ``StreamStateChanged``; what other events
+imply is not written twice. Every reader uses ``fold``, so all of them see the same state at the same offset.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from wire.events import AnyEvent, SnapshotBegan, SnapshotEnded, StreamStateChanged
-from wire.feed import SourceStream
-from wire.identifiers import StreamState
+from poolgrid.wire.events import AnyEvent, SnapshotBegan, SnapshotEnded, StreamStateChanged
+from poolgrid.wire.feed import SourceStream
+from poolgrid.wire.identifiers import StreamState
 
 WORKER_SOURCE = "worker"
 """Source of what a worker says of itself: what it pushes, or what an engine publishes that is listed with its card."""

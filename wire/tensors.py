@@ -12,8 +12,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from wire.identifiers import U64, Identifier
-from wire.limits import (
+from poolgrid.wire.identifiers import U64, Identifier
+from poolgrid.wire.limits import (
     NIXL_METADATA_BYTES_MAX,
     TENSOR_BYTES_MAX,
     TENSOR_CHUNK_BYTES_MAX,

@@ -14,42 +14,42 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
-from runtime.awake_clock import AwakeClock
-from runtime.clock import Clock, SystemClock
-from runtime.event_loop import LoopMetrics
-from runtime.http_server import HttpServer
-from runtime.planes import CurveKeys, PlaneContext, PlaneMetrics, end_security
-from runtime.tasks import cancel_all, supervised, unless
-from runtime.tls import Tls
-from wire.card import MediaSpec, WorkerCard, WorkerLimits
-from wire.limits import PROMPT_TOKENS_MAX
-from wire.multimodal import MediaKind
-from workers.adapters.http_api import HttpApi
-from workers.adapters.sockets import RequestSocket
-from workers.core.push_stream import PushStream, PushTiming
-from workers.embedding_fetcher import EmbeddingFetcher
-from workers.engines.engine import Engine
-from workers.engines.simulated import RealTimeSimulatedEngine
-from workers.engines.simulated_encode import EncodeLimits, SimulatedEncodeEngine
-from workers.engines.simulated_guides import LazyGuides
-from workers.kv_fetcher import KvFetcher
-from workers.metrics import WorkerMetrics
-from workers.publisher import EventPublisher
-from workers.service import ServiceLimits, WorkerService
-from workers.settings import TrtllmWorkerSettings, WorkerSettings
-from workers.simulated.kv_transfer import KvSource
-from workers.simulated.timing import PolynomialTiming, ScaledTiming, TableTiming, TimingModel
-from workers.tensor_transfer.metrics import TensorMetrics
-from workers.tensor_transfer.nixl_transfer import NixlTensorTransfer, make_agent
-from workers.tensor_transfer.port import TensorTransfer
-from workers.tensor_transfer.tensor_store import TensorStore
-from workers.tensor_transfer.zmq_transfer import ZmqTensorTransfer
-from workers.transfers import EmbeddingExchange, KvExchange
-from workers.trtllm.engine_arguments import EngineArguments, resolve_files
-from workers.trtllm.engine_rules import look_up
+from poolgrid.runtime.awake_clock import AwakeClock
+from poolgrid.runtime.clock import Clock, SystemClock
+from poolgrid.runtime.event_loop import LoopMetrics
+from poolgrid.runtime.http_server import HttpServer
+from poolgrid.runtime.planes import CurveKeys, PlaneContext, PlaneMetrics, end_security
+from poolgrid.runtime.tasks import cancel_all, supervised, unless
+from poolgrid.runtime.tls import Tls
+from poolgrid.wire.card import MediaSpec, WorkerCard, WorkerLimits
+from poolgrid.wire.limits import PROMPT_TOKENS_MAX
+from poolgrid.wire.multimodal import MediaKind
+from poolgrid.workers.adapters.http_api import HttpApi
+from poolgrid.workers.adapters.sockets import RequestSocket
+from poolgrid.workers.core.push_stream import PushStream, PushTiming
+from poolgrid.workers.embedding_fetcher import EmbeddingFetcher
+from poolgrid.workers.engines.engine import Engine
+from poolgrid.workers.engines.simulated import RealTimeSimulatedEngine
+from poolgrid.workers.engines.simulated_encode import EncodeLimits, SimulatedEncodeEngine
+from poolgrid.workers.engines.simulated_guides import LazyGuides
+from poolgrid.workers.kv_fetcher import KvFetcher
+from poolgrid.workers.metrics import WorkerMetrics
+from poolgrid.workers.publisher import EventPublisher
+from poolgrid.workers.service import ServiceLimits, WorkerService
+from poolgrid.workers.settings import TrtllmWorkerSettings, WorkerSettings
+from poolgrid.workers.simulated.kv_transfer import KvSource
+from poolgrid.workers.simulated.timing import PolynomialTiming, ScaledTiming, TableTiming, TimingModel
+from poolgrid.workers.tensor_transfer.metrics import TensorMetrics
+from poolgrid.workers.tensor_transfer.nixl_transfer import NixlTensorTransfer, make_agent
+from poolgrid.workers.tensor_transfer.port import TensorTransfer
+from poolgrid.workers.tensor_transfer.tensor_store import TensorStore
+from poolgrid.workers.tensor_transfer.zmq_transfer import ZmqTensorTransfer
+from poolgrid.workers.transfers import EmbeddingExchange, KvExchange
+from poolgrid.workers.trtllm.engine_arguments import EngineArguments, resolve_files
+from poolgrid.workers.trtllm.engine_rules import look_up
 
 if TYPE_CHECKING:
-    from workers.engines.trtllm import OpenedEngine
+    from poolgrid.workers.engines.trtllm import OpenedEngine
 
 log = logging.getLogger(__name__)
 
@@ -191,7 +191,7 @@ async def open_simulated(settings: WorkerSettings, around: Surroundings) -> Asyn
 @asynccontextmanager
 async def open_trtllm(settings: TrtllmWorkerSettings, around: Surroundings) -> AsyncIterator[Opened]:
     """Load TensorRT-LLM; takes minutes. Raises ``ContractError`` for arguments that it would not take, before that."""
-    from workers.engines.trtllm import EngineLimits, open_engine
+    from poolgrid.workers.engines.trtllm import EngineLimits, open_engine
 
     arguments = resolve_files(settings)
     for warning in arguments.warnings:

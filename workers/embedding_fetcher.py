@@ -6,13 +6,13 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from runtime.tasks import cancel_all, detached
-from wire import codec
-from wire.errors import DecodeError
-from wire.requests import Generate
-from wire.tensors import TensorDescriptor
-from workers.core.refusal import BusyError, RefusedError
-from workers.tensor_transfer.port import Tensor, TensorTransfer, TensorUnavailable
+from poolgrid.runtime.tasks import cancel_all, detached
+from poolgrid.wire import codec
+from poolgrid.wire.errors import DecodeError
+from poolgrid.wire.requests import Generate
+from poolgrid.wire.tensors import TensorDescriptor
+from poolgrid.workers.core.refusal import BusyError, RefusedError
+from poolgrid.workers.tensor_transfer.port import Tensor, TensorTransfer, TensorUnavailable
 
 log = logging.getLogger(__name__)
 

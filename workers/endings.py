@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from wire.events import RequestFinished
-from wire.limits import TEXT_CHARS_MAX
-from wire.requests import FinishReason, RefusalKind, TokenDelta
-from workers.engines.engine import EngineReport
+from poolgrid.wire.events import RequestFinished
+from poolgrid.wire.limits import TEXT_CHARS_MAX
+from poolgrid.wire.requests import FinishReason, RefusalKind, TokenDelta
+from poolgrid.workers.engines.engine import EngineReport
 
 CANCELLED = FinishReason.CANCELLED
 

@@ -1,4 +1,4 @@
-"""Asks prefill workers for the KV of decode requests: ``workers.core.kv_fetches`` with its sockets and its timer.
+"""Asks prefill workers for the KV of decode requests: ``poolgrid.workers.core.kv_fetches``, its sockets, its timer.
 
 One DEALER socket per prefill worker, made when it is first needed, closed when nobody needed it for
 ``SOURCE_IDLE_MS``; at most ``SOURCES_MAX`` of them. No task: frames come by callback, time by one timer.
@@ -13,15 +13,15 @@ from dataclasses import dataclass
 
 import zmq
 
-from runtime.clock import Clock
-from runtime.complaints import Complaints
-from wire import codec
-from wire.errors import DecodeError
-from wire.requests import FetchKv, KvOffered, ReleaseKv
-from workers.adapters.sockets import SourceSocket
-from workers.core.kv_fetches import Ask, Effect, Failed, KvFetches, KvWanted, Offered, Release
-from workers.core.refusal import BusyError, RefusedError
-from workers.metrics import WorkerMetrics
+from poolgrid.runtime.clock import Clock
+from poolgrid.runtime.complaints import Complaints
+from poolgrid.wire import codec
+from poolgrid.wire.errors import DecodeError
+from poolgrid.wire.requests import FetchKv, KvOffered, ReleaseKv
+from poolgrid.workers.adapters.sockets import SourceSocket
+from poolgrid.workers.core.kv_fetches import Ask, Effect, Failed, KvFetches, KvWanted, Offered, Release
+from poolgrid.workers.core.refusal import BusyError, RefusedError
+from poolgrid.workers.metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
 

@@ -17,12 +17,12 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from runtime.clock import Clock
-from wire import codec
-from wire.requests import RefusalKind, TokenBatch, TokenDelta
-from workers.adapters.sockets import RequestSocket
-from workers.endings import refused_delta
-from workers.metrics import WorkerMetrics
+from poolgrid.runtime.clock import Clock
+from poolgrid.wire import codec
+from poolgrid.wire.requests import RefusalKind, TokenBatch, TokenDelta
+from poolgrid.workers.adapters.sockets import RequestSocket
+from poolgrid.workers.endings import refused_delta
+from poolgrid.workers.metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
 

@@ -11,15 +11,15 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from runtime.clock import Clock
-from runtime.complaints import Complaints
-from wire import codec
-from wire.errors import DecodeError
-from wire.events import AnyEvent, LoadReported
-from workers.adapters.sockets import EventSocket
-from workers.core.published_requests import PublishedRequests
-from workers.core.push_stream import Effect, PushStream, RestateNeeded, Send
-from workers.metrics import WorkerMetrics
+from poolgrid.runtime.clock import Clock
+from poolgrid.runtime.complaints import Complaints
+from poolgrid.wire import codec
+from poolgrid.wire.errors import DecodeError
+from poolgrid.wire.events import AnyEvent, LoadReported
+from poolgrid.workers.adapters.sockets import EventSocket
+from poolgrid.workers.core.published_requests import PublishedRequests
+from poolgrid.workers.core.push_stream import Effect, PushStream, RestateNeeded, Send
+from poolgrid.workers.metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
 

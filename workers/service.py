@@ -5,15 +5,15 @@ Each of the engine's ranks has an event stream of its own; they share the reques
 Rules:
 
 1. A request belongs to the peer (router connection) that sent it; only that peer may cancel it. The requests of a peer
-   that is gone (``workers.peers``) are cancelled.
+   that is gone (``poolgrid.workers.peers``) are cancelled.
 2. Per engine step: one frame to each peer that gets tokens, one batch to each rank's event stream when there is
    something to say. Never one per token.
 3. Draining: ``WorkerDraining`` goes out, new requests are refused as ``draining``, running ones finish. What is left at
    the drain timeout ends with the refusal ``draining``, so that routers continue it elsewhere.
 4. The role says which stages are taken. A prefill leg that ended with ``prefilled`` belongs to its peer until its KV is
    taken, cancelled or expired; a drain waits for it. A new request with its id takes its place.
-5. A leg that needs something of another worker first has it fetched (``workers.transfers``); until then the engine
-   knows nothing of it.
+5. A leg that needs something of another worker first has it fetched (``poolgrid.workers.transfers``); until then the
+   engine knows nothing of it.
 6. While the engine is not well new requests are refused as ``broken``; it may recover.
 """
 
@@ -24,17 +24,17 @@ import logging
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 
-from runtime.clock import Clock
-from runtime.complaints import Complaints, shown_peer
-from runtime.tasks import owned
-from wire import codec
-from wire.card import WorkerCard
-from wire.errors import DecodeError
-from wire.events import AnyEvent, RequestFinished, SnapshotEnded, WorkerDraining
-from wire.hashing import unpack_hashes
-from wire.identifiers import Role, Stage
-from wire.limits import TEXT_CHARS_MAX
-from wire.requests import (
+from poolgrid.runtime.clock import Clock
+from poolgrid.runtime.complaints import Complaints, shown_peer
+from poolgrid.runtime.tasks import owned
+from poolgrid.wire import codec
+from poolgrid.wire.card import WorkerCard
+from poolgrid.wire.errors import DecodeError
+from poolgrid.wire.events import AnyEvent, RequestFinished, SnapshotEnded, WorkerDraining
+from poolgrid.wire.hashing import unpack_hashes
+from poolgrid.wire.identifiers import Role, Stage
+from poolgrid.wire.limits import TEXT_CHARS_MAX
+from poolgrid.wire.requests import (
     Cancel,
     FetchKv,
     FinishReason,
@@ -45,16 +45,16 @@ from wire.requests import (
     Routing,
     TokenDelta,
 )
-from workers.adapters.sockets import RequestSocket
-from workers.core.booked_prefill import BookedPrefill
-from workers.core.joined_output import JoinedOutput
-from workers.core.refusal import BrokenError, BusyError, CrowdedError, DrainingError, RefusedError, UnableError
-from workers.endings import Ending, Endings, cancelled_delta, refused_delta
-from workers.engines.engine import Engine, EngineReport
-from workers.metrics import WorkerMetrics
-from workers.peers import Peers
-from workers.publisher import EventPublisher
-from workers.transfers import EmbeddingExchange, KvExchange, Transfers
+from poolgrid.workers.adapters.sockets import RequestSocket
+from poolgrid.workers.core.booked_prefill import BookedPrefill
+from poolgrid.workers.core.joined_output import JoinedOutput
+from poolgrid.workers.core.refusal import BrokenError, BusyError, CrowdedError, DrainingError, RefusedError, UnableError
+from poolgrid.workers.endings import Ending, Endings, cancelled_delta, refused_delta
+from poolgrid.workers.engines.engine import Engine, EngineReport
+from poolgrid.workers.metrics import WorkerMetrics
+from poolgrid.workers.peers import Peers
+from poolgrid.workers.publisher import EventPublisher
+from poolgrid.workers.transfers import EmbeddingExchange, KvExchange, Transfers
 
 log = logging.getLogger(__name__)
 

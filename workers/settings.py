@@ -11,15 +11,15 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
-from runtime.http_settings import HttpSettings
-from runtime.settings import Settings, ZmqEndpoint
-from wire.addresses import host_problem
-from wire.card import MediaSpec, WorkerLimits
-from wire.identifiers import Role
-from wire.limits import BLOCKS_PER_EVENT_MAX, IDENTIFIER_BYTES_MAX, LORAS_PER_WORKER_MAX
-from workers.core.outbox import OUTBOX_BYTES_DEFAULT, OUTBOX_BYTES_MIN
-from workers.simulated.engine import EngineLimits
-from workers.simulated.kv_transfer import (
+from poolgrid.runtime.http_settings import HttpSettings
+from poolgrid.runtime.settings import Settings, ZmqEndpoint
+from poolgrid.wire.addresses import host_problem
+from poolgrid.wire.card import MediaSpec, WorkerLimits
+from poolgrid.wire.identifiers import Role
+from poolgrid.wire.limits import BLOCKS_PER_EVENT_MAX, IDENTIFIER_BYTES_MAX, LORAS_PER_WORKER_MAX
+from poolgrid.workers.core.outbox import OUTBOX_BYTES_DEFAULT, OUTBOX_BYTES_MIN
+from poolgrid.workers.simulated.engine import EngineLimits
+from poolgrid.workers.simulated.kv_transfer import (
     KEPT_TRANSFERS_MAX_DEFAULT,
     KV_BYTES_PER_TOKEN_DEFAULT,
     KV_TRANSFER_GIGABYTES_PER_S_DEFAULT,
@@ -28,9 +28,9 @@ from workers.simulated.kv_transfer import (
     TIMEOUT_MS_MAX,
     TransferModel,
 )
-from workers.simulated.next_token import Vocabulary
-from workers.simulated.timing import SPEEDUP_MAX
-from workers.trtllm.settings import TrtllmSettings
+from poolgrid.workers.simulated.next_token import Vocabulary
+from poolgrid.workers.simulated.timing import SPEEDUP_MAX
+from poolgrid.workers.trtllm.settings import TrtllmSettings
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=IDENTIFIER_BYTES_MAX)]
 

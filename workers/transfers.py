@@ -15,15 +15,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from wire.identifiers import Stage
-from wire.requests import FinishReason, Generate, KvOffered, RefusalKind, TokenDelta
-from workers.core.refusal import RefusedError
-from workers.embedding_fetcher import EmbeddingFetcher
-from workers.endings import refused_delta
-from workers.engines.engine import EmbeddingTaker, KvHandover
-from workers.kv_fetcher import KvFetcher
-from workers.metrics import WorkerMetrics
-from workers.tensor_transfer.port import Tensor
+from poolgrid.wire.identifiers import Stage
+from poolgrid.wire.requests import FinishReason, Generate, KvOffered, RefusalKind, TokenDelta
+from poolgrid.workers.core.refusal import RefusedError
+from poolgrid.workers.embedding_fetcher import EmbeddingFetcher
+from poolgrid.workers.endings import refused_delta
+from poolgrid.workers.engines.engine import EmbeddingTaker, KvHandover
+from poolgrid.workers.kv_fetcher import KvFetcher
+from poolgrid.workers.metrics import WorkerMetrics
+from poolgrid.workers.tensor_transfer.port import Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import typer
 
-from cli.options import with_settings
-from loadgen.settings import BenchSettings
+from poolgrid.cli.options import with_settings
+from poolgrid.loadgen.settings import BenchSettings
 
 app = typer.Typer(add_completion=False)
 
@@ -14,6 +14,6 @@ app = typer.Typer(add_completion=False)
 @with_settings(BenchSettings, renamed={"json_out": "--json"}, aliases={"duration_s": "--duration"})
 def bench(settings: BenchSettings) -> None:
     """Measure any OpenAI endpoint: closed loop, open loop (--rate), or the replay of a trace (--trace)."""
-    from cli.bench import run_bench
+    from poolgrid.cli.bench import run_bench
 
     raise typer.Exit(run_bench(settings))

@@ -15,7 +15,7 @@ Document = Annotated[Path, typer.Argument(help="Pool-grid document (JSON), in po
 @app.command()
 def check(file: Document) -> None:
     """Find every problem of a document at once, one a line: `JSON-path: problem`. Status 1 when there is any."""
-    from cli.config import check as run
+    from poolgrid.cli.config import check as run
 
     raise typer.Exit(run(file))
 
@@ -26,7 +26,7 @@ def show(
     png: Annotated[Path | None, typer.Option(help="Also draw to this PNG (needs the `plots` extra).")] = None,
 ) -> None:
     """Draw each grid as a heat map: which pool serves which cell."""
-    from cli.config import show as run
+    from poolgrid.cli.config import show as run
 
     raise typer.Exit(run(file, png))
 
@@ -37,7 +37,7 @@ def convert(
     out: Annotated[Path | None, typer.Option(help="Write here instead of to standard output.")] = None,
 ) -> None:
     """Rewrite a document of Dynamo's form into poolgrid's."""
-    from cli.config import convert as run
+    from poolgrid.cli.config import convert as run
 
     raise typer.Exit(run(file, out))
 
@@ -54,7 +54,7 @@ def build(
     ] = None,
 ) -> None:
     """Derive a grid from profiles: each cell gets the cheapest pool that meets its target, with the evidence."""
-    from cli.config import build as run
+    from poolgrid.cli.config import build as run
 
     raise typer.Exit(run(profiles, out, strict, evidence))
 
@@ -66,7 +66,7 @@ def rollback(
     ),
 ) -> None:
     """Put the previous document of a running global router in force. Status 1 when there is none, or no router."""
-    from cli.rollback import rollback as run
+    from poolgrid.cli.rollback import rollback as run
 
     raise typer.Exit(run(url))
 
@@ -74,6 +74,6 @@ def rollback(
 @app.command()
 def schema() -> None:
     """Print the JSON Schema of pool-grid documents."""
-    from cli.config import schema_text
+    from poolgrid.cli.config import schema_text
 
     typer.echo(schema_text(), nl=False)

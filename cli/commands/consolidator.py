@@ -6,9 +6,9 @@ import asyncio
 
 import typer
 
-from cli.options import with_settings
-from cli.service_process import LogLevel, run_service, say_ready
-from router.consolidator.settings import ConsolidatorProcessSettings
+from poolgrid.cli.options import with_settings
+from poolgrid.cli.service_process import LogLevel, run_service, say_ready
+from poolgrid.router.consolidator.settings import ConsolidatorProcessSettings
 
 app = typer.Typer(add_completion=False)
 
@@ -17,7 +17,7 @@ app = typer.Typer(add_completion=False)
 @with_settings(ConsolidatorProcessSettings)
 def consolidator(settings: ConsolidatorProcessSettings, log_level: LogLevel = "info") -> None:
     """Run a consolidator alone, for several routers or for one that may restart."""
-    from router.consolidator.bootstrap import Endpoints, serve
+    from poolgrid.router.consolidator.bootstrap import Endpoints, serve
 
     def ready(endpoints: Endpoints) -> None:
         say_ready(endpoints.http, f"ingest={endpoints.ingest}", f"feed={endpoints.feed}", f"query={endpoints.query}")

@@ -22,8 +22,8 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Explain why a request went where it went: every candidate, every cost term, who was passed over and why."""
-    from cli.explain import explain as run_explain
-    from cli.explain import explain_from_journal
+    from poolgrid.cli.explain import explain as run_explain
+    from poolgrid.cli.explain import explain_from_journal
 
     if journal is not None:
         raise typer.Exit(explain_from_journal(request_id, journal, as_json))

@@ -6,12 +6,12 @@ import asyncio
 
 import typer
 
-from cli.global_router_group import serve_global_group
-from cli.options import with_settings
-from cli.service_process import LogLevel, run_service, say_ready
-from frontend.settings import FrontendSettings
-from global_router.settings import GlobalRouterSettings
-from runtime.process_group import GroupPlace
+from poolgrid.cli.global_router_group import serve_global_group
+from poolgrid.cli.options import with_settings
+from poolgrid.cli.service_process import LogLevel, run_service, say_ready
+from poolgrid.frontend.settings import FrontendSettings
+from poolgrid.global_router.settings import GlobalRouterSettings
+from poolgrid.runtime.process_group import GroupPlace
 
 app = typer.Typer(add_completion=False)
 
@@ -20,7 +20,7 @@ app = typer.Typer(add_completion=False)
 @with_settings(GlobalRouterSettings, FrontendSettings)
 def global_router(settings: GlobalRouterSettings, frontend: FrontendSettings, log_level: LogLevel = "info") -> None:
     """Run a global router: the OpenAI HTTP API over several pools, chosen by a grid."""
-    from global_router.bootstrap import serve
+    from poolgrid.global_router.bootstrap import serve
 
     async def main(stop: asyncio.Event) -> None:
         if settings.http_workers > 1:

@@ -21,10 +21,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from cli.journal_directory import UsageError, journal_errors, open_directory, progress_bar, survey_bytes
-from router.consolidator.adapters.posix_disk import DirectoryInUse, PosixDisk, ReadOnlyDirectory
-from router.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX, PoolState
-from router.consolidator.journal.as_of import (
+from poolgrid.cli.journal_directory import UsageError, journal_errors, open_directory, progress_bar, survey_bytes
+from poolgrid.router.consolidator.adapters.posix_disk import DirectoryInUse, PosixDisk, ReadOnlyDirectory
+from poolgrid.router.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX, PoolState
+from poolgrid.router.consolidator.journal.as_of import (
     NotKept,
     load_snapshot,
     next_offset,
@@ -33,18 +33,18 @@ from router.consolidator.journal.as_of import (
     snapshot_offsets,
     state_at,
 )
-from router.consolidator.journal.errors import JournalCorrupt
-from router.consolidator.journal.files import FileJournal, JournalSettings
-from router.consolidator.journal.inspection import Verified, check_journal, survey
-from router.consolidator.journal.record_rows import (
+from poolgrid.router.consolidator.journal.errors import JournalCorrupt
+from poolgrid.router.consolidator.journal.files import FileJournal, JournalSettings
+from poolgrid.router.consolidator.journal.inspection import Verified, check_journal, survey
+from poolgrid.router.consolidator.journal.record_rows import (
     chosen_events,
     record_row,
     write_parquet,
 )
-from router.consolidator.journal.stored_records import StoredRecord, TornTail, stored_records
-from router.consolidator.settings import ConsolidatorSettings
-from router.decision_journal.reader import ReadRemarks, decision_directories, stored_entries
-from wire.identifiers import Tier
+from poolgrid.router.consolidator.journal.stored_records import StoredRecord, TornTail, stored_records
+from poolgrid.router.consolidator.settings import ConsolidatorSettings
+from poolgrid.router.decision_journal.reader import ReadRemarks, decision_directories, stored_entries
+from poolgrid.wire.identifiers import Tier
 
 app = typer.Typer(help="List, print, check, shrink and export the journal of a pool.", no_args_is_help=True)
 

@@ -13,9 +13,9 @@ import msgspec
 import typer
 import zmq.auth
 
-from frontend.access import key_file
-from frontend.access.key_file import Key, KeyFileError, Tenant
-from runtime.clock import SystemClock
+from poolgrid.frontend.access import key_file
+from poolgrid.frontend.access.key_file import Key, KeyFileError, Tenant
+from poolgrid.runtime.clock import SystemClock
 
 app = typer.Typer(help="Make and look at API keys, tenants and CURVE keys.", no_args_is_help=True)
 

@@ -20,6 +20,6 @@ def replay(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Derive every recorded decision again from the journal and compare bit for bit; status 1 at a difference."""
-    from cli.replay import replay as run_replay
+    from poolgrid.cli.replay import replay as run_replay
 
     raise typer.Exit(run_replay(directory, decisions, strict, as_json))

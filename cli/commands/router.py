@@ -6,13 +6,13 @@ import asyncio
 
 import typer
 
-from cli.options import with_settings
-from cli.router_group import serve_group
-from cli.service_process import LogLevel, run_service, say_ready
-from frontend.settings import FrontendSettings
-from router.consolidator.settings import ConsolidatorSettings
-from router.settings import RouterSettings
-from runtime.process_group import GroupPlace
+from poolgrid.cli.options import with_settings
+from poolgrid.cli.router_group import serve_group
+from poolgrid.cli.service_process import LogLevel, run_service, say_ready
+from poolgrid.frontend.settings import FrontendSettings
+from poolgrid.router.consolidator.settings import ConsolidatorSettings
+from poolgrid.router.settings import RouterSettings
+from poolgrid.runtime.process_group import GroupPlace
 
 app = typer.Typer(add_completion=False)
 
@@ -26,7 +26,7 @@ def router(
     log_level: LogLevel = "info",
 ) -> None:
     """Run a router with an OpenAI HTTP API; without --feed-endpoint, the consolidator runs inside it."""
-    from router.bootstrap import Endpoints, serve
+    from poolgrid.router.bootstrap import Endpoints, serve
 
     def ready(endpoints: Endpoints) -> None:
         ingest = [f"ingest={endpoints.ingest}"] if endpoints.ingest else []

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from cli.options import with_settings
-from simulation.settings import SimulationSettings
+from poolgrid.cli.options import with_settings
+from poolgrid.simulation.settings import SimulationSettings
 
 app = typer.Typer(add_completion=False)
 
@@ -20,6 +20,6 @@ def simulate(
     trace: Annotated[Path, typer.Argument(help="Mooncake-format trace (JSON lines).")],
 ) -> None:
     """Play a trace through the router core and simulated engines in virtual time, per policy."""
-    from cli.simulate import run_simulation
+    from poolgrid.cli.simulate import run_simulation
 
     raise typer.Exit(run_simulation(trace, settings))

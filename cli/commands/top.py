@@ -18,6 +18,6 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print one frame and end.")] = False,
 ) -> None:
     """Watch a router's workers, or a global router's pools, its queue and its last decisions, live."""
-    from cli.top import top as watch
+    from poolgrid.cli.top import top as watch
 
     raise typer.Exit(watch(url, interval, once))

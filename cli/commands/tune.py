@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from cli.options import with_settings
-from simulation.settings import TuneSettings
+from poolgrid.cli.options import with_settings
+from poolgrid.simulation.settings import TuneSettings
 
 app = typer.Typer(add_completion=False)
 
@@ -20,6 +20,6 @@ def tune(
     source: Annotated[Path, typer.Argument(help="A data_dir with recorded decisions, or a Mooncake-format trace.")],
 ) -> None:
     """Search cost weights for an objective, and justify them on traffic that the search did not see."""
-    from cli.tune import tune as run_tune
+    from poolgrid.cli.tune import tune as run_tune
 
     raise typer.Exit(run_tune(source, settings))

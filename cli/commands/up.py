@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import typer
 
-from cli.local_pool import UpSettings
-from cli.options import with_settings
-from cli.up import run_up
+from poolgrid.cli.local_pool import UpSettings
+from poolgrid.cli.options import with_settings
+from poolgrid.cli.up import run_up
 
 app = typer.Typer(add_completion=False)
 

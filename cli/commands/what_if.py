@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from cli.options import with_settings
-from simulation.settings import WhatIfSettings
+from poolgrid.cli.options import with_settings
+from poolgrid.simulation.settings import WhatIfSettings
 
 app = typer.Typer(add_completion=False)
 
@@ -20,6 +20,6 @@ def what_if(
     directory: Annotated[Path, typer.Argument(help="Directory of the pool's journal, with decisions (a data_dir).")],
 ) -> None:
     """Play recorded traffic on simulated engines under the recorded settings and under others, and compare."""
-    from cli.what_if import what_if as run_what_if
+    from poolgrid.cli.what_if import what_if as run_what_if
 
     raise typer.Exit(run_what_if(directory, settings))

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from cli.options import with_chosen_settings
-from cli.service_process import LogLevel, run_service, say_ready
-from workers.settings import EngineChoice, TrtllmWorkerSettings, WorkerSettings
+from poolgrid.cli.options import with_chosen_settings
+from poolgrid.cli.service_process import LogLevel, run_service, say_ready
+from poolgrid.workers.settings import EngineChoice, TrtllmWorkerSettings, WorkerSettings
 
 app = typer.Typer(add_completion=False)
 
@@ -28,7 +28,7 @@ def worker(
     log_level: LogLevel = "info",
 ) -> None:
     """Run one worker, with the simulated engine or with TensorRT-LLM (--engine trtllm)."""
-    from workers.bootstrap import serve
+    from poolgrid.workers.bootstrap import serve
 
     if print_engine_args:
         raise typer.Exit(show_engine_arguments(settings))
@@ -41,7 +41,7 @@ def worker(
 
 def show_engine_arguments(settings: WorkerSettings | TrtllmWorkerSettings) -> int:
     """Print the arguments that a worker's engine would be started with; return the exit status."""
-    from workers.trtllm.engine_arguments import render, resolve_files
+    from poolgrid.workers.trtllm.engine_arguments import render, resolve_files
 
     if not isinstance(settings, TrtllmWorkerSettings):
         typer.echo("--print-engine-args: the simulated engine has no such arguments, give --engine trtllm", err=True)

@@ -15,10 +15,10 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable
 
-from frontend.access.cache_salt import SALT_BYTES, cache_salt
-from frontend.access.tenants import Caller
-from frontend.preparation import Job
-from runtime.tenant_caches import WHOLE, CacheDomain
+from poolgrid.frontend.access.cache_salt import SALT_BYTES, cache_salt
+from poolgrid.frontend.access.tenants import Caller
+from poolgrid.frontend.preparation import Job
+from poolgrid.runtime.tenant_caches import WHOLE, CacheDomain
 
 Headers = Iterable[tuple[bytes, bytes]]
 

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from frontend.access.tenants import Caller
-from frontend.access.watched_key_file import WatchedKeyFile
-from frontend.errors import refused
-from frontend.metrics import FrontendMetrics
-from frontend.ports import Refused
-from frontend.request_ids import RequestIds
-from runtime.clock import Clock
+from poolgrid.frontend.access.tenants import Caller
+from poolgrid.frontend.access.watched_key_file import WatchedKeyFile
+from poolgrid.frontend.errors import refused
+from poolgrid.frontend.metrics import FrontendMetrics
+from poolgrid.frontend.ports import Refused
+from poolgrid.frontend.request_ids import RequestIds
+from poolgrid.runtime.clock import Clock
 
 CALLER = "poolgrid.caller"
 """Key of the ``Caller`` in the ASGI scope; absent without API keys and on open paths."""
@@ -76,7 +76,7 @@ class AccessGate:
     """ASGI middleware: authenticates, counts requests in and out, and puts the ``Caller`` into the scope."""
 
     body_bytes_max = 64 * 1024
-    """Larger bodies are not gathered before the key was looked at (``runtime.http_protocol``)."""
+    """Larger bodies are not gathered before the key was looked at (``poolgrid.runtime.http_protocol``)."""
 
     def __init__(self, app: ASGIApp, keys: GateKeys) -> None:
         self._app = app

@@ -4,8 +4,8 @@ Keys are 32 random bytes, so one SHA-256 of a key is as good as any slow hash: t
 guesses are out of reach at any speed. Slow hashes (bcrypt, scrypt, Argon2) protect what people choose; here they would
 only make every request pay. Whoever reads the file cannot use a key from it.
 
-``salt_secret`` keys the tenants' cache salts (``frontend.access.cache_salt``). All routers of a pool must have the
-same one, which they have when they share the file.
+``salt_secret`` keys the tenants' cache salts (``poolgrid.frontend.access.cache_salt``). All routers of a pool must have
+the same one, which they have when they share the file.
 """
 
 from __future__ import annotations

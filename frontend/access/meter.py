@@ -1,8 +1,8 @@
 """What one tenant has used, and whether it may use more.
 
 The figures are in a *cell*: of this process alone (``OwnCell``), or of several that share a port
-(``frontend.access.shared_cells``). A tenant without limits never touches its cell. Rates come with each call, so that
-changed ones count from then on; what was used stays used. Times are arguments.
+(``poolgrid.frontend.access.shared_cells``). A tenant without limits never touches its cell. Rates come with each call,
+so that changed ones count from then on; what was used stays used. Times are arguments.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
-from frontend.access.key_file import Tenant
-from frontend.access.token_bucket import Bucket
+from poolgrid.frontend.access.key_file import Tenant
+from poolgrid.frontend.access.token_bucket import Bucket
 
 
 class Rate(IntEnum):

@@ -27,10 +27,10 @@ import mmap
 import os
 from pathlib import Path
 
-from frontend.access.key_file import TENANTS_MAX
-from frontend.access.meter import OwnCell, Rate
-from frontend.access.token_bucket import Bucket
-from runtime.clock import Clock
+from poolgrid.frontend.access.key_file import TENANTS_MAX
+from poolgrid.frontend.access.meter import OwnCell, Rate
+from poolgrid.frontend.access.token_bucket import Bucket
+from poolgrid.runtime.clock import Clock
 
 log = logging.getLogger(__name__)
 
@@ -178,7 +178,7 @@ class SharedCells:
 
 
 class SharedCell:
-    """One tenant's figures in the table (``frontend.access.meter.Cell``)."""
+    """One tenant's figures in the table (``poolgrid.frontend.access.meter.Cell``)."""
 
     __slots__ = ("_alone", "_cells", "_key", "_record", "_tenant")
 

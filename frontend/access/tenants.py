@@ -11,7 +11,7 @@ Rules
     4. A new document replaces keys and limits at once. What tenants have in flight and have used goes on counting; a
        tenant that is gone is forgotten when its last request ends. Requests under way keep the rules they began with.
     5. Limits hold for what shares the cells: one process, or all HTTP processes of one router
-       (``frontend.access.shared_cells``). Several routers of a pool each allow the whole of them.
+       (``poolgrid.frontend.access.shared_cells``). Several routers of a pool each allow the whole of them.
 
 Nothing here waits or knows of HTTP; times are arguments.
 """
@@ -24,11 +24,11 @@ import hmac
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from frontend.access.cache_salt import cache_salt
-from frontend.access.key_file import FEATURES, HASH_PREFIX, Key, KeyDocument, Tenant
-from frontend.access.meter import Cell, Meter, OwnCell
-from frontend.ports import InferenceRequest, Refused
-from runtime.tenant_caches import WHOLE, CacheDomain, CacheShares
+from poolgrid.frontend.access.cache_salt import cache_salt
+from poolgrid.frontend.access.key_file import FEATURES, HASH_PREFIX, Key, KeyDocument, Tenant
+from poolgrid.frontend.access.meter import Cell, Meter, OwnCell
+from poolgrid.frontend.ports import InferenceRequest, Refused
+from poolgrid.runtime.tenant_caches import WHOLE, CacheDomain, CacheShares
 
 INDEX_BYTES = 8
 """Leading bytes of a key's hash by which it is looked up. Equal ones are told apart by comparing the whole."""

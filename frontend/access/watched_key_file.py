@@ -11,10 +11,10 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from frontend.access import key_file
-from frontend.access.key_file import KeyFileError
-from frontend.access.tenants import MakeCell, Tenants
-from runtime.clock import Clock
+from poolgrid.frontend.access import key_file
+from poolgrid.frontend.access.key_file import KeyFileError
+from poolgrid.frontend.access.tenants import MakeCell, Tenants
+from poolgrid.runtime.clock import Clock
 
 log = logging.getLogger(__name__)
 

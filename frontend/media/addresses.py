@@ -12,7 +12,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterable, Iterator
 
-from frontend.media.refused_networks import CARRIERS, GLOBAL_UNICAST, REFUSED_IPV4, REFUSED_IPV6, Network
+from poolgrid.frontend.media.refused_networks import CARRIERS, GLOBAL_UNICAST, REFUSED_IPV4, REFUSED_IPV6, Network
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 

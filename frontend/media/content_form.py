@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from frontend.chat_template import ChatTemplate, TemplateFailure
+from poolgrid.frontend.chat_template import ChatTemplate, TemplateFailure
 
 _PROBE = "q7Xw probe 3Zk"
 """Words that no template contains."""

@@ -11,18 +11,18 @@ from typing import Any
 
 import msgspec
 
-from frontend.chat_template import ChatTemplate
-from frontend.errors import RequestError, invalid, quoted, unsupported
-from frontend.media.content_form import ContentForm, ContentForms, shape_content
-from frontend.media.placeholders import place_media
-from frontend.media.references import IMAGE_PARTS, MediaReference, read_reference
-from frontend.media.refusals import MediaRefused
-from frontend.prompt_model import PromptModel
-from frontend.schema import ContentPart, Message, PlacedPart
-from runtime.tenant_caches import CacheDomain
-from wire.card import MediaSpec
-from wire.limits import FRAME_BYTES_MAX, MULTIMODAL_BYTES_MAX, PROMPT_CHARS_MAX
-from wire.multimodal import MediaItem, MultimodalInput
+from poolgrid.frontend.chat_template import ChatTemplate
+from poolgrid.frontend.errors import RequestError, invalid, quoted, unsupported
+from poolgrid.frontend.media.content_form import ContentForm, ContentForms, shape_content
+from poolgrid.frontend.media.placeholders import place_media
+from poolgrid.frontend.media.references import IMAGE_PARTS, MediaReference, read_reference
+from poolgrid.frontend.media.refusals import MediaRefused
+from poolgrid.frontend.prompt_model import PromptModel
+from poolgrid.frontend.schema import ContentPart, Message, PlacedPart
+from poolgrid.runtime.tenant_caches import CacheDomain
+from poolgrid.wire.card import MediaSpec
+from poolgrid.wire.limits import FRAME_BYTES_MAX, MULTIMODAL_BYTES_MAX, PROMPT_CHARS_MAX
+from poolgrid.wire.multimodal import MediaItem, MultimodalInput
 
 TEXT_PARTS = ("text", "input_text")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import binascii
 from collections.abc import Iterator
 
-from frontend.media.refusals import MediaRefused
+from poolgrid.frontend.media.refusals import MediaRefused
 
 HEAD_CHARS_MAX = 256
 """Media type and parameters before the comma."""

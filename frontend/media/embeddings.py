@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from frontend.media.refusals import MediaRefused
+from poolgrid.frontend.media.refusals import MediaRefused
 
 SAFETENSORS = "application/x-safetensors"
 PYTORCH = "application/x-pytorch"

@@ -20,9 +20,9 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import httpx
 
-from frontend.media.addresses import AddressPolicy
-from frontend.media.references import URL_CHARS_MAX, shown
-from frontend.media.refusals import MediaRefused
+from poolgrid.frontend.media.addresses import AddressPolicy
+from poolgrid.frontend.media.references import URL_CHARS_MAX, shown
+from poolgrid.frontend.media.refusals import MediaRefused
 
 Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
 """Returns the addresses of a host, or raises ``OSError``."""

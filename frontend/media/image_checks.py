@@ -6,8 +6,8 @@ here is what it will then have to hold.
 
 from __future__ import annotations
 
-from frontend.media.image_headers import BrokenImage, read_header
-from frontend.media.refusals import MediaRefused
+from poolgrid.frontend.media.image_headers import BrokenImage, read_header
+from poolgrid.frontend.media.refusals import MediaRefused
 
 
 def check_image(data: bytes, formats: tuple[str, ...], pixels_max: int) -> str:

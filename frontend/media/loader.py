@@ -12,25 +12,25 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
 
-from frontend.errors import RequestError
-from frontend.media.addresses import AddressPolicy
-from frontend.media.data_urls import decode_data_url
-from frontend.media.embeddings import check_embeddings
-from frontend.media.image_checks import check_image
-from frontend.media.local_files import LocalFiles
-from frontend.media.media_cache import MediaCache, Medium
-from frontend.media.memory_budget import MediaBudget, MediaLease
-from frontend.media.metrics import MediaMetrics
-from frontend.media.references import MediaReference, shown
-from frontend.media.refusals import MediaRefused
-from frontend.media.settings import MEGABYTE, MediaSettings
-from runtime.clock import Clock
-from runtime.tasks import cancel_all, owned
-from runtime.tenant_caches import CacheDomain, TenantCaches
-from wire.multimodal import MediaItem, MediaKind, digest_media
+from poolgrid.frontend.errors import RequestError
+from poolgrid.frontend.media.addresses import AddressPolicy
+from poolgrid.frontend.media.data_urls import decode_data_url
+from poolgrid.frontend.media.embeddings import check_embeddings
+from poolgrid.frontend.media.image_checks import check_image
+from poolgrid.frontend.media.local_files import LocalFiles
+from poolgrid.frontend.media.media_cache import MediaCache, Medium
+from poolgrid.frontend.media.memory_budget import MediaBudget, MediaLease
+from poolgrid.frontend.media.metrics import MediaMetrics
+from poolgrid.frontend.media.references import MediaReference, shown
+from poolgrid.frontend.media.refusals import MediaRefused
+from poolgrid.frontend.media.settings import MEGABYTE, MediaSettings
+from poolgrid.runtime.clock import Clock
+from poolgrid.runtime.tasks import cancel_all, owned
+from poolgrid.runtime.tenant_caches import CacheDomain, TenantCaches
+from poolgrid.wire.multimodal import MediaItem, MediaKind, digest_media
 
 if TYPE_CHECKING:
-    from frontend.media.fetcher import MediaFetcher, Resolver
+    from poolgrid.frontend.media.fetcher import MediaFetcher, Resolver
 
 THREADS = 2
 """Hashing runs at gigabytes per second; two threads keep one large file from holding up the small ones."""
@@ -178,7 +178,7 @@ class MediaLoader:
         return self._fetcher
 
     def _new_fetcher(self) -> MediaFetcher:
-        from frontend.media.fetcher import MediaFetcher, resolve
+        from poolgrid.frontend.media.fetcher import MediaFetcher, resolve
 
         return MediaFetcher(
             self._policy,

@@ -14,10 +14,10 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from frontend.media.refusals import MediaRefused
-from runtime.budgeted_lru import BudgetedLru
-from runtime.clock import Clock
-from runtime.tasks import cancel_all, owned
+from poolgrid.frontend.media.refusals import MediaRefused
+from poolgrid.runtime.budgeted_lru import BudgetedLru
+from poolgrid.runtime.clock import Clock
+from poolgrid.runtime.tasks import cancel_all, owned
 
 
 @dataclass(frozen=True, slots=True)

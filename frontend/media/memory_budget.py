@@ -6,7 +6,7 @@ would exceed the budget is refused (429): nothing waits, because what would make
 
 from __future__ import annotations
 
-from frontend.media.refusals import MediaRefused
+from poolgrid.frontend.media.refusals import MediaRefused
 
 
 class MediaBudget:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from runtime.instruments import Gauge
+from poolgrid.runtime.instruments import Gauge
 
 FETCH_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """A neighbouring cache answers in milliseconds, a far server in seconds; beyond the time-out there is nothing."""

@@ -3,7 +3,7 @@
 The card's ``MediaSpec`` says what is known. A placeholder that is one token is looked for among the tokens; one that is
 only text is cut out of the text, and what is between is tokenized by itself. Then the items have their positions. With
 ``tokens_per_image`` each placeholder becomes as many filler tokens as the engine will see, and every block of the
-prompt can be hashed; without, what comes before the first item still can (``wire.multimodal.known_tokens``).
+prompt can be hashed; without, what comes before the first item still can (``poolgrid.wire.multimodal.known_tokens``).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
-from frontend.media.refusals import MediaRefused
-from wire.card import MediaSpec
-from wire.hashing import TOKEN_BYTES, pack_tokens
-from wire.multimodal import MediaItem
+from poolgrid.frontend.media.refusals import MediaRefused
+from poolgrid.wire.card import MediaSpec
+from poolgrid.wire.hashing import TOKEN_BYTES, pack_tokens
+from poolgrid.wire.multimodal import MediaItem
 
 Encode = Callable[[str], bytes]
 """Returns the tokens of a text, u32 little-endian."""

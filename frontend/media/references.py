@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from urllib.parse import urlsplit
 
-from frontend.media.refusals import MediaRefused
-from wire.multimodal import MediaKind
+from poolgrid.frontend.media.refusals import MediaRefused
+from poolgrid.wire.multimodal import MediaKind
 
 IMAGE_PARTS = ("image_url", "input_image")
 """Types of content parts that name an image."""

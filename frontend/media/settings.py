@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import Field, field_validator
 
-from runtime.settings import Settings
+from poolgrid.runtime.settings import Settings
 
 SCHEMES = ("http", "https", "data", "file")
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")

@@ -1,7 +1,7 @@
 """Build ``frontend/models/tiny``: the model directory that the simulated engine speaks. No weights.
 
-``python -m frontend.models.build_tiny [DIRECTORY]`` trains a byte-level BPE tokenizer of 4,096 tokens on the source of
-standard library modules that every CPython has, and writes it in Hugging Face form. The same interpreter and
+``python -m poolgrid.frontend.models.build_tiny [DIRECTORY]`` trains a byte-level BPE tokenizer of 4,096 tokens on the
+source of standard library modules that every CPython has, and writes it in Hugging Face form. The same interpreter and
 ``tokenizers`` versions give the same bytes; another version of the standard library gives other merges. **The
 committed files are the reference** (built with CPython 3.11.7, tokenizers 0.23.3): rebuild them only on purpose,
 because every test vector over text depends on them.
@@ -23,7 +23,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
-from frontend.models import TINY_MODEL_PATH
+from poolgrid.frontend.models import TINY_MODEL_PATH
 
 VOCAB_SIZE = 4096
 MAX_POSITION_EMBEDDINGS = 262_144

@@ -20,8 +20,8 @@ import re
 from collections.abc import Collection
 from typing import Any, Protocol
 
-from frontend.parsers.json_value import JsonValue
-from frontend.parsers.pieces import Kind, Piece
+from poolgrid.frontend.parsers.json_value import JsonValue
+from poolgrid.frontend.parsers.pieces import Kind, Piece
 
 NAME_CHARS_MAX = 256
 """Longest name of a function; OpenAI allows 64."""

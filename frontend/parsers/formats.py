@@ -9,12 +9,12 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from frontend.parsers import tool_calls
-from frontend.parsers.harmony import MARKERS as HARMONY_MARKERS
-from frontend.parsers.harmony import Harmony
-from frontend.parsers.pieces import Kind, OutputParser, Piece, merged
-from frontend.parsers.reasoning import Begins, MarkedReasoning, begins_after, granite, magistral, think_tags
-from frontend.parsers.tool_calls import FirstCall, ToolCalls
+from poolgrid.frontend.parsers import tool_calls
+from poolgrid.frontend.parsers.harmony import MARKERS as HARMONY_MARKERS
+from poolgrid.frontend.parsers.harmony import Harmony
+from poolgrid.frontend.parsers.pieces import Kind, OutputParser, Piece, merged
+from poolgrid.frontend.parsers.reasoning import Begins, MarkedReasoning, begins_after, granite, magistral, think_tags
+from poolgrid.frontend.parsers.tool_calls import FirstCall, ToolCalls
 
 AUTO = "auto"
 NONE = "none"

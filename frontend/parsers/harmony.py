@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import re
 
-from frontend.parsers.markers import first_marker, held_length
-from frontend.parsers.pieces import Kind, Piece, merged
+from poolgrid.frontend.parsers.markers import first_marker, held_length
+from poolgrid.frontend.parsers.pieces import Kind, Piece, merged
 
 MARKERS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>")
 

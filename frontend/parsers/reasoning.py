@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 
-from frontend.parsers.markers import Trimmer, first_marker, held_length, may_begin
-from frontend.parsers.pieces import Kind, Piece, merged
+from poolgrid.frontend.parsers.markers import Trimmer, first_marker, held_length, may_begin
+from poolgrid.frontend.parsers.pieces import Kind, Piece, merged
 
 
 class Begins(Enum):

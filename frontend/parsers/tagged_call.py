@@ -19,10 +19,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from frontend.parsers.call_forms import HEAD_CHARS_MAX, NAME_CHARS_MAX
-from frontend.parsers.json_value import JsonValue
-from frontend.parsers.markers import first_marker, held_length
-from frontend.parsers.pieces import Kind, Piece
+from poolgrid.frontend.parsers.call_forms import HEAD_CHARS_MAX, NAME_CHARS_MAX
+from poolgrid.frontend.parsers.json_value import JsonValue
+from poolgrid.frontend.parsers.markers import first_marker, held_length
+from poolgrid.frontend.parsers.pieces import Kind, Piece
 
 VALUE_CHARS_MAX = 256 * 1024
 """Longest value that is held back whole, to see what it is; strings by schema are passed on and have no bound."""

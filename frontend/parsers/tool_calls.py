@@ -16,10 +16,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from frontend.parsers.call_forms import CallForm, GivenCall, HeadedCall, JsonCall, PythonCall
-from frontend.parsers.markers import Trimmer, first_marker, held_length
-from frontend.parsers.pieces import Kind, Piece, merged
-from frontend.parsers.tagged_call import TaggedCall, Tags
+from poolgrid.frontend.parsers.call_forms import CallForm, GivenCall, HeadedCall, JsonCall, PythonCall
+from poolgrid.frontend.parsers.markers import Trimmer, first_marker, held_length
+from poolgrid.frontend.parsers.pieces import Kind, Piece, merged
+from poolgrid.frontend.parsers.tagged_call import TaggedCall, Tags
 
 _SPACE = " \t\n\r"
 

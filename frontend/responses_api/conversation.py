@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from frontend.errors import RequestError, invalid, quoted, unsupported
-from frontend.responses_api.schema import ResponsesBody
-from frontend.schema import ChatBody, ContentPart, Function, Message, PlacedPart, ToolCall
+from poolgrid.frontend.errors import RequestError, invalid, quoted, unsupported
+from poolgrid.frontend.responses_api.schema import ResponsesBody
+from poolgrid.frontend.schema import ChatBody, ContentPart, Function, Message, PlacedPart, ToolCall
 
 _ROLES = ("system", "developer", "user", "assistant")
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import msgspec
 
-from frontend.call_ids import CallIds
-from frontend.errors import RequestError
-from frontend.parsers.pieces import Kind, OutputParser, Piece
-from frontend.prompt_model import PromptModel
-from frontend.responses import AnswerEncoder, escape_line_ends
-from frontend.responses_api.schema import ResponsesBody
-from frontend.sequence_output import PlacedLogprobs, SequenceOutput
-from wire.hashing import TOKEN_BYTES
+from poolgrid.frontend.call_ids import CallIds
+from poolgrid.frontend.errors import RequestError
+from poolgrid.frontend.parsers.pieces import Kind, OutputParser, Piece
+from poolgrid.frontend.prompt_model import PromptModel
+from poolgrid.frontend.responses import AnswerEncoder, escape_line_ends
+from poolgrid.frontend.responses_api.schema import ResponsesBody
+from poolgrid.frontend.sequence_output import PlacedLogprobs, SequenceOutput
+from poolgrid.wire.hashing import TOKEN_BYTES
 
 _encode = msgspec.json.Encoder().encode
 

@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from frontend.field_words import allowed
-from frontend.schema import JSON_NUMBER_MAX, JSON_NUMBER_MIN, Count, Nvext, TokenId, ToolChoice, TopK
-from wire.limits import IDENTIFIER_BYTES_MAX, STOP_TOKENS_MAX, U32_MAX
+from poolgrid.frontend.field_words import allowed
+from poolgrid.frontend.schema import JSON_NUMBER_MAX, JSON_NUMBER_MIN, Count, Nvext, TokenId, ToolChoice, TopK
+from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX, STOP_TOKENS_MAX, U32_MAX
 
 ITEMS_MAX = 16_384
 """Most input items of one request: the turns of a very long agent run."""

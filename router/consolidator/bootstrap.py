@@ -11,19 +11,19 @@ from typing import NamedTuple
 import zmq
 from prometheus_client import CollectorRegistry
 
-from router.consolidator.adapters.posix_disk import PosixDisk
-from router.consolidator.http_api import ConsolidatorHealth
-from router.consolidator.journal.files import FileJournal, JournalSettings
-from router.consolidator.journal.memory import MemoryJournal
-from router.consolidator.ports import Journal
-from router.consolidator.service import ConsolidatorService
-from router.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
-from runtime.clock import Clock, SystemClock
-from runtime.event_loop import LoopMetrics
-from runtime.health_app import HealthApp
-from runtime.http_server import HttpServer
-from runtime.planes import CurveKeys, MakeContext, PlaneContext, PlaneMetrics
-from runtime.tls import Tls
+from poolgrid.router.consolidator.adapters.posix_disk import PosixDisk
+from poolgrid.router.consolidator.http_api import ConsolidatorHealth
+from poolgrid.router.consolidator.journal.files import FileJournal, JournalSettings
+from poolgrid.router.consolidator.journal.memory import MemoryJournal
+from poolgrid.router.consolidator.ports import Journal
+from poolgrid.router.consolidator.service import ConsolidatorService
+from poolgrid.router.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
+from poolgrid.runtime.clock import Clock, SystemClock
+from poolgrid.runtime.event_loop import LoopMetrics
+from poolgrid.runtime.health_app import HealthApp
+from poolgrid.runtime.http_server import HttpServer
+from poolgrid.runtime.planes import CurveKeys, MakeContext, PlaneContext, PlaneMetrics
+from poolgrid.runtime.tls import Tls
 
 log = logging.getLogger(__name__)
 

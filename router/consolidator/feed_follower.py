@@ -9,17 +9,17 @@ from typing import Any
 
 import zmq
 
-from router.consolidator.core.feed_reader import Deliver, FeedEffect, FeedReader, FeedState, Snapshot
-from router.consolidator.ports import PoolListener
-from runtime.clock import Clock
-from runtime.complaints import Complaints
-from runtime.planes import watch_as_client
-from runtime.zmq_socket import BatchSocket
-from wire import codec
-from wire.errors import DecodeError
-from wire.events import JournalRecord
-from wire.feed_frames import FEED_TOPIC, decode_answer, decode_feed
-from wire.limits import FRAME_BYTES_MAX
+from poolgrid.router.consolidator.core.feed_reader import Deliver, FeedEffect, FeedReader, FeedState, Snapshot
+from poolgrid.router.consolidator.ports import PoolListener
+from poolgrid.runtime.clock import Clock
+from poolgrid.runtime.complaints import Complaints
+from poolgrid.runtime.planes import watch_as_client
+from poolgrid.runtime.zmq_socket import BatchSocket
+from poolgrid.wire import codec
+from poolgrid.wire.errors import DecodeError
+from poolgrid.wire.events import JournalRecord
+from poolgrid.wire.feed_frames import FEED_TOPIC, decode_answer, decode_feed
+from poolgrid.wire.limits import FRAME_BYTES_MAX
 
 log = logging.getLogger(__name__)
 

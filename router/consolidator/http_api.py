@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from router.consolidator.service import ConsolidatorService
+from poolgrid.router.consolidator.service import ConsolidatorService
 
 
 class ConsolidatorHealth:
-    """Implements ``runtime.health_app.Observed``: it is well while it takes events."""
+    """Implements ``poolgrid.runtime.health_app.Observed``: it is well while it takes events."""
 
     def __init__(self, service: ConsolidatorService) -> None:
         self._service = service

@@ -22,10 +22,10 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from router.consolidator.core.consolidator import Turn
-from router.consolidator.ports import Journal
-from runtime.clock import Clock
-from runtime.tasks import Restart, supervised
+from poolgrid.router.consolidator.core.consolidator import Turn
+from poolgrid.router.consolidator.ports import Journal
+from poolgrid.runtime.clock import Clock
+from poolgrid.runtime.tasks import Restart, supervised
 
 log = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from typing import Protocol
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from router.consolidator.pub_shell import WAITING
-from runtime.instruments import GaugeFamily
-from wire.identifiers import StreamState, WorkerKey
+from poolgrid.router.consolidator.pub_shell import WAITING
+from poolgrid.runtime.instruments import GaugeFamily
+from poolgrid.wire.identifiers import StreamState, WorkerKey
 
 PREFIX = "poolgrid_consolidator_"
 

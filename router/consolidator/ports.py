@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
-from router.consolidator.core.pool_state import FrozenPool, PoolState
-from wire.events import JournalRecord
-from wire.feed import BlockChain, WorkerState
+from poolgrid.router.consolidator.core.pool_state import FrozenPool, PoolState
+from poolgrid.wire.events import JournalRecord
+from poolgrid.wire.feed import BlockChain, WorkerState
 
 
 class PoolListener(Protocol):

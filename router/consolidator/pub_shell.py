@@ -17,18 +17,18 @@ from typing import Any, Protocol
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from router.consolidator.core.consolidator import Consolidator, MemberJoined, MemberLeft, Turn
-from router.consolidator.core.further_source import FollowerLimits, FurtherSource
-from router.consolidator.core.pool_state import PoolState
-from router.consolidator.core.pub_source import AskReplay, Leave, NewLife, PubEffect, PubFollower, SourceState
-from router.consolidator.sources_file import FurtherPub, Publisher, PubSource
-from runtime.clock import Clock
-from runtime.planes import leave_plain
-from runtime.zmq_socket import BatchSocket
-from wire.events import EventBatch
-from wire.identifiers import StreamState, WorkerKey
-from wire.limits import FRAME_BYTES_MAX
-from wire.streams import WORKER_SOURCE
+from poolgrid.router.consolidator.core.consolidator import Consolidator, MemberJoined, MemberLeft, Turn
+from poolgrid.router.consolidator.core.further_source import FollowerLimits, FurtherSource
+from poolgrid.router.consolidator.core.pool_state import PoolState
+from poolgrid.router.consolidator.core.pub_source import AskReplay, Leave, NewLife, PubEffect, PubFollower, SourceState
+from poolgrid.router.consolidator.sources_file import FurtherPub, Publisher, PubSource
+from poolgrid.runtime.clock import Clock
+from poolgrid.runtime.planes import leave_plain
+from poolgrid.runtime.zmq_socket import BatchSocket
+from poolgrid.wire.events import EventBatch
+from poolgrid.wire.identifiers import StreamState, WorkerKey
+from poolgrid.wire.limits import FRAME_BYTES_MAX
+from poolgrid.wire.streams import WORKER_SOURCE
 
 log = logging.getLogger(__name__)
 

@@ -34,31 +34,31 @@ from typing import Any, TypeVar
 import zmq
 from prometheus_client import CollectorRegistry
 
-from router.consolidator.core.consolidator import Consolidator, Now, Turn
-from router.consolidator.core.pool_state import FrozenPool
-from router.consolidator.journal.errors import JournalCorrupt
-from router.consolidator.journal_writer import COMPLAIN_EVERY_MS, JournalWriter
-from router.consolidator.metrics import ConsolidatorCollector
-from router.consolidator.ports import Journal, PoolListener
-from router.consolidator.pub_shell import EngineShell, FurtherShell, PubShell
-from router.consolidator.settings import ConsolidatorSettings
-from router.consolidator.snapshot_parts import cut_snapshot
-from router.consolidator.sources_file import FurtherPub, load_sources
-from runtime.awake_clock import AwakeClock
-from runtime.clock import Clock
-from runtime.complaints import Complaints, shown_peer
-from runtime.planes import name_plane
-from runtime.subscriptions import TOPICS_PER_CONNECTION_MAX, Subscriptions
-from runtime.tasks import detached, end_process
-from runtime.zmq_socket import BatchSocket, bind
-from wire import codec
-from wire.errors import DecodeError, WireError
-from wire.events import JournalRecord
-from wire.feed import Records, Replay, SnapshotPart, TooOld, WorkerState
-from wire.feed_frames import encode_alive, encode_answer, encode_records
-from wire.identifiers import Tier, WorkerKey
-from wire.ingest import BATCH_FRAME, CONTROL_FRAME
-from wire.limits import FEED_RECORDS_PER_MESSAGE_MAX, FRAME_BYTES_MAX, REPLAY_RECORDS_MAX
+from poolgrid.router.consolidator.core.consolidator import Consolidator, Now, Turn
+from poolgrid.router.consolidator.core.pool_state import FrozenPool
+from poolgrid.router.consolidator.journal.errors import JournalCorrupt
+from poolgrid.router.consolidator.journal_writer import COMPLAIN_EVERY_MS, JournalWriter
+from poolgrid.router.consolidator.metrics import ConsolidatorCollector
+from poolgrid.router.consolidator.ports import Journal, PoolListener
+from poolgrid.router.consolidator.pub_shell import EngineShell, FurtherShell, PubShell
+from poolgrid.router.consolidator.settings import ConsolidatorSettings
+from poolgrid.router.consolidator.snapshot_parts import cut_snapshot
+from poolgrid.router.consolidator.sources_file import FurtherPub, load_sources
+from poolgrid.runtime.awake_clock import AwakeClock
+from poolgrid.runtime.clock import Clock
+from poolgrid.runtime.complaints import Complaints, shown_peer
+from poolgrid.runtime.planes import name_plane
+from poolgrid.runtime.subscriptions import TOPICS_PER_CONNECTION_MAX, Subscriptions
+from poolgrid.runtime.tasks import detached, end_process
+from poolgrid.runtime.zmq_socket import BatchSocket, bind
+from poolgrid.wire import codec
+from poolgrid.wire.errors import DecodeError, WireError
+from poolgrid.wire.events import JournalRecord
+from poolgrid.wire.feed import Records, Replay, SnapshotPart, TooOld, WorkerState
+from poolgrid.wire.feed_frames import encode_alive, encode_answer, encode_records
+from poolgrid.wire.identifiers import Tier, WorkerKey
+from poolgrid.wire.ingest import BATCH_FRAME, CONTROL_FRAME
+from poolgrid.wire.limits import FEED_RECORDS_PER_MESSAGE_MAX, FRAME_BYTES_MAX, REPLAY_RECORDS_MAX
 
 log = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from router.consolidator.core.consolidator import ConsolidatorLimits
-from router.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
-from runtime.http_settings import HttpSettings
-from runtime.security import SecuritySettings
+from poolgrid.router.consolidator.core.consolidator import ConsolidatorLimits
+from poolgrid.router.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
+from poolgrid.runtime.http_settings import HttpSettings
+from poolgrid.runtime.security import SecuritySettings
 
 MIB = 1024 * 1024
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from router.consolidator.core.pool_state import FrozenPool
-from wire.feed import BlockChain
-from wire.limits import SNAPSHOT_CHAINS_PER_PART_MAX
+from poolgrid.router.consolidator.core.pool_state import FrozenPool
+from poolgrid.wire.feed import BlockChain
+from poolgrid.wire.limits import SNAPSHOT_CHAINS_PER_PART_MAX
 
 PART_BYTES_MAX = 1024 * 1024
 """Bytes of hashes in one part: far below a frame's limit, few enough to encode and send between two turns."""

@@ -15,12 +15,12 @@ from typing import Any
 
 import msgspec
 
-from wire.addresses import zmq_endpoint_problem
-from wire.card import WorkerCard, WorkerLimits
-from wire.card_check import SHOWN_CHARS_MAX, card_problem, name_problem
-from wire.identifiers import WorkerId, WorkerKey
-from wire.limits import IDENTIFIER_BYTES_MAX, U32_MAX
-from wire.streams import CONSOLIDATOR_SOURCE, WORKER_SOURCE
+from poolgrid.wire.addresses import zmq_endpoint_problem
+from poolgrid.wire.card import WorkerCard, WorkerLimits
+from poolgrid.wire.card_check import SHOWN_CHARS_MAX, card_problem, name_problem
+from poolgrid.wire.identifiers import WorkerId, WorkerKey
+from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX, U32_MAX
+from poolgrid.wire.streams import CONSOLIDATOR_SOURCE, WORKER_SOURCE
 
 SOURCES_MAX = 4096
 """Publishers in one sources file."""

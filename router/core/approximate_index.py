@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from router.core.prefix_index import PrefixIndex
-from wire.identifiers import WorkerKey
+from poolgrid.router.core.prefix_index import PrefixIndex
+from poolgrid.wire.identifiers import WorkerKey
 
 CHOICES_PER_CHUNK = 1024
 """Choices are kept in chunks, so that a hundred thousand of them are taken elsewhere by a hundred references."""

@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from wire.identifiers import Stage, WorkerKey
-from wire.request_ids import name_of
+from poolgrid.wire.identifiers import Stage, WorkerKey
+from poolgrid.wire.request_ids import name_of
 
 FloatArray = NDArray[np.float64]
 

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from router.core.candidates import FloatArray
+from poolgrid.router.core.candidates import FloatArray
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from router.core.candidates import Candidates, FewCandidates, RoutingRequest
-from router.core.policy import Choice
-from wire.answers import CandidateRow, DecisionExplanation, DecisionRow
-from wire.identifiers import WorkerKey
-from wire.request_ids import dispatch_of, name_of
+from poolgrid.router.core.candidates import Candidates, FewCandidates, RoutingRequest
+from poolgrid.router.core.policy import Choice
+from poolgrid.wire.answers import CandidateRow, DecisionExplanation, DecisionRow
+from poolgrid.wire.identifiers import WorkerKey
+from poolgrid.wire.request_ids import dispatch_of, name_of
 
 DECISION_BYTES = 1000
 """Measured: the record itself, its request, its place in the log."""

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from wire.card import MediaSpec, WorkerCard
-from wire.events import LoadReported
-from wire.feed import SourceStream
-from wire.identifiers import Role, WorkerKey
+from poolgrid.wire.card import MediaSpec, WorkerCard
+from poolgrid.wire.events import LoadReported
+from poolgrid.wire.feed import SourceStream
+from poolgrid.wire.identifiers import Role, WorkerKey
 
 
 @dataclass(slots=True)

@@ -12,11 +12,11 @@ from typing import final
 
 import msgspec
 
-from router.core.candidates import RoutingRequest
-from router.core.decision import Decision
-from router.core.projection import SnapshotLoad
-from wire.events import JournalRecord
-from wire.identifiers import Role, WorkerKey
+from poolgrid.router.core.candidates import RoutingRequest
+from poolgrid.router.core.decision import Decision
+from poolgrid.router.core.projection import SnapshotLoad
+from poolgrid.wire.events import JournalRecord
+from poolgrid.wire.identifiers import Role, WorkerKey
 
 
 @final

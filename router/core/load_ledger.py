@@ -24,7 +24,7 @@ from heapq import heappop, heappush
 import numpy as np
 from numpy.typing import NDArray
 
-from wire.identifiers import WorkerKey
+from poolgrid.wire.identifiers import WorkerKey
 
 INITIAL_SLOTS = 16
 """Array length at the start; doubles as workers come."""
@@ -44,7 +44,7 @@ CROWDING_LEASE_MS = 50.0
 """How long a worker's word for what others sent it counts: longer than its events take, shorter than most prompts."""
 
 OTHERS = "~others~"
-"""Beginning of the ids of such entries; no request has one like it (``wire.request_ids``: a name is never empty)."""
+"""Beginning of such entries' ids; no request has one like it (``poolgrid.wire.request_ids``: a name is never empty)."""
 
 
 Pick = Callable[[Sequence[int]], tuple[int, ...]]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from router.core.sharded_map import KEY_BITS, ShardedMap
-from wire.identifiers import Tier
+from poolgrid.router.core.sharded_map import KEY_BITS, ShardedMap
+from poolgrid.wire.identifiers import Tier
 
 
 class LowerTiers:

@@ -13,9 +13,9 @@ import math
 
 import numpy as np
 
-from router.core.candidates import Candidates, RoutingRequest
-from router.core.policy import Choice
-from wire.hashing import stable_u64
+from poolgrid.router.core.candidates import Candidates, RoutingRequest
+from poolgrid.router.core.policy import Choice
+from poolgrid.wire.hashing import stable_u64
 
 LOAD_BOUND = 1.25
 """A worker is passed over above this multiple of the average load; the paper's own choice for video servers."""

@@ -16,10 +16,10 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from router.core.candidates import Candidates, Column, FewCandidates, FloatArray, RoutingRequest
-from router.core.cost import CostFormula, CostWeights, cost_formula, softmax_weights
-from wire.hashing import stable_u64
-from wire.identifiers import Stage
+from poolgrid.router.core.candidates import Candidates, Column, FewCandidates, FloatArray, RoutingRequest
+from poolgrid.router.core.cost import CostFormula, CostWeights, cost_formula, softmax_weights
+from poolgrid.wire.hashing import stable_u64
+from poolgrid.wire.identifiers import Stage
 
 _TIE_SEED = 1
 _SAMPLE_SEED = 2
@@ -67,7 +67,7 @@ def lowest(costs: FloatArray, tie_key: str) -> tuple[int, str]:
 
 
 class KvAware:
-    """Least work left to do: uncached prefill, queued prefill and decode load, weighed by ``router.core.cost``."""
+    """Least work left: uncached prefill, queued prefill and decode load, weighed by ``poolgrid.router.core.cost``."""
 
     name = "kv"
     needs_overlap = True

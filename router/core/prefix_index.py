@@ -33,13 +33,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
 
-from router.core.lower_tiers import LowerTiers, add_bits
-from router.core.orphans import Orphans
-from router.core.run_forest import RUN_BYTES, Run, RunForest
-from router.core.sharded_map import KEY_BITS, SHARD_ENTRIES, ShardedMap
-from wire.feed import BlockChain
-from wire.hashing import pack_hashes
-from wire.identifiers import Tier, WorkerKey
+from poolgrid.router.core.lower_tiers import LowerTiers, add_bits
+from poolgrid.router.core.orphans import Orphans
+from poolgrid.router.core.run_forest import RUN_BYTES, Run, RunForest
+from poolgrid.router.core.sharded_map import KEY_BITS, SHARD_ENTRIES, ShardedMap
+from poolgrid.wire.feed import BlockChain
+from poolgrid.wire.hashing import pack_hashes
+from poolgrid.wire.identifiers import Tier, WorkerKey
 
 BYTES_PER_BLOCK = 128
 """Budgeted bytes per distinct block: 80 to 110 measured (map entry, integer, place in its run), the rest for growth."""

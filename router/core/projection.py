@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import assert_never
 
-from router.core.approximate_index import ApproximateIndex
-from router.core.fleet import Fleet
-from router.core.load_ledger import LoadLedger
-from router.core.prefix_index import PrefixIndex
-from router.core.stream_trust import StreamTrust
-from wire.events import (
+from poolgrid.router.core.approximate_index import ApproximateIndex
+from poolgrid.router.core.fleet import Fleet
+from poolgrid.router.core.load_ledger import LoadLedger
+from poolgrid.router.core.prefix_index import PrefixIndex
+from poolgrid.router.core.stream_trust import StreamTrust
+from poolgrid.wire.events import (
     BlocksReleased,
     BlocksRemoved,
     BlocksShared,
@@ -38,10 +38,10 @@ from wire.events import (
     WorkerJoined,
     WorkerLeft,
 )
-from wire.feed import BlockChain, WorkerState
-from wire.hashing import unpack_hashes
-from wire.identifiers import WorkerId, WorkerKey
-from wire.streams import fold
+from poolgrid.wire.feed import BlockChain, WorkerState
+from poolgrid.wire.hashing import unpack_hashes
+from poolgrid.wire.identifiers import WorkerId, WorkerKey
+from poolgrid.wire.streams import fold
 
 LOAD_STEP_BLOCKS = 4096
 """Blocks of a snapshot loaded between two turns of a router: one to three milliseconds."""

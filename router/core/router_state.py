@@ -1,7 +1,7 @@
 """The state of a router, which inputs change and nothing else does: projection, ledger, trust, and the policy's count.
 
 Rules
-    1. ``apply`` is the only door. It takes one input (``router.core.inputs``) and returns what came of it.
+    1. ``apply`` is the only door. It takes one input (``poolgrid.router.core.inputs``) and returns what came of it.
     2. What changed something is noted in ``log``, in order, as an input whose effect on the same state is the same. So
        the state after any run is that of another one that was given the log: a replay needs no rules of its own.
     3. Views are read from ``projection`` and ``selector``; ``preview`` leaves no trace.
@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from typing import Protocol, assert_never, overload
 
-from router.core.decision import Decision
-from router.core.inputs import (
+from poolgrid.router.core.decision import Decision
+from poolgrid.router.core.inputs import (
     Booked,
     Crowded,
     Expired,
@@ -23,8 +23,8 @@ from router.core.inputs import (
     SnapshotArrived,
     WorkerWanted,
 )
-from router.core.projection import Projection
-from router.core.selector import Found, Selector
+from poolgrid.router.core.projection import Projection
+from poolgrid.router.core.selector import Found, Selector
 
 
 class InputLog(Protocol):

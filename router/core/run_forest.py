@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from router.core.age_list import Aged, AgeList
+from poolgrid.router.core.age_list import Aged, AgeList
 
 RUN_BYTES = 176
 """A run with its list, without what is in the list: measured."""

@@ -14,15 +14,15 @@ from operator import ge, itemgetter
 
 import numpy as np
 
-from router.core.candidates import Candidates, FewCandidates, FloatArray, RoutingRequest
-from router.core.decision import Decision
-from router.core.fleet import Worker
-from router.core.load_ledger import Pick
-from router.core.media_affinity import MediaAffinity
-from router.core.policy import Choice, KvAware, Policy
-from router.core.prefix_index import PrefixIndex, slots_of
-from router.core.projection import Projection
-from wire.identifiers import Role, Stage, WorkerKey
+from poolgrid.router.core.candidates import Candidates, FewCandidates, FloatArray, RoutingRequest
+from poolgrid.router.core.decision import Decision
+from poolgrid.router.core.fleet import Worker
+from poolgrid.router.core.load_ledger import Pick
+from poolgrid.router.core.media_affinity import MediaAffinity
+from poolgrid.router.core.policy import Choice, KvAware, Policy
+from poolgrid.router.core.prefix_index import PrefixIndex, slots_of
+from poolgrid.router.core.projection import Projection
+from poolgrid.wire.identifiers import Role, Stage, WorkerKey
 
 FEW_WORKERS = 8
 """Up to this many holders of a prefix are filled in one by one; beyond, their mask is unpacked at once."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from wire.identifiers import Role, Stage
+from poolgrid.wire.identifiers import Role, Stage
 
 WHOLE_ROLES = (Role.AGGREGATED,)
 PREFILL_ROLES = (Role.PREFILL,)

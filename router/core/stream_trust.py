@@ -16,12 +16,12 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from router.core.approximate_index import ApproximateIndex
-from router.core.overlap_check import OverlapCheck
-from router.core.prefix_index import PrefixIndex, TierOverlap
-from wire.feed import SourceStream
-from wire.identifiers import Stage, StreamState, WorkerKey
-from wire.streams import own_stream
+from poolgrid.router.core.approximate_index import ApproximateIndex
+from poolgrid.router.core.overlap_check import OverlapCheck
+from poolgrid.router.core.prefix_index import PrefixIndex, TierOverlap
+from poolgrid.wire.feed import SourceStream
+from poolgrid.wire.identifiers import Stage, StreamState, WorkerKey
+from poolgrid.wire.streams import own_stream
 
 PENDING_MAX = 16_384
 """Chosen requests whose start is awaited for the cross-check; beyond it the oldest is not checked."""

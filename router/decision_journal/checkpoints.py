@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from router.core.approximate_index import Beliefs, BelievedChain
-from router.core.load_ledger import Entry as LedgerState
-from router.core.router_state import RouterState
-from router.core.stream_trust import OpenChoice as AwaitedChoice
-from router.core.stream_trust import Window
-from router.decision_journal.entries import (
+from poolgrid.router.core.approximate_index import Beliefs, BelievedChain
+from poolgrid.router.core.load_ledger import Entry as LedgerState
+from poolgrid.router.core.router_state import RouterState
+from poolgrid.router.core.stream_trust import OpenChoice as AwaitedChoice
+from poolgrid.router.core.stream_trust import Window
+from poolgrid.router.decision_journal.entries import (
     BelievedBlocks,
     Checkpoint,
     CheckWindow,
@@ -18,8 +18,8 @@ from router.decision_journal.entries import (
     OpenChoice,
     RouterBeliefs,
 )
-from wire.hashing import pack_hashes, unpack_hashes
-from wire.identifiers import WorkerId, WorkerKey
+from poolgrid.wire.hashing import pack_hashes, unpack_hashes
+from poolgrid.wire.identifiers import WorkerId, WorkerKey
 
 
 @dataclass(slots=True)

@@ -16,14 +16,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from router.consolidator.journal.stored_records import SegmentKind
-from router.core.candidates import Candidates, FewCandidates, RoutingRequest
-from router.core.decision import Decision
-from router.core.inputs import WorkerWanted
-from router.core.policy import Choice
-from wire.events import JournalRecord
-from wire.hashing import pack_hashes, unpack_hashes
-from wire.identifiers import WorkerKey
+from poolgrid.router.consolidator.journal.stored_records import SegmentKind
+from poolgrid.router.core.candidates import Candidates, FewCandidates, RoutingRequest
+from poolgrid.router.core.decision import Decision
+from poolgrid.router.core.inputs import WorkerWanted
+from poolgrid.router.core.policy import Choice
+from poolgrid.wire.events import JournalRecord
+from poolgrid.wire.hashing import pack_hashes, unpack_hashes
+from poolgrid.wire.identifiers import WorkerKey
 
 DECISIONS = SegmentKind(
     b"PGRIDDEC",

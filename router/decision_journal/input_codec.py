@@ -11,11 +11,11 @@ from typing import assert_never
 
 import msgspec
 
-from router.consolidator.journal.as_of import NotKept, reaches_back_to, state_at
-from router.consolidator.journal.stored_records import StoredRecord, stored_records
-from router.consolidator.ports import Disk
-from router.core.decision import Decision
-from router.core.inputs import (
+from poolgrid.router.consolidator.journal.as_of import NotKept, reaches_back_to, state_at
+from poolgrid.router.consolidator.journal.stored_records import StoredRecord, stored_records
+from poolgrid.router.consolidator.ports import Disk
+from poolgrid.router.core.decision import Decision
+from poolgrid.router.core.inputs import (
     Booked,
     Crowded,
     Expired,
@@ -26,8 +26,8 @@ from router.core.inputs import (
     SnapshotArrived,
     WorkerWanted,
 )
-from router.core.projection import LOAD_STEP_BLOCKS, Projection
-from router.decision_journal.entries import (
+from poolgrid.router.core.projection import LOAD_STEP_BLOCKS, Projection
+from poolgrid.router.decision_journal.entries import (
     AnyEntry,
     Checkpoint,
     DecisionBooked,
@@ -49,8 +49,8 @@ from router.decision_journal.entries import (
     path_of,
     stream_check,
 )
-from wire.events import JournalRecord
-from wire.identifiers import Role, WorkerKey
+from poolgrid.wire.events import JournalRecord
+from poolgrid.wire.identifiers import Role, WorkerKey
 
 # -- from input to entry -----------------------------------------------------------------------------------------------
 

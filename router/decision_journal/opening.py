@@ -5,17 +5,17 @@ from __future__ import annotations
 import logging
 from importlib import metadata
 
-from router.consolidator.adapters.posix_disk import DirectoryInUse, PosixDisk
-from router.consolidator.settings import ConsolidatorSettings
-from router.core.policy import Policy
-from router.core.router_state import RouterState
-from router.decision_journal.entries import RouterSettingsNoted
-from router.decision_journal.reader import DIRECTORY
-from router.decision_journal.recorder import DecisionRecorder, settings_noted
-from router.decision_journal.segments import DecisionSegments
-from router.policy_loading import load_policy
-from router.settings import RouterSettings
-from runtime.clock import Clock
+from poolgrid.router.consolidator.adapters.posix_disk import DirectoryInUse, PosixDisk
+from poolgrid.router.consolidator.settings import ConsolidatorSettings
+from poolgrid.router.core.policy import Policy
+from poolgrid.router.core.router_state import RouterState
+from poolgrid.router.decision_journal.entries import RouterSettingsNoted
+from poolgrid.router.decision_journal.reader import DIRECTORY
+from poolgrid.router.decision_journal.recorder import DecisionRecorder, settings_noted
+from poolgrid.router.decision_journal.segments import DecisionSegments
+from poolgrid.router.policy_loading import load_policy
+from poolgrid.router.settings import RouterSettings
+from poolgrid.runtime.clock import Clock
 
 log = logging.getLogger(__name__)
 

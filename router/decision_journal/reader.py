@@ -8,12 +8,12 @@ from pathlib import Path
 
 import msgspec
 
-from router.consolidator.adapters.posix_disk import ReadOnlyDirectory
-from router.consolidator.journal.stored_records import TornTail, corrupt, segment_names, stored_payloads
-from router.consolidator.ports import Disk
-from router.core.decision import Decision
-from router.decision_journal.checkpoints import believed_chains
-from router.decision_journal.entries import (
+from poolgrid.router.consolidator.adapters.posix_disk import ReadOnlyDirectory
+from poolgrid.router.consolidator.journal.stored_records import TornTail, corrupt, segment_names, stored_payloads
+from poolgrid.router.consolidator.ports import Disk
+from poolgrid.router.core.decision import Decision
+from poolgrid.router.decision_journal.checkpoints import believed_chains
+from poolgrid.router.decision_journal.entries import (
     DECISIONS,
     AnyEntry,
     Checkpoint,
@@ -24,8 +24,8 @@ from router.decision_journal.entries import (
     decision_of,
     decode,
 )
-from wire.identifiers import WorkerId, WorkerKey
-from wire.request_ids import name_of
+from poolgrid.wire.identifiers import WorkerId, WorkerKey
+from poolgrid.wire.request_ids import name_of
 
 DIRECTORY = "decisions"
 """Where the decision journals lie within a data_dir: one directory per router, named by its id."""

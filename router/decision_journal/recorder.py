@@ -23,11 +23,11 @@ from typing import Any
 
 import msgspec
 
-from router.core.decision import Decision
-from router.core.inputs import Input, RecordsArrived
-from router.core.router_state import RouterState
-from router.decision_journal.checkpoints import Draft, draft_of
-from router.decision_journal.entries import (
+from poolgrid.router.core.decision import Decision
+from poolgrid.router.core.inputs import Input, RecordsArrived
+from poolgrid.router.core.router_state import RouterState
+from poolgrid.router.decision_journal.checkpoints import Draft, draft_of
+from poolgrid.router.decision_journal.entries import (
     INPUTS_VERSION,
     Entry,
     InputsLost,
@@ -37,10 +37,10 @@ from router.decision_journal.entries import (
     RouterSettingsNoted,
     encoder,
 )
-from router.decision_journal.input_codec import Decided, InputWriter, Kept, kept, records_applied
-from router.decision_journal.segments import DecisionSegments
-from runtime.clock import Clock
-from wire.hashing import stable_u64
+from poolgrid.router.decision_journal.input_codec import Decided, InputWriter, Kept, kept, records_applied
+from poolgrid.router.decision_journal.segments import DecisionSegments
+from poolgrid.runtime.clock import Clock
+from poolgrid.wire.hashing import stable_u64
 
 log = logging.getLogger(__name__)
 

@@ -22,18 +22,18 @@ from typing import Any
 
 import msgspec
 
-from router.consolidator.journal.as_of import NotKept
-from router.consolidator.ports import Disk
-from router.core.approximate_index import ApproximateIndex
-from router.core.decision import Decision
-from router.core.load_ledger import LEDGER_BYTES, LoadLedger
-from router.core.policy import POLICY_NAMES, Policy
-from router.core.prefix_index import PrefixIndex
-from router.core.projection import Projection
-from router.core.router_state import RouterState
-from router.core.selector import Selector
-from router.decision_journal.checkpoints import restore
-from router.decision_journal.entries import (
+from poolgrid.router.consolidator.journal.as_of import NotKept
+from poolgrid.router.consolidator.ports import Disk
+from poolgrid.router.core.approximate_index import ApproximateIndex
+from poolgrid.router.core.decision import Decision
+from poolgrid.router.core.load_ledger import LEDGER_BYTES, LoadLedger
+from poolgrid.router.core.policy import POLICY_NAMES, Policy
+from poolgrid.router.core.prefix_index import PrefixIndex
+from poolgrid.router.core.projection import Projection
+from poolgrid.router.core.router_state import RouterState
+from poolgrid.router.core.selector import Selector
+from poolgrid.router.decision_journal.checkpoints import restore
+from poolgrid.router.decision_journal.entries import (
     INPUTS_VERSION,
     Checkpoint,
     DecisionMade,
@@ -43,9 +43,16 @@ from router.decision_journal.entries import (
     decision_of,
     made_of,
 )
-from router.decision_journal.input_codec import Decided, InputReader, NoDecision, StreamDiffers, TooOld, wanted_of
-from router.decision_journal.reader import ReadRemarks, StoredEntry, stored_entries
-from wire.identifiers import WorkerKey
+from poolgrid.router.decision_journal.input_codec import (
+    Decided,
+    InputReader,
+    NoDecision,
+    StreamDiffers,
+    TooOld,
+    wanted_of,
+)
+from poolgrid.router.decision_journal.reader import ReadRemarks, StoredEntry, stored_entries
+from poolgrid.wire.identifiers import WorkerKey
 
 PROGRESS_EVERY_ENTRIES = 200
 

@@ -11,14 +11,20 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from zlib import decompress
 
-from router.consolidator.journal.as_of import reaches_back_to, state_at
-from router.consolidator.journal.stored_records import stored_records
-from router.consolidator.ports import Disk
-from router.decision_journal.entries import DecisionMade, OverlapRealised, RequestEnded, RouterSettingsNoted, path_of
-from router.decision_journal.reader import stored_entries
-from wire.card import WorkerCard
-from wire.events import PrefillCompleted, RequestFinished, RequestProgressed, WorkerJoined, WorkerLeft
-from wire.identifiers import Role, Stage, WorkerKey
+from poolgrid.router.consolidator.journal.as_of import reaches_back_to, state_at
+from poolgrid.router.consolidator.journal.stored_records import stored_records
+from poolgrid.router.consolidator.ports import Disk
+from poolgrid.router.decision_journal.entries import (
+    DecisionMade,
+    OverlapRealised,
+    RequestEnded,
+    RouterSettingsNoted,
+    path_of,
+)
+from poolgrid.router.decision_journal.reader import stored_entries
+from poolgrid.wire.card import WorkerCard
+from poolgrid.wire.events import PrefillCompleted, RequestFinished, RequestProgressed, WorkerJoined, WorkerLeft
+from poolgrid.wire.identifiers import Role, Stage, WorkerKey
 
 PROGRESS_EVERY_ENTRIES = 500
 

@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
-from admission.admission_queue import AdmissionQueue, QueuedRequest, QueueOrder
-from admission.drain_rate import DrainRate
+from poolgrid.admission.admission_queue import AdmissionQueue, QueuedRequest, QueueOrder
+from poolgrid.admission.drain_rate import DrainRate
 
 NO_BOUND = 10**12
 

@@ -7,8 +7,8 @@ from tokenizers import Tokenizer
 
 from benchmarks.chat_text import ChatText
 from benchmarks.chat_trace import ChatRequest, chat_requests, shared_tokens
-from frontend.models import TINY_MODEL_PATH
-from loadgen.trace import TraceRow
+from poolgrid.frontend.models import TINY_MODEL_PATH
+from poolgrid.loadgen.trace import TraceRow
 
 WORDS = ["alpha", "request", "worker", "prefix", "token", "block", "model", "cache"]
 BOUNDS = {"requests": 100, "isl_min": 1150, "isl_max": 3000}

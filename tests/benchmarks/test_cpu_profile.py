@@ -88,8 +88,9 @@ def test_a_line_names_a_file_and_functions_that_exist(path: str, pattern: str, g
         assert any(re.fullmatch(pattern, function) for function in _functions(found)), pattern
 
 
-def test_a_path_is_shown_from_its_package_on() -> None:
-    assert short_path(str(ROOT / "router" / "service.py")) == "router/service.py"
+@pytest.mark.parametrize("installed", [".", "poolgrid"])
+def test_a_path_is_shown_from_its_package_on(installed: str) -> None:
+    assert short_path(str(ROOT / installed / "router" / "service.py")) == "router/service.py"
 
 
 def test_a_missing_profiler_is_said_before_anything_is_measured(

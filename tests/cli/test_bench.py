@@ -13,10 +13,10 @@ import typer
 from pydantic import ValidationError
 from typer.core import TyperGroup
 
-from cli.bench import plan, run_bench
-from cli.main import app
-from loadgen.settings import BenchSettings
-from loadgen.trace import TraceError
+from poolgrid.cli.bench import plan, run_bench
+from poolgrid.cli.main import app
+from poolgrid.loadgen.settings import BenchSettings
+from poolgrid.loadgen.trace import TraceError
 from tests.loadgen.fake_endpoint import FakeEndpoint, serving
 
 CONVERSATION = Path(__file__).parents[1] / "data" / "conversation_1000.jsonl"
@@ -185,6 +185,6 @@ def test_a_duration_is_given_with_its_unit_in_the_name_and_still_without(option:
 
 
 def test_every_json_key_is_documented() -> None:
-    from loadgen.statistics import Report
+    from poolgrid.loadgen.statistics import Report
 
     assert [key for key in Report.__struct_fields__ if f"`{key}`" not in BENCH_PAGE] == []

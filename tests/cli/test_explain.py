@@ -10,13 +10,13 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from cli.explain import explain, tree
-from router.core.candidates import RoutingRequest
-from router.core.policy import KvAware
+from poolgrid.cli.explain import explain, tree
+from poolgrid.router.core.candidates import RoutingRequest
+from poolgrid.router.core.policy import KvAware
+from poolgrid.wire.answers import PlacedExplanation, RequestExplanation
+from poolgrid.wire.events import WorkerDraining
 from tests.cli.json_server import Answer, serving
 from tests.router.fleet_builder import Pool, decided, stored
-from wire.answers import PlacedExplanation, RequestExplanation
-from wire.events import WorkerDraining
 
 
 def router_answer() -> dict[str, Any]:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cli.main import app
-from router.consolidator.adapters.posix_disk import PosixDisk
+from poolgrid.cli.main import app
+from poolgrid.router.consolidator.adapters.posix_disk import PosixDisk
 from tests.consolidator.journal_builder import encoded, fold, write
 from tests.consolidator.test_journal_inspection import from_the_future
 

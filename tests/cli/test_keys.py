@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from cli.main import app
-from frontend.access import key_file
-from frontend.access.tenants import Tenants
-from frontend.ports import Refused
+from poolgrid.cli.main import app
+from poolgrid.frontend.access import key_file
+from poolgrid.frontend.access.tenants import Tenants
+from poolgrid.frontend.ports import Refused
 
 
 def keys(*arguments: str, typed: str = "") -> Result:

@@ -12,8 +12,8 @@ import typer.main
 from typer.core import TyperGroup
 from typer.testing import CliRunner
 
-from cli.late_group import LateCommands
-from cli.main import Commands, app
+from poolgrid.cli.late_group import LateCommands
+from poolgrid.cli.main import Commands, app
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,7 +25,7 @@ PACKAGES = (
 PROBE = """
 import importlib, sys
 import typer.main
-from cli.main import app
+from poolgrid.cli.main import app
 typer.main.get_command(app).commands[sys.argv[1]]
 for module in sys.argv[2].split(","):
     importlib.import_module(module)
@@ -33,20 +33,22 @@ print("\\n".join(sys.modules))
 """
 
 NOT_NEEDED = {
-    ("worker", "workers.bootstrap"): {
-        "fastapi", "jinja2", "tokenizers", "httpx", "rich", "frontend", "router", "global_router", "simulation",
+    ("worker", "poolgrid.workers.bootstrap"): {
+        "fastapi", "jinja2", "tokenizers", "httpx", "rich", "poolgrid.frontend", "poolgrid.router",
+        "poolgrid.global_router", "poolgrid.simulation",
     },
-    ("consolidator", "router.consolidator.bootstrap"): {
-        "fastapi", "jinja2", "tokenizers", "httpx", "rich", "numpy", "yaml", "frontend", "workers", "global_router",
-        "simulation", "router.core",
+    ("consolidator", "poolgrid.router.consolidator.bootstrap"): {
+        "fastapi", "jinja2", "tokenizers", "httpx", "rich", "numpy", "yaml", "poolgrid.frontend", "poolgrid.workers",
+        "poolgrid.global_router", "poolgrid.simulation", "poolgrid.router.core",
     },
-    ("router", "router.bootstrap"): {
-        "workers", "global_router", "simulation", "loadgen", "yaml", "httpx", "rich", "matplotlib",
+    ("router", "poolgrid.router.bootstrap"): {
+        "poolgrid.workers", "poolgrid.global_router", "poolgrid.simulation", "poolgrid.loadgen", "yaml", "httpx",
+        "rich", "matplotlib",
     },
-    ("global-router", "global_router.bootstrap"): {
+    ("global-router", "poolgrid.global_router.bootstrap"): {
         # httpx brings rich
-        "workers", "router", "simulation", "loadgen", "yaml", "matplotlib", "cli.config", "global_router.heat_map",
-        "global_router.core.builder",
+        "poolgrid.workers", "poolgrid.router", "poolgrid.simulation", "poolgrid.loadgen", "yaml", "matplotlib",
+        "poolgrid.cli.config", "poolgrid.global_router.heat_map", "poolgrid.global_router.core.builder",
     },
 }  # fmt: skip
 """What a command's process must not import, by the command and the module that starts it."""
@@ -72,7 +74,7 @@ def test_every_command_is_made_when_asked_for_and_only_then() -> None:
 
 
 def test_a_command_is_where_its_name_says_and_nobody_imports_it() -> None:
-    assert Commands.modules == {name: f"cli.commands.{name.replace('-', '_')}" for name in Commands.modules}
+    assert Commands.modules == {name: f"poolgrid.cli.commands.{name.replace('-', '_')}" for name in Commands.modules}
     made = {path.stem for path in (ROOT / "cli" / "commands").glob("*.py")} - {"__init__"}
     assert made == {module.rpartition(".")[2] for module in Commands.modules.values()}
     importing = re.compile(r"^\s*(?:from|import) (?:cli\.commands|cli import commands)", re.MULTILINE)

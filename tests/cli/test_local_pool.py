@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from cli.local_pool import UpSettings
+from poolgrid.cli.local_pool import UpSettings
 
 
 @pytest.mark.parametrize(

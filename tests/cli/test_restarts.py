@@ -12,10 +12,10 @@ from itertools import accumulate, pairwise
 import pytest
 import zmq
 
-from cli.held_port import HeldPorts
-from cli.part import Part, PartFailed, part_environment, stop_parts
-from cli.restart_pace import DEATHS_LOUD, JITTER, PAUSE_MAX_S, PAUSE_MIN_S, STEADY_S, RestartPace
-from runtime.http_server import bind
+from poolgrid.cli.held_port import HeldPorts
+from poolgrid.cli.part import Part, PartFailed, part_environment, stop_parts
+from poolgrid.cli.restart_pace import DEATHS_LOUD, JITTER, PAUSE_MAX_S, PAUSE_MIN_S, STEADY_S, RestartPace
+from poolgrid.runtime.http_server import bind
 
 HOST = "127.0.0.1"
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from cli.main import app
-from simulation.pool import SIMULATED_POLICIES
+from poolgrid.cli.main import app
+from poolgrid.simulation.pool import SIMULATED_POLICIES
 from tests.simulation.builders import CONVERSATION
 
 

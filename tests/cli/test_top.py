@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from cli.top import (
+from poolgrid.cli.top import (
     WORKERS_SHOWN_MAX,
     Frame,
     fetch,
@@ -23,8 +23,8 @@ from cli.top import (
     usage_bar,
     view,
 )
+from poolgrid.wire.answers import DecisionList, QueueRow, SourceRow, StreamRow, WorkerList, WorkerRow
 from tests.cli.json_server import Answer, serving
-from wire.answers import DecisionList, QueueRow, SourceRow, StreamRow, WorkerList, WorkerRow
 
 QUEUE = {
     "requests": 3, "requests_max": 1024, "prompt_tokens": 96, "prompt_tokens_max": 4_194_304, "retry_after_s": 7.0,

@@ -11,9 +11,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from cli.main import app
-from cli.options import with_settings
-from router.settings import RouterSettings
+from poolgrid.cli.main import app
+from poolgrid.cli.options import with_settings
+from poolgrid.router.settings import RouterSettings
 from tests.router.recorded_router import NAMES, RecordedRouter
 
 TRACE = Path(__file__).parents[1] / "data" / "conversation_1000.jsonl"

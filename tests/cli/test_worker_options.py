@@ -9,9 +9,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from cli.commands import worker as worker_command
-from cli.main import app
-from workers.settings import TrtllmWorkerSettings, WorkerSettings
+from poolgrid.cli.commands import worker as worker_command
+from poolgrid.cli.main import app
+from poolgrid.workers.settings import TrtllmWorkerSettings, WorkerSettings
 
 Settings = WorkerSettings | TrtllmWorkerSettings
 
@@ -24,7 +24,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
     async def serve(settings: Settings, stop: Any, ready: Any) -> None:
         found.append(settings)
 
-    monkeypatch.setattr("workers.bootstrap.serve", serve)
+    monkeypatch.setattr("poolgrid.workers.bootstrap.serve", serve)
     monkeypatch.setattr(worker_command, "run_service", lambda name, level, run: _run(run))
     return found
 

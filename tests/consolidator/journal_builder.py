@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from router.consolidator.adapters.posix_disk import PosixDisk
-from router.consolidator.core.pool_state import PoolState
-from router.consolidator.journal.files import FileJournal, JournalSettings
+from poolgrid.router.consolidator.adapters.posix_disk import PosixDisk
+from poolgrid.router.consolidator.core.pool_state import PoolState
+from poolgrid.router.consolidator.journal.files import FileJournal, JournalSettings
+from poolgrid.wire import codec
+from poolgrid.wire.events import AnyEvent, JournalRecord, WorkerJoined
 from tests.consolidator.pusher import card, stored
-from wire import codec
-from wire.events import AnyEvent, JournalRecord, WorkerJoined
 
 
 class FakeDisk:

@@ -20,8 +20,8 @@ from typing import Any
 
 import zmq.asyncio
 
+from poolgrid.wire.identifiers import Tier
 from tests.consolidator.pub_engine import Cache, PubEngine
-from wire.identifiers import Tier
 
 ROOT = Path(__file__).parents[2]
 

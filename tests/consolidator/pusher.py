@@ -1,4 +1,4 @@
-"""A small worker that pushes its events as ``wire.ingest`` says, with faults on demand.
+"""A small worker that pushes its events as ``poolgrid.wire.ingest`` says, with faults on demand.
 
 It is written against the contract alone, not against the worker package, so that both ends are checked.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 import zmq
 import zmq.asyncio
 
-from wire import codec
-from wire.card import WorkerCard, WorkerLimits
-from wire.events import (
+from poolgrid.wire import codec
+from poolgrid.wire.card import WorkerCard, WorkerLimits
+from poolgrid.wire.events import (
     AnyEvent,
     BlocksRemoved,
     BlocksStored,
@@ -20,9 +20,9 @@ from wire.events import (
     SnapshotBegan,
     SnapshotEnded,
 )
-from wire.hashing import pack_hashes, unpack_hashes
-from wire.identifiers import Role, Tier
-from wire.ingest import (
+from poolgrid.wire.hashing import pack_hashes, unpack_hashes
+from poolgrid.wire.identifiers import Role, Tier
+from poolgrid.wire.ingest import (
     BATCH_FRAME,
     CONTROL_FRAME,
     Acknowledged,

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import zmq.asyncio
 
-from router.consolidator.core.consolidator import Consolidator, Turn
-from router.consolidator.service import ConsolidatorService
-from runtime.tasks import on_fatal
+from poolgrid.router.consolidator.core.consolidator import Consolidator, Turn
+from poolgrid.router.consolidator.service import ConsolidatorService
+from poolgrid.runtime.tasks import on_fatal
+from poolgrid.wire.identifiers import StreamState
 from tests.consolidator.pusher import Pusher, stored
 from tests.consolidator.test_service import Reader, run, started, truth
-from wire.identifiers import StreamState
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.consolidator.core.consolidator import (
+from poolgrid.router.consolidator.core.consolidator import (
     Consolidator,
     ConsolidatorLimits,
     MemberJoined,
@@ -16,11 +16,10 @@ from router.consolidator.core.consolidator import (
     Now,
     Turn,
 )
-from router.consolidator.core.pool_state import FrozenPool, PoolState
-from tests.consolidator.pusher import batch, card, removed, stored
-from wire import codec
-from wire.card import WorkerCard
-from wire.events import (
+from poolgrid.router.consolidator.core.pool_state import FrozenPool, PoolState
+from poolgrid.wire import codec
+from poolgrid.wire.card import WorkerCard
+from poolgrid.wire.events import (
     AnyEvent,
     BlocksStored,
     CacheCleared,
@@ -38,9 +37,9 @@ from wire.events import (
     WorkerJoined,
     WorkerLeft,
 )
-from wire.hashing import unpack_hashes
-from wire.identifiers import StreamState, Tier, WorkerId, WorkerKey
-from wire.ingest import (
+from poolgrid.wire.hashing import unpack_hashes
+from poolgrid.wire.identifiers import StreamState, Tier, WorkerId, WorkerKey
+from poolgrid.wire.ingest import (
     Acknowledged,
     FromConsolidator,
     Goodbye,
@@ -52,6 +51,7 @@ from wire.ingest import (
     Unknown,
     Welcome,
 )
+from tests.consolidator.pusher import batch, card, removed, stored
 
 W = WorkerKey(WorkerId("w"))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.consolidator.core.cursor import Cursor, Verdict
+from poolgrid.router.consolidator.core.cursor import Cursor, Verdict
 
 
 @pytest.mark.parametrize(

@@ -5,17 +5,17 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.consolidator.core.feed_reader import Deliver, FeedEffect, FeedReader, FeedState, Snapshot
-from tests.consolidator.journal_builder import encoded
-from wire.feed import Records, Replay, SnapshotPart, TakeSnapshot, TooOld
-from wire.feed_frames import (
+from poolgrid.router.consolidator.core.feed_reader import Deliver, FeedEffect, FeedReader, FeedState, Snapshot
+from poolgrid.wire.feed import Records, Replay, SnapshotPart, TakeSnapshot, TooOld
+from poolgrid.wire.feed_frames import (
     MESSAGE_BYTES_MAX,
     FeedFrame,
     decode_feed,
     encode_alive,
     encode_records,
 )
-from wire.limits import FEED_RECORDS_PER_MESSAGE_MAX
+from poolgrid.wire.limits import FEED_RECORDS_PER_MESSAGE_MAX
+from tests.consolidator.journal_builder import encoded
 
 
 def live(offset: int, life: bytes = b"x") -> FeedFrame:

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.consolidator.core import frozen_blocks, presence
-from router.consolidator.core.frozen_blocks import Discarded, Held, Overlay
-from router.consolidator.core.pool_state import FrozenPool, PoolState, WorkerEntry
-from router.consolidator.core.presence import DUMP_STEP_BLOCKS, Presence, chains, dump
+from poolgrid.router.consolidator.core import frozen_blocks, presence
+from poolgrid.router.consolidator.core.frozen_blocks import Discarded, Held, Overlay
+from poolgrid.router.consolidator.core.pool_state import FrozenPool, PoolState, WorkerEntry
+from poolgrid.router.consolidator.core.presence import DUMP_STEP_BLOCKS, Presence, chains, dump
+from poolgrid.wire.feed import BlockChain
+from poolgrid.wire.identifiers import WorkerId, WorkerKey
 from tests.consolidator.pusher import removed, stored
 from tests.consolidator.test_consolidator import Bench, Step, played, same, steps
-from wire.feed import BlockChain
-from wire.identifiers import WorkerId, WorkerKey
 
 hashes = st.integers(1, 12)
 changes = st.lists(

@@ -6,14 +6,11 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from router.consolidator.core.consolidator import MemberJoined, Turn
-from router.consolidator.core.further_source import FollowerLimits, FurtherSource
-from router.consolidator.core.pool_state import PoolState
-from router.consolidator.core.pub_source import END_OF_REPLAY, REPLAY_ATTEMPTS_MAX, AskReplay
-from tests.consolidator.pub_engine import BLOCK, Cache, frame_of
-from tests.consolidator.pusher import batch, card, removed, stored
-from tests.consolidator.test_consolidator import Bench, W, folded, hello, same
-from wire.events import (
+from poolgrid.router.consolidator.core.consolidator import MemberJoined, Turn
+from poolgrid.router.consolidator.core.further_source import FollowerLimits, FurtherSource
+from poolgrid.router.consolidator.core.pool_state import PoolState
+from poolgrid.router.consolidator.core.pub_source import END_OF_REPLAY, REPLAY_ATTEMPTS_MAX, AskReplay
+from poolgrid.wire.events import (
     AnyEvent,
     BlocksRemoved,
     BlocksStored,
@@ -25,9 +22,12 @@ from wire.events import (
     WorkerJoined,
     WorkerLeft,
 )
-from wire.hashing import block_hashes, pack_tokens, sequence_hashes, unpack_hashes
-from wire.identifiers import StreamState, Tier
-from wire.ingest import Goodbye, Heartbeat
+from poolgrid.wire.hashing import block_hashes, pack_tokens, sequence_hashes, unpack_hashes
+from poolgrid.wire.identifiers import StreamState, Tier
+from poolgrid.wire.ingest import Goodbye, Heartbeat
+from tests.consolidator.pub_engine import BLOCK, Cache, frame_of
+from tests.consolidator.pusher import batch, card, removed, stored
+from tests.consolidator.test_consolidator import Bench, W, folded, hello, same
 
 LEASE_MS = 1000
 NAME = "kvbm"

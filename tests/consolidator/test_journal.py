@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.consolidator.adapters.posix_disk import DirectoryInUse, PosixDisk
-from router.consolidator.core.pool_state import PoolState
-from router.consolidator.journal.errors import JournalCorrupt
-from router.consolidator.journal.files import FileJournal, JournalSettings, records_of, verify
-from router.consolidator.journal.framing import (
+from poolgrid.router.consolidator.adapters.posix_disk import DirectoryInUse, PosixDisk
+from poolgrid.router.consolidator.core.pool_state import PoolState
+from poolgrid.router.consolidator.journal.errors import JournalCorrupt
+from poolgrid.router.consolidator.journal.files import FileJournal, JournalSettings, records_of, verify
+from poolgrid.router.consolidator.journal.framing import (
     ENTRY_HEADER,
     FILE_HEADER,
     SECTOR_BYTES,
@@ -22,10 +22,10 @@ from router.consolidator.journal.framing import (
     frame,
     scan,
 )
-from router.consolidator.journal.memory import MemoryJournal
+from poolgrid.router.consolidator.journal.memory import MemoryJournal
+from poolgrid.wire import codec
+from poolgrid.wire.events import JournalRecord
 from tests.consolidator.journal_builder import FakeDisk, encoded, fold, record, write
-from wire import codec
-from wire.events import JournalRecord
 
 BLOCKS_MAX = 1_000_000
 

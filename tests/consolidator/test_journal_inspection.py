@@ -7,16 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.consolidator.core.pool_state import PoolState
-from router.consolidator.journal.as_of import NotKept, next_offset, offset_at, reaches_back_to, state_at
-from router.consolidator.journal.errors import JournalCorrupt
-from router.consolidator.journal.files import FileJournal, JournalSettings, verify
-from router.consolidator.journal.framing import ENTRY_HEADER, FILE_HEADER
-from router.consolidator.journal.inspection import check_journal, survey
-from router.consolidator.journal.stored_records import TornTail, stored_records, understand_all
+from poolgrid.router.consolidator.core.pool_state import PoolState
+from poolgrid.router.consolidator.journal.as_of import NotKept, next_offset, offset_at, reaches_back_to, state_at
+from poolgrid.router.consolidator.journal.errors import JournalCorrupt
+from poolgrid.router.consolidator.journal.files import FileJournal, JournalSettings, verify
+from poolgrid.router.consolidator.journal.framing import ENTRY_HEADER, FILE_HEADER
+from poolgrid.router.consolidator.journal.inspection import check_journal, survey
+from poolgrid.router.consolidator.journal.stored_records import TornTail, stored_records, understand_all
+from poolgrid.wire import codec
+from poolgrid.wire.errors import DecodeError
 from tests.consolidator.journal_builder import FakeDisk, encoded, fold, record, write
-from wire import codec
-from wire.errors import DecodeError
 
 BLOCKS_MAX = 1_000_000
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from router.consolidator import journal_writer
-from router.consolidator.core.consolidator import Now, Turn
-from router.consolidator.journal.memory import MemoryJournal
-from router.consolidator.journal_writer import JournalWriter
-from runtime.clock import SystemClock
-from wire.ingest import Unknown
+from poolgrid.router.consolidator import journal_writer
+from poolgrid.router.consolidator.core.consolidator import Now, Turn
+from poolgrid.router.consolidator.journal.memory import MemoryJournal
+from poolgrid.router.consolidator.journal_writer import JournalWriter
+from poolgrid.runtime.clock import SystemClock
+from poolgrid.wire.ingest import Unknown
 
 
 class Disk(MemoryJournal):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.consolidator.core.presence import CHAIN_BLOCKS_MAX, BlockEvent, Presence, chains
+from poolgrid.router.consolidator.core.presence import CHAIN_BLOCKS_MAX, BlockEvent, Presence, chains
+from poolgrid.wire.events import AnyEvent, BlocksRemoved, BlocksShared, BlocksStored, CacheCleared, SnapshotBegan
+from poolgrid.wire.hashing import unpack_hashes
+from poolgrid.wire.identifiers import Tier
 from tests.consolidator.pusher import removed, stored
-from wire.events import AnyEvent, BlocksRemoved, BlocksShared, BlocksStored, CacheCleared, SnapshotBegan
-from wire.hashing import unpack_hashes
-from wire.identifiers import Tier
 
 Operation = tuple[str, str, Tier, int | None, list[int]]
 hashes = st.integers(1, 12)

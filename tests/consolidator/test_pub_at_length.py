@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 import zmq.asyncio
 
+from poolgrid.wire.identifiers import Tier
 from tests.consolidator.pub_engine import BLOCK, Cache, PubEngine
 from tests.consolidator.test_service import Reader, sources_file, started
-from wire.identifiers import Tier
 
 BLOCKS = int(os.environ.get("POOLGRID_PUB_BLOCKS", "20000"))
 CHAINS_PER_FRAME = 4

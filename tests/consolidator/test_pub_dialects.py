@@ -9,18 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.consolidator.core.pub_dialects import (
+from poolgrid.router.consolidator.core.pub_dialects import (
     EngineCleared,
     EngineRemoved,
     EngineStored,
     EngineTranslator,
     decode_pub,
 )
+from poolgrid.wire.errors import DecodeError
+from poolgrid.wire.events import BlocksRemoved, BlocksStored, CacheCleared
+from poolgrid.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes, unpack_hashes
+from poolgrid.wire.identifiers import Tier
 from tests.consolidator.pub_engine import BLOCK, Cache, all_cleared, block_removed, block_stored, frame_of
-from wire.errors import DecodeError
-from wire.events import BlocksRemoved, BlocksStored, CacheCleared
-from wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes, unpack_hashes
-from wire.identifiers import Tier
 
 DIALECTS = ["vllm", "trtllm"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.consolidator.core.pub_source import (
+from poolgrid.router.consolidator.core.pub_source import (
     END_OF_REPLAY,
     REPLAY_ATTEMPTS_MAX,
     AskReplay,
@@ -14,9 +14,9 @@ from router.consolidator.core.pub_source import (
     PubFollower,
     SourceState,
 )
+from poolgrid.wire.events import EventBatch
+from poolgrid.wire.identifiers import WorkerId, WorkerKey
 from tests.consolidator.pub_engine import BLOCK, Cache, frame_of
-from wire.events import EventBatch
-from wire.identifiers import WorkerId, WorkerKey
 
 
 def follower(has_replay: bool = True) -> PubFollower:

@@ -7,11 +7,11 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from router.consolidator.journal.record_rows import event_row, event_rows
-from router.consolidator.journal.stored_records import StoredRecord, Understood
+from poolgrid.router.consolidator.journal.record_rows import event_row, event_rows
+from poolgrid.router.consolidator.journal.stored_records import StoredRecord, Understood
+from poolgrid.wire.events import AnyEvent, Event, JournalRecord
+from poolgrid.wire.hashing import unpack_hashes
 from tests.wire.test_wire_frames import GOLDEN
-from wire.events import AnyEvent, Event, JournalRecord
-from wire.hashing import unpack_hashes
 
 RECORD_COLUMNS = {
     "offset", "event", "worker_id", "dp_rank", "epoch", "seq", "time_ms", "recorded_ms", "source", "type"

@@ -22,23 +22,21 @@ import zmq
 import zmq.asyncio
 from prometheus_client import CollectorRegistry, generate_latest
 
-from router.consolidator import metrics
-from router.consolidator.adapters.posix_disk import PosixDisk
-from router.consolidator.bootstrap import create
-from router.consolidator.core import presence
-from router.consolidator.core.feed_reader import FeedEffect, FeedState
-from router.consolidator.core.pool_state import PoolState
-from router.consolidator.feed_follower import FeedFollower
-from router.consolidator.journal import snapshot_file
-from router.consolidator.journal.files import records_of, verify
-from router.consolidator.journal.memory import MemoryJournal
-from router.consolidator.service import ConsolidatorService
-from router.consolidator.settings import ConsolidatorSettings
-from router.consolidator.sources_file import load_sources
-from runtime.clock import SystemClock
-from tests.consolidator.pub_engine import BLOCK, Cache, PubEngine
-from tests.consolidator.pusher import Pusher, card, removed, stored
-from wire.events import (
+from poolgrid.router.consolidator import metrics
+from poolgrid.router.consolidator.adapters.posix_disk import PosixDisk
+from poolgrid.router.consolidator.bootstrap import create
+from poolgrid.router.consolidator.core import presence
+from poolgrid.router.consolidator.core.feed_reader import FeedEffect, FeedState
+from poolgrid.router.consolidator.core.pool_state import PoolState
+from poolgrid.router.consolidator.feed_follower import FeedFollower
+from poolgrid.router.consolidator.journal import snapshot_file
+from poolgrid.router.consolidator.journal.files import records_of, verify
+from poolgrid.router.consolidator.journal.memory import MemoryJournal
+from poolgrid.router.consolidator.service import ConsolidatorService
+from poolgrid.router.consolidator.settings import ConsolidatorSettings
+from poolgrid.router.consolidator.sources_file import load_sources
+from poolgrid.runtime.clock import SystemClock
+from poolgrid.wire.events import (
     AnyEvent,
     BlocksRemoved,
     BlocksStored,
@@ -48,11 +46,13 @@ from wire.events import (
     WorkerJoined,
     WorkerLeft,
 )
-from wire.feed import BlockChain, WorkerState
-from wire.feed_frames import FeedFrame, decode_feed
-from wire.hashing import unpack_hashes
-from wire.identifiers import StreamState, Tier
-from wire.ingest import Hello, Refused, Unknown, Welcome
+from poolgrid.wire.feed import BlockChain, WorkerState
+from poolgrid.wire.feed_frames import FeedFrame, decode_feed
+from poolgrid.wire.hashing import unpack_hashes
+from poolgrid.wire.identifiers import StreamState, Tier
+from poolgrid.wire.ingest import Hello, Refused, Unknown, Welcome
+from tests.consolidator.pub_engine import BLOCK, Cache, PubEngine
+from tests.consolidator.pusher import Pusher, card, removed, stored
 
 View = dict[str, dict[Tier, set[int]]]
 
@@ -643,7 +643,7 @@ def test_an_engine_that_cannot_be_followed_leaves_the_others_their_turn(
         engine, cache = PubEngine(context), Cache("vllm")
         (good,) = load_sources(sources_file(tmp_path, engine), 8)
         bad = msgspec.structs.replace(good, worker_id="bad", endpoint="tcp://nowhere")  # as no file's check lets in
-        monkeypatch.setattr("router.consolidator.service.load_sources", lambda *_: [bad, good])
+        monkeypatch.setattr("poolgrid.router.consolidator.service.load_sources", lambda *_: [bad, good])
         replays = asyncio.create_task(engine.answer_replays("vllm"))
         service = await started()
         reader = Reader()
@@ -682,9 +682,9 @@ def test_a_sources_file_that_is_wrong_says_where(tmp_path: Path) -> None:
 
 PROCESS = """
 import asyncio, sys
-from router.consolidator.bootstrap import serve
-from router.consolidator.settings import ConsolidatorProcessSettings
-from runtime import lifecycle
+from poolgrid.router.consolidator.bootstrap import serve
+from poolgrid.router.consolidator.settings import ConsolidatorProcessSettings
+from poolgrid.runtime import lifecycle
 
 settings = ConsolidatorProcessSettings.model_validate_json(sys.argv[1])
 lifecycle.run(lambda stop: serve(settings, stop, lambda at: print(*at, flush=True)))

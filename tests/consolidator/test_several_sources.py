@@ -13,15 +13,15 @@ import pytest
 import zmq.asyncio
 from prometheus_client import CollectorRegistry, generate_latest
 
-from router.consolidator.service import ConsolidatorService
-from router.consolidator.sources_file import load_sources
+from poolgrid.router.consolidator.service import ConsolidatorService
+from poolgrid.router.consolidator.sources_file import load_sources
+from poolgrid.wire.events import BlocksStored
+from poolgrid.wire.hashing import block_hashes, pack_tokens, sequence_hashes, unpack_hashes
+from poolgrid.wire.identifiers import StreamState, Tier, WorkerId, WorkerKey
 from tests.consolidator.pub_engine import BLOCK, Cache, PubEngine
 from tests.consolidator.publisher_process import Publisher
 from tests.consolidator.pusher import Pusher, card, stored
 from tests.consolidator.test_service import Reader, run, source_text, started
-from wire.events import BlocksStored
-from wire.hashing import block_hashes, pack_tokens, sequence_hashes, unpack_hashes
-from wire.identifiers import StreamState, Tier, WorkerId, WorkerKey
 
 W = WorkerKey(WorkerId("w"))
 Both = dict[Tier, set[int]]
@@ -349,7 +349,7 @@ def test_a_publisher_that_cannot_be_subscribed_to_costs_its_worker_nothing(
         engine, cache = PubEngine(context), Cache("vllm")
         (good,) = load_sources(sources_file(tmp_path, entry(engine)), 8)
         bad = msgspec.structs.replace(good, source="bad", endpoint="tcp://nowhere")  # as no file's check lets in
-        monkeypatch.setattr("router.consolidator.service.load_sources", lambda *_: [bad, good])
+        monkeypatch.setattr("poolgrid.router.consolidator.service.load_sources", lambda *_: [bad, good])
         replays = asyncio.create_task(engine.answer_replays("vllm"))
         service = await started(lease_ms=60_000)
         reader = Reader()

@@ -15,17 +15,17 @@ import zmq
 import zmq.asyncio
 from prometheus_client import CollectorRegistry
 
-from router.consolidator import journal_writer, service
-from router.consolidator.adapters.posix_disk import PosixDisk
-from router.consolidator.bootstrap import create
-from router.consolidator.journal.files import FileJournal, JournalSettings
-from router.consolidator.service import ConsolidatorService
-from router.consolidator.settings import ConsolidatorSettings
-from runtime.clock import SystemClock
+from poolgrid.router.consolidator import journal_writer, service
+from poolgrid.router.consolidator.adapters.posix_disk import PosixDisk
+from poolgrid.router.consolidator.bootstrap import create
+from poolgrid.router.consolidator.journal.files import FileJournal, JournalSettings
+from poolgrid.router.consolidator.service import ConsolidatorService
+from poolgrid.router.consolidator.settings import ConsolidatorSettings
+from poolgrid.runtime.clock import SystemClock
+from poolgrid.wire import codec
+from poolgrid.wire.feed import Replay, TooOld
 from tests.consolidator.pusher import Pusher, stored
 from tests.consolidator.test_service import Reader, random_work, run, truth
-from wire import codec
-from wire.feed import Replay, TooOld
 
 Scenario = Callable[[zmq.asyncio.Context], Awaitable[None]]
 

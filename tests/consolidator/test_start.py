@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from router.consolidator import bootstrap
-from router.consolidator import service as service_module
-from router.consolidator.journal.errors import JournalCorrupt
-from router.consolidator.ports import Journal
-from router.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
+from poolgrid.router.consolidator import bootstrap
+from poolgrid.router.consolidator import service as service_module
+from poolgrid.router.consolidator.journal.errors import JournalCorrupt
+from poolgrid.router.consolidator.ports import Journal
+from poolgrid.router.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
 from tests.runtime.leftovers import Broken, breaks, ended_leaving_nothing, taken_port
 
 

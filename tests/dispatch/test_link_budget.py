@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from dispatch.link_budget import FILES_PER_LINK, LINKS_MAX, links_that_fit
+from poolgrid.dispatch.link_budget import FILES_PER_LINK, LINKS_MAX, links_that_fit
 
 Limits = tuple[int, int]
 

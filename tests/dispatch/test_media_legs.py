@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dispatch.media_path import media_hashes, media_kinds, prompt_path
-from dispatch.request_machine import Avoid, Blame, Release, RequestMachine
-from dispatch.tenant_paths import TenantPaths
-from dispatch.token_delivery import TokenDelivery
-from frontend.ports import InferenceRequest
-from wire import codec
-from wire.hashing import pack_tokens
-from wire.identifiers import Stage, WorkerId, WorkerKey
-from wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media, media_hash_u64
-from wire.requests import FinishReason, Generate, RefusalKind, Sampling, TokenDelta
+from poolgrid.dispatch.media_path import media_hashes, media_kinds, prompt_path
+from poolgrid.dispatch.request_machine import Avoid, Blame, Release, RequestMachine
+from poolgrid.dispatch.tenant_paths import TenantPaths
+from poolgrid.dispatch.token_delivery import TokenDelivery
+from poolgrid.frontend.ports import InferenceRequest
+from poolgrid.wire import codec
+from poolgrid.wire.hashing import pack_tokens
+from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey
+from poolgrid.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media, media_hash_u64
+from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, Sampling, TokenDelta
 
 IMAGE = MediaItem(MediaKind.IMAGE, b"pixels", "image/png", digest_media(b"pixels"), 4, 4)
 TENSOR = MediaItem(MediaKind.EMBEDDINGS, b"numbers", "application/x-pytorch", digest_media(b"numbers"), 10, 4)

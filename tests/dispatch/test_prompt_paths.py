@@ -3,8 +3,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dispatch.prompt_paths import STRETCH_BLOCKS, PromptPaths
-from wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes
+from poolgrid.dispatch.prompt_paths import STRETCH_BLOCKS, PromptPaths
+from poolgrid.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes
 
 
 def plain(token_ids: bytes, block_size: int, seed: int) -> list[int]:

@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cli.request_life_page import page
-from dispatch.legs import Dispatch
-from dispatch.request_machine import (
+from poolgrid.cli.request_life_page import page
+from poolgrid.dispatch.legs import Dispatch
+from poolgrid.dispatch.request_machine import (
     ANY,
     LEGS,
     NOTHING,
@@ -31,12 +31,12 @@ from dispatch.request_machine import (
     RequestMachine,
     Standing,
 )
-from dispatch.token_delivery import TokenDelivery
-from frontend.ports import InferenceRequest, StreamDelta
-from wire.hashing import pack_tokens, unpack_tokens
-from wire.identifiers import Stage, WorkerId, WorkerKey
-from wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
-from wire.requests import FinishReason, RefusalKind, Sampling, TokenDelta
+from poolgrid.dispatch.token_delivery import TokenDelivery
+from poolgrid.frontend.ports import InferenceRequest, StreamDelta
+from poolgrid.wire.hashing import pack_tokens, unpack_tokens
+from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey
+from poolgrid.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
+from poolgrid.wire.requests import FinishReason, RefusalKind, Sampling, TokenDelta
 
 MAX_TOKENS = 6
 PICTURE = MultimodalInput("", (MediaItem(MediaKind.IMAGE, b"pixels", "image/png", digest_media(b"pixels"), 2, 4),))

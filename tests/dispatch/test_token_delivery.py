@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from dispatch.token_delivery import TokenDelivery
-from frontend.ports import StreamDelta
-from wire.hashing import pack_tokens
-from wire.requests import FinishReason
+from poolgrid.dispatch.token_delivery import TokenDelivery
+from poolgrid.frontend.ports import StreamDelta
+from poolgrid.wire.hashing import pack_tokens
+from poolgrid.wire.requests import FinishReason
 
 
 def _delivery(given_up: list[TokenDelivery] | None = None) -> TokenDelivery:

@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager
 
 import zmq
 
-from dispatch.worker_links import Link, WorkerLinks
-from runtime.clock import SystemClock
-from runtime.zmq_socket import CallbackSocket
-from wire import codec
-from wire.requests import FinishReason, Generate, Ping, Pong, Sampling, TokenBatch, TokenDelta
+from poolgrid.dispatch.worker_links import Link, WorkerLinks
+from poolgrid.runtime.clock import SystemClock
+from poolgrid.runtime.zmq_socket import CallbackSocket
+from poolgrid.wire import codec
+from poolgrid.wire.requests import FinishReason, Generate, Ping, Pong, Sampling, TokenBatch, TokenDelta
 
 
 class Clock(SystemClock):

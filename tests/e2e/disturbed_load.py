@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from cli.bench import bench
-from loadgen.settings import BenchSettings
-from loadgen.statistics import Report
+from poolgrid.cli.bench import bench
+from poolgrid.loadgen.settings import BenchSettings
+from poolgrid.loadgen.statistics import Report
 from tests.e2e.expectation import Verifier
 from tests.e2e.processes import eventually, metric
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from frontend.models import TINY_MODEL_PATH
-from frontend.prompt_model import PromptModel
-from loadgen.prompt import PlannedRequest, PromptMaker
-from loadgen.settings import BenchSettings
-from wire.hashing import pack_tokens
-from wire.requests import Sampling
-from workers.simulated.next_token import Vocabulary, expected_output
+from poolgrid.frontend.models import TINY_MODEL_PATH
+from poolgrid.frontend.prompt_model import PromptModel
+from poolgrid.loadgen.prompt import PlannedRequest, PromptMaker
+from poolgrid.loadgen.settings import BenchSettings
+from poolgrid.wire.hashing import pack_tokens
+from poolgrid.wire.requests import Sampling
+from poolgrid.workers.simulated.next_token import Vocabulary, expected_output
 
 MODEL = PromptModel.load(TINY_MODEL_PATH)
 VOCABULARY = Vocabulary(size=MODEL.vocab_size, first_token_id=3, eos_token_id=2)

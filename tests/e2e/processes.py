@@ -18,7 +18,7 @@ import httpx
 import psutil
 from typer.testing import CliRunner
 
-from cli.main import app
+from poolgrid.cli.main import app
 
 READY_TIMEOUT_S = 60.0
 WAIT_TIMEOUT_S = 60.0
@@ -30,7 +30,7 @@ class Process:
     def __init__(self, *arguments: str) -> None:
         self.arguments = arguments
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "cli", *arguments],
+            [sys.executable, "-m", "poolgrid", *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},

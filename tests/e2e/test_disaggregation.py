@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from cli.bench import bench
-from loadgen.settings import BenchSettings
+from poolgrid.cli.bench import bench
+from poolgrid.loadgen.settings import BenchSettings
+from poolgrid.wire.hashing import pack_tokens
 from tests.e2e.expectation import Verifier, expected_text
 from tests.e2e.processes import (
     Process,
@@ -22,7 +23,6 @@ from tests.e2e.processes import (
     ready_workers,
     worker_rows,
 )
-from wire.hashing import pack_tokens
 
 pytestmark = pytest.mark.e2e
 

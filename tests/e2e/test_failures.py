@@ -10,9 +10,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cli.bench import bench
-from loadgen.settings import BenchSettings
-from loadgen.statistics import Report
+from poolgrid.cli.bench import bench
+from poolgrid.loadgen.settings import BenchSettings
+from poolgrid.loadgen.statistics import Report
 from tests.e2e.disturbed_load import assert_unharmed, load_while
 from tests.e2e.expectation import Verifier
 from tests.e2e.processes import (

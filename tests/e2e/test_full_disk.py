@@ -11,9 +11,9 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from cli.bench import bench
-from cli.main import app
-from loadgen.settings import BenchSettings
+from poolgrid.cli.bench import bench
+from poolgrid.cli.main import app
+from poolgrid.loadgen.settings import BenchSettings
 from tests.e2e.disturbed_load import assert_unharmed
 from tests.e2e.expectation import Verifier
 from tests.e2e.processes import eventually, index_equals_workers, metric, pool_is_quiet, running_pool

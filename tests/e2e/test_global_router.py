@@ -15,11 +15,11 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from cli.main import app
+from poolgrid.cli.main import app
+from poolgrid.wire.hashing import pack_tokens
 from tests.e2e.disturbed_load import assert_unharmed, load_while
 from tests.e2e.expectation import MODEL, expected_text
 from tests.e2e.processes import Process, assert_decisions_replay, eventually, metric, pool_is_quiet
-from wire.hashing import pack_tokens
 
 pytestmark = pytest.mark.e2e
 

@@ -11,8 +11,8 @@ import httpx
 import psutil
 import pytest
 
-from frontend.access import key_file
-from frontend.access.key_file import Key, KeyDocument, Tenant
+from poolgrid.frontend.access import key_file
+from poolgrid.frontend.access.key_file import Key, KeyDocument, Tenant
 from tests.e2e.processes import Process, eventually, metric
 
 pytestmark = pytest.mark.e2e

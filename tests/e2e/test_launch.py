@@ -68,7 +68,7 @@ class Script:
                 "ENGINE": "fake",
                 "PORT": "0",
                 "LOG_LEVEL": "warning",
-                "POOLGRID": f"{sys.executable} -m cli",
+                "POOLGRID": f"{sys.executable} -m poolgrid",
                 "SERVED_MODEL_NAME": "m",
                 **environment,
             },

@@ -10,14 +10,14 @@ from typing import Any
 import httpx
 import pytest
 
-from frontend.media.placeholders import place_media
+from poolgrid.frontend.media.placeholders import place_media
+from poolgrid.wire.card import MediaSpec
+from poolgrid.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
+from poolgrid.workers.simulated.media import key_of, mark_media
 from tests.e2e.expectation import expected_text
 from tests.e2e.processes import Process, eventually, index_equals_workers, metric, pool_is_quiet, ready_workers
 from tests.frontend.fake_backend import TINY
 from tests.frontend.media.samples import data_url, image, png, safetensors
-from wire.card import MediaSpec
-from wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
-from workers.simulated.media import key_of, mark_media
 
 pytestmark = pytest.mark.e2e
 

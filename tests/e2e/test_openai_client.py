@@ -13,14 +13,14 @@ import pytest
 from openai.types.chat import ChatCompletionToolParam
 from pydantic import BaseModel, Field
 
-from frontend.models import TINY_MODEL_PATH
+from poolgrid.frontend.models import TINY_MODEL_PATH
+from poolgrid.wire.hashing import pack_tokens, unpack_tokens
+from poolgrid.wire.requests import Generate, Sampling
+from poolgrid.workers.engines.simulated_guides import LazyGuides
+from poolgrid.workers.simulated.guided_tokens import GuidedTokenStream
+from poolgrid.workers.simulated.next_token import Vocabulary
 from tests.e2e.processes import Process, running_pool, worker_rows
 from tests.frontend.fake_backend import TINY
-from wire.hashing import pack_tokens, unpack_tokens
-from wire.requests import Generate, Sampling
-from workers.engines.simulated_guides import LazyGuides
-from workers.simulated.guided_tokens import GuidedTokenStream
-from workers.simulated.next_token import Vocabulary
 
 pytestmark = pytest.mark.e2e
 

@@ -10,8 +10,8 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from cli.main import app
-from router.consolidator.journal.framing import FILE_HEADER, frame, payload_at, scan
+from poolgrid.cli.main import app
+from poolgrid.router.consolidator.journal.framing import FILE_HEADER, frame, payload_at, scan
 from tests.e2e.disturbed_load import assert_unharmed, load_while
 from tests.e2e.processes import eventually, metric, pool_is_quiet, ready_workers, running_pool
 

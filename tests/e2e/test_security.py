@@ -10,7 +10,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from cli.main import app as cli
+from poolgrid.cli.main import app as cli
 from tests.e2e.processes import Process, eventually, index_equals_workers, metric, ready_workers
 from tests.runtime.test_planes import make_pair
 from tests.runtime.test_tls import Files

@@ -11,8 +11,8 @@ from functools import partial
 import httpx
 import pytest
 
-from cli.bench import bench
-from loadgen.settings import BenchSettings
+from poolgrid.cli.bench import bench
+from poolgrid.loadgen.settings import BenchSettings
 from tests.e2e.disturbed_load import assert_unharmed
 from tests.e2e.expectation import MODEL, Verifier
 from tests.e2e.processes import (
@@ -63,7 +63,7 @@ def routers() -> Iterator[list[Process]]:
 def run_bench(url: str) -> subprocess.Popen[bytes]:
     shape = ("--speed", "40", "--length-scale", "0.25", "--osl-max", "32")
     arguments = ("--url", url, "--trace", str(TRACE), "--requests", str(REQUESTS), *shape)
-    return subprocess.Popen([sys.executable, "-m", "cli", "bench", "--trace", str(TRACE), *arguments])
+    return subprocess.Popen([sys.executable, "-m", "poolgrid", "bench", "--trace", str(TRACE), *arguments])
 
 
 def test_two_routers_share_the_load_and_end_with_the_same_true_index(routers: list[Process]) -> None:

@@ -11,11 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
+from poolgrid.wire.identifiers import Tier
 from tests.consolidator.pub_engine import BLOCK
 from tests.consolidator.publisher_process import Publisher
 from tests.e2e.expectation import MODEL
 from tests.e2e.processes import Process, eventually, metric, ready_workers, worker_rows
-from wire.identifiers import Tier
 
 pytestmark = pytest.mark.e2e
 

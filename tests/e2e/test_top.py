@@ -16,10 +16,10 @@ import httpx
 import msgspec
 import pytest
 
-from cli.top import Frame, fetch, milliseconds, usage_bar
+from poolgrid.cli.top import Frame, fetch, milliseconds, usage_bar
+from poolgrid.wire.answers import PlacedExplanation, RequestExplanation
+from poolgrid.wire.request_ids import name_of
 from tests.e2e.processes import Process, eventually, pool_is_quiet, running_pool
-from wire.answers import PlacedExplanation, RequestExplanation
-from wire.request_ids import name_of
 
 pytestmark = pytest.mark.e2e
 
@@ -71,7 +71,7 @@ def standing(value: Any) -> Any:
 def lines_of(*arguments: str) -> list[str]:
     """Return what a command prints for a wide terminal."""
     environment = {**os.environ, "COLUMNS": "400", "TERM": "dumb", "NO_COLOR": "1"}
-    command = [sys.executable, "-m", "cli", *arguments]
+    command = [sys.executable, "-m", "poolgrid", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
 
 

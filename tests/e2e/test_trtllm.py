@@ -15,10 +15,10 @@ from functools import partial
 import httpx
 import pytest
 
+from poolgrid.wire.hashing import pack_tokens
 from tests.e2e.expectation import expected_text
 from tests.e2e.processes import Process, eventually, metric, worker_rows
 from tests.fakes import FAKES_PATH
-from wire.hashing import pack_tokens
 
 pytestmark = pytest.mark.e2e
 

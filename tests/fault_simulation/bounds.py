@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from router.consolidator.journal.memory import MemoryJournal
-from router.core.load_ledger import LoadLedger
+from poolgrid.router.consolidator.journal.memory import MemoryJournal
+from poolgrid.router.core.load_ledger import LoadLedger
 from tests.fault_simulation.processes import (
     DECISIONS_KEPT,
     MAX_WAITING_REQUESTS,

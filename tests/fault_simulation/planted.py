@@ -12,21 +12,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from dispatch.request_machine import RequestMachine
-from global_router.pools import PoolConnection
-from router.consolidator.core.consolidator import Consolidator, Turn
-from router.consolidator.core.cursor import Cursor, Verdict
-from router.consolidator.core.feed_reader import FeedReader
-from router.consolidator.journal import files
-from router.consolidator.journal.files import FileJournal
-from router.consolidator.journal_writer import JournalWriter
-from router.core.approximate_index import ApproximateIndex
-from router.core.load_ledger import LoadLedger
-from router.core.prefix_index import PrefixIndex
-from router.fleet_links import FleetLinks
-from runtime.awake_clock import AwakeTime
-from wire.ingest import Hello
-from workers.peers import Peers
+from poolgrid.dispatch.request_machine import RequestMachine
+from poolgrid.global_router.pools import PoolConnection
+from poolgrid.router.consolidator.core.consolidator import Consolidator, Turn
+from poolgrid.router.consolidator.core.cursor import Cursor, Verdict
+from poolgrid.router.consolidator.core.feed_reader import FeedReader
+from poolgrid.router.consolidator.journal import files
+from poolgrid.router.consolidator.journal.files import FileJournal
+from poolgrid.router.consolidator.journal_writer import JournalWriter
+from poolgrid.router.core.approximate_index import ApproximateIndex
+from poolgrid.router.core.load_ledger import LoadLedger
+from poolgrid.router.core.prefix_index import PrefixIndex
+from poolgrid.router.fleet_links import FleetLinks
+from poolgrid.runtime.awake_clock import AwakeTime
+from poolgrid.wire.ingest import Hello
+from poolgrid.workers.peers import Peers
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,53 +15,53 @@ from typing import cast
 
 from prometheus_client import CollectorRegistry
 
-from dispatch.worker_links import WorkerLinks
-from global_router.configuration import Configuration
-from global_router.core.document.reader import LoadedDocument
-from global_router.metrics import GlobalRouterMetrics
-from global_router.pools import Pools
-from global_router.service import GlobalRouterService
-from global_router.settings import GlobalRouterSettings
-from router.consolidator.journal.files import FileJournal, JournalSettings
-from router.consolidator.journal.memory import MemoryJournal
-from router.consolidator.ports import Disk, Journal, PoolListener
-from router.consolidator.service import ConsolidatorService
-from router.consolidator.settings import ConsolidatorSettings
-from router.core.load_ledger import LoadLedger
-from router.core.policy import make_policy
-from router.core.prefix_index import PrefixIndex
-from router.core.projection import Projection
-from router.core.router_state import RouterState
-from router.core.selector import Selector
-from router.feeds import EmbeddedFeed, RemoteFeed
-from router.fleet_links import link_opener
-from router.metrics import RouterMetrics
-from router.ports import JournalFeed
-from router.select_plane import SelectPlane
-from router.service import RouterService
-from router.settings import RouterSettings
-from runtime.awake_clock import AwakeClock
+from poolgrid.dispatch.worker_links import WorkerLinks
+from poolgrid.global_router.configuration import Configuration
+from poolgrid.global_router.core.document.reader import LoadedDocument
+from poolgrid.global_router.metrics import GlobalRouterMetrics
+from poolgrid.global_router.pools import Pools
+from poolgrid.global_router.service import GlobalRouterService
+from poolgrid.global_router.settings import GlobalRouterSettings
+from poolgrid.router.consolidator.journal.files import FileJournal, JournalSettings
+from poolgrid.router.consolidator.journal.memory import MemoryJournal
+from poolgrid.router.consolidator.ports import Disk, Journal, PoolListener
+from poolgrid.router.consolidator.service import ConsolidatorService
+from poolgrid.router.consolidator.settings import ConsolidatorSettings
+from poolgrid.router.core.load_ledger import LoadLedger
+from poolgrid.router.core.policy import make_policy
+from poolgrid.router.core.prefix_index import PrefixIndex
+from poolgrid.router.core.projection import Projection
+from poolgrid.router.core.router_state import RouterState
+from poolgrid.router.core.selector import Selector
+from poolgrid.router.feeds import EmbeddedFeed, RemoteFeed
+from poolgrid.router.fleet_links import link_opener
+from poolgrid.router.metrics import RouterMetrics
+from poolgrid.router.ports import JournalFeed
+from poolgrid.router.select_plane import SelectPlane
+from poolgrid.router.service import RouterService
+from poolgrid.router.settings import RouterSettings
+from poolgrid.runtime.awake_clock import AwakeClock
+from poolgrid.wire.card import WorkerCard, WorkerLimits
+from poolgrid.wire.events import JournalRecord
+from poolgrid.wire.feed import BlockChain, WorkerState
+from poolgrid.workers.adapters.sockets import RequestSocket
+from poolgrid.workers.core.push_stream import PushStream, PushTiming
+from poolgrid.workers.engines.simulated import RealTimeSimulatedEngine
+from poolgrid.workers.kv_fetcher import KvFetcher
+from poolgrid.workers.metrics import WorkerMetrics
+from poolgrid.workers.publisher import EventPublisher
+from poolgrid.workers.service import ServiceLimits, WorkerService
+from poolgrid.workers.simulated.engine import EngineLimits
+from poolgrid.workers.simulated.kv_transfer import KvSource, TransferModel
+from poolgrid.workers.simulated.next_token import Vocabulary
+from poolgrid.workers.simulated.timing import PolynomialTiming, ScaledTiming
+from poolgrid.workers.transfers import KvExchange
 from tests.fault_simulation.machine import Machine
 from tests.fault_simulation.network import Network
 from tests.fault_simulation.recordings import Recordings, is_recorded
 from tests.fault_simulation.scenario import MODEL, VOCABULARY_SIZE, PoolPlan, Scenario, WorkerPlan
 from tests.fault_simulation.virtual_loop import Life, VirtualLoop
 from tests.fault_simulation.watcher import WatchedJournal, Watcher
-from wire.card import WorkerCard, WorkerLimits
-from wire.events import JournalRecord
-from wire.feed import BlockChain, WorkerState
-from workers.adapters.sockets import RequestSocket
-from workers.core.push_stream import PushStream, PushTiming
-from workers.engines.simulated import RealTimeSimulatedEngine
-from workers.kv_fetcher import KvFetcher
-from workers.metrics import WorkerMetrics
-from workers.publisher import EventPublisher
-from workers.service import ServiceLimits, WorkerService
-from workers.simulated.engine import EngineLimits
-from workers.simulated.kv_transfer import KvSource, TransferModel
-from workers.simulated.next_token import Vocabulary
-from workers.simulated.timing import PolynomialTiming, ScaledTiming
-from workers.transfers import KvExchange
 
 LEASE_MS = 1000
 STALE_AFTER_MS = 500

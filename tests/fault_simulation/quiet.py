@@ -10,11 +10,14 @@ from collections.abc import Iterable, Sized
 
 import numpy as np
 
-from router.consolidator.core.feed_reader import FeedState
-from router.consolidator.core.pool_state import FrozenPool, PoolState
-from router.consolidator.journal.errors import JournalCorrupt
-from router.consolidator.journal.files import FileJournal, records_of
-from router.feeds import RemoteFeed
+from poolgrid.router.consolidator.core.feed_reader import FeedState
+from poolgrid.router.consolidator.core.pool_state import FrozenPool, PoolState
+from poolgrid.router.consolidator.journal.errors import JournalCorrupt
+from poolgrid.router.consolidator.journal.files import FileJournal, records_of
+from poolgrid.router.feeds import RemoteFeed
+from poolgrid.wire.hashing import unpack_hashes
+from poolgrid.wire.identifiers import StreamState, Tier, WorkerId, WorkerKey
+from poolgrid.wire.streams import WORKER_SOURCE
 from tests.fault_simulation.bounds import ledger_faults
 from tests.fault_simulation.processes import (
     BLOCKS_PER_WORKER_MAX,
@@ -24,9 +27,6 @@ from tests.fault_simulation.processes import (
     WorkerProcess,
 )
 from tests.fault_simulation.watcher import Watcher
-from wire.hashing import unpack_hashes
-from wire.identifiers import StreamState, Tier, WorkerId, WorkerKey
-from wire.streams import WORKER_SOURCE
 
 FOLLOWED = frozenset({StreamState.LIVE, StreamState.SYNCING})
 """States of a stream of which nothing is missing."""

@@ -14,19 +14,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from router.consolidator.journal.files import FileJournal
-from router.core.router_state import RouterState
-from router.decision_journal.entries import Checkpoint
-from router.decision_journal.opening import DECIDING_SETTINGS, policy_of
-from router.decision_journal.reader import stored_entries
-from router.decision_journal.recorder import DecisionRecorder, settings_noted
-from router.decision_journal.replay import Replay, shown
-from router.decision_journal.segments import DecisionSegments
-from router.settings import RouterSettings
-from runtime.clock import Clock
+from poolgrid.router.consolidator.journal.files import FileJournal
+from poolgrid.router.core.router_state import RouterState
+from poolgrid.router.decision_journal.entries import Checkpoint
+from poolgrid.router.decision_journal.opening import DECIDING_SETTINGS, policy_of
+from poolgrid.router.decision_journal.reader import stored_entries
+from poolgrid.router.decision_journal.recorder import DecisionRecorder, settings_noted
+from poolgrid.router.decision_journal.replay import Replay, shown
+from poolgrid.router.decision_journal.segments import DecisionSegments
+from poolgrid.router.settings import RouterSettings
+from poolgrid.runtime.clock import Clock
+from poolgrid.wire import codec
+from poolgrid.wire.events import JournalRecord
 from tests.consolidator.journal_builder import FakeDisk
-from wire import codec
-from wire.events import JournalRecord
 
 RECORDED_EVERY = 8
 """A recorded run takes half as long again."""

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Literal
 
+from poolgrid.wire.hashing import pack_tokens
+from poolgrid.wire.identifiers import Role
+from poolgrid.wire.requests import Sampling
 from tests.fault_simulation.network import Faults
-from wire.hashing import pack_tokens
-from wire.identifiers import Role
-from wire.requests import Sampling
 
 PROFILES = (
     "calm",

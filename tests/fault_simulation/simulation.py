@@ -22,8 +22,11 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
-from frontend.ports import InferenceRequest, Refused, StreamDelta
-from global_router.core.document.reader import load_document
+from poolgrid.frontend.ports import InferenceRequest, Refused, StreamDelta
+from poolgrid.global_router.core.document.reader import load_document
+from poolgrid.wire.hashing import pack_tokens
+from poolgrid.wire.requests import Sampling
+from poolgrid.workers.simulated.next_token import Vocabulary, expected_reply
 from tests.fault_simulation import bounds, quiet
 from tests.fault_simulation.network import Network
 from tests.fault_simulation.processes import (
@@ -40,9 +43,6 @@ from tests.fault_simulation.scenario import MODEL, VOCABULARY_SIZE, Fault, Reque
 from tests.fault_simulation.trace import Trace
 from tests.fault_simulation.virtual_loop import Life, StillBusy, VirtualLoop
 from tests.fault_simulation.watcher import LogWatcher, Watcher
-from wire.hashing import pack_tokens
-from wire.requests import Sampling
-from workers.simulated.next_token import Vocabulary, expected_reply
 
 QUIET_WITHIN_S = 40.0
 LOOK_EVERY_S = 0.1

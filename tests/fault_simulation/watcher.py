@@ -20,18 +20,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from router.consolidator.core.pool_state import FrozenPool, PoolState
-from router.consolidator.ports import Journal
-from router.feeds import RemoteFeed
+from poolgrid.router.consolidator.core.pool_state import FrozenPool, PoolState
+from poolgrid.router.consolidator.ports import Journal
+from poolgrid.router.feeds import RemoteFeed
+from poolgrid.wire import codec
+from poolgrid.wire.events import JournalRecord
+from poolgrid.wire.hashing import unpack_hashes
+from poolgrid.wire.identifiers import WorkerKey
+from poolgrid.wire.ingest import Acknowledged, Welcome
+from poolgrid.wire.streams import WORKER_SOURCE
 from tests.fault_simulation.network import Pipe
 from tests.fault_simulation.trace import Trace
 from tests.fault_simulation.virtual_loop import Life, VirtualLoop
-from wire import codec
-from wire.events import JournalRecord
-from wire.hashing import unpack_hashes
-from wire.identifiers import WorkerKey
-from wire.ingest import Acknowledged, Welcome
-from wire.streams import WORKER_SOURCE
 
 if TYPE_CHECKING:
     from tests.fault_simulation.machine import Machine

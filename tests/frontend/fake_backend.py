@@ -9,11 +9,11 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from frontend.models import TINY_MODEL_PATH
-from frontend.ports import InferenceRequest, ServedModel, StreamDelta
-from frontend.prompt_model import PromptModel
-from wire.hashing import TOKEN_BYTES
-from wire.requests import TokenLogprobs
+from poolgrid.frontend.models import TINY_MODEL_PATH
+from poolgrid.frontend.ports import InferenceRequest, ServedModel, StreamDelta
+from poolgrid.frontend.prompt_model import PromptModel
+from poolgrid.wire.hashing import TOKEN_BYTES
+from poolgrid.wire.requests import TokenLogprobs
 
 TINY = PromptModel.load(TINY_MODEL_PATH)
 

@@ -14,12 +14,12 @@ import uvicorn
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
-from frontend.app import create_app
-from frontend.ports import InferenceBackend
-from frontend.prompt_model import PromptModel
-from frontend.settings import FrontendSettings
-from runtime.http_protocol import DirectProtocol
-from runtime.http_settings import HttpLimits
+from poolgrid.frontend.app import create_app
+from poolgrid.frontend.ports import InferenceBackend
+from poolgrid.frontend.prompt_model import PromptModel
+from poolgrid.frontend.settings import FrontendSettings
+from poolgrid.runtime.http_protocol import DirectProtocol
+from poolgrid.runtime.http_settings import HttpLimits
 from tests.frontend.fake_backend import TINY
 
 Http = str | type[DirectProtocol]

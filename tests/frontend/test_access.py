@@ -21,17 +21,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from frontend.access import key_file
-from frontend.access.cache_salt import cache_salt
-from frontend.access.gate import PathClass, key_of, path_class
-from frontend.access.key_file import Key, KeyDocument, KeyFileError, Tenant
-from frontend.access.tenants import Tenants
-from frontend.access.token_bucket import Bucket
-from frontend.errors import REFUSAL_STATUSES
-from frontend.media.refusals import STATUS_BY_CODE
-from frontend.metrics import OTHER_TENANTS, TENANT_LABELS_MAX, FrontendMetrics
-from frontend.ports import Refused, ServedModel
-from runtime.http_server import HttpServer
+from poolgrid.frontend.access import key_file
+from poolgrid.frontend.access.cache_salt import cache_salt
+from poolgrid.frontend.access.gate import PathClass, key_of, path_class
+from poolgrid.frontend.access.key_file import Key, KeyDocument, KeyFileError, Tenant
+from poolgrid.frontend.access.tenants import Tenants
+from poolgrid.frontend.access.token_bucket import Bucket
+from poolgrid.frontend.errors import REFUSAL_STATUSES
+from poolgrid.frontend.media.refusals import STATUS_BY_CODE
+from poolgrid.frontend.metrics import OTHER_TENANTS, TENANT_LABELS_MAX, FrontendMetrics
+from poolgrid.frontend.ports import Refused, ServedModel
+from poolgrid.runtime.http_server import HttpServer
 from tests.frontend.fake_backend import FakeBackend, speak
 from tests.frontend.server import application
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend.body_shape import SHORT_BYTES, VALUES_PER_PART, check_shape, count_values
-from frontend.errors import RequestError
-from frontend.settings import FrontendSettings
-from frontend.tokenization import TokenizationPool
+from poolgrid.frontend.body_shape import SHORT_BYTES, VALUES_PER_PART, check_shape, count_values
+from poolgrid.frontend.errors import RequestError
+from poolgrid.frontend.settings import FrontendSettings
+from poolgrid.frontend.tokenization import TokenizationPool
 from tests.frontend.fake_backend import FakeBackend
 from tests.frontend.server import application, in_process
 

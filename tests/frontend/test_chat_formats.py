@@ -13,9 +13,9 @@ import pydantic
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from frontend.chat_template import ChatTemplate
-from frontend.ports import InferenceRequest
-from frontend.prompt_model import PromptModel
+from poolgrid.frontend.chat_template import ChatTemplate
+from poolgrid.frontend.ports import InferenceRequest
+from poolgrid.frontend.prompt_model import PromptModel
 from tests.frontend.fake_backend import TINY, FakeBackend, Step, speak, with_logprobs
 from tests.frontend.server import application, in_process, served_in_thread
 

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 import pytest
 from msgspec import Meta, Struct
 
-from frontend.field_words import allowed, fields_without_words, words_at
-from frontend.schema import ChatBody, CompletionBody
+from poolgrid.frontend.field_words import allowed, fields_without_words, words_at
+from poolgrid.frontend.schema import ChatBody, CompletionBody
 
 
 @pytest.mark.parametrize(

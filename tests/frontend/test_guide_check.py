@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from frontend.errors import RequestError
-from frontend.guide_check import WAITING_PER_TENANT_MAX, GuideCheck
-from frontend.guides import Guide
-from runtime.tenant_caches import EVERYBODY, CacheDomain, CacheShares
+from poolgrid.frontend.errors import RequestError
+from poolgrid.frontend.guide_check import WAITING_PER_TENANT_MAX, GuideCheck
+from poolgrid.frontend.guides import Guide
+from poolgrid.runtime.tenant_caches import EVERYBODY, CacheDomain, CacheShares
 from tests.frontend.fake_backend import FakeBackend
 from tests.frontend.server import application, in_process
 from tests.wire.test_guide_limits import chain, rules
@@ -66,7 +66,7 @@ def test_a_guide_is_tried_once_for_each_tenant() -> None:
 def test_a_verdict_is_found_by_its_tenant_and_salt_alone_and_pushed_out_by_nobody_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("frontend.guide_check.VERDICTS_MAX", 8)
+    monkeypatch.setattr("poolgrid.frontend.guide_check.VERDICTS_MAX", 8)
 
     async def scenario(check: GuideCheck) -> None:
         for whose in (domain("a"), domain("a", "x"), domain("a"), None, None):
@@ -143,7 +143,7 @@ def test_a_process_that_cannot_be_started_refuses_for_now(monkeypatch: pytest.Mo
         monkeypatch.undo()
         await check.check(integer_up_to(1), "guided_json", EVERYBODY)
 
-    monkeypatch.setattr("frontend.guide_check.subprocess.Popen", no_process)
+    monkeypatch.setattr("poolgrid.frontend.guide_check.subprocess.Popen", no_process)
     assert run(scenario) == ["busy", "accepted"]
 
 

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from frontend.ports import InferenceRequest, StreamDelta
+from poolgrid.frontend.ports import InferenceRequest, StreamDelta
+from poolgrid.wire.hashing import pack_tokens, unpack_tokens
+from poolgrid.wire.request_ids import name_of
+from poolgrid.wire.requests import TokenLogprobs
 from tests.frontend.fake_backend import TINY, FakeBackend, Script, Step, speak, with_logprobs
 from tests.frontend.server import application, in_process
-from wire.hashing import pack_tokens, unpack_tokens
-from wire.request_ids import name_of
-from wire.requests import TokenLogprobs
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from frontend.errors import RequestError
-from frontend.inflation import (
+from poolgrid.frontend.errors import RequestError
+from poolgrid.frontend.inflation import (
     RATIO_FREE_BYTES,
     STEP_INPUT_BYTES,
     STEP_OUTPUT_BYTES,
@@ -29,8 +29,8 @@ from frontend.inflation import (
     Inflation,
     InflationLimits,
 )
-from frontend.tokenization import TokenizationPool
-from runtime.clock import SystemClock
+from poolgrid.frontend.tokenization import TokenizationPool
+from poolgrid.runtime.clock import SystemClock
 from tests.frontend.fake_backend import FakeBackend
 from tests.frontend.server import application, served
 

@@ -13,20 +13,20 @@ import pytest
 from pydantic import ValidationError
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from frontend.access import key_file
-from frontend.access.key_file import KeyDocument, Tenant
-from frontend.access.tenants import Tenants
-from frontend.models import TINY_MODEL_PATH
-from frontend.ports import Refused, ServedModel
-from frontend.prompt_encoder import PromptEncoder
-from frontend.prompt_model import PromptModel
-from frontend.settings import FrontendSettings
-from runtime.tenant_caches import WHOLE
+from poolgrid.frontend.access import key_file
+from poolgrid.frontend.access.key_file import KeyDocument, Tenant
+from poolgrid.frontend.access.tenants import Tenants
+from poolgrid.frontend.models import TINY_MODEL_PATH
+from poolgrid.frontend.ports import Refused, ServedModel
+from poolgrid.frontend.prompt_encoder import PromptEncoder
+from poolgrid.frontend.prompt_model import PromptModel
+from poolgrid.frontend.settings import FrontendSettings
+from poolgrid.runtime.tenant_caches import WHOLE
+from poolgrid.wire.card import MediaSpec
 from tests.frontend.fake_backend import FakeBackend, speak
 from tests.frontend.media.hostile_server import answer, hostile_server
 from tests.frontend.media.samples import png
 from tests.frontend.server import application, in_process
-from wire.card import MediaSpec
 
 SECRET = "5" * 64
 TENANTS = ("acme", "other")

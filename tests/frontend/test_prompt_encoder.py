@@ -22,12 +22,12 @@ from tokenizers import (
     trainers,
 )
 
-from frontend import prompt_encoder
-from frontend.models import TINY_MODEL_PATH
-from frontend.prompt_encoder import Lookup, PromptEncoder, probes
-from frontend.segment_cache import SEGMENT_CHARS_MIN, cut
-from runtime.tenant_caches import EVERYBODY
-from wire.hashing import pack_tokens
+from poolgrid.frontend import prompt_encoder
+from poolgrid.frontend.models import TINY_MODEL_PATH
+from poolgrid.frontend.prompt_encoder import Lookup, PromptEncoder, probes
+from poolgrid.frontend.segment_cache import SEGMENT_CHARS_MIN, cut
+from poolgrid.runtime.tenant_caches import EVERYBODY
+from poolgrid.wire.hashing import pack_tokens
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. It's 1234 o'clock, don't you know?\n",

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from frontend.chat_template import ChatTemplate, TemplateFailure
-from frontend.models import TINY_MODEL_PATH
-from frontend.models.build_tiny import SPECIAL_TOKENS, build
-from frontend.prompt_model import ModelDirectoryError, PromptModel
+from poolgrid.frontend.chat_template import ChatTemplate, TemplateFailure
+from poolgrid.frontend.models import TINY_MODEL_PATH
+from poolgrid.frontend.models.build_tiny import SPECIAL_TOKENS, build
+from poolgrid.frontend.prompt_model import ModelDirectoryError, PromptModel
 
 USER = [{"role": "user", "content": "hi"}]
 

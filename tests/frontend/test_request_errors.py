@@ -11,18 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from frontend.field_words import fields_without_words
-from frontend.ports import Refused, ServedModel
-from frontend.prompt_model import PromptModel
-from frontend.responses_api.schema import REFUSED_RESPONSES, ResponsesBody
-from frontend.schema import (
+from poolgrid.frontend.field_words import fields_without_words
+from poolgrid.frontend.ports import Refused, ServedModel
+from poolgrid.frontend.prompt_model import PromptModel
+from poolgrid.frontend.responses_api.schema import REFUSED_RESPONSES, ResponsesBody
+from poolgrid.frontend.schema import (
     REFUSED_CHAT,
     REFUSED_COMPLETION,
     REFUSED_NVEXT,
     ChatBody,
     CompletionBody,
 )
-from frontend.tokenizer_endpoints import DetokenizeBody, TokenizeBody
+from poolgrid.frontend.tokenizer_endpoints import DetokenizeBody, TokenizeBody
 from tests.frontend.fake_backend import TINY, FakeBackend
 from tests.frontend.server import application, in_process
 
@@ -368,7 +368,7 @@ def test_more_prompts_than_answers_are_allowed_are_refused_before_any_is_looked_
     def looked_at(body: CompletionBody) -> list[tuple[str | list[int], str]]:
         raise AssertionError("too many to look at")
 
-    monkeypatch.setattr("frontend.preparation._prompts", looked_at)
+    monkeypatch.setattr("poolgrid.frontend.preparation._prompts", looked_at)
 
     many: list[list[Any]] = [["x"] * 3, [[1, 2]] * 3]
     for prompts in many:

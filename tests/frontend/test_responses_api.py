@@ -13,8 +13,8 @@ import openai
 import pydantic
 import pytest
 
-from frontend.ports import InferenceRequest
-from frontend.prompt_model import PromptModel
+from poolgrid.frontend.ports import InferenceRequest
+from poolgrid.frontend.prompt_model import PromptModel
 from tests.frontend.fake_backend import TINY, FakeBackend, Step, speak
 from tests.frontend.server import application, in_process, served_in_thread
 

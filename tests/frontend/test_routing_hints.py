@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from frontend.ports import HINT_HEADERS, Refused
-from global_router.core.document.axis import AXIS, TARGETS
+from poolgrid.frontend.ports import HINT_HEADERS, Refused
+from poolgrid.global_router.core.document.axis import AXIS, TARGETS
 from tests.frontend.fake_backend import FakeBackend
 from tests.frontend.server import application, in_process
 from tests.frontend.test_inference import COMPLETIONS, post

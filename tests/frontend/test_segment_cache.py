@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from frontend.segment_cache import SAME_HEAD_MAX, SEGMENT_CHARS_MIN, SegmentCache
+from poolgrid.frontend.segment_cache import SAME_HEAD_MAX, SEGMENT_CHARS_MIN, SegmentCache
 
 END = ("<|end|>", "<|start|>")
 

@@ -15,14 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from frontend.access import shared_cells
-from frontend.access.key_file import KeyDocument, Tenant
-from frontend.access.meter import Meter, OwnCell, Rate
-from frontend.access.shared_cells import FILE_NAME, RECORDS, SharedCells
-from frontend.access.tenants import Caller, Tenants
-from frontend.access.token_bucket import Bucket
-from frontend.ports import Refused
-from runtime.clock import SystemClock
+from poolgrid.frontend.access import shared_cells
+from poolgrid.frontend.access.key_file import KeyDocument, Tenant
+from poolgrid.frontend.access.meter import Meter, OwnCell, Rate
+from poolgrid.frontend.access.shared_cells import FILE_NAME, RECORDS, SharedCells
+from poolgrid.frontend.access.tenants import Caller, Tenants
+from poolgrid.frontend.access.token_bucket import Bucket
+from poolgrid.frontend.ports import Refused
+from poolgrid.runtime.clock import SystemClock
 
 NOW_MS = 1e9
 SECRET = "5" * 64
@@ -31,10 +31,10 @@ LIMITED = Tenant(requests_per_minute=100, tokens_per_minute=1000, concurrent_req
 CHILD = """
 import sys
 from pathlib import Path
-from frontend.access.key_file import Tenant
-from frontend.access.meter import Meter
-from frontend.access.shared_cells import SharedCells
-from runtime.clock import SystemClock
+from poolgrid.frontend.access.key_file import Tenant
+from poolgrid.frontend.access.meter import Meter
+from poolgrid.frontend.access.shared_cells import SharedCells
+from poolgrid.runtime.clock import SystemClock
 
 directory, index, size, mode = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 cells = SharedCells(directory, index, size, SystemClock())

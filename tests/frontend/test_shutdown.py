@@ -9,11 +9,11 @@ import logging
 import httpx
 import pytest
 
-from frontend.ports import InferenceRequest, StreamDelta
-from runtime.http_server import HttpServer
+from poolgrid.frontend.ports import InferenceRequest, StreamDelta
+from poolgrid.runtime.http_server import HttpServer
+from poolgrid.wire.hashing import pack_tokens
 from tests.frontend.fake_backend import FakeBackend, Step
 from tests.frontend.server import application
-from wire.hashing import pack_tokens
 
 BODY = {"model": "tiny", "prompt": "Hello", "max_tokens": 100}
 

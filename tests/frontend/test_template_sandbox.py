@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend.chat_template import ChatTemplate, TemplateFailure
-from frontend.models import TINY_MODEL_PATH
-from frontend.prompt_model import ModelDirectoryError, PromptModel
-from frontend.template_sandbox import ENTRIES_MAX, STEPS_PER_LOOK, TemplateSandbox, entries_of
+from poolgrid.frontend.chat_template import ChatTemplate, TemplateFailure
+from poolgrid.frontend.models import TINY_MODEL_PATH
+from poolgrid.frontend.prompt_model import ModelDirectoryError, PromptModel
+from poolgrid.frontend.template_sandbox import ENTRIES_MAX, STEPS_PER_LOOK, TemplateSandbox, entries_of
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -158,7 +158,7 @@ def test_the_clock_is_read_beside_every_large_operation() -> None:
 
 
 def test_steps_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("frontend.template_sandbox.STEPS_MAX", 1000)
+    monkeypatch.setattr("poolgrid.frontend.template_sandbox.STEPS_MAX", 1000)
     assert len(render("{% for i in range(999) %}a{% endfor %}")) == 999
     with pytest.raises(TemplateFailure, match="more than 1000 steps"):
         render("{% for i in range(999) %}{{ i|string }}{% endfor %}")

@@ -8,15 +8,15 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from frontend.chat_template import ChatTemplate
-from frontend.errors import RequestError
-from frontend.ports import ServedModel
-from frontend.prompt_encoder import BatchEncoder
-from frontend.prompt_model import PromptModel
-from frontend.tokenization import TokenizationPool
+from poolgrid.frontend.chat_template import ChatTemplate
+from poolgrid.frontend.errors import RequestError
+from poolgrid.frontend.ports import ServedModel
+from poolgrid.frontend.prompt_encoder import BatchEncoder
+from poolgrid.frontend.prompt_model import PromptModel
+from poolgrid.frontend.tokenization import TokenizationPool
+from poolgrid.wire.hashing import pack_tokens
 from tests.frontend.fake_backend import TINY, FakeBackend
 from tests.frontend.server import application, in_process
-from wire.hashing import pack_tokens
 
 
 def test_short_work_is_done_here_and_long_work_in_a_thread() -> None:
@@ -148,7 +148,7 @@ def test_a_later_turn_of_a_long_conversation_is_tokenized_where_it_arrives(seen:
 
 
 def test_a_rendering_that_takes_long_is_begun_anew_in_a_thread(monkeypatch: pytest.MonkeyPatch, seen: Watched) -> None:
-    monkeypatch.setattr("frontend.inference_endpoint.LOOK_UP_RENDERING_MS", 0.0)
+    monkeypatch.setattr("poolgrid.frontend.inference_endpoint.LOOK_UP_RENDERING_MS", 0.0)
     slow = "{% for turn in range(1000) %}{% endfor %}{{ messages[0]['content'] }}"
     model = replace(TINY, template=ChatTemplate(slow))
 

@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
+from poolgrid.wire.hashing import unpack_tokens
 from tests.frontend.fake_backend import TINY, FakeBackend
 from tests.frontend.server import application, in_process
-from wire.hashing import unpack_tokens
 
 HI = [{"role": "user", "content": "hällo 😀"}]
 

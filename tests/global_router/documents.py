@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from global_router.core.document.grid_document import GridDocument
-from global_router.core.document.problems import GridDocumentError
-from global_router.core.document.reader import LoadedDocument, load_document
+from poolgrid.global_router.core.document.grid_document import GridDocument
+from poolgrid.global_router.core.document.problems import GridDocumentError
+from poolgrid.global_router.core.document.reader import LoadedDocument, load_document
 
 ROOT = Path(__file__).resolve().parents[2]
 POOL_CONFIGS = sorted((ROOT / "pool_configs").glob("*.json"))

@@ -16,19 +16,19 @@ from typing import Any
 import zmq
 from prometheus_client import CollectorRegistry
 
-from dispatch.token_delivery import TokenDelivery
-from dispatch.worker_links import Link
-from frontend.ports import InferenceRequest, StreamDelta
-from global_router.configuration import Configuration
-from global_router.core.document.reader import load_document
-from global_router.metrics import GlobalRouterMetrics
-from global_router.pools import PoolConnection, PoolLost, Pools
-from global_router.service import GlobalRouterService
-from global_router.settings import GlobalRouterSettings
-from wire.hashing import HASH_SPEC, pack_tokens, unpack_tokens
-from wire.identifiers import Role
-from wire.requests import FinishReason, Generate, RefusalKind, Sampling, TokenBatch, TokenDelta
-from wire.selection import (
+from poolgrid.dispatch.token_delivery import TokenDelivery
+from poolgrid.dispatch.worker_links import Link
+from poolgrid.frontend.ports import InferenceRequest, StreamDelta
+from poolgrid.global_router.configuration import Configuration
+from poolgrid.global_router.core.document.reader import load_document
+from poolgrid.global_router.metrics import GlobalRouterMetrics
+from poolgrid.global_router.pools import PoolConnection, PoolLost, Pools
+from poolgrid.global_router.service import GlobalRouterService
+from poolgrid.global_router.settings import GlobalRouterSettings
+from poolgrid.wire.hashing import HASH_SPEC, pack_tokens, unpack_tokens
+from poolgrid.wire.identifiers import Role
+from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, Sampling, TokenBatch, TokenDelta
+from poolgrid.wire.selection import (
     ModelStatus,
     PoolStatus,
     Probe,

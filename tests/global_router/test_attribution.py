@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from global_router.core.choice.attribution import Attribution, Served
-from global_router.core.choice.closed_loop import CellKey, ClosedLoop, Spill
-from global_router.core.choice.destination import Destination, destination
-from global_router.core.choice.grid import Grid, GridRequest
-from global_router.core.choice.request_hints import RequestHints
+from poolgrid.global_router.core.choice.attribution import Attribution, Served
+from poolgrid.global_router.core.choice.closed_loop import CellKey, ClosedLoop, Spill
+from poolgrid.global_router.core.choice.destination import Destination, destination
+from poolgrid.global_router.core.choice.grid import Grid, GridRequest
+from poolgrid.global_router.core.choice.request_hints import RequestHints
+from poolgrid.wire.identifiers import Stage
 from tests.global_router.documents import aggregated, disagg, document
-from wire.identifiers import Stage
 
 DISAGG = document(disagg())
 

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from frontend.ports import HINT_HEADERS
-from global_router.core.builder.pool_profiles import PoolProfile, WantedGrid
-from global_router.core.choice.grid import Grid, GridRequest
-from global_router.core.choice.output_length import ExpectedOutput
-from global_router.core.choice.request_hints import RequestHints, Target
-from global_router.core.document.axis import (
+from poolgrid.frontend.ports import HINT_HEADERS
+from poolgrid.global_router.core.builder.pool_profiles import PoolProfile, WantedGrid
+from poolgrid.global_router.core.choice.grid import Grid, GridRequest
+from poolgrid.global_router.core.choice.output_length import ExpectedOutput
+from poolgrid.global_router.core.choice.request_hints import RequestHints, Target
+from poolgrid.global_router.core.document.axis import (
     AXES,
     AXIS,
     STAGES,
@@ -27,11 +27,11 @@ from global_router.core.document.axis import (
     StageName,
     axes_of,
 )
-from global_router.core.document.canonical_text import document_text
-from global_router.core.document.grid_document import GridDocument, TargetDefaults
-from global_router.core.document.problems import GridDocumentError
-from global_router.core.document.reader import load_document
-from global_router.heat_map import terminal_map
+from poolgrid.global_router.core.document.canonical_text import document_text
+from poolgrid.global_router.core.document.grid_document import GridDocument, TargetDefaults
+from poolgrid.global_router.core.document.problems import GridDocumentError
+from poolgrid.global_router.core.document.reader import load_document
+from poolgrid.global_router.heat_map import terminal_map
 from tests.global_router.documents import document
 
 MODELS = {stage: get_args(GridDocument.model_fields[stage].annotation)[0] for stage in STAGES}

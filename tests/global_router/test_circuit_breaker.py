@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from global_router.core.choice.circuit_breaker import BreakerState, BreakerStep, CircuitBreaker, Ticket
-from global_router.core.document.grid_document import CircuitBreakerSettings
+from poolgrid.global_router.core.choice.circuit_breaker import BreakerState, BreakerStep, CircuitBreaker, Ticket
+from poolgrid.global_router.core.document.grid_document import CircuitBreakerSettings
 
 
 def state(breaker: CircuitBreaker) -> str:

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from global_router.core.choice.closed_loop import CellKey, ClosedLoop, LoopStep, Spill, Verdict
-from global_router.core.choice.grid import Grid, GridRequest
-from global_router.core.choice.request_hints import RequestHints, Target
+from poolgrid.global_router.core.choice.closed_loop import CellKey, ClosedLoop, LoopStep, Spill, Verdict
+from poolgrid.global_router.core.choice.grid import Grid, GridRequest
+from poolgrid.global_router.core.choice.request_hints import RequestHints, Target
 from tests.global_router.documents import disagg, document
 
 KEY = CellKey("prefill", (0, 1), "p-cheap")

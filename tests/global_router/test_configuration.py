@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from global_router.configuration import Configuration
-from global_router.core.choice.grid import GridRequest
-from global_router.core.document.history import Reload
-from global_router.document_file import read_document_file
+from poolgrid.global_router.configuration import Configuration
+from poolgrid.global_router.core.choice.grid import GridRequest
+from poolgrid.global_router.core.document.history import Reload
+from poolgrid.global_router.document_file import read_document_file
 from tests.global_router.documents import aggregated, changed
 from tests.global_router.fake_fleet import FakeClock
 

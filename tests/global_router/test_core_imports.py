@@ -11,8 +11,8 @@ from tests.global_router.documents import ROOT
 
 CORE = sorted((ROOT / "global_router" / "core").rglob("*.py"))
 ALLOWED = {
-    "__future__", "collections", "dataclasses", "difflib", "enum", "functools", "global_router", "itertools", "json",
-    "math", "numpy", "pydantic", "re", "statistics", "types", "typing", "wire",
+    "__future__", "collections", "dataclasses", "difflib", "enum", "functools", "itertools", "json", "math", "numpy",
+    "poolgrid", "pydantic", "re", "statistics", "types", "typing",
 }  # fmt: skip
 
 
@@ -32,5 +32,5 @@ def test_a_module_of_the_core_has_no_sockets_clock_or_randomness(path: Path) -> 
     names = imported(path)
 
     assert {name.split(".")[0] for name in names} <= ALLOWED
-    ours = {name for name in names if name.startswith("global_router")}
-    assert all(name.startswith("global_router.core.") for name in ours)
+    ours = {name for name in names if name.startswith("poolgrid")}
+    assert all(f"{name}.".startswith(("poolgrid.global_router.core.", "poolgrid.wire.")) for name in ours)

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from global_router.core.choice.closed_loop import ClosedLoop, Spill
-from global_router.core.choice.destination import Destination, destination
-from global_router.core.choice.fallback import PASSING, Candidate, PoolState, fallback_order
-from global_router.core.choice.grid import Grid, GridRequest
-from global_router.core.choice.request_hints import RequestHints, Target
-from global_router.core.document.grid_document import Stage
+from poolgrid.global_router.core.choice.closed_loop import ClosedLoop, Spill
+from poolgrid.global_router.core.choice.destination import Destination, destination
+from poolgrid.global_router.core.choice.fallback import PASSING, Candidate, PoolState, fallback_order
+from poolgrid.global_router.core.choice.grid import Grid, GridRequest
+from poolgrid.global_router.core.choice.request_hints import RequestHints, Target
+from poolgrid.global_router.core.document.grid_document import Stage
 from tests.global_router.documents import aggregated, document
 
 UP = PoolState.AVAILABLE

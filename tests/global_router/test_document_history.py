@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from global_router.core.document.diff import CHANGES_MAX, diff_documents
-from global_router.core.document.history import DocumentHistory
+from poolgrid.global_router.core.document.diff import CHANGES_MAX, diff_documents
+from poolgrid.global_router.core.document.history import DocumentHistory
 from tests.global_router.documents import aggregated, changed, disagg, document, load
 
 

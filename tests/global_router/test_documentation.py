@@ -9,11 +9,11 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
-from global_router.configuration_group import ConfigurationGroup
-from global_router.core.choice.fallback import PoolState
-from global_router.http_api import add_global_router_endpoints
-from global_router.metrics import GlobalRouterMetrics, register_views
-from global_router.settings import GlobalRouterSettings
+from poolgrid.global_router.configuration_group import ConfigurationGroup
+from poolgrid.global_router.core.choice.fallback import PoolState
+from poolgrid.global_router.http_api import add_global_router_endpoints
+from poolgrid.global_router.metrics import GlobalRouterMetrics, register_views
+from poolgrid.global_router.settings import GlobalRouterSettings
 from tests.global_router.documents import ROOT, aggregated
 from tests.global_router.fake_fleet import FakeFleet
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from global_router.core.choice.grid import Grid, GridRequest
-from global_router.core.choice.output_length import ExpectedOutput
-from global_router.core.choice.request_hints import RequestHints, Target
-from global_router.core.document.canonical_text import document_text
-from global_router.core.document.reader import load_document
+from poolgrid.global_router.core.choice.grid import Grid, GridRequest
+from poolgrid.global_router.core.choice.output_length import ExpectedOutput
+from poolgrid.global_router.core.choice.request_hints import RequestHints, Target
+from poolgrid.global_router.core.document.canonical_text import document_text
+from poolgrid.global_router.core.document.reader import load_document
 from tests.global_router.documents import (
     DYNAMO_DOCUMENTS,
     changed,

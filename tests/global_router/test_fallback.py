@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from global_router.core.choice.fallback import PoolState, choose_available, fallback_order, retry_order
-from global_router.core.document.grid_document import Stage
+from poolgrid.global_router.core.choice.fallback import PoolState, choose_available, fallback_order, retry_order
+from poolgrid.global_router.core.document.grid_document import Stage
 from tests.global_router.documents import document
 
 UP = PoolState.AVAILABLE

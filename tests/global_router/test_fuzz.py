@@ -15,11 +15,11 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from global_router.core.builder.pool_profiles import load_profiles
-from global_router.core.choice.grid import Grid, GridRequest
-from global_router.core.document.canonical_text import document_text
-from global_router.core.document.problems import GridDocumentError
-from global_router.core.document.reader import load_document
+from poolgrid.global_router.core.builder.pool_profiles import load_profiles
+from poolgrid.global_router.core.choice.grid import Grid, GridRequest
+from poolgrid.global_router.core.document.canonical_text import document_text
+from poolgrid.global_router.core.document.problems import GridDocumentError
+from poolgrid.global_router.core.document.reader import load_document
 from tests.global_router.documents import (
     DYNAMO_DOCUMENTS,
     POOL_CONFIGS,

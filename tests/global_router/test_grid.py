@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from global_router.core.choice.grid import DEFAULT_SOURCE, MIDDLE_SOURCE, Grid, GridRequest
-from global_router.core.choice.output_length import ExpectedOutput
-from global_router.core.choice.request_hints import RequestHints, Target
-from global_router.core.document.axis import AXIS, STEP_MIN, Axis, AxisName, cell_index
+from poolgrid.global_router.core.choice.grid import DEFAULT_SOURCE, MIDDLE_SOURCE, Grid, GridRequest
+from poolgrid.global_router.core.choice.output_length import ExpectedOutput
+from poolgrid.global_router.core.choice.request_hints import RequestHints, Target
+from poolgrid.global_router.core.document.axis import AXIS, STEP_MIN, Axis, AxisName, cell_index
 from tests.global_router.documents import aggregated, disagg, document
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from global_router.core.choice.output_length import ExpectedOutput, OutputLengths
-from global_router.core.document.grid_document import OutputLengthSettings
+from poolgrid.global_router.core.choice.output_length import ExpectedOutput, OutputLengths
+from poolgrid.global_router.core.document.grid_document import OutputLengthSettings
 
 SETTINGS = OutputLengthSettings(default_tokens=256, learn_after_requests=3, memory_requests=10)
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from global_router.core.builder.grid_builder import build_grid
-from global_router.core.builder.pool_profiles import LatencyTable, load_profiles
-from global_router.core.document.problems import GridDocumentError
-from global_router.core.document.reader import load_document
+from poolgrid.global_router.core.builder.grid_builder import build_grid
+from poolgrid.global_router.core.builder.pool_profiles import LatencyTable, load_profiles
+from poolgrid.global_router.core.document.problems import GridDocumentError
+from poolgrid.global_router.core.document.reader import load_document
+from poolgrid.workers.simulated.timing import PolynomialTiming
 from tests.global_router.documents import ROOT, changed
-from workers.simulated.timing import PolynomialTiming
 
 EXAMPLE = ROOT / "pool_configs" / "profiles" / "two_by_two.profiles.json"
 

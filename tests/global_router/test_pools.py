@@ -9,18 +9,16 @@ from contextlib import asynccontextmanager
 import pytest
 import zmq
 
-from global_router.core.choice.circuit_breaker import BreakerState
-from global_router.core.choice.fallback import PoolState
-from global_router.core.document.grid_document import CircuitBreakerSettings
-from global_router.pool_status import state_for
-from global_router.pools import PoolConnection, PoolLost, Pools, select_endpoint
-from runtime.clock import SystemClock
-from runtime.zmq_socket import CallbackSocket
-from tests.global_router.documents import aggregated, changed, document
-from tests.global_router.fake_fleet import status, workers_of
-from wire import codec
-from wire.identifiers import Role, Stage
-from wire.selection import (
+from poolgrid.global_router.core.choice.circuit_breaker import BreakerState
+from poolgrid.global_router.core.choice.fallback import PoolState
+from poolgrid.global_router.core.document.grid_document import CircuitBreakerSettings
+from poolgrid.global_router.pool_status import state_for
+from poolgrid.global_router.pools import PoolConnection, PoolLost, Pools, select_endpoint
+from poolgrid.runtime.clock import SystemClock
+from poolgrid.runtime.zmq_socket import CallbackSocket
+from poolgrid.wire import codec
+from poolgrid.wire.identifiers import Role, Stage
+from poolgrid.wire.selection import (
     AskStatus,
     PoolStatus,
     Probe,
@@ -33,6 +31,8 @@ from wire.selection import (
     ToPool,
     WorkerRank,
 )
+from tests.global_router.documents import aggregated, changed, document
+from tests.global_router.fake_fleet import status, workers_of
 
 SELECT = Select(0, "r", "m", Stage.WHOLE, 40)
 
@@ -248,7 +248,7 @@ def test_a_worker_that_is_reserved_as_its_asker_is_cancelled_is_released() -> No
 
 
 def test_a_question_that_was_given_up_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("global_router.pools.LATE_ANSWER_MS", 30.0)
+    monkeypatch.setattr("poolgrid.global_router.pools.LATE_ANSWER_MS", 30.0)
 
     async def scenario(made: Scene) -> None:
         await made.until(PoolState.AVAILABLE)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from global_router.core.choice.request_hints import HintError, RequestHints, Target, read_hints
+from poolgrid.global_router.core.choice.request_hints import HintError, RequestHints, Target, read_hints
 
 
 def test_nothing_asked_is_nothing() -> None:

@@ -9,7 +9,11 @@ from typing import Any
 
 import pytest
 
-from frontend.ports import Refused, StreamDelta
+from poolgrid.frontend.ports import Refused, StreamDelta
+from poolgrid.wire.hashing import unpack_hashes
+from poolgrid.wire.identifiers import Role, Stage
+from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, Sampling
+from poolgrid.wire.selection import SelectRefusal, SelectRefused, WorkerRank
 from tests.global_router.documents import aggregated, changed, disagg
 from tests.global_router.fake_fleet import (
     FakeFleet,
@@ -24,10 +28,6 @@ from tests.global_router.fake_fleet import (
     until,
     workers_of,
 )
-from wire.hashing import unpack_hashes
-from wire.identifiers import Role, Stage
-from wire.requests import FinishReason, Generate, RefusalKind, Sampling
-from wire.selection import SelectRefusal, SelectRefused, WorkerRank
 
 BUSY = SelectRefused(0, SelectRefusal.BUSY, "every worker is busy", 3.0)
 NO_WORKER = SelectRefused(0, SelectRefusal.NO_WORKER, "too long for every worker")

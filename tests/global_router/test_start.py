@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from frontend.settings import FrontendSettings
-from global_router import bootstrap
-from global_router.settings import GlobalRouterSettings
-from runtime.process_group import GroupPlace
+from poolgrid.frontend.settings import FrontendSettings
+from poolgrid.global_router import bootstrap
+from poolgrid.global_router.settings import GlobalRouterSettings
+from poolgrid.runtime.process_group import GroupPlace
 from tests.global_router.documents import disagg
 from tests.runtime.leftovers import Broken, breaks, ended_leaving_nothing, taken_port
 

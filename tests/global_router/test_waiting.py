@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
-from dispatch.token_delivery import TokenDelivery
-from frontend.ports import Refused
-from global_router.metrics import register_views
-from global_router.waiting_room import ATTEMPTS_PER_LANE_MAX
+from poolgrid.dispatch.token_delivery import TokenDelivery
+from poolgrid.frontend.ports import Refused
+from poolgrid.global_router.metrics import register_views
+from poolgrid.global_router.waiting_room import ATTEMPTS_PER_LANE_MAX
+from poolgrid.wire.identifiers import Role
+from poolgrid.wire.requests import Generate
+from poolgrid.wire.selection import SelectRefusal, SelectRefused
 from tests.global_router.documents import aggregated, changed, disagg
 from tests.global_router.fake_fleet import (
     FakeFleet,
@@ -28,9 +31,6 @@ from tests.global_router.fake_fleet import (
     until,
     workers_of,
 )
-from wire.identifiers import Role
-from wire.requests import Generate
-from wire.selection import SelectRefusal, SelectRefused
 
 TO_A = targets(0, 0)
 FULL = status(workers_of(Role.AGGREGATED, requests=16))

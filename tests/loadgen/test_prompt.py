@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadgen.prompt import WORDS, PlannedRequest, PromptMaker, block_symbols, digits_of
+from poolgrid.loadgen.prompt import WORDS, PlannedRequest, PromptMaker, block_symbols, digits_of
 
 block_ids = st.integers(0, 2**32 - 1)
 bases = st.integers(2, 300)

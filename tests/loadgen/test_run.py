@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from loadgen.client import Client, Exchange, RequestFailed, Target
-from loadgen.prompt import PlannedRequest, PromptMaker
-from loadgen.runner import RequestShape, Result, run
-from loadgen.schedule import fixed, synthetic
-from runtime.clock import SystemClock
+from poolgrid.loadgen.client import Client, Exchange, RequestFailed, Target
+from poolgrid.loadgen.prompt import PlannedRequest, PromptMaker
+from poolgrid.loadgen.runner import RequestShape, Result, run
+from poolgrid.loadgen.schedule import fixed, synthetic
+from poolgrid.runtime.clock import SystemClock
 from tests.loadgen.fake_endpoint import FakeEndpoint, answer_of, serving
 
 PROMPTS = PromptMaker(16, 255)

@@ -6,7 +6,7 @@ from itertools import islice
 
 import pytest
 
-from loadgen.schedule import fixed, poisson, synthetic, until
+from poolgrid.loadgen.schedule import fixed, poisson, synthetic, until
 
 
 def test_fixed_arrivals_are_at_equal_distances() -> None:

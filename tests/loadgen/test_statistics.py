@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadgen.statistics import (
+from poolgrid.loadgen.statistics import (
     ERROR_KINDS_MAX,
     ERROR_SAMPLES_MAX,
     GROWTH,

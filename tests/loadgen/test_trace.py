@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadgen.prompt import PlannedRequest, PromptMaker
-from loadgen.trace import (
+from poolgrid.loadgen.prompt import PlannedRequest, PromptMaker
+from poolgrid.loadgen.trace import (
     TRACE_BLOCK_TOKENS,
     TraceError,
     TraceRow,

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.core.decision import Decision
-from router.core.load_ledger import LoadLedger
-from router.core.policy import Policy
-from router.core.prefix_index import PrefixIndex
-from router.core.projection import Projection
-from router.core.selector import NoWorker, PolicyFailed, Selector
-from wire.card import WorkerCard, WorkerLimits
-from wire.events import AnyEvent, BlocksStored, JournalRecord, WorkerJoined
-from wire.hashing import pack_hashes
-from wire.identifiers import Role, Tier, WorkerId, WorkerKey
+from poolgrid.router.core.decision import Decision
+from poolgrid.router.core.load_ledger import LoadLedger
+from poolgrid.router.core.policy import Policy
+from poolgrid.router.core.prefix_index import PrefixIndex
+from poolgrid.router.core.projection import Projection
+from poolgrid.router.core.selector import NoWorker, PolicyFailed, Selector
+from poolgrid.wire.card import WorkerCard, WorkerLimits
+from poolgrid.wire.events import AnyEvent, BlocksStored, JournalRecord, WorkerJoined
+from poolgrid.wire.hashing import pack_hashes
+from poolgrid.wire.identifiers import Role, Tier, WorkerId, WorkerKey
 
 BLOCK_SIZE = 16
 

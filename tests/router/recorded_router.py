@@ -7,26 +7,32 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-from router.consolidator.journal.files import FileJournal, JournalSettings
-from router.core.approximate_index import ApproximateIndex
-from router.core.candidates import RoutingRequest
-from router.core.decision import Decision
-from router.core.inputs import Booked, Expired, RecordsArrived, Released, Renewed, SnapshotArrived, WorkerWanted
-from router.core.load_ledger import LoadLedger
-from router.core.prefix_index import PrefixIndex
-from router.core.projection import Projection
-from router.core.router_state import RouterState
-from router.core.selector import Selector
-from router.decision_journal.opening import DECIDING_SETTINGS, policy_of
-from router.decision_journal.recorder import DecisionRecorder, settings_noted
-from router.decision_journal.replay import Replay, ReplayOutcome
-from router.decision_journal.segments import DecisionSegments
-from router.policy_loading import load_policy
-from router.settings import RouterSettings
-from tests.consolidator.journal_builder import FakeDisk
-from tests.router.fleet_builder import BLOCK_SIZE, make_card, stored, worker_key
-from wire import codec
-from wire.events import (
+from poolgrid.router.consolidator.journal.files import FileJournal, JournalSettings
+from poolgrid.router.core.approximate_index import ApproximateIndex
+from poolgrid.router.core.candidates import RoutingRequest
+from poolgrid.router.core.decision import Decision
+from poolgrid.router.core.inputs import (
+    Booked,
+    Expired,
+    RecordsArrived,
+    Released,
+    Renewed,
+    SnapshotArrived,
+    WorkerWanted,
+)
+from poolgrid.router.core.load_ledger import LoadLedger
+from poolgrid.router.core.prefix_index import PrefixIndex
+from poolgrid.router.core.projection import Projection
+from poolgrid.router.core.router_state import RouterState
+from poolgrid.router.core.selector import Selector
+from poolgrid.router.decision_journal.opening import DECIDING_SETTINGS, policy_of
+from poolgrid.router.decision_journal.recorder import DecisionRecorder, settings_noted
+from poolgrid.router.decision_journal.replay import Replay, ReplayOutcome
+from poolgrid.router.decision_journal.segments import DecisionSegments
+from poolgrid.router.policy_loading import load_policy
+from poolgrid.router.settings import RouterSettings
+from poolgrid.wire import codec
+from poolgrid.wire.events import (
     AnyEvent,
     BlocksRemoved,
     JournalRecord,
@@ -38,8 +44,10 @@ from wire.events import (
     WorkerJoined,
     WorkerLeft,
 )
-from wire.hashing import pack_hashes
-from wire.identifiers import WorkerKey
+from poolgrid.wire.hashing import pack_hashes
+from poolgrid.wire.identifiers import WorkerKey
+from tests.consolidator.journal_builder import FakeDisk
+from tests.router.fleet_builder import BLOCK_SIZE, make_card, stored, worker_key
 
 BLOCKS_MAX = 1_000_000
 NAMES = ("a", "b", "c", "d")

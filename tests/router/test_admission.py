@@ -12,26 +12,36 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
-from dispatch.token_delivery import TokenDelivery
-from frontend.ports import InferenceRequest, Refused
-from router.consolidator.ports import PoolListener
-from router.core.load_ledger import LoadLedger
-from router.core.policy import make_policy
-from router.core.prefix_index import PrefixIndex
-from router.core.projection import Projection
-from router.core.router_state import RouterState
-from router.core.selector import Selector
-from router.fleet_links import link_opener
-from router.metrics import RouterMetrics
-from router.service import RouterService
-from router.settings import RouterSettings
-from runtime.clock import SystemClock
-from runtime.zmq_socket import CallbackSocket
+from poolgrid.dispatch.token_delivery import TokenDelivery
+from poolgrid.frontend.ports import InferenceRequest, Refused
+from poolgrid.router.consolidator.ports import PoolListener
+from poolgrid.router.core.load_ledger import LoadLedger
+from poolgrid.router.core.policy import make_policy
+from poolgrid.router.core.prefix_index import PrefixIndex
+from poolgrid.router.core.projection import Projection
+from poolgrid.router.core.router_state import RouterState
+from poolgrid.router.core.selector import Selector
+from poolgrid.router.fleet_links import link_opener
+from poolgrid.router.metrics import RouterMetrics
+from poolgrid.router.service import RouterService
+from poolgrid.router.settings import RouterSettings
+from poolgrid.runtime.clock import SystemClock
+from poolgrid.runtime.zmq_socket import CallbackSocket
+from poolgrid.wire import codec
+from poolgrid.wire.feed import WorkerState
+from poolgrid.wire.hashing import pack_tokens
+from poolgrid.wire.requests import (
+    Cancel,
+    FinishReason,
+    Generate,
+    Ping,
+    Pong,
+    RefusalKind,
+    Sampling,
+    TokenBatch,
+    TokenDelta,
+)
 from tests.router.fleet_builder import make_card
-from wire import codec
-from wire.feed import WorkerState
-from wire.hashing import pack_tokens
-from wire.requests import Cancel, FinishReason, Generate, Ping, Pong, RefusalKind, Sampling, TokenBatch, TokenDelta
 
 TIMEOUT_S = 20.0
 

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from router.core.approximate_index import CHOICES_PER_CHUNK, ApproximateIndex
-from router.core.prefix_index import PrefixIndex
+from poolgrid.router.core.approximate_index import CHOICES_PER_CHUNK, ApproximateIndex
+from poolgrid.router.core.prefix_index import PrefixIndex
 from tests.router.fleet_builder import worker_key
 
 WORKERS = [worker_key(name) for name in "abc"]

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from router.core import age_list, lower_tiers, orphans, prefix_index, run_forest, sharded_map
-from router.core.prefix_index import BYTES_PER_BLOCK, PrefixIndex
-from wire.identifiers import Tier, WorkerId, WorkerKey
+from poolgrid.router.core import age_list, lower_tiers, orphans, prefix_index, run_forest, sharded_map
+from poolgrid.router.core.prefix_index import BYTES_PER_BLOCK, PrefixIndex
+from poolgrid.wire.identifiers import Tier, WorkerId, WorkerKey
 
 SLICE = 32
 SHARD_ENTRIES = 64

@@ -9,30 +9,30 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
-from router import catching_up
-from router.catching_up import ARRIVED_RECORDS_MAX, RECORDS_PER_SLICE
-from router.consolidator.core.feed_reader import FeedReader, FeedState
-from router.consolidator.ports import PoolListener
-from router.core.candidates import RoutingRequest
-from router.core.decision import Decision
-from router.core.load_ledger import LoadLedger
-from router.core.policy import make_policy
-from router.core.prefix_index import PrefixIndex
-from router.core.projection import LOAD_STEP_BLOCKS, Hole, Projection
-from router.core.router_state import RouterState
-from router.core.selector import Selector
-from router.fleet_links import link_opener
-from router.metrics import RouterMetrics
-from router.service import RouterService
-from router.settings import RouterSettings
-from runtime.clock import SystemClock
+from poolgrid.router import catching_up
+from poolgrid.router.catching_up import ARRIVED_RECORDS_MAX, RECORDS_PER_SLICE
+from poolgrid.router.consolidator.core.feed_reader import FeedReader, FeedState
+from poolgrid.router.consolidator.ports import PoolListener
+from poolgrid.router.core.candidates import RoutingRequest
+from poolgrid.router.core.decision import Decision
+from poolgrid.router.core.load_ledger import LoadLedger
+from poolgrid.router.core.policy import make_policy
+from poolgrid.router.core.prefix_index import PrefixIndex
+from poolgrid.router.core.projection import LOAD_STEP_BLOCKS, Hole, Projection
+from poolgrid.router.core.router_state import RouterState
+from poolgrid.router.core.selector import Selector
+from poolgrid.router.fleet_links import link_opener
+from poolgrid.router.metrics import RouterMetrics
+from poolgrid.router.service import RouterService
+from poolgrid.router.settings import RouterSettings
+from poolgrid.runtime.clock import SystemClock
+from poolgrid.wire import codec
+from poolgrid.wire.events import JournalRecord, WorkerJoined
+from poolgrid.wire.feed import BlockChain, Records, SnapshotPart, WorkerState
+from poolgrid.wire.feed_frames import FeedFrame
+from poolgrid.wire.hashing import pack_hashes
+from poolgrid.wire.identifiers import Tier
 from tests.router.fleet_builder import decided, make_card, stored, worker_key
-from wire import codec
-from wire.events import JournalRecord, WorkerJoined
-from wire.feed import BlockChain, Records, SnapshotPart, WorkerState
-from wire.feed_frames import FeedFrame
-from wire.hashing import pack_hashes
-from wire.identifiers import Tier
 
 BLOCKS_PER_CHAIN = 64
 

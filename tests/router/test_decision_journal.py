@@ -9,21 +9,21 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 
-from router.consolidator.journal.as_of import state_at
-from router.consolidator.journal.errors import JournalCorrupt
-from router.consolidator.journal.files import FileJournal, JournalSettings
-from router.consolidator.journal.framing import FILE_HEADER, frame, payload_at, scan
-from router.consolidator.journal.stored_records import offset_of
-from router.core.candidates import RoutingRequest
-from router.decision_journal.entries import Checkpoint, DecisionMade, InputsLost, RouterSettingsNoted, encoder
-from router.decision_journal.reader import StoredEntry, decisions_about, stored_entries
-from router.decision_journal.recorder import BELIEFS_SHARE
+from poolgrid.router.consolidator.journal.as_of import state_at
+from poolgrid.router.consolidator.journal.errors import JournalCorrupt
+from poolgrid.router.consolidator.journal.files import FileJournal, JournalSettings
+from poolgrid.router.consolidator.journal.framing import FILE_HEADER, frame, payload_at, scan
+from poolgrid.router.consolidator.journal.stored_records import offset_of
+from poolgrid.router.core.candidates import RoutingRequest
+from poolgrid.router.decision_journal.entries import Checkpoint, DecisionMade, InputsLost, RouterSettingsNoted, encoder
+from poolgrid.router.decision_journal.reader import StoredEntry, decisions_about, stored_entries
+from poolgrid.router.decision_journal.recorder import BELIEFS_SHARE
+from poolgrid.wire.events import StreamStateChanged
+from poolgrid.wire.hashing import unpack_hashes
+from poolgrid.wire.identifiers import StreamState
 from tests.consolidator.journal_builder import FakeDisk
 from tests.router.fleet_builder import decided, worker_key
 from tests.router.recorded_router import BLOCKS_MAX, NAMES, RecordedRouter, written
-from wire.events import StreamStateChanged
-from wire.hashing import unpack_hashes
-from wire.identifiers import StreamState
 
 T = TypeVar("T")
 

@@ -9,8 +9,8 @@ import json
 import httpx
 import pytest
 
-from frontend.settings import FrontendSettings
-from router.dry_run import add_route_endpoint
+from poolgrid.frontend.settings import FrontendSettings
+from poolgrid.router.dry_run import add_route_endpoint
 from tests.frontend.server import application, in_process
 from tests.router.test_service import routed
 

@@ -6,11 +6,11 @@ import pytest
 import zmq.asyncio
 from prometheus_client import CollectorRegistry
 
-from router.consolidator.bootstrap import create
-from router.consolidator.settings import ConsolidatorSettings
-from router.feeds import EmbeddedFeed, RemoteFeed
-from router.ports import JournalFeed
-from runtime.clock import SystemClock
+from poolgrid.router.consolidator.bootstrap import create
+from poolgrid.router.consolidator.settings import ConsolidatorSettings
+from poolgrid.router.feeds import EmbeddedFeed, RemoteFeed
+from poolgrid.router.ports import JournalFeed
+from poolgrid.runtime.clock import SystemClock
 from tests.consolidator.pusher import Pusher, stored
 from tests.consolidator.test_service import Reader, run, truth
 

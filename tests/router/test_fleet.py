@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from router.core.fleet import Fleet
+from poolgrid.router.core.fleet import Fleet
+from poolgrid.wire.identifiers import Role
 from tests.router.fleet_builder import make_card, worker_key
-from wire.identifiers import Role
 
 
 def test_models_and_roles_follow_every_change() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.core.load_ledger import LoadLedger
+from poolgrid.router.core.load_ledger import LoadLedger
 from tests.router.fleet_builder import worker_key
 
 W = worker_key("w")

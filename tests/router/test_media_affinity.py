@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from router.core.candidates import Candidates, RoutingRequest
-from router.core.media_affinity import LOAD_BOUND, MediaAffinity
-from router.core.policy import KvAware
-from wire.identifiers import Stage, WorkerId, WorkerKey
+from poolgrid.router.core.candidates import Candidates, RoutingRequest
+from poolgrid.router.core.media_affinity import LOAD_BOUND, MediaAffinity
+from poolgrid.router.core.policy import KvAware
+from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey
 
 MEDIA = range(400)
 

@@ -7,22 +7,22 @@ import tracemalloc
 
 import pytest
 
-from router.consolidator.core.consolidator import Consolidator, ConsolidatorLimits, Now
-from router.consolidator.core.pool_state import PoolState
-from router.consolidator.journal.memory import MemoryJournal
-from router.core.decision import DecisionLog
-from router.core.load_ledger import ENTRY_BYTES, LoadLedger
-from router.core.policy import KvAware
-from router.core.prefix_index import BYTES_PER_BLOCK, PrefixIndex
-from router.core.projection import Projection
-from router.core.selector import Selector
+from poolgrid.router.consolidator.core.consolidator import Consolidator, ConsolidatorLimits, Now
+from poolgrid.router.consolidator.core.pool_state import PoolState
+from poolgrid.router.consolidator.journal.memory import MemoryJournal
+from poolgrid.router.core.decision import DecisionLog
+from poolgrid.router.core.load_ledger import ENTRY_BYTES, LoadLedger
+from poolgrid.router.core.policy import KvAware
+from poolgrid.router.core.prefix_index import BYTES_PER_BLOCK, PrefixIndex
+from poolgrid.router.core.projection import Projection
+from poolgrid.router.core.selector import Selector
+from poolgrid.wire import codec
+from poolgrid.wire.events import BlocksRemoved, EventBatch, PrefillCompleted, RequestFinished, RequestStarted
+from poolgrid.wire.hashing import pack_hashes, stable_u64
+from poolgrid.wire.identifiers import WorkerKey
+from poolgrid.wire.ingest import Hello
 from tests.router.fleet_builder import BLOCK_SIZE, Pool, decided, make_card, stored, worker_key
 from tests.router.test_selector import PATH, request
-from wire import codec
-from wire.events import BlocksRemoved, EventBatch, PrefillCompleted, RequestFinished, RequestStarted
-from wire.hashing import pack_hashes, stable_u64
-from wire.identifiers import WorkerKey
-from wire.ingest import Hello
 
 BLOCKS = 4096
 HELD = 1500

@@ -10,11 +10,11 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from router.core.prefix_index import BYTES_PER_BLOCK, HASHES_END, RUN_BLOCKS_MAX, PrefixIndex, TierOverlap
+from poolgrid.router.core.prefix_index import BYTES_PER_BLOCK, HASHES_END, RUN_BLOCKS_MAX, PrefixIndex, TierOverlap
+from poolgrid.wire.hashing import unpack_hashes
+from poolgrid.wire.identifiers import Tier, WorkerId, WorkerKey
 from tests.router.index_structure import assert_sound
 from tests.router.naive_index import NaiveIndex
-from wire.hashing import unpack_hashes
-from wire.identifiers import Tier, WorkerId, WorkerKey
 
 A, B, C = (WorkerKey(WorkerId(name)) for name in "abc")
 

@@ -13,27 +13,36 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.consolidator.adapters.posix_disk import ReadOnlyDirectory
-from router.core.approximate_index import ApproximateIndex
-from router.core.decision import Decision
-from router.core.inputs import Booked, Crowded, Expired, Input, Released, Renewed, SnapshotArrived, WorkerWanted
-from router.core.load_ledger import ENTRY_BYTES, LoadLedger
-from router.core.prefix_index import PrefixIndex
-from router.core.projection import Projection
-from router.core.router_state import RouterState
-from router.core.selector import Selector
-from router.decision_journal import recorder
-from router.decision_journal.entries import INPUTS_VERSION, RouterSettingsNoted
-from router.decision_journal.input_codec import Decided, InputReader, InputWriter, kept
-from router.decision_journal.opening import policy_of
-from router.decision_journal.reader import decision_directories, stored_entries
-from router.decision_journal.replay import Replay
-from router.decision_journal.segments import DecisionSegments
-from router.policy_loading import load_policy
+from poolgrid.router.consolidator.adapters.posix_disk import ReadOnlyDirectory
+from poolgrid.router.core.approximate_index import ApproximateIndex
+from poolgrid.router.core.decision import Decision
+from poolgrid.router.core.inputs import (
+    Booked,
+    Crowded,
+    Expired,
+    Input,
+    Released,
+    Renewed,
+    SnapshotArrived,
+    WorkerWanted,
+)
+from poolgrid.router.core.load_ledger import ENTRY_BYTES, LoadLedger
+from poolgrid.router.core.prefix_index import PrefixIndex
+from poolgrid.router.core.projection import Projection
+from poolgrid.router.core.router_state import RouterState
+from poolgrid.router.core.selector import Selector
+from poolgrid.router.decision_journal import recorder
+from poolgrid.router.decision_journal.entries import INPUTS_VERSION, RouterSettingsNoted
+from poolgrid.router.decision_journal.input_codec import Decided, InputReader, InputWriter, kept
+from poolgrid.router.decision_journal.opening import policy_of
+from poolgrid.router.decision_journal.reader import decision_directories, stored_entries
+from poolgrid.router.decision_journal.replay import Replay
+from poolgrid.router.decision_journal.segments import DecisionSegments
+from poolgrid.router.policy_loading import load_policy
+from poolgrid.wire.events import RequestStarted
 from tests.consolidator.journal_builder import FakeDisk
 from tests.router.fleet_builder import worker_key
 from tests.router.recorded_router import BLOCKS_MAX, NAMES, RecordedRouter
-from wire.events import RequestStarted
 
 ROOT = Path(__file__).parents[2]
 BEFORE_INPUTS = ROOT / "tests/data/recording_before_inputs"

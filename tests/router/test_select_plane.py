@@ -11,19 +11,18 @@ import zmq
 import zmq.asyncio
 from prometheus_client import CollectorRegistry
 
-from router.core.cost import CostWeights
-from router.core.decision import DecisionLog
-from router.core.policy import make_policy
-from router.core.router_state import RouterState
-from router.metrics import RouterMetrics
-from router.select_plane import SelectPlane
-from runtime.clock import SystemClock
-from tests.router.fleet_builder import BLOCK_SIZE, Pool, make_card, stored, worker_key
-from wire import codec
-from wire.events import RequestFinished, RequestStarted, WorkerDraining
-from wire.hashing import pack_hashes
-from wire.identifiers import Role, Stage, WorkerKey
-from wire.selection import (
+from poolgrid.router.core.cost import CostWeights
+from poolgrid.router.core.decision import DecisionLog
+from poolgrid.router.core.policy import make_policy
+from poolgrid.router.core.router_state import RouterState
+from poolgrid.router.metrics import RouterMetrics
+from poolgrid.router.select_plane import SelectPlane
+from poolgrid.runtime.clock import SystemClock
+from poolgrid.wire import codec
+from poolgrid.wire.events import RequestFinished, RequestStarted, WorkerDraining
+from poolgrid.wire.hashing import pack_hashes
+from poolgrid.wire.identifiers import Role, Stage, WorkerKey
+from poolgrid.wire.selection import (
     AskStatus,
     FromPool,
     PoolStatus,
@@ -39,6 +38,7 @@ from wire.selection import (
     ToPool,
     WorkerRank,
 )
+from tests.router.fleet_builder import BLOCK_SIZE, Pool, make_card, stored, worker_key
 
 PATH = pack_hashes([11, 12, 13])
 

@@ -10,15 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import router.core.selector as selector_module
-from router.core.candidates import Candidates, FewCandidates, RoutingRequest
-from router.core.cost import FIELD_WEIGHTS, CostWeights
-from router.core.decision import Decision, DecisionLog
-from router.core.policy import KvAware, LeastLoaded, Policy, Random, RoundRobin, make_policy
-from router.core.selector import BUSY, NoWorker
-from router.decision_journal.entries import pack_columns
-from tests.router.fleet_builder import BLOCK_SIZE, Pool, decided, make_card, stored, worker_key
-from wire.events import (
+import poolgrid.router.core.selector as selector_module
+from poolgrid.router.core.candidates import Candidates, FewCandidates, RoutingRequest
+from poolgrid.router.core.cost import FIELD_WEIGHTS, CostWeights
+from poolgrid.router.core.decision import Decision, DecisionLog
+from poolgrid.router.core.policy import KvAware, LeastLoaded, Policy, Random, RoundRobin, make_policy
+from poolgrid.router.core.selector import BUSY, NoWorker
+from poolgrid.router.decision_journal.entries import pack_columns
+from poolgrid.wire.events import (
     CacheCleared,
     RequestFinished,
     RequestProgressed,
@@ -27,7 +26,8 @@ from wire.events import (
     WorkerDraining,
     WorkerLeft,
 )
-from wire.identifiers import Stage, Tier, WorkerKey
+from poolgrid.wire.identifiers import Stage, Tier, WorkerKey
+from tests.router.fleet_builder import BLOCK_SIZE, Pool, decided, make_card, stored, worker_key
 
 
 def request(request_id: str = "r", blocks: int = 10, model: str = "m") -> RoutingRequest:

@@ -13,27 +13,27 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
-from dispatch.link_budget import LINKS_MAX
-from dispatch.token_delivery import TokenDelivery
-from dispatch.worker_link import WorkerLink
-from frontend.ports import InferenceRequest, Refused
-from router.consolidator.ports import PoolListener
-from router.core.candidates import Candidates, RoutingRequest
-from router.core.load_ledger import LoadLedger
-from router.core.policy import Choice, Policy, make_policy
-from router.core.prefix_index import PrefixIndex
-from router.core.projection import Projection
-from router.core.router_state import RouterState
-from router.core.selector import Selector
-from router.metrics import RouterMetrics
-from router.service import RouterService
-from router.settings import RouterSettings
-from runtime.clock import SystemClock
-from wire.card import WorkerCard, WorkerLimits
-from wire.events import AnyEvent, JournalRecord, WorkerJoined, WorkerLeft
-from wire.hashing import pack_tokens
-from wire.identifiers import Role, WorkerId, WorkerKey
-from wire.requests import FinishReason, Generate, RefusalKind, Sampling, TokenBatch, TokenDelta
+from poolgrid.dispatch.link_budget import LINKS_MAX
+from poolgrid.dispatch.token_delivery import TokenDelivery
+from poolgrid.dispatch.worker_link import WorkerLink
+from poolgrid.frontend.ports import InferenceRequest, Refused
+from poolgrid.router.consolidator.ports import PoolListener
+from poolgrid.router.core.candidates import Candidates, RoutingRequest
+from poolgrid.router.core.load_ledger import LoadLedger
+from poolgrid.router.core.policy import Choice, Policy, make_policy
+from poolgrid.router.core.prefix_index import PrefixIndex
+from poolgrid.router.core.projection import Projection
+from poolgrid.router.core.router_state import RouterState
+from poolgrid.router.core.selector import Selector
+from poolgrid.router.metrics import RouterMetrics
+from poolgrid.router.service import RouterService
+from poolgrid.router.settings import RouterSettings
+from poolgrid.runtime.clock import SystemClock
+from poolgrid.wire.card import WorkerCard, WorkerLimits
+from poolgrid.wire.events import AnyEvent, JournalRecord, WorkerJoined, WorkerLeft
+from poolgrid.wire.hashing import pack_tokens
+from poolgrid.wire.identifiers import Role, WorkerId, WorkerKey
+from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, Sampling, TokenBatch, TokenDelta
 
 OLD, NEW = WorkerKey(WorkerId("old")), WorkerKey(WorkerId("new"))
 

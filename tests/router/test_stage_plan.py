@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from router.core.candidates import RoutingRequest
-from router.core.policy import KvAware
-from router.core.stage_plan import DECODE_ROLES, PREFILL_ROLES, WHOLE_ROLES, first_leg
+from poolgrid.router.core.candidates import RoutingRequest
+from poolgrid.router.core.policy import KvAware
+from poolgrid.router.core.stage_plan import DECODE_ROLES, PREFILL_ROLES, WHOLE_ROLES, first_leg
+from poolgrid.wire.events import RequestStarted
+from poolgrid.wire.identifiers import Role, Stage
 from tests.router.fleet_builder import BLOCK_SIZE, Pool, decided, make_card, stored, worker_key
-from wire.events import RequestStarted
-from wire.identifiers import Role, Stage
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from frontend.settings import FrontendSettings
-from router import bootstrap
-from router.consolidator.settings import ConsolidatorSettings
-from router.settings import RouterSettings
-from runtime.process_group import GroupPlace
+from poolgrid.frontend.settings import FrontendSettings
+from poolgrid.router import bootstrap
+from poolgrid.router.consolidator.settings import ConsolidatorSettings
+from poolgrid.router.settings import RouterSettings
+from poolgrid.runtime.process_group import GroupPlace
 from tests.runtime.leftovers import Broken, breaks, ended_leaving_nothing, taken_port
 
 

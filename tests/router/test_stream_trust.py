@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 
-from router.core.overlap_check import LEAST_REQUESTS, WINDOW, OverlapCheck
-from router.core.policy import KvAware
-from router.core.selector import Selector
+from poolgrid.router.core.overlap_check import LEAST_REQUESTS, WINDOW, OverlapCheck
+from poolgrid.router.core.policy import KvAware
+from poolgrid.router.core.selector import Selector
+from poolgrid.wire.events import RequestFinished, RequestStarted, StreamStateChanged, WorkerJoined, WorkerLeft
+from poolgrid.wire.feed import SourceStream, WorkerState
+from poolgrid.wire.identifiers import StreamState, WorkerKey
 from tests.router.fleet_builder import BLOCK_SIZE, Pool, decided, stored, worker_key
 from tests.router.test_selector import PATH, request
-from wire.events import RequestFinished, RequestStarted, StreamStateChanged, WorkerJoined, WorkerLeft
-from wire.feed import SourceStream, WorkerState
-from wire.identifiers import StreamState, WorkerKey
 
 STALE = StreamStateChanged("worker", StreamState.STALE, "batches from 7 are missing")
 LIVE = StreamStateChanged("worker", StreamState.LIVE)

@@ -7,17 +7,17 @@ from typing import cast
 
 from prometheus_client import CollectorRegistry
 
-from dispatch.request_machine import RequestMachine
-from dispatch.token_delivery import TokenDelivery
-from frontend.ports import InferenceRequest
-from router.choosing import Chooser, Lack, NotPlaced, Routed
-from router.core.selector import NoWorker
-from router.metrics import RouterMetrics
-from router.settings import RouterSettings
-from router.waiting import WaitingLine
-from runtime.clock import SystemClock
-from wire.hashing import pack_tokens
-from wire.requests import Sampling
+from poolgrid.dispatch.request_machine import RequestMachine
+from poolgrid.dispatch.token_delivery import TokenDelivery
+from poolgrid.frontend.ports import InferenceRequest
+from poolgrid.router.choosing import Chooser, Lack, NotPlaced, Routed
+from poolgrid.router.core.selector import NoWorker
+from poolgrid.router.metrics import RouterMetrics
+from poolgrid.router.settings import RouterSettings
+from poolgrid.router.waiting import WaitingLine
+from poolgrid.runtime.clock import SystemClock
+from poolgrid.wire.hashing import pack_tokens
+from poolgrid.wire.requests import Sampling
 
 BUSY = NotPlaced(Lack.BUSY, NoWorker("m", {}))
 

@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from runtime.allocation import HOLES_BYTES_MAX, HeapTrimmer, return_large_blocks
+from poolgrid.runtime.allocation import HOLES_BYTES_MAX, HeapTrimmer, return_large_blocks
 
 PROGRAM = """
 import sys
 from pathlib import Path
-from runtime.allocation import return_large_blocks
+from poolgrid.runtime.allocation import return_large_blocks
 
 def resident_mb():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
@@ -50,8 +50,8 @@ def test_what_the_operator_chose_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 IN_PIECES = """
 import sys
-from runtime import allocation
-from runtime.allocation import _resident_bytes, keep_heap_trimmed
+from poolgrid.runtime import allocation
+from poolgrid.runtime.allocation import _resident_bytes, keep_heap_trimmed
 
 if sys.argv[1] == "told":
     allocation.LOOK_INTERVAL_S = 0.05

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.awake_clock import AwakeClock, AwakeTime, within
-from runtime.clock import SystemClock
+from poolgrid.runtime.awake_clock import AwakeClock, AwakeTime, within
+from poolgrid.runtime.clock import SystemClock
 
 GAP_MS = 100.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.budgeted_lru import BudgetedLru
+from poolgrid.runtime.budgeted_lru import BudgetedLru
 
 BUDGET = 10
 steps = st.lists(st.tuples(st.sampled_from(["keep", "get", "drop", "clear"]), st.integers(0, 5), st.integers(1, 12)))

@@ -6,7 +6,7 @@ import asyncio
 
 from prometheus_client import CollectorRegistry
 
-from runtime.event_loop import LoopMetrics
+from poolgrid.runtime.event_loop import LoopMetrics
 
 
 def test_tasks_are_counted_until_they_end() -> None:

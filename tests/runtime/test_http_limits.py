@@ -21,14 +21,20 @@ import uvloop
 from prometheus_client import CollectorRegistry
 from starlette.types import Receive, Scope, Send
 
-from runtime.bounded_protocol import TURN_BYTES, TURN_PIECES, BoundedProtocol
-from runtime.http_connections import OTHER_FILES, SAID_EVERY_S, HttpConnections, connections_that_fit, source_of
-from runtime.http_protocol import CONNECTION, Connection
-from runtime.http_server import STOOD_STILL_S, HttpServer
-from runtime.http_settings import HttpLimits, HttpSettings
-from runtime.listener import ACCEPTED_AT_ONCE
-from runtime.security import SecuritySettings
-from runtime.tls import Tls
+from poolgrid.runtime.bounded_protocol import TURN_BYTES, TURN_PIECES, BoundedProtocol
+from poolgrid.runtime.http_connections import (
+    OTHER_FILES,
+    SAID_EVERY_S,
+    HttpConnections,
+    connections_that_fit,
+    source_of,
+)
+from poolgrid.runtime.http_protocol import CONNECTION, Connection
+from poolgrid.runtime.http_server import STOOD_STILL_S, HttpServer
+from poolgrid.runtime.http_settings import HttpLimits, HttpSettings
+from poolgrid.runtime.listener import ACCEPTED_AT_ONCE
+from poolgrid.runtime.security import SecuritySettings
+from poolgrid.runtime.tls import Tls
 
 T = TypeVar("T")
 

@@ -11,9 +11,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 from starlette.types import Receive, Scope, Send
 
-from runtime.http_connections import SAID_EVERY_S, InvalidRequests
-from runtime.http_protocol import CONNECTION, Connection, _DirectCycle
-from runtime.http_server import HttpServer
+from poolgrid.runtime.http_connections import SAID_EVERY_S, InvalidRequests
+from poolgrid.runtime.http_protocol import CONNECTION, Connection, _DirectCycle
+from poolgrid.runtime.http_server import HttpServer
 
 LIMIT = 1000
 

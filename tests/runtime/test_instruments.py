@@ -7,7 +7,7 @@ import prometheus_client
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from runtime import instruments
+from poolgrid.runtime import instruments
 
 
 def counters(kind: Any, registry: CollectorRegistry) -> None:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.complaints import PEERS_MAX, PERIOD_MS, Complaints, shown_peer
-from runtime.logs import (
+from poolgrid.runtime.complaints import PEERS_MAX, PERIOD_MS, Complaints, shown_peer
+from poolgrid.runtime.logs import (
     LINE_CHARS_MAX,
     LINES_PER_PERIOD,
     PERIOD_S,

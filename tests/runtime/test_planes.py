@@ -13,8 +13,8 @@ import zmq
 from prometheus_client import CollectorRegistry
 from typer.testing import CliRunner
 
-from cli.main import app
-from runtime.planes import (
+from poolgrid.cli.main import app
+from poolgrid.runtime.planes import (
     FRAME_BYTES_OF_PLANE,
     CurveKeyError,
     CurveKeys,
@@ -24,11 +24,11 @@ from runtime.planes import (
     leave_plain,
     name_plane,
 )
-from runtime.security import SecuritySettings, is_loopback
-from runtime.zmq_socket import CallbackSocket
-from wire import codec
-from wire.identifiers import Stage
-from wire.limits import (
+from poolgrid.runtime.security import SecuritySettings, is_loopback
+from poolgrid.runtime.zmq_socket import CallbackSocket
+from poolgrid.wire import codec
+from poolgrid.wire.identifiers import Stage
+from poolgrid.wire.limits import (
     BLOCKS_PER_EVENT_MAX,
     FRAME_BYTES_MAX,
     IDENTIFIER_BYTES_MAX,
@@ -36,7 +36,7 @@ from wire.limits import (
     SELECT_FRAME_BYTES_MAX,
     WORKERS_EXCLUDED_MAX,
 )
-from wire.selection import Renew, Reservation, Select, WorkerRank
+from poolgrid.wire.selection import Renew, Reservation, Select, WorkerRank
 
 TIMEOUT_S = 20.0
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from runtime.instruments import Counter, Gauge, Histogram
-from runtime.process_group import GROUP_VARIABLE, GroupMember, GroupMetrics, GroupPlace
+from poolgrid.runtime.instruments import Counter, Gauge, Histogram
+from poolgrid.runtime.process_group import GROUP_VARIABLE, GroupMember, GroupMetrics, GroupPlace
 
 
 def test_the_parent_tells_a_child_its_place(monkeypatch: pytest.MonkeyPatch) -> None:

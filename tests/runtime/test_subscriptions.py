@@ -9,9 +9,9 @@ import socket as sockets
 import zmq
 from prometheus_client import CollectorRegistry
 
-from runtime.planes import PlaneContext, PlaneMetrics, name_plane
-from runtime.subscriptions import TOPICS_PER_CONNECTION_MAX, Subscriptions
-from runtime.zmq_socket import CallbackSocket
+from poolgrid.runtime.planes import PlaneContext, PlaneMetrics, name_plane
+from poolgrid.runtime.subscriptions import TOPICS_PER_CONNECTION_MAX, Subscriptions
+from poolgrid.runtime.zmq_socket import CallbackSocket
 
 TIMEOUT_S = 20.0
 TOPIC = b"poolgrid"

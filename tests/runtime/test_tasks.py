@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from runtime import lifecycle
-from runtime.tasks import Restart, cancel_all, detached, owned, supervised, unless, wait_from_thread
+from poolgrid.runtime import lifecycle
+from poolgrid.runtime.tasks import Restart, cancel_all, detached, owned, supervised, unless, wait_from_thread
 
 QUICK = Restart(limit=3, pause_s=0.0, pause_max_s=0.0)
 

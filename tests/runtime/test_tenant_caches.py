@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatch.tenant_paths import TenantPaths
-from frontend.media.media_cache import MediaCache, Medium
-from frontend.ports import InferenceRequest
-from frontend.segment_cache import SegmentCache
-from runtime.clock import SystemClock
-from runtime.tenant_caches import WHOLE, CacheShares, TenantCaches
-from wire.hashing import hash_seed
-from wire.requests import Sampling
+from poolgrid.dispatch.tenant_paths import TenantPaths
+from poolgrid.frontend.media.media_cache import MediaCache, Medium
+from poolgrid.frontend.ports import InferenceRequest
+from poolgrid.frontend.segment_cache import SegmentCache
+from poolgrid.runtime.clock import SystemClock
+from poolgrid.runtime.tenant_caches import WHOLE, CacheShares, TenantCaches
+from poolgrid.wire.hashing import hash_seed
+from poolgrid.wire.requests import Sampling
 
 SHARES = CacheShares(3, 1)
 

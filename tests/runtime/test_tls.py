@@ -14,9 +14,9 @@ import pytest
 import trustme
 from prometheus_client import CollectorRegistry
 
-from runtime.http_server import HttpServer
-from runtime.security import SecuritySettings
-from runtime.tls import Tls, TlsError, client_context
+from poolgrid.runtime.http_server import HttpServer
+from poolgrid.runtime.security import SecuritySettings
+from poolgrid.runtime.tls import Tls, TlsError, client_context
 from tests.frontend.fake_backend import FakeBackend
 from tests.frontend.server import application
 

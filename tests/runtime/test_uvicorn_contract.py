@@ -18,10 +18,10 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import Server
 
-from runtime.bounded_protocol import EMPTY_LINE, BoundedProtocol
-from runtime.flow_control import Reading
-from runtime.http_protocol import DirectProtocol, _DirectCycle
-from runtime.http_server import _Server
+from poolgrid.runtime.bounded_protocol import EMPTY_LINE, BoundedProtocol
+from poolgrid.runtime.flow_control import Reading
+from poolgrid.runtime.http_protocol import DirectProtocol, _DirectCycle
+from poolgrid.runtime.http_server import _Server
 
 DIGESTS = {
     "HttpToolsProtocol.__init__": "4f08999410347141",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import zmq
 
-from runtime.zmq_socket import (
+from poolgrid.runtime.zmq_socket import (
     BATCH_BYTES_MAX,
     BATCH_MESSAGES_MAX,
     BatchSocket,

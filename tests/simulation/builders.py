@@ -6,9 +6,9 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from loadgen.trace import TRACE_BLOCK_TOKENS, TraceRow
-from simulation.workload import Workload
-from workers.simulated.engine import EngineLimits
+from poolgrid.loadgen.trace import TRACE_BLOCK_TOKENS, TraceRow
+from poolgrid.simulation.workload import Workload
+from poolgrid.workers.simulated.engine import EngineLimits
 
 CONVERSATION = Path(__file__).parents[1] / "data" / "conversation_1000.jsonl"
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from global_router.core.document.grid_document import GridDocument
-from global_router.core.document.reader import load_document
-from loadgen.trace import TraceRow, read_trace
-from router.core.policy import make_policy
-from simulation.fleet import (
+from poolgrid.global_router.core.document.grid_document import GridDocument
+from poolgrid.global_router.core.document.reader import load_document
+from poolgrid.loadgen.trace import TraceRow, read_trace
+from poolgrid.router.core.policy import make_policy
+from poolgrid.simulation.fleet import (
     FleetPool,
     FleetResult,
     GridPools,
@@ -27,10 +27,10 @@ from simulation.fleet import (
     fleet_report,
     round_robin,
 )
-from simulation.pool import SimulatedPool
-from simulation.workload import Workload, build_workload
+from poolgrid.simulation.pool import SimulatedPool
+from poolgrid.simulation.workload import Workload, build_workload
+from poolgrid.workers.simulated.timing import TableTiming
 from tests.simulation.builders import CONVERSATION, limits, row
-from workers.simulated.timing import TableTiming
 
 FAST, CHEAP = WorkerClass(2.0, 3.0), WorkerClass(1.0, 1.0)
 FLEET = (FleetPool("fast", (FAST,)), FleetPool("cheap", (CHEAP, CHEAP)))

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadgen.trace import TraceRow, read_trace
-from router.core.policy import POLICY_NAMES, make_policy
-from simulation.pool import RunResult, SimulatedPool
-from simulation.workload import Workload, build_workload
+from poolgrid.loadgen.trace import TraceRow, read_trace
+from poolgrid.router.core.policy import POLICY_NAMES, make_policy
+from poolgrid.simulation.pool import RunResult, SimulatedPool
+from poolgrid.simulation.workload import Workload, build_workload
+from poolgrid.wire.hashing import unpack_hashes
+from poolgrid.wire.identifiers import Tier
+from poolgrid.workers.simulated.timing import PolynomialTiming, TableTiming
 from tests.simulation.builders import CONVERSATION, limits, row, traces
-from wire.hashing import unpack_hashes
-from wire.identifiers import Tier
-from workers.simulated.timing import PolynomialTiming, TableTiming
 
 POLICIES = [name for name in POLICY_NAMES if name != "approximate"]
 

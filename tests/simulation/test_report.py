@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from simulation.pool import RunResult
-from simulation.report import latency_summary, policy_report, result_table
+from poolgrid.simulation.pool import RunResult
+from poolgrid.simulation.report import latency_summary, policy_report, result_table
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 1e6), st.integers(1, 40)), min_size=1, max_size=30))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from loadgen.trace import read_trace
-from router.core.policy import make_policy
-from simulation.pool import RouterFleet, RunResult, SimulatedPool
-from simulation.workload import Workload, build_workload
+from poolgrid.loadgen.trace import read_trace
+from poolgrid.router.core.policy import make_policy
+from poolgrid.simulation.pool import RouterFleet, RunResult, SimulatedPool
+from poolgrid.simulation.workload import Workload, build_workload
 from tests.simulation.builders import CONVERSATION, limits
 from tests.simulation.test_pool import assert_books_balance
 

@@ -11,21 +11,21 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 from xxhash import xxh3_64_intdigest
 
-from runtime.clock import SystemClock
+from poolgrid.runtime.clock import SystemClock
+from poolgrid.wire.events import AnyEvent
+from poolgrid.wire.hashing import pack_tokens
+from poolgrid.wire.identifiers import Role, Stage
+from poolgrid.wire.requests import Generate, Routing, Sampling, TokenDelta
+from poolgrid.workers.engines.engine import EngineReport
+from poolgrid.workers.engines.trtllm import EngineLimits, TrtllmEngine, open_engine
+from poolgrid.workers.engines.trtllm_library import load_library
+from poolgrid.workers.metrics import WorkerMetrics
+from poolgrid.workers.simulated.next_token import Vocabulary, expected_output
+from poolgrid.workers.trtllm.engine_arguments import resolve_files
+from poolgrid.workers.trtllm.settings import TrtllmSettings
 from tests.fakes import install_tensorrt_llm
 from tests.fakes.tensorrt_llm._fake.executor import Executor
 from tests.fakes.tensorrt_llm.llmapi.llm import media_hash
-from wire.events import AnyEvent
-from wire.hashing import pack_tokens
-from wire.identifiers import Role, Stage
-from wire.requests import Generate, Routing, Sampling, TokenDelta
-from workers.engines.engine import EngineReport
-from workers.engines.trtllm import EngineLimits, TrtllmEngine, open_engine
-from workers.engines.trtllm_library import load_library
-from workers.metrics import WorkerMetrics
-from workers.simulated.next_token import Vocabulary, expected_output
-from workers.trtllm.engine_arguments import resolve_files
-from workers.trtllm.settings import TrtllmSettings
 
 PATIENCE_S = 20.0
 """How long a test waits for what must come; only a failing test waits that long."""

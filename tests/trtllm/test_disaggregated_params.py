@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from poolgrid.wire.errors import DecodeError, LimitError
+from poolgrid.wire.limits import OPAQUE_BYTES_MAX
+from poolgrid.workers.trtllm.disaggregated_params import decode, encode
 from tests.fakes.tensorrt_llm import DisaggregatedParams
 from tests.trtllm.facts import facts
-from wire.errors import DecodeError, LimitError
-from wire.limits import OPAQUE_BYTES_MAX
-from workers.trtllm.disaggregated_params import decode, encode
 
 
 @dataclass(slots=True)

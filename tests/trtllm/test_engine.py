@@ -12,23 +12,23 @@ from typing import Any
 
 import pytest
 
+from poolgrid.wire.events import BlocksStored, PrefillCompleted, RequestFinished, RequestProgressed, RequestStarted
+from poolgrid.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes, unpack_hashes
+from poolgrid.wire.identifiers import Role, Stage
+from poolgrid.wire.requests import LogitsProcessorCall, RefusalKind, Routing
+from poolgrid.workers import bootstrap
+from poolgrid.workers.core.refusal import RefusedError
+from poolgrid.workers.engines.trtllm import EngineLimits
+from poolgrid.workers.engines.trtllm_health import EngineBrokenError
+from poolgrid.workers.engines.trtllm_library import LibraryMissingError, load_library
+from poolgrid.workers.engines.trtllm_loading import end_engine, start_engine
+from poolgrid.workers.engines.trtllm_logits import RequestProcessors
+from poolgrid.workers.settings import TrtllmWorkerSettings
+from poolgrid.workers.trtllm.contract import ContractError
+from poolgrid.workers.trtllm.outputs import OutputCursor
 from tests.fakes import install_tensorrt_llm
 from tests.fakes.tensorrt_llm._fake import behaviour as behaviours
 from tests.trtllm.engines import BLOCK, PATIENCE_S, Told, expected, make_request, running_engine
-from wire.events import BlocksStored, PrefillCompleted, RequestFinished, RequestProgressed, RequestStarted
-from wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes, unpack_hashes
-from wire.identifiers import Role, Stage
-from wire.requests import LogitsProcessorCall, RefusalKind, Routing
-from workers import bootstrap
-from workers.core.refusal import RefusedError
-from workers.engines.trtllm import EngineLimits
-from workers.engines.trtllm_health import EngineBrokenError
-from workers.engines.trtllm_library import LibraryMissingError, load_library
-from workers.engines.trtllm_loading import end_engine, start_engine
-from workers.engines.trtllm_logits import RequestProcessors
-from workers.settings import TrtllmWorkerSettings
-from workers.trtllm.contract import ContractError
-from workers.trtllm.outputs import OutputCursor
 
 
 class Unreadable(OutputCursor):
@@ -444,7 +444,7 @@ def test_a_worker_that_is_stopped_while_its_engine_loads_ends_and_leaves_no_engi
         made.append(library.llm(**arguments))
         return made[0]
 
-    monkeypatch.setattr("workers.engines.trtllm.load_library", lambda: replace(library, llm=slow))
+    monkeypatch.setattr("poolgrid.workers.engines.trtllm.load_library", lambda: replace(library, llm=slow))
 
     async def scenario() -> None:
         stop = asyncio.Event()

@@ -14,12 +14,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
-from cli.options import with_settings
-from tests.fakes.tensorrt_llm import LLM
-from tests.fakes.tensorrt_llm.llmapi.llm_args import TorchLlmArgs, update_llm_args_with_extra_dict
-from wire.identifiers import Role
-from workers.trtllm.contract import ContractError
-from workers.trtllm.engine_arguments import (
+from poolgrid.cli.options import with_settings
+from poolgrid.wire.identifiers import Role
+from poolgrid.workers.trtllm.contract import ContractError
+from poolgrid.workers.trtllm.engine_arguments import (
     COMMAND_LINE,
     DEFAULT,
     KVBM_CONNECTOR,
@@ -32,8 +30,10 @@ from workers.trtllm.engine_arguments import (
     resolve,
     resolve_files,
 )
-from workers.trtllm.engine_file import EngineFileError
-from workers.trtllm.settings import TrtllmSettings
+from poolgrid.workers.trtllm.engine_file import EngineFileError
+from poolgrid.workers.trtllm.settings import TrtllmSettings
+from tests.fakes.tensorrt_llm import LLM
+from tests.fakes.tensorrt_llm.llmapi.llm_args import TorchLlmArgs, update_llm_args_with_extra_dict
 
 FILE = "f.yaml"
 

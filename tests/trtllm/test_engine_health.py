@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from poolgrid.wire.identifiers import Role
+from poolgrid.workers.engines.trtllm import EngineLimits
+from poolgrid.workers.engines.trtllm_calls import HEALTH_SALT
 from tests.trtllm.engines import make_request, running_engine
 from tests.trtllm.test_engine_legs import decode_leg, prefilled
-from wire.identifiers import Role
-from workers.engines.trtllm import EngineLimits
-from workers.engines.trtllm_calls import HEALTH_SALT
 
 QUICK = EngineLimits(health_interval_ms=20.0, health_timeout_ms=20.0, progress_timeout_ms=40.0)
 PROGRESS = EngineLimits(progress_timeout_ms=40.0)

@@ -11,13 +11,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from poolgrid.wire.events import PrefillCompleted, RequestFinished, RequestStarted
+from poolgrid.wire.identifiers import Role, Stage
+from poolgrid.wire.requests import Generate, RefusalKind
+from poolgrid.workers.core.refusal import RefusedError
+from poolgrid.workers.engines.trtllm import EngineLimits
+from poolgrid.workers.trtllm import disaggregated_params as codec
 from tests.trtllm.engines import Told, expected, make_request, running_engine
-from wire.events import PrefillCompleted, RequestFinished, RequestStarted
-from wire.identifiers import Role, Stage
-from wire.requests import Generate, RefusalKind
-from workers.core.refusal import RefusedError
-from workers.engines.trtllm import EngineLimits
-from workers.trtllm import disaggregated_params as codec
 
 
 @asynccontextmanager

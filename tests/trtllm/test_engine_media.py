@@ -12,15 +12,15 @@ import msgspec
 import pytest
 from PIL import Image
 
+from poolgrid.wire import codec
+from poolgrid.wire.hashing import pack_tokens
+from poolgrid.wire.identifiers import Role, Stage
+from poolgrid.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
+from poolgrid.wire.requests import Generate, RefusalKind
+from poolgrid.workers.core.refusal import RefusedError
+from poolgrid.workers.engines.trtllm_media import load_media
 from tests.trtllm.engines import MODES, expected, make_request, running_engine
 from tests.trtllm.test_engine_legs import decode_leg, prefilled
-from wire import codec
-from wire.hashing import pack_tokens
-from wire.identifiers import Role, Stage
-from wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
-from wire.requests import Generate, RefusalKind
-from workers.core.refusal import RefusedError
-from workers.engines.trtllm_media import load_media
 
 MULTIMODAL: dict[str, Any] = {"modality": "multimodal", "max_batch_size": 64}
 TEXT = "What is <image> this?"
@@ -209,8 +209,8 @@ def test_an_encode_leg_gives_its_handles_as_a_list() -> None:
 
 
 def test_a_prompt_that_travels_with_its_params_is_checked() -> None:
-    from wire.errors import DecodeError
-    from workers.trtllm import disaggregated_params as params_codec
+    from poolgrid.wire.errors import DecodeError
+    from poolgrid.workers.trtllm import disaggregated_params as params_codec
 
     library = pytest.importorskip("tests.fakes.tensorrt_llm")
     made = library.DisaggregatedParams(request_type="context_only")

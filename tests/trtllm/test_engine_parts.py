@@ -10,22 +10,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from poolgrid.wire.events import LoadReported
+from poolgrid.wire.hashing import BASE_SEED, hash_seed, pack_tokens, unpack_tokens
+from poolgrid.workers.core.engine_events import StoredBlock
+from poolgrid.workers.engines.model_files import read_model_facts
+from poolgrid.workers.trtllm import root_seeds
+from poolgrid.workers.trtllm.block_key import root_key
+from poolgrid.workers.trtllm.loras import adapter_number, adapters
+from poolgrid.workers.trtllm.model_facts import ModelFacts, model_facts
+from poolgrid.workers.trtllm.outputs import UNLIKELY, OutputCursor, prompt_logprobs
+from poolgrid.workers.trtllm.progress import ProgressMonitor
+from poolgrid.workers.trtllm.rank_load import RankLoad
+from poolgrid.workers.trtllm.root_seeds import RootSeeds
+from poolgrid.workers.trtllm.statistics import EngineStatistics, KvCacheStatistics
 from tests.fakes.tensorrt_llm._fake.block_key import block_key_hash, salt_id
 from tests.fakes.tensorrt_llm.executor.result import CompletionOutput, Logprob
 from tests.trtllm.facts import facts
-from wire.events import LoadReported
-from wire.hashing import BASE_SEED, hash_seed, pack_tokens, unpack_tokens
-from workers.core.engine_events import StoredBlock
-from workers.engines.model_files import read_model_facts
-from workers.trtllm import root_seeds
-from workers.trtllm.block_key import root_key
-from workers.trtllm.loras import adapter_number, adapters
-from workers.trtllm.model_facts import ModelFacts, model_facts
-from workers.trtllm.outputs import UNLIKELY, OutputCursor, prompt_logprobs
-from workers.trtllm.progress import ProgressMonitor
-from workers.trtllm.rank_load import RankLoad
-from workers.trtllm.root_seeds import RootSeeds
-from workers.trtllm.statistics import EngineStatistics, KvCacheStatistics
 
 # -- outputs -----------------------------------------------------------------------------------------------------------
 

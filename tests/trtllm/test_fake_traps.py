@@ -11,6 +11,12 @@ from typing import Any
 
 import pytest
 
+from poolgrid.wire.hashing import pack_tokens, unpack_hashes
+from poolgrid.wire.identifiers import Tier
+from poolgrid.wire.requests import Sampling
+from poolgrid.workers.core.engine_events import Stored, parse_event
+from poolgrid.workers.core.event_translation import EventTranslator
+from poolgrid.workers.simulated.next_token import Vocabulary, expected_output
 from tests.fakes.tensorrt_llm import LLM, DisaggregatedParams, MultimodalEncoder, SamplingParams, SchedulingParams
 from tests.fakes.tensorrt_llm._fake import behaviour as behaviours
 from tests.fakes.tensorrt_llm._fake.block_key import block_key_hash, salt_id
@@ -20,12 +26,6 @@ from tests.fakes.tensorrt_llm.executor.result import Response
 from tests.fakes.tensorrt_llm.llmapi import KvCacheConfig, KvCacheRetentionConfig
 from tests.fakes.tensorrt_llm.llmapi.utils import AsyncQueue
 from tests.trtllm.facts import facts
-from wire.hashing import pack_tokens, unpack_hashes
-from wire.identifiers import Tier
-from wire.requests import Sampling
-from workers.core.engine_events import Stored, parse_event
-from workers.core.event_translation import EventTranslator
-from workers.simulated.next_token import Vocabulary, expected_output
 
 BLOCK = 4
 SHORT_S = 0.01

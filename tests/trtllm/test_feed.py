@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from runtime.clock import SystemClock
+from poolgrid.runtime.clock import SystemClock
+from poolgrid.wire.events import BlocksStored, CacheCleared
+from poolgrid.wire.hashing import unpack_hashes
+from poolgrid.wire.identifiers import Tier
+from poolgrid.workers.engines.trtllm_feed import FeedLimits, TrtllmFeed
+from poolgrid.workers.trtllm.metrics import TrtllmMetrics
+from poolgrid.workers.trtllm.statistics import EngineStatistics
 from tests.fakes.tensorrt_llm import LLM, SamplingParams, SchedulingParams
 from tests.fakes.tensorrt_llm._fake import behaviour as behaviours
 from tests.fakes.tensorrt_llm._fake.executor import Executor
 from tests.fakes.tensorrt_llm.executor import RequestError
 from tests.fakes.tensorrt_llm.llmapi import KvCacheConfig
 from tests.workers.builders import fold
-from wire.events import BlocksStored, CacheCleared
-from wire.hashing import unpack_hashes
-from wire.identifiers import Tier
-from workers.engines.trtllm_feed import FeedLimits, TrtllmFeed
-from workers.trtllm.metrics import TrtllmMetrics
-from workers.trtllm.statistics import EngineStatistics
 
 BLOCK = 4
 PATIENCE_S = 60

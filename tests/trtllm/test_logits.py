@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from poolgrid.workers.engines.trtllm_logits import engine_processor
+from poolgrid.workers.logits.processor import LogitsRow
 from tests.fakes import install_tensorrt_llm
-from workers.engines.trtllm_logits import engine_processor
-from workers.logits.processor import LogitsRow
 
 
 class Tensor:

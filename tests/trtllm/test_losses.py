@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
+from poolgrid.wire.hashing import BASE_SEED, block_hashes, pack_tokens, sequence_hashes, unpack_tokens
+from poolgrid.wire.identifiers import Tier
+from poolgrid.wire.requests import Generate, Sampling
+from poolgrid.workers.core.engine_events import parse_event
+from poolgrid.workers.core.event_translation import EventTranslator
+from poolgrid.workers.simulated.engine import EngineLimits, SimulatedEngine
+from poolgrid.workers.simulated.next_token import Vocabulary
 from tests.fakes.tensorrt_llm._fake.cache_events import RankEvents, Tenant
 from tests.workers.builders import fold
-from wire.hashing import BASE_SEED, block_hashes, pack_tokens, sequence_hashes, unpack_tokens
-from wire.identifiers import Tier
-from wire.requests import Generate, Sampling
-from workers.core.engine_events import parse_event
-from workers.core.event_translation import EventTranslator
-from workers.simulated.engine import EngineLimits, SimulatedEngine
-from workers.simulated.next_token import Vocabulary
 
 BLOCK = 4
 LONGEST = 64

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from poolgrid.wire.hashing import pack_tokens
+from poolgrid.wire.requests import Generate, RefusalKind, Routing, Sampling
+from poolgrid.workers.core.refusal import RefusedError, UnableError, UnsupportedError
+from poolgrid.workers.trtllm.sampling import SEED_MASK, SamplingPlan, engine_priority, plan_sampling
 from tests.fakes.tensorrt_llm import GuidedDecodingParams, SamplingParams
-from wire.hashing import pack_tokens
-from wire.requests import Generate, RefusalKind, Routing, Sampling
-from workers.core.refusal import RefusedError, UnableError, UnsupportedError
-from workers.trtllm.sampling import SEED_MASK, SamplingPlan, engine_priority, plan_sampling
 
 
 def plan(

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from poolgrid.wire.errors import DecodeError
+from poolgrid.wire.events import LoadReported
+from poolgrid.workers.trtllm.statistics import EngineStatistics, load_of, parse_statistics
 from tests.trtllm.facts import facts
-from wire.errors import DecodeError
-from wire.events import LoadReported
-from workers.trtllm.statistics import EngineStatistics, load_of, parse_statistics
 
 EXAMPLE: dict[str, Any] = facts()["iteration_stats_example"]
 

@@ -9,7 +9,7 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wire.addresses import host_problem, http_url_problem, zmq_endpoint_problem
+from poolgrid.wire.addresses import host_problem, http_url_problem, zmq_endpoint_problem
 
 GOOD = (
     "tcp://127.0.0.1:1",

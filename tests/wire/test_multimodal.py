@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from wire import codec, limits
-from wire.errors import DecodeError, LimitError
-from wire.hashing import block_hashes, pack_tokens
-from wire.multimodal import (
+from poolgrid.wire import codec, limits
+from poolgrid.wire.errors import DecodeError, LimitError
+from poolgrid.wire.hashing import block_hashes, pack_tokens
+from poolgrid.wire.multimodal import (
     MediaItem,
     MediaKind,
     MultimodalInput,

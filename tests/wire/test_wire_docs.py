@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from wire import (
+from poolgrid.wire import (
     card,
     events,
     feed,

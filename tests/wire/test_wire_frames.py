@@ -19,11 +19,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wire import codec, events, feed, feed_frames, ingest, limits, multimodal, requests, selection, tensors
-from wire.card import MediaSpec, WorkerCard, WorkerLimits
-from wire.codec import Codec
-from wire.errors import DecodeError, LimitError
-from wire.events import (
+from poolgrid.wire import codec, events, feed, feed_frames, ingest, limits, multimodal, requests, selection, tensors
+from poolgrid.wire.card import MediaSpec, WorkerCard, WorkerLimits
+from poolgrid.wire.codec import Codec
+from poolgrid.wire.errors import DecodeError, LimitError
+from poolgrid.wire.events import (
     AnyEvent,
     BlocksReleased,
     BlocksRemoved,
@@ -44,7 +44,7 @@ from wire.events import (
     WorkerJoined,
     WorkerLeft,
 )
-from wire.feed import (
+from poolgrid.wire.feed import (
     BlockChain,
     Records,
     Replay,
@@ -55,12 +55,12 @@ from wire.feed import (
     TooOld,
     WorkerState,
 )
-from wire.hashing import pack_hashes, pack_tokens
-from wire.identifiers import PackedHashes, PackedTokens, Role, Stage, StreamState, Tier
-from wire.ingest import Acknowledged, Goodbye, Heartbeat, Hello, Refused, Resend, Unknown, Welcome
-from wire.limits import FRAME_BYTES_MAX, U32_MAX, U64_MAX
-from wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
-from wire.requests import (
+from poolgrid.wire.hashing import pack_hashes, pack_tokens
+from poolgrid.wire.identifiers import PackedHashes, PackedTokens, Role, Stage, StreamState, Tier
+from poolgrid.wire.ingest import Acknowledged, Goodbye, Heartbeat, Hello, Refused, Resend, Unknown, Welcome
+from poolgrid.wire.limits import FRAME_BYTES_MAX, U32_MAX, U64_MAX
+from poolgrid.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
+from poolgrid.wire.requests import (
     Cancel,
     FetchKv,
     FinishReason,
@@ -77,7 +77,7 @@ from wire.requests import (
     TokenDelta,
     TokenLogprobs,
 )
-from wire.selection import (
+from poolgrid.wire.selection import (
     AskStatus,
     ModelStatus,
     PoolStatus,
@@ -93,7 +93,7 @@ from wire.selection import (
     SelectRefused,
     WorkerRank,
 )
-from wire.tensors import (
+from poolgrid.wire.tensors import (
     FetchTensor,
     NixlRegion,
     ReleaseTensor,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from wire.hashing import (
+from poolgrid.wire.hashing import (
     BASE_SEED,
     HASH_SPEC,
     block_hashes,
@@ -22,7 +22,7 @@ from wire.hashing import (
     unpack_hashes,
     unpack_tokens,
 )
-from wire.limits import U32_MAX, U64_MAX
+from poolgrid.wire.limits import U32_MAX, U64_MAX
 
 TOKENS = pack_tokens(range(64))
 

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from wire.events import BlocksRemoved, BlocksStored, CacheCleared
-from wire.hashing import pack_tokens, unpack_hashes
-from wire.identifiers import Stage, Tier
-from wire.requests import Generate, KvOffered, Routing, Sampling, TokenDelta
-from workers.simulated.engine import SimulatedEngine, StepOutcome
-from workers.simulated.kv_transfer import read_ticket
-from workers.simulated.next_token import Vocabulary
+from poolgrid.wire.events import BlocksRemoved, BlocksStored, CacheCleared
+from poolgrid.wire.hashing import pack_tokens, unpack_hashes
+from poolgrid.wire.identifiers import Stage, Tier
+from poolgrid.wire.requests import Generate, KvOffered, Routing, Sampling, TokenDelta
+from poolgrid.workers.simulated.engine import SimulatedEngine, StepOutcome
+from poolgrid.workers.simulated.kv_transfer import read_ticket
+from poolgrid.workers.simulated.next_token import Vocabulary
 
 VOCABULARY = Vocabulary(size=1000, first_token_id=10)
 

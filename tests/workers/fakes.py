@@ -1,4 +1,4 @@
-"""The other ends of a worker's sockets, small and real: a consolidator that speaks ``wire.ingest``, and a router."""
+"""The other ends of a worker's sockets, small and real: a consolidator (``poolgrid.wire.ingest``), and a router."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any, Self
 import zmq
 import zmq.asyncio
 
-from wire import codec
-from wire.card import WorkerCard
-from wire.events import AnyEvent, EventBatch, SnapshotBegan
-from wire.ingest import (
+from poolgrid.wire import codec
+from poolgrid.wire.card import WorkerCard
+from poolgrid.wire.events import AnyEvent, EventBatch, SnapshotBegan
+from poolgrid.wire.ingest import (
     BATCH_FRAME,
     Acknowledged,
     FromConsolidator,
@@ -27,7 +27,7 @@ from wire.ingest import (
     Unknown,
     Welcome,
 )
-from wire.requests import FromWorker, Pong, TokenBatch, TokenDelta, ToWorker
+from poolgrid.wire.requests import FromWorker, Pong, TokenBatch, TokenDelta, ToWorker
 
 PATIENCE_S = 30.0
 """How long a test waits for what must come; only a failing test waits that long."""
@@ -50,7 +50,7 @@ class Journal:
 
 
 class FakeConsolidator:
-    """Answers one worker the way ``wire.ingest`` says; ``refuse`` makes it refuse every greeting."""
+    """Answers one worker the way ``poolgrid.wire.ingest`` says; ``refuse`` makes it refuse every greeting."""
 
     def __init__(
         self, journal: Journal, port: int = 0, name: str = "c0", refuse: str = "", lose_batches: int = 0

@@ -11,13 +11,13 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from poolgrid.wire.hashing import pack_tokens
+from poolgrid.wire.requests import Generate
+from poolgrid.workers import bootstrap
+from poolgrid.workers.settings import WorkerSettings
+from poolgrid.workers.simulated.next_token import expected_output
 from tests.workers.builders import VOCABULARY
 from tests.workers.fakes import PATIENCE_S, FakeConsolidator, FakeRouter, Journal, fake_router
-from wire.hashing import pack_tokens
-from wire.requests import Generate
-from workers import bootstrap
-from workers.settings import WorkerSettings
-from workers.simulated.next_token import expected_output
 
 
 def expected(request: Generate) -> bytes:

@@ -9,10 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from poolgrid.wire.identifiers import Tier
+from poolgrid.workers.simulated.block_pool import BlockPool, Match
+from poolgrid.workers.simulated.cache_recorder import Link, SilentRecorder, WireRecorder
 from tests.workers.builders import fold
-from wire.identifiers import Tier
-from workers.simulated.block_pool import BlockPool, Match
-from workers.simulated.cache_recorder import Link, SilentRecorder, WireRecorder
 
 BLOCK_SIZE = 4
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from wire.events import PrefillCompleted, RequestFinished, RequestStarted
-from workers.core.booked_prefill import CROWDING_TOLERANCE_TOKENS, BookedPrefill
+from poolgrid.wire.events import PrefillCompleted, RequestFinished, RequestStarted
+from poolgrid.workers.core.booked_prefill import CROWDING_TOLERANCE_TOKENS, BookedPrefill
 
 
 def test_a_request_counts_from_its_acceptance_until_its_prompt_is_computed() -> None:

@@ -11,19 +11,19 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
-from runtime.clock import SystemClock
+from poolgrid.runtime.clock import SystemClock
+from poolgrid.wire.events import PrefillCompleted, RequestFinished, RequestStarted, WorkerDraining
+from poolgrid.wire.identifiers import Role, Stage
+from poolgrid.wire.requests import Cancel, FetchKv, Generate, KvOffered, Ping, RefusalKind
+from poolgrid.workers import kv_fetcher
+from poolgrid.workers.core.kv_fetches import KvWanted
+from poolgrid.workers.core.refusal import RefusedError
+from poolgrid.workers.kv_fetcher import KvFetcher
+from poolgrid.workers.metrics import WorkerMetrics
+from poolgrid.workers.simulated.kv_transfer import read_ticket
 from tests.workers.builders import decode_leg, make_request, prefill_leg
 from tests.workers.fakes import PATIENCE_S, fake_router
 from tests.workers.running import RunningWorker, expected, running_worker
-from wire.events import PrefillCompleted, RequestFinished, RequestStarted, WorkerDraining
-from wire.identifiers import Role, Stage
-from wire.requests import Cancel, FetchKv, Generate, KvOffered, Ping, RefusalKind
-from workers import kv_fetcher
-from workers.core.kv_fetches import KvWanted
-from workers.core.refusal import RefusedError
-from workers.kv_fetcher import KvFetcher
-from workers.metrics import WorkerMetrics
-from workers.simulated.kv_transfer import read_ticket
 
 
 @asynccontextmanager

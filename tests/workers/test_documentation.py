@@ -8,8 +8,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
-from workers.metrics import WorkerMetrics
-from workers.settings import WorkerSettings
+from poolgrid.workers.metrics import WorkerMetrics
+from poolgrid.workers.settings import WorkerSettings
 
 PAGE = Path(__file__).parents[2] / "docs" / "worker.md"
 

@@ -10,12 +10,12 @@ import msgspec
 import numpy as np
 import pytest
 
+from poolgrid.wire import codec
+from poolgrid.wire.requests import Generate
+from poolgrid.wire.tensors import TensorDescriptor, TensorList
+from poolgrid.workers.embedding_fetcher import EmbeddingFetcher
+from poolgrid.workers.tensor_transfer.port import Tensor, TensorUnavailable
 from tests.workers.builders import make_request
-from wire import codec
-from wire.requests import Generate
-from wire.tensors import TensorDescriptor, TensorList
-from workers.embedding_fetcher import EmbeddingFetcher
-from workers.tensor_transfer.port import Tensor, TensorUnavailable
 
 PICTURE = np.ones(4, np.float16)
 

@@ -7,20 +7,20 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from frontend.models import TINY_MODEL_PATH
-from runtime.clock import SystemClock
+from poolgrid.frontend.models import TINY_MODEL_PATH
+from poolgrid.runtime.clock import SystemClock
+from poolgrid.wire.events import RequestFinished
+from poolgrid.wire.hashing import pack_tokens
+from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, Sampling, TokenDelta
+from poolgrid.workers.core.refusal import UnsupportedError
+from poolgrid.workers.engines.engine import EngineReport
+from poolgrid.workers.engines.simulated import RealTimeSimulatedEngine
+from poolgrid.workers.engines.simulated_guides import LazyGuides
+from poolgrid.workers.simulated.engine import EngineLimits
+from poolgrid.workers.simulated.guided_tokens import TokenGuide, TokenTexts
+from poolgrid.workers.simulated.next_token import Vocabulary
+from poolgrid.workers.simulated.timing import PolynomialTiming, ScaledTiming
 from tests.workers.fakes import PATIENCE_S
-from wire.events import RequestFinished
-from wire.hashing import pack_tokens
-from wire.requests import FinishReason, Generate, RefusalKind, Sampling, TokenDelta
-from workers.core.refusal import UnsupportedError
-from workers.engines.engine import EngineReport
-from workers.engines.simulated import RealTimeSimulatedEngine
-from workers.engines.simulated_guides import LazyGuides
-from workers.simulated.engine import EngineLimits
-from workers.simulated.guided_tokens import TokenGuide, TokenTexts
-from workers.simulated.next_token import Vocabulary
-from workers.simulated.timing import PolynomialTiming, ScaledTiming
 
 VOCABULARY = Vocabulary(4096, 3, 2)
 GUIDES = LazyGuides(TINY_MODEL_PATH, VOCABULARY)

@@ -14,17 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from frontend.models import TINY_MODEL_PATH
+from poolgrid.frontend.models import TINY_MODEL_PATH
+from poolgrid.wire.hashing import pack_tokens, unpack_tokens
+from poolgrid.wire.requests import Generate, RefusalKind, Routing, Sampling
+from poolgrid.workers.core.refusal import RefusedError, UnableError, UnsupportedError
+from poolgrid.workers.engines.simulated_guides import LazyGuides
+from poolgrid.workers.simulated.engine import EngineLimits, SimulatedEngine
+from poolgrid.workers.simulated.guided_tokens import GuidedTokenStream
+from poolgrid.workers.simulated.kv_transfer import KvSource
+from poolgrid.workers.simulated.next_token import STOP, Vocabulary
 from tests.wire.test_guide_limits import chain, rules
 from tests.workers.builders import outputs, prefill, run_through, run_to_end
-from wire.hashing import pack_tokens, unpack_tokens
-from wire.requests import Generate, RefusalKind, Routing, Sampling
-from workers.core.refusal import RefusedError, UnableError, UnsupportedError
-from workers.engines.simulated_guides import LazyGuides
-from workers.simulated.engine import EngineLimits, SimulatedEngine
-from workers.simulated.guided_tokens import GuidedTokenStream
-from workers.simulated.kv_transfer import KvSource
-from workers.simulated.next_token import STOP, Vocabulary
 
 VOCABULARY = Vocabulary(4096, 3, 2)
 GUIDES = LazyGuides(TINY_MODEL_PATH, VOCABULARY)

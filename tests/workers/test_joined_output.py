@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from poolgrid.wire.hashing import pack_tokens
+from poolgrid.wire.requests import FinishReason, RefusalKind, TokenDelta, TokenLogprobs
+from poolgrid.workers.core.joined_output import JoinedOutput
 from tests.workers.builders import make_request
-from wire.hashing import pack_tokens
-from wire.requests import FinishReason, RefusalKind, TokenDelta, TokenLogprobs
-from workers.core.joined_output import JoinedOutput
 
 
 def sent(joined: JoinedOutput, *deltas: TokenDelta) -> list[TokenDelta]:

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from wire.requests import KvOffered, RefusalKind
-from workers.core.kv_fetches import Ask, Effect, Failed, KvFetches, KvWanted, Offered, Release
-from workers.core.refusal import RefusedError
+from poolgrid.wire.requests import KvOffered, RefusalKind
+from poolgrid.workers.core.kv_fetches import Ask, Effect, Failed, KvFetches, KvWanted, Offered, Release
+from poolgrid.workers.core.refusal import RefusedError
 
 TIMEOUT_MS = 200.0
 KEPT_MS = 1000.0

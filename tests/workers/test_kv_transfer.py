@@ -11,6 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from poolgrid.wire.events import PrefillCompleted, RequestFinished, RequestProgressed, RequestStarted
+from poolgrid.wire.hashing import pack_hashes, pack_tokens, unpack_hashes
+from poolgrid.wire.identifiers import Stage, Tier
+from poolgrid.wire.requests import Generate, KvOffered, RefusalKind
+from poolgrid.workers.core.refusal import RefusedError
+from poolgrid.workers.simulated.cache_recorder import WireRecorder
+from poolgrid.workers.simulated.engine import EngineLimits, SimulatedEngine, StepOutcome
+from poolgrid.workers.simulated.kv_transfer import KvSource, KvTicket, TransferModel, read_ticket
+from poolgrid.workers.simulated.next_token import Vocabulary, expected_output, expected_reply
 from tests.workers.builders import (
     VOCABULARY,
     decode_leg,
@@ -22,15 +31,6 @@ from tests.workers.builders import (
     run_through,
     run_to_end,
 )
-from wire.events import PrefillCompleted, RequestFinished, RequestProgressed, RequestStarted
-from wire.hashing import pack_hashes, pack_tokens, unpack_hashes
-from wire.identifiers import Stage, Tier
-from wire.requests import Generate, KvOffered, RefusalKind
-from workers.core.refusal import RefusedError
-from workers.simulated.cache_recorder import WireRecorder
-from workers.simulated.engine import EngineLimits, SimulatedEngine, StepOutcome
-from workers.simulated.kv_transfer import KvSource, KvTicket, TransferModel, read_ticket
-from workers.simulated.next_token import Vocabulary, expected_output, expected_reply
 
 BLOCK_SIZE = 4
 TRANSFER = TransferModel(latency_ms=2.0, gigabytes_per_s=1.0, bytes_per_token=250_000, timeout_ms=1000.0, kept_max=3)

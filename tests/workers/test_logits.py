@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from wire.identifiers import Stage
-from wire.limits import LOGITS_PROCESSORS_MAX
-from wire.requests import LogitsProcessorCall, RefusalKind
-from workers.core.refusal import RefusedError, UnsupportedError
-from workers.logits.failure_channel import FailureChannel
-from workers.logits.processor import LogitsRow, RequestFacts
-from workers.logits.registry import BUILT_IN, LogitsProcessorRegistry, RegistrationError
-from workers.logits.support import reason_refused
+from poolgrid.wire.identifiers import Stage
+from poolgrid.wire.limits import LOGITS_PROCESSORS_MAX
+from poolgrid.wire.requests import LogitsProcessorCall, RefusalKind
+from poolgrid.workers.core.refusal import RefusedError, UnsupportedError
+from poolgrid.workers.logits.failure_channel import FailureChannel
+from poolgrid.workers.logits.processor import LogitsRow, RequestFacts
+from poolgrid.workers.logits.registry import BUILT_IN, LogitsProcessorRegistry, RegistrationError
+from poolgrid.workers.logits.support import reason_refused
 
 FACTS = RequestFacts(isl=3, vocabulary_size=8)
 

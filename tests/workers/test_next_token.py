@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from poolgrid.wire.hashing import pack_tokens, unpack_tokens
+from poolgrid.wire.requests import Sampling
+from poolgrid.workers.simulated.next_token import TokenStream, Vocabulary, expected_output, expected_reply
 from tests.workers.builders import VOCABULARY
-from wire.hashing import pack_tokens, unpack_tokens
-from wire.requests import Sampling
-from workers.simulated.next_token import TokenStream, Vocabulary, expected_output, expected_reply
 
 tokens = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=200)
 

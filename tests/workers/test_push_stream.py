@@ -6,12 +6,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wire import codec
-from wire.card import WorkerCard, WorkerLimits
-from wire.events import AnyEvent, BlocksStored, CacheCleared, EventBatch, RequestFinished, SnapshotBegan, SnapshotEnded
-from wire.hashing import pack_hashes
-from wire.identifiers import Role, Tier
-from wire.ingest import (
+from poolgrid.wire import codec
+from poolgrid.wire.card import WorkerCard, WorkerLimits
+from poolgrid.wire.events import (
+    AnyEvent,
+    BlocksStored,
+    CacheCleared,
+    EventBatch,
+    RequestFinished,
+    SnapshotBegan,
+    SnapshotEnded,
+)
+from poolgrid.wire.hashing import pack_hashes
+from poolgrid.wire.identifiers import Role, Tier
+from poolgrid.wire.ingest import (
     BATCH_FRAME,
     Acknowledged,
     Goodbye,
@@ -23,8 +31,8 @@ from wire.ingest import (
     Unknown,
     Welcome,
 )
-from workers.core.outbox import OUTBOX_BYTES_MIN, Outbox
-from workers.core.push_stream import (
+from poolgrid.workers.core.outbox import OUTBOX_BYTES_MIN, Outbox
+from poolgrid.workers.core.push_stream import (
     BLOCKS_PER_RESTATED_BATCH,
     EVENTS_PER_RESTATED_BATCH,
     Effect,
@@ -421,8 +429,8 @@ def test_after_any_faults_have_healed_the_copy_equals_the_truth(script: list[str
 
 
 def test_requests_published_are_restated_as_they_stand() -> None:
-    from wire.events import PrefillCompleted, RequestProgressed, RequestStarted
-    from workers.core.published_requests import PublishedRequests
+    from poolgrid.wire.events import PrefillCompleted, RequestProgressed, RequestStarted
+    from poolgrid.workers.core.published_requests import PublishedRequests
 
     requests = PublishedRequests()
     requests.apply(

@@ -13,11 +13,8 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
-from runtime.clock import SystemClock
-from tests.workers.builders import fold, make_request, prefill_leg
-from tests.workers.fakes import PATIENCE_S, FakeConsolidator, FakeRouter, Journal, fake_router
-from tests.workers.running import expected, make_settings, running_worker
-from wire.events import (
+from poolgrid.runtime.clock import SystemClock
+from poolgrid.wire.events import (
     BlocksStored,
     LoadReported,
     PrefillCompleted,
@@ -27,17 +24,20 @@ from wire.events import (
     SnapshotEnded,
     WorkerDraining,
 )
-from wire.hashing import block_hashes, pack_tokens, sequence_hashes
-from wire.identifiers import Stage, Tier
-from wire.requests import Cancel, FinishReason, Generate, Ping, RefusalKind, Routing, Sampling, TokenDelta
-from workers import bootstrap
-from workers.adapters.http_api import HttpApi
-from workers.adapters.sockets import RequestSocket
-from workers.core.push_stream import PushStream
-from workers.engines.engine import EngineReport
-from workers.metrics import WorkerMetrics
-from workers.publisher import EventPublisher
-from workers.service import ServiceLimits, WorkerService
+from poolgrid.wire.hashing import block_hashes, pack_tokens, sequence_hashes
+from poolgrid.wire.identifiers import Stage, Tier
+from poolgrid.wire.requests import Cancel, FinishReason, Generate, Ping, RefusalKind, Routing, Sampling, TokenDelta
+from poolgrid.workers import bootstrap
+from poolgrid.workers.adapters.http_api import HttpApi
+from poolgrid.workers.adapters.sockets import RequestSocket
+from poolgrid.workers.core.push_stream import PushStream
+from poolgrid.workers.engines.engine import EngineReport
+from poolgrid.workers.metrics import WorkerMetrics
+from poolgrid.workers.publisher import EventPublisher
+from poolgrid.workers.service import ServiceLimits, WorkerService
+from tests.workers.builders import fold, make_request, prefill_leg
+from tests.workers.fakes import PATIENCE_S, FakeConsolidator, FakeRouter, Journal, fake_router
+from tests.workers.running import expected, make_settings, running_worker
 
 ONE_TOKEN = pack_tokens([1])
 
@@ -587,15 +587,15 @@ def test_an_engine_that_is_not_well_takes_no_requests_and_probes_hear_why() -> N
 
 PROGRAM = """
 import asyncio, sys
-from runtime import lifecycle
-from workers.bootstrap import serve
-from workers.adapters.sockets import RequestSocket
-from workers.core.push_stream import PushStream
-from workers.engines.engine import EngineReport
-from workers.metrics import WorkerMetrics
-from workers.publisher import EventPublisher
-from workers.service import ServiceLimits, WorkerService
-from workers.settings import WorkerSettings
+from poolgrid.runtime import lifecycle
+from poolgrid.workers.bootstrap import serve
+from poolgrid.workers.adapters.sockets import RequestSocket
+from poolgrid.workers.core.push_stream import PushStream
+from poolgrid.workers.engines.engine import EngineReport
+from poolgrid.workers.metrics import WorkerMetrics
+from poolgrid.workers.publisher import EventPublisher
+from poolgrid.workers.service import ServiceLimits, WorkerService
+from poolgrid.workers.settings import WorkerSettings
 settings = WorkerSettings.model_validate_json(sys.argv[1])
 async def main(stop):
     await serve(settings, stop, lambda url: print("ready", url, flush=True))

@@ -10,19 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from poolgrid.wire import codec
+from poolgrid.wire.events import PrefillCompleted, RequestFinished, RequestProgressed, RequestStarted
+from poolgrid.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes
+from poolgrid.wire.identifiers import Tier
+from poolgrid.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
+from poolgrid.wire.requests import Generate, RefusalKind, Routing, Sampling
+from poolgrid.workers.core.event_translation import EventTranslator
+from poolgrid.workers.core.refusal import RefusedError
+from poolgrid.workers.simulated.cache_recorder import EngineRecorder, WireRecorder
+from poolgrid.workers.simulated.engine import EngineLimits, SimulatedEngine, StepOutcome
+from poolgrid.workers.simulated.next_token import Vocabulary, expected_output, expected_reply
+from poolgrid.workers.simulated.timing import PolynomialTiming
 from tests.workers.builders import VOCABULARY, fold, make_request, outputs, run_to_end
-from wire import codec
-from wire.events import PrefillCompleted, RequestFinished, RequestProgressed, RequestStarted
-from wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes
-from wire.identifiers import Tier
-from wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
-from wire.requests import Generate, RefusalKind, Routing, Sampling
-from workers.core.event_translation import EventTranslator
-from workers.core.refusal import RefusedError
-from workers.simulated.cache_recorder import EngineRecorder, WireRecorder
-from workers.simulated.engine import EngineLimits, SimulatedEngine, StepOutcome
-from workers.simulated.next_token import Vocabulary, expected_output, expected_reply
-from workers.simulated.timing import PolynomialTiming
 
 BLOCK_SIZE = 4
 

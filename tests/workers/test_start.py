@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from runtime.tasks import on_fatal
+from poolgrid.runtime.tasks import on_fatal
+from poolgrid.workers import bootstrap
+from poolgrid.workers.engines.simulated import RealTimeSimulatedEngine
+from poolgrid.workers.simulated.timing import TableError
 from tests.runtime.leftovers import Broken, breaks, ended_leaving_nothing, taken_port
 from tests.workers.fakes import FakeConsolidator, Journal
 from tests.workers.running import make_settings
-from workers import bootstrap
-from workers.engines.simulated import RealTimeSimulatedEngine
-from workers.simulated.timing import TableError
 
 
 def starting(ready: Callable[[str], None] = lambda url: None, **settings: Any) -> Callable[[], Any]:

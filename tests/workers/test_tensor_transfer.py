@@ -13,15 +13,15 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
-from runtime.clock import SystemClock
-from wire.requests import RefusalKind
-from wire.tensors import TensorDescriptor
-from workers.core.refusal import RefusedError
-from workers.tensor_transfer.metrics import TensorMetrics
-from workers.tensor_transfer.nixl_transfer import NixlMissing, NixlTensorTransfer, make_agent
-from workers.tensor_transfer.port import Tensor, TensorTransfer, TensorUnavailable
-from workers.tensor_transfer.tensor_store import TensorStore
-from workers.tensor_transfer.zmq_transfer import ZmqTensorTransfer
+from poolgrid.runtime.clock import SystemClock
+from poolgrid.wire.requests import RefusalKind
+from poolgrid.wire.tensors import TensorDescriptor
+from poolgrid.workers.core.refusal import RefusedError
+from poolgrid.workers.tensor_transfer.metrics import TensorMetrics
+from poolgrid.workers.tensor_transfer.nixl_transfer import NixlMissing, NixlTensorTransfer, make_agent
+from poolgrid.workers.tensor_transfer.port import Tensor, TensorTransfer, TensorUnavailable
+from poolgrid.workers.tensor_transfer.tensor_store import TensorStore
+from poolgrid.workers.tensor_transfer.zmq_transfer import ZmqTensorTransfer
 
 PATIENCE_S = 30.0
 HAS_NIXL = importlib.util.find_spec("nixl") is not None

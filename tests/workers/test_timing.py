@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.simulated.timing import PolynomialTiming, ScaledTiming, TableError, TableTiming
+from poolgrid.workers.simulated.timing import PolynomialTiming, ScaledTiming, TableError, TableTiming
 
 
 @pytest.mark.parametrize(

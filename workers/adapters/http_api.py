@@ -7,7 +7,7 @@ from urllib.parse import parse_qs
 
 from prometheus_client import CollectorRegistry
 
-from runtime.health_app import HealthApp, HttpAnswer, Observed
+from poolgrid.runtime.health_app import HealthApp, HttpAnswer, Observed
 
 
 class ObservedWorker(Observed, Protocol):

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from runtime.planes import name_plane, watch_as_client
-from runtime.zmq_socket import CallbackSocket, bind, port_of
-from wire.limits import FRAME_BYTES_MAX
+from poolgrid.runtime.planes import name_plane, watch_as_client
+from poolgrid.runtime.zmq_socket import CallbackSocket, bind, port_of
+from poolgrid.wire.limits import FRAME_BYTES_MAX
 
 REQUEST_HIGH_WATER_MARK = 10_000
 """Frames queued per peer and direction: minutes of one frame per engine step. A peer that leaves more than that

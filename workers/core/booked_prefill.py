@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from wire.events import AnyEvent, PrefillCompleted, RequestFinished, RequestStarted
-from workers.core.cache_facts import CACHE_EVENTS
+from poolgrid.wire.events import AnyEvent, PrefillCompleted, RequestFinished, RequestStarted
+from poolgrid.workers.core.cache_facts import CACHE_EVENTS
 
 CROWDING_TOLERANCE_TOKENS = 1024
 """How far a belief may be from the truth: an eighth of a usual engine step, less than choosing again can gain."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from wire.events import BlocksRemoved, BlocksStored
-from wire.hashing import pack_hashes
-from wire.identifiers import Tier
-from wire.limits import BLOCKS_PER_EVENT_MAX
+from poolgrid.wire.events import BlocksRemoved, BlocksStored
+from poolgrid.wire.hashing import pack_hashes
+from poolgrid.wire.identifiers import Tier
+from poolgrid.wire.limits import BLOCKS_PER_EVENT_MAX
 
 CacheEvent = BlocksStored | BlocksRemoved
 CACHE_EVENTS = frozenset({BlocksStored, BlocksRemoved})

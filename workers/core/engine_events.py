@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from wire.errors import DecodeError
+from poolgrid.wire.errors import DecodeError
 
 DEVICE_LEVEL = 0
 HOST_LEVEL = 1

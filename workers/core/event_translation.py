@@ -33,11 +33,11 @@ from enum import Enum
 
 import msgspec
 
-from wire.events import BlocksRemoved, BlocksStored, CacheCleared
-from wire.hashing import BASE_SEED, TOKEN_BYTES, block_hashes, child_hash, sequence_hashes
-from wire.identifiers import Tier
-from workers.core.cache_facts import CacheFacts, chains, stored_chain
-from workers.core.engine_events import AnyEngineEvent, Created, Removed, Stored, StoredBlock, Updated
+from poolgrid.wire.events import BlocksRemoved, BlocksStored, CacheCleared
+from poolgrid.wire.hashing import BASE_SEED, TOKEN_BYTES, block_hashes, child_hash, sequence_hashes
+from poolgrid.wire.identifiers import Tier
+from poolgrid.workers.core.cache_facts import CacheFacts, chains, stored_chain
+from poolgrid.workers.core.engine_events import AnyEngineEvent, Created, Removed, Stored, StoredBlock, Updated
 
 TIER_OF_LEVEL = (Tier.DEVICE, Tier.HOST, Tier.DISK)
 

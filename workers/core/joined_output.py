@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import msgspec
 
-from wire.requests import FinishReason, Generate, TokenDelta
+from poolgrid.wire.requests import FinishReason, Generate, TokenDelta
 
 ENDS_WITH_TOKENS = (FinishReason.STOP, FinishReason.LENGTH)
 """Ends that a router takes as the last of the output; after another one it asks another worker for what is missing."""

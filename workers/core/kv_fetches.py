@@ -17,8 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-from wire.requests import KvOffered
-from workers.core.refusal import BusyError, RefusedError
+from poolgrid.wire.requests import KvOffered
+from poolgrid.workers.core.refusal import BusyError, RefusedError
 
 ASKS_PER_KEPT_TIME = 4
 """Two questions may be lost before blocks expire."""

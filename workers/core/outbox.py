@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from wire import codec
-from wire.events import AnyEvent, EventBatch
+from poolgrid.wire import codec
+from poolgrid.wire.events import AnyEvent, EventBatch
 
 OUTBOX_BYTES_DEFAULT = 32 * 1024 * 1024
 """About ten minutes of a busy worker (50 steps a second, 1 KiB of events each)."""

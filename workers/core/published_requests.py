@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from wire.events import AnyEvent, PrefillCompleted, RequestFinished, RequestProgressed, RequestStarted
-from workers.core.cache_facts import CACHE_EVENTS
+from poolgrid.wire.events import AnyEvent, PrefillCompleted, RequestFinished, RequestProgressed, RequestStarted
+from poolgrid.workers.core.cache_facts import CACHE_EVENTS
 
 
 class PublishedRequests:

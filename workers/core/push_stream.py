@@ -1,4 +1,4 @@
-"""The worker's side of ``wire.ingest`` without sockets: frames in, effects out, time as an argument.
+"""The worker's side of ``poolgrid.wire.ingest`` without sockets: frames in, effects out, time as an argument.
 
 Theory of operation. The stream is *greeting* until the consolidator welcomes it, then *open*; a refusal makes it
 *refused* for a while. Only an open stream sends batches; they are kept in the outbox in every state.
@@ -32,11 +32,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from wire import codec
-from wire.card import WorkerCard
-from wire.events import AnyEvent, BlocksStored, SnapshotBegan
-from wire.hashing import unpack_hashes
-from wire.ingest import (
+from poolgrid.wire import codec
+from poolgrid.wire.card import WorkerCard
+from poolgrid.wire.events import AnyEvent, BlocksStored, SnapshotBegan
+from poolgrid.wire.hashing import unpack_hashes
+from poolgrid.wire.ingest import (
     BATCH_FRAME,
     CONTROL_FRAME,
     Acknowledged,
@@ -50,7 +50,7 @@ from wire.ingest import (
     Unknown,
     Welcome,
 )
-from workers.core.outbox import OUTBOX_BYTES_DEFAULT, Outbox
+from poolgrid.workers.core.outbox import OUTBOX_BYTES_DEFAULT, Outbox
 
 EVENTS_PER_RESTATED_BATCH = 1024
 """A restatement goes out in batches of this many events; far below what the contract and the consolidator allow."""

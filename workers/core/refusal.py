@@ -1,9 +1,9 @@
-"""How an engine or a worker says no to a request: a class for each ``wire.requests.RefusalKind``."""
+"""How an engine or a worker says no to a request: a class for each ``poolgrid.wire.requests.RefusalKind``."""
 
 from __future__ import annotations
 
-from wire.errors import WireError
-from wire.requests import RefusalKind
+from poolgrid.wire.errors import WireError
+from poolgrid.wire.requests import RefusalKind
 
 
 class RefusedError(WireError):

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from wire.events import AnyEvent, BlocksStored, LoadReported
-from wire.requests import Generate, KvOffered, TokenDelta
-from workers.core.kv_arrival import KvArrival
-from workers.core.kv_fetches import KvWanted
-from workers.tensor_transfer.port import Tensor
+from poolgrid.wire.events import AnyEvent, BlocksStored, LoadReported
+from poolgrid.wire.requests import Generate, KvOffered, TokenDelta
+from poolgrid.workers.core.kv_arrival import KvArrival
+from poolgrid.workers.core.kv_fetches import KvWanted
+from poolgrid.workers.tensor_transfer.port import Tensor
 
 
 @dataclass(slots=True)
@@ -77,7 +77,7 @@ class Engine(Protocol):
         ...
 
     def submit(self, request: Generate) -> None:
-        """Take a request, or raise ``workers.core.refusal.RefusedError`` and change nothing."""
+        """Take a request, or raise ``poolgrid.workers.core.refusal.RefusedError`` and change nothing."""
         ...
 
     def cancel(self, request_id: str) -> None:

@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from workers.trtllm.model_facts import CONFIG_FILE, GENERATION_FILE, ModelFacts, model_facts
+from poolgrid.workers.trtllm.model_facts import CONFIG_FILE, GENERATION_FILE, ModelFacts, model_facts
 
 log = logging.getLogger(__name__)
 

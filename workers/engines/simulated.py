@@ -13,30 +13,31 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from runtime.clock import Clock
-from runtime.tasks import detached
-from wire.events import AnyEvent, BlocksStored, LoadReported, RequestFinished
-from wire.limits import TEXT_CHARS_MAX
-from wire.requests import FinishReason, Generate, KvOffered, TokenDelta
-from workers.core.event_translation import EventTranslator
-from workers.core.kv_fetches import KvWanted
-from workers.core.refusal import RefusedError
-from workers.engines.engine import EngineReport, RankReport
-from workers.simulated.cache_recorder import EngineRecorder
-from workers.simulated.engine import EngineLimits, SimulatedEngine
-from workers.simulated.guided_tokens import Guides, TokenGuide
-from workers.simulated.kv_transfer import KvSource, TransferModel, read_ticket
-from workers.simulated.media import Embeddings
-from workers.simulated.next_token import Vocabulary
-from workers.simulated.timing import TimingModel
-from workers.tensor_transfer.port import Tensor
+from poolgrid.runtime.clock import Clock
+from poolgrid.runtime.tasks import detached
+from poolgrid.wire.events import AnyEvent, BlocksStored, LoadReported, RequestFinished
+from poolgrid.wire.limits import TEXT_CHARS_MAX
+from poolgrid.wire.requests import FinishReason, Generate, KvOffered, TokenDelta
+from poolgrid.workers.core.event_translation import EventTranslator
+from poolgrid.workers.core.kv_fetches import KvWanted
+from poolgrid.workers.core.refusal import RefusedError
+from poolgrid.workers.engines.engine import EngineReport, RankReport
+from poolgrid.workers.simulated.cache_recorder import EngineRecorder
+from poolgrid.workers.simulated.engine import EngineLimits, SimulatedEngine
+from poolgrid.workers.simulated.guided_tokens import Guides, TokenGuide
+from poolgrid.workers.simulated.kv_transfer import KvSource, TransferModel, read_ticket
+from poolgrid.workers.simulated.media import Embeddings
+from poolgrid.workers.simulated.next_token import Vocabulary
+from poolgrid.workers.simulated.timing import TimingModel
+from poolgrid.workers.tensor_transfer.port import Tensor
 
 LAG_FORGIVEN_MS = 250.0
 """How far the engine may fall behind its deadlines before it stops trying to catch up."""
 
 
 class RealTimeSimulatedEngine:
-    """``workers.engines.engine.Engine`` of one rank over ``workers.simulated``; its events go a real engine's path.
+    """``poolgrid.workers.engines.engine.Engine`` of one rank over ``poolgrid.workers.simulated``; its events go a real
+    engine's path.
 
     It is a ``KvHandover`` too: ``source`` is what tickets for decode workers say of this worker.
     """

@@ -13,16 +13,16 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from runtime.clock import Clock
-from wire import codec
-from wire.events import AnyEvent, BlocksStored, LoadReported, PrefillCompleted, RequestFinished, RequestStarted
-from wire.hashing import TOKEN_BYTES
-from wire.requests import FinishReason, Generate, TokenDelta
-from wire.tensors import TensorList
-from workers.core.refusal import BusyError, RefusedError
-from workers.engines.engine import EngineReport, RankReport
-from workers.simulated.media import embed, images_of, read_media
-from workers.tensor_transfer.port import TensorTransfer
+from poolgrid.runtime.clock import Clock
+from poolgrid.wire import codec
+from poolgrid.wire.events import AnyEvent, BlocksStored, LoadReported, PrefillCompleted, RequestFinished, RequestStarted
+from poolgrid.wire.hashing import TOKEN_BYTES
+from poolgrid.wire.requests import FinishReason, Generate, TokenDelta
+from poolgrid.wire.tensors import TensorList
+from poolgrid.workers.core.refusal import BusyError, RefusedError
+from poolgrid.workers.engines.engine import EngineReport, RankReport
+from poolgrid.workers.simulated.media import embed, images_of, read_media
+from poolgrid.workers.tensor_transfer.port import TensorTransfer
 
 ENCODED = FinishReason.ENCODED
 """Finish reason of an encode leg."""
@@ -39,7 +39,7 @@ class EncodeLimits:
 
 
 class SimulatedEncodeEngine:
-    """``workers.engines.engine.Engine`` of an encode worker."""
+    """``poolgrid.workers.engines.engine.Engine`` of an encode worker."""
 
     def __init__(self, limits: EncodeLimits, transfer: TensorTransfer, clock: Clock) -> None:
         self._limits = limits

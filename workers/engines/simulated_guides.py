@@ -13,12 +13,12 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from runtime.guide_grammar import matcher
-from wire.guide_limits import objection
-from wire.requests import Sampling
-from workers.core.refusal import UnableError, UnsupportedError
-from workers.simulated.guided_tokens import TokenGuide, TokenTexts
-from workers.simulated.next_token import Vocabulary
+from poolgrid.runtime.guide_grammar import matcher
+from poolgrid.wire.guide_limits import objection
+from poolgrid.wire.requests import Sampling
+from poolgrid.workers.core.refusal import UnableError, UnsupportedError
+from poolgrid.workers.simulated.guided_tokens import TokenGuide, TokenTexts
+from poolgrid.workers.simulated.next_token import Vocabulary
 
 log = logging.getLogger(__name__)
 

@@ -28,10 +28,10 @@ from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry
 
-from runtime.clock import Clock
-from runtime.tasks import detached, owned
-from wire.errors import WireError
-from wire.events import (
+from poolgrid.runtime.clock import Clock
+from poolgrid.runtime.tasks import detached, owned
+from poolgrid.wire.errors import WireError
+from poolgrid.wire.events import (
     AnyEvent,
     BlocksStored,
     LoadReported,
@@ -40,32 +40,32 @@ from wire.events import (
     RequestProgressed,
     RequestStarted,
 )
-from wire.hashing import pack_tokens, unpack_tokens
-from wire.identifiers import Role, Stage
-from wire.limits import TEXT_CHARS_MAX
-from wire.requests import FinishReason, Generate, RefusalKind, TokenDelta, TokenLogprobs
-from workers.core.refusal import BrokenError, BusyError, RefusedError, UnableError, UnsupportedError
-from workers.engines.engine import EngineReport, RankReport
-from workers.engines.model_files import read_model_facts
-from workers.engines.trtllm_calls import TrtllmCalls
-from workers.engines.trtllm_collector import EngineCollector
-from workers.engines.trtllm_feed import TrtllmFeed, WireCacheEvent
-from workers.engines.trtllm_health import EngineBrokenError, EngineHealth
-from workers.engines.trtllm_library import REQUEST_ERRORS, TrtllmLibrary, load_library
-from workers.engines.trtllm_loading import end_engine, start_engine
-from workers.engines.trtllm_logits import ProcessorsOfRequests
-from workers.engines.trtllm_media import load_media
-from workers.logits.failure_channel import FailureChannel
-from workers.logits.registry import LogitsProcessorRegistry
-from workers.metrics import WorkerMetrics
-from workers.trtllm import disaggregated_params as codec
-from workers.trtllm.engine_arguments import EngineArguments
-from workers.trtllm.loras import adapters
-from workers.trtllm.metrics import TrtllmMetrics
-from workers.trtllm.model_facts import ModelFacts
-from workers.trtllm.outputs import FINISH_REASONS, GOES_ON, OutputCursor, prompt_logprobs
-from workers.trtllm.rank_load import RankLoad
-from workers.trtllm.statistics import EngineStatistics
+from poolgrid.wire.hashing import pack_tokens, unpack_tokens
+from poolgrid.wire.identifiers import Role, Stage
+from poolgrid.wire.limits import TEXT_CHARS_MAX
+from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, TokenDelta, TokenLogprobs
+from poolgrid.workers.core.refusal import BrokenError, BusyError, RefusedError, UnableError, UnsupportedError
+from poolgrid.workers.engines.engine import EngineReport, RankReport
+from poolgrid.workers.engines.model_files import read_model_facts
+from poolgrid.workers.engines.trtllm_calls import TrtllmCalls
+from poolgrid.workers.engines.trtllm_collector import EngineCollector
+from poolgrid.workers.engines.trtllm_feed import TrtllmFeed, WireCacheEvent
+from poolgrid.workers.engines.trtllm_health import EngineBrokenError, EngineHealth
+from poolgrid.workers.engines.trtllm_library import REQUEST_ERRORS, TrtllmLibrary, load_library
+from poolgrid.workers.engines.trtllm_loading import end_engine, start_engine
+from poolgrid.workers.engines.trtllm_logits import ProcessorsOfRequests
+from poolgrid.workers.engines.trtllm_media import load_media
+from poolgrid.workers.logits.failure_channel import FailureChannel
+from poolgrid.workers.logits.registry import LogitsProcessorRegistry
+from poolgrid.workers.metrics import WorkerMetrics
+from poolgrid.workers.trtllm import disaggregated_params as codec
+from poolgrid.workers.trtllm.engine_arguments import EngineArguments
+from poolgrid.workers.trtllm.loras import adapters
+from poolgrid.workers.trtllm.metrics import TrtllmMetrics
+from poolgrid.workers.trtllm.model_facts import ModelFacts
+from poolgrid.workers.trtllm.outputs import FINISH_REASONS, GOES_ON, OutputCursor, prompt_logprobs
+from poolgrid.workers.trtllm.rank_load import RankLoad
+from poolgrid.workers.trtllm.statistics import EngineStatistics
 
 log = logging.getLogger(__name__)
 
@@ -156,7 +156,8 @@ class _Pending:
 
 
 class TrtllmEngine:
-    """``workers.engines.engine.Engine`` over ``tensorrt_llm.LLM`` or ``MultimodalEncoder``; see ``open_engine``."""
+    """``poolgrid.workers.engines.engine.Engine`` over ``tensorrt_llm.LLM`` or ``MultimodalEncoder``; see
+    ``open_engine``."""
 
     def __init__(
         self,

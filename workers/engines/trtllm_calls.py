@@ -16,19 +16,19 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from wire.errors import DecodeError
-from wire.hashing import unpack_tokens
-from wire.identifiers import Stage
-from wire.requests import Generate
-from workers.core.refusal import RefusedError, UnableError, UnsupportedError
-from workers.engines.trtllm_library import TrtllmLibrary, parameters_of
-from workers.engines.trtllm_logits import ProcessorsOfRequests
-from workers.trtllm import disaggregated_params as codec
-from workers.trtllm.engine_arguments import EngineArguments
-from workers.trtllm.loras import adapters
-from workers.trtllm.model_facts import ModelFacts
-from workers.trtllm.root_seeds import RootSeeds
-from workers.trtllm.sampling import engine_priority, plan_sampling
+from poolgrid.wire.errors import DecodeError
+from poolgrid.wire.hashing import unpack_tokens
+from poolgrid.wire.identifiers import Stage
+from poolgrid.wire.requests import Generate
+from poolgrid.workers.core.refusal import RefusedError, UnableError, UnsupportedError
+from poolgrid.workers.engines.trtllm_library import TrtllmLibrary, parameters_of
+from poolgrid.workers.engines.trtllm_logits import ProcessorsOfRequests
+from poolgrid.workers.trtllm import disaggregated_params as codec
+from poolgrid.workers.trtllm.engine_arguments import EngineArguments
+from poolgrid.workers.trtllm.loras import adapters
+from poolgrid.workers.trtllm.model_facts import ModelFacts
+from poolgrid.workers.trtllm.root_seeds import RootSeeds
+from poolgrid.workers.trtllm.sampling import engine_priority, plan_sampling
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from workers.trtllm.metrics import TrtllmMetrics
+from poolgrid.workers.trtllm.metrics import TrtllmMetrics
 
 log = logging.getLogger(__name__)
 

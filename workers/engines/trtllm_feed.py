@@ -27,14 +27,14 @@ from collections.abc import AsyncIterable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from runtime.clock import Clock
-from wire.errors import DecodeError
-from wire.events import BlocksRemoved, BlocksStored, CacheCleared
-from wire.identifiers import Tier
-from workers.core.engine_events import AnyEngineEvent, Stored, parse_event
-from workers.core.event_translation import EventTranslator, RootSeed
-from workers.trtllm.metrics import TrtllmMetrics
-from workers.trtllm.statistics import EngineStatistics, parse_statistics
+from poolgrid.runtime.clock import Clock
+from poolgrid.wire.errors import DecodeError
+from poolgrid.wire.events import BlocksRemoved, BlocksStored, CacheCleared
+from poolgrid.wire.identifiers import Tier
+from poolgrid.workers.core.engine_events import AnyEngineEvent, Stored, parse_event
+from poolgrid.workers.core.event_translation import EventTranslator, RootSeed
+from poolgrid.workers.trtllm.metrics import TrtllmMetrics
+from poolgrid.workers.trtllm.statistics import EngineStatistics, parse_statistics
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ Rules:
 1. An engine that has shut down, or says that it is not healthy, is *broken*: ``broken`` gets the error, and nothing
    heals it.
 2. An engine that is idle proves itself by generating a token every now and then, with a salt of its own; one that is
-   busy by its progress (``workers.trtllm.progress``). ``ailment`` says what is wrong; progress heals it.
+   busy by its progress (``poolgrid.workers.trtllm.progress``). ``ailment`` says what is wrong; progress heals it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from runtime.clock import Clock
-from runtime.tasks import detached
-from wire.limits import TEXT_CHARS_MAX
-from workers.engines.trtllm_calls import TrtllmCalls
-from workers.metrics import WorkerMetrics
-from workers.trtllm.progress import ProgressMonitor
+from poolgrid.runtime.clock import Clock
+from poolgrid.runtime.tasks import detached
+from poolgrid.wire.limits import TEXT_CHARS_MAX
+from poolgrid.workers.engines.trtllm_calls import TrtllmCalls
+from poolgrid.workers.metrics import WorkerMetrics
+from poolgrid.workers.trtllm.progress import ProgressMonitor
 
 log = logging.getLogger(__name__)
 

@@ -13,12 +13,12 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from wire.requests import Generate
-from workers.core.refusal import UnsupportedError
-from workers.logits.failure_channel import FailureReporter
-from workers.logits.processor import LogitsProcessor, RequestFacts
-from workers.logits.registry import LogitsProcessorRegistry
-from workers.logits.support import reason_refused
+from poolgrid.wire.requests import Generate
+from poolgrid.workers.core.refusal import UnsupportedError
+from poolgrid.workers.logits.failure_channel import FailureReporter
+from poolgrid.workers.logits.processor import LogitsProcessor, RequestFacts
+from poolgrid.workers.logits.registry import LogitsProcessorRegistry
+from poolgrid.workers.logits.support import reason_refused
 
 
 class Reporter(Protocol):

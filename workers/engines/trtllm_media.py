@@ -15,11 +15,11 @@ import io
 from collections.abc import Callable
 from typing import Any
 
-from wire import codec
-from wire.errors import DecodeError
-from wire.multimodal import MediaItem, MediaKind
-from wire.requests import Generate
-from workers.core.refusal import RefusedError, UnableError, UnsupportedError
+from poolgrid.wire import codec
+from poolgrid.wire.errors import DecodeError
+from poolgrid.wire.multimodal import MediaItem, MediaKind
+from poolgrid.wire.requests import Generate
+from poolgrid.workers.core.refusal import RefusedError, UnableError, UnsupportedError
 
 SAFETENSORS = "application/x-safetensors"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from wire.limits import U32_MAX
+from poolgrid.wire.limits import U32_MAX
 
 TOKEN_LIST_MAX = 65_536
 """Token ids that one argument may list: half of a large vocabulary, well below the bound of the arguments' bytes."""

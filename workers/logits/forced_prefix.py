@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from workers.logits.arguments import no_others, token_list
-from workers.logits.processor import LogitsProcessor, LogitsRow, RequestFacts
-from workers.logits.token_sets import NEVER
+from poolgrid.workers.logits.arguments import no_others, token_list
+from poolgrid.workers.logits.processor import LogitsProcessor, LogitsRow, RequestFacts
+from poolgrid.workers.logits.token_sets import NEVER
 
 
 class ForcedPrefix:

@@ -12,12 +12,12 @@ from typing import Any
 
 import msgspec
 
-from wire.limits import LOGITS_PROCESSORS_MAX
-from wire.requests import LogitsProcessorCall
-from workers.core.refusal import UnsupportedError
-from workers.logits.forced_prefix import forced_prefix
-from workers.logits.processor import LogitsProcessor, LogitsProcessorFactory, RequestFacts
-from workers.logits.token_sets import allowed_tokens, banned_tokens
+from poolgrid.wire.limits import LOGITS_PROCESSORS_MAX
+from poolgrid.wire.requests import LogitsProcessorCall
+from poolgrid.workers.core.refusal import UnsupportedError
+from poolgrid.workers.logits.forced_prefix import forced_prefix
+from poolgrid.workers.logits.processor import LogitsProcessor, LogitsProcessorFactory, RequestFacts
+from poolgrid.workers.logits.token_sets import allowed_tokens, banned_tokens
 
 BUILT_IN: Mapping[str, LogitsProcessorFactory] = {
     "allowed_tokens": allowed_tokens,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from wire.identifiers import Stage
+from poolgrid.wire.identifiers import Stage
 
 
 def reason_refused(stage: Stage, disaggregation_mode: str, engine_arguments: Mapping[str, Any]) -> str | None:

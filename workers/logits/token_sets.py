@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from workers.logits.arguments import no_others, token_list
-from workers.logits.processor import LogitsProcessor, LogitsRow, RequestFacts
+from poolgrid.workers.logits.arguments import no_others, token_list
+from poolgrid.workers.logits.processor import LogitsProcessor, LogitsRow, RequestFacts
 
 NEVER = float("-inf")
 

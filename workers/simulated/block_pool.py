@@ -25,8 +25,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from wire.identifiers import Tier
-from workers.simulated.cache_recorder import CacheRecorder, Link
+from poolgrid.wire.identifiers import Tier
+from poolgrid.workers.simulated.cache_recorder import CacheRecorder, Link
 
 
 class Match(NamedTuple):

@@ -1,8 +1,8 @@
 """Who listens to the block pool: one recorder speaks the engine's vocabulary, one goes straight to wire events.
 
 Both are told the same facts. ``EngineRecorder`` is the path of a real engine (its own hashes, tokens in the events)
-and needs ``workers.core.event_translation`` afterwards; ``WireRecorder`` skips that round trip for virtual time. A test
-proves that both come to the same wire events.
+and needs ``poolgrid.workers.core.event_translation`` afterwards; ``WireRecorder`` skips that round trip for virtual
+time. A test proves that both come to the same wire events.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Protocol
 
 from xxhash import xxh3_64_intdigest
 
-from wire.identifiers import Tier
-from workers.core.cache_facts import CacheEvent, CacheFacts
-from workers.core.engine_events import AnyEngineEvent, Created, Diff, Removed, Stored, StoredBlock, Updated
+from poolgrid.wire.identifiers import Tier
+from poolgrid.workers.core.cache_facts import CacheEvent, CacheFacts
+from poolgrid.workers.core.engine_events import AnyEngineEvent, Created, Diff, Removed, Stored, StoredBlock, Updated
 
 Link = tuple[int, int | None]
 """A block's sequence hash and its parent's."""

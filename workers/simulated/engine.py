@@ -25,7 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-from wire.events import (
+from poolgrid.wire.events import (
     BlocksStored,
     LoadReported,
     PrefillCompleted,
@@ -33,20 +33,27 @@ from wire.events import (
     RequestProgressed,
     RequestStarted,
 )
-from wire.identifiers import Stage, Tier
-from wire.requests import FinishReason, Generate, KvOffered, TokenDelta
-from workers.core.cache_facts import chains, stored_chain
-from workers.core.kv_arrival import KvArrival
-from workers.core.refusal import BusyError, RefusedError, UnableError, UnsupportedError
-from workers.simulated.block_pool import BlockPool
-from workers.simulated.cache_recorder import CacheRecorder, SilentRecorder
-from workers.simulated.guided_tokens import Guides, TokenGuide
-from workers.simulated.kv_transfer import KvSource, TransferModel, check_offer, make_offer, read_ticket, write_ticket
-from workers.simulated.media import Embeddings, MediaMark, mark_media, read_media
-from workers.simulated.next_token import Vocabulary
-from workers.simulated.scheduler import Scheduler
-from workers.simulated.sequence import Phase, Sequence
-from workers.simulated.timing import PolynomialTiming, TimingModel
+from poolgrid.wire.identifiers import Stage, Tier
+from poolgrid.wire.requests import FinishReason, Generate, KvOffered, TokenDelta
+from poolgrid.workers.core.cache_facts import chains, stored_chain
+from poolgrid.workers.core.kv_arrival import KvArrival
+from poolgrid.workers.core.refusal import BusyError, RefusedError, UnableError, UnsupportedError
+from poolgrid.workers.simulated.block_pool import BlockPool
+from poolgrid.workers.simulated.cache_recorder import CacheRecorder, SilentRecorder
+from poolgrid.workers.simulated.guided_tokens import Guides, TokenGuide
+from poolgrid.workers.simulated.kv_transfer import (
+    KvSource,
+    TransferModel,
+    check_offer,
+    make_offer,
+    read_ticket,
+    write_ticket,
+)
+from poolgrid.workers.simulated.media import Embeddings, MediaMark, mark_media, read_media
+from poolgrid.workers.simulated.next_token import Vocabulary
+from poolgrid.workers.simulated.scheduler import Scheduler
+from poolgrid.workers.simulated.sequence import Phase, Sequence
+from poolgrid.workers.simulated.timing import PolynomialTiming, TimingModel
 
 Fact = RequestStarted | PrefillCompleted | RequestProgressed | RequestFinished
 

@@ -16,10 +16,10 @@ from typing import Protocol
 
 import numpy as np
 
-from wire.hashing import unpack_tokens
-from wire.requests import FinishReason, Generate, Sampling
-from workers.core.refusal import RefusedError, UnableError
-from workers.simulated.next_token import STOP, TokenStream, Vocabulary, pack_token
+from poolgrid.wire.hashing import unpack_tokens
+from poolgrid.wire.requests import FinishReason, Generate, Sampling
+from poolgrid.workers.core.refusal import RefusedError, UnableError
+from poolgrid.workers.simulated.next_token import STOP, TokenStream, Vocabulary, pack_token
 
 ERROR = FinishReason.ERROR
 

@@ -1,9 +1,9 @@
 """How the simulated engine hands a prompt's KV from a prefill worker to a decode worker.
 
 The prefill engine writes a *ticket* (``disaggregated_params``, opaque to everyone between), keeps the blocks and
-answers for them with an *offer* (``wire.requests.KvOffered``). The decode engine takes the blocks only when ticket and
-offer name exactly what its own token ids need: a wrong block would be a wrong answer, so it is an error instead.
-No bytes move; the time that moving them would take does pass.
+answers for them with an *offer* (``poolgrid.wire.requests.KvOffered``). The decode engine takes the blocks only when
+ticket and offer name exactly what its own token ids need: a wrong block would be a wrong answer, so it is an error
+instead. No bytes move; the time that moving them would take does pass.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import msgspec
 from msgspec import Meta
 from xxhash import xxh3_64_intdigest
 
-from wire.hashing import pack_hashes, unpack_tokens
-from wire.identifiers import U32, U64, Identifier
-from wire.requests import Generate, KvOffered
-from workers.core.refusal import BrokenError, RefusedError
-from workers.simulated.media import MediaMark
-from workers.simulated.sequence import Sequence
+from poolgrid.wire.hashing import pack_hashes, unpack_tokens
+from poolgrid.wire.identifiers import U32, U64, Identifier
+from poolgrid.wire.requests import Generate, KvOffered
+from poolgrid.workers.core.refusal import BrokenError, RefusedError
+from poolgrid.workers.simulated.media import MediaMark
+from poolgrid.workers.simulated.sequence import Sequence
 
 KV_BYTES_PER_TOKEN_DEFAULT = 131_072
 """Llama-3.1-8B in 16 bit: key and value, 32 layers, 8 KV heads of 128 values, 2 bytes each."""

@@ -14,13 +14,13 @@ import msgspec
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from wire import codec
-from wire.errors import DecodeError
-from wire.hashing import TOKEN_BYTES
-from wire.identifiers import U32, U64
-from wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media, media_hash_u64
-from wire.requests import Generate
-from workers.core.refusal import BrokenError, RefusedError
+from poolgrid.wire import codec
+from poolgrid.wire.errors import DecodeError
+from poolgrid.wire.hashing import TOKEN_BYTES
+from poolgrid.wire.identifiers import U32, U64
+from poolgrid.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media, media_hash_u64
+from poolgrid.wire.requests import Generate
+from poolgrid.workers.core.refusal import BrokenError, RefusedError
 
 EMBEDDING_WIDTH = 32
 """Numbers per token; real models have thousands, and nothing here depends on it."""

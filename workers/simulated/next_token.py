@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import xxhash
 
-from wire.hashing import unpack_tokens
-from wire.requests import FinishReason, Sampling, TokenLogprobs
+from poolgrid.wire.hashing import unpack_tokens
+from poolgrid.wire.requests import FinishReason, Sampling, TokenLogprobs
 
 STOP = FinishReason.STOP
 LENGTH = FinishReason.LENGTH

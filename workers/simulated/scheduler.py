@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from heapq import heappop, heappush
 
-from wire.identifiers import Stage
-from workers.simulated.block_pool import BlockPool
-from workers.simulated.sequence import Phase, Sequence
+from poolgrid.wire.identifiers import Stage
+from poolgrid.workers.simulated.block_pool import BlockPool
+from poolgrid.workers.simulated.sequence import Phase, Sequence
 
 
 class Scheduler:

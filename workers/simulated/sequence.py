@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from collections.abc import Sequence as TypingSequence
 from enum import Enum
 
-from wire.hashing import TOKEN_BYTES, block_hashes, hash_seed, sequence_hashes
-from wire.identifiers import Stage
-from wire.requests import Generate
-from workers.simulated.guided_tokens import GuidedTokenStream, Guides, TokenGuide
-from workers.simulated.media import MediaMark, key_of, touched_blocks
-from workers.simulated.next_token import TokenStream, Vocabulary
+from poolgrid.wire.hashing import TOKEN_BYTES, block_hashes, hash_seed, sequence_hashes
+from poolgrid.wire.identifiers import Stage
+from poolgrid.wire.requests import Generate
+from poolgrid.workers.simulated.guided_tokens import GuidedTokenStream, Guides, TokenGuide
+from poolgrid.workers.simulated.media import MediaMark, key_of, touched_blocks
+from poolgrid.workers.simulated.next_token import TokenStream, Vocabulary
 
 
 class Phase(Enum):

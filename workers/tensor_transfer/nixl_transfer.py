@@ -19,11 +19,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from runtime.clock import Clock
-from wire.tensors import NixlRegion, TensorDescriptor
-from workers.tensor_transfer.metrics import TensorMetrics
-from workers.tensor_transfer.port import Tensor, TensorUnavailable
-from workers.tensor_transfer.zmq_transfer import ZmqTensorTransfer, dtype_of
+from poolgrid.runtime.clock import Clock
+from poolgrid.wire.tensors import NixlRegion, TensorDescriptor
+from poolgrid.workers.tensor_transfer.metrics import TensorMetrics
+from poolgrid.workers.tensor_transfer.port import Tensor, TensorUnavailable
+from poolgrid.workers.tensor_transfer.zmq_transfer import ZmqTensorTransfer, dtype_of
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from wire.tensors import TensorDescriptor
+from poolgrid.wire.tensors import TensorDescriptor
 
 Tensor = np.ndarray[Any, np.dtype[Any]]
 
@@ -27,7 +27,7 @@ class TensorTransfer(Protocol):
     def offer(self, name: str, tensor: Tensor) -> TensorDescriptor:
         """Keep a tensor for whoever gets the descriptor, for one lease from the last question on.
 
-        Raises ``workers.core.refusal.BusyError`` when no more can be kept.
+        Raises ``poolgrid.workers.core.refusal.BusyError`` when no more can be kept.
         """
         ...
 

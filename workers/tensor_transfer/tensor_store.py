@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from wire.limits import TENSOR_BYTES_MAX, TENSOR_DIMENSIONS_MAX
-from workers.core.refusal import BusyError, RefusedError
-from workers.tensor_transfer.port import Tensor
+from poolgrid.wire.limits import TENSOR_BYTES_MAX, TENSOR_DIMENSIONS_MAX
+from poolgrid.workers.core.refusal import BusyError, RefusedError
+from poolgrid.workers.tensor_transfer.port import Tensor
 
 
 @dataclass(slots=True)

@@ -15,18 +15,18 @@ from dataclasses import dataclass, field
 import numpy as np
 import zmq
 
-from runtime.clock import Clock
-from runtime.complaints import Complaints, shown_peer
-from runtime.planes import name_plane
-from runtime.zmq_socket import CallbackSocket, bind, bracketed, port_of
-from wire import codec
-from wire.errors import DecodeError
-from wire.limits import FRAME_BYTES_MAX
-from wire.tensors import FetchTensor, ReleaseTensor, TensorChunk, TensorDescriptor, TensorUnknown
-from workers.adapters.sockets import CLOSE_LINGER_MS
-from workers.tensor_transfer.metrics import TensorMetrics
-from workers.tensor_transfer.port import Tensor, TensorUnavailable
-from workers.tensor_transfer.tensor_store import TensorStore
+from poolgrid.runtime.clock import Clock
+from poolgrid.runtime.complaints import Complaints, shown_peer
+from poolgrid.runtime.planes import name_plane
+from poolgrid.runtime.zmq_socket import CallbackSocket, bind, bracketed, port_of
+from poolgrid.wire import codec
+from poolgrid.wire.errors import DecodeError
+from poolgrid.wire.limits import FRAME_BYTES_MAX
+from poolgrid.wire.tensors import FetchTensor, ReleaseTensor, TensorChunk, TensorDescriptor, TensorUnknown
+from poolgrid.workers.adapters.sockets import CLOSE_LINGER_MS
+from poolgrid.workers.tensor_transfer.metrics import TensorMetrics
+from poolgrid.workers.tensor_transfer.port import Tensor, TensorUnavailable
+from poolgrid.workers.tensor_transfer.tensor_store import TensorStore
 
 log = logging.getLogger(__name__)
 

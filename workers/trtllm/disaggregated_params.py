@@ -20,8 +20,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from wire.errors import DecodeError, LimitError
-from wire.limits import OPAQUE_BYTES_MAX
+from poolgrid.wire.errors import DecodeError, LimitError
+from poolgrid.wire.limits import OPAQUE_BYTES_MAX
 
 CONTEXT_ONLY = "context_only"
 GENERATION_ONLY = "generation_only"

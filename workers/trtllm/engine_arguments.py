@@ -23,10 +23,10 @@ from typing import Any, cast
 
 import yaml
 
-from workers.trtllm.contract import AUTODEPLOY, PYTORCH, ContractError, Fault, contract, shown
-from workers.trtllm.engine_file import parse_json, read_yaml
-from workers.trtllm.engine_rules import check_engine, look_up
-from workers.trtllm.settings import DYNAMIC_BATCH_WINDOW, TrtllmSettings
+from poolgrid.workers.trtllm.contract import AUTODEPLOY, PYTORCH, ContractError, Fault, contract, shown
+from poolgrid.workers.trtllm.engine_file import parse_json, read_yaml
+from poolgrid.workers.trtllm.engine_rules import check_engine, look_up
+from poolgrid.workers.trtllm.settings import DYNAMIC_BATCH_WINDOW, TrtllmSettings
 
 DEFAULT = "default"
 COMMAND_LINE = "command line"

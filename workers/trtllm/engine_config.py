@@ -16,9 +16,9 @@ from typing import Any
 
 import yaml
 
-from workers.trtllm.contract import PYTORCH, Fault, contract
-from workers.trtllm.engine_file import EngineFileError, read_yaml
-from workers.trtllm.engine_rules import Mode, check_engine, check_pair, look_up
+from poolgrid.workers.trtllm.contract import PYTORCH, Fault, contract
+from poolgrid.workers.trtllm.engine_file import EngineFileError, read_yaml
+from poolgrid.workers.trtllm.engine_rules import Mode, check_engine, check_pair, look_up
 
 FILES_MAX = 10_000
 """Files of one check; more are a wrong directory."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from wire.strict_json import read_strictly
+from poolgrid.wire.strict_json import read_strictly
 
 FILE_BYTES_MAX = 1_048_576
 """A real engine file has a few KB; an expert-load-balancer map, the largest thing in one, some 100 KB."""

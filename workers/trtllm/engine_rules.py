@@ -1,8 +1,8 @@
 """What the arguments of one engine, or of two engines that work together, must be to each other.
 
-The contract (``workers.trtllm.contract``) knows fields one at a time; these rules know them together. All functions are
-pure, take well-typed arguments, and return every fault with its path. Sources of the rules: TensorRT-LLM 1.2.1, as
-collected in ``docs/trtllm.md``.
+The contract (``poolgrid.workers.trtllm.contract``) knows fields one at a time; these rules know them together. All
+functions are pure, take well-typed arguments, and return every fault with its path. Sources of the rules: TensorRT-LLM
+1.2.1, as collected in ``docs/trtllm.md``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from workers.trtllm.contract import Fault, contract, shown
+from poolgrid.workers.trtllm.contract import Fault, contract, shown
 
 Mode = Literal["prefill_and_decode", "prefill", "decode", "encode"]
 

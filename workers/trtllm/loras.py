@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from wire.hashing import stable_u64
-from wire.limits import IDENTIFIER_BYTES_MAX, LORAS_PER_WORKER_MAX
+from poolgrid.wire.hashing import stable_u64
+from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX, LORAS_PER_WORKER_MAX
 
 NUMBER_MAX = 2**31 - 1
 """Adapter numbers are signed 32-bit in the engine's caches."""

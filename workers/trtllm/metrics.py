@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from wire.identifiers import Tier
-from workers.core.event_translation import Counts, EventTranslator
-from workers.trtllm.statistics import EngineStatistics
+from poolgrid.wire.identifiers import Tier
+from poolgrid.workers.core.event_translation import Counts, EventTranslator
+from poolgrid.workers.trtllm.statistics import EngineStatistics
 
 ITERATION_SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 LAG_SECONDS_BUCKETS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0)

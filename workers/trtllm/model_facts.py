@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from wire.limits import STOP_TOKENS_MAX, U32_MAX
+from poolgrid.wire.limits import STOP_TOKENS_MAX, U32_MAX
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from wire.hashing import pack_tokens
-from wire.requests import FinishReason, TokenLogprobs
+from poolgrid.wire.hashing import pack_tokens
+from poolgrid.wire.requests import FinishReason, TokenLogprobs
 
 UNLIKELY = -9999.0
 """Stands for the log probability of a prompt token that is not among the reported ones, as in OpenAI's API."""

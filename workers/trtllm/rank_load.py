@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from wire.events import LoadReported
-from workers.trtllm.statistics import EngineStatistics, load_of
+from poolgrid.wire.events import LoadReported
+from poolgrid.workers.trtllm.statistics import EngineStatistics, load_of
 
 
 @dataclass(slots=True)

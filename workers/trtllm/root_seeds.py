@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from wire.hashing import BASE_SEED, hash_seed, unpack_tokens
-from workers.core.engine_events import StoredBlock
-from workers.trtllm.block_key import root_key
+from poolgrid.wire.hashing import BASE_SEED, hash_seed, unpack_tokens
+from poolgrid.workers.core.engine_events import StoredBlock
+from poolgrid.workers.trtllm.block_key import root_key
 
 ROOTS_MAX = 65_536
 """First blocks that are remembered: far more than an engine has requests."""

@@ -19,10 +19,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from wire.hashing import stable_u64
-from wire.request_ids import name_of
-from wire.requests import Generate, Sampling
-from workers.core.refusal import UnableError, UnsupportedError
+from poolgrid.wire.hashing import stable_u64
+from poolgrid.wire.request_ids import name_of
+from poolgrid.wire.requests import Generate, Sampling
+from poolgrid.workers.core.refusal import UnableError, UnsupportedError
 
 NO_END_ID = -1
 """TensorRT-LLM's way to say that no token ends the output."""

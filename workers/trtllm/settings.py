@@ -1,6 +1,6 @@
 """Every setting of a TensorRT-LLM worker: the command line, the environment and the documentation come from here.
 
-Which of them become engine arguments, and what overrides them, is ``workers.trtllm.engine_arguments``.
+Which of them become engine arguments, and what overrides them, is ``poolgrid.workers.trtllm.engine_arguments``.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
-from runtime.settings import Settings
-from wire.identifiers import Role
-from wire.limits import IDENTIFIER_BYTES_MAX
+from poolgrid.runtime.settings import Settings
+from poolgrid.wire.identifiers import Role
+from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX
 
 DisaggregationMode = Literal["prefill_and_decode", "prefill", "decode", "encode"]
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from wire.errors import DecodeError
-from wire.events import LoadReported
-from wire.limits import U32_MAX, U64_MAX
+from poolgrid.wire.errors import DecodeError
+from poolgrid.wire.events import LoadReported
+from poolgrid.wire.limits import U32_MAX, U64_MAX
 
 
 class KvCacheStatistics(msgspec.Struct, frozen=True, rename="camel", gc=False):

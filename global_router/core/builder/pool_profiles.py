@@ -14,8 +14,16 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field
 
-from global_router.core.document.axis import STAGES, STAGES_OF_MODE, TARGETS, AxisKind, Mode, StageName, axes_of
-from global_router.core.document.grid_document import (
+from poolgrid.global_router.core.document.axis import (
+    STAGES,
+    STAGES_OF_MODE,
+    TARGETS,
+    AxisKind,
+    Mode,
+    StageName,
+    axes_of,
+)
+from poolgrid.global_router.core.document.grid_document import (
     CELLS_MAX,
     COST_MAX,
     POOLS_MAX,
@@ -28,10 +36,10 @@ from global_router.core.document.grid_document import (
     TargetMs,
     Tokens,
 )
-from global_router.core.document.json_paths import JsonPath, path_text, value_text
-from global_router.core.document.json_text import is_finite_number, is_integer, read_json
-from global_router.core.document.model_validation import validate_model
-from global_router.core.document.problems import GridDocumentError, Problem
+from poolgrid.global_router.core.document.json_paths import JsonPath, path_text, value_text
+from poolgrid.global_router.core.document.json_text import is_finite_number, is_integer, read_json
+from poolgrid.global_router.core.document.model_validation import validate_model
+from poolgrid.global_router.core.document.problems import GridDocumentError, Problem
 
 POINTS_MAX = 1024
 """Points along one side of a table."""

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from global_router.core.choice.closed_loop import CellKey
-from global_router.core.choice.destination import Destination
-from wire.identifiers import Stage
+from poolgrid.global_router.core.choice.closed_loop import CellKey
+from poolgrid.global_router.core.choice.destination import Destination
+from poolgrid.wire.identifiers import Stage
 
 
 @dataclass(frozen=True, slots=True)

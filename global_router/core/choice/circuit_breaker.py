@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from global_router.core.document.grid_document import CircuitBreakerSettings
+from poolgrid.global_router.core.document.grid_document import CircuitBreakerSettings
 
 RESULTS_MAX = 1024
 """Results kept of a window; beyond, the oldest are forgotten early. More of them would not change the share."""

@@ -29,10 +29,10 @@ from enum import StrEnum
 from math import ceil
 from typing import Any
 
-from global_router.core.choice.fallback import retry_order
-from global_router.core.choice.grid import Selection
-from global_router.core.document.axis import StageName
-from global_router.core.document.grid_document import ClosedLoopSettings, GridDocument, Stage
+from poolgrid.global_router.core.choice.fallback import retry_order
+from poolgrid.global_router.core.choice.grid import Selection
+from poolgrid.global_router.core.document.axis import StageName
+from poolgrid.global_router.core.document.grid_document import ClosedLoopSettings, GridDocument, Stage
 
 CELLS_MAX = 4096
 """Cells watched at a time; the one that was measured longest ago is forgotten, and stops spilling."""

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from global_router.core.choice.closed_loop import CellKey, ClosedLoop, Spill
-from global_router.core.choice.fallback import (
+from poolgrid.global_router.core.choice.closed_loop import CellKey, ClosedLoop, Spill
+from poolgrid.global_router.core.choice.fallback import (
     Candidate,
     FallbackChoice,
     PoolState,
@@ -27,8 +27,8 @@ from global_router.core.choice.fallback import (
     fallback_order,
     retry_order,
 )
-from global_router.core.choice.grid import GridRequest, Selection, StageGrid
-from global_router.core.document.grid_document import Stage
+from poolgrid.global_router.core.choice.grid import GridRequest, Selection, StageGrid
+from poolgrid.global_router.core.document.grid_document import Stage
 
 How = Literal["grid", "override", "spill", "fallback", "retry", "same-pool"]
 """Why a request went to its pool, in a word: the label of metrics and the beginning of ``x-poolgrid-reason``."""

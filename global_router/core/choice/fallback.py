@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from global_router.core.document.grid_document import Stage
+from poolgrid.global_router.core.document.grid_document import Stage
 
 
 class PoolState(StrEnum):

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from global_router.core.document.grid_document import TOKENS_MAX, OutputLengthSettings
+from poolgrid.global_router.core.document.grid_document import TOKENS_MAX, OutputLengthSettings
 
 MODELS_MAX = 1024
 """Served models and adapters of a large fleet; a client that invents names cannot take more memory."""

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from global_router.core.document.axis import TARGETS, AxisName
-from global_router.core.document.grid_document import PRIORITY_MAX, PRIORITY_MIN, TOKENS_MAX
-from global_router.core.document.json_paths import value_text
+from poolgrid.global_router.core.document.axis import TARGETS, AxisName
+from poolgrid.global_router.core.document.grid_document import PRIORITY_MAX, PRIORITY_MIN, TOKENS_MAX
+from poolgrid.global_router.core.document.json_paths import value_text
 
 PRIORITY_FIELD = "nvext.agent_hints.priority"
 OSL_FIELD = "nvext.agent_hints.osl"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from global_router.core.document.grid_document import GridDocument
+from poolgrid.global_router.core.document.grid_document import GridDocument
 
 
 def document_text(document: GridDocument) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, get_args
 
-from global_router.core.document.axis import (
+from poolgrid.global_router.core.document.axis import (
     AXIS,
     STAGES,
     STAGES_OF_MODE,
@@ -23,7 +23,7 @@ from global_router.core.document.axis import (
     StageName,
     axes_of,
 )
-from global_router.core.document.grid_document import (
+from poolgrid.global_router.core.document.grid_document import (
     CELLS_MAX,
     OVERRIDES_MAX,
     POOLS_MAX,
@@ -36,10 +36,10 @@ from global_router.core.document.grid_document import (
     GridDocument,
     PoolSimulation,
 )
-from global_router.core.document.json_paths import JsonPath, path_text, suggestion, value_text
-from global_router.core.document.json_text import is_finite_number, is_integer
-from global_router.core.document.problems import Problem, Severity
-from wire.addresses import http_url_problem
+from poolgrid.global_router.core.document.json_paths import JsonPath, path_text, suggestion, value_text
+from poolgrid.global_router.core.document.json_text import is_finite_number, is_integer
+from poolgrid.global_router.core.document.problems import Problem, Severity
+from poolgrid.wire.addresses import http_url_problem
 
 RULES: frozenset[str] = frozenset(get_args(Accepted))
 SUGGESTIONS_MAX = 16

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from global_router.core.document.grid_document import GridDocument
-from global_router.core.document.json_paths import path_text, value_text
+from poolgrid.global_router.core.document.grid_document import GridDocument
+from poolgrid.global_router.core.document.json_paths import path_text, value_text
 
 CHANGES_MAX = 1000
 """Changes listed; a new grid may change every cell, and nobody reads them all."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
-from global_router.core.document.axis import Axis, Mode, StageName, axes_of
+from poolgrid.global_router.core.document.axis import Axis, Mode, StageName, axes_of
 
 POOLS_MAX = 256
 """Pools of one stage."""

@@ -15,9 +15,9 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from global_router.core.document.diff import Change, diff_documents
-from global_router.core.document.problems import GridDocumentError, Problem
-from global_router.core.document.reader import LoadedDocument, load_document
+from poolgrid.global_router.core.document.diff import Change, diff_documents
+from poolgrid.global_router.core.document.problems import GridDocumentError, Problem
+from poolgrid.global_router.core.document.reader import LoadedDocument, load_document
 
 CAPACITY = 16
 """Documents kept for rollback: enough for a day of changes, and little memory."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any, TypeGuard
 
-from global_router.core.document.problems import Problem
-from wire.strict_json import read_strictly
+from poolgrid.global_router.core.document.problems import Problem
+from poolgrid.wire.strict_json import read_strictly
 
 DOCUMENT_BYTES_MAX = 8 * 1024 * 1024
 """The largest grid (``CELLS_MAX`` cells with names of 100 characters) takes 7 MB."""

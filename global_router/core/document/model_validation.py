@@ -8,8 +8,8 @@ from typing import Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from global_router.core.document.json_paths import JsonPath, suggestion, value_text
-from global_router.core.document.problems import PROBLEMS_MAX, Problem
+from poolgrid.global_router.core.document.json_paths import JsonPath, suggestion, value_text
+from poolgrid.global_router.core.document.problems import PROBLEMS_MAX, Problem
 
 Model = TypeVar("Model", bound=BaseModel)
 

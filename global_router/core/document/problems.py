@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from global_router.core.document.json_paths import JsonPath, path_text
+from poolgrid.global_router.core.document.json_paths import JsonPath, path_text
 
 PROBLEMS_MAX = 200
 """More problems than anybody reads; the rest is counted."""

@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from global_router.core.document.checks import RULES, check_document
-from global_router.core.document.dynamo import is_dynamo_document, translate_document
-from global_router.core.document.grid_document import GridDocument
-from global_router.core.document.json_paths import value_text
-from global_router.core.document.json_text import read_json
-from global_router.core.document.model_validation import validate_model
-from global_router.core.document.problems import GridDocumentError, Problem, Severity
+from poolgrid.global_router.core.document.checks import RULES, check_document
+from poolgrid.global_router.core.document.dynamo import is_dynamo_document, translate_document
+from poolgrid.global_router.core.document.grid_document import GridDocument
+from poolgrid.global_router.core.document.json_paths import value_text
+from poolgrid.global_router.core.document.json_text import read_json
+from poolgrid.global_router.core.document.model_validation import validate_model
+from poolgrid.global_router.core.document.problems import GridDocumentError, Problem, Severity
 
 DocumentForm = Literal["poolgrid", "dynamo"]
 

@@ -12,8 +12,8 @@ Rules for this file:
 4. A gap is never skipped. The only batch accepted out of turn is one that restates the whole cache
    (``SnapshotBegan`` first); requests that were open before it are finished with reason ``lost``, because their end may
    have been among the missing batches. A worker restates the requests it still has with ``RequestStarted``.
-5. A stream's health (``wire.streams``) is part of the state: a gap makes it ``REPLAYING``, a gap that nobody fills for
-   ``stale_after_ms`` makes it ``STALE``, and a stream that has caught up is ``LIVE`` again. Each is a record.
+5. A stream's health (``poolgrid.wire.streams``) is part of the state: a gap makes it ``REPLAYING``, a gap that nobody
+   fills for ``stale_after_ms`` makes it ``STALE``, and a stream that has caught up is ``LIVE`` again. Each is a record.
 6. A rank that is silent for the lease leaves the pool. Ranks attached by configuration hold their lease by connection.
 7. A rank has its own stream, and may have further sources (``core.further_source``) with cursors of their own. A block
    is held while any of them says so; the first to say it and the last to take it back are told to readers. Gaps, leases
@@ -28,15 +28,15 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from router.consolidator.core.cursor import Cursor, Verdict
-from router.consolidator.core.pool_state import (
+from poolgrid.router.consolidator.core.cursor import Cursor, Verdict
+from poolgrid.router.consolidator.core.pool_state import (
     BLOCKS_PER_WORKER_MAX,
     PoolState,
     Worker,
 )
-from wire.card import WorkerCard
-from wire.card_check import card_problem, name_problem
-from wire.events import (
+from poolgrid.wire.card import WorkerCard
+from poolgrid.wire.card_check import card_problem, name_problem
+from poolgrid.wire.events import (
     AnyEvent,
     BlocksReleased,
     BlocksRemoved,
@@ -52,9 +52,9 @@ from wire.events import (
     WorkerJoined,
     WorkerLeft,
 )
-from wire.hashing import HASH_SPEC
-from wire.identifiers import StreamState, WorkerId, WorkerKey
-from wire.ingest import (
+from poolgrid.wire.hashing import HASH_SPEC
+from poolgrid.wire.identifiers import StreamState, WorkerId, WorkerKey
+from poolgrid.wire.ingest import (
     Acknowledged,
     FromConsolidator,
     Goodbye,
@@ -66,8 +66,8 @@ from wire.ingest import (
     Unknown,
     Welcome,
 )
-from wire.limits import EVENTS_PER_BATCH_MAX, TEXT_CHARS_MAX
-from wire.streams import CONSOLIDATOR_SOURCE, WORKER_SOURCE, fold
+from poolgrid.wire.limits import EVENTS_PER_BATCH_MAX, TEXT_CHARS_MAX
+from poolgrid.wire.streams import CONSOLIDATOR_SOURCE, WORKER_SOURCE, fold
 
 EVENTS_TO_SPLIT_MAX = EVENTS_PER_BATCH_MAX // 8
 """Events of a batch up to which each may become several in the record without breaking the contract's limit. In larger

@@ -28,12 +28,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from wire import codec
-from wire.errors import DecodeError
-from wire.events import JournalRecord
-from wire.feed import BlockChain, FromFeed, Replay, SnapshotPart, TakeSnapshot, ToFeed, TooOld, WorkerState
-from wire.feed_frames import FeedFrame
-from wire.limits import REPLAY_RECORDS_MAX
+from poolgrid.wire import codec
+from poolgrid.wire.errors import DecodeError
+from poolgrid.wire.events import JournalRecord
+from poolgrid.wire.feed import BlockChain, FromFeed, Replay, SnapshotPart, TakeSnapshot, ToFeed, TooOld, WorkerState
+from poolgrid.wire.feed_frames import FeedFrame
+from poolgrid.wire.limits import REPLAY_RECORDS_MAX
 
 KEPT_RECORDS_MAX = 20_000
 """Records kept during a snapshot or replay: seconds of a busy pool."""

@@ -34,9 +34,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from router.consolidator.core.consolidator import EVENTS_TO_SPLIT_MAX, MemberJoined, MemberLeft
-from router.consolidator.core.pool_state import Worker
-from router.consolidator.core.pub_source import (
+from poolgrid.router.consolidator.core.consolidator import EVENTS_TO_SPLIT_MAX, MemberJoined, MemberLeft
+from poolgrid.router.consolidator.core.pool_state import Worker
+from poolgrid.router.consolidator.core.pub_source import (
     COUNTED,
     NOWHERE,
     AskReplay,
@@ -47,8 +47,8 @@ from router.consolidator.core.pub_source import (
     PubFollower,
     SourceState,
 )
-from wire.events import AnyEvent, CacheCleared, EventBatch
-from wire.identifiers import StreamState, WorkerKey
+from poolgrid.wire.events import AnyEvent, CacheCleared, EventBatch
+from poolgrid.wire.identifiers import StreamState, WorkerKey
 
 
 class FollowerLimits(NamedTuple):

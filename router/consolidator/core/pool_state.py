@@ -18,7 +18,8 @@ What a record does to a worker rank:
     WorkerLeft                   the rank is forgotten, blocks, requests and cursors included
     Blocks*, CacheCleared        ``presence``
     SnapshotBegan, SnapshotEnded the blocks are void; ``restating`` in between
-    StreamStateChanged           the stream of the source it names; what other events imply is in ``wire.streams``
+    StreamStateChanged           the stream of the source it names; what other events imply is in
+                                 ``poolgrid.wire.streams``
     RequestStarted               the request is listed (the oldest goes when more than ``REQUESTS_PER_WORKER_MAX``)
     PrefillCompleted, Progressed the request, when it is listed, changes
     RequestFinished              the request is no longer listed
@@ -33,11 +34,11 @@ from typing import assert_never
 
 import msgspec
 
-from router.consolidator.core.cursor import Cursor
-from router.consolidator.core.frozen_blocks import Discarded
-from router.consolidator.core.presence import Frozen, Presence, dump
-from wire.card import WorkerCard
-from wire.events import (
+from poolgrid.router.consolidator.core.cursor import Cursor
+from poolgrid.router.consolidator.core.frozen_blocks import Discarded
+from poolgrid.router.consolidator.core.presence import Frozen, Presence, dump
+from poolgrid.wire.card import WorkerCard
+from poolgrid.wire.events import (
     AnyEvent,
     BlocksReleased,
     BlocksRemoved,
@@ -57,10 +58,10 @@ from wire.events import (
     WorkerJoined,
     WorkerLeft,
 )
-from wire.feed import BlockChain, RequestState, SourceStream, WorkerState
-from wire.hashing import pack_hashes
-from wire.identifiers import StreamState, Tier, WorkerId, WorkerKey
-from wire.streams import CONSOLIDATOR_SOURCE, WORKER_SOURCE, fold
+from poolgrid.wire.feed import BlockChain, RequestState, SourceStream, WorkerState
+from poolgrid.wire.hashing import pack_hashes
+from poolgrid.wire.identifiers import StreamState, Tier, WorkerId, WorkerKey
+from poolgrid.wire.streams import CONSOLIDATOR_SOURCE, WORKER_SOURCE, fold
 
 REQUESTS_PER_WORKER_MAX = 65_536
 """Unfinished requests remembered per rank, far above any engine's batch and queue; beyond it the oldest goes."""
@@ -116,7 +117,7 @@ class Worker:
         elif type(event) is SnapshotEnded:
             self.restating = False
         elif type(event) is StreamStateChanged:
-            pass  # of the record, which ``wire.streams.fold`` takes whole
+            pass  # of the record, which ``poolgrid.wire.streams.fold`` takes whole
         elif type(event) is WorkerJoined or type(event) is WorkerLeft:
             pass  # of the pool, which has begun or ended this worker
         else:

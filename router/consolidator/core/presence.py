@@ -21,8 +21,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import assert_never
 
-from router.consolidator.core.frozen_blocks import Discarded, Held, Overlay
-from wire.events import (
+from poolgrid.router.consolidator.core.frozen_blocks import Discarded, Held, Overlay
+from poolgrid.wire.events import (
     AnyEvent,
     BlocksReleased,
     BlocksRemoved,
@@ -31,9 +31,9 @@ from wire.events import (
     CacheCleared,
     SnapshotBegan,
 )
-from wire.hashing import pack_hashes, unpack_hashes
-from wire.identifiers import Tier
-from wire.limits import BLOCKS_PER_EVENT_MAX
+from poolgrid.wire.hashing import pack_hashes, unpack_hashes
+from poolgrid.wire.identifiers import Tier
+from poolgrid.wire.limits import BLOCKS_PER_EVENT_MAX
 
 BlockEvent = BlocksStored | BlocksRemoved | BlocksShared | BlocksReleased | CacheCleared | SnapshotBegan
 """What an event may say of blocks."""

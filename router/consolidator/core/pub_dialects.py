@@ -29,11 +29,11 @@ from typing import Any
 
 import msgspec
 
-from wire.errors import DecodeError
-from wire.events import AnyEvent, BlocksRemoved, BlocksStored, CacheCleared
-from wire.hashing import BASE_SEED, block_hashes, hash_seed, pack_hashes, sequence_hashes
-from wire.identifiers import Tier
-from wire.limits import BLOCKS_PER_EVENT_MAX, FRAME_BYTES_MAX, IDENTIFIER_BYTES_MAX
+from poolgrid.wire.errors import DecodeError
+from poolgrid.wire.events import AnyEvent, BlocksRemoved, BlocksStored, CacheCleared
+from poolgrid.wire.hashing import BASE_SEED, block_hashes, hash_seed, pack_hashes, sequence_hashes
+from poolgrid.wire.identifiers import Tier
+from poolgrid.wire.limits import BLOCKS_PER_EVENT_MAX, FRAME_BYTES_MAX, IDENTIFIER_BYTES_MAX
 
 WHAT = "a message of a PUB engine"
 TIERS: dict[str | None, Tier] = {

@@ -40,11 +40,11 @@ from enum import Enum
 
 from xxhash import xxh3_64_intdigest
 
-from router.consolidator.core.pub_dialects import EngineCleared, EngineEvent, EngineTranslator, decode_pub
-from wire.errors import DecodeError
-from wire.events import CacheCleared, EventBatch
-from wire.identifiers import StreamState, WorkerKey
-from wire.limits import EVENTS_PER_BATCH_MAX
+from poolgrid.router.consolidator.core.pub_dialects import EngineCleared, EngineEvent, EngineTranslator, decode_pub
+from poolgrid.wire.errors import DecodeError
+from poolgrid.wire.events import CacheCleared, EventBatch
+from poolgrid.wire.identifiers import StreamState, WorkerKey
+from poolgrid.wire.limits import EVENTS_PER_BATCH_MAX
 
 PENDING_FRAMES_MAX = 20_000
 """Live frames kept during a replay: twice what engines keep for replay by default."""

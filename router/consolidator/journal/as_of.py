@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from router.consolidator.core.pool_state import PoolState
-from router.consolidator.journal import snapshot_file
-from router.consolidator.journal.errors import JournalCorrupt
-from router.consolidator.journal.stored_records import offset_of, segment_names, stored_records
-from router.consolidator.ports import Disk
+from poolgrid.router.consolidator.core.pool_state import PoolState
+from poolgrid.router.consolidator.journal import snapshot_file
+from poolgrid.router.consolidator.journal.errors import JournalCorrupt
+from poolgrid.router.consolidator.journal.stored_records import offset_of, segment_names, stored_records
+from poolgrid.router.consolidator.ports import Disk
 
 PROGRESS_EVERY_RECORDS = 1000
 

@@ -19,10 +19,10 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from router.consolidator.core.pool_state import FrozenPool, PoolState
-from router.consolidator.journal import snapshot_file
-from router.consolidator.journal.errors import JournalCorrupt
-from router.consolidator.journal.framing import (
+from poolgrid.router.consolidator.core.pool_state import FrozenPool, PoolState
+from poolgrid.router.consolidator.journal import snapshot_file
+from poolgrid.router.consolidator.journal.errors import JournalCorrupt
+from poolgrid.router.consolidator.journal.framing import (
     FILE_HEADER,
     SEGMENT_MAGIC,
     Fault,
@@ -31,7 +31,7 @@ from router.consolidator.journal.framing import (
     payload_at,
     scan,
 )
-from router.consolidator.journal.stored_records import (
+from poolgrid.router.consolidator.journal.stored_records import (
     SUFFIX,
     corrupt,
     created_ms_of,
@@ -40,9 +40,9 @@ from router.consolidator.journal.stored_records import (
     stored_records,
     understand,
 )
-from router.consolidator.ports import Disk
-from wire.errors import DecodeError
-from wire.events import JournalRecord
+from poolgrid.router.consolidator.ports import Disk
+from poolgrid.wire.errors import DecodeError
+from poolgrid.wire.events import JournalRecord
 
 SNAPSHOTS_KEPT = 2
 """The newest, and one more in case the newest is damaged."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from router.consolidator.core.pool_state import PoolState
-from router.consolidator.journal import snapshot_file
-from router.consolidator.journal.as_of import load_snapshot, snapshot_offsets
-from router.consolidator.journal.errors import JournalCorrupt
-from router.consolidator.journal.framing import FILE_HEADER, scan
-from router.consolidator.journal.stored_records import (
+from poolgrid.router.consolidator.core.pool_state import PoolState
+from poolgrid.router.consolidator.journal import snapshot_file
+from poolgrid.router.consolidator.journal.as_of import load_snapshot, snapshot_offsets
+from poolgrid.router.consolidator.journal.errors import JournalCorrupt
+from poolgrid.router.consolidator.journal.framing import FILE_HEADER, scan
+from poolgrid.router.consolidator.journal.stored_records import (
     RECORDS,
     SegmentKind,
     TornTail,
@@ -19,7 +19,7 @@ from router.consolidator.journal.stored_records import (
     segment_names,
     stored_records,
 )
-from router.consolidator.ports import Disk
+from poolgrid.router.consolidator.ports import Disk
 
 PROGRESS_EVERY_RECORDS = 1000
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from router.consolidator.core.pool_state import FrozenPool, PoolState
+from poolgrid.router.consolidator.core.pool_state import FrozenPool, PoolState
 
 
 class MemoryJournal:

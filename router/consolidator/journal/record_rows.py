@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from router.consolidator.journal.stored_records import StoredRecord
-from wire.events import AnyEvent, JournalRecord
-from wire.hashing import unpack_hashes
+from poolgrid.router.consolidator.journal.stored_records import StoredRecord
+from poolgrid.wire.events import AnyEvent, JournalRecord
+from poolgrid.wire.hashing import unpack_hashes
 
 PARQUET_ROWS_PER_GROUP = 50_000
 """Rows written at a time: some tens of MiB, whatever the journal's size."""

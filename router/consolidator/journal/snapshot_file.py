@@ -12,9 +12,9 @@ from collections.abc import Iterator
 
 import msgspec
 
-from router.consolidator.core.pool_state import FrozenPool, PoolState, WorkerEntry
-from router.consolidator.journal.errors import JournalCorrupt
-from router.consolidator.journal.framing import (
+from poolgrid.router.consolidator.core.pool_state import FrozenPool, PoolState, WorkerEntry
+from poolgrid.router.consolidator.journal.errors import JournalCorrupt
+from poolgrid.router.consolidator.journal.framing import (
     FILE_HEADER,
     SNAPSHOT_MAGIC,
     VERSION,
@@ -24,9 +24,9 @@ from router.consolidator.journal.framing import (
     payload_at,
     scan,
 )
-from wire.feed import BlockChain
-from wire.hashing import unpack_hashes
-from wire.identifiers import Tier
+from poolgrid.wire.feed import BlockChain
+from poolgrid.wire.hashing import unpack_hashes
+from poolgrid.wire.identifiers import Tier
 
 ENTRY_BYTES = 32 * 1024
 """Bytes of hashes after which a further entry begins: one that is made on an event loop must not take long."""

@@ -16,8 +16,8 @@ from typing import Any, get_args
 
 import msgspec
 
-from router.consolidator.journal.errors import JournalCorrupt
-from router.consolidator.journal.framing import (
+from poolgrid.router.consolidator.journal.errors import JournalCorrupt
+from poolgrid.router.consolidator.journal.framing import (
     FILE_HEADER,
     SEGMENT_MAGIC,
     VERSION,
@@ -27,11 +27,11 @@ from router.consolidator.journal.framing import (
     payload_at,
     scan,
 )
-from router.consolidator.ports import Disk
-from wire import codec
-from wire.errors import DecodeError
-from wire.events import AnyEvent, JournalRecord
-from wire.streams import CONSOLIDATOR_SOURCE
+from poolgrid.router.consolidator.ports import Disk
+from poolgrid.wire import codec
+from poolgrid.wire.errors import DecodeError
+from poolgrid.wire.events import AnyEvent, JournalRecord
+from poolgrid.wire.streams import CONSOLIDATOR_SOURCE
 
 SUFFIX = ".segment"
 

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from frontend.errors import RequestError
-from frontend.media.loader import MediaLoader
-from frontend.media.metrics import MediaMetrics
-from frontend.media.references import MediaReference, read_reference
-from frontend.media.refusals import MediaRefused
-from frontend.media.settings import MediaSettings
-from runtime.clock import SystemClock
-from runtime.tenant_caches import EVERYBODY, CacheDomain
-from wire.multimodal import MediaItem
+from poolgrid.frontend.errors import RequestError
+from poolgrid.frontend.media.loader import MediaLoader
+from poolgrid.frontend.media.metrics import MediaMetrics
+from poolgrid.frontend.media.references import MediaReference, read_reference
+from poolgrid.frontend.media.refusals import MediaRefused
+from poolgrid.frontend.media.settings import MediaSettings
+from poolgrid.runtime.clock import SystemClock
+from poolgrid.runtime.tenant_caches import EVERYBODY, CacheDomain
+from poolgrid.wire.multimodal import MediaItem
 
 LOOPBACK = ("127.0.0.1/32",)
 """The one address that tests allow: 127.0.0.2 and the rest stay private."""

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend.media.addresses import METADATA_ADDRESSES, AddressPolicy
-from frontend.media.fetcher import MediaFetcher
-from frontend.media.refused_networks import CARRIERS, GLOBAL_UNICAST, REFUSED_IPV4, REFUSED_IPV6
+from poolgrid.frontend.media.addresses import METADATA_ADDRESSES, AddressPolicy
+from poolgrid.frontend.media.fetcher import MediaFetcher
+from poolgrid.frontend.media.refused_networks import CARRIERS, GLOBAL_UNICAST, REFUSED_IPV4, REFUSED_IPV6
 from tests.frontend.media.loading import Names, loading
 
 REFUSED = [ipaddress.ip_network(text) for text in (*REFUSED_IPV4, *REFUSED_IPV6)]

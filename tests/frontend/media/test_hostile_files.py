@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from frontend.media.embeddings import check_embeddings
-from frontend.media.local_files import LocalFiles
-from frontend.media.refusals import MediaRefused
-from frontend.media.settings import MediaSettings
+from poolgrid.frontend.media.embeddings import check_embeddings
+from poolgrid.frontend.media.local_files import LocalFiles
+from poolgrid.frontend.media.refusals import MediaRefused
+from poolgrid.frontend.media.settings import MediaSettings
 from tests.frontend.media.loading import loading
 from tests.frontend.media.samples import TENSOR_PICKLE, exploit_pickle, png, png_bomb, pytorch, safetensors
 

@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
-from frontend.media.addresses import AddressPolicy
-from frontend.media.data_urls import PIECE_CHARS, decode_data_url
+from poolgrid.frontend.media.addresses import AddressPolicy
+from poolgrid.frontend.media.data_urls import PIECE_CHARS, decode_data_url
+from poolgrid.wire.multimodal import digest_media
 from tests.frontend.media.hostile_server import answer, hostile_server
 from tests.frontend.media.loading import Names, loading
 from tests.frontend.media.samples import data_url, image, png, png_bomb
-from wire.multimodal import digest_media
 
 PICTURE = png()
 MEGABYTE = 1024 * 1024

@@ -17,9 +17,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from frontend.media import image_headers
-from frontend.media.image_headers import FORMATS, STEPS_MAX, STRAY_BYTES_MAX, BrokenImage, read_header
-from frontend.media.settings import IMAGE_FORMATS
+from poolgrid.frontend.media import image_headers
+from poolgrid.frontend.media.image_headers import FORMATS, STEPS_MAX, STRAY_BYTES_MAX, BrokenImage, read_header
+from poolgrid.frontend.media.settings import IMAGE_FORMATS
 from tests.frontend.media.samples import image, png, png_bomb
 
 MEGABYTE = 1024 * 1024

@@ -9,19 +9,19 @@ from typing import Any
 import httpx
 import pytest
 
-from frontend.chat_template import ChatTemplate
-from frontend.errors import RequestError
-from frontend.media.content_form import ContentForm, probe_content_form
-from frontend.media.conversation import with_media
-from frontend.media.placeholders import place_media
-from frontend.ports import InferenceRequest, ServedModel
+from poolgrid.frontend.chat_template import ChatTemplate
+from poolgrid.frontend.errors import RequestError
+from poolgrid.frontend.media.content_form import ContentForm, probe_content_form
+from poolgrid.frontend.media.conversation import with_media
+from poolgrid.frontend.media.placeholders import place_media
+from poolgrid.frontend.ports import InferenceRequest, ServedModel
+from poolgrid.wire import limits
+from poolgrid.wire.card import MediaSpec
+from poolgrid.wire.hashing import pack_tokens, unpack_tokens
+from poolgrid.wire.multimodal import MediaItem, MediaKind, digest_media
 from tests.frontend.fake_backend import TINY, FakeBackend
 from tests.frontend.media.samples import data_url, png
 from tests.frontend.server import application, in_process
-from wire import limits
-from wire.card import MediaSpec
-from wire.hashing import pack_tokens, unpack_tokens
-from wire.multimodal import MediaItem, MediaKind, digest_media
 
 SPEC = MediaSpec(("image", "embeddings"), placeholder="<image>", tokens_per_image=5, filler_token_id=0)
 CAT, DOG = png(color=(1, 1, 1)), png(color=(2, 2, 2))

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from frontend.errors import RequestError
-from frontend.media.memory_budget import MediaLease
+from poolgrid.frontend.errors import RequestError
+from poolgrid.frontend.media.memory_budget import MediaLease
 from tests.frontend.media.hostile_server import answer, hostile_server
 from tests.frontend.media.loading import Loading, loading
 from tests.frontend.media.samples import data_url, png, png_bomb

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from frontend.call_ids import CallIds
-from frontend.parsers.formats import AUTO, OutputFormat
-from frontend.parsers.tagged_call import VALUE_CHARS_MAX, as_json, types_of
+from poolgrid.frontend.call_ids import CallIds
+from poolgrid.frontend.parsers.formats import AUTO, OutputFormat
+from poolgrid.frontend.parsers.tagged_call import VALUE_CHARS_MAX, as_json, types_of
 from tests.frontend.parsers.test_golden import read
 from tests.frontend.parsers.transcripts import GLM, TOOLS
 

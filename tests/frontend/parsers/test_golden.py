@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from frontend.parsers.formats import REASONING_NAMES, TOOL_NAMES, OutputFormat
-from frontend.parsers.pieces import Kind, OutputParser
+from poolgrid.frontend.parsers.formats import REASONING_NAMES, TOOL_NAMES, OutputFormat
+from poolgrid.frontend.parsers.pieces import Kind, OutputParser
 from tests.frontend.parsers.transcripts import TOOLS, TRANSCRIPTS, Answer, Transcript
 
 NAMES = [transcript.name for transcript in TRANSCRIPTS]

@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from wire.hashing import unpack_tokens
-from wire.identifiers import Tier
-from workers.simulated.cache_recorder import Link
+from poolgrid.wire.hashing import unpack_tokens
+from poolgrid.wire.identifiers import Tier
+from poolgrid.workers.simulated.cache_recorder import Link
 
 from .block_key import MultimodalKey, block_key_hash
 

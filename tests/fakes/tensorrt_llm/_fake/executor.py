@@ -14,13 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from wire.events import RequestStarted
-from wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes, unpack_tokens
-from wire.requests import FinishReason, Generate, Routing, Sampling, TokenDelta
-from workers.core.refusal import RefusedError
-from workers.simulated.engine import EngineLimits, SimulatedEngine
-from workers.simulated.next_token import Vocabulary
-from workers.simulated.timing import PolynomialTiming, ScaledTiming, TimingModel
+from poolgrid.wire.events import RequestStarted
+from poolgrid.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes, unpack_tokens
+from poolgrid.wire.requests import FinishReason, Generate, Routing, Sampling, TokenDelta
+from poolgrid.workers.core.refusal import RefusedError
+from poolgrid.workers.simulated.engine import EngineLimits, SimulatedEngine
+from poolgrid.workers.simulated.next_token import Vocabulary
+from poolgrid.workers.simulated.timing import PolynomialTiming, ScaledTiming, TimingModel
 
 from ..disaggregated_params import DisaggregatedParams
 from ..executor.result import Logprob, Response

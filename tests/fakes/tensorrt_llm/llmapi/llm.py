@@ -15,8 +15,8 @@ from typing import Any, Self
 from pydantic import BaseModel
 from xxhash import xxh3_64_intdigest
 
-from wire.events import BlocksStored
-from wire.requests import Sampling
+from poolgrid.wire.events import BlocksStored
+from poolgrid.wire.requests import Sampling
 
 from .._fake import behaviour as behaviours
 from .._fake import opaque_state

@@ -1,0 +1,1 @@
+../../src/poolgrid/__init__.py

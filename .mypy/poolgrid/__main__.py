@@ -1,0 +1,1 @@
+../../src/poolgrid/__main__.py

@@ -1,0 +1,5 @@
+"""``python -m poolgrid``: the same as the console command."""
+
+from poolgrid.cli.main import run
+
+run()

@@ -1,0 +1,130 @@
+"""What ``pip install .`` adds to an environment: one name to import, one command, and what they need at run time."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import poolgrid
+
+ROOT = Path(__file__).parents[1]
+SETUP = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+DIRECTORIES: dict[str, str] = SETUP["package-dir"]
+NOT_INSTALLED = ("tests", "benchmarks", "attacks")
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    # Nothing of this environment is found by accident, and neither is what lies in the repository.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PIP_"))}
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+    return done.stdout
+
+
+class Installation:
+    """An environment of its own in which the package was installed from a copy; dependencies are this one's."""
+
+    def __init__(self, directory: Path) -> None:
+        self.elsewhere = directory / "elsewhere"
+        self.elsewhere.mkdir()
+        run(sys.executable, "-m", "venv", directory / "venv", cwd=directory)
+        self.bin = directory / "venv" / "bin"
+        (self.packages,) = (directory / "venv" / "lib").glob("python*/site-packages")
+        # A path in such a file is only searched: the editable installation in it is not active.
+        (self.packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+        before = set(self.packages.iterdir())
+        copy = directory / "copy"
+        for needed in DIRECTORIES.values():
+            shutil.copytree(ROOT / needed, copy / needed, ignore=shutil.ignore_patterns("__pycache__"))
+        for needed in ("pyproject.toml", "setup.py", "README.md"):
+            shutil.copy(ROOT / needed, copy)
+        # What pip does, in two steps: it would fetch an environment for the first one from the network.
+        build = f"from setuptools import build_meta; build_meta.build_wheel({str(directory)!r})"
+        run(sys.executable, "-c", build, cwd=copy)
+        (wheel,) = directory.glob("*.whl")
+        offline = ("--no-index", "--no-deps", "--ignore-installed")
+        run(self.bin / "python", "-m", "pip", "install", *offline, wheel, cwd=self.elsewhere)
+        self.added = {path.name for path in set(self.packages.iterdir()) - before}
+
+
+@pytest.fixture(scope="module")
+def installation(tmp_path_factory: pytest.TempPathFactory) -> Installation:
+    return Installation(tmp_path_factory.mktemp("installation"))
+
+
+def test_the_only_new_name_is_poolgrid(installation: Installation) -> None:
+    assert {name for name in installation.added if not name.endswith(".dist-info")} == {"poolgrid"}
+
+
+def test_every_file_of_every_package_is_installed_and_no_other(installation: Installation) -> None:
+    wanted = {
+        Path(*name.split("."), path.relative_to(ROOT / directory))
+        for name, directory in DIRECTORIES.items()
+        for path in (ROOT / directory).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    found = {
+        path.relative_to(installation.packages)
+        for path in (installation.packages / "poolgrid").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+    assert found == wanted
+
+
+@pytest.mark.parametrize("command", [("poolgrid",), ("python", "-m", "poolgrid")], ids=" ".join)
+def test_the_command_and_the_module_tell_the_version(installation: Installation, command: tuple[str, ...]) -> None:
+    first, *rest = command
+
+    told = run(installation.bin / first, *rest, "--version", cwd=installation.elsewhere)
+
+    assert told == f"poolgrid {poolgrid.__version__}\n"
+
+
+def test_the_installed_one_is_used_even_in_the_repository(installation: Installation) -> None:
+    program = "import poolgrid, poolgrid.router.service as s; print(poolgrid.__version__, s.__file__)"
+
+    told = run(installation.bin / "python", "-c", program, cwd=ROOT)
+
+    assert told.split() == [poolgrid.__version__, str(installation.packages / "poolgrid" / "router" / "service.py")]
+
+
+def test_what_an_installed_command_needs_at_run_time_is_there(installation: Installation) -> None:
+    program = (
+        "from poolgrid.frontend.models import TINY_MODEL_PATH\n"
+        "from poolgrid.frontend.prompt_model import PromptModel\n"
+        "from poolgrid.workers.trtllm.contract import contract\n"
+        "assert contract()\n"
+        "print(PromptModel.load(TINY_MODEL_PATH, 'tiny').name)\n"
+    )
+
+    assert run(installation.bin / "python", "-c", program, cwd=installation.elsewhere) == "tiny\n"
+
+
+def test_the_version_is_written_once() -> None:
+    assert poolgrid.__version__ == importlib.metadata.version("poolgrid")
+    assert "version" in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dynamic"]
+
+
+def test_every_directory_of_code_is_installed_or_said_not_to_be() -> None:
+    code = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    installed = {directory for name, directory in DIRECTORIES.items() if name != "poolgrid"}
+
+    assert code == installed | set(NOT_INSTALLED)
+    assert all(name == f"poolgrid.{directory}" for name, directory in DIRECTORIES.items() if name != "poolgrid")
+
+
+def test_mypy_sees_every_directory_under_the_name_that_it_is_imported_by() -> None:
+    links = {path.name: path.resolve() for path in (ROOT / ".mypy" / "poolgrid").iterdir() if path.suffix != ".pyc"}
+    own = {path.name: path for path in (ROOT / DIRECTORIES["poolgrid"]).glob("*.py")}
+    parts = {directory: ROOT / directory for name, directory in DIRECTORIES.items() if name != "poolgrid"}
+
+    assert links == {name: path.resolve() for name, path in {**own, **parts}.items()}
