@@ -297,6 +297,8 @@ def test_nothing_of_an_answered_request_waits_for_the_collector(header: bytes) -
     async def scenario() -> None:
         async with talking() as (_, client):
             gc.collect()
+            # What other tests of this process still hold is not ours; holding it here keeps it apart from ours.
+            earlier = [each for each in gc.get_objects() if isinstance(each, _DirectCycle)]
             gc.disable()
             try:
                 for _ in range(20):
@@ -306,7 +308,7 @@ def test_nothing_of_an_answered_request_waits_for_the_collector(header: bytes) -
                     await client.response()
                 alive = [each for each in gc.get_objects() if isinstance(each, _DirectCycle)]
                 # The protocol has the last one until the next request.
-                assert len(alive) <= 1
+                assert len(alive) - len(earlier) <= 1
             finally:
                 gc.enable()
 
