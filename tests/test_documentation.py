@@ -110,7 +110,7 @@ def test_every_settings_model_has_a_table() -> None:
 def test_every_setting_is_read_by_its_own_service() -> None:
     """Some are read by name, of a table or of what was chosen."""
     for model in _settings_models():
-        package = ROOT / model.__module__.partition(".")[0]
+        package = ROOT / model.__module__.split(".")[1]  # behind our name
         # Those of the front end are read by both routers.
         holders = {package, *(ROOT / name for name in ("cli", "runtime"))}
         if package.name == "frontend":

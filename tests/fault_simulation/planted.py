@@ -260,6 +260,7 @@ PLANTED: dict[str, Planted] = {
         ApproximateIndex,
         "restore",
         _believe_nothing,
+        from_seed=200,
     ),
 }
 
