@@ -131,8 +131,13 @@ class _MessageSocket(_LoopSocket):
                 if error.errno in _ENDED:
                     return
                 raise
-            self._hand_over(message)
+            try:
+                self._handle(message)
+            except Exception:  # as in ``_hand_over``, which would be a call more for every frame of tokens
+                log.exception("handling a message failed; it was dropped")
         self.check()
+
+    _on_signal = _drain
 
 
 class CallbackSocket(_MessageSocket):
