@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import resource
 import socket
@@ -32,7 +31,6 @@ from poolgrid.runtime.http_connections import (
 from poolgrid.runtime.http_protocol import CONNECTION, Connection
 from poolgrid.runtime.http_server import STOOD_STILL_S, HttpServer
 from poolgrid.runtime.http_settings import HttpLimits, HttpSettings
-from poolgrid.runtime.listener import ACCEPTED_AT_ONCE
 from poolgrid.runtime.security import SecuritySettings
 from poolgrid.runtime.tls import Tls
 
@@ -639,28 +637,6 @@ def test_with_a_request_in_work_on_every_connection_a_new_one_is_answered_503(ru
             for reader, _ in busy:
                 assert (await within(reader.read())).endswith(b"3 bytes")
             assert (await pair.ask(get("/", CLOSE))).endswith(b"0 bytes")
-
-    run(scenario())
-
-
-def test_a_flood_of_connections_leaves_turns_to_those_who_are_connected(run: Run) -> None:
-    async def scenario() -> None:
-        async with serving() as pair:
-            table = pair.server.connections
-            loop = asyncio.get_running_loop()
-            came: list[int] = []
-
-            def turn() -> None:
-                came.append(table.count)
-                if table.count < 60:
-                    loop.call_soon(turn)
-
-            clients = [socket.create_connection(("127.0.0.1", pair.server.port)) for _ in range(60)]
-            turn()
-            await pair.until(lambda: table.count == 60)
-            for client in clients:
-                client.close()
-            assert max(after - before for before, after in itertools.pairwise([*came, 60])) <= ACCEPTED_AT_ONCE
 
     run(scenario())
 

@@ -1,9 +1,10 @@
-"""Takes connections for an HTTP server: some at a time, and with TLS counted before a handshake has cost anything.
+"""Takes TLS connections for an HTTP server: counted when they come, before a handshake has cost anything.
 
-asyncio's servers accept all that wait, up to the whole backlog, before anybody who is connected gets a turn: a flood of
-connections would hold up every answer. They also call the protocol when the handshake is done, so whoever connects and
-is silent would be seen by nobody. Here a connection is accepted, with TLS counted by its address, and then has
-``handshake_timeout_s``.
+A server of asyncio calls the protocol when the handshake is done, so whoever connects and is silent would be seen by
+nobody. Here a connection is accepted, counted by its address, and then has ``handshake_timeout_s``.
+
+Connections without TLS are uvloop's to accept. Taking a few of them a turn here was tried: a flood of connections that
+are reset then delays everybody who comes after it three to six times as much, since each costs more in Python.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable
-from typing import Any
 
 from poolgrid.runtime.bounded_protocol import BoundedProtocol
 from poolgrid.runtime.http_connections import HttpConnections, source_of
@@ -22,9 +22,8 @@ from poolgrid.runtime.tasks import detached
 
 log = logging.getLogger(__name__)
 
-ACCEPTED_AT_ONCE = 8
-"""Connections accepted in one turn of the event loop: to take them, and what they send, costs about as much as one
-request."""
+ACCEPTED_AT_ONCE = 64
+"""Connections accepted in one turn of the event loop."""
 
 OUT_OF_FILES_PAUSE_S = 1.0
 """Pause when the process has no more file descriptors, as asyncio's servers have it."""
@@ -35,17 +34,17 @@ SHUTDOWN_TIMEOUT_S = 2.0
 _OUT_OF_FILES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
-class Listener:
+class TlsListener:
     """Accepts on a listening socket, in the running event loop."""
 
     def __init__(
         self,
         listener: socket.socket,
-        context: ssl.SSLContext | None,
+        context: ssl.SSLContext,
         table: HttpConnections,
         make_protocol: Callable[[], BoundedProtocol],
     ) -> None:
-        """Begin at once; connections are TLS with a ``context``. Those without are counted by their protocol."""
+        """Begin at once."""
         self._listener = listener
         self._context = context
         self._table = table
@@ -73,16 +72,14 @@ class Listener:
             except OSError as error:
                 if error.errno not in _OUT_OF_FILES:
                     raise
-                log.error("accepting a connection: %s; trying again in %g s", error, OUT_OF_FILES_PAUSE_S)
+                log.error("accepting a TLS connection: %s; trying again in %g s", error, OUT_OF_FILES_PAUSE_S)
                 self._loop.remove_reader(self._listener.fileno())
                 self._resume = self._loop.call_later(OUT_OF_FILES_PAUSE_S, self._listen)
                 return
-            source = ""
-            if self._context is not None:
-                source = source_of(address[0])
-                if self._table.admit(source, self._loop.time()) is not None:
-                    connection.close()  # nothing can be said before the handshake
-                    continue
+            source = source_of(address[0])
+            if self._table.admit(source, self._loop.time()) is not None:
+                connection.close()  # nothing can be said before the handshake
+                continue
             connection.setblocking(False)
             task = detached(self._open(connection, source), "opening of a connection")
             self._opening.add(task)
@@ -95,20 +92,18 @@ class Listener:
     async def _open(self, connection: socket.socket, source: str) -> None:
         protocol = self._make_protocol()
         protocol.source = source
-        handshake: dict[str, Any] = {}
-        if self._context is not None:
-            handshake = {
-                "ssl": self._context,
-                "ssl_handshake_timeout": self._table.limits.header_timeout_s,
-                "ssl_shutdown_timeout": SHUTDOWN_TIMEOUT_S,
-            }
         try:
-            await self._loop.connect_accepted_socket(lambda: protocol, connection, **handshake)
+            await self._loop.connect_accepted_socket(
+                lambda: protocol,
+                connection,
+                ssl=self._context,
+                ssl_handshake_timeout=self._table.limits.header_timeout_s,
+                ssl_shutdown_timeout=SHUTDOWN_TIMEOUT_S,
+            )
         except BaseException as error:
             connection.close()
-            if source and protocol.transport is None:
+            if protocol.transport is None:
                 self._table.leave(source)
             if not isinstance(error, OSError):  # ssl.SSLError is one
                 raise
-            if self._context is not None:
-                self._table.note("tls_handshake", source, self._loop.time())
+            self._table.note("tls_handshake", source, self._loop.time())
