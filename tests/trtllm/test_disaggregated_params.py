@@ -88,7 +88,7 @@ def test_the_later_fields_are_not_in_the_installed_version() -> None:
     installed = {field.name for field in fields(DisaggregatedParams)}
     assert not installed & set(facts()["main_differences"]["disaggregated_params_adds"])
     with pytest.raises(TypeError):
-        DisaggregatedParams(disagg_request_id=1)  # type: ignore[call-arg]
+        DisaggregatedParams(disagg_request_id=1)
 
 
 def test_only_fields_that_are_set_travel() -> None:

@@ -1,14 +1,20 @@
 """What a test can choose about the engine behind the fake, since ``LLM`` itself takes only TensorRT-LLM's arguments.
 
 ``behaviour`` is read when an ``LLM`` is made. A process that a test starts gets it from ``TRTLLM_FAKE``, a JSON object
-of these fields.
+of these fields, with two more words:
+
+* ``version``: which release is pretended (``_fake/profile.py``); it is decided when the package is imported.
+* ``as_released``: with ``true``, everything that the release does to its callers is switched on (``as_released``), and
+  the other fields of the object change that.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+
+from .profile import PROFILE, Profile
 
 ENVIRONMENT = "TRTLLM_FAKE"
 
@@ -36,14 +42,58 @@ class Behaviour:
     leak_failed_transfers: bool = False
     """A request that is cancelled while its KV is on its way keeps its blocks for ever."""
 
+    rpc_proxy: bool = False
+    """Events and statistics are fetched by synchronous calls to the engine's process, made when a reader asks: the
+    caller's thread waits for them, without a limit while that process does not answer (``Executor.stop_process``).
+    A call that fails leaves the asynchronous readers with nothing and says so nowhere."""
+    rpc_call_ms: float = 0.0
+    """How long such a call takes."""
+    sampler_ignores: bool = False
+    """Penalties and the seed are taken and change nothing, unless ``sampler_type`` is ``TRTLLMSampler``. Without a seed
+    requests that sample differ from each other; greedy ones do not."""
+    metrics_prefix: str = "trtllm_"
+    """Prefix of the names of ``MetricsCollector``."""
+    input_processing_ms: float = 0.0
+    """How long ``generate_async`` itself works on a prompt with media before it returns."""
+    health_method: bool = True
+    """``LLM`` has ``_check_health``, which is private and not in every build."""
+    one_thread: bool = False
+    """``LLM`` must be shut down by the thread that made it, as MPI wants."""
+    stop_file: str = ""
+    """While there is a file of this name, the engine's process is stopped: for tests whose worker is a process."""
+    out_of_memory_at: tuple[int, ...] = ()
+    """Iterations that run out of memory: all requests of the engine are answered with an error, and it goes on."""
+    stdout_lines: int = 0
+    """So many lines on standard output when an engine is made, and when it ends: its loggers write there."""
+    lost_rank_file: str = ""
+    """Once there is a file of this name, a rank of the engine is dead and the others wait for it for ever
+    (``Executor.lose_rank``)."""
+
+
+def as_released(profile: Profile = PROFILE) -> Behaviour:
+    """Return what a release does to its callers, friendly or not."""
+    return Behaviour(
+        rpc_proxy=profile.rpc_proxy,
+        rpc_call_ms=1.0 if profile.rpc_proxy else 0.0,
+        sampler_ignores=profile.sampler_ignores,
+        metrics_prefix=profile.metrics_prefix,
+        input_processing_ms=20.0,
+        one_thread=True,
+        stdout_lines=200,
+    )
+
 
 def from_environment() -> Behaviour:
     """Return the behaviour that the environment asks for."""
     given = json.loads(os.environ.get(ENVIRONMENT, "{}"))
+    given.pop("version", None)  # read where the package is imported
+    start = as_released() if given.pop("as_released", False) else Behaviour()
     unknown = set(given) - {field.name for field in fields(Behaviour)}
     if unknown:
         raise ValueError(f"{ENVIRONMENT} names unknown fields: {sorted(unknown)}")
-    return Behaviour(**given)
+    if "out_of_memory_at" in given:
+        given["out_of_memory_at"] = tuple(given["out_of_memory_at"])
+    return replace(start, **given)
 
 
 behaviour = from_environment()

@@ -36,6 +36,8 @@ class Tenant:
     lora_task_id: int | None = None
     multimodal: tuple[MultimodalKey, ...] = ()
     """Objects in the first block."""
+    cache_salt: str = ""
+    """Set where events say it (``second_cache_manager``)."""
 
 
 class EventBuffer:
@@ -119,7 +121,7 @@ class RankEvents:
             above = block_key_hash(part, above, tenant.cache_salt_id, tenant.lora_task_id, keys)
             self.names[sequence_hash] = above
             self.levels[above] = 0
-            blocks.append(_stored_block(above, part, keys))
+            blocks.append(_stored_block(above, part, keys, tenant.cache_salt))
         self._emit({"type": "stored", "parent_hash": parent_hash, "blocks": blocks}, self._window)
 
     def removed(self, hashes: Sequence[int], tier: Tier) -> None:
@@ -160,7 +162,11 @@ class RankEvents:
             chain.append((name, rest))
             if name not in self.partial:
                 self._emit(
-                    {"type": "stored", "parent_hash": parent or None, "blocks": [_stored_block(name, rest, keys)]},
+                    {
+                        "type": "stored",
+                        "parent_hash": parent or None,
+                        "blocks": [_stored_block(name, rest, keys, tenant.cache_salt)],
+                    },
                     self._window,
                 )
                 self.partial[name] = hashes[-1] if hashes else None
@@ -185,7 +191,7 @@ class RankEvents:
                 if not run:
                     parent = above
                 pool[name] = None
-                run.append(_stored_block(name, part, tenant.multimodal if not above else ()))
+                run.append(_stored_block(name, part, tenant.multimodal if not above else (), tenant.cache_salt))
             above = name
         if run:
             self._emit({"type": "stored", "parent_hash": parent or None, "blocks": run}, window)
@@ -225,7 +231,7 @@ class RankEvents:
         self._fresh.append(event)
 
 
-def _stored_block(name: int, tokens: Sequence[int], keys: Sequence[MultimodalKey]) -> dict[str, Any]:
+def _stored_block(name: int, tokens: Sequence[int], keys: Sequence[MultimodalKey], salt: str) -> dict[str, Any]:
     block: dict[str, Any] = {
         "type": "stored_block",
         "block_hash": name,
@@ -235,4 +241,6 @@ def _stored_block(name: int, tokens: Sequence[int], keys: Sequence[MultimodalKey
     }
     if keys:
         block["mm_keys"] = [{"type": "mm_key", "hash": digest.hex(), "start_offset": start} for digest, start in keys]
+    if salt:
+        block["cache_salt"] = salt
     return block

@@ -9,6 +9,8 @@ test may look.
 from __future__ import annotations
 
 import datetime
+import logging
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,7 +21,7 @@ from poolgrid.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence
 from poolgrid.wire.requests import FinishReason, Generate, Routing, Sampling, TokenDelta
 from poolgrid.workers.core.refusal import RefusedError
 from poolgrid.workers.simulated.engine import EngineLimits, SimulatedEngine
-from poolgrid.workers.simulated.next_token import Vocabulary
+from poolgrid.workers.simulated.next_token import TokenStream, Vocabulary
 from poolgrid.workers.simulated.timing import PolynomialTiming, ScaledTiming, TimingModel
 
 from ..disaggregated_params import DisaggregatedParams
@@ -28,8 +30,15 @@ from ..llmapi.utils import AsyncQueue
 from . import opaque_state
 from .behaviour import Behaviour
 from .cache_events import EventBuffer, RankEvents, Tenant
+from .profile import PROFILE
+from .second_cache_manager import BlockNames, spoken
+
+_log = logging.getLogger("tensorrt_llm")
 
 IDENTIFIER_OF_NO_REUSE = "no-reuse"
+
+DISAGGREGATED_FROM = 1 << 42
+"""Ids of disaggregated requests are above all ordinary ones."""
 
 Seen = TypeVar("Seen")
 
@@ -64,6 +73,9 @@ class EngineShape:
     max_stats_len: int
     stream_interval: int
     kv_dtype: str
+    rpc_orchestrator: bool = False
+    """Requests are given in and aborted by synchronous calls too."""
+    block_names: BlockNames = BlockNames.V1
 
 
 @dataclass(slots=True)
@@ -91,6 +103,8 @@ class Request:
     encode: Callable[[], Response] | None = None
     media_seed: int = 0
     """Part of the sampling seed: an answer is right only if the right media took the right way."""
+    prompt_logprobs: int | None = None
+    priority: int = 0
 
 
 @dataclass(slots=True)
@@ -108,6 +122,7 @@ class _Sequence:
     output: list[int] = field(default_factory=list)
     steps: int = 0
     cached_tokens: int | None = None
+    told_prompt: bool = False
 
 
 class Executor:
@@ -171,6 +186,18 @@ class Executor:
         self.failure: BaseException | None = None
         self.background_errors: list[str] = []
         """Faults of the threads that carry events; the next request is refused with them."""
+        self.late_aborts = 0
+        """Abortions of requests that had their final response, or that were never here."""
+        self.lost: BaseException | None = None
+        """Why a rank is dead; whoever comes to know of it shuts the executor down, and waits for the other ranks."""
+        self._ranks_returned = threading.Event()
+        self._ranks_returned.set()
+        self._out_of_memory = False
+        self._process_stopped = threading.Event()
+        self._ended = threading.Event()
+        self.rpc_calls = 0
+        self.rpc_failures = 0
+        """So many of the next calls to the engine's process fail."""
         self._wedged = False
         """Requests wait for blocks that nobody will free."""
         self._publish()
@@ -190,13 +217,62 @@ class Executor:
         self._post(lambda: self._accept(request))
 
     def cancel(self, request_id: int) -> None:
+        if self.shape.rpc_orchestrator:
+            self._wait_for_the_process()
+        with self._changed:
+            known = request_id in self._open
+            self.late_aborts += not known
+        if not known:
+            # The final response took it out of the executor's books: nothing happens.
+            _log.warning("Request of client_id %d is finished, cannot abort it.", request_id)
+            return
         self._post(lambda: self._cancel(request_id))
+
+    def fetch(self, queue: AsyncQueue) -> list[Any]:
+        """Ask the engine's process for all items of a queue, and wait for the answer as long as it takes."""
+        self._wait_for_the_process()
+        self.rpc_calls += 1
+        self.block_caller(self._behaviour.rpc_call_ms)
+        if self.rpc_failures:
+            self.rpc_failures -= 1
+            raise RuntimeError("the engine's process answered the call with an error")
+        return queue.take_all()
+
+    def _wait_for_the_process(self) -> None:
+        while self._process_stopped.is_set() or self._is_there(self._behaviour.stop_file):
+            if self._ended.is_set():
+                return
+            self.block_caller(5.0)
+
+    def block_caller(self, duration_ms: float) -> None:
+        """Keep the calling thread, whichever it is, at most until the shutdown."""
+        if duration_ms > 0:
+            self._ended.wait(duration_ms / 1e3)
+
+    @staticmethod
+    def _is_there(path: str) -> bool:
+        return bool(path) and os.path.exists(path)
+
+    def meet_background_errors(self, shut_down: Callable[[], None]) -> None:
+        """Raise what befell the engine's process since the last look, after shutting everything down.
+
+        That is done by whoever looks, in its own thread, and waits until every rank has returned.
+        """
+        if self.lost is None and self._is_there(self._behaviour.lost_rank_file):
+            self.lose_rank(RuntimeError("MPI worker 1 has died"), stuck=True)
+        if self.lost is None:
+            return
+        error, self.lost = self.lost, None
+        shut_down()
+        raise error
 
     @property
     def alive(self) -> bool:
         return self._thread.is_alive() and not self._stopping and self.failure is None
 
     def shutdown(self) -> None:
+        self._ranks_returned.wait()
+        self._ended.set()
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -242,6 +318,39 @@ class Executor:
         self.transfers_open.set()
         self._post(lambda: None)
 
+    def run_out_of_memory(self) -> None:
+        """Let the next iteration that has work run out of memory: every request is answered with an error."""
+
+        def next_one() -> None:
+            self._out_of_memory = True
+
+        self._post(next_one)
+
+    def stop_process(self) -> None:
+        """Stop the engine's process, as a signal does: no iteration, and no call is answered, until it goes on."""
+        self._process_stopped.set()
+        self.pause()
+
+    def continue_process(self) -> None:
+        """Go on after ``stop_process``."""
+        self._process_stopped.clear()
+        self.resume()
+
+    def lose_rank(self, error: BaseException, stuck: bool = False) -> None:
+        """Let a rank die: nothing is computed any more, and nobody is told before he asks.
+
+        With ``stuck`` the other ranks never return from their last collective call, so that a shutdown waits for ever;
+        ``release_ranks`` ends that.
+        """
+        if stuck:
+            self._ranks_returned.clear()
+        self.lost = error
+        self._running.clear()
+
+    def release_ranks(self) -> None:
+        """Let the ranks return that ``lose_rank`` left behind."""
+        self._ranks_returned.set()
+
     def fail(self, error: BaseException) -> None:
         """Break the engine as a CUDA error does: every request fails, and no further one is taken."""
 
@@ -273,9 +382,17 @@ class Executor:
                     with self._changed:
                         self._inbox = actions + self._inbox
                     continue
+                if self._is_there(self._behaviour.stop_file):
+                    with self._changed:
+                        self._inbox = actions + self._inbox
+                        self._changed.wait_for(lambda: self._stopping, 0.005)
+                    continue
                 for action in actions:
                     action()
                 self._finish_transfers()
+                if self._runs_out_of_memory():
+                    self._answer_all_with("CUDA out of memory. Tried to allocate 2.00 GiB.")
+                    continue
                 self._wedged = not self._iterate()
         except BaseException as error:
             with self._changed:
@@ -298,6 +415,29 @@ class Executor:
             requests, self._open = self._open, {}
         for request in requests.values():
             request.put(Response(error=reason))
+
+    def _runs_out_of_memory(self) -> bool:
+        if not any(self._sequences) and not self._transferring:
+            return False
+        due = self._out_of_memory or self._iteration + 1 in self._behaviour.out_of_memory_at
+        self._out_of_memory = False
+        return due
+
+    def _answer_all_with(self, error: str) -> None:
+        """End every request with an error, whoever it was that needed too much, and go on."""
+        self._iteration += 1
+        failed = {request.id: request for request in self._transferring.values()}
+        failed |= {each.request.id: each.request for sequences in self._sequences for each in sequences.values()}
+        self._transferring = {}
+        self._cancelled_transfers = []
+        for engine, sequences in zip(self.engines, self._sequences, strict=True):
+            for name in list(sequences):
+                engine.cancel(name)
+            sequences.clear()
+            engine.step(self._now_ms)  # what was cancelled leaves
+        self._publish()
+        for request in failed.values():
+            self._close(request, Response(error=error))
 
     def _close(self, request: Request, response: Response) -> None:
         """Send a request its last response."""
@@ -364,7 +504,7 @@ class Executor:
                 )
                 if not sampling.ignore_eos
                 else tuple(request.stop_words),
-                routing=Routing(lora_name=request.lora_name, cache_salt=salt),
+                routing=Routing(lora_name=request.lora_name, cache_salt=salt, priority=request.priority),
             )
             try:
                 self.engines[rank].submit(generate, self._now_ms)
@@ -446,7 +586,7 @@ class Executor:
                 self.background_errors.append("'NoneType' object has no attribute 'new_value'")
                 continue
             for event in events:
-                self.buffer.append(event)
+                self.buffer.append(spoken(event, self.shape.block_names, self._behaviour.vocabulary_size))
             if events:
                 self.events.notify()
 
@@ -478,6 +618,9 @@ class Executor:
             finish_reason=reason,
             decoding_iter=sequence.steps,
         )
+        if request.prompt_logprobs is not None and not sequence.told_prompt:
+            sequence.told_prompt = True
+            response.prompt_logprobs = self._prompt_logprobs(sequence, request.prompt_logprobs)
         sequence.held = []
         sequence.held_logprobs = []
         if reason is not None:
@@ -490,6 +633,25 @@ class Executor:
                 self._close(request, response)
                 return
         request.put(response)
+
+    def _prompt_logprobs(self, sequence: _Sequence, alternatives: int) -> tuple[dict[int, Logprob], ...]:
+        """Return a row for each prompt token that was computed: row t has the likeliest tokens at t + 1.
+
+        So the last row is about the first generated token, and the tokens that were reused have none. The tokens that
+        the prompt really has are in a row only where they are among its likeliest.
+        """
+        rows = []
+        vocabulary = self.engines[sequence.rank].vocabulary
+        for end in range((sequence.cached_tokens or 0) + 1, len(sequence.prompt) + 1):
+            stream = TokenStream(
+                vocabulary,
+                pack_tokens(sequence.prompt[:end]),
+                Sampling(1, seed=sequence.request.sampling.seed, logprobs=alternatives),
+            )
+            stream.generate_to(1)
+            (predicted,) = stream.logprobs(0, 1, alternatives)
+            rows.append({token: Logprob(value, at) for at, (token, value) in enumerate(predicted.alternatives, 1)})
+        return tuple(rows)
 
     def _finish(self, request: Request, sequence: _Sequence, response: Response) -> None:
         last = sequence.output[-1] if sequence.output else None
@@ -518,6 +680,12 @@ class Executor:
                 mrope_position_ids_handle=given.mrope_position_ids_handle if given else None,
                 mrope_position_deltas_handle=given.mrope_position_deltas_handle if given else None,
             )
+            if PROFILE.later_disaggregation:
+                made = response.disaggregated_params
+                made.disagg_request_id = DISAGGREGATED_FROM + request.id
+                made.ctx_dp_rank = sequence.rank
+                made.ctx_usage = {"prompt_tokens": len(request.prompt), "completion_tokens": len(first)}
+                made.first_gen_log_probs = list(response.logprobs) or None
 
     def _keep(self, sequence: _Sequence) -> None:
         """Tell the recorder of a finished sequence: all tokens but the last have KV."""

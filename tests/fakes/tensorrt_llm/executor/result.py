@@ -70,6 +70,7 @@ class Response:
     index: int = 0
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[dict[int, Logprob], ...] = ()
+    prompt_logprobs: tuple[dict[int, Logprob], ...] = ()
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     cut_tokens: int = 0
@@ -175,6 +176,11 @@ class GenerationResult:
         if response.error is not None:
             self._done = True
             raise RequestError(response.error)
+        self._take(response)
+        # Whoever reads a result meets what befell the engine meanwhile, and shuts it down.
+        self._executor.meet_background_errors(self._executor.shutdown)
+
+    def _take(self, response: Response) -> None:
         for output in self.outputs:
             output._last_text_len = len(output.text)
             output._last_token_ids_len = len(output.token_ids or ())
@@ -194,6 +200,8 @@ class GenerationResult:
             output.cumulative_logprob = (output.cumulative_logprob or 0.0) + sum(
                 next(iter(each.values())).logprob for each in response.logprobs
             )
+        if response.prompt_logprobs:
+            output.prompt_logprobs = list(response.prompt_logprobs)
         if self._decode is not None and self.sampling_params.detokenize:
             output.text = self._decode(output.token_ids)
         if response.cached_tokens is not None:
@@ -239,6 +247,10 @@ class IterationResult:
         self._queue = queue
         self._done = False
         self._timeout: float | None = 2
+
+    @property
+    def queue(self) -> AsyncQueue:
+        return self._queue
 
     def mark_undone(self) -> None:
         self._done = False

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
+import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import BaseModel
 from xxhash import xxh3_64_intdigest
@@ -23,6 +25,8 @@ from .._fake import opaque_state
 from .._fake.block_key import salt_id
 from .._fake.cache_events import Tenant
 from .._fake.executor import EngineShape, Executor, Request
+from .._fake.profile import PROFILE
+from .._fake.second_cache_manager import BlockNames
 from ..bindings.executor import KvCacheRetentionConfig
 from ..disaggregated_params import DisaggregatedParams
 from ..executor.request import LoRARequest
@@ -30,7 +34,8 @@ from ..executor.result import EmptyIterationResult, IterationResult, RequestOutp
 from ..executor.utils import RequestError
 from ..sampling_params import SamplingParams
 from ..scheduling_params import SchedulingParams
-from .llm_args import TRTLLM_ENGINE_ONLY, AutoDeployConfig, KvCacheConfig, TorchLlmArgs
+from .llm_args import TRTLLM_ENGINE_ONLY, AutoDeployConfig, SamplerType, TorchLlmArgs
+from .utils import AsyncQueue
 
 _request_ids = count(1)
 _AUTODEPLOY_REJECTED = (
@@ -92,11 +97,15 @@ class BaseLLM:
         self._llm_id = f"{socket.gethostname()}-{os.getpid()}-{time.monotonic_ns() // 1_000_000}"
         self.tokenizer = None if skip_tokenizer_init else (tokenizer or FakeTokenizer())
         chosen = behaviours.behaviour
+        self._behaviour = chosen
+        self._made_by = threading.get_ident()
+        self._print("[TRT-LLM] [I] loading a shard of the checkpoint")
         executor = Executor(_shape(self.args, chosen), chosen)
         self._executor = executor
         self._submitted = False
-        self._events = IterationResult(executor.events)
-        self._stats = IterationResult(executor.stats)
+        # The queues of another process, or what was fetched from them.
+        self._events = IterationResult(AsyncQueue() if chosen.rpc_proxy else executor.events)
+        self._stats = IterationResult(AsyncQueue() if chosen.rpc_proxy else executor.stats)
         self._finalizer = weakref.finalize(self, executor.shutdown)  # also at exit
 
     def _make_args(self, backend: str, given: dict[str, Any], kwargs: dict[str, Any]) -> BaseModel:
@@ -132,9 +141,21 @@ class BaseLLM:
     def shutdown(self) -> None:
         """Stop the executor; again is harmless."""
         if self._executor is not None:
+            if self._behaviour.one_thread and threading.get_ident() != self._made_by:
+                raise RuntimeError("MPI was initialized by another thread than the one that finalizes it")
+            self._print("[TRT-LLM] [I] a worker process has ended")
             executor, self._executor = self._executor, None
             self._finalizer.detach()
             executor.shutdown()
+
+    def _print(self, line: str) -> None:
+        sys.stdout.write(f"{line}\n" * self._behaviour.stdout_lines)
+        sys.stdout.flush()
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "_check_health" and not object.__getattribute__(self, "_behaviour").health_method:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute '_check_health'")
+        return object.__getattribute__(self, name)
 
     def _check_health(self) -> bool:
         return self._executor is not None and self._executor.alive
@@ -190,13 +211,41 @@ class BaseLLM:
         scheduling_params: SchedulingParams | None = None,
         cache_salt: str | None = None,
     ) -> RequestOutput:
+        return self._generate(
+            inputs,
+            sampling_params,
+            lora_request,
+            streaming,
+            kv_cache_retention_config,
+            disaggregated_params,
+            trace_headers,
+            scheduling_params,
+            cache_salt,
+        )
+
+    def _generate(
+        self,
+        inputs: Any,
+        sampling_params: SamplingParams | None,
+        lora_request: LoRARequest | None,
+        streaming: bool,
+        kv_cache_retention_config: KvCacheRetentionConfig | None,
+        disaggregated_params: DisaggregatedParams | None,
+        trace_headers: Mapping[str, str] | None,
+        scheduling_params: SchedulingParams | None,
+        cache_salt: str | None,
+        priority: float = 0.5,
+    ) -> RequestOutput:
         executor = self._executor
         if executor is None or not executor.alive:
             raise RuntimeError("LLM is shutting down")
+        executor.meet_background_errors(executor.shutdown)
         if executor.background_errors:
             raise RequestError(executor.background_errors.pop(0))
         sampling = self._prepare_sampling(sampling_params)
         prompt, token_ids, media = self._prepare_input(inputs)
+        if media:
+            executor.block_caller(self._behaviour.input_processing_ms)
         request_type = disaggregated_params.request_type if disaggregated_params else None
         multimodal = self._check_disaggregation(disaggregated_params, media)
         if request_type == "context_only":
@@ -230,7 +279,7 @@ class BaseLLM:
             prompt=tuple(token_ids),
             sampling=Sampling(
                 max_tokens=sampling.max_tokens,
-                seed=(sampling.seed or 0) ^ media_seed,
+                seed=self._seed(sampling, result.id) ^ media_seed,
                 min_tokens=sampling.min_tokens or 0,
                 ignore_eos=sampling.ignore_eos,
                 logprobs=sampling.logprobs,
@@ -243,7 +292,12 @@ class BaseLLM:
             put=result.queue.put,
             lora_name=lora_request.lora_name if lora_request else "",
             lora_id=lora_request.lora_int_id if lora_request else None,
-            tenant=Tenant(salt_id(salt) if salt else None, lora_request.lora_int_id if lora_request else None, digests),
+            tenant=Tenant(
+                salt_id(salt) if salt else None,
+                lora_request.lora_int_id if lora_request else None,
+                digests if PROFILE.media_keys else (),
+                salt if executor.shape.block_names is not BlockNames.V1 else "",
+            ),
             salt=identity,
             rank=scheduling_params.attention_dp_rank if scheduling_params else None,
             request_type=request_type,
@@ -252,11 +306,14 @@ class BaseLLM:
                 kv_cache_retention_config.decode_retention_priority if kv_cache_retention_config else None
             ),
             media_seed=media_seed,
+            prompt_logprobs=sampling.prompt_logprobs,
+            priority=round(1000 * (priority - 0.5)) if self._orders_by_priority() else 0,
             encode=(lambda: _encoded(media, disaggregated_params)) if encoder else None,
         )
         if not self._submitted:
-            executor.events.bind()
-            executor.stats.bind()
+            for reader in (self._events, self._stats):
+                if not reader.queue.has_loop:
+                    reader.queue.bind()
             self._submitted = True
         self._events.mark_undone()
         self._stats.mark_undone()
@@ -277,10 +334,26 @@ class BaseLLM:
             given.end_id = self.tokenizer.eos_token_id
             if given.pad_id is None:
                 given.pad_id = self.tokenizer.pad_token_id
-        for name in ("prompt_logprobs", "logits_processor"):
-            if getattr(given, name) is not None:
-                raise NotImplementedError(f"the fake has no {name}")
+        if given.logits_processor is not None:
+            raise NotImplementedError("the fake has no logits_processor")
         return given
+
+    def _seed(self, sampling: SamplingParams, request_id: int) -> int:
+        """Return what the simulated engine draws from; what the sampler honours changes it, and nothing else does."""
+        honours_penalties = self._samples_in_cpp()
+        if self._behaviour.sampler_ignores and not honours_penalties:
+            return 0 if sampling._greedy_decoding else request_id
+        penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
+        if not honours_penalties or not any(each is not None for each in penalties):
+            return sampling.seed or 0
+        return (sampling.seed or 0) ^ xxh3_64_intdigest(repr(penalties).encode()) >> 1
+
+    def _samples_in_cpp(self) -> bool:
+        return bool(getattr(self.args, "sampler_type", None) == SamplerType.TRTLLMSampler)
+
+    def _orders_by_priority(self) -> bool:
+        scheduler = getattr(self.args, "scheduler_config", None)
+        return getattr(scheduler, "waiting_queue_policy", None) == "priority"
 
     def _stop_words(self, sampling: SamplingParams) -> dict[int, int | str]:
         words: dict[int, int | str] = {each: each for each in sampling.stop_token_ids or ()}
@@ -349,12 +422,44 @@ class BaseLLM:
 
     # readers
 
+    def _fetched(self, queue: AsyncQueue, timeout: float | None) -> list[Any]:
+        """Ask the engine's process, again and again until there is something or the time is over."""
+        executor = self._executor
+        if executor is None:
+            return []
+        begun = time.monotonic()
+        while True:
+            found = executor.fetch(queue)
+            if found or timeout is None or time.monotonic() - begun >= timeout:
+                return found
+            executor.block_caller(100.0)
+
+    def _refill(self, reader: IterationResult, queue: AsyncQueue, timeout: float | None) -> IterationResult:
+        if not reader.queue.has_loop:
+            reader.queue.bind()
+        try:
+            found = self._fetched(queue, timeout)
+        except Exception:
+            found = []  # nobody is told
+        for each in found:
+            reader.queue.put(each)
+        reader.mark_undone()
+        reader.set_timeout(timeout)
+        return reader
+
     def get_kv_cache_events(self, timeout: float | None = 2) -> list[dict[str, Any]]:
+        if self._behaviour.rpc_proxy and self._executor is not None:
+            try:
+                return self._fetched(self._executor.events, timeout)
+            except Exception:
+                return []
         self._check_events()
         self._events.set_timeout(timeout)
         return self._events.get_results()
 
     def get_kv_cache_events_async(self, timeout: float | None = 2) -> IterationResult:
+        if self._behaviour.rpc_proxy and self._executor is not None:
+            return self._refill(self._events, self._executor.events, timeout)
         self._check_events()
         self._events.set_timeout(timeout)
         return self._events
@@ -364,16 +469,20 @@ class BaseLLM:
         assert ready, "KV Event IterationResult is not properly instantiated."
 
     def _events_enabled(self) -> bool:
-        config: KvCacheConfig = self.args.kv_cache_config  # type: ignore[attr-defined]
-        return config.event_buffer_max_size > 0 and config.enable_block_reuse
+        config: Any = self.args.kv_cache_config  # type: ignore[attr-defined]
+        return bool(config.event_buffer_max_size > 0 and config.enable_block_reuse)
 
     def get_stats(self, timeout: float | None = 2) -> list[dict[str, Any]]:
+        if self._behaviour.rpc_proxy and self._executor is not None:
+            return self._fetched(self._executor.stats, timeout)
         if not self._submitted:
             return []
         self._stats.set_timeout(timeout)
         return self._stats.get_results()
 
     def get_stats_async(self, timeout: float | None = 2) -> IterationResult:
+        if self._behaviour.rpc_proxy and self._executor is not None:
+            return self._refill(self._stats, self._executor.stats, timeout)
         if not self._submitted:
             return EmptyIterationResult()
         self._stats.set_timeout(timeout)
@@ -388,11 +497,52 @@ class BaseLLM:
         return executor.look(executor.engines[rank].resident_blocks)
 
 
-class LLM(BaseLLM):
+class _LaterLLM(BaseLLM):
+    """What the 1.3 line takes besides."""
+
+    def generate_async(
+        self,
+        inputs: Any,
+        sampling_params: SamplingParams | None = None,
+        lora_request: LoRARequest | None = None,
+        prompt_adapter_request: Any = None,
+        streaming: bool = False,
+        kv_cache_retention_config: KvCacheRetentionConfig | None = None,
+        disaggregated_params: DisaggregatedParams | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        _postproc_params: Any = None,
+        scheduling_params: SchedulingParams | None = None,
+        cache_salt: str | None = None,
+        conversation_params: Any = None,
+        priority: float = 0.5,
+    ) -> RequestOutput:
+        if not 0.0 <= priority <= 1.0:
+            raise ValueError(f"priority must be in [0, 1], got {priority}")
+        return self._generate(
+            inputs,
+            sampling_params,
+            lora_request,
+            streaming,
+            kv_cache_retention_config,
+            disaggregated_params,
+            trace_headers,
+            scheduling_params,
+            cache_salt,
+            priority,
+        )
+
+
+if TYPE_CHECKING:
+    _Released = BaseLLM
+else:
+    _Released = _LaterLLM if PROFILE.request_priority else BaseLLM
+
+
+class LLM(_Released):
     """``LLM`` on the PyTorch backend, or with ``backend='_autodeploy'`` on AutoDeploy."""
 
 
-def _autodeploy_args(name: str, given: dict[str, Any], kwargs: dict[str, Any]) -> AutoDeployConfig:
+def _autodeploy_args(name: str, given: dict[str, Any], kwargs: dict[str, Any]) -> BaseModel:
     values = {**given, **kwargs}
     defaults = TorchLlmArgs(model="")
     for each in _AUTODEPLOY_REJECTED:
@@ -411,7 +561,7 @@ def _autodeploy_args(name: str, given: dict[str, Any], kwargs: dict[str, Any]) -
 
 
 def _shape(args: Any, behaviour: behaviours.Behaviour) -> EngineShape:
-    kv_cache: KvCacheConfig = args.kv_cache_config
+    kv_cache = args.kv_cache_config
     attention_dp = bool(getattr(args, "enable_attention_dp", False))
     tokens_per_block = getattr(args, "attn_page_size", kv_cache.tokens_per_block)
     max_seq_len = args.max_seq_len or behaviour.model_max_seq_len
@@ -435,7 +585,16 @@ def _shape(args: Any, behaviour: behaviours.Behaviour) -> EngineShape:
         max_stats_len=getattr(args, "max_stats_len", 1000),
         stream_interval=getattr(args, "stream_interval", 1),
         kv_dtype=kv_cache.dtype,
+        rpc_orchestrator=getattr(args, "orchestrator_type", None) == "rpc",
+        block_names=_block_names(kv_cache),
     )
+
+
+def _block_names(kv_cache: Any) -> BlockNames:
+    if getattr(kv_cache, "use_kv_cache_manager_v2", False) is not True:
+        return BlockNames.V1
+    algorithm = kv_cache.kv_cache_event_hash_algo
+    return BlockNames.V2_SHA256 if algorithm == "auto" else BlockNames(algorithm)
 
 
 def _as_list(value: Any) -> list[Any]:

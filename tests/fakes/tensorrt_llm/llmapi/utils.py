@@ -71,6 +71,12 @@ class AsyncQueue:
                 raise asyncio.QueueEmpty
             return self._items.popleft()
 
+    def take_all(self) -> list[Any]:
+        """Return what there is now, for another process that asks for it."""
+        with self._changed:
+            items, self._items = self._items, deque()
+            return list(items)
+
     def get_sync(self, timeout: float | None = None) -> Any:
         """Wait for an item; raise ``TimeoutError`` on expiry. Taints the queue for asynchronous reads."""
         self._tainted = True

@@ -1,0 +1,56 @@
+"""Which release of TensorRT-LLM is pretended, where releases differ in their surface.
+
+``PROFILE`` is decided when the package is imported, by the word ``version`` of ``TRTLLM_FAKE``; 1.2.1 otherwise. In a
+test's own process ``tests.fakes.tensorrt_llm_of`` imports the package anew for another one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+
+ENVIRONMENT = "TRTLLM_FAKE"
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """How one release differs from the others."""
+
+    version: str
+    metrics_prefix: str
+    """Early collectors wrote names without one."""
+    renamed_metrics: bool
+    """``log_metrics_dict`` is called ``log_request_metrics_dict``, and ``log_iteration_stats`` is there."""
+    later_disaggregation: bool
+    """``DisaggregatedParams`` has the fields that came after 1.2, log probabilities of the first token among them."""
+    request_priority: bool
+    """``generate_async`` takes ``priority``; without ``waiting_queue_policy: priority`` it changes nothing."""
+    rpc_proxy: bool
+    """Events and statistics come by synchronous calls to the engine's process, not through its queues."""
+    sampler_ignores: bool
+    """``TorchSampler`` takes penalties and seeds and does nothing with them."""
+    media_keys: bool
+    """Stored blocks name the media that they depend on (``mm_keys``)."""
+    accepts_build_config: bool
+    """The PyTorch backend takes a ``build_config`` and does nothing with it."""
+    second_cache_manager: bool
+    """``kv_cache_config.use_kv_cache_manager_v2`` exists, with its own names of blocks."""
+
+
+PROFILES = {
+    "1.1": Profile("1.1.0", "", False, False, False, False, True, False, True, False),
+    "1.2.1": Profile("1.2.1", "trtllm_", False, False, False, True, True, True, False, False),
+    "1.3": Profile("1.3.0", "trtllm_", True, True, True, True, False, True, False, True),
+}
+
+
+def from_environment() -> Profile:
+    """Return the release that the environment asks for."""
+    wanted = json.loads(os.environ.get(ENVIRONMENT, "{}")).get("version", "1.2.1")
+    if wanted not in PROFILES:
+        raise ValueError(f"{ENVIRONMENT} asks for version {wanted!r}, the fake has {', '.join(PROFILES)}")
+    return PROFILES[wanted]
+
+
+PROFILE = from_environment()
