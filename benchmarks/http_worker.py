@@ -37,7 +37,7 @@ from poolgrid.wire.identifiers import Role
 from poolgrid.wire.requests import FinishReason, Generate, TokenDelta
 from poolgrid.workers.adapters.sockets import RequestSocket
 from poolgrid.workers.core.push_stream import PushStream, PushTiming
-from poolgrid.workers.engines.engine import EngineReport, RankReport
+from poolgrid.workers.engines.protocol import EngineReport, RankReport
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.publisher import EventPublisher
 from poolgrid.workers.service import ServiceLimits, WorkerService
@@ -54,7 +54,7 @@ class _Running:
 
 
 class MockEngine:
-    """``poolgrid.workers.engines.engine.Engine`` that computes nothing."""
+    """``poolgrid.workers.engines.protocol.Engine`` that computes nothing."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size

@@ -37,7 +37,7 @@ from poolgrid.simulation.fleet import (
     round_robin,
 )
 from poolgrid.simulation.workload import Workload, build_workload
-from poolgrid.workers.simulated.engine import EngineLimits
+from poolgrid.workers.engines.simulated.core.engine import EngineLimits
 
 BLOCK_SIZE = 64
 BLOCKS_PER_WORKER = 16_384

@@ -67,11 +67,11 @@ from poolgrid.wire.events import AnyEvent
 from poolgrid.wire.identifiers import Role
 from poolgrid.wire.ingest import BATCH_FRAME, Acknowledged, Hello, Welcome
 from poolgrid.workers.core.push_stream import PushStream
-from poolgrid.workers.engines.trtllm_feed import NOTHING_THERE, FeedLimits, TrtllmFeed
+from poolgrid.workers.engines.trtllm.core.statistics import EngineStatistics, load_of
+from poolgrid.workers.engines.trtllm.feed import NOTHING_THERE, FeedLimits, TrtllmFeed
+from poolgrid.workers.engines.trtllm.metrics import TrtllmMetrics
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.publisher import EventPublisher
-from poolgrid.workers.trtllm.metrics import TrtllmMetrics
-from poolgrid.workers.trtllm.statistics import EngineStatistics, load_of
 from tests.fakes.tensorrt_llm.executor.result import IterationResult
 from tests.fakes.tensorrt_llm.llmapi.utils import AsyncQueue
 

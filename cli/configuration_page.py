@@ -29,8 +29,8 @@ from poolgrid.runtime.http_settings import HttpSettings
 from poolgrid.runtime.security import SecuritySettings
 from poolgrid.runtime.settings import Settings
 from poolgrid.simulation.settings import EngineSettings, SimulationSettings, TuneSettings, WhatIfSettings
-from poolgrid.workers.settings import EngineChoice, TrtllmWorkerSettings, WorkerProcessSettings, WorkerSettings
-from poolgrid.workers.trtllm.settings import TrtllmSettings
+from poolgrid.workers.engines.registry import ENGINES, EngineChoice, engine_definition
+from poolgrid.workers.settings import WorkerProcessSettings
 
 SOURCE_ROOT = Path(__file__).parents[1]
 DOCS = SOURCE_ROOT / "docs"
@@ -53,6 +53,11 @@ class Section(NamedTuple):
     command: str
     models: tuple[type[Settings], ...]
     text: str
+
+
+def _engine_section(name: str) -> Section:
+    engine = engine_definition(name)
+    return Section(f"Worker with {engine.title}", "worker", engine.tables or (engine.settings,), engine.about)
 
 
 SECTIONS = (
@@ -84,17 +89,10 @@ SECTIONS = (
         "Worker",
         "worker",
         (EngineChoice, WorkerProcessSettings),
-        "What every worker has. The engine decides which of the two tables below applies besides; an option of the "
-        "other one is an error, its variable is ignored. Names that both have may differ in default and range.",
+        "What every worker has. The engine decides which of the tables below applies besides; an option of another "
+        "one is an error, its variable is ignored. Names that several have may differ in default and range.",
     ),
-    Section("Worker with the simulated engine", "worker", (WorkerSettings,), "With `--engine simulated`."),
-    Section(
-        "Worker with TensorRT-LLM",
-        "worker",
-        (TrtllmSettings, TrtllmWorkerSettings),
-        "With `--engine trtllm`. `--print-engine-args` prints what the engine would get and where each value came from "
-        "([what wins](engine_configs.md)), and starts nothing.",
-    ),
+    *map(_engine_section, ENGINES),
     Section(
         "Closing the sockets",
         "router",

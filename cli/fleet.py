@@ -20,7 +20,7 @@ from poolgrid.cli.part import START_TIMEOUT_S, Part, part_environment, stop_part
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.global_router.core.document.axis import StageName
 from poolgrid.global_router.core.document.grid_document import GridDocument, Pool, PoolSimulation
-from poolgrid.workers.settings import WorkerSettings
+from poolgrid.workers.engines.simulated.settings import SimulatedWorkerSettings
 
 
 class LocalFleet:
@@ -85,7 +85,7 @@ class LocalFleet:
         if simulate.timing_table is not None:
             table = ["--timing-table", str(self._path.parent / simulate.timing_table)]
         # Workers that know roles are given the one of their stage; those that do not serve every stage.
-        role = [] if stage == "aggregated" or "role" not in WorkerSettings.model_fields else ["--role", stage]
+        role = [] if stage == "aggregated" or "role" not in SimulatedWorkerSettings.model_fields else ["--role", stage]
         return [
             *("worker", "--worker-id", name, "--model", self._model.name, *table, *role),
             *("--consolidator", self._routers[pool.name].word("ingest")),

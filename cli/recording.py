@@ -19,8 +19,14 @@ from poolgrid.simulation.settings import EngineSettings
 from poolgrid.simulation.variants import roomy_limits
 from poolgrid.simulation.workload import Workload, build_workload
 from poolgrid.wire.identifiers import Role
-from poolgrid.workers.simulated.engine import EngineLimits
-from poolgrid.workers.simulated.timing import PolynomialTiming, ScaledTiming, TableError, TableTiming, TimingModel
+from poolgrid.workers.engines.simulated.core.engine import EngineLimits
+from poolgrid.workers.engines.simulated.core.timing import (
+    PolynomialTiming,
+    ScaledTiming,
+    TableError,
+    TableTiming,
+    TimingModel,
+)
 
 TRACE_WORKERS = 8
 

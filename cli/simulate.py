@@ -17,8 +17,8 @@ from poolgrid.simulation.pool import SIMULATED_POLICIES, RouterFleet, SimulatedP
 from poolgrid.simulation.report import policy_report, result_table
 from poolgrid.simulation.settings import SimulationSettings
 from poolgrid.simulation.workload import build_workload
-from poolgrid.workers.simulated.engine import EngineLimits
-from poolgrid.workers.simulated.timing import PolynomialTiming, TableError, TableTiming
+from poolgrid.workers.engines.simulated.core.engine import EngineLimits
+from poolgrid.workers.engines.simulated.core.timing import PolynomialTiming, TableError, TableTiming
 
 
 def run_simulation(trace: Path, settings: SimulationSettings) -> int:

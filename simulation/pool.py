@@ -36,9 +36,9 @@ from poolgrid.wire.events import (
 )
 from poolgrid.wire.identifiers import Role, WorkerId, WorkerKey
 from poolgrid.workers.core.booked_prefill import BookedPrefill
-from poolgrid.workers.simulated.cache_recorder import WireRecorder
-from poolgrid.workers.simulated.engine import EngineLimits, Fact, SimulatedEngine, StepOutcome
-from poolgrid.workers.simulated.timing import PolynomialTiming, TimingModel
+from poolgrid.workers.engines.simulated.core.cache_recorder import WireRecorder
+from poolgrid.workers.engines.simulated.core.engine import EngineLimits, Fact, SimulatedEngine, StepOutcome
+from poolgrid.workers.engines.simulated.core.timing import PolynomialTiming, TimingModel
 
 MODEL = "simulated"
 SIMULATED_POLICIES = tuple(name for name in POLICY_NAMES if name != "approximate")

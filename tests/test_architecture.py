@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from poolgrid.workers.engines.registry import ENGINES as ENGINES_THERE_ARE
+
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 
@@ -32,7 +34,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "global_router.core": ("wire",),
     "global_router": ("wire", "runtime", "admission", "frontend", "dispatch"),
     "workers.core": ("wire",),
-    "workers.simulated": ("wire", "workers.core"),
+    "workers.engines.simulated.core": ("wire", "workers.core"),
+    "workers.engines.trtllm.core": ("wire", "workers.core"),
     "workers": ("wire", "runtime"),
     "simulation": (
         "wire",
@@ -40,7 +43,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "router.core",
         "global_router.core",
         "workers.core",
-        "workers.simulated",
+        "workers.engines.simulated.core",
         "loadgen.trace",
     ),
     "loadgen": ("wire", "runtime"),
@@ -61,7 +64,8 @@ PURE = (
     "router.consolidator.core",
     "global_router.core",
     "workers.core",
-    "workers.simulated",
+    "workers.engines.simulated.core",
+    "workers.engines.trtllm.core",
 )
 
 BANNED_IN_PURE = {
@@ -79,6 +83,14 @@ BANNED_IN_PURE = {
 
 ENGINE_LIBRARIES = ("tensorrt_llm", "torch")
 ENGINES = "workers.engines"
+REGISTRY = "workers.engines.registry"
+
+WORDS_OF_ENGINES = {
+    "simulated": ("simulated", "simulation"),
+    "trtllm": ("trtllm", "tensorrt"),
+}
+"""By the directory of each engine: words that no module of ``workers`` has that is in no
+engine's directory, the registry excepted."""
 
 BANNED_CALLS = {
     "print": "a logger, or sys.stdout.write for an answer of a command",
@@ -149,6 +161,25 @@ def _may_import(package: str, imported: str) -> bool:
     return any(_is_in(imported, allowed) for allowed in (package, *MAY_IMPORT[package]))
 
 
+def _engine_of(module: str) -> str:
+    """The engine in whose directory a module is; empty = in none."""
+    parts = module.split(".")
+    return parts[2] if parts[:2] == ENGINES.split(".") and len(parts) > 2 and parts[2] in WORDS_OF_ENGINES else ""
+
+
+def words_of_engines(module: str, source: str) -> list[str]:
+    """What a module that is in no engine's directory says of an engine, one line each."""
+    if module == REGISTRY or _engine_of(module):
+        return []
+    return [
+        f"{module}:{number}: {word!r} is banned here, say what any engine has: {engine} is known in its directory only"
+        for engine, words in WORDS_OF_ENGINES.items()
+        for number, line in enumerate(source.splitlines(), 1)
+        for word in words
+        if word in line.lower()
+    ]
+
+
 def _call_name(node: ast.Call) -> str:
     function = node.func
     if isinstance(function, ast.Name):
@@ -212,6 +243,9 @@ def faults(module: str, source: str) -> list[str]:
             found.append(f"{where}: {imported} is banned here (a pure core), use {BANNED_IN_PURE[top]}")
         if top in ENGINE_LIBRARIES and not _is_in(module, ENGINES):
             found.append(f"{where}: {imported} is banned here, use an engine in {ENGINES}: only they import {top}")
+        other = _engine_of(imported)
+        if other and package.partition(".")[0] == "workers" and other != _engine_of(module):
+            found.append(f"{where}: {imported} is banned here, use {ENGINES}.protocol: only {other} knows itself")
         if imported == "time.sleep":
             found.append(f"{where}: time.sleep is banned here, use {BANNED_CALLS['time.sleep']}")
     for node in ast.walk(tree):
@@ -273,6 +307,23 @@ def test_every_module_keeps_the_rules() -> None:
     found = [fault for module, path in _modules() for fault in faults(module, path.read_text())]
 
     assert not found, "\n".join(["", *found])
+
+
+def test_engines_are_known_in_their_directories_only() -> None:
+    found = [
+        line
+        for module, path in _modules()
+        if _is_in(module, "workers")
+        for line in words_of_engines(module, path.read_text())
+    ]
+
+    assert not found, "\n".join(["", *found])
+
+
+def test_every_engine_has_its_words() -> None:
+    assert set(WORDS_OF_ENGINES) == set(ENGINES_THERE_ARE)
+    directories = {path.parent.name for path in (ROOT / ENGINES.replace(".", "/")).glob("*/definition.py")}
+    assert directories == set(WORDS_OF_ENGINES)
 
 
 def test_no_class_on_the_way_of_a_request_is_several_in_one() -> None:
@@ -340,10 +391,20 @@ def test_the_page_prints_these_rules() -> None:
         ),
         ("loadgen.client", "import tests.e2e", "tests.e2e is banned here"),
         ("router.core.cost", "import time", "use a time argument"),
-        ("workers.simulated.engine", "from random import Random", "use wire.hashing.stable_u64"),
+        ("workers.engines.simulated.core.engine", "from random import Random", "use wire.hashing.stable_u64"),
         ("workers.core.outbox", "import logging", "the shell logs"),
         ("router.service", "import torch", "only they import torch"),
         ("workers.service", "from tensorrt_llm.llmapi import LLM", "use an engine in workers.engines"),
+        (
+            "workers.service",
+            "from poolgrid.workers.engines.simulated.card import make_card",
+            "only simulated knows itself",
+        ),
+        (
+            "workers.engines.trtllm.engine",
+            "def f():\n    import poolgrid.workers.engines.simulated.card",
+            "only simulated knows itself",
+        ),
         ("router.service", "print('x')", "print() is banned here, use a logger"),
         ("router.service", "import time\ntime.sleep(1)", "time.sleep() is banned here"),
         ("router.service", "from time import sleep", "time.sleep is banned here"),
@@ -372,8 +433,10 @@ def test_a_breach_is_found_and_named(module: str, source: str, words: str) -> No
     [
         ("wire.codec", "from poolgrid.wire.errors import DecodeError"),
         ("router.service", "import time, zmq, asyncio, logging"),
-        ("workers.engines.trtllm", "import torch"),
-        ("workers.simulated.engine", "from poolgrid.workers.core.refusal import RefusedError"),
+        ("workers.engines.trtllm.engine", "import torch"),
+        ("workers.engines.trtllm.engine", "from poolgrid.workers.engines.trtllm.calls import TrtllmCalls"),
+        ("simulation.pool", "from poolgrid.workers.engines.simulated.core.engine import SimulatedEngine"),
+        ("workers.engines.simulated.core.engine", "from poolgrid.workers.core.refusal import RefusedError"),
         ("cli.main", "from poolgrid.simulation.pool import SimulatedPool"),
         (
             "router.service",
@@ -416,3 +479,18 @@ def test_a_circle_of_imports_is_found_and_named(back: str) -> None:
 
     assert found[0] == found[-1]
     assert set(found) == {"router.service", "router.view"}
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "found"),
+    [
+        ("workers.service", "class TrtllmThing: ...", 1),
+        ("workers.service", "# as TensorRT-LLM does", 1),
+        ("workers.engines.lifecycle.loading", "x = trtllm_feed", 1),
+        ("workers.engines.simulated.card", "# a simulated engine, not TensorRT-LLM", 0),
+        ("workers.engines.trtllm.card", "# TensorRT-LLM", 0),
+        ("workers.engines.registry", "trtllm = simulated", 0),
+    ],
+)
+def test_a_word_of_an_engine_is_found_where_no_engine_is(module: str, source: str, found: int) -> None:
+    assert len(words_of_engines(module, source)) == found

@@ -54,9 +54,9 @@ from poolgrid.runtime.security import SecuritySettings
 from poolgrid.runtime.settings import Settings
 from poolgrid.runtime.tls import Tls
 from poolgrid.wire.events import RequestStarted
+from poolgrid.workers.engines.trtllm.metrics import TrtllmMetrics
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.tensor_transfer.metrics import TensorMetrics
-from poolgrid.workers.trtllm.metrics import TrtllmMetrics
 from tests.consolidator.journal_builder import FakeDisk
 from tests.router.fleet_builder import BLOCK_SIZE, Pool, decided, stored, worker_key
 
@@ -96,7 +96,7 @@ def _settings_models(base: type[Settings] = Settings) -> Iterator[type[Settings]
         yield from _settings_models(model)
 
 
-COMMANDS_OF_OTHER_PAGES = ("poolgrid.global_router.core.", "poolgrid.workers.trtllm.")
+COMMANDS_OF_OTHER_PAGES = ("poolgrid.global_router.core.", "poolgrid.workers.engines.trtllm.")
 """Settings of parts that have no command of their own here yet."""
 
 

@@ -101,7 +101,7 @@ def test_what_an_installed_command_needs_at_run_time_is_there(installation: Inst
     program = (
         "from poolgrid.frontend.models import TINY_MODEL_PATH\n"
         "from poolgrid.frontend.prompt_model import PromptModel\n"
-        "from poolgrid.workers.trtllm.contract import contract\n"
+        "from poolgrid.workers.engines.trtllm.arguments.contract import contract\n"
         "assert contract()\n"
         "print(PromptModel.load(TINY_MODEL_PATH, 'tiny').name)\n"
     )

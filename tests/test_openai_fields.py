@@ -15,7 +15,7 @@ from poolgrid.frontend.responses_api.conversation import chat_body
 from poolgrid.frontend.responses_api.schema import ResponsesBody
 from poolgrid.frontend.schema import REFUSED_CHAT, REFUSED_COMPLETION, ChatBody, CompletionBody
 from poolgrid.wire.requests import Generate, Routing, Sampling
-from poolgrid.workers.trtllm.sampling import plan_sampling
+from poolgrid.workers.engines.trtllm.core.sampling import plan_sampling
 from tests.frontend.fake_backend import FakeBackend
 from tests.frontend.server import application, in_process
 

@@ -14,7 +14,7 @@ from poolgrid.router.consolidator.settings import ConsolidatorProcessSettings
 from poolgrid.router.settings import RouterSettings
 from poolgrid.runtime.security import is_loopback
 from poolgrid.runtime.settings import Settings
-from poolgrid.workers.settings import WorkerSettings
+from poolgrid.workers.engines.simulated.settings import SimulatedWorkerSettings
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "security.md").read_text()
@@ -25,7 +25,7 @@ PROCESSES: dict[str, type[Settings]] = {
     "router": RouterSettings,
     "global-router": GlobalRouterSettings,
     "consolidator": ConsolidatorProcessSettings,
-    "worker": WorkerSettings,
+    "worker": SimulatedWorkerSettings,
 }
 
 

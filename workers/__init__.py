@@ -1,1 +1,1 @@
-"""Worker processes: an engine (simulated, or TensorRT-LLM), its request plane and its event stream."""
+"""Worker processes: an engine, its request plane and its event stream."""

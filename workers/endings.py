@@ -9,7 +9,7 @@ import msgspec
 from poolgrid.wire.events import RequestFinished
 from poolgrid.wire.limits import TEXT_CHARS_MAX
 from poolgrid.wire.requests import FinishReason, RefusalKind, TokenDelta
-from poolgrid.workers.engines.engine import EngineReport
+from poolgrid.workers.engines.protocol import EngineReport
 
 CANCELLED = FinishReason.CANCELLED
 

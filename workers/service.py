@@ -50,7 +50,7 @@ from poolgrid.workers.core.booked_prefill import BookedPrefill
 from poolgrid.workers.core.joined_output import JoinedOutput
 from poolgrid.workers.core.refusal import BrokenError, BusyError, CrowdedError, DrainingError, RefusedError, UnableError
 from poolgrid.workers.endings import Ending, Endings, cancelled_delta, refused_delta
-from poolgrid.workers.engines.engine import Engine, EngineReport
+from poolgrid.workers.engines.protocol import Engine, EngineReport
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.peers import Peers
 from poolgrid.workers.publisher import EventPublisher

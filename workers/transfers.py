@@ -20,7 +20,7 @@ from poolgrid.wire.requests import FinishReason, Generate, KvOffered, RefusalKin
 from poolgrid.workers.core.refusal import RefusedError
 from poolgrid.workers.embedding_fetcher import EmbeddingFetcher
 from poolgrid.workers.endings import refused_delta
-from poolgrid.workers.engines.engine import EmbeddingTaker, KvHandover
+from poolgrid.workers.engines.protocol import EmbeddingTaker, KvHandover
 from poolgrid.workers.kv_fetcher import KvFetcher
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.tensor_transfer.port import Tensor

@@ -23,7 +23,7 @@ def check(
     paths: Annotated[list[Path], typer.Argument(help="Engine configurations (YAML), or folders of them.")],
 ) -> None:
     """Check files against the TensorRT-LLM contract, and pairs against each other; status 1 when there are faults."""
-    from poolgrid.workers.trtllm.engine_config import check_command
+    from poolgrid.workers.engines.trtllm.arguments.engine_config import check_command
 
     _finish(*check_command(paths))
 
@@ -38,7 +38,7 @@ def convert(
     out: Annotated[Path | None, typer.Option(help="Write here instead of to standard output.")] = None,
 ) -> None:
     """Rewrite an engine configuration for another use."""
-    from poolgrid.workers.trtllm.engine_config import convert_command
+    from poolgrid.workers.engines.trtllm.arguments.engine_config import convert_command
 
     text, status = convert_command(file, aggregated, tensor_parallel_size)
     _finish(text, status, out)

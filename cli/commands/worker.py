@@ -1,4 +1,4 @@
-"""`poolgrid worker`: one worker, with either engine."""
+"""`poolgrid worker`: one worker, with any engine."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ import typer
 
 from poolgrid.cli.options import with_chosen_settings
 from poolgrid.cli.service_process import LogLevel, run_service, say_ready
-from poolgrid.workers.settings import EngineChoice, TrtllmWorkerSettings, WorkerSettings
+from poolgrid.workers.engines.registry import ENGINES, EngineChoice, engine_definition
+from poolgrid.workers.settings import WorkerProcessSettings
 
 app = typer.Typer(add_completion=False)
 
 
 @app.command()
-@with_chosen_settings(EngineChoice, {"simulated": WorkerSettings, "trtllm": TrtllmWorkerSettings})
+@with_chosen_settings(EngineChoice, {name: engine_definition(name).settings for name in ENGINES})
 def worker(
-    settings: WorkerSettings | TrtllmWorkerSettings,
+    settings: WorkerProcessSettings,
     print_engine_args: Annotated[
         bool,
         typer.Option(
             "--print-engine-args",
-            help="Print what TensorRT-LLM would be started with, and where each value came from; start nothing.",
+            help="Print what the engine would be started with, and where each value came from; start nothing.",
         ),
     ] = False,
     log_level: LogLevel = "info",
@@ -39,19 +40,22 @@ def worker(
     run_service(settings.worker_id, log_level, main)
 
 
-def show_engine_arguments(settings: WorkerSettings | TrtllmWorkerSettings) -> int:
+def show_engine_arguments(settings: WorkerProcessSettings) -> int:
     """Print the arguments that a worker's engine would be started with; return the exit status."""
-    from poolgrid.workers.trtllm.engine_arguments import render, resolve_files
-
-    if not isinstance(settings, TrtllmWorkerSettings):
-        typer.echo("--print-engine-args: the simulated engine has no such arguments, give --engine trtllm", err=True)
+    definition = engine_definition(settings.engine_name)
+    if definition.start_plan is None:
+        have = [name for name in ENGINES if engine_definition(name).start_plan is not None]
+        typer.echo(
+            f"--print-engine-args: {definition.title} has no such arguments, give --engine {' or '.join(have)}",
+            err=True,
+        )
         return 2
     try:
-        arguments = resolve_files(settings)
+        plan = definition.start_plan(settings)
     except ValueError as error:
         typer.echo(str(error), err=True)
         return 1
-    for warning in arguments.warnings:
+    for warning in plan.warnings:
         typer.echo(f"warning: {warning}", err=True)
-    typer.echo(render(arguments), nl=False)
+    typer.echo(plan.text, nl=False)
     return 0

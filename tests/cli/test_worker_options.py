@@ -11,9 +11,10 @@ from typer.testing import CliRunner
 
 from poolgrid.cli.commands import worker as worker_command
 from poolgrid.cli.main import app
-from poolgrid.workers.settings import TrtllmWorkerSettings, WorkerSettings
+from poolgrid.workers.engines.simulated.settings import SimulatedWorkerSettings
+from poolgrid.workers.engines.trtllm.settings import TrtllmWorkerSettings
 
-Settings = WorkerSettings | TrtllmWorkerSettings
+Settings = SimulatedWorkerSettings | TrtllmWorkerSettings
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ def test_the_engine_decides_which_settings_there_are(chosen: list[Settings]) -> 
     assert worker("--max-batch-size", "9").exit_code == 0
     assert worker("--engine", "trtllm", "--model-path", "m").exit_code == 0
     simulated, trtllm = chosen
-    assert isinstance(simulated, WorkerSettings)
+    assert isinstance(simulated, SimulatedWorkerSettings)
     assert isinstance(trtllm, TrtllmWorkerSettings)
     assert (simulated.max_batch_size, trtllm.max_batch_size) == (9, 2048), "each has a default of its own"
 
@@ -102,7 +103,7 @@ def test_the_environment_may_serve_both(chosen: list[Settings]) -> None:
     assert worker("--engine", "simulated", **variables).exit_code == 0
     trtllm, simulated = chosen
     assert isinstance(trtllm, TrtllmWorkerSettings)
-    assert isinstance(simulated, WorkerSettings)
+    assert isinstance(simulated, SimulatedWorkerSettings)
     assert (trtllm.model_path, simulated.speedup) == ("m", 3.0)
 
 

@@ -9,13 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.router.consolidator.core.pub_dialects import (
-    EngineCleared,
-    EngineRemoved,
-    EngineStored,
-    EngineTranslator,
-    decode_pub,
-)
+from poolgrid.router.consolidator.core.pub_translation import EngineTranslator
+from poolgrid.wire.dialects.pub import EngineCleared, EngineRemoved, EngineStored, decode_pub
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import BlocksRemoved, BlocksStored, CacheCleared
 from poolgrid.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes, unpack_hashes

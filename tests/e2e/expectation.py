@@ -8,7 +8,7 @@ from poolgrid.loadgen.prompt import PlannedRequest, PromptMaker
 from poolgrid.loadgen.settings import BenchSettings
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.requests import Sampling
-from poolgrid.workers.simulated.next_token import Vocabulary, expected_output
+from poolgrid.workers.engines.simulated.core.next_token import Vocabulary, expected_output
 
 MODEL = PromptModel.load(TINY_MODEL_PATH)
 VOCABULARY = Vocabulary(size=MODEL.vocab_size, first_token_id=3, eos_token_id=2)

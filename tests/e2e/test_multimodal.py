@@ -13,7 +13,7 @@ import pytest
 from poolgrid.frontend.media.placeholders import place_media
 from poolgrid.wire.card import MediaSpec
 from poolgrid.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
-from poolgrid.workers.simulated.media import key_of, mark_media
+from poolgrid.workers.engines.simulated.core.media import key_of, mark_media
 from tests.e2e.expectation import expected_text
 from tests.e2e.processes import Process, eventually, index_equals_workers, metric, pool_is_quiet, ready_workers
 from tests.frontend.fake_backend import TINY

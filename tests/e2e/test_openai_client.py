@@ -16,9 +16,9 @@ from pydantic import BaseModel, Field
 from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.wire.hashing import pack_tokens, unpack_tokens
 from poolgrid.wire.requests import Generate, Sampling
-from poolgrid.workers.engines.simulated_guides import LazyGuides
-from poolgrid.workers.simulated.guided_tokens import GuidedTokenStream
-from poolgrid.workers.simulated.next_token import Vocabulary
+from poolgrid.workers.engines.simulated.core.guided_tokens import GuidedTokenStream
+from poolgrid.workers.engines.simulated.core.next_token import Vocabulary
+from poolgrid.workers.engines.simulated.guides import LazyGuides
 from tests.e2e.processes import Process, running_pool, worker_rows
 from tests.frontend.fake_backend import TINY
 

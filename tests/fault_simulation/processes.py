@@ -46,15 +46,15 @@ from poolgrid.wire.events import JournalRecord
 from poolgrid.wire.feed import BlockChain, WorkerState
 from poolgrid.workers.adapters.sockets import RequestSocket
 from poolgrid.workers.core.push_stream import PushStream, PushTiming
-from poolgrid.workers.engines.simulated import RealTimeSimulatedEngine
+from poolgrid.workers.engines.simulated.core.engine import EngineLimits
+from poolgrid.workers.engines.simulated.core.kv_transfer import KvSource, TransferModel
+from poolgrid.workers.engines.simulated.core.next_token import Vocabulary
+from poolgrid.workers.engines.simulated.core.timing import PolynomialTiming, ScaledTiming
+from poolgrid.workers.engines.simulated.real_time import RealTimeSimulatedEngine
 from poolgrid.workers.kv_fetcher import KvFetcher
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.publisher import EventPublisher
 from poolgrid.workers.service import ServiceLimits, WorkerService
-from poolgrid.workers.simulated.engine import EngineLimits
-from poolgrid.workers.simulated.kv_transfer import KvSource, TransferModel
-from poolgrid.workers.simulated.next_token import Vocabulary
-from poolgrid.workers.simulated.timing import PolynomialTiming, ScaledTiming
 from poolgrid.workers.transfers import KvExchange
 from tests.fault_simulation.machine import Machine
 from tests.fault_simulation.network import Network

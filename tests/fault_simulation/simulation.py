@@ -26,7 +26,7 @@ from poolgrid.frontend.ports import InferenceRequest, Refused, StreamDelta
 from poolgrid.global_router.core.document.reader import load_document
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.requests import Sampling
-from poolgrid.workers.simulated.next_token import Vocabulary, expected_reply
+from poolgrid.workers.engines.simulated.core.next_token import Vocabulary, expected_reply
 from tests.fault_simulation import bounds, quiet
 from tests.fault_simulation.network import Network
 from tests.fault_simulation.processes import (

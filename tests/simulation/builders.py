@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from poolgrid.loadgen.trace import TRACE_BLOCK_TOKENS, TraceRow
 from poolgrid.simulation.workload import Workload
-from poolgrid.workers.simulated.engine import EngineLimits
+from poolgrid.workers.engines.simulated.core.engine import EngineLimits
 
 CONVERSATION = Path(__file__).parents[1] / "data" / "conversation_1000.jsonl"
 

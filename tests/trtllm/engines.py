@@ -16,13 +16,13 @@ from poolgrid.wire.events import AnyEvent
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.identifiers import Role, Stage
 from poolgrid.wire.requests import Generate, Routing, Sampling, TokenDelta
-from poolgrid.workers.engines.engine import EngineReport
-from poolgrid.workers.engines.trtllm import EngineLimits, TrtllmEngine, open_engine
-from poolgrid.workers.engines.trtllm_library import load_library
+from poolgrid.workers.engines.protocol import EngineReport
+from poolgrid.workers.engines.simulated.core.next_token import Vocabulary, expected_output
+from poolgrid.workers.engines.trtllm.arguments.engine_arguments import resolve_files
+from poolgrid.workers.engines.trtllm.engine import EngineLimits, TrtllmEngine, load_engine
+from poolgrid.workers.engines.trtllm.library import load_library
+from poolgrid.workers.engines.trtllm.settings import TrtllmSettings
 from poolgrid.workers.metrics import WorkerMetrics
-from poolgrid.workers.simulated.next_token import Vocabulary, expected_output
-from poolgrid.workers.trtllm.engine_arguments import resolve_files
-from poolgrid.workers.trtllm.settings import TrtllmSettings
 from tests.fakes import install_tensorrt_llm
 from tests.fakes.tensorrt_llm._fake.executor import Executor
 from tests.fakes.tensorrt_llm.llmapi.llm import media_hash
@@ -121,7 +121,7 @@ async def running_engine(
     chosen = TrtllmSettings.model_validate(given)
     registry = CollectorRegistry()
     metrics = WorkerMetrics(registry)
-    async with open_engine(
+    async with load_engine(
         resolve_files(chosen),
         role,
         limits or EngineLimits(),

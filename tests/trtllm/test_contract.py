@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.workers.trtllm.contract import AUTODEPLOY, alternatives, contract, nearest
-from poolgrid.workers.trtllm.engine_file import EngineFileError, parse_json, parse_yaml
+from poolgrid.workers.engines.trtllm.arguments.contract import AUTODEPLOY, alternatives, contract, nearest
+from poolgrid.workers.engines.trtllm.arguments.engine_file import EngineFileError, parse_json, parse_yaml
 from tests.trtllm.facts import facts, fields_of
 
-RUN_TIME = json.loads(resources.files("poolgrid.workers.trtllm").joinpath("arguments_1_2_1.json").read_text())
+RUN_TIME = json.loads(
+    resources.files("poolgrid.workers.engines.trtllm.arguments").joinpath("arguments_1_2_1.json").read_text()
+)
 
 REWRITTEN = {
     ("llm_args", "tokenizer"),

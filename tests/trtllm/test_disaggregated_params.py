@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from poolgrid.wire.errors import DecodeError, LimitError
 from poolgrid.wire.limits import OPAQUE_BYTES_MAX
-from poolgrid.workers.trtllm.disaggregated_params import decode, encode
+from poolgrid.workers.engines.trtllm.core.disaggregated_params import decode, encode
 from tests.fakes.tensorrt_llm import DisaggregatedParams
 from tests.trtllm.facts import facts
 

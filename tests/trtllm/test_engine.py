@@ -18,14 +18,14 @@ from poolgrid.wire.identifiers import Role, Stage
 from poolgrid.wire.requests import LogitsProcessorCall, RefusalKind, Routing
 from poolgrid.workers import bootstrap
 from poolgrid.workers.core.refusal import RefusedError
-from poolgrid.workers.engines.trtllm import EngineLimits
-from poolgrid.workers.engines.trtllm_health import EngineBrokenError
-from poolgrid.workers.engines.trtllm_library import LibraryMissingError, load_library
-from poolgrid.workers.engines.trtllm_loading import end_engine, start_engine
-from poolgrid.workers.engines.trtllm_logits import RequestProcessors
-from poolgrid.workers.settings import TrtllmWorkerSettings
-from poolgrid.workers.trtllm.contract import ContractError
-from poolgrid.workers.trtllm.outputs import OutputCursor
+from poolgrid.workers.engines.lifecycle.loading import end_engine, start_engine
+from poolgrid.workers.engines.trtllm.arguments.contract import ContractError
+from poolgrid.workers.engines.trtllm.core.outputs import OutputCursor
+from poolgrid.workers.engines.trtllm.engine import EngineLimits
+from poolgrid.workers.engines.trtllm.health import EngineBrokenError
+from poolgrid.workers.engines.trtllm.library import LibraryMissingError, load_library
+from poolgrid.workers.engines.trtllm.logits import RequestProcessors
+from poolgrid.workers.engines.trtllm.settings import TrtllmWorkerSettings
 from tests.fakes import install_tensorrt_llm
 from tests.fakes.tensorrt_llm._fake import behaviour as behaviours
 from tests.trtllm.engines import BLOCK, PATIENCE_S, Told, expected, make_request, running_engine
@@ -444,7 +444,7 @@ def test_a_worker_that_is_stopped_while_its_engine_loads_ends_and_leaves_no_engi
         made.append(library.llm(**arguments))
         return made[0]
 
-    monkeypatch.setattr("poolgrid.workers.engines.trtllm.load_library", lambda: replace(library, llm=slow))
+    monkeypatch.setattr("poolgrid.workers.engines.trtllm.engine.load_library", lambda: replace(library, llm=slow))
 
     async def scenario() -> None:
         stop = asyncio.Event()

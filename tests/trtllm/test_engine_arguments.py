@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from poolgrid.cli.options import with_settings
 from poolgrid.wire.identifiers import Role
-from poolgrid.workers.trtllm.contract import ContractError
-from poolgrid.workers.trtllm.engine_arguments import (
+from poolgrid.workers.engines.trtllm.arguments.contract import ContractError
+from poolgrid.workers.engines.trtllm.arguments.engine_arguments import (
     COMMAND_LINE,
     DEFAULT,
     KVBM_CONNECTOR,
@@ -30,8 +30,8 @@ from poolgrid.workers.trtllm.engine_arguments import (
     resolve,
     resolve_files,
 )
-from poolgrid.workers.trtllm.engine_file import EngineFileError
-from poolgrid.workers.trtllm.settings import TrtllmSettings
+from poolgrid.workers.engines.trtllm.arguments.engine_file import EngineFileError
+from poolgrid.workers.engines.trtllm.settings import TrtllmSettings
 from tests.fakes.tensorrt_llm import LLM
 from tests.fakes.tensorrt_llm.llmapi.llm_args import TorchLlmArgs, update_llm_args_with_extra_dict
 

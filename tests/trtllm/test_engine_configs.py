@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from poolgrid.workers.trtllm.contract import contract
-from poolgrid.workers.trtllm.engine_arguments import Layer, resolve
-from poolgrid.workers.trtllm.engine_config import (
+from poolgrid.workers.engines.trtllm.arguments.contract import contract
+from poolgrid.workers.engines.trtllm.arguments.engine_arguments import Layer, resolve
+from poolgrid.workers.engines.trtllm.arguments.engine_config import (
     check_arguments,
     check_command,
     check_files,
@@ -27,9 +27,9 @@ from poolgrid.workers.trtllm.engine_config import (
     set_tensor_parallel_size,
     to_aggregated,
 )
-from poolgrid.workers.trtllm.engine_file import parse_yaml, read_yaml
-from poolgrid.workers.trtllm.engine_rules import check_pair, graph_batch_sizes
-from poolgrid.workers.trtllm.settings import TrtllmSettings
+from poolgrid.workers.engines.trtllm.arguments.engine_file import parse_yaml, read_yaml
+from poolgrid.workers.engines.trtllm.arguments.engine_rules import check_pair, graph_batch_sizes
+from poolgrid.workers.engines.trtllm.settings import TrtllmSettings
 from tests.fakes.tensorrt_llm.llmapi.llm_args import CudaGraphConfig, TorchLlmArgs
 
 CONFIGS = Path(__file__).parents[2] / "engine_configs"

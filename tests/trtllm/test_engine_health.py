@@ -6,8 +6,8 @@ import asyncio
 from typing import Any
 
 from poolgrid.wire.identifiers import Role
-from poolgrid.workers.engines.trtllm import EngineLimits
-from poolgrid.workers.engines.trtllm_calls import HEALTH_SALT
+from poolgrid.workers.engines.trtllm.calls import HEALTH_SALT
+from poolgrid.workers.engines.trtllm.engine import EngineLimits
 from tests.trtllm.engines import make_request, running_engine
 from tests.trtllm.test_engine_legs import decode_leg, prefilled
 

@@ -15,8 +15,8 @@ from poolgrid.wire.events import PrefillCompleted, RequestFinished, RequestStart
 from poolgrid.wire.identifiers import Role, Stage
 from poolgrid.wire.requests import Generate, RefusalKind
 from poolgrid.workers.core.refusal import RefusedError
-from poolgrid.workers.engines.trtllm import EngineLimits
-from poolgrid.workers.trtllm import disaggregated_params as codec
+from poolgrid.workers.engines.trtllm.core import disaggregated_params as codec
+from poolgrid.workers.engines.trtllm.engine import EngineLimits
 from tests.trtllm.engines import Told, expected, make_request, running_engine
 
 

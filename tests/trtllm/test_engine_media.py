@@ -18,7 +18,7 @@ from poolgrid.wire.identifiers import Role, Stage
 from poolgrid.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
 from poolgrid.wire.requests import Generate, RefusalKind
 from poolgrid.workers.core.refusal import RefusedError
-from poolgrid.workers.engines.trtllm_media import load_media
+from poolgrid.workers.engines.trtllm.media import load_media
 from tests.trtllm.engines import MODES, expected, make_request, running_engine
 from tests.trtllm.test_engine_legs import decode_leg, prefilled
 
@@ -210,7 +210,7 @@ def test_an_encode_leg_gives_its_handles_as_a_list() -> None:
 
 def test_a_prompt_that_travels_with_its_params_is_checked() -> None:
     from poolgrid.wire.errors import DecodeError
-    from poolgrid.workers.trtllm import disaggregated_params as params_codec
+    from poolgrid.workers.engines.trtllm.core import disaggregated_params as params_codec
 
     library = pytest.importorskip("tests.fakes.tensorrt_llm")
     made = library.DisaggregatedParams(request_type="context_only")

@@ -10,19 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from poolgrid.wire.dialects.cache_events import StoredBlock
 from poolgrid.wire.events import LoadReported
 from poolgrid.wire.hashing import BASE_SEED, hash_seed, pack_tokens, unpack_tokens
-from poolgrid.workers.core.engine_events import StoredBlock
-from poolgrid.workers.engines.model_files import read_model_facts
-from poolgrid.workers.trtllm import root_seeds
-from poolgrid.workers.trtllm.block_key import root_key
-from poolgrid.workers.trtllm.loras import adapter_number, adapters
-from poolgrid.workers.trtllm.model_facts import ModelFacts, model_facts
-from poolgrid.workers.trtllm.outputs import UNLIKELY, OutputCursor, prompt_logprobs
-from poolgrid.workers.trtllm.progress import ProgressMonitor
-from poolgrid.workers.trtllm.rank_load import RankLoad
-from poolgrid.workers.trtllm.root_seeds import RootSeeds
-from poolgrid.workers.trtllm.statistics import EngineStatistics, KvCacheStatistics
+from poolgrid.workers.engines.lifecycle.progress import ProgressMonitor
+from poolgrid.workers.engines.lifecycle.rank_load import RankLoad
+from poolgrid.workers.engines.trtllm.core import root_seeds
+from poolgrid.workers.engines.trtllm.core.block_key import root_key
+from poolgrid.workers.engines.trtllm.core.loras import adapter_number, adapters
+from poolgrid.workers.engines.trtllm.core.model_facts import ModelFacts, model_facts
+from poolgrid.workers.engines.trtllm.core.outputs import UNLIKELY, OutputCursor, prompt_logprobs
+from poolgrid.workers.engines.trtllm.core.root_seeds import RootSeeds
+from poolgrid.workers.engines.trtllm.core.statistics import EngineStatistics, KvCacheStatistics, load_of
+from poolgrid.workers.engines.trtllm.model_files import read_model_facts
 from tests.fakes.tensorrt_llm._fake.block_key import block_key_hash, salt_id
 from tests.fakes.tensorrt_llm.executor.result import CompletionOutput, Logprob
 from tests.trtllm.facts import facts
@@ -140,11 +140,11 @@ def test_the_engines_statistics_count_while_it_works() -> None:
         queued_requests=2,
         kv_cache=KvCacheStatistics(max_num_blocks=50, used_num_blocks=7),
     )
-    load.reported(numbers)
+    load.reported(load_of(numbers, 0))
     assert load.report(0) == LoadReported(0, 0, 0, 0, 0, 50, 9), "of a step before it rested"
     load.entered("a", 10, computes=True)
     assert load.report(0) == LoadReported(0, 1, 10, 0, 0, 50, 9), "still of that step"
-    load.reported(numbers)
+    load.reported(load_of(numbers, 0))
     assert load.report(1) == LoadReported(3, 2, 10, 7, 1, 50, 9)
 
 

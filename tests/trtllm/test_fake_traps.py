@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
+from poolgrid.wire.dialects.cache_events import Stored
+from poolgrid.wire.dialects.trtllm import parse_event
 from poolgrid.wire.hashing import pack_tokens, unpack_hashes
 from poolgrid.wire.identifiers import Tier
 from poolgrid.wire.requests import Sampling
-from poolgrid.workers.core.engine_events import Stored, parse_event
 from poolgrid.workers.core.event_translation import EventTranslator
-from poolgrid.workers.simulated.next_token import Vocabulary, expected_output
+from poolgrid.workers.engines.simulated.core.next_token import Vocabulary, expected_output
 from tests.fakes.tensorrt_llm import LLM, DisaggregatedParams, MultimodalEncoder, SamplingParams, SchedulingParams
 from tests.fakes.tensorrt_llm._fake import behaviour as behaviours
 from tests.fakes.tensorrt_llm._fake.block_key import block_key_hash, salt_id

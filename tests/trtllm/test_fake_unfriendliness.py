@@ -14,7 +14,7 @@ import pytest
 
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.requests import Sampling
-from poolgrid.workers.simulated.next_token import TokenStream, Vocabulary
+from poolgrid.workers.engines.simulated.core.next_token import TokenStream, Vocabulary
 from tests.fakes import tensorrt_llm_of
 from tests.fakes.tensorrt_llm import LLM
 from tests.fakes.tensorrt_llm._fake import behaviour as behaviours

@@ -15,9 +15,9 @@ from poolgrid.runtime.clock import SystemClock
 from poolgrid.wire.events import BlocksStored, CacheCleared
 from poolgrid.wire.hashing import unpack_hashes
 from poolgrid.wire.identifiers import Tier
-from poolgrid.workers.engines.trtllm_feed import FeedLimits, TrtllmFeed
-from poolgrid.workers.trtllm.metrics import TrtllmMetrics
-from poolgrid.workers.trtllm.statistics import EngineStatistics
+from poolgrid.workers.engines.trtllm.core.statistics import EngineStatistics
+from poolgrid.workers.engines.trtllm.feed import FeedLimits, TrtllmFeed
+from poolgrid.workers.engines.trtllm.metrics import TrtllmMetrics
 from tests.fakes.tensorrt_llm import LLM, SamplingParams, SchedulingParams
 from tests.fakes.tensorrt_llm._fake import behaviour as behaviours
 from tests.fakes.tensorrt_llm._fake.executor import Executor

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from poolgrid.workers.engines.trtllm_logits import engine_processor
+from poolgrid.workers.engines.trtllm.logits import engine_processor
 from poolgrid.workers.logits.processor import LogitsRow
 from tests.fakes import install_tensorrt_llm
 

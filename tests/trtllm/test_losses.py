@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from poolgrid.wire.dialects.trtllm import parse_event
 from poolgrid.wire.hashing import BASE_SEED, block_hashes, pack_tokens, sequence_hashes, unpack_tokens
 from poolgrid.wire.identifiers import Tier
 from poolgrid.wire.requests import Generate, Sampling
-from poolgrid.workers.core.engine_events import parse_event
 from poolgrid.workers.core.event_translation import EventTranslator
-from poolgrid.workers.simulated.engine import EngineLimits, SimulatedEngine
-from poolgrid.workers.simulated.next_token import Vocabulary
+from poolgrid.workers.engines.simulated.core.engine import EngineLimits, SimulatedEngine
+from poolgrid.workers.engines.simulated.core.next_token import Vocabulary
 from tests.fakes.tensorrt_llm._fake.cache_events import RankEvents, Tenant
 from tests.workers.builders import fold
 

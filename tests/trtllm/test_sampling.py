@@ -10,7 +10,7 @@ import pytest
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.requests import Generate, RefusalKind, Routing, Sampling
 from poolgrid.workers.core.refusal import RefusedError, UnableError, UnsupportedError
-from poolgrid.workers.trtllm.sampling import SEED_MASK, SamplingPlan, engine_priority, plan_sampling
+from poolgrid.workers.engines.trtllm.core.sampling import SEED_MASK, SamplingPlan, engine_priority, plan_sampling
 from tests.fakes.tensorrt_llm import GuidedDecodingParams, SamplingParams
 
 

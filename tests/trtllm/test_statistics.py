@@ -9,7 +9,7 @@ import pytest
 
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import LoadReported
-from poolgrid.workers.trtllm.statistics import EngineStatistics, load_of, parse_statistics
+from poolgrid.workers.engines.trtllm.core.statistics import EngineStatistics, load_of, parse_statistics
 from tests.trtllm.facts import facts
 
 EXAMPLE: dict[str, Any] = facts()["iteration_stats_example"]

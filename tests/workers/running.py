@@ -14,8 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.requests import Generate
 from poolgrid.workers import bootstrap
-from poolgrid.workers.settings import WorkerSettings
-from poolgrid.workers.simulated.next_token import expected_output
+from poolgrid.workers.engines.simulated.core.next_token import expected_output
+from poolgrid.workers.engines.simulated.settings import SimulatedWorkerSettings
 from tests.workers.builders import VOCABULARY
 from tests.workers.fakes import PATIENCE_S, FakeConsolidator, FakeRouter, Journal, fake_router
 
@@ -56,7 +56,7 @@ class RunningWorker:
             await self.task
 
 
-def make_settings(endpoint: str, **changes: object) -> WorkerSettings:
+def make_settings(endpoint: str, **changes: object) -> SimulatedWorkerSettings:
     fields: dict[str, object] = {
         "worker_id": "w0",
         "model": "m",
@@ -71,7 +71,7 @@ def make_settings(endpoint: str, **changes: object) -> WorkerSettings:
         "speedup": 50.0,
         "heartbeat_ms": 50,
     }
-    return WorkerSettings.model_validate(fields | changes)
+    return SimulatedWorkerSettings.model_validate(fields | changes)
 
 
 @asynccontextmanager

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from poolgrid.wire.identifiers import Tier
-from poolgrid.workers.simulated.block_pool import BlockPool, Match
-from poolgrid.workers.simulated.cache_recorder import Link, SilentRecorder, WireRecorder
+from poolgrid.workers.engines.simulated.core.block_pool import BlockPool, Match
+from poolgrid.workers.engines.simulated.core.cache_recorder import Link, SilentRecorder, WireRecorder
 from tests.workers.builders import fold
 
 BLOCK_SIZE = 4

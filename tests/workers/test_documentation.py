@@ -8,8 +8,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
+from poolgrid.workers.engines.simulated.settings import SimulatedWorkerSettings
 from poolgrid.workers.metrics import WorkerMetrics
-from poolgrid.workers.settings import WorkerSettings
 
 PAGE = Path(__file__).parents[2] / "docs" / "worker.md"
 
@@ -17,7 +17,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "worker.md"
 def test_every_setting_is_documented_with_its_description() -> None:
     page = PAGE.read_text()
 
-    for name, field in WorkerSettings.model_fields.items():
+    for name, field in SimulatedWorkerSettings.model_fields.items():
         assert f"| `{name}` |" in page, f"docs/worker.md does not name the setting {name}"
         assert field.description
         assert field.description in page, f"docs/worker.md describes the setting {name} differently"
@@ -50,4 +50,4 @@ def test_every_metric_is_documented_with_its_help() -> None:
 )
 def test_impossible_settings_are_refused_naming_the_field(fields: dict[str, object], named: str) -> None:
     with pytest.raises(ValidationError, match=named):
-        WorkerSettings.model_validate(fields)
+        SimulatedWorkerSettings.model_validate(fields)

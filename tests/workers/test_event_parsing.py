@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from poolgrid.wire.dialects.cache_events import AnyEngineEvent
+from poolgrid.wire.dialects.trtllm import _parse_checked, parse_event
 from poolgrid.wire.errors import DecodeError
-from poolgrid.workers.core.engine_events import AnyEngineEvent, _parse_checked, parse_event
 
 ODD: st.SearchStrategy[Any] = st.sampled_from(
     [None, True, -1, 1.0, 1.5, "7", [], {}, 2**32 - 1, 2**32, 2**63, 2**64 - 1]

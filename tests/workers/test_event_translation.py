@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from poolgrid.wire.dialects.cache_events import Created, Diff, Removed, Stored, StoredBlock, Updated
+from poolgrid.wire.dialects.trtllm import parse_event
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import BlocksRemoved, BlocksStored, CacheCleared
 from poolgrid.wire.hashing import block_hashes, hash_seed, pack_hashes, pack_tokens, sequence_hashes
 from poolgrid.wire.identifiers import Tier
 from poolgrid.workers.core.cache_facts import CacheFacts, chains
-from poolgrid.workers.core.engine_events import Created, Diff, Removed, Stored, StoredBlock, Updated, parse_event
 from poolgrid.workers.core.event_translation import EventTranslator
 from tests.workers.builders import fold
 

@@ -13,13 +13,13 @@ from poolgrid.wire.events import RequestFinished
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, Sampling, TokenDelta
 from poolgrid.workers.core.refusal import UnsupportedError
-from poolgrid.workers.engines.engine import EngineReport
-from poolgrid.workers.engines.simulated import RealTimeSimulatedEngine
-from poolgrid.workers.engines.simulated_guides import LazyGuides
-from poolgrid.workers.simulated.engine import EngineLimits
-from poolgrid.workers.simulated.guided_tokens import TokenGuide, TokenTexts
-from poolgrid.workers.simulated.next_token import Vocabulary
-from poolgrid.workers.simulated.timing import PolynomialTiming, ScaledTiming
+from poolgrid.workers.engines.protocol import EngineReport
+from poolgrid.workers.engines.simulated.core.engine import EngineLimits
+from poolgrid.workers.engines.simulated.core.guided_tokens import TokenGuide, TokenTexts
+from poolgrid.workers.engines.simulated.core.next_token import Vocabulary
+from poolgrid.workers.engines.simulated.core.timing import PolynomialTiming, ScaledTiming
+from poolgrid.workers.engines.simulated.guides import LazyGuides
+from poolgrid.workers.engines.simulated.real_time import RealTimeSimulatedEngine
 from tests.workers.fakes import PATIENCE_S
 
 VOCABULARY = Vocabulary(4096, 3, 2)

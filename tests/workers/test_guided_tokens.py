@@ -18,11 +18,11 @@ from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.wire.hashing import pack_tokens, unpack_tokens
 from poolgrid.wire.requests import Generate, RefusalKind, Routing, Sampling
 from poolgrid.workers.core.refusal import RefusedError, UnableError, UnsupportedError
-from poolgrid.workers.engines.simulated_guides import LazyGuides
-from poolgrid.workers.simulated.engine import EngineLimits, SimulatedEngine
-from poolgrid.workers.simulated.guided_tokens import GuidedTokenStream
-from poolgrid.workers.simulated.kv_transfer import KvSource
-from poolgrid.workers.simulated.next_token import STOP, Vocabulary
+from poolgrid.workers.engines.simulated.core.engine import EngineLimits, SimulatedEngine
+from poolgrid.workers.engines.simulated.core.guided_tokens import GuidedTokenStream
+from poolgrid.workers.engines.simulated.core.kv_transfer import KvSource
+from poolgrid.workers.engines.simulated.core.next_token import STOP, Vocabulary
+from poolgrid.workers.engines.simulated.guides import LazyGuides
 from tests.wire.test_guide_limits import chain, rules
 from tests.workers.builders import outputs, prefill, run_through, run_to_end
 

@@ -16,10 +16,10 @@ from poolgrid.wire.hashing import pack_hashes, pack_tokens, unpack_hashes
 from poolgrid.wire.identifiers import Stage, Tier
 from poolgrid.wire.requests import Generate, KvOffered, RefusalKind
 from poolgrid.workers.core.refusal import RefusedError
-from poolgrid.workers.simulated.cache_recorder import WireRecorder
-from poolgrid.workers.simulated.engine import EngineLimits, SimulatedEngine, StepOutcome
-from poolgrid.workers.simulated.kv_transfer import KvSource, KvTicket, TransferModel, read_ticket
-from poolgrid.workers.simulated.next_token import Vocabulary, expected_output, expected_reply
+from poolgrid.workers.engines.simulated.core.cache_recorder import WireRecorder
+from poolgrid.workers.engines.simulated.core.engine import EngineLimits, SimulatedEngine, StepOutcome
+from poolgrid.workers.engines.simulated.core.kv_transfer import KvSource, KvTicket, TransferModel, read_ticket
+from poolgrid.workers.engines.simulated.core.next_token import Vocabulary, expected_output, expected_reply
 from tests.workers.builders import (
     VOCABULARY,
     decode_leg,

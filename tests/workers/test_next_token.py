@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from poolgrid.wire.hashing import pack_tokens, unpack_tokens
 from poolgrid.wire.requests import Sampling
-from poolgrid.workers.simulated.next_token import TokenStream, Vocabulary, expected_output, expected_reply
+from poolgrid.workers.engines.simulated.core.next_token import TokenStream, Vocabulary, expected_output, expected_reply
 from tests.workers.builders import VOCABULARY
 
 tokens = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=200)

@@ -31,7 +31,8 @@ from poolgrid.workers import bootstrap
 from poolgrid.workers.adapters.http_api import HttpApi
 from poolgrid.workers.adapters.sockets import RequestSocket
 from poolgrid.workers.core.push_stream import PushStream
-from poolgrid.workers.engines.engine import EngineReport
+from poolgrid.workers.engines.protocol import EngineReport
+from poolgrid.workers.engines.simulated.card import make_card
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.publisher import EventPublisher
 from poolgrid.workers.service import ServiceLimits, WorkerService
@@ -455,7 +456,7 @@ def test_when_the_engine_breaks_requests_go_elsewhere_and_the_pool_hears_why() -
         metrics = WorkerMetrics(CollectorRegistry())
         async with FakeConsolidator(journal) as consolidator:
             socket = RequestSocket(context, "127.0.0.1", 0)
-            card = bootstrap.make_card(make_settings(consolidator.endpoint), socket.port, 0)
+            card = make_card(make_settings(consolidator.endpoint), socket.port, 0)
             service = WorkerService("w0", 5, card, BreakingEngine(), socket, ServiceLimits(), clock, metrics)
             publisher = EventPublisher(
                 context, consolidator.endpoint, PushStream("w0", 0, 5, card), service.restate, clock, metrics, 100
@@ -500,7 +501,7 @@ def test_an_engine_that_breaks_after_a_router_left_is_told_to_the_others_and_to_
         metrics = WorkerMetrics(CollectorRegistry())
         async with FakeConsolidator(journal) as consolidator:
             socket = RequestSocket(context, "127.0.0.1", 0)
-            card = bootstrap.make_card(make_settings(consolidator.endpoint), socket.port, 0)
+            card = make_card(make_settings(consolidator.endpoint), socket.port, 0)
             engine = BreakingLaterEngine()
             service = WorkerService("w0", 5, card, engine, socket, ServiceLimits(), clock, metrics)
             publisher = EventPublisher(
@@ -550,7 +551,7 @@ def test_an_engine_that_is_not_well_takes_no_requests_and_probes_hear_why() -> N
         metrics = WorkerMetrics(registry)
         async with FakeConsolidator(journal) as consolidator:
             socket = RequestSocket(context, "127.0.0.1", 0)
-            card = bootstrap.make_card(make_settings(consolidator.endpoint), socket.port, 0)
+            card = make_card(make_settings(consolidator.endpoint), socket.port, 0)
             engine = SickEngine()
             service = WorkerService("w0", 5, card, engine, socket, ServiceLimits(), clock, metrics)
             publisher = EventPublisher(
@@ -591,12 +592,12 @@ from poolgrid.runtime import lifecycle
 from poolgrid.workers.bootstrap import serve
 from poolgrid.workers.adapters.sockets import RequestSocket
 from poolgrid.workers.core.push_stream import PushStream
-from poolgrid.workers.engines.engine import EngineReport
+from poolgrid.workers.engines.protocol import EngineReport
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.publisher import EventPublisher
 from poolgrid.workers.service import ServiceLimits, WorkerService
-from poolgrid.workers.settings import WorkerSettings
-settings = WorkerSettings.model_validate_json(sys.argv[1])
+from poolgrid.workers.engines.simulated.settings import SimulatedWorkerSettings
+settings = SimulatedWorkerSettings.model_validate_json(sys.argv[1])
 async def main(stop):
     await serve(settings, stop, lambda url: print("ready", url, flush=True))
 lifecycle.run(main)

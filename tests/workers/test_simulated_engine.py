@@ -18,10 +18,10 @@ from poolgrid.wire.multimodal import MediaItem, MediaKind, MultimodalInput, dige
 from poolgrid.wire.requests import Generate, RefusalKind, Routing, Sampling
 from poolgrid.workers.core.event_translation import EventTranslator
 from poolgrid.workers.core.refusal import RefusedError
-from poolgrid.workers.simulated.cache_recorder import EngineRecorder, WireRecorder
-from poolgrid.workers.simulated.engine import EngineLimits, SimulatedEngine, StepOutcome
-from poolgrid.workers.simulated.next_token import Vocabulary, expected_output, expected_reply
-from poolgrid.workers.simulated.timing import PolynomialTiming
+from poolgrid.workers.engines.simulated.core.cache_recorder import EngineRecorder, WireRecorder
+from poolgrid.workers.engines.simulated.core.engine import EngineLimits, SimulatedEngine, StepOutcome
+from poolgrid.workers.engines.simulated.core.next_token import Vocabulary, expected_output, expected_reply
+from poolgrid.workers.engines.simulated.core.timing import PolynomialTiming
 from tests.workers.builders import VOCABULARY, fold, make_request, outputs, run_to_end
 
 BLOCK_SIZE = 4

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from poolgrid.runtime.tasks import on_fatal
 from poolgrid.workers import bootstrap
-from poolgrid.workers.engines.simulated import RealTimeSimulatedEngine
-from poolgrid.workers.simulated.timing import TableError
+from poolgrid.workers.engines.simulated import opening
+from poolgrid.workers.engines.simulated.core.timing import TableError
+from poolgrid.workers.engines.simulated.real_time import RealTimeSimulatedEngine
 from tests.runtime.leftovers import Broken, breaks, ended_leaving_nothing, taken_port
 from tests.workers.fakes import FakeConsolidator, Journal
 from tests.workers.running import make_settings
@@ -58,9 +60,20 @@ def test_one_whose_start_fails_at_any_step_leaves_nothing(step: str, monkeypatch
     ended_leaving_nothing(starting(), Broken)
 
 
-@pytest.mark.parametrize("name", ["KvFetcher", "EmbeddingFetcher", "WorkerService", "PushStream", "EventPublisher"])
-def test_one_that_breaks_around_its_engine_leaves_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bootstrap, name, breaks)
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        (opening, "KvFetcher"),
+        (opening, "EmbeddingFetcher"),
+        (bootstrap, "WorkerService"),
+        (bootstrap, "PushStream"),
+        (bootstrap, "EventPublisher"),
+    ],
+)
+def test_one_that_breaks_around_its_engine_leaves_nothing(
+    place: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(place, name, breaks)
 
     ended_leaving_nothing(starting(modality="multimodal"), Broken)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from poolgrid.workers.simulated.timing import PolynomialTiming, ScaledTiming, TableError, TableTiming
+from poolgrid.workers.engines.simulated.core.timing import PolynomialTiming, ScaledTiming, TableError, TableTiming
 
 
 @pytest.mark.parametrize(

@@ -33,11 +33,11 @@ from enum import Enum
 
 import msgspec
 
+from poolgrid.wire.dialects.cache_events import AnyEngineEvent, Created, Removed, Stored, StoredBlock, Updated
 from poolgrid.wire.events import BlocksRemoved, BlocksStored, CacheCleared
 from poolgrid.wire.hashing import BASE_SEED, TOKEN_BYTES, block_hashes, child_hash, sequence_hashes
 from poolgrid.wire.identifiers import Tier
 from poolgrid.workers.core.cache_facts import CacheFacts, chains, stored_chain
-from poolgrid.workers.core.engine_events import AnyEngineEvent, Created, Removed, Stored, StoredBlock, Updated
 
 TIER_OF_LEVEL = (Tier.DEVICE, Tier.HOST, Tier.DISK)
 
@@ -102,7 +102,7 @@ class EventTranslator:
     unnameable blocks until their removal; after a loss by as much again.
 
     ``windows`` is the number of different attention windows that are configured. ``reuse_is_on_device`` says that the
-    engine brings a block to the device before it builds on it (TensorRT-LLM's ``onboard_blocks``); without it a child
+    engine brings a block to the device before it builds on it ; without it a child
     does not prove where its ancestors are, and they are not claimed for it.
     """
 

@@ -1,1 +1,1 @@
-"""Engines that a worker can drive, behind one small protocol (``engine``)."""
+"""Engines that a worker can drive: each in a directory of its own, behind one small protocol (``protocol``)."""

@@ -40,7 +40,8 @@ from enum import Enum
 
 from xxhash import xxh3_64_intdigest
 
-from poolgrid.router.consolidator.core.pub_dialects import EngineCleared, EngineEvent, EngineTranslator, decode_pub
+from poolgrid.router.consolidator.core.pub_translation import EngineTranslator
+from poolgrid.wire.dialects.pub import EngineCleared, EngineEvent, decode_pub
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import CacheCleared, EventBatch
 from poolgrid.wire.identifiers import StreamState, WorkerKey

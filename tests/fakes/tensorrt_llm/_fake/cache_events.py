@@ -19,7 +19,7 @@ from typing import Any
 
 from poolgrid.wire.hashing import unpack_tokens
 from poolgrid.wire.identifiers import Tier
-from poolgrid.workers.simulated.cache_recorder import Link
+from poolgrid.workers.engines.simulated.core.cache_recorder import Link
 
 from .block_key import MultimodalKey, block_key_hash
 

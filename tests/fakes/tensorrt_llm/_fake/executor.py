@@ -20,9 +20,9 @@ from poolgrid.wire.events import RequestStarted
 from poolgrid.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes, unpack_tokens
 from poolgrid.wire.requests import FinishReason, Generate, Routing, Sampling, TokenDelta
 from poolgrid.workers.core.refusal import RefusedError
-from poolgrid.workers.simulated.engine import EngineLimits, SimulatedEngine
-from poolgrid.workers.simulated.next_token import TokenStream, Vocabulary
-from poolgrid.workers.simulated.timing import PolynomialTiming, ScaledTiming, TimingModel
+from poolgrid.workers.engines.simulated.core.engine import EngineLimits, SimulatedEngine
+from poolgrid.workers.engines.simulated.core.next_token import TokenStream, Vocabulary
+from poolgrid.workers.engines.simulated.core.timing import PolynomialTiming, ScaledTiming, TimingModel
 
 from ..disaggregated_params import DisaggregatedParams
 from ..executor.result import Logprob, Response

@@ -31,7 +31,7 @@ from pydantic import (
     model_validator,
 )
 
-from poolgrid.workers.trtllm.contract import contract as facts_at_run_time
+from poolgrid.workers.engines.trtllm.arguments.contract import contract as facts_at_run_time
 
 from .._fake.profile import PROFILE
 from .._fake.surface import ADDED, LACKING

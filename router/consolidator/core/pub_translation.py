@@ -1,0 +1,101 @@
+"""From the events of an engine that publishes itself to the wire's: engine hashes end here, sequence hashes begin.
+
+``EngineTranslator`` recomputes sequence hashes from the tokens. Token ids end here. What cannot be placed (unknown
+parent, partial block, other block size, keys that enter the engine's hash and not ours) is ignored and counted, and so
+is all that hangs on it. A hybrid model has groups of layers with caches of their own. Only full attention stands for
+prefixes; which groups are others is learned from their stored events, because removed events carry the group's number
+alone.
+"""
+
+from __future__ import annotations
+
+from poolgrid.wire.dialects.pub import EngineEvent, EngineRemoved, EngineStored
+from poolgrid.wire.events import AnyEvent, BlocksRemoved, BlocksStored, CacheCleared
+from poolgrid.wire.hashing import BASE_SEED, block_hashes, pack_hashes, sequence_hashes
+
+GROUPS_MAX = 64
+"""Groups of layers that are told apart; models have a handful."""
+
+
+class EngineTranslator:
+    """Engine hashes of one PUB engine, and the sequence hashes they stand for."""
+
+    def __init__(self, block_size: int, blocks_max: int) -> None:
+        self._block_size = block_size
+        self._blocks_max = blocks_max
+        self._known: dict[int, int] = {}
+        self._seeds: dict[int, int] = {}
+        """Seed by engine hash, where it is not the base seed."""
+        self._on: tuple[set[int], set[int], set[int]] = (set(), set(), set())
+        self._other_groups: set[int] = set()
+        self.ignored_blocks = 0
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def clear(self) -> None:
+        """Forget every engine hash."""
+        self._known.clear()
+        self._seeds.clear()
+        for tier in self._on:
+            tier.clear()
+
+    def translate(self, events: list[EngineEvent]) -> list[AnyEvent]:
+        """Return the same events in sequence hashes."""
+        out: list[AnyEvent] = []
+        for event in events:
+            if isinstance(event, EngineStored):
+                self._store(event, out)
+            elif isinstance(event, EngineRemoved):
+                self._remove(event, out)
+            else:
+                self.clear()
+                out.append(CacheCleared())
+        return out
+
+    def _store(self, event: EngineStored, out: list[AnyEvent]) -> None:
+        if not event.full_attention:
+            if event.group is not None and len(self._other_groups) < GROUPS_MAX:
+                self._other_groups.add(event.group)
+            return
+        # Whole blocks only: the tokens of a trailing partial block name nothing that a prompt could share.
+        whole = len(event.token_bytes) // (4 * event.block_size)
+        hashes = event.hashes[:whole]
+        parent: int | None = None
+        seed = event.seed
+        unfit = event.block_size != self._block_size or whole > len(event.hashes)
+        if not unfit and event.parent is not None:
+            parent = self._known.get(event.parent)
+            unfit = parent is None
+            if seed is None:
+                seed = self._seeds.get(event.parent)
+        if unfit or len(self._known) + len(hashes) > self._blocks_max:
+            self.ignored_blocks += len(event.hashes)
+            return
+        self.ignored_blocks += len(event.hashes) - len(hashes)
+        if not hashes:
+            return
+        own = block_hashes(event.token_bytes, event.block_size, BASE_SEED if seed is None else seed)
+        names = sequence_hashes(own, parent)
+        self._known.update(zip(hashes, names, strict=True))
+        if seed is not None:
+            self._seeds.update(dict.fromkeys(hashes, seed))
+        self._on[event.tier].update(hashes)
+        out.append(BlocksStored(parent, pack_hashes(names), event.tier))
+
+    def _remove(self, event: EngineRemoved, out: list[AnyEvent]) -> None:
+        if event.group in self._other_groups:
+            return
+        on = self._on[event.tier]
+        others = [held for tier, held in enumerate(self._on) if tier != event.tier]
+        gone: list[int] = []
+        for engine_hash in event.hashes:
+            if engine_hash not in on:
+                continue
+            on.discard(engine_hash)
+            gone.append(self._known[engine_hash])
+            if not any(engine_hash in held for held in others):
+                del self._known[engine_hash]
+                self._seeds.pop(engine_hash, None)
+        if gone:
+            out.append(BlocksRemoved(pack_hashes(gone), event.tier))

@@ -1,0 +1,273 @@
+"""Read what engines publish about their KV cache themselves: one envelope, two dialects, many versions.
+
+The payload is msgpack ``[timestamp (seconds), [event, ...], dp_rank or nil]``; vLLM writes an event as an array that
+begins with its name, TensorRT-LLM and SGLang as a map with a ``type``. Rules for this file:
+
+1. ``decode_pub`` returns a value or raises ``DecodeError``, nothing else, in proportion to the bytes given.
+2. Fields and keys that are not known are ignored. An event that is not known, or a stored event that makes no sense, is
+   left out and counted: the view is then a part of the truth. A removed event that makes no sense is a ``DecodeError``:
+   leaving it out would claim blocks that are gone.
+
+    medium                                   tier
+    ---------------------------------------  -----------------------------
+    nil, GPU, DEVICE                         device
+    CPU, CPU_PINNED, CPU_TIER1               host
+    CPU_TIER2, DISK, NVME, STORAGE           disk
+    others (shared stores, the network)      ignored: not this worker's own
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from poolgrid.wire.errors import DecodeError
+from poolgrid.wire.hashing import hash_seed
+from poolgrid.wire.identifiers import Tier
+from poolgrid.wire.limits import BLOCKS_PER_EVENT_MAX, FRAME_BYTES_MAX, IDENTIFIER_BYTES_MAX
+
+WHAT = "a message of a PUB engine"
+TIERS: dict[str | None, Tier] = {
+    None: Tier.DEVICE,
+    "GPU": Tier.DEVICE,
+    "DEVICE": Tier.DEVICE,
+    "CPU": Tier.HOST,
+    "CPU_PINNED": Tier.HOST,
+    "CPU_TIER1": Tier.HOST,
+    "CPU_TIER2": Tier.DISK,
+    "DISK": Tier.DISK,
+    "NVME": Tier.DISK,
+    "STORAGE": Tier.DISK,
+}
+HASH_BYTES_MAX = 64
+
+_U64 = 2**64 - 1
+_TIME_MS_MAX = 2**53
+
+_STORED = (
+    "block_hashes",
+    "parent_block_hash",
+    "token_ids",
+    "block_size",
+    "lora_id",
+    "medium",
+    "lora_name",
+    "extra_keys",
+)
+_STORED_SINCE_SALT = (
+    "block_mm_infos",
+    "cache_salt",
+    "is_eagle",
+    "group_idx",
+    "kv_cache_spec_kind",
+    "window",
+    "locality",
+)
+_STORED_SINCE_GROUPS = ("group_idx", "kv_cache_spec_kind", "window", "locality")
+_REMOVED = ("block_hashes", "medium", "group_idx", "kv_cache_spec_kind", "window", "locality")
+_decoder = msgspec.msgpack.Decoder()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStored:
+    """Blocks became reusable; ``token_bytes`` are their tokens, u32 little-endian."""
+
+    hashes: list[int]
+    parent: int | None
+    token_bytes: bytes
+    block_size: int
+    seed: int | None
+    """Hash seed when the event names a LoRA adapter or a salt, else the parent's counts."""
+    tier: Tier
+    group: int | None = None
+    full_attention: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRemoved:
+    """Blocks left a tier."""
+
+    hashes: list[int]
+    tier: Tier
+    group: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCleared:
+    """The cache is empty."""
+
+
+EngineEvent = EngineStored | EngineRemoved | EngineCleared
+
+
+@dataclass(slots=True)
+class PubBatch:
+    """One message; ``ignored`` events were left out."""
+
+    time_ms: int
+    dp_rank: int | None
+    events: list[EngineEvent] = field(default_factory=list)
+    ignored: int = 0
+
+
+class _Senseless(Exception):
+    """An event that cannot be understood."""
+
+
+def decode_pub(payload: bytes) -> PubBatch:
+    """Return the batch of a payload, or raise ``DecodeError``."""
+    if len(payload) > FRAME_BYTES_MAX:
+        raise DecodeError(WHAT, f"{len(payload)} bytes, allowed are at most {FRAME_BYTES_MAX}")
+    try:
+        value = _decoder.decode(payload)
+    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError, MemoryError, TypeError) as error:
+        # TypeError: a map whose key cannot be one.
+        raise DecodeError(WHAT, str(error) or type(error).__name__) from None
+    if not isinstance(value, list) or len(value) < 2 or not isinstance(value[1], list):
+        raise DecodeError(WHAT, "the envelope is not [timestamp, [events], dp_rank]")
+    timestamp = value[0]
+    if not isinstance(timestamp, (int, float)) or not 0 <= timestamp * 1000 <= _TIME_MS_MAX:
+        raise DecodeError(WHAT, f"the timestamp is {str(timestamp)[:40]}, expected are seconds since 1970")
+    dp_rank = value[2] if len(value) > 2 else None
+    if dp_rank is not None and (type(dp_rank) is not int or not 0 <= dp_rank < 2**32):
+        raise DecodeError(WHAT, f"dp_rank is {str(dp_rank)[:40]}, expected is an integer from 0 or nil")
+    batch = PubBatch(int(timestamp * 1000), dp_rank)
+    for raw in value[1]:
+        kind, fields = _named(raw)
+        if kind == "BlockStored":
+            try:
+                stored = _stored(fields)
+            except _Senseless:
+                stored = None
+            if stored is None:
+                batch.ignored += 1
+            else:
+                batch.events.append(stored)
+        elif kind == "BlockRemoved":
+            try:
+                removed = _removed(fields)
+            except _Senseless as error:
+                raise DecodeError(WHAT, f"BlockRemoved: {error}") from None
+            if removed is None:
+                batch.ignored += 1
+            else:
+                batch.events.append(removed)
+        elif kind == "AllBlocksCleared":
+            batch.events.append(EngineCleared())
+        else:
+            batch.ignored += 1
+    return batch
+
+
+def _named(raw: Any) -> tuple[Any, dict[Any, Any]]:
+    if isinstance(raw, dict):
+        return raw.get("type"), raw
+    if isinstance(raw, list) and raw:
+        kind, values = raw[0], raw[1:]
+        if kind == "BlockStored":
+            # Two lineages put different things behind extra_keys; the group's number tells which it is.
+            groups = len(values) > len(_STORED) and type(values[len(_STORED)]) is int
+            names = _STORED + (_STORED_SINCE_GROUPS if groups else _STORED_SINCE_SALT)
+        else:
+            names = _REMOVED
+        return kind, dict(zip(names, values, strict=False))
+    return None, {}
+
+
+def _stored(fields: dict[Any, Any]) -> EngineStored | None:
+    tier = _tier(fields)
+    if tier is None or fields.get("is_eagle"):
+        return None
+    group = _group(fields)
+    if not _full_attention(fields):
+        return EngineStored([], None, b"", 1, None, tier, group, full_attention=False)
+    hashes = _hashes(fields.get("block_hashes"))
+    parent = fields.get("parent_block_hash")
+    block_size = fields.get("block_size")
+    if type(block_size) is not int or not 1 <= block_size < 2**32:
+        raise _Senseless("block_size")
+    tokens = fields.get("token_ids")
+    if not isinstance(tokens, list) or fields.get("block_mm_infos"):
+        raise _Senseless("token_ids")
+    try:
+        token_bytes = struct.pack(f"<{len(tokens)}I", *tokens)
+    except struct.error:
+        raise _Senseless("token_ids") from None
+    lora = _name(fields.get("lora_name"))
+    salt = _name(fields.get("cache_salt"))
+    if fields.get("lora_id") is not None and not lora:
+        # A number says nothing about which adapter it is on another worker.
+        return None
+    _check_extra_keys(fields.get("extra_keys"), lora, salt)
+    seed = hash_seed(lora, salt) if lora or salt else None
+    return EngineStored(hashes, None if parent is None else _hash(parent), token_bytes, block_size, seed, tier, group)
+
+
+def _removed(fields: dict[Any, Any]) -> EngineRemoved | None:
+    hashes = _hashes(fields.get("block_hashes"))
+    tier = _tier(fields)
+    if tier is None or not _full_attention(fields):
+        return None
+    return EngineRemoved(hashes, tier, _group(fields))
+
+
+def _group(fields: dict[Any, Any]) -> int | None:
+    group = fields.get("group_idx")
+    return group if type(group) is int else None
+
+
+def _tier(fields: dict[Any, Any]) -> Tier | None:
+    medium = fields.get("medium")
+    locality = fields.get("locality")
+    if locality is not None and locality != "LOCAL":
+        return None
+    if isinstance(medium, str):
+        return TIERS.get(medium.upper())
+    if medium is None:
+        return Tier.DEVICE
+    raise _Senseless("medium")
+
+
+def _full_attention(fields: dict[Any, Any]) -> bool:
+    """Say whether the event is about the layers whose blocks stand for prefixes (hybrid models have others too)."""
+    kind = fields.get("kv_cache_spec_kind")
+    return not isinstance(kind, str) or "full" in kind.lower() or "mla" in kind.lower()
+
+
+def _name(value: Any) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, str) or len(value) > IDENTIFIER_BYTES_MAX:
+        raise _Senseless("a name")
+    return value
+
+
+def _check_extra_keys(keys: Any, lora: str, salt: str) -> None:
+    """Refuse blocks whose engine hash covers more than tokens, adapter and salt (images, embeddings)."""
+    if not keys:
+        return
+    if not isinstance(keys, list):
+        raise _Senseless("extra_keys")
+    for entry in keys:
+        if entry is None:
+            continue
+        if not isinstance(entry, list) or any(key is not None and key not in (lora, salt) for key in entry):
+            raise _Senseless("extra_keys")
+
+
+def _hashes(raw: Any) -> list[int]:
+    if not isinstance(raw, list) or len(raw) > BLOCKS_PER_EVENT_MAX:
+        raise _Senseless("block_hashes")
+    return [value & _U64 if type(value) is int else _hash(value) for value in raw]
+
+
+def _hash(value: Any) -> int:
+    """Normalise an engine's hash: i64 and u64 are the same bits, and of a digest the last eight bytes count."""
+    if type(value) is int:
+        return value & _U64
+    if isinstance(value, bytes) and 0 < len(value) <= HASH_BYTES_MAX:
+        return int.from_bytes(value[-8:], "big")
+    raise _Senseless("a block hash")

@@ -1,0 +1,213 @@
+"""TensorRT-LLM's dialect: KV cache events as ``LLM.get_kv_cache_events`` gives them (1.2.1), created, stored, removed,
+updated, each a dict.
+"""
+
+from __future__ import annotations
+
+import operator
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from poolgrid.wire.dialects.cache_events import (
+    DEFAULT_PRIORITY,
+    DEVICE_LEVEL,
+    AnyEngineEvent,
+    Created,
+    Diff,
+    Removed,
+    Stored,
+    StoredBlock,
+    Updated,
+)
+from poolgrid.wire.errors import DecodeError
+
+
+class _Token(msgspec.Struct):
+    token_id: int
+    token_extra_id: int = 0
+
+
+class _Block(msgspec.Struct):
+    block_hash: int
+    tokens: list[_Token]
+    cache_level: int = DEVICE_LEVEL
+    priority: int = DEFAULT_PRIORITY
+    mm_keys: list[Any] | None = None
+
+
+class _CreatedData(msgspec.Struct, tag_field="type", tag="created"):
+    num_blocks_per_cache_level: list[int]
+
+
+class _StoredData(msgspec.Struct, tag_field="type", tag="stored"):
+    blocks: list[_Block]
+    parent_hash: int | None = None
+
+
+class _RemovedData(msgspec.Struct, tag_field="type", tag="removed"):
+    block_hashes: list[int]
+
+
+class _UpdatedData(msgspec.Struct, tag_field="type", tag="updated"):
+    block_hash: int
+    cache_level: Diff | None = None
+    priority: Diff | None = None
+
+
+class _Envelope(msgspec.Struct):
+    event_id: int
+    data: _CreatedData | _StoredData | _RemovedData | _UpdatedData
+    window_size: int = 0
+    attention_dp_rank: int | None = None
+
+
+PACKERS_MAX = 4096
+"""Block sizes for which a packer is kept; there are as many as partial blocks have lengths."""
+_pack_u32: dict[int, Callable[..., bytes]] = {}
+
+
+def _packer(count: int) -> Callable[..., bytes]:
+    """Return what packs so many u32; making the format costs a quarter of packing a block."""
+    pack = struct.Struct(f"<{count}I").pack
+    if len(_pack_u32) < PACKERS_MAX:
+        _pack_u32[count] = pack
+    return pack
+
+
+_token_id = operator.itemgetter("token_id")
+_token_extra_id = operator.itemgetter("token_extra_id")
+
+
+def parse_event(event: Mapping[str, Any]) -> AnyEngineEvent:
+    """Return the event of TensorRT-LLM's dict form; unknown fields are ignored.
+
+    Raises ``DecodeError`` naming the field when the shape is wrong.
+    """
+    try:
+        data = event["data"]
+        kind = data["type"]
+        if kind == "stored":
+            return _parse_stored(event, data)
+        if kind == "removed":
+            return _parse_removed(event, data)
+    except (KeyError, TypeError, AttributeError, ValueError, struct.error, OverflowError):
+        pass  # optional fields are absent, or something is wrong: the checked way finds out
+    return _parse_checked(event)
+
+
+def _parse_stored(event: Mapping[str, Any], data: Mapping[str, Any]) -> Stored:
+    """Read a ``stored`` event, nearly all of the traffic, without an object per token.
+
+    Whatever is not as usual raises some error, so that the checked way decides. Of a token only what is packed is
+    checked: that it fits into u32.
+    """
+    if type(data["blocks"]) is not list:
+        raise ValueError
+    blocks = []
+    pack = _pack_u32
+    for block in data["blocks"]:
+        tokens = block["tokens"]
+        count = len(tokens)
+        block_hash = block["block_hash"]
+        cache_level = block["cache_level"]
+        priority = block["priority"]
+        mm_keys = block.get("mm_keys")
+        if (
+            not (type(block_hash) is type(cache_level) is type(priority) is int)
+            or type(tokens) is not list
+            or (mm_keys is not None and type(mm_keys) is not list)
+        ):
+            raise ValueError
+        blocks.append(
+            StoredBlock(
+                block_hash,
+                (pack.get(count) or _packer(count))(*map(_token_id, tokens)),
+                cache_level,
+                priority,
+                bool(mm_keys) or any(map(_token_extra_id, tokens)),
+            )
+        )
+    event_id = event["event_id"]
+    window_size = event["window_size"]
+    parent_hash = data["parent_hash"]
+    rank = event.get("attention_dp_rank")
+    if (
+        not (type(event_id) is type(window_size) is int)
+        or (parent_hash is not None and type(parent_hash) is not int)
+        or (rank is not None and type(rank) is not int)
+    ):
+        raise ValueError
+    return Stored(
+        event_id=event_id,
+        window_size=window_size,
+        attention_dp_rank=rank,
+        parent_hash=parent_hash,
+        blocks=tuple(blocks),
+    )
+
+
+def _parse_removed(event: Mapping[str, Any], data: Mapping[str, Any]) -> Removed:
+    """Read a ``removed`` event, the rest of the traffic; as above."""
+    event_id = event["event_id"]
+    window_size = event["window_size"]
+    rank = event.get("attention_dp_rank")
+    if type(data["block_hashes"]) is not list:
+        raise ValueError
+    block_hashes = tuple(data["block_hashes"])
+    if not (type(event_id) is type(window_size) is int) or (rank is not None and type(rank) is not int):
+        raise ValueError
+    for block_hash in block_hashes:
+        if type(block_hash) is not int:
+            raise ValueError
+    return Removed(event_id=event_id, window_size=window_size, attention_dp_rank=rank, block_hashes=block_hashes)
+
+
+def _parse_checked(event: Mapping[str, Any]) -> AnyEngineEvent:
+    try:
+        envelope = msgspec.convert(event, _Envelope)
+        rank = envelope.attention_dp_rank
+        event_id = envelope.event_id
+        window = envelope.window_size
+        data = envelope.data
+        if isinstance(data, _StoredData):
+            blocks = tuple(
+                StoredBlock(
+                    block_hash=block.block_hash,
+                    tokens=struct.pack(f"<{len(block.tokens)}I", *(token.token_id for token in block.tokens)),
+                    cache_level=block.cache_level,
+                    priority=block.priority,
+                    multimodal=bool(block.mm_keys) or any(token.token_extra_id for token in block.tokens),
+                )
+                for block in data.blocks
+            )
+            return Stored(
+                event_id=event_id,
+                window_size=window,
+                attention_dp_rank=rank,
+                parent_hash=data.parent_hash,
+                blocks=blocks,
+            )
+        if isinstance(data, _RemovedData):
+            return Removed(
+                event_id=event_id, window_size=window, attention_dp_rank=rank, block_hashes=tuple(data.block_hashes)
+            )
+        if isinstance(data, _UpdatedData):
+            return Updated(
+                event_id=event_id,
+                window_size=window,
+                attention_dp_rank=rank,
+                block_hash=data.block_hash,
+                cache_level=data.cache_level,
+                priority=data.priority,
+            )
+        return Created(
+            event_id=event_id,
+            window_size=window,
+            attention_dp_rank=rank,
+            num_blocks_per_cache_level=tuple(data.num_blocks_per_cache_level),
+        )
+    except (msgspec.ValidationError, struct.error, RecursionError) as error:
+        raise DecodeError("a KV cache event of the engine", str(error)) from None

@@ -1,0 +1,77 @@
+"""What an engine's directory tells of it, and what a worker process lends it. ``docs/engines.md`` shows one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from prometheus_client import CollectorRegistry
+
+from poolgrid.runtime.awake_clock import AwakeClock
+from poolgrid.runtime.clock import Clock
+from poolgrid.runtime.planes import PlaneContext
+from poolgrid.runtime.settings import Settings
+from poolgrid.wire.card import WorkerCard
+from poolgrid.workers.engines.protocol import Engine
+from poolgrid.workers.metrics import WorkerMetrics
+from poolgrid.workers.settings import WorkerProcessSettings
+from poolgrid.workers.transfers import EmbeddingExchange, KvExchange
+
+S = TypeVar("S", bound=WorkerProcessSettings)
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What an engine may use of its process."""
+
+    context: PlaneContext
+    registry: CollectorRegistry
+    metrics: WorkerMetrics
+    clock: Clock
+    awake: AwakeClock
+    """For judging others: it stands still while this process does."""
+    epoch: int
+    request_port: int
+    http_port: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedEngine:
+    """An engine that runs, and what the worker says of it."""
+
+    engine: Engine
+    card: WorkerCard
+    kv: KvExchange | None = None
+    """The worker's part in handing KV over; ``None`` for an engine that talks to its peers by itself."""
+    embeddings: EmbeddingExchange | None = None
+    """The worker's part in taking embeddings from encode workers; ``None`` for an engine that takes none that way."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartPlan:
+    """What an engine would be started with, for people."""
+
+    text: str
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDefinition(Generic[S]):
+    """One engine: all that a worker, the command line and the documentation need to know of it."""
+
+    title: str
+    """What people call it, as in "with TITLE"."""
+    settings: type[S]
+    open: Callable[[S, Surroundings], AbstractAsyncContextManager[OpenedEngine]]
+    """Makes the engine ready for requests; it runs until the end of the block, and is gone after it, whatever ended
+    it. May take minutes, and is cancelled when the worker is stopped meanwhile."""
+    shortest_timeout_ms: Callable[[S], float]
+    """The shortest time after which this engine's worker gives somebody up."""
+    about: str = ""
+    """What the page of settings says above its table."""
+    tables: tuple[type[Settings], ...] = ()
+    """The settings classes of that table, where it is more than ``settings``."""
+    start_plan: Callable[[S], StartPlan] | None = None
+    """What ``--print-engine-args`` prints; raises ``ValueError`` saying what is wrong. ``None`` = there are none."""

@@ -1,0 +1,122 @@
+"""One rank's load by the worker's own books, for ranks of which the engine reports no statistics. Pure.
+
+An engine may have statistics of some ranks only, and none while it is idle. What the worker itself gave the engine is
+known at any time: requests, prompt tokens that have no first token yet, and the blocks their tokens fill. Blocks that
+requests share are counted once per request, so ``active_blocks`` is an upper bound, cut at what there is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from poolgrid.wire.events import LoadReported
+
+
+@dataclass(slots=True)
+class _Entry:
+    prompt_tokens: int
+    blocks: int
+    computes: bool
+    """Whether its prompt is computed here."""
+    begun: bool = False
+    kept: bool = False
+
+
+class RankLoad:
+    """The books of one rank."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._entries: dict[str, _Entry] = {}
+        self._begun = self._kept = self._prefill_tokens = self._blocks = 0
+        self._total_blocks = 0
+        self._engine: LoadReported | None = None
+        self._steps = 0
+
+    @property
+    def requests(self) -> int:
+        """Requests in the engine, kept ones not included."""
+        return len(self._entries) - self._kept
+
+    def blocks_for(self, tokens: int) -> int:
+        """Return the blocks that a sequence of so many tokens fills."""
+        return -(-tokens // self._block_size)
+
+    def entered(self, request_id: str, prompt_tokens: int, computes: bool) -> None:
+        """Book a request that the engine was given."""
+        if not self._entries:
+            self._engine = None  # of the last step before it rested
+        self._entries[request_id] = _Entry(prompt_tokens, 0, computes)
+        if computes:
+            self._prefill_tokens += prompt_tokens
+
+    def grew(self, request_id: str, tokens: int) -> tuple[bool, int | None]:
+        """Book a sequence's length, prompt and output; say whether it began now, and its blocks if they changed."""
+        entry = self._entries[request_id]
+        began = not entry.begun
+        if began:
+            entry.begun = True
+            self._begun += 1
+            if entry.computes:
+                self._prefill_tokens -= entry.prompt_tokens
+        # The last token's own KV is computed by the step after it.
+        blocks = self.blocks_for(tokens - 1)
+        if blocks == entry.blocks:
+            return began, None
+        self._blocks += blocks - entry.blocks
+        entry.blocks = blocks
+        return began, blocks
+
+    def keep(self, request_id: str) -> None:
+        """Book a prefilled request whose blocks stay for a decode worker."""
+        self._entries[request_id].kept = True
+        self._kept += 1
+
+    def left(self, request_id: str) -> None:
+        """Take a request off the books."""
+        entry = self._entries.pop(request_id, None)
+        if entry is None:
+            return
+        self._blocks -= entry.blocks
+        self._begun -= entry.begun
+        self._kept -= entry.kept
+        if entry.computes and not entry.begun:
+            self._prefill_tokens -= entry.prompt_tokens
+
+    def reported(self, load: LoadReported) -> None:
+        """Take in the engine's own statistics; what it cannot know of, cached blocks and prompts, is the worker's."""
+        self._engine = load
+        self._steps = max(self._steps, load.steps)
+        self._total_blocks = load.total_blocks or self._total_blocks
+
+    def assume_total_blocks(self, total_blocks: int) -> None:
+        """Take a number of device blocks for a rank whose statistics do not come."""
+        self._total_blocks = self._total_blocks or total_blocks
+
+    @property
+    def total_blocks(self) -> int:
+        """Device blocks of the rank; 0 = not known."""
+        return self._total_blocks
+
+    def report(self, cached_blocks: int) -> LoadReported:
+        """Return the rank's load now.
+
+        The engine's statistics count only while it works, and from its first step on: they are those of its last step,
+        and an idle engine makes none. ``cached_blocks`` is what the cache events say.
+        """
+        if self._engine is not None and self._entries:
+            return msgspec.structs.replace(
+                self._engine, cached_blocks=cached_blocks, prefill_tokens=self._prefill_tokens
+            )
+        begun = self._begun - self._kept
+        return LoadReported(
+            running_requests=begun,
+            waiting_requests=self.requests - begun,
+            prefill_tokens=self._prefill_tokens,
+            active_blocks=min(self._blocks, self._total_blocks) if self._total_blocks else self._blocks,
+            cached_blocks=cached_blocks,
+            total_blocks=self._total_blocks,
+            steps=self._steps,
+        )

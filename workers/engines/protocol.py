@@ -1,0 +1,128 @@
+"""What a worker needs of an engine.
+
+An engine has one or more data-parallel *ranks*, numbered from 0. Each has a KV cache of its own and is a routing target
+of its own; they share the process, its request plane and its steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from poolgrid.wire.events import AnyEvent, BlocksStored, LoadReported
+from poolgrid.wire.requests import Generate, KvOffered, TokenDelta
+from poolgrid.workers.core.kv_arrival import KvArrival
+from poolgrid.workers.core.kv_fetches import KvWanted
+from poolgrid.workers.tensor_transfer.port import Tensor
+
+
+@dataclass(slots=True)
+class RankReport:
+    """What became visible of one rank."""
+
+    events: list[AnyEvent]
+    """Cache and request events for the rank's stream, in order."""
+    load: LoadReported
+
+
+@dataclass(slots=True)
+class EngineReport:
+    """What one engine step made visible (one wake-up, if the engine steps elsewhere), delivered once, in order."""
+
+    deltas: list[TokenDelta]
+    """New tokens by request, of all ranks. The delta that has a finish reason is the request's last; after
+    ``prefilled`` or ``encoded`` the engine keeps the request's blocks or embeddings until ``released`` names it or it
+    is cancelled."""
+    ranks: dict[int, RankReport]
+    """By rank; one of which there is nothing to say may be absent."""
+    steps: int = 1
+    duration_ms: float = 0.0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    preemptions: int = 0
+    queue_waits_ms: list[float] = field(default_factory=list)
+    arrivals: list[KvArrival] = field(default_factory=list)
+    """KV that arrived from prefill workers."""
+    released: list[str] = field(default_factory=list)
+    """Prefilled requests whose blocks are no longer kept."""
+    expired: int = 0
+    """How many of those nobody came for."""
+    kept_transfers: int = 0
+    """Prefilled requests whose blocks are kept now."""
+    keeps_encoded: bool = False
+    """Whether the engine keeps embeddings for its peers after ``encoded`` and says when they are released; without it
+    such a request has ended."""
+
+
+class Engine(Protocol):
+    """An engine with all its ranks on the worker's event loop."""
+
+    @property
+    def dp_size(self) -> int:
+        """How many ranks it has."""
+        ...
+
+    @property
+    def ailment(self) -> str:
+        """Why it does not do its work though it has not broken; empty = it is well."""
+        ...
+
+    def describe(self) -> dict[str, object]:
+        """Return what people should know of this engine and of no other, as JSON values."""
+        ...
+
+    async def run(self, deliver: Callable[[EngineReport], None]) -> None:
+        """Work until cancelled, handing over one report per step; raises when the engine is broken."""
+        ...
+
+    def submit(self, request: Generate) -> None:
+        """Take a request, or raise ``poolgrid.workers.core.refusal.RefusedError`` and change nothing."""
+        ...
+
+    def cancel(self, request_id: str) -> None:
+        """Stop a request soon; a last delta with finish reason ``cancelled`` follows unless it ended anyway."""
+        ...
+
+    def load(self, dp_rank: int) -> LoadReported:
+        """Return a rank's statistics now."""
+        ...
+
+    def resident_blocks(self, dp_rank: int) -> list[BlocksStored]:
+        """Return what a rank's cache really holds now, asked of the engine itself.
+
+        Raises ``NotImplementedError`` when the engine cannot tell.
+        """
+        ...
+
+    def restate(self, dp_rank: int) -> list[BlocksStored]:
+        """Return everything in a rank's cache, as reports have told it up to now, parents before children."""
+        ...
+
+
+class EmbeddingTaker(Protocol):
+    """What an engine that computes prompts needs to be, to have embeddings fetched for it by its worker."""
+
+    def submit_embedded(self, request: Generate, tensors: Sequence[Tensor]) -> None:
+        """Take a request with the embeddings of its images, in order, or raise ``RefusedError``."""
+        ...
+
+
+class KvHandover(Protocol):
+    """What an engine needs of its worker to hand KV over; an engine that talks to its peers by itself has none."""
+
+    def wanted(self, request: Generate) -> KvWanted:
+        """Return where to ask before a request of the decode stage can run, or raise ``RefusedError``."""
+        ...
+
+    def submit_offered(self, request: Generate, offer: KvOffered) -> None:
+        """Take a request of the decode stage with its source's answer, or raise ``RefusedError`` and change nothing."""
+        ...
+
+    def offer(self, transfer_id: str) -> KvOffered:
+        """Return what is kept for a transfer, and keep it for the time-out from now on."""
+        ...
+
+    def release(self, transfer_id: str) -> None:
+        """Let go of what is kept for a transfer, if anything is."""
+        ...

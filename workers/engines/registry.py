@@ -1,0 +1,42 @@
+"""Which engines there are: a line each, by the name that ``--engine`` takes. ``docs/engines.md`` says how to write one.
+
+Nothing else outside of an engine's directory names it. Only the engine that is asked for is imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from poolgrid.runtime.settings import Settings
+
+if TYPE_CHECKING:
+    from poolgrid.workers.engines.definition import EngineDefinition
+
+ENGINES = {
+    "simulated": "poolgrid.workers.engines.simulated.definition",
+    "trtllm": "poolgrid.workers.engines.trtllm.definition",
+}
+"""Module that defines each engine, as ``ENGINE``. The first is the default."""
+
+if TYPE_CHECKING:
+    EngineName = str
+else:
+    EngineName = Literal[tuple(ENGINES)]
+
+
+class EngineChoice(Settings):
+    """Which engine a worker drives; the other settings depend on it."""
+
+    engine: EngineName = Field(
+        next(iter(ENGINES)),
+        description="Engine of the worker: simulated needs nothing, trtllm needs TensorRT-LLM and GPUs.",
+    )
+
+
+def engine_definition(name: str) -> EngineDefinition[Any]:
+    """Return the definition of an engine; raises ``KeyError`` when there is none of that name."""
+    definition: EngineDefinition[Any] = importlib.import_module(ENGINES[name]).ENGINE
+    return definition

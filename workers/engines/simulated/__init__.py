@@ -1,0 +1,1 @@
+"""The simulated engine as one of a worker: ``core`` is pure, the rest drives it in real time."""

@@ -1,0 +1,138 @@
+"""Who runs next: requests wait by priority, then first come first served; nobody overtakes the one in front.
+
+The scheduler owns the sequences. It admits while a place in the batch, blocks and tokens of the step's budget last,
+and picks the victim when blocks run out: lowest priority, then last arrived.
+
+Two kinds of sequences hold blocks without being computed. *Transferring* ones have a place in the batch and cannot
+give way, as blocks that are being filled from elsewhere must not be given to others. *Kept* ones wait for a decode
+worker: they have no place in the batch, and at most ``kept_max`` of them, with those that will be kept, exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from heapq import heappop, heappush
+
+from poolgrid.wire.identifiers import Stage
+from poolgrid.workers.engines.simulated.core.block_pool import BlockPool
+from poolgrid.workers.engines.simulated.core.sequence import Phase, Sequence
+
+
+class Scheduler:
+    """Waiting and running sequences of one engine."""
+
+    def __init__(self, pool: BlockPool, max_batch_size: int, kept_max: int) -> None:
+        self._pool = pool
+        self._max_batch_size = max_batch_size
+        self._kept_max = kept_max
+        self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # a heap; cancelled entries are skipped
+        self._did_not_fit: tuple[int, int] | None = None  # (order of the head, pool version) of the last refusal
+        self.waiting_count = 0
+        self.prefilling: list[Sequence] = []
+        """In the order of admission."""
+        self.decoding: dict[int, Sequence] = {}
+        """By arrival order number, in the order in which they began to decode."""
+        self.transferring: dict[int, Sequence] = {}
+        """By arrival order number."""
+        self.kept: dict[str, Sequence] = {}
+        """By transfer id."""
+        self._prefill_stages = 0
+        """Sequences of the prefill stage among those prefilling."""
+        self.unprefilled_tokens = 0
+        """Tokens accepted and not yet computed."""
+
+    @property
+    def running_count(self) -> int:
+        """Sequences that have a place in the batch."""
+        return len(self.prefilling) + len(self.decoding) + len(self.transferring)
+
+    def computed(self) -> Iterator[Sequence]:
+        """Iterate over the sequences that steps work on."""
+        yield from self.prefilling
+        yield from self.decoding.values()
+
+    def enqueue(self, sequence: Sequence) -> None:
+        """Let a sequence wait."""
+        heappush(self._waiting, (sequence.key, sequence))
+        self.waiting_count += 1
+        self.unprefilled_tokens += sequence.queued_tokens
+
+    def admit(self, may_compute: bool) -> Sequence | None:
+        """Move the first waiting sequence to prefilling or transferring, its cached prefix held.
+
+        ``None`` when it must wait; without ``may_compute``, also when there is something to compute for it.
+        """
+        while self._waiting and self._waiting[0][1].phase is not Phase.WAITING:
+            heappop(self._waiting)
+        if not self._waiting or self.running_count >= self._max_batch_size:
+            return None
+        pool = self._pool
+        sequence = self._waiting[0][1]
+        moves = sequence.stage is Stage.DECODE
+        if not may_compute and not moves:
+            return None
+        hands_over = sequence.stage is Stage.PREFILL
+        if hands_over and len(self.kept) + self._prefill_stages >= self._kept_max:
+            return None
+        attempt = (sequence.order, pool.version)
+        if attempt == self._did_not_fit:
+            return None
+        # At least one token must be computed, or there would be no next token; a transfer brings it along.
+        match = pool.match(sequence.hashes, (sequence.target if moves else sequence.target - 1) // pool.block_size)
+        new_blocks = sequence.blocks_to_prefill() - match.device
+        if not pool.take(sequence.hashes, match, new_blocks):
+            self._did_not_fit = attempt
+            return None
+        heappop(self._waiting)
+        self.waiting_count -= 1
+        sequence.shared = match.device + match.host
+        sequence.private = new_blocks - match.host
+        sequence.computed = sequence.shared * pool.block_size
+        if moves:
+            sequence.phase = Phase.TRANSFERRING
+            self.transferring[sequence.order] = sequence
+            return sequence
+        sequence.phase = Phase.PREFILLING
+        self.unprefilled_tokens -= sequence.computed
+        self.prefilling.append(sequence)
+        self._prefill_stages += hands_over
+        return sequence
+
+    def keep(self, sequence: Sequence) -> None:
+        """Hold the blocks of a prefilled sequence under its transfer id."""
+        self.prefilling.remove(sequence)
+        self._prefill_stages -= 1
+        sequence.phase = Phase.KEPT
+        self.kept[sequence.transfer_id] = sequence
+
+    def begin_decoding(self, sequence: Sequence) -> None:
+        """Move a sequence whose prompt is complete, computed here or moved here, to decoding."""
+        if sequence.phase is Phase.TRANSFERRING:
+            del self.transferring[sequence.order]
+        else:
+            self.prefilling.remove(sequence)
+            self._prefill_stages -= sequence.stage is Stage.PREFILL
+        sequence.phase = Phase.DECODING
+        self.decoding[sequence.order] = sequence
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out of whatever it is in and release its blocks; its phase is the caller's to set."""
+        if sequence.phase is Phase.WAITING:
+            self.waiting_count -= 1
+            self.unprefilled_tokens -= sequence.queued_tokens
+            return
+        if sequence.phase is Phase.PREFILLING:
+            self.prefilling.remove(sequence)
+            self._prefill_stages -= sequence.stage is Stage.PREFILL
+            self.unprefilled_tokens -= sequence.target - sequence.computed
+        elif sequence.phase is Phase.TRANSFERRING:
+            del self.transferring[sequence.order]
+        elif sequence.phase is Phase.KEPT:
+            del self.kept[sequence.transfer_id]
+        else:
+            del self.decoding[sequence.order]
+        self._pool.release(sequence.hashes[: sequence.shared], sequence.private)
+
+    def victim(self) -> Sequence:
+        """Return the sequence to give way: lowest priority, then last arrived."""
+        return max(self.computed(), key=lambda sequence: sequence.key)

@@ -1,0 +1,199 @@
+"""One request inside the simulated engine: its tokens, its blocks and how far it is.
+
+A request of the prefill stage ends in ``KEPT``: it runs no more, its blocks stay for the decode worker. One of the
+decode stage begins in ``TRANSFERRING``: it holds blocks that fill from elsewhere, and has nothing to compute.
+
+Positions: of ``isl`` prompt tokens and the output, the KV of a token is computed by the step *after* the one that
+generated it. With ``emitted`` output tokens a decoding sequence therefore has ``isl + emitted - 1`` tokens of KV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as TypingSequence
+from enum import Enum
+
+from poolgrid.wire.hashing import TOKEN_BYTES, block_hashes, hash_seed, sequence_hashes
+from poolgrid.wire.identifiers import Stage
+from poolgrid.wire.requests import Generate
+from poolgrid.workers.engines.simulated.core.guided_tokens import GuidedTokenStream, Guides, TokenGuide
+from poolgrid.workers.engines.simulated.core.media import MediaMark, key_of, touched_blocks
+from poolgrid.workers.engines.simulated.core.next_token import TokenStream, Vocabulary
+
+
+class Phase(Enum):
+    """What a sequence is doing."""
+
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    TRANSFERRING = "transferring"
+    DECODING = "decoding"
+    KEPT = "kept"
+    ENDED = "ended"
+
+
+class Sequence:
+    """State of one request; the scheduler and the engine change it."""
+
+    __slots__ = (
+        "arrival_ms",
+        "base_emitted",
+        "base_step",
+        "block_size",
+        "cached_tokens",
+        "computed",
+        "due",
+        "hashes",
+        "isl",
+        "key",
+        "logprobs",
+        "marks",
+        "max_tokens",
+        "moved_blocks",
+        "order",
+        "phase",
+        "present_blocks",
+        "private",
+        "prompt",
+        "request_id",
+        "seed",
+        "shared",
+        "stage",
+        "started",
+        "stream",
+        "target",
+        "touched",
+        "transfer_id",
+        "transfer_ms",
+        "wake_ms",
+    )
+
+    def __init__(
+        self,
+        request: Generate,
+        order: int,
+        arrival_ms: float,
+        block_size: int,
+        vocabulary: Vocabulary,
+        prompt_hashes: list[int] | None,
+        marks: tuple[MediaMark, ...] = (),
+        guides: Guides | None = None,
+        guide: TokenGuide | None = None,
+    ) -> None:
+        self.request_id = request.request_id
+        self.prompt = request.token_ids
+        self.isl = len(request.token_ids) // TOKEN_BYTES
+        self.max_tokens = request.sampling.max_tokens
+        self.logprobs = request.sampling.logprobs
+        self.stage = request.stage
+        """``DECODE`` only until the transfer: a request that gives up its blocks after it is computed here."""
+        self.order = order
+        self.key = (-request.routing.priority, order)
+        """Scheduling order: higher priority first, then first come."""
+        self.arrival_ms = arrival_ms
+        self.block_size = block_size
+        self.seed = hash_seed(request.routing.lora_name, request.routing.cache_salt)
+        self.marks = marks
+        """Its media; what is generated depends on them as on the prompt."""
+        self.touched = touched_blocks(marks, block_size) if marks else {}
+        """The media that touch each block, by the block's position."""
+        # Before the prompt: a request that moves here has output behind its prompt, and goes on in the same way.
+        seen = key_of(marks) + self.prompt if marks else self.prompt
+        self.stream: TokenStream
+        if request.sampling.guide:
+            assert guides is not None, "the engine has refused a guide that it cannot keep to"
+            self.stream = GuidedTokenStream(vocabulary, seen, request, guides, guide)
+        else:
+            self.stream = TokenStream(vocabulary, seen, request.sampling, request.stop_token_ids)
+        if prompt_hashes is None:
+            prompt_hashes = sequence_hashes(block_hashes(self.prompt, block_size, self.seed, self.touched))
+        self.hashes = prompt_hashes
+        """Sequence hashes of whole blocks, prompt first; extended as the output fills blocks."""
+        self.phase = Phase.WAITING
+        self.started = False
+        self.cached_tokens = 0
+        """Prompt tokens that were reused when it first started."""
+        self.target = self.isl
+        """Tokens to compute before the next token can be generated."""
+        self.computed = 0
+        self.shared = 0
+        """Blocks held by name, from the front."""
+        self.private = 0
+        """Blocks held without a name."""
+        self.base_emitted = 0
+        """Output tokens emitted up to decode step ``base_step``; one more with each step since, while decoding."""
+        self.base_step = 0
+        self.due = 0
+        """Decode step at whose end something happens to this sequence: a block is full, or it ends."""
+
+        self.transfer_id = ""
+        """Name of the hand-over of its KV, to or from this engine."""
+        self.wake_ms = -1.0
+        """While transferring: when the blocks are here. While kept: when they are let go of."""
+        self.transfer_ms = 0.0
+        self.moved_blocks = 0
+        self.present_blocks = 0
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens to compute that a waiting sequence stands for."""
+        return 0 if self.stage is Stage.DECODE else self.target
+
+    def emitted_at(self, decode_steps: int) -> int:
+        """Return how many output tokens exist after that many decode steps of the engine."""
+        if self.phase is Phase.DECODING:
+            return self.base_emitted + decode_steps - self.base_step
+        return self.base_emitted
+
+    def held_blocks(self) -> int:
+        """Return the blocks that the sequence occupies, shared ones included."""
+        return self.shared + self.private
+
+    def blocks_to_prefill(self) -> int:
+        """Return the blocks needed to compute ``target`` tokens and take the step after, where there is one."""
+        goes_on = self.base_emitted + 1 < self.max_tokens and self.stage is not Stage.PREFILL
+        return -(-(self.target + goes_on) // self.block_size)
+
+    def restart(self, decode_steps: int) -> None:
+        """Go back to waiting, with nothing computed; what was emitted becomes part of what must be prefilled."""
+        self.base_emitted = self.emitted_at(decode_steps)
+        self.phase = Phase.WAITING
+        self.target = self.isl + self.base_emitted
+        self.computed = self.shared = self.private = 0
+        self.name_blocks(self.target // self.block_size)
+
+    def plan(self, decode_steps: int) -> None:
+        """Generate up to the end of the block being filled, or of the output, and note when that is due."""
+        emitted = self.base_emitted
+        filled = (self.isl + emitted - 1) % self.block_size
+        until = emitted + self.block_size - filled
+        stream = self.stream
+        stream.generate_to(until)
+        final = stream.final
+        self.base_step = decode_steps
+        self.due = decode_steps + (until if final is None or final > until else final) - emitted
+
+    def name_blocks(self, count: int) -> None:
+        """Extend ``hashes`` to the first ``count`` blocks, whose tokens must all exist."""
+        have = len(self.hashes)
+        if have >= count:
+            return
+        # A new list: the caller of ``submit`` may share the prompt's between requests.
+        parent = self.hashes[-1] if have else None
+        fresh = block_hashes(self.tokens(have, count), self.block_size, self.seed, self.media_of(have, count))
+        self.hashes = self.hashes + sequence_hashes(fresh, parent)
+
+    def media_of(self, first_block: int, end_block: int) -> Mapping[int, TypingSequence[int]]:
+        """Return the media that touch a range of blocks, by position in the range."""
+        return {at - first_block: hashes for at, hashes in self.touched.items() if first_block <= at < end_block}
+
+    def tokens(self, first_block: int, end_block: int) -> bytes:
+        """Return the token ids of a range of blocks, over prompt and output."""
+        stride = TOKEN_BYTES * self.block_size
+        start, end = first_block * stride, end_block * stride
+        edge = len(self.prompt)
+        if end <= edge:
+            return self.prompt[start:end]
+        if start >= edge:
+            return bytes(self.stream.output[start - edge : end - edge])
+        return self.prompt[start:] + bytes(self.stream.output[: end - edge])

@@ -1,0 +1,119 @@
+"""Opens the simulated engine of a worker: of the role's kind, with its ends of transfers between workers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+
+from poolgrid.workers.embedding_fetcher import EmbeddingFetcher
+from poolgrid.workers.engines.definition import OpenedEngine, Surroundings
+from poolgrid.workers.engines.lifecycle.closing import close_in_order
+from poolgrid.workers.engines.simulated.card import make_card
+from poolgrid.workers.engines.simulated.core.kv_transfer import KvSource
+from poolgrid.workers.engines.simulated.core.timing import PolynomialTiming, ScaledTiming, TableTiming, TimingModel
+from poolgrid.workers.engines.simulated.encode import EncodeLimits, SimulatedEncodeEngine
+from poolgrid.workers.engines.simulated.guides import LazyGuides
+from poolgrid.workers.engines.simulated.real_time import RealTimeSimulatedEngine
+from poolgrid.workers.engines.simulated.settings import SimulatedWorkerSettings
+from poolgrid.workers.kv_fetcher import KvFetcher
+from poolgrid.workers.tensor_transfer.metrics import TensorMetrics
+from poolgrid.workers.tensor_transfer.nixl_transfer import NixlTensorTransfer, make_agent
+from poolgrid.workers.tensor_transfer.port import TensorTransfer
+from poolgrid.workers.tensor_transfer.tensor_store import TensorStore
+from poolgrid.workers.tensor_transfer.zmq_transfer import ZmqTensorTransfer
+from poolgrid.workers.transfers import EmbeddingExchange, KvExchange
+
+
+def open_engine(settings: SimulatedWorkerSettings, around: Surroundings) -> AbstractAsyncContextManager[OpenedEngine]:
+    """Open the engine of the worker's role.
+
+    Raises ``TableError`` when the timing table cannot be used, ``OSError`` when a port cannot be bound, and
+    ``NixlMissing``.
+    """
+    return _open_encode(settings, around) if settings.role == "encode" else _open_whole(settings, around)
+
+
+def make_timing(settings: SimulatedWorkerSettings) -> TimingModel:
+    """Return the step times; raises ``TableError`` when the table cannot be used."""
+    model: TimingModel = PolynomialTiming()
+    if settings.timing_table is not None:
+        model = TableTiming.from_file(settings.timing_table)
+    return model if settings.speedup == 1.0 else ScaledTiming(model, settings.speedup)
+
+
+def make_tensor_transfer(settings: SimulatedWorkerSettings, around: Surroundings) -> TensorTransfer | None:
+    """Return this worker's end of tensor transfers, ``None`` for a text-only one.
+
+    Raises ``OSError`` when the port cannot be bound, ``NixlMissing``.
+    """
+    if settings.modality == "text":
+        return None
+    metrics = TensorMetrics(around.registry, settings.tensor_transport)
+    # Before the socket: without NIXL nothing has been bound.
+    name = f"{settings.worker_id}-{around.epoch}"
+    agent = make_agent(name) if settings.tensor_transport == "nixl" else None
+    store = TensorStore(f"{around.epoch:x}", settings.tensor_store_mb * 2**20, settings.tensor_lease_ms)
+    over_zmq = ZmqTensorTransfer(
+        around.context,
+        settings.host,
+        settings.tensor_port,
+        settings.advertise_host,
+        store,
+        around.awake,
+        metrics,
+        chunk_bytes=settings.tensor_chunk_kb * 1024,
+        timeout_ms=settings.tensor_fetch_timeout_ms,
+    )
+    if agent is None:
+        return over_zmq
+    return NixlTensorTransfer(agent, name, over_zmq, around.awake, metrics, settings.tensor_fetch_timeout_ms)
+
+
+@asynccontextmanager
+async def _open_encode(settings: SimulatedWorkerSettings, around: Surroundings) -> AsyncIterator[OpenedEngine]:
+    """Open the simulated encode engine; raises what ``make_tensor_transfer`` raises."""
+    tensors = make_tensor_transfer(settings, around)
+    assert tensors is not None, "an encode worker is multimodal"
+    limits = EncodeLimits(
+        max_waiting_requests=settings.max_waiting_requests, ms_per_image=settings.encode_ms_per_image / settings.speedup
+    )
+    try:
+        engine = SimulatedEncodeEngine(limits, tensors, around.clock)
+        yield OpenedEngine(engine, make_card(settings, around.request_port, around.http_port))
+    finally:
+        await tensors.close()
+
+
+@asynccontextmanager
+async def _open_whole(settings: SimulatedWorkerSettings, around: Surroundings) -> AsyncIterator[OpenedEngine]:
+    """Open the simulated engine.
+
+    Raises ``TableError`` when the timing table cannot be used, and what ``make_tensor_transfer`` raises.
+    """
+    card = make_card(settings, around.request_port, around.http_port)
+    engine = RealTimeSimulatedEngine(
+        settings.engine_limits(),
+        settings.vocabulary(),
+        make_timing(settings),
+        around.clock,
+        settings.transfer_model(),
+        KvSource(card.request_endpoint, settings.worker_id, around.epoch),
+        settings.modality == "multimodal",
+        None if settings.tokenizer_path is None else LazyGuides(settings.tokenizer_path, settings.vocabulary()),
+    )
+    fetches_max = settings.max_waiting_requests + settings.max_batch_size
+    async with AsyncExitStack() as opened:
+        tensors = make_tensor_transfer(settings, around)
+        embeddings = None
+        if tensors is not None:
+            opened.push_async_callback(tensors.close)
+            embeddings = EmbeddingFetcher(tensors, fetches_max)
+            opened.push_async_callback(embeddings.close)
+        fetcher = KvFetcher(around.context, settings.kv_fetch_timeout_ms, fetches_max, around.awake, around.metrics)
+        close_in_order(opened, fetcher.close)
+        yield OpenedEngine(
+            engine,
+            card,
+            KvExchange(engine, fetcher),
+            None if embeddings is None else EmbeddingExchange(engine, embeddings),
+        )

@@ -1,0 +1,192 @@
+"""Every setting of a worker with the simulated engine: the command line, the environment and the documentation come
+from here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from poolgrid.wire.identifiers import Role
+from poolgrid.wire.limits import BLOCKS_PER_EVENT_MAX, LORAS_PER_WORKER_MAX
+from poolgrid.workers.engines.simulated.core.engine import EngineLimits
+from poolgrid.workers.engines.simulated.core.kv_transfer import (
+    KEPT_TRANSFERS_MAX_DEFAULT,
+    KV_BYTES_PER_TOKEN_DEFAULT,
+    KV_TRANSFER_GIGABYTES_PER_S_DEFAULT,
+    KV_TRANSFER_LATENCY_MS_DEFAULT,
+    KV_TRANSFER_TIMEOUT_MS_DEFAULT,
+    TIMEOUT_MS_MAX,
+    TransferModel,
+)
+from poolgrid.workers.engines.simulated.core.next_token import Vocabulary
+from poolgrid.workers.engines.simulated.core.timing import SPEEDUP_MAX
+from poolgrid.workers.settings import Name, WorkerProcessSettings
+
+
+class SimulatedWorkerSettings(WorkerProcessSettings):
+    """A worker process with the simulated engine."""
+
+    engine_name: ClassVar[str] = "simulated"
+
+    model: Name = Field("simulated", description="Served model name, as clients write it.")
+    role: Literal["aggregated", "prefill", "decode", "encode"] = Field(
+        "aggregated",
+        description="What the worker does: whole requests and any leg, the prefill leg only, or the decode leg and "
+        "whole requests, or the embeddings of images for the others (encode).",
+    )
+    block_size: int = Field(32, ge=1, le=4096, description="Tokens in a KV block.")
+    total_kv_blocks: int = Field(16_384, ge=1, le=BLOCKS_PER_EVENT_MAX, description="KV blocks on the device.")
+    host_kv_blocks: int = Field(
+        0,
+        ge=0,
+        le=BLOCKS_PER_EVENT_MAX,
+        description="KV blocks on the host, which take what the device evicts; 0 = none.",
+    )
+    max_batch_size: int = Field(256, ge=1, le=65_536, description="Requests that run at a time.")
+    max_num_tokens: int = Field(
+        8192, ge=1, le=1_048_576, description="Tokens in one engine step; at least max_batch_size."
+    )
+    max_sequence_length: int = Field(
+        131_072, ge=2, le=4_194_304, description="Prompt and output tokens of one request; a longer one is refused."
+    )
+    max_waiting_requests: int = Field(
+        4096, ge=1, le=65_536, description="Requests that may wait for a place; one more is refused as busy."
+    )
+    vocabulary_size: int = Field(32_000, ge=1, le=2**32, description="Generated token ids are below this.")
+    first_token_id: int = Field(3, ge=0, le=2**32 - 1, description="Lowest token id that is generated.")
+    eos_token_id: int = Field(2, ge=0, le=2**32 - 1, description="Token id that ends an output.")
+    eos_probability: float = Field(
+        0.0, ge=0.0, le=1.0, description="Chance of the end-of-sequence token at each position."
+    )
+    tokenizer_path: Path | None = Field(
+        None,
+        description="Model directory (or its tokenizer.json) whose tokens the engine knows, to keep to guides "
+        "(response_format, forced tool calls); empty = such requests are refused.",
+    )
+    speedup: float = Field(1.0, gt=0.0, le=SPEEDUP_MAX, description="Divides all simulated step times.")
+    timing_table: Path | None = Field(
+        None, description="JSON file of measured step times, instead of the built-in formulas."
+    )
+    kv_bytes_per_token: int = Field(
+        KV_BYTES_PER_TOKEN_DEFAULT,
+        ge=1,
+        le=2**30,
+        description="KV of one token, for the time a transfer takes; the default is Llama-3.1-8B's in 16 bit.",
+    )
+    kv_transfer_gigabytes_per_s: float = Field(
+        KV_TRANSFER_GIGABYTES_PER_S_DEFAULT,
+        gt=0.0,
+        le=1e6,
+        description="Bandwidth of a KV transfer, in 10^9 bytes per second; multiplied by speedup.",
+    )
+    kv_transfer_latency_ms: float = Field(
+        KV_TRANSFER_LATENCY_MS_DEFAULT,
+        ge=0.0,
+        le=60_000.0,
+        description="Set-up time of a KV transfer, whatever its size; divided by speedup.",
+    )
+    kv_transfer_timeout_ms: float = Field(
+        KV_TRANSFER_TIMEOUT_MS_DEFAULT,
+        ge=10.0,
+        le=TIMEOUT_MS_MAX,
+        description="How long a prefill worker keeps KV that no decode worker asks for; real time, whatever speedup.",
+    )
+    kept_transfers_max: int = Field(
+        KEPT_TRANSFERS_MAX_DEFAULT,
+        ge=1,
+        le=65_536,
+        description="Prefilled requests whose KV is kept at a time; at the bound prefill legs are refused as busy.",
+    )
+    kv_fetch_timeout_ms: float = Field(
+        2000.0,
+        ge=10.0,
+        le=TIMEOUT_MS_MAX,
+        description="How long a decode worker waits for a prefill worker's answer before the leg ends as broken and "
+        "the request is placed anew.",
+    )
+    modality: Literal["text", "multimodal"] = Field(
+        "text", description="What requests may carry: text only, or images and embeddings too."
+    )
+    tokens_per_image: int = Field(
+        16, ge=1, le=65_536, description="Prompt tokens that stand for an image, with modality multimodal."
+    )
+    encode_ms_per_image: float = Field(
+        20.0, ge=0.0, le=60_000.0, description="Time that an encode worker takes for an image; divided by speedup."
+    )
+    tensor_transport: Literal["zmq", "nixl"] = Field(
+        "zmq",
+        description="How embeddings come from encode workers: in messages, or read from their memory with NIXL "
+        "(poolgrid[nixl]). poolgrid_worker_tensor_transport shows it.",
+    )
+    tensor_port: int = Field(
+        0, ge=0, le=65535, description="Port at which tensors are asked for and let go of; 0 = any free one."
+    )
+    tensor_store_mb: int = Field(
+        256,
+        ge=1,
+        le=1_048_576,
+        description="Embeddings kept for other workers, in 2^20 bytes; beyond it encode legs are refused as busy.",
+    )
+    tensor_lease_ms: float = Field(
+        10_000.0,
+        ge=10.0,
+        le=TIMEOUT_MS_MAX,
+        description="How long embeddings are kept that nobody asks for; as long as a silent router keeps its lease.",
+    )
+    tensor_fetch_timeout_ms: float = Field(
+        2000.0,
+        ge=10.0,
+        le=TIMEOUT_MS_MAX,
+        description="Silence of an encode worker after which a fetch of embeddings ends as broken.",
+    )
+    tensor_chunk_kb: int = Field(
+        1024, ge=1, le=4096, description="Piece of a tensor in one message, in 2^10 bytes, without NIXL."
+    )
+    loras: tuple[Name, ...] = Field((), max_length=LORAS_PER_WORKER_MAX, description="LoRA adapters that are served.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self.engine_limits()
+        self.vocabulary()
+        if self.role == "encode" and self.modality != "multimodal":
+            raise ValueError("role is 'encode' and modality is 'text': an encode worker needs modality multimodal")
+        path = self.tokenizer_path
+        if path is not None and not (path / "tokenizer.json").is_file() and not path.is_file():
+            raise ValueError(
+                f"tokenizer_path is {str(path)!r}: allowed is a directory with a tokenizer.json, or that file"
+            )
+        return self
+
+    def engine_limits(self) -> EngineLimits:
+        """Return the limits of the simulated engine."""
+        return EngineLimits(
+            block_size=self.block_size,
+            total_kv_blocks=self.total_kv_blocks,
+            host_kv_blocks=self.host_kv_blocks,
+            max_batch_size=self.max_batch_size,
+            max_num_tokens=self.max_num_tokens,
+            max_sequence_length=self.max_sequence_length,
+            max_waiting_requests=self.max_waiting_requests,
+        )
+
+    def vocabulary(self) -> Vocabulary:
+        """Return the token ids that the simulated engine produces."""
+        return Vocabulary(self.vocabulary_size, self.first_token_id, self.eos_token_id, self.eos_probability)
+
+    def transfer_model(self) -> TransferModel:
+        """Return how the simulated engine hands KV over."""
+        return TransferModel(
+            latency_ms=self.kv_transfer_latency_ms / self.speedup,
+            gigabytes_per_s=self.kv_transfer_gigabytes_per_s * self.speedup,
+            bytes_per_token=self.kv_bytes_per_token,
+            timeout_ms=self.kv_transfer_timeout_ms,
+            kept_max=self.kept_transfers_max,
+        )
+
+    @property
+    def card_role(self) -> Role:
+        """The role as the worker's card states it."""
+        return Role[self.role.upper()]

@@ -1,0 +1,1 @@
+"""Arguments of TensorRT-LLM's engines, and the files that hold them: resolved, checked and converted without it."""

@@ -1,0 +1,386 @@
+"""From settings, a file and a JSON object to the arguments of ``LLM``, with the source of every value. Pure.
+
+Precedence, lowest first:
+
+1. ``default``: poolgrid's own defaults;
+2. ``command line``: options and ``POOLGRID_*`` variables that were given;
+3. the ``--extra-engine-args`` file;
+4. ``--override-engine-args``;
+5. ``run``: what this run cannot do without (a prefill engine has no overlap scheduler; events need a buffer; ...).
+
+Merging is recursive: mappings join key by key, anything else replaces. One exception: a nested configuration whose
+discriminator (``decoding_type``, ``algorithm``) changes is replaced whole: its other keys belong to the old kind.
+
+Nothing here is built by TensorRT-LLM: nested configurations stay plain mappings, ready for its own argument helpers.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import yaml
+
+from poolgrid.workers.engines.trtllm.arguments.contract import (
+    AUTODEPLOY,
+    PYTORCH,
+    ContractError,
+    Fault,
+    contract,
+    shown,
+)
+from poolgrid.workers.engines.trtllm.arguments.engine_file import parse_json, read_yaml
+from poolgrid.workers.engines.trtllm.arguments.engine_rules import check_engine, look_up
+from poolgrid.workers.engines.trtllm.settings import DYNAMIC_BATCH_WINDOW, TrtllmSettings
+
+DEFAULT = "default"
+COMMAND_LINE = "command line"
+OVERRIDE = "--override-engine-args"
+RUN = "run"
+
+KVBM_CONNECTOR = {
+    "connector_module": "kvbm.trtllm_integration.connector",
+    "connector_scheduler_class": "DynamoKVBMConnectorLeader",
+    "connector_worker_class": "DynamoKVBMConnectorWorker",
+}
+"""Where Dynamo's block manager keeps its TensorRT-LLM connector (the ``kvbm`` package)."""
+
+_REFUSED = "checking engine arguments, the engine is not started"
+
+DISCRIMINATORS = ("decoding_type", "algorithm")
+
+_ARGUMENT_OF_SETTING = {
+    "model_path": "model",
+    "backend": "backend",
+    "tensor_parallel_size": "tensor_parallel_size",
+    "pipeline_parallel_size": "pipeline_parallel_size",
+    "expert_parallel_size": "moe_expert_parallel_size",
+    "enable_attention_dp": "enable_attention_dp",
+    "gpus_per_node": "gpus_per_node",
+    "kv_block_size": "kv_cache_config.tokens_per_block",
+    "free_gpu_memory_fraction": "kv_cache_config.free_gpu_memory_fraction",
+    "max_batch_size": "max_batch_size",
+    "max_num_tokens": "max_num_tokens",
+    "max_seq_len": "max_seq_len",
+    "max_beam_width": "max_beam_width",
+    "guided_decoding_backend": "guided_decoding_backend",
+    "trust_remote_code": "trust_remote_code",
+    "load_format": "load_format",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Arguments from one source."""
+
+    source: str
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineArguments:
+    """What the engine starts with."""
+
+    values: dict[str, Any]
+    """Keyword arguments of ``LLM`` (or ``MultimodalEncoder``); nested configurations are plain mappings."""
+    sources: dict[str, str]
+    """Source of each value, by dotted path; a mapping has its source where it is empty, else its keys have theirs."""
+    warnings: tuple[str, ...] = ()
+    """What was asked for and is not done, one line each."""
+    publishes_kv_events: bool = False
+    """Whether the engine makes KV cache events at all."""
+
+    @property
+    def backend(self) -> str:
+        """The backend that is started."""
+        return cast(str, self.values.get("backend") or PYTORCH)
+
+    @property
+    def attention_dp_size(self) -> int:
+        """Ranks with a KV cache of their own: each is its own routing target."""
+        return int(look_up(self.values, "tensor_parallel_size")) if look_up(self.values, "enable_attention_dp") else 1
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a KV block."""
+        if self.backend == AUTODEPLOY:
+            return int(self.values["attn_page_size"])
+        return int(look_up(self.values, "kv_cache_config.tokens_per_block"))
+
+    def source(self, path: str) -> str:
+        """Return where the value at a path came from: its own source, or the nearest one above or below."""
+        if path in self.sources:
+            return self.sources[path]
+        above = path
+        while "." in above:
+            above = above.rpartition(".")[0]
+            if above in self.sources:
+                return self.sources[above]
+        below = sorted({source for each, source in self.sources.items() if each.startswith(f"{path}.")})
+        return ", ".join(below) or DEFAULT
+
+
+def merge(layers: Sequence[Layer]) -> EngineArguments:
+    """Merge layers, lowest first; the layers are not changed."""
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for layer in layers:
+        _merge_into(values, layer.values, layer.source, sources, "")
+    return EngineArguments(values, sources)
+
+
+def _merge_into(
+    into: dict[str, Any], values: Mapping[str, Any], source: str, sources: dict[str, str], path: str
+) -> None:
+    for key, value in values.items():
+        where = f"{path}.{key}" if path else key
+        old = into.get(key)
+        if isinstance(value, Mapping) and value and isinstance(old, dict) and _same_kind(old, value):
+            if not old:
+                sources.pop(where, None)
+            _merge_into(old, value, source, sources, where)
+            continue
+        if isinstance(value, Mapping) and not value and isinstance(old, dict):
+            continue  # an empty mapping adds nothing
+        for each in [each for each in sources if each == where or each.startswith(f"{where}.")]:
+            del sources[each]
+        if isinstance(value, Mapping) and value:
+            fresh: dict[str, Any] = {}
+            into[key] = fresh
+            _merge_into(fresh, value, source, sources, where)
+        else:
+            into[key] = copy.deepcopy(value)
+            sources[where] = source
+
+
+def _same_kind(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    return all(key not in new or key not in old or new[key] == old[key] for key in DISCRIMINATORS)
+
+
+def setting_layers(settings: TrtllmSettings) -> tuple[Layer, Layer]:
+    """Return the layer of defaults and the layer of what was given on the command line or in the environment."""
+    defaults: dict[str, Any] = {}
+    given: dict[str, Any] = {}
+    for setting, argument in _ARGUMENT_OF_SETTING.items():
+        value = getattr(settings, setting)
+        if setting in settings.model_fields_set:
+            _put(given, argument, value)
+        elif value not in (None, ""):
+            _put(defaults, argument, value)
+    _put(
+        defaults,
+        "scheduler_config",
+        {
+            "capacity_scheduler_policy": "GUARANTEED_NO_EVICT",
+            "dynamic_batch_config": {
+                "enable_batch_size_tuning": True,
+                "enable_max_num_tokens_tuning": False,
+                "dynamic_batch_moving_average_window": DYNAMIC_BATCH_WINDOW,
+            },
+        },
+    )
+    # Text workers get token ids and return token ids. Guided decoding and media need the tokenizer all the same.
+    bare = settings.modality == "text" and settings.guided_decoding_backend is None
+    _put(defaults, "skip_tokenizer_init", bare)
+    if settings.disaggregation_mode in ("prefill", "decode"):
+        _put(defaults, "cache_transceiver_config.backend", "DEFAULT")
+    if settings.disaggregation_mode == "prefill":
+        _put(defaults, "disable_overlap_scheduler", True)
+    if settings.disaggregation_mode == "encode":
+        # MultimodalEncoder has a default of its own (16384), larger than LLM's.
+        defaults.pop("max_num_tokens", None)
+    if settings.publish_events_and_metrics and settings.disaggregation_mode != "encode":
+        layer = given if "event_buffer_max_size" in settings.model_fields_set else defaults
+        _put(layer, "kv_cache_config.event_buffer_max_size", settings.event_buffer_max_size)
+    return Layer(DEFAULT, defaults), Layer(COMMAND_LINE, given)
+
+
+def resolve(settings: TrtllmSettings, file: Layer | None = None, override: Layer | None = None) -> EngineArguments:
+    """Return the arguments of a run, or raise ``ContractError`` with every fault, each with its path and source."""
+    layers = [*setting_layers(settings), *(layer for layer in (file, override) if layer is not None)]
+    faults = [
+        Fault(fault.path, f"{fault.message} (from {layer.source})")
+        for layer in layers[2:]
+        for fault in contract_faults_of_layer(layer.values)
+    ]
+    if faults:
+        raise ContractError(_REFUSED, faults)
+    merged = merge(layers)
+    warnings: list[str] = []
+    merged, publishes = _require(settings, merged, warnings)
+    if merged.backend == AUTODEPLOY:
+        merged = _prune(merged, warnings)
+    faults = contract().check(merged.values, merged.backend)
+    if not merged.values.get("model"):
+        faults.insert(0, Fault("model", "is required and absent, give --model-path"))
+    if not faults and merged.backend == PYTORCH:
+        faults = check_engine(merged.values, settings.disaggregation_mode)
+    if faults:
+        placed = [Fault(fault.path, f"{fault.message} (from {merged.source(fault.path)})") for fault in faults]
+        raise ContractError(_REFUSED, placed, warnings)
+    return replace(merged, warnings=tuple(warnings), publishes_kv_events=publishes)
+
+
+def resolve_files(settings: TrtllmSettings) -> EngineArguments:
+    """Return the arguments of a run, with the file and the JSON object that the settings name read in."""
+    file = override = None
+    if settings.extra_engine_args is not None:
+        file = Layer(str(settings.extra_engine_args), read_yaml(settings.extra_engine_args))
+    if settings.override_engine_args:
+        override = Layer(OVERRIDE, parse_json(settings.override_engine_args, OVERRIDE))
+    return resolve(settings, file, override)
+
+
+def contract_faults_of_layer(values: Mapping[str, Any]) -> list[Fault]:
+    """Return the faults of one source's values alone; what a nested configuration lacks may come from elsewhere.
+
+    The backend is decided by all layers together, so a key counts as known when either backend has it.
+    """
+    facts = contract()
+    either = []
+    by_backend = {backend: facts.check(values, backend) for backend in (PYTORCH, AUTODEPLOY)}
+    for fault in by_backend[PYTORCH]:
+        top = fault.path.partition(".")[0].partition("[")[0]
+        if fault.message.endswith("is required and absent") or "is required and absent, allowed" in fault.message:
+            continue
+        if fault.path == top and top in facts.auto_deploy and top not in facts.llm_args:
+            continue
+        # Where the backends' types differ (speculative decoding, cp_config), one that accepts it is enough.
+        if any(each.path == fault.path for each in by_backend[AUTODEPLOY]) or top not in facts.auto_deploy:
+            either.append(fault)
+    return either
+
+
+def _require(settings: TrtllmSettings, merged: EngineArguments, warnings: list[str]) -> tuple[EngineArguments, bool]:
+    """Add what the run cannot do without; warn where that undoes what somebody asked for."""
+    needs: dict[str, Any] = {}
+    values = merged.values
+
+    def need(path: str, value: Any, why: str) -> None:
+        if _at(values, path) == value:
+            return
+        source = merged.source(path)
+        if _has(values, path) and source != DEFAULT:
+            warnings.append(f"{path} is {shown(_at(values, path))} (from {source}), set to {shown(value)}: {why}")
+        _put(needs, path, value)
+
+    mode = settings.disaggregation_mode
+    reuses = look_up(values, "kv_cache_config.enable_block_reuse")
+    publishes = settings.publish_events_and_metrics and mode != "encode"
+    if publishes:
+        need("backend", PYTORCH, "only that backend publishes events")
+        need("enable_iter_perf_stats", True, "without it the PyTorch backend has no statistics to publish")
+        if not reuses:
+            source = merged.source("kv_cache_config.enable_block_reuse")
+            warnings.append(
+                f"kv_cache_config.enable_block_reuse is false (from {source}): the engine reuses nothing and makes no "
+                "KV events, routers will see no cached blocks on this worker"
+            )
+            need("kv_cache_config.event_buffer_max_size", 0, "without block reuse there are no events")
+        elif not look_up(values, "kv_cache_config.event_buffer_max_size"):
+            need(
+                "kv_cache_config.event_buffer_max_size",
+                settings.event_buffer_max_size,
+                "0 means no events, and --publish-events-and-metrics is on",
+            )
+    if settings.connector == "kvbm":
+        need("kv_connector_config", dict(KVBM_CONNECTOR), "--connector kvbm")
+        need(
+            "kv_cache_config.enable_partial_reuse",
+            False,
+            "the kvbm connector moves whole blocks, a partly reused one would be offloaded under a wrong name",
+        )
+    if mode == "prefill":
+        need("disable_overlap_scheduler", True, "a prefill engine must not overlap: its only step is the first")
+    if not needs:
+        return merged, bool(publishes and reuses)
+    result = EngineArguments(copy.deepcopy(values), dict(merged.sources))
+    if "kv_connector_config" in needs:
+        # Replaced whole: another connector's keys must not stay.
+        result.values.pop("kv_connector_config", None)
+        for each in [each for each in result.sources if each.partition(".")[0] == "kv_connector_config"]:
+            del result.sources[each]
+    _merge_into(result.values, needs, RUN, result.sources, "")
+    return result, bool(publishes and reuses)
+
+
+def _prune(merged: EngineArguments, warnings: list[str]) -> EngineArguments:
+    """Drop what the AutoDeploy backend does not take; one warning for each that somebody asked for."""
+    facts = contract()
+    kept: dict[str, Any] = {}
+    sources = dict(merged.sources)
+    gpus = merged.values.get("tensor_parallel_size", 1)
+    for name, value in merged.values.items():
+        field = facts.auto_deploy.get(name)
+        if name == "backend" or (field is not None and not (field.frozen and value != field.default)):
+            kept[name] = value
+            continue
+        source = merged.source(name)
+        for each in [each for each in sources if each.partition(".")[0] == name]:
+            del sources[each]
+        default = facts.llm_args[name].default if name in facts.llm_args else None
+        if source == DEFAULT or value == default:
+            continue
+        instead = "ignored"
+        if name == "tensor_parallel_size" and "world_size" not in merged.values:
+            instead = f"world_size is {gpus} instead"
+        warnings.append(
+            f"{name} is {shown(value)} (from {source}): the {AUTODEPLOY} backend has no such argument, {instead}"
+        )
+    if "attn_page_size" not in kept:
+        # Blocks are the unit that routers reason in: the two names of their size must agree.
+        kept["attn_page_size"] = look_up(merged.values, "kv_cache_config.tokens_per_block")
+        sources["attn_page_size"] = merged.source("kv_cache_config.tokens_per_block")
+    if gpus != 1 and "world_size" not in kept:
+        kept["world_size"] = gpus
+        sources["world_size"] = RUN
+    return EngineArguments(kept, sources)
+
+
+def render(arguments: EngineArguments) -> str:
+    """Return the arguments as a YAML document that can be used as a file, each line with its source as a comment."""
+    lines: list[tuple[str, str]] = []
+
+    def walk(values: Mapping[str, Any], path: str, indent: int) -> None:
+        for key in sorted(values, key=str):
+            value = values[key]
+            where = f"{path}.{key}" if path else str(key)
+            label = "  " * indent + _flow(key) + ":"
+            if isinstance(value, dict) and value and where not in arguments.sources:
+                lines.append((label, ""))
+                walk(value, where, indent + 1)
+            else:
+                lines.append((f"{label} {_flow(value)}", arguments.source(where)))
+
+    walk(arguments.values, "", 0)
+    width = max((len(text) for text, source in lines if source), default=0)
+    return "".join(f"{text.ljust(width)}  # {source}\n" if source else f"{text}\n" for text, source in lines)
+
+
+def _flow(value: Any) -> str:
+    text: str = yaml.safe_dump(value, default_flow_style=True, width=10**9, allow_unicode=True)
+    return text.removesuffix("...\n").strip()
+
+
+def _put(into: dict[str, Any], path: str, value: Any) -> None:
+    *above, last = path.split(".")
+    for key in above:
+        into = into.setdefault(key, {})
+    into[last] = value
+
+
+def _at(values: Mapping[str, Any], path: str) -> Any:
+    value: Any = values
+    for key in path.split("."):
+        if not isinstance(value, Mapping):
+            return None
+        value = value.get(key)
+    return value
+
+
+def _has(values: Mapping[str, Any], path: str) -> bool:
+    above, _, last = path.rpartition(".")
+    holder = _at(values, above) if above else values
+    return isinstance(holder, Mapping) and last in holder

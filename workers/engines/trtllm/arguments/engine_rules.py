@@ -1,0 +1,249 @@
+"""What the arguments of one engine, or of two engines that work together, must be to each other.
+
+The contract (``poolgrid.workers.engines.trtllm.arguments.contract``) knows fields one at a time; these rules know them
+together. All functions are pure, take well-typed arguments, and return every fault with its path. Sources of the rules:
+TensorRT-LLM 1.2.1, as collected in ``docs/trtllm.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from poolgrid.workers.engines.trtllm.arguments.contract import Fault, contract, shown
+
+Mode = Literal["prefill_and_decode", "prefill", "decode", "encode"]
+
+GRAPH_BATCH_DEFAULT = 128
+"""Largest CUDA graph batch that TensorRT-LLM generates when neither sizes nor a maximum are given."""
+
+MAX_BATCH_SIZE_DEFAULT = 2048
+"""TensorRT-LLM's own, where ``max_batch_size`` is null."""
+
+
+def look_up(arguments: Mapping[str, Any], path: str) -> Any:
+    """Return the value at a dotted path, or the contract's default; ``None`` below a null."""
+    facts = contract()
+    value: Any = arguments
+    fields = facts.llm_args
+    keys = path.split(".")
+    for at, key in enumerate(keys):
+        if at:
+            fields = facts.sections.get(keys[at - 1], {})
+        if value is None:
+            return None
+        if isinstance(value, Mapping) and key in value:
+            value = value[key]
+            continue
+        field = fields.get(key)
+        default = None if field is None or field.required else field.default
+        # A section's default is written as a constructor call: an empty mapping says the same.
+        value = {} if isinstance(default, str) and default.endswith("()") else default
+    return value
+
+
+def graph_batch_sizes(maximum: int, padding: bool) -> list[int]:
+    """Return the CUDA graph batch sizes that TensorRT-LLM 1.2.1 makes for a maximum (0 = 128)."""
+    maximum = maximum or GRAPH_BATCH_DEFAULT
+    sizes = [1, 2, 4, *range(8, 129, 8)] if padding else [*range(1, 32), 32, 64, 128]
+    power = 256
+    while power <= maximum:
+        sizes.append(power)
+        power *= 2
+    kept = [size for size in sizes if size <= maximum]
+    return kept if kept and kept[-1] == maximum else [*kept, maximum]
+
+
+def draft_tokens(arguments: Mapping[str, Any]) -> int:
+    """Return how many tokens are drafted per step: 0 without speculative decoding."""
+    speculative = arguments.get("speculative_config")
+    if not speculative:
+        return 0
+    if speculative.get("decoding_type") == "MTP":
+        return int(speculative.get("max_draft_len") or speculative.get("num_nextn_predict_layers", 1))
+    return int(speculative.get("max_draft_len") or 0)
+
+
+def prompt_limit(arguments: Mapping[str, Any]) -> int | None:
+    """Return the longest prompt an engine takes, where its arguments alone say it; ``None`` = the model decides."""
+    limits = [look_up(arguments, "max_seq_len"), look_up(arguments, "max_input_len")]
+    if not look_up(arguments, "enable_chunked_prefill"):
+        limits.append(look_up(arguments, "max_num_tokens"))
+    known = [limit for limit in limits if limit is not None]
+    return min(known) if known else None
+
+
+def check_engine(arguments: Mapping[str, Any], mode: Mode) -> list[Fault]:
+    """Return what contradicts itself in the arguments of one engine that works in a mode."""
+    faults: list[Fault] = []
+    _check_graphs(arguments, faults)
+    _check_speculation(arguments, faults)
+    _check_experts(arguments, faults)
+    _check_events(arguments, faults)
+    if mode in ("prefill", "decode"):
+        _check_transfer(arguments, mode, faults)
+    return faults
+
+
+def check_pair(prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> list[Fault]:
+    """Return what keeps a decode engine from taking over what a prefill engine hands it; paths say which side."""
+    faults: list[Fault] = []
+
+    def differ(path: str, why: str) -> None:
+        left, right = look_up(prefill, path), look_up(decode, path)
+        if left != right:
+            faults.append(Fault(f"decode.{path}", f"is {shown(right)}, the prefill side has {shown(left)}: {why}"))
+
+    differ("kv_cache_config.dtype", "KV blocks are copied as they are, both sides must store them alike")
+    differ("kv_cache_config.tokens_per_block", "blocks must be the same on both sides")
+    differ("kv_cache_config.max_attention_window", "both sides must keep the same windows")
+    left, right = (_transceiver(side) for side in (prefill, decode))
+    if left != right:
+        faults.append(
+            Fault(
+                "decode.cache_transceiver_config.backend",
+                f"is {shown(right)}, the prefill side has {shown(left)}: both must speak the same (DEFAULT is NIXL)",
+            )
+        )
+    faults += [Fault(f"prefill.{fault.path}", fault.message) for fault in check_engine(prefill, "prefill")]
+    faults += [Fault(f"decode.{fault.path}", fault.message) for fault in check_engine(decode, "decode")]
+    kinds = [(side.get("speculative_config") or {}).get("decoding_type") for side in (prefill, decode)]
+    if kinds[0] != kinds[1] or draft_tokens(prefill) != draft_tokens(decode):
+        faults.append(
+            Fault(
+                "decode.speculative_config",
+                f"drafts {draft_tokens(decode)} tokens ({kinds[1]}), the prefill side {draft_tokens(prefill)} "
+                f"({kinds[0]}): drafts made in prefill are continued in decode",
+            )
+        )
+    prompt, sequence = prompt_limit(prefill), look_up(decode, "max_seq_len")
+    if prompt is not None and sequence is not None and sequence <= prompt:
+        faults.append(
+            Fault(
+                "decode.max_seq_len",
+                f"is {sequence}, the prefill side takes prompts of {prompt} tokens: allowed is more, or nothing "
+                "could be generated",
+            )
+        )
+    for side, arguments in (("prefill", prefill), ("decode", decode)):
+        _check_buffer(arguments, prompt, side, faults)
+    return faults
+
+
+def _transceiver(arguments: Mapping[str, Any]) -> str | None:
+    backend = (arguments.get("cache_transceiver_config") or {}).get("backend")
+    return "NIXL" if backend == "DEFAULT" else backend
+
+
+def _check_buffer(arguments: Mapping[str, Any], prompt: int | None, side: str, faults: list[Fault]) -> None:
+    path = f"{side}.cache_transceiver_config.max_tokens_in_buffer"
+    buffer = (arguments.get("cache_transceiver_config") or {}).get("max_tokens_in_buffer")
+    if prompt is None:
+        if side == "prefill":
+            faults.append(
+                Fault("prefill.max_seq_len", "is null: without a longest prompt the transfer buffer cannot be sized")
+            )
+    elif buffer is None:
+        faults.append(Fault(path, f"is null, allowed are integers from {prompt}, the longest prompt"))
+    elif buffer < prompt:
+        faults.append(Fault(path, f"is {buffer}, allowed are integers from {prompt}, the longest prompt"))
+
+
+def _check_graphs(arguments: Mapping[str, Any], faults: list[Fault]) -> None:
+    graphs = arguments.get("cuda_graph_config")
+    if not graphs:
+        return
+    sizes, maximum = graphs.get("batch_sizes"), graphs.get("max_batch_size", 0)
+    if sizes and maximum:
+        made = graph_batch_sizes(maximum, graphs.get("enable_padding", False))
+        if sorted(sizes) != made:
+            faults.append(
+                Fault(
+                    "cuda_graph_config.batch_sizes",
+                    f"is given with max_batch_size {maximum} and differs from the list that follows from it: keep one",
+                )
+            )
+
+
+def _check_speculation(arguments: Mapping[str, Any], faults: list[Fault]) -> None:
+    speculative = arguments.get("speculative_config")
+    if not speculative:
+        return
+    kind = speculative.get("decoding_type")
+    schedule = speculative.get("draft_len_schedule")
+    if schedule:
+        # JSON has no other keys than text.
+        first = schedule.get(1, schedule.get("1"))
+        if first != speculative.get("max_draft_len"):
+            faults.append(
+                Fault(
+                    "speculative_config.draft_len_schedule",
+                    f"maps batch size 1 to {shown(first)}, allowed is max_draft_len "
+                    f"({shown(speculative.get('max_draft_len'))})",
+                )
+            )
+    stages = look_up(arguments, "pipeline_parallel_size")
+    if kind in ("MTP", "Eagle") and stages > 1:
+        faults.append(
+            Fault("pipeline_parallel_size", f"is {stages} with {kind}, which TensorRT-LLM 1.2.1 supports only with 1")
+        )
+
+
+def _check_experts(arguments: Mapping[str, Any], faults: list[Fault]) -> None:
+    balancer = look_up(arguments, "moe_config.load_balancer")
+    experts = arguments.get("moe_expert_parallel_size")
+    slots = balancer.get("num_slots") if isinstance(balancer, Mapping) else None
+    if slots and experts and experts > 0 and slots % experts:
+        faults.append(
+            Fault(
+                "moe_config.load_balancer.num_slots",
+                f"is {slots}, allowed are multiples of moe_expert_parallel_size ({experts})",
+            )
+        )
+
+
+def _check_events(arguments: Mapping[str, Any], faults: list[Fault]) -> None:
+    if not look_up(arguments, "kv_cache_config.event_buffer_max_size"):
+        return
+    stages = look_up(arguments, "pipeline_parallel_size")
+    if look_up(arguments, "enable_attention_dp") and stages > 1:
+        faults.append(
+            Fault(
+                "pipeline_parallel_size",
+                f"is {stages} with attention data parallelism, whose ranks then publish no KV events; allowed is 1, "
+                "or no published events",
+            )
+        )
+
+
+def _check_transfer(arguments: Mapping[str, Any], mode: Mode, faults: list[Fault]) -> None:
+    if _transceiver(arguments) is None:
+        faults.append(
+            Fault(
+                "cache_transceiver_config.backend",
+                f"is null on a {mode} engine: without it TensorRT-LLM says that disaggregated serving is not enabled",
+            )
+        )
+    if mode == "prefill" and not look_up(arguments, "disable_overlap_scheduler"):
+        faults.append(
+            Fault(
+                "disable_overlap_scheduler", "is false, allowed on a prefill engine is true: its only step is the first"
+            )
+        )
+    beams = look_up(arguments, "max_beam_width")
+    if beams is not None and beams > 1:
+        faults.append(Fault("max_beam_width", f"is {beams}, allowed with disaggregation is 1"))
+    if mode == "decode":
+        tokens = look_up(arguments, "max_num_tokens")
+        batch = look_up(arguments, "max_batch_size")
+        drafts = draft_tokens(arguments)
+        if batch is None:
+            batch = MAX_BATCH_SIZE_DEFAULT
+        if tokens is not None and tokens < batch * (drafts + 1):
+            faults.append(
+                Fault(
+                    "max_num_tokens",
+                    f"is {tokens}, allowed on a decode engine are integers from {batch * (drafts + 1)}: "
+                    f"max_batch_size ({batch}) times {drafts} drafted tokens and the next one",
+                )
+            )

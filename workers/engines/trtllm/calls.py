@@ -1,0 +1,176 @@
+"""From a request on the wire to one call of ``LLM.generate_async``.
+
+Rules:
+
+1. ``SamplingParams`` are made per request: a context request changes the object that it is given.
+2. Each rank of attention data parallelism is addressed by its number, always, and the engine is told not to choose
+   another one: a router's choice is meant, and the default has changed between versions.
+3. A decode leg gets the prompt as token ids and never media. An encode leg gets no disaggregated params: 1.2.1 would
+   wrap its handles into a tuple.
+4. What only later versions take (``priority``) is given where the installed one has it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from poolgrid.wire.errors import DecodeError
+from poolgrid.wire.hashing import unpack_tokens
+from poolgrid.wire.identifiers import Stage
+from poolgrid.wire.requests import Generate
+from poolgrid.workers.core.refusal import RefusedError, UnableError, UnsupportedError
+from poolgrid.workers.engines.trtllm.arguments.engine_arguments import EngineArguments
+from poolgrid.workers.engines.trtllm.core import disaggregated_params as codec
+from poolgrid.workers.engines.trtllm.core.loras import adapters
+from poolgrid.workers.engines.trtllm.core.model_facts import ModelFacts
+from poolgrid.workers.engines.trtllm.core.root_seeds import RootSeeds
+from poolgrid.workers.engines.trtllm.core.sampling import engine_priority, plan_sampling
+from poolgrid.workers.engines.trtllm.library import TrtllmLibrary, parameters_of
+from poolgrid.workers.engines.trtllm.logits import ProcessorsOfRequests
+
+log = logging.getLogger(__name__)
+
+HEALTH_SALT = "poolgrid-health"
+"""Cache salt of the worker's own requests: what they leave in the cache is of use to nobody."""
+
+HEALTH_TOKEN = 1
+"""Prompt of such a request: one token, less than any block, so that it leaves no block that has a name."""
+
+
+class TrtllmCalls:
+    """Makes the calls of one engine."""
+
+    def __init__(
+        self,
+        library: TrtllmLibrary,
+        llm: Any,
+        arguments: EngineArguments,
+        facts: ModelFacts,
+        processors: ProcessorsOfRequests,
+    ) -> None:
+        self._library = library
+        self._processors = processors
+        self._llm = llm
+        self._eos_token_ids = frozenset(facts.eos_token_ids)
+        self._vocabulary_size = facts.vocabulary_size
+        self._measures = bool(arguments.values.get("enable_iter_perf_stats"))
+        self._can_guide = bool(arguments.values.get("guided_decoding_backend"))
+        self._accepted = parameters_of(llm.generate_async)
+        self._dropped_fields: set[str] = set()
+        self.adapters = adapters(arguments.values)
+        self.roots = RootSeeds(arguments.block_size)
+
+    def generate(self, request: Generate, inputs: Any, context_only: bool) -> Any:
+        """Give a request to the engine and return its result, which grows.
+
+        Raises ``RefusedError``, and what TensorRT-LLM raises.
+        """
+        if request.stage is Stage.ENCODE:
+            return self._llm.generate_async(inputs)
+        routing = request.routing
+        given: dict[str, Any] = {"sampling_params": self._sampling_params(request), "streaming": not context_only}
+        params, prompt = self._disaggregated_params(request, context_only)
+        if params is not None:
+            given["disaggregated_params"] = params
+        if prompt is not None:
+            inputs = list(unpack_tokens(prompt))
+        adapter = None
+        if routing.lora_name:
+            adapter = self.adapters.get(routing.lora_name)
+            if adapter is None:
+                raise UnableError(f"lora_name is {routing.lora_name!r}, this engine has no such adapter")
+            given["lora_request"] = self._library.lora_request(
+                adapter.name, adapter.number, adapter.path, adapter.checkpoint_source
+            )
+        if routing.cache_salt:
+            if "cache_salt" not in self._accepted:
+                raise UnsupportedError("this TensorRT-LLM has no cache salts, and tenants must not share blocks")
+            given["cache_salt"] = routing.cache_salt
+        given.update(self._scheduling(routing.dp_rank))
+        if routing.priority and "priority" in self._accepted:
+            given["priority"] = engine_priority(routing.priority)
+        self.roots.note(
+            request.token_ids, routing.lora_name, None if adapter is None else adapter.number, routing.cache_salt
+        )
+        return self._llm.generate_async(inputs, **given)
+
+    def generate_one(self, rank: int) -> Any:
+        """Let a rank generate one token of the worker's own; return the result, which can be awaited."""
+        given = self._scheduling(rank)
+        if "cache_salt" in self._accepted:
+            given["cache_salt"] = HEALTH_SALT
+        sampling = self._library.sampling_params(
+            end_id=-1, pad_id=0, max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False
+        )
+        return self._llm.generate_async([HEALTH_TOKEN], sampling_params=sampling, streaming=False, **given)
+
+    def _scheduling(self, rank: int) -> dict[str, Any]:
+        if "scheduling_params" not in self._accepted:
+            return {}
+        return {"scheduling_params": self._library.scheduling_params(attention_dp_rank=rank, attention_dp_relax=False)}
+
+    def _sampling_params(self, request: Generate) -> Any:
+        """Return a request's own ``SamplingParams``."""
+        plan = plan_sampling(request, self._eos_token_ids, self._can_guide)
+        arguments = plan.arguments
+        if self._measures:
+            # What TensorRT-LLM's own metrics are made of.
+            arguments["return_perf_metrics"] = True
+        if plan.guide is not None:
+            arguments["guided_decoding"] = self._library.guided_decoding_params(**plan.guide)
+        if plan.logit_bias:
+            arguments["embedding_bias"] = embedding_bias(plan.logit_bias, self._vocabulary_size)
+        processor = self._processors.make(request, self._vocabulary_size)
+        if processor is not None:
+            arguments["logits_processor"] = processor
+        return self._library.sampling_params(**arguments)
+
+    def _disaggregated_params(self, request: Generate, context_only: bool) -> tuple[Any, bytes | None]:
+        """Return what the leg before left, made into what this leg is asked for (``None`` for a whole request).
+
+        The second value are the token ids of a prompt with media, for a decode leg.
+        """
+        made: Any = None
+        prompt: bytes | None = None
+        if request.disaggregated_params is not None:
+            try:
+                decoded = codec.decode(request.disaggregated_params, self._library.disaggregated_params)
+            except DecodeError as error:
+                raise RefusedError(f"disaggregated_params: {error}") from None
+            made, prompt = decoded.params, decoded.prompt
+            fresh = set(decoded.dropped) - self._dropped_fields
+            if fresh:
+                self._dropped_fields |= fresh
+                log.warning(
+                    "disaggregated params have fields that this TensorRT-LLM does not know, they are dropped: %s; "
+                    "run the same version on both sides",
+                    ", ".join(sorted(fresh)),
+                )
+        if request.stage is Stage.DECODE:
+            made.request_type = codec.GENERATION_ONLY
+        elif context_only:
+            if made is None:
+                made = self._library.disaggregated_params()
+            made.request_type = codec.CONTEXT_ONLY
+        elif made is not None:
+            made.request_type = codec.WHOLE
+        return made, prompt if request.stage is Stage.DECODE else None
+
+
+def embedding_bias(bias: Mapping[int, float], vocabulary_size: int) -> Any:
+    """Return a logit bias as TensorRT-LLM takes it: a tensor over the vocabulary; raises ``RefusedError``."""
+    if not vocabulary_size:
+        raise UnsupportedError("logit_bias is given, and the model's files do not say its vocabulary size")
+    beyond = [token_id for token_id in bias if not 0 <= token_id < vocabulary_size]
+    if beyond:
+        raise UnsupportedError(f"logit_bias names token {beyond[0]}, allowed are 0 to {vocabulary_size - 1}")
+    try:
+        import torch
+    except ImportError:
+        raise UnsupportedError("logit_bias needs torch, which is not installed here") from None
+    tensor = torch.zeros(vocabulary_size, dtype=torch.float32)
+    for token_id, value in bias.items():
+        tensor[token_id] = value
+    return tensor

@@ -1,0 +1,56 @@
+"""Which tenant the first block of a chain belongs to: events name neither the cache salt nor the adapter. Pure.
+
+Both enter the engine's own hash, and the worker knows which requests it was given. So for each request with a salt or
+an adapter the engine's hash of its first block is computed and remembered with the wire's hash seed. A first block is
+
+1. one of those, by its hash;
+2. nobody's in particular, when no such request began with its tokens, or when its hash is that of the bare tokens;
+3. not known, else: an engine that hashes otherwise. It is told to nobody. Tenants never share a key by mistake.
+
+Bounded: the oldest of ``ROOTS_MAX`` first blocks is forgotten; its events came long ago.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from poolgrid.wire.dialects.cache_events import StoredBlock
+from poolgrid.wire.hashing import BASE_SEED, hash_seed, unpack_tokens
+from poolgrid.workers.engines.trtllm.core.block_key import root_key
+
+ROOTS_MAX = 65_536
+"""First blocks that are remembered: far more than an engine has requests."""
+
+
+class RootSeeds:
+    """The first blocks of requests that have a salt or an adapter."""
+
+    def __init__(self, block_size: int) -> None:
+        self._bytes = 4 * block_size
+        self._seeds: OrderedDict[int, int] = OrderedDict()
+        self._tokens: OrderedDict[bytes, None] = OrderedDict()
+
+    def note(self, token_ids: bytes, lora_name: str, lora_number: int | None, cache_salt: str) -> None:
+        """Remember a request that the engine is about to get; its prompt in u32 little-endian."""
+        if not (lora_name or cache_salt) or len(token_ids) < self._bytes:
+            return
+        first = token_ids[: self._bytes]
+        key = root_key(unpack_tokens(first), cache_salt, lora_number)
+        _remember(self._seeds, key, hash_seed(lora_name, cache_salt))
+        _remember(self._tokens, first, None)
+
+    def __call__(self, block: StoredBlock) -> int | None:
+        """Return the wire's hash seed of a chain's first block, or ``None`` when it cannot be told."""
+        seed = self._seeds.get(block.block_hash)
+        if seed is not None:
+            return seed
+        if block.tokens not in self._tokens or root_key(unpack_tokens(block.tokens)) == block.block_hash:
+            return BASE_SEED
+        return None
+
+
+def _remember(into: OrderedDict, key: object, value: object) -> None:  # type: ignore[type-arg]
+    into[key] = value
+    into.move_to_end(key)
+    if len(into) > ROOTS_MAX:
+        into.popitem(last=False)

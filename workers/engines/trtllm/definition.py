@@ -1,0 +1,37 @@
+"""TensorRT-LLM, as ``--engine trtllm``."""
+
+from __future__ import annotations
+
+from contextlib import AbstractAsyncContextManager
+
+from poolgrid.workers.engines.definition import EngineDefinition, OpenedEngine, StartPlan, Surroundings
+from poolgrid.workers.engines.trtllm.settings import TrtllmSettings, TrtllmWorkerSettings
+
+
+def _open(settings: TrtllmWorkerSettings, around: Surroundings) -> AbstractAsyncContextManager[OpenedEngine]:
+    from poolgrid.workers.engines.trtllm.opening import open_engine
+
+    return open_engine(settings, around)
+
+
+def _shortest_timeout_ms(settings: TrtllmWorkerSettings) -> float:
+    return min(settings.health_timeout_ms, settings.progress_timeout_ms)
+
+
+def _start_plan(settings: TrtllmWorkerSettings) -> StartPlan:
+    from poolgrid.workers.engines.trtllm.arguments.engine_arguments import render, resolve_files
+
+    arguments = resolve_files(settings)
+    return StartPlan(render(arguments), arguments.warnings)
+
+
+ENGINE = EngineDefinition(
+    title="TensorRT-LLM",
+    settings=TrtllmWorkerSettings,
+    open=_open,
+    shortest_timeout_ms=_shortest_timeout_ms,
+    about="With `--engine trtllm`. `--print-engine-args` prints what the engine would get and where each value came "
+    "from ([what wins](engine_configs.md)), and starts nothing.",
+    tables=(TrtllmSettings, TrtllmWorkerSettings),
+    start_plan=_start_plan,
+)

@@ -1,0 +1,99 @@
+"""Our logits processors as TensorRT-LLM's: one object per request, called once per step with the logits of its beams.
+
+Rules
+    1. Everything runs on the engine's CUDA stream: on another one the processors would race with the sampler.
+    2. A processor works on a copy. If it raises, the logits stay as they were for it and its failure is reported; the
+       processors after it and the request go on.
+    3. Each beam is a row of its own, with its own tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from poolgrid.wire.requests import Generate
+from poolgrid.workers.core.refusal import UnsupportedError
+from poolgrid.workers.engines.trtllm.core.logits_support import reason_refused
+from poolgrid.workers.logits.failure_channel import FailureReporter
+from poolgrid.workers.logits.processor import LogitsProcessor, RequestFacts
+from poolgrid.workers.logits.registry import LogitsProcessorRegistry
+
+
+class Reporter(Protocol):
+    """Where failures go; ``FailureReporter`` in a worker."""
+
+    def report(self, name: str) -> None:
+        """Say that the processor of this name failed once."""
+        ...
+
+
+class ProcessorsOfRequests:
+    """Makes the processors that a worker's requests name."""
+
+    def __init__(
+        self, registry: LogitsProcessorRegistry, reporter: Reporter, mode: str, arguments: Mapping[str, Any]
+    ) -> None:
+        self._registry = registry
+        self._reporter = reporter
+        self._mode = mode
+        self._arguments = arguments
+
+    def make(self, request: Generate, vocabulary_size: int) -> Any:
+        """Return a request's processors as one of the engine's, ``None`` without any; raises ``RefusedError``."""
+        calls = request.sampling.logits_processors
+        if not calls:
+            return None
+        reason = reason_refused(request.stage, self._mode, self._arguments)
+        if reason is not None:
+            raise UnsupportedError(reason)
+        made = self._registry.make(calls, RequestFacts(len(request.token_ids) // 4, vocabulary_size))
+        return engine_processor([(call.name, each) for call, each in zip(calls, made, strict=True)], self._reporter)
+
+
+def engine_processor(named: Sequence[tuple[str, LogitsProcessor]], reporter: Reporter | FailureReporter) -> Any:
+    """Return a ``tensorrt_llm`` logits processor that runs these one after the other."""
+    from tensorrt_llm.sampling_params import LogitsProcessor as EngineLogitsProcessor
+
+    # TensorRT-LLM asks for its own base class; what there is to say is in ours, which can be pickled by name.
+    if not issubclass(RequestProcessors, EngineLogitsProcessor):
+        EngineLogitsProcessor.register(RequestProcessors)
+    return RequestProcessors(list(named), reporter)
+
+
+class RequestProcessors:
+    """The processors of one request."""
+
+    def __init__(self, named: list[tuple[str, LogitsProcessor]], reporter: Reporter | FailureReporter) -> None:
+        self._named = named
+        self._reporter = reporter
+
+    def __call__(
+        self, req_id: int, logits: Any, token_ids: list[list[int]], stream_ptr: int | None, client_id: int | None = None
+    ) -> None:
+        """Change the logits of a request, shaped ``[beams, vocabulary]`` or ``[1, beams, vocabulary]``, in place."""
+        with _on_stream(stream_ptr):
+            # Indexing gives views; a reshape may give a copy, whose changes would be lost.
+            rows = logits[0] if len(logits.shape) == 3 else logits
+            for beam, tokens in enumerate(token_ids):
+                self._process(tokens, rows[beam])
+
+    def _process(self, token_ids: Sequence[int], row: Any) -> None:
+        for name, processor in self._named:
+            scratch = row.clone()
+            try:
+                processor(token_ids, scratch)
+            except Exception:  # whatever the operator's code raises, the request goes on without it
+                self._reporter.report(name)
+            else:
+                row.copy_(scratch)
+
+
+def _on_stream(stream_ptr: int | None) -> contextlib.AbstractContextManager[object]:
+    if stream_ptr is None:
+        return contextlib.nullcontext()
+    import torch
+
+    context: contextlib.AbstractContextManager[object] = torch.cuda.stream(torch.cuda.ExternalStream(stream_ptr))
+    return context

@@ -1,0 +1,104 @@
+"""What a worker measures of TensorRT-LLM: ``poolgrid_trtllm_*``, each described here and in ``docs/metrics.md``."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from poolgrid.wire.identifiers import Tier
+from poolgrid.workers.core.event_translation import Counts, EventTranslator
+from poolgrid.workers.engines.trtllm.core.statistics import EngineStatistics
+
+ITERATION_SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+LAG_SECONDS_BUCKETS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0)
+
+NO_COUNTS = Counts(0, 0, 0, 0, 0, 0, 0, 0, 0)
+
+
+class TrtllmMetrics:
+    """The collectors of one engine in the registry given, labelled by attention-DP rank where ranks differ."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"poolgrid_trtllm_{name}", text, labels, registry=registry)
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"poolgrid_trtllm_{name}", text, ("dp_rank",), registry=registry)
+
+        self._kv_blocks_used = gauge("kv_blocks_used", "Device blocks that requests hold, as the engine says.")
+        self._kv_blocks = gauge("kv_blocks", "Device blocks of the engine.")
+        self._kv_hit_ratio = gauge("kv_hit_ratio", "Share of looked-up blocks that were reused since the engine began.")
+        self._active = gauge("active_requests", "Requests in the engine's batch.")
+        self._queued = gauge("queued_requests", "Requests that the engine has not begun.")
+        self._paused = gauge("paused_requests", "Requests that gave up their blocks and wait to go on.")
+        self._iteration_seconds = Histogram(
+            "poolgrid_trtllm_iteration_seconds",
+            "Duration of an engine iteration.",
+            ("dp_rank",),
+            buckets=ITERATION_SECONDS_BUCKETS,
+            registry=registry,
+        )
+        self._events = counter("kv_events_total", "KV cache events read.", "dp_rank")
+        self._lost = counter("kv_events_lost_total", "KV cache events that the engine dropped unread.", "dp_rank")
+        self._gaps = counter("kv_event_gaps_total", "Times that events were lost and the rank was cleared.", "dp_rank")
+        self._restarts = counter("engine_restarts_total", "Times that the event numbers began again.", "dp_rank")
+        self._recalled = counter(
+            "recalled_blocks_total", "Blocks that the engine proved to be there after a loss.", "dp_rank"
+        )
+        self._unnamed = counter(
+            "unnamed_blocks_total", "Blocks that routers are not told of, by reason.", "dp_rank", "reason"
+        )
+        self._incomplete = gauge("incomplete", "1 while blocks may be missing from the index because events were lost.")
+        self._remembered = gauge("remembered_blocks", "Blocks from before a loss, not known to be there still.")
+        self._blocks = Gauge(
+            "poolgrid_trtllm_indexed_blocks",
+            "Blocks that routers are told of, by tier.",
+            ("dp_rank", "tier"),
+            registry=registry,
+        )
+        self.lag_seconds = Histogram(
+            "poolgrid_trtllm_kv_event_lag_seconds",
+            "Longest that the events of one reading can have waited to be read.",
+            buckets=LAG_SECONDS_BUCKETS,
+            registry=registry,
+        )
+        self.reader_errors = counter("reader_errors_total", "Readings that failed.", "reader")
+        self.undecodable = counter("undecodable_items_total", "Events and statistics of a wrong shape.", "reader")
+        self.own_metrics_errors = counter("own_metrics_errors_total", "Failures of TensorRT-LLM's own metrics.")
+        self._counted: dict[int, Counts] = {}
+
+    def observe_events(self, rank: int, events: int, translator: EventTranslator) -> None:
+        """Count what a translator has made of some more events."""
+        label = str(rank)
+        before = self._counted.get(rank, NO_COUNTS)
+        counts = self._counted[rank] = translator.counts
+        if events:
+            self._events.labels(label).inc(events)
+        if counts != before:
+            self._lost.labels(label).inc(counts.lost_events - before.lost_events)
+            self._gaps.labels(label).inc(counts.gaps - before.gaps)
+            self._restarts.labels(label).inc(counts.restarts - before.restarts)
+            self._recalled.labels(label).inc(counts.recalled_blocks - before.recalled_blocks)
+            for reason in ("partial", "orphaned", "multimodal", "foreign"):
+                name = f"{reason}_blocks"
+                self._unnamed.labels(label, reason).inc(getattr(counts, name) - getattr(before, name))
+        self._incomplete.labels(label).set(translator.is_incomplete)
+        self._remembered.labels(label).set(translator.remembered_blocks)
+        for tier in (Tier.DEVICE, Tier.HOST):
+            self._blocks.labels(label, tier.name.lower()).set(translator.blocks_on(tier))
+
+    def observe_iteration(self, statistics: EngineStatistics) -> None:
+        """Count an engine iteration."""
+        self._iteration_seconds.labels(str(statistics.rank)).observe(statistics.iteration_latency_ms / 1e3)
+
+    def observe_load(self, statistics: EngineStatistics) -> None:
+        """Show a rank's newest statistics."""
+        label = str(statistics.rank)
+        self._active.labels(label).set(statistics.active_requests)
+        self._queued.labels(label).set(statistics.queued_requests)
+        self._paused.labels(label).set(statistics.paused_requests)
+        cache = statistics.kv_cache
+        if cache is not None:
+            self._kv_blocks_used.labels(label).set(cache.used_num_blocks)
+            self._kv_blocks.labels(label).set(cache.max_num_blocks)
+            if cache.cache_hit_rate is not None:
+                self._kv_hit_ratio.labels(label).set(cache.cache_hit_rate)

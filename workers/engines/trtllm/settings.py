@@ -1,0 +1,229 @@
+"""Every setting of a TensorRT-LLM worker: the command line, the environment and the documentation come from here.
+
+Which of them become engine arguments, and what overrides them, is
+``poolgrid.workers.engines.trtllm.arguments.engine_arguments``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import Field, StringConstraints, field_validator, model_validator
+
+from poolgrid.runtime.settings import Settings
+from poolgrid.wire.identifiers import Role
+from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX
+from poolgrid.workers.settings import WorkerProcessSettings
+
+DisaggregationMode = Literal["prefill_and_decode", "prefill", "decode", "encode"]
+
+Name = Annotated[str, StringConstraints(max_length=IDENTIFIER_BYTES_MAX)]
+
+EVENT_BUFFER_DEFAULT = 100_000
+"""Events are small; TensorRT-LLM's reader may be late by seconds when a long prefill holds the interpreter, and an
+overflow costs the whole index of a rank. 1024 overflowed in the field (dynamo #711)."""
+
+KEPT_TRANSFERS_MAX_DEFAULT = 256
+"""Prefilled requests that are kept at a time; far more than decode workers are behind by."""
+
+TIMEOUT_MS_MAX = 3_600_000.0
+"""An hour: longer than anybody waits for KV."""
+
+DYNAMIC_BATCH_WINDOW = 128
+"""Iterations over which TensorRT-LLM averages before it retunes the batch size."""
+
+COMPONENTS: dict[str, str] = {
+    "prefill_and_decode": "worker",
+    "prefill": "prefill",
+    "decode": "decode",
+    "encode": "encode",
+}
+"""Component of the default endpoint name, by disaggregation mode."""
+
+ROLES: dict[str, Role] = {
+    "prefill_and_decode": Role.AGGREGATED,
+    "prefill": Role.PREFILL,
+    "decode": Role.DECODE,
+    "encode": Role.ENCODE,
+}
+
+
+class TrtllmSettings(Settings):
+    """What TensorRT-LLM is started with."""
+
+    model_path: str = Field(
+        "", max_length=4096, description="Checkpoint directory or Hugging Face name of the model to load. Required."
+    )
+    served_model_name: Name = Field("", description="Model name as clients write it; empty = the model path.")
+    backend: Literal["pytorch", "_autodeploy"] = Field(
+        "pytorch", description="TensorRT-LLM backend; publishing events forces pytorch."
+    )
+    tensor_parallel_size: int = Field(1, ge=1, le=4096, description="GPUs that share each layer.")
+    pipeline_parallel_size: int = Field(1, ge=1, le=4096, description="Stages that the layers are divided into.")
+    expert_parallel_size: int | None = Field(
+        None, ge=1, le=4096, description="GPUs that experts are spread over; empty = TensorRT-LLM decides."
+    )
+    enable_attention_dp: bool = Field(
+        False, description="Attention is data parallel: each rank has its own KV cache and is its own routing target."
+    )
+    gpus_per_node: int | None = Field(
+        None, ge=1, le=1024, description="GPUs of a node; empty = those that are visible."
+    )
+    kv_block_size: int = Field(32, ge=1, le=4096, description="Tokens in a KV block; all workers of a pool must agree.")
+    free_gpu_memory_fraction: float = Field(
+        0.9, ge=0.0, le=1.0, description="Share of the GPU memory that is left after loading which the KV cache takes."
+    )
+    max_batch_size: int = Field(2048, ge=1, le=65_536, description="Requests in one engine step.")
+    max_num_tokens: int = Field(8192, ge=1, le=1_048_576, description="Tokens in one engine step.")
+    max_seq_len: int | None = Field(
+        None, ge=2, le=16_777_216, description="Prompt and output tokens of one request; empty = the model's own limit."
+    )
+    max_beam_width: int = Field(1, ge=1, le=256, description="Beams of one request; disaggregation allows only 1.")
+    disaggregation_mode: DisaggregationMode = Field(
+        "prefill_and_decode", description="Which part of a request this worker does."
+    )
+    modality: Literal["text", "multimodal", "video_diffusion"] = Field(
+        "text", description="What requests hold besides text. video_diffusion is not built yet and is refused."
+    )
+    publish_events_and_metrics: bool = Field(
+        True,
+        description="Publish KV cache events and engine statistics; without them a router knows only what it sent.",
+    )
+    event_buffer_max_size: int = Field(
+        EVENT_BUFFER_DEFAULT,
+        ge=1,
+        le=10_000_000,
+        description="KV events that the engine keeps until they are read; beyond it the oldest are lost.",
+    )
+    connector: Literal["none", "kvbm"] = Field(
+        "none", description="KV cache connector; kvbm offloads blocks to host and disk through Dynamo's block manager."
+    )
+    encode_endpoint: Name = Field(
+        "", description="namespace.component.endpoint of the encode workers; empty = images are encoded here."
+    )
+    guided_decoding_backend: Literal["xgrammar", "llguidance"] | None = Field(
+        None, description="Library behind guided decoding; empty = such requests are refused."
+    )
+    logits_processors: tuple[str, ...] = Field(
+        (),
+        max_length=256,
+        description="Logits processors that requests may name besides the built-in ones, as "
+        "NAME=package.module:factory; the modules are imported at the start.",
+    )
+    trust_remote_code: bool = Field(False, description="Run Python code that comes with the model.")
+    load_format: Literal["auto", "dummy", "vision_only"] = Field(
+        "auto", description="How weights are loaded; dummy = none, random weights."
+    )
+    namespace: Name = Field("poolgrid", min_length=1, description="First part of the endpoint name.")
+    endpoint: Name = Field(
+        "", description="namespace.component.endpoint of this worker; empty = made of namespace and mode."
+    )
+    extra_engine_args: Path | None = Field(
+        None, description="YAML file of TensorRT-LLM arguments; overrides the options above, key by key."
+    )
+    override_engine_args: str = Field(
+        "", max_length=1_048_576, description="JSON object of TensorRT-LLM arguments; overrides all else."
+    )
+
+    @field_validator("modality")
+    @classmethod
+    def _refuse_video(cls, modality: str) -> str:
+        if modality == "video_diffusion":
+            raise ValueError(
+                "video_diffusion is not built yet: poolgrid serves text and multimodal models; no worker was started"
+            )
+        return modality
+
+    @field_validator("namespace")
+    @classmethod
+    def _check_namespace(cls, namespace: str) -> str:
+        if "." in namespace or any(each.isspace() for each in namespace):
+            raise ValueError(f"namespace is {namespace!r}, allowed is a name without dots and spaces")
+        return namespace
+
+    @field_validator("endpoint", "encode_endpoint")
+    @classmethod
+    def _check_endpoint(cls, endpoint: str) -> str:
+        if endpoint:
+            split_endpoint(endpoint)
+        return endpoint
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.encode_endpoint and self.disaggregation_mode in ("encode", "decode"):
+            raise ValueError(
+                f"encode_endpoint is {self.encode_endpoint!r} on a worker of mode {self.disaggregation_mode}, "
+                "which has no media to send there: allowed on prefill_and_decode and prefill"
+            )
+        if self.encode_endpoint and self.modality != "multimodal":
+            raise ValueError(
+                f"encode_endpoint is {self.encode_endpoint!r} with modality {self.modality}, allowed is multimodal"
+            )
+        if self.disaggregation_mode == "encode" and self.modality != "multimodal":
+            raise ValueError(
+                f"disaggregation_mode is encode with modality {self.modality}, allowed is multimodal: "
+                "an encode worker turns images into embeddings"
+            )
+        return self
+
+    @property
+    def role(self) -> Role:
+        """What this worker does with a request."""
+        return ROLES[self.disaggregation_mode]
+
+    @property
+    def model_name(self) -> str:
+        """Model name as clients write it."""
+        return self.served_model_name or self.model_path
+
+    @property
+    def endpoint_name(self) -> str:
+        """``namespace.component.endpoint`` of this worker."""
+        return self.endpoint or f"{self.namespace}.{COMPONENTS[self.disaggregation_mode]}.generate"
+
+
+class TrtllmWorkerSettings(WorkerProcessSettings, TrtllmSettings):
+    """A worker process with TensorRT-LLM."""
+
+    engine_name: ClassVar[str] = "trtllm"
+
+    kept_transfers_max: int = Field(
+        KEPT_TRANSFERS_MAX_DEFAULT,
+        ge=1,
+        le=65_536,
+        description="Prefilled requests whose KV is kept at a time; at the bound prefill legs are refused as busy.",
+    )
+    kv_transfer_timeout_ms: float = Field(
+        60_000.0,
+        ge=10.0,
+        le=TIMEOUT_MS_MAX,
+        description="How long a prefill worker waits to hear that a decode worker has the KV; then the engine is asked "
+        "to give it up.",
+    )
+    max_requests: int = Field(
+        8192, ge=1, le=1_048_576, description="Requests in the engine, waiting ones included; one more is refused."
+    )
+    health_interval_ms: float = Field(
+        30_000.0,
+        ge=10.0,
+        le=86_400_000.0,
+        description="Time between two one-token generations that prove an idle engine; a busy one proves itself.",
+    )
+    health_timeout_ms: float = Field(
+        30_000.0, ge=10.0, le=86_400_000.0, description="How long such a generation may take."
+    )
+    progress_timeout_ms: float = Field(
+        60_000.0,
+        ge=10.0,
+        le=86_400_000.0,
+        description="How long requests may be in the engine without any progress before the worker is unhealthy.",
+    )
+
+
+def split_endpoint(endpoint: str) -> tuple[str, str, str]:
+    """Return namespace, component and endpoint of a dotted name; raise ``ValueError`` when it has not three parts."""
+    parts = endpoint.split(".")
+    if len(parts) != 3 or not all(parts) or any(each.isspace() for each in endpoint):
+        raise ValueError(f"an endpoint is {endpoint!r}, allowed is namespace.component.endpoint")
+    return parts[0], parts[1], parts[2]

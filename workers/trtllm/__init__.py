@@ -1,1 +1,0 @@
-"""What poolgrid knows about TensorRT-LLM without importing it: arguments, engine files, the disaggregation codec."""
