@@ -14,20 +14,22 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import HTTPException
+from fastapi.exceptions import HTTPException, RequestValidationError
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
+from poolgrid import __version__
 from poolgrid.frontend.access.cache_domains import CacheDomains
 from poolgrid.frontend.access.gate import AccessGate, GateKeys, caller_of
+from poolgrid.frontend.access.limit_headers import LIMIT_HEADERS, limit_headers
 from poolgrid.frontend.access.shared_cells import SharedCells
 from poolgrid.frontend.access.watched_key_file import WatchedKeyFile
-from poolgrid.frontend.errors import RequestError, refused, without_others
+from poolgrid.frontend.errors import RequestError, invalid, quoted, refused, without_others
 from poolgrid.frontend.guide_check import GuideCheck
 from poolgrid.frontend.inference_endpoint import InferenceEndpoint
 from poolgrid.frontend.inflation import BodyInflation, InflationLimits
@@ -53,8 +55,11 @@ EXPOSED_HEADERS = (
     "x-poolgrid-pool",
     "x-poolgrid-refusal",
     "retry-after",
+    *LIMIT_HEADERS,
 )
 """Response headers that scripts of other origins may read."""
+
+REQUEST_ID = b"x-request-id"
 
 Readiness = Callable[[], str | None]
 """Returns ``None`` when requests can be served, else what is still missing, in words."""
@@ -80,8 +85,13 @@ class Application(FastAPI):
     is then closed.
     """
 
-    def __init__(self, close: Callable[[], Awaitable[None]], **fields: Any) -> None:
-        super().__init__(lifespan=_until_close, **fields)
+    def __init__(
+        self, close: Callable[[], Awaitable[None]], request_ids: RequestIds, clock: Clock, **fields: Any
+    ) -> None:
+        # The pages that FastAPI makes of a description load their scripts from elsewhere.
+        super().__init__(lifespan=_until_close, docs_url=None, redoc_url=None, **fields)
+        self._request_ids = request_ids
+        self._clock = clock
         self.close = close
         """Ends the threads and the process that endpoints use, and the media under way; a second time does nothing."""
         self.direct: dict[str, InferenceEndpoint | AccessGate] = {}
@@ -102,7 +112,31 @@ class Application(FastAPI):
             if endpoint is not None:
                 await endpoint(scope, receive, send)
                 return
-        await super().__call__(scope, receive, send)
+        names_itself = scope["type"] != "http" or (scope["method"] == "POST" and scope["path"] in self.direct)
+        await (super().__call__(scope, receive, send) if names_itself else self._serve_plainly(scope, receive, send))
+
+    async def _serve_plainly(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve what is no inference request: with a name too, with the tenant's limits, and ``HEAD`` as ``GET``."""
+        bodiless = scope["method"] == "HEAD"
+        if bodiless:
+            scope = {**scope, "method": "GET"}
+        wanted = next((value for name, value in scope["headers"] if name == REQUEST_ID), None)
+        request_id = self._request_ids.wanted(wanted).encode()
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = list(message.get("headers", ()))
+                if all(name != REQUEST_ID for name, _ in headers):
+                    caller = caller_of(scope)
+                    if caller is not None:
+                        headers += limit_headers(caller.standing(self._clock.monotonic_ms()))
+                    headers.append((REQUEST_ID, request_id))
+                message = {**message, "headers": headers}
+            elif bodiless and message["type"] == "http.response.body":
+                message = {**message, "body": b""}
+            await send(message)
+
+        await super().__call__(scope, receive, named)
 
 
 @asynccontextmanager
@@ -144,11 +178,19 @@ def create_app(
         guides.close()
         await media.close()
 
-    app = Application(close, title="poolgrid", summary="OpenAI API of a KV-cache-aware router")
+    clock = clock or SystemClock()
+    request_ids = RequestIds(f"r{secrets.token_hex(6)}" if id_prefix is None else id_prefix)
+    app = Application(
+        close,
+        request_ids,
+        clock,
+        title="poolgrid",
+        summary="OpenAI API of a KV-cache-aware router",
+        version=__version__,
+    )
     metrics = FrontendMetrics(registry)
     metrics.tokenizers.show(backend, models)
     metrics.tokenizations_pending.set_function(lambda: tokenization.pending)
-    clock = clock or SystemClock()
     media = MediaLoader(settings, MediaMetrics(registry), clock)
     guides = GuideCheck(
         settings.guide_compile_limit_ms,
@@ -171,7 +213,6 @@ def create_app(
     # For endpoints of the routers that take the same bodies.
     app.state.preparation, app.state.tokenization, app.state.media = preparation, tokenization, media
     app.state.bodies = bodies
-    request_ids = RequestIds(f"r{secrets.token_hex(6)}" if id_prefix is None else id_prefix)
     keys = None
     if settings.api_keys is not None:
         keys = _gate_keys(settings.api_keys, settings, metrics, clock, request_ids, place)
@@ -265,6 +306,7 @@ def _model_card(served: ServedModel, lora: str = "") -> dict[str, Any]:
         "object": "model",
         "created": served.created,
         "owned_by": "poolgrid",
+        "root": served.name,
         "max_model_len": served.max_sequence_length,
     }
     if lora:
@@ -280,6 +322,12 @@ def _add_health(
         """Answer 200 while the process serves HTTP at all."""
         return {"status": "alive"}
 
+    @app.get("/version", tags=["health"])
+    async def version() -> dict[str, str]:
+        """Return the version of poolgrid."""
+        return {"version": __version__}
+
+    @app.get("/ping", tags=["health"], responses={503: {"description": "Not yet: the body says what is missing"}})
     @app.get("/ready", tags=["health"], responses={503: {"description": "Not yet: the body says what is missing"}})
     async def is_ready(response: Response) -> dict[str, str]:
         """Answer 200 when requests can be served, else 503 with what is missing."""
@@ -315,7 +363,7 @@ def _add_metrics(app: FastAPI, registry: Exposed) -> None:
 
 
 def _add_error_shape(app: FastAPI, metrics: FrontendMetrics, isolate_tenants: bool) -> None:
-    """Give OpenAI's error shape also to what FastAPI itself refuses: unknown paths, wrong methods."""
+    """Give OpenAI's error shape also to what FastAPI refuses (paths, methods, parameters), and to our own bugs."""
 
     async def on_request_error(request: Request, error: Exception) -> Response:
         if isinstance(error, Refused):
@@ -335,6 +383,20 @@ def _add_error_shape(app: FastAPI, metrics: FrontendMetrics, isolate_tenants: bo
         shaped = RequestError(error.status_code, code, f"{request.method} {request.url.path}: {error.detail}")
         return Response(shaped.body(), error.status_code, error.headers, media_type="application/json")
 
+    async def on_wrong_parameter(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError), "registered for this type only"
+        first = error.errors()[0]
+        param = str(first["loc"][-1])
+        said: str = first["msg"]
+        shaped = invalid(param, f"{param} is {quoted(first['input'])}: {said[:1].lower()}{said[1:]}")
+        return Response(shaped.body(), shaped.status, media_type="application/json")
+
+    async def on_bug(request: Request, error: Exception) -> Response:
+        shaped = RequestError(500, "internal_error", "serving the request failed inside the router; its log says where")
+        return Response(shaped.body(), shaped.status, media_type="application/json")
+
+    app.add_exception_handler(RequestValidationError, on_wrong_parameter)
+    app.add_exception_handler(Exception, on_bug)
     app.add_exception_handler(RequestError, on_request_error)
     app.add_exception_handler(Refused, on_request_error)
     app.add_exception_handler(StarletteHTTPException, on_http_exception)

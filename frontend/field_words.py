@@ -140,6 +140,35 @@ def fields_without_words(body: type) -> list[str]:
     return found
 
 
+def make_whole(body: type, value: Any) -> None:
+    """Write floats without a fraction as integers, in place, in the fields of a body that take integers only."""
+    _make_whole(_type_info(body), value)
+
+
+def _make_whole(kind: kinds.Type, value: Any) -> Any:
+    match kind:
+        case kinds.Metadata(type=inner):
+            return _make_whole(inner, value)
+        case kinds.UnionType(types=types) if isinstance(value, float):
+            if not any(isinstance(_bare(each), kinds.FloatType) for each in types):
+                return next((whole for each in types if (whole := _make_whole(each, value)) is not value), value)
+        case kinds.UnionType(types=types):
+            for each in types:
+                _make_whole(each, value)
+        case kinds.IntType() if isinstance(value, float) and value.is_integer():
+            return int(value)
+        case kinds.StructType(fields=fields) if isinstance(value, dict):
+            for field in fields:
+                name = field.encode_name
+                if name in value:
+                    value[name] = _make_whole(field.type, value[name])
+    return value
+
+
+def _bare(kind: kinds.Type) -> kinds.Type:
+    return _bare(kind.type) if isinstance(kind, kinds.Metadata) else kind
+
+
 def body_type(decoder: msgspec.json.Decoder[Any]) -> type:
     """Return what a decoder decodes to."""
     kind = decoder.type

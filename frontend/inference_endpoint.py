@@ -25,6 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from poolgrid.frontend.access.cache_domains import CacheDomains
 from poolgrid.frontend.access.gate import caller_of
+from poolgrid.frontend.access.limit_headers import limit_headers
 from poolgrid.frontend.access.tenants import Caller
 from poolgrid.frontend.body_shape import SHORT_BYTES, check_shape
 from poolgrid.frontend.compression import accepts_gzip, compressed
@@ -39,7 +40,7 @@ from poolgrid.frontend.ports import HINT_HEADERS, InferenceBackend, Refused, Str
 from poolgrid.frontend.preparation import Job, Prompt
 from poolgrid.frontend.request_body import check_announced, receive_body
 from poolgrid.frontend.request_ids import RequestIds, base_name
-from poolgrid.frontend.responses import AnswerEncoder, usage
+from poolgrid.frontend.responses import AnswerEncoder, counts_so_far, usage
 from poolgrid.frontend.sequence_output import SequenceOutput
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.stream_head import StreamHead
@@ -302,6 +303,10 @@ class _Exchange:
             self._metrics.isl.observe(prompt.isl)
         encoder = job.encoder(prompts, base_name(request_ids), self._clock.wall_ms() // 1000)
         self._encoder = encoder
+        if job.counts_in_chunks:
+            encoder.count_in_chunks(
+                lambda index: counts_so_far(prompts[index // per_prompt].isl, outputs[index].completion_tokens)
+            )
         pumps = _Pumps(outputs) if len(outputs) > 1 else None
         try:
             if job.stream:
@@ -519,6 +524,8 @@ class _Exchange:
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.status = status
+        if self._caller is not None:
+            headers += limit_headers(self._caller.standing(self._clock.monotonic_ms()))
         self._connection.started = True
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 

@@ -74,9 +74,10 @@ def describe_inference(app: FastAPI) -> None:
                 operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
                 operation["responses"] = {
                     "200": {"description": "The answer", "content": {"application/json": {"schema": answer}}},
-                    **_errors(_BAD_REQUEST),
+                    **error_answers(_BAD_REQUEST),
                 }
             _describe_models(paths)
+            _shape_errors(description)
             app.openapi_schema = description
         return app.openapi_schema
 
@@ -100,7 +101,7 @@ def _describe_models(paths: dict[str, Any]) -> None:
     one = paths["/v1/models/{model_id}"]["get"]["responses"]
     one["200"]["content"]["application/json"]["schema"] = {"$ref": "#/components/schemas/Model"}
     one.pop("422", None)  # any text is a model's name
-    one.update(_errors({"404": _STATUSES["404"]}))
+    one.update(error_answers({"404": _STATUSES["404"]}))
     every = paths["/v1/models"]["get"]["responses"]["200"]["content"]["application/json"]
     every["schema"] = {"$ref": "#/components/schemas/ModelList"}
 
@@ -124,12 +125,53 @@ def _inference(summary: str, name: str, body: dict[str, Any], answer: str, event
                     "text/event-stream": {"schema": {"description": events}},
                 },
             },
-            **_errors(_STATUSES),
+            **error_answers(_STATUSES),
         },
     }
 
 
-def _errors(statuses: Mapping[str, str]) -> dict[str, Any]:
+def _shape_errors(description: dict[str, Any]) -> None:
+    """Say of wrong parameters what they are answered with, in place of what FastAPI says."""
+    for operations in description["paths"].values():
+        for operation in operations.values():
+            answers = operation["responses"]
+            if "HTTPValidationError" in str(answers.get("422")):
+                del answers["422"]
+                answers.setdefault("400", error_answers({"400": _BAD_REQUEST["400"]})["400"])
+    for name in ("HTTPValidationError", "ValidationError"):
+        description["components"]["schemas"].pop(name, None)
+
+
+ROUTE_REQUEST: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {
+                "schema": {
+                    "anyOf": [
+                        {"$ref": "#/components/schemas/ChatBody"},
+                        {"$ref": "#/components/schemas/CompletionBody"},
+                        {
+                            "type": "object",
+                            "required": ["model", "token_ids"],
+                            "properties": {
+                                "model": {"type": "string"},
+                                "token_ids": {"type": "array", "items": {"type": "integer", "minimum": 0}},
+                            },
+                        },
+                    ]
+                }
+            }
+        },
+    }
+}
+"""What ``POST /v1/route`` takes."""
+
+ROUTE_STATUSES: Mapping[str, str] = {**_BAD_REQUEST, "429": "The request would wait, or the tokenizer is busy"}
+
+
+def error_answers(statuses: Mapping[str, str]) -> dict[int | str, dict[str, Any]]:
+    """Return the description of answers that are errors, by status."""
     return {
         status: {
             "description": text,

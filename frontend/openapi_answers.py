@@ -113,7 +113,14 @@ _RESPONSE = _object(
     }
 )
 _MODEL = _object(
-    {"id": _TEXT, "object": {"const": "model"}, "created": _INTEGER, "owned_by": _TEXT, "max_model_len": _COUNT},
+    {
+        "id": _TEXT,
+        "object": {"const": "model"},
+        "created": _INTEGER,
+        "owned_by": _TEXT,
+        "root": _TEXT,
+        "max_model_len": _COUNT,
+    },
     {"parent": _TEXT},
 )
 

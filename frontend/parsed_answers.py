@@ -64,6 +64,7 @@ class ParsedChatEncoder(AnswerEncoder):
                 return b""
             deltas.append(b"{}")
         head = self._prefix + b'{"index":%d,"delta":' % index
+        end = self._end_of_chunk(index)
         last = len(deltas) - 1
         chunks: list[bytes] = []
         for number, delta in enumerate(deltas):
@@ -74,7 +75,7 @@ class ParsedChatEncoder(AnswerEncoder):
             reason = None
             if number == last and finish_reason is not None:
                 reason = final_reason(finish_reason, reading.calls)
-            chunks += (head, delta, b',"logprobs":', placed, b',"finish_reason":', _encode(reason), self._suffix)
+            chunks += (head, delta, b',"logprobs":', placed, b',"finish_reason":', _encode(reason), end)
         return b"".join(chunks)
 
     def _reading(self, index: int) -> Reading:

@@ -148,6 +148,12 @@ class Job:
         return self.body.stream_options is not None and self.body.stream_options.include_usage
 
     @property
+    def counts_in_chunks(self) -> bool:
+        """Return whether each chunk of a stream carries the usage so far; only beside ``include_usage``."""
+        options = self.body.stream_options
+        return options is not None and options.include_usage and options.continuous_usage_stats
+
+    @property
     def prompt_param(self) -> str:
         """Return the field that the prompt came from."""
         if self.responses is not None:
@@ -354,10 +360,21 @@ class Job:
         return own + tuple(token_id for token_id in self.model.eos_token_ids if token_id not in own)
 
     def _too_long(self, tokens: int) -> RequestError:
+        param = self.prompt_param
+        return self._overflow(
+            param,
+            f"{param} has {tokens} tokens, and at least one must be left for the answer. Shorten {param}",
+        )
+
+    def _overflow(self, param: str, however: str) -> RequestError:
+        """Return the refusal of what does not fit into the context.
+
+        It begins as OpenAI's does: litellm, agents and test rigs look for these words and cut the conversation then.
+        """
         return invalid(
-            self.prompt_param,
-            f"{self.prompt_param} has {tokens} tokens: {self.body.model} takes sequences of at most "
-            f"{self.max_sequence_length} tokens, one of them generated. The request was not run.",
+            param,
+            f"This model's maximum context length is {self.max_sequence_length} tokens. However, {however}. "
+            "The request was not run.",
             code="context_length_exceeded",
         )
 
@@ -371,18 +388,18 @@ class Job:
         name, max_tokens = "max_tokens", body.max_tokens
         if isinstance(body, ChatBody):
             if body.max_completion_tokens is not None:
-                name, max_tokens = "max_completion_tokens", body.max_completion_tokens
+                name = "max_completion_tokens" if self.responses is None else "max_output_tokens"
+                max_tokens = body.max_completion_tokens
             elif max_tokens is None:
                 max_tokens = room
         elif max_tokens is None:
             max_tokens = min(COMPLETION_MAX_TOKENS_DEFAULT, room)
         assert max_tokens is not None, "each kind of body has a default"
         if max_tokens > room:
-            raise invalid(
+            raise self._overflow(
                 name,
-                f"{name} is {max_tokens}: the prompt has {prompt.isl} tokens and {self.body.model} takes sequences of "
-                f"at most {self.max_sequence_length}, so allowed is 1 to {room}. The request was not run.",
-                code="context_length_exceeded",
+                f"you requested {prompt.isl + max_tokens} tokens ({prompt.isl} in the {self.prompt_param}, "
+                f"{max_tokens} in the completion): allowed for {name} is 1 to {room}",
             )
         min_tokens = body.min_tokens or 0
         if min_tokens > max_tokens:
@@ -479,6 +496,18 @@ class Preparation:
             if name in served.loras:
                 return served, name
         return None
+
+    def only_model(self) -> str:
+        """Return the name of the model that is served, for bodies that leave it out; raises ``RequestError``."""
+        names = [served.name for served in self._backend.models()]
+        if len(names) != 1:
+            raise invalid(
+                "model",
+                f"model is missing: it may be left out where one is served, and here are {len(names)} ("
+                f"{', '.join(names) or 'none now'})",
+                "missing_required_parameter",
+            )
+        return names[0]
 
     def found(self, name: str) -> tuple[ServedModel, PromptModel]:
         """Return what is served by a name and its prompt model; raises ``RequestError``."""
@@ -672,26 +701,25 @@ def _message(message: Message, index: int, template: ChatTemplate, media: MediaS
                 "type": call.type,
                 "function": {
                     "name": call.function.name,
-                    "arguments": _arguments(call.function.arguments, f"messages[{index}].tool_calls[{number}]"),
+                    "arguments": _arguments(call.function.arguments),
                 },
             }
-            for number, call in enumerate(message.tool_calls)
+            for call in message.tool_calls
         ]
     elif content is None and message.role != "assistant":
         raise invalid(f"messages[{index}].content", f"messages[{index}].content is missing: allowed is a string")
     return rendered
 
 
-def _arguments(arguments: str | dict[str, Any], where: str) -> Any:
+def _arguments(arguments: str | dict[str, Any]) -> Any:
+    """Return the arguments of an earlier call as templates expect them, or the text of what is no JSON."""
     if not isinstance(arguments, str):
         return arguments
     try:
         return msgspec.json.decode(arguments or "{}")
-    except (msgspec.DecodeError, RecursionError) as error:
-        param = f"{where}.function.arguments"
-        raise invalid(
-            param, f"{param} is {quoted(arguments)}: allowed is a JSON object as a string ({error})"
-        ) from None
+    except (msgspec.DecodeError, RecursionError):
+        # Models write what is no JSON now and then; refused here, a conversation with it could never go on.
+        return arguments
 
 
 def _hints(nvext: Nvext | None, headers: Mapping[str, str] | None) -> Mapping[str, Any]:

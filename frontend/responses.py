@@ -6,7 +6,7 @@ Text is JSON-escaped so that no client that splits lines by Unicode's rules sees
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from math import isnan
 from typing import Any
@@ -44,10 +44,17 @@ def escape_line_ends(encoded: bytes) -> bytes:
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
     """Return OpenAI's usage object."""
     return {
+        **counts_so_far(prompt_tokens, completion_tokens),
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+
+
+def counts_so_far(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    """Return what of it is known while an answer is being written."""
+    return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
 
 
@@ -72,6 +79,16 @@ class AnswerEncoder:
         self._middle_plain = self._close + b'null,"finish_reason":'
         self._plain = self._middle_plain + b"null" + self._suffix
         self._heads: dict[int, bytes] = {}
+        self._counts: Callable[[int], Mapping[str, int]] | None = None
+
+    def count_in_chunks(self, counts: Callable[[int], Mapping[str, int]]) -> None:
+        """Have each chunk carry the usage so far of its choice, by index, in place of null."""
+        self._counts = counts
+
+    def _end_of_chunk(self, index: int) -> bytes:
+        if self._counts is None:
+            return self._suffix
+        return b'}],"usage":' + _encode(self._counts(index)) + b"}\n\n"
 
     @cached_property
     def _prefix(self) -> bytes:
@@ -99,7 +116,7 @@ class AnswerEncoder:
                 self._prefix,
                 b'{"index":%d,"delta":{"role":"assistant","content":""}' % index,
                 b',"logprobs":null,"finish_reason":null',
-                self._suffix,
+                self._end_of_chunk(index),
             )
         )
 
@@ -110,13 +127,13 @@ class AnswerEncoder:
         head = self._heads.get(index)
         if head is None:
             head = self._heads[index] = self._prefix + b'{"index":%d' % index + self._key
-        if not logprobs and finish_reason is None:
+        if not logprobs and finish_reason is None and self._counts is None:
             return head + encode_text(text) + self._plain
         if logprobs:
             middle = self._close + _encode(self.logprobs(logprobs)) + b',"finish_reason":'
         else:
             middle = self._middle_plain
-        return b"".join((head, encode_text(text), middle, _encode(finish_reason), self._suffix))
+        return b"".join((head, encode_text(text), middle, _encode(finish_reason), self._end_of_chunk(index)))
 
     def usage_chunk(self, counts: dict[str, Any]) -> bytes:
         """Return the chunk without choices that ends a stream with ``include_usage``."""

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from poolgrid.frontend.errors import RequestError, invalid, quoted, unsupported
-from poolgrid.frontend.field_words import allowed, body_type, words_at
+from poolgrid.frontend.field_words import allowed, body_type, make_whole, words_at
 from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX, LOGITS_PROCESSORS_MAX, STOP_TOKENS_MAX, U32_MAX
 
 LOGPROBS_PER_TOKEN_MAX = 20
@@ -39,6 +39,8 @@ class StreamOptions(Struct, frozen=True):
     """What a stream carries beside text."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+    """Counts so far in every chunk, beside ``include_usage``."""
 
 
 class AgentHints(Struct, frozen=True):
@@ -138,6 +140,14 @@ class InferenceBody(Struct, kw_only=True):
     include_stop_str_in_output: Any = None
     skip_special_tokens: Any = None
     return_token_ids: Any = None
+    return_tokens_as_token_ids: Any = None
+    bad_words: Any = None
+    allowed_token_ids: Any = None
+    truncate_prompt_tokens: Any = None
+    priority: Any = None
+    thinking_token_budget: Any = None
+    regex: Any = None
+    ebnf: Any = None
 
 
 class ImageUrl(Struct):
@@ -215,6 +225,8 @@ class ChatBody(InferenceBody, kw_only=True):
     web_search_options: Any = None
     mm_processor_kwargs: Any = None
     echo: Any = None
+    include_reasoning: Any = None
+    separate_reasoning: Any = None
 
 
 class CompletionBody(InferenceBody, kw_only=True):
@@ -237,6 +249,14 @@ REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "include_stop_str_in_output": ((False,), "a stop string is never part of the output"),
     "skip_special_tokens": ((True,), "special tokens are never part of the output"),
     "return_token_ids": ((False,), "answers are text"),
+    "return_tokens_as_token_ids": ((False,), "answers are text"),
+    "bad_words": (([],), "engines forbid tokens, not words; use logit_bias with -100"),
+    "allowed_token_ids": ((), "use logit_bias, or a guide such as guided_choice"),
+    "truncate_prompt_tokens": ((), "a prompt that does not fit is refused, not shortened"),
+    "priority": ((0,), "servers differ in whether low or high goes first; use nvext.agent_hints.priority, high first"),
+    "thinking_token_budget": ((), "reasoning is not limited separately"),
+    "regex": ((), "use guided_regex"),
+    "ebnf": ((), "use guided_grammar"),
 }
 """Fields of both endpoints that are refused, with the values that ask for nothing (``null`` always does) and why."""
 
@@ -251,6 +271,8 @@ REFUSED_CHAT: Mapping[str, tuple[tuple[object, ...], str]] = {
     "web_search_options": ((), "the server does not search"),
     "mm_processor_kwargs": ((), "only text is served"),
     "echo": ((False,), "a chat prompt is not repeated; use /v1/completions"),
+    "include_reasoning": ((True,), "reasoning is always part of the answer, as reasoning_content"),
+    "separate_reasoning": ((True,), "reasoning is always told apart, as reasoning_content"),
 }
 REFUSED_COMPLETION: Mapping[str, tuple[tuple[object, ...], str]] = {
     **REFUSED,
@@ -302,7 +324,12 @@ def parse_completion(body: bytes) -> CompletionBody:
 def parse(decoder: msgspec.json.Decoder[Body], body: bytes) -> Body:
     """Parse a body; raises ``RequestError`` that names the field which does not fit."""
     try:
-        return decoder.decode(body)
+        try:
+            return decoder.decode(body)
+        except msgspec.ValidationError as error:
+            if "got `float`" not in str(error):
+                raise
+            return _with_whole_numbers(body, decoder)
     except msgspec.ValidationError as error:
         raise _explain(error, body, body_type(decoder)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -313,6 +340,16 @@ def parse(decoder: msgspec.json.Decoder[Body], body: bytes) -> Body:
         raise RequestError(
             400, "invalid_json", f"reading the request body ({len(body)} bytes): it is nested too deeply"
         ) from None
+
+
+def _with_whole_numbers(body: bytes, decoder: msgspec.json.Decoder[Body]) -> Body:
+    """Parse a body in which integers are written as ``2.0``, which JavaScript, Lua and YAML do not tell apart from 2.
+
+    Only fields by name are looked at, of the body and of objects in it: of token ids there may be a million.
+    """
+    value = msgspec.json.decode(body)
+    make_whole(body_type(decoder), value)
+    return msgspec.convert(value, decoder.type, str_keys=True)
 
 
 def refuse(parsed: Any, refusals: Mapping[str, tuple[tuple[object, ...], str]]) -> None:

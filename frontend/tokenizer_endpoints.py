@@ -29,7 +29,8 @@ DETOKENIZE_PATH = "/detokenize"
 class TokenizeBody(Struct, kw_only=True):
     """Body of ``/tokenize``: a ``prompt``, or a chat with what shapes its prompt."""
 
-    model: str
+    model: str | None = None
+    """May be left out where one is served."""
     prompt: str | None = None
     add_special_tokens: bool | None = None
     """Default: true for a prompt, false for a chat, whose template writes them."""
@@ -46,7 +47,8 @@ class TokenizeBody(Struct, kw_only=True):
 class DetokenizeBody(Struct, kw_only=True):
     """Body of ``/detokenize``."""
 
-    model: str
+    model: str | None = None
+    """As in ``TokenizeBody``."""
     tokens: list[TokenId]
 
 
@@ -83,30 +85,30 @@ def add_tokenizer_endpoints(
         """Return the token ids of a prompt or a chat."""
         raw = await bodies.read(request)
         body = parse(_tokenize_decoder, raw)
-        _check_model(request, body.model)
+        model = _model(request, body.model, preparation)
         claim = partial(domains.claim, caller=caller_of(request.scope), headers=request.headers.raw)
-        return _json(await tokenization.run(len(raw), partial(_tokenized, preparation, body, claim)))
+        return _json(await tokenization.run(len(raw), partial(_tokenized, preparation, body, model, claim)))
 
     @app.post(DETOKENIZE_PATH, tags=["tokenizer"])
     async def detokenize(request: Request) -> Response:
         """Return the text of token ids."""
         raw = await bodies.read(request)
         body = parse(_detokenize_decoder, raw)
-        _check_model(request, body.model)
-        return _json(await tokenization.run(len(raw), partial(_detokenized, preparation, body)))
+        model = _model(request, body.model, preparation)
+        return _json(await tokenization.run(len(raw), partial(_detokenized, preparation, body, model)))
 
 
-def _tokenized(preparation: Preparation, body: TokenizeBody, claim: Callable[[Job], None]) -> Tokenized:
+def _tokenized(preparation: Preparation, body: TokenizeBody, name: str, claim: Callable[[Job], None]) -> Tokenized:
     if (body.prompt is None) == (body.messages is None):
         raise invalid("prompt", "prompt and messages: allowed is one of them", "missing_required_parameter")
-    served, model = preparation.found(body.model)
+    served, model = preparation.found(name)
     if body.messages is None:
         packed = model.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
     else:
         if not body.messages:
             raise invalid("messages", "messages is []: allowed is a list of at least one message")
         chat = ChatBody(
-            model=body.model,
+            model=name,
             messages=body.messages,
             tools=body.tools,
             documents=body.documents,
@@ -128,16 +130,19 @@ def _tokenized(preparation: Preparation, body: TokenizeBody, claim: Callable[[Jo
     return Tokenized(len(tokens), limit, tokens, texts)
 
 
-def _detokenized(preparation: Preparation, body: DetokenizeBody) -> Detokenized:
-    _, model = preparation.found(body.model)
+def _detokenized(preparation: Preparation, body: DetokenizeBody, name: str) -> Detokenized:
+    _, model = preparation.found(name)
     check_vocabulary(body.tokens, model.vocab_size, "tokens")
     return Detokenized(model.tokenizer.decode(body.tokens, skip_special_tokens=False))
 
 
-def _check_model(request: Request, model: str) -> None:
+def _model(request: Request, named: str | None, preparation: Preparation) -> str:
+    """Return the model that a body names, or the only one there is; raises ``RequestError``, ``Refused`` (403)."""
+    model = preparation.only_model() if named is None else named
     caller = caller_of(request.scope)
     if caller is not None:
         caller.check_model(model)
+    return model
 
 
 def _json(answer: Struct) -> Response:

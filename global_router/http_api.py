@@ -8,6 +8,7 @@ import msgspec
 from fastapi import FastAPI, Path, Query
 
 from poolgrid.frontend.errors import RequestError
+from poolgrid.frontend.openapi import error_answers
 from poolgrid.global_router.configuration_group import ConfigurationGroup
 from poolgrid.global_router.core.choice.fallback import PoolState
 from poolgrid.global_router.core.document.axis import StageName
@@ -50,7 +51,7 @@ def add_global_router_endpoints(
         """List the last requests, newest first: their pools, workers and outcome."""
         return PlacedList(data=[record.summary() for record in service.decisions.newest(limit)]).to_json()
 
-    @app.get("/v1/decisions/{request_id}", tags=["global router"], responses={404: {"description": "Not kept"}})
+    @app.get("/v1/decisions/{request_id}", tags=["global router"], responses=error_answers({"404": "Not kept"}))
     async def explain(request_id: Annotated[str, Path(max_length=256)]) -> dict[str, Any]:
         """Explain one request: cell, override, spill, fallback, refusals, worker, for each of its dispatches."""
         record = service.decisions.get(request_id)
@@ -76,7 +77,7 @@ def add_global_router_endpoints(
             "loop_steps": [step.explanation() for step in service.books.loop_steps[-STEPS_LISTED_MAX:]],
         }
 
-    @app.post("/v1/config/reload", tags=["global router"], responses={409: {"description": "The file is no document"}})
+    @app.post("/v1/config/reload", tags=["global router"], responses=error_answers({"409": "The file is no document"}))
     async def reload() -> dict[str, Any]:
         """Read the document's file now; what was in force stays when the file is not valid."""
         outcome = await group.reload()
@@ -89,7 +90,7 @@ def add_global_router_endpoints(
             raise RequestError(409, "document_refused", f"reading the document: {lines}. What was in force stays.")
         return outcome.explanation()
 
-    @app.post("/v1/config/rollback", tags=["global router"], responses={409: {"description": "There is none before"}})
+    @app.post("/v1/config/rollback", tags=["global router"], responses=error_answers({"409": "There is none before"}))
     async def rollback() -> dict[str, Any]:
         """Put the previous document in force, as a new revision."""
         outcome: Reload = await group.rollback()

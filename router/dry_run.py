@@ -16,6 +16,7 @@ from msgspec import Raw, Struct
 
 from poolgrid.frontend.errors import invalid, refused
 from poolgrid.frontend.media.loader import MediaLoader
+from poolgrid.frontend.openapi import ROUTE_REQUEST, ROUTE_STATUSES, error_answers
 from poolgrid.frontend.ports import Refused
 from poolgrid.frontend.preparation import Job, Preparation
 from poolgrid.frontend.request_body import BodyReader
@@ -48,11 +49,7 @@ def add_route_endpoint(app: FastAPI, service: RouterService) -> None:
     media: MediaLoader = app.state.media
     request_ids = RequestIds(DRY_RUN_PREFIX)
 
-    @app.post(
-        "/v1/route",
-        tags=["router"],
-        responses={404: {"description": "No such model"}, 429: {"description": "It would wait"}},
-    )
+    @app.post("/v1/route", tags=["router"], responses=error_answers(ROUTE_STATUSES), openapi_extra=ROUTE_REQUEST)
     async def route(request: Request) -> dict[str, Any]:
         """Say where a request would go now and why; nothing is dispatched or reserved."""
         body = await bodies.read(request)

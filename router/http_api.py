@@ -12,6 +12,7 @@ from fastapi.responses import StreamingResponse
 
 from poolgrid.frontend.app import Readiness
 from poolgrid.frontend.errors import RequestError
+from poolgrid.frontend.openapi import error_answers
 from poolgrid.router.core.fleet import Worker
 from poolgrid.router.core.prefix_index import HASHES_END
 from poolgrid.router.core.projection import Projection
@@ -59,7 +60,7 @@ def add_router_endpoints(app: FastAPI, service: RouterService, clock: Clock) -> 
         """List the last routing decisions, newest first."""
         return DecisionList(data=[decision.summary() for decision in service.books.decisions.newest(limit)]).to_json()
 
-    @app.get("/v1/decisions/{request_id}", tags=["router"], responses={404: {"description": "Not kept (any more)"}})
+    @app.get("/v1/decisions/{request_id}", tags=["router"], responses=error_answers({"404": "Not kept (any more)"}))
     async def explain(request_id: Annotated[str, Path(max_length=256)]) -> dict[str, Any]:
         """Explain one request's decisions: every candidate, every cost term, who was filtered out and why."""
         decisions = service.books.decisions.of_request(request_id)

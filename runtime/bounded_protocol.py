@@ -125,7 +125,7 @@ class BoundedProtocol(HeldConnection):
             self.cycle.keep_alive = False
         except httptools.HttpParserError:
             self.invalid_requests.note(self._client(), self.loop.time())
-            self._close_with(400, NOT_HTTP)
+            self._close_with(400, "invalid_http", NOT_HTTP)
             return False
         if self._refusal is not None:
             self._refuse(*self._refusal)

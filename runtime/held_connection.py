@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from poolgrid.runtime.client_probe import ClientProbe
@@ -68,7 +69,7 @@ class HeldConnection(HttpToolsProtocol):
             reason = self.table.admit(source, self.loop.time())
             if reason is not None:
                 self._discarding = True
-                self._answer(503, f"connecting: {reason}; try again later")
+                self._answer(503, "too_many_connections", f"connecting: {reason}; try again later")
                 transport.close()
                 self._move(self.table.lingering)
                 return
@@ -190,6 +191,7 @@ class HeldConnection(HttpToolsProtocol):
         """Forget the unfinished body and answer 503."""
         self._close_with(
             503,
+            "unfinished_bytes",
             f"reading the request body: more than {self.table.limits.unfinished_bytes} bytes of unfinished requests "
             "are held, the limit (setting http_unfinished_bytes), and this one began first; try again later",
         )
@@ -214,9 +216,9 @@ class HeldConnection(HttpToolsProtocol):
 
     def _refuse(self, status: int, reason: str, message: str) -> None:
         self.table.note(reason, self._client(), self.loop.time())
-        self._close_with(status, message)
+        self._close_with(status, reason, message)
 
-    def _close_with(self, status: int, message: str) -> None:
+    def _close_with(self, status: int, reason: str, message: str) -> None:
         """Answer unless there is an answer already, and end the connection when the client has had time to read it."""
         cycle = self.cycle
         skipping = self._in_body and cycle.response_complete
@@ -230,7 +232,7 @@ class HeldConnection(HttpToolsProtocol):
                 self.transport.abort()
                 return
         if not skipping:
-            self._answer(status, message)
+            self._answer(status, reason, message)
         if self.transport.can_write_eof() and not self._half_closed:
             self.transport.write_eof()
             self.flow.resume_reading()
@@ -242,14 +244,16 @@ class HeldConnection(HttpToolsProtocol):
     def abandon(self) -> None:
         """Forget the request that is not whole."""
 
-    def _answer(self, status: int, message: str) -> None:
-        body = message.encode()
+    def _answer(self, status: int, reason: str, message: str) -> None:
+        # In the shape of every error of the servers behind it; no request has come whole that could have a name.
+        kind = "server_error" if status >= 500 else "invalid_request_error"
+        body = msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": reason}})
         content = [STATUS_LINE[status]]
         for name, value in self.server_state.default_headers:
             content += (name, b": ", value, b"\r\n")
         if status == 503:
             content.append(b"retry-after: 1\r\n")
-        content.append(b"content-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\n" % len(body))
+        content.append(b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body))
         content += (b"connection: close\r\n\r\n", body)
         self.transport.write(b"".join(content))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from poolgrid.frontend.responses_api.conversation import chat_body
-from poolgrid.frontend.responses_api.schema import ResponsesBody
+from poolgrid.frontend.responses_api.schema import REFUSED_RESPONSES, ResponsesBody
 from poolgrid.frontend.schema import REFUSED_CHAT, REFUSED_COMPLETION, ChatBody, CompletionBody
 from poolgrid.wire.requests import Generate, Routing, Sampling
 from poolgrid.workers.engines.trtllm.core.sampling import plan_sampling
@@ -92,7 +92,7 @@ def test_every_field_that_a_body_may_have_is_read_or_refused_by_name() -> None:
 
 def test_a_field_that_responses_and_chat_both_have_arrives_in_chat() -> None:
     shared = set(ResponsesBody.__struct_fields__) & set(ChatBody.__struct_fields__)
-    passed = shared - MADE_OTHERWISE - {"top_logprobs"}  # refused in Responses
+    passed = shared - MADE_OTHERWISE - REFUSED_RESPONSES.keys()
     marks = {name: object() for name in passed}
 
     made = chat_body(ResponsesBody(input="hi", **marks))  # type: ignore[arg-type]

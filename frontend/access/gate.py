@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from poolgrid.frontend.access.limit_headers import limit_headers
 from poolgrid.frontend.access.tenants import Caller
 from poolgrid.frontend.access.watched_key_file import WatchedKeyFile
 from poolgrid.frontend.errors import refused
@@ -32,7 +33,7 @@ class PathClass(Enum):
     OPERATOR = "an operator's key"
 
 
-OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"})
+OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/ping", "/version", "/openapi.json"})
 METRICS_PATH = "/metrics"
 TENANT_PATHS = (
     "/v1/chat/completions",
@@ -131,6 +132,7 @@ class AccessGate:
             (b"content-type", b"application/json"),
             (b"content-length", b"%d" % len(body)),
             (b"x-request-id", self._request_ids.wanted(_header(scope, b"x-request-id")).encode()),
+            *([] if caller is None else limit_headers(caller.standing(self._clock.monotonic_ms()))),
             *error.headers,
         ]
         if error.status == 401:

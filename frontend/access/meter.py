@@ -149,6 +149,21 @@ class Meter:
         finally:
             cell.unlock()
 
+    def standing(self, rules: Tenant, now_ms: float) -> list[tuple[Rate, Bucket, float]]:
+        """Return the bucket of each rate that is limited, as it is now; nothing is looked at where none is."""
+        limits = (rules.requests_per_minute, rules.tokens_per_minute)
+        if limits == (None, None):
+            return []
+        self._cell.lock(now_ms)
+        try:
+            return [
+                (rate, self._cell.bucket(rate).resized(limit, now_ms), now_ms)
+                for rate, limit in zip(Rate, limits, strict=True)
+                if limit is not None
+            ]
+        finally:
+            self._cell.unlock()
+
     def take_tokens(self, rules: Tenant, tokens: int, now_ms: float) -> float:
         """Take tokens and return 0.0; or take nothing, and return in how many seconds they are due."""
         if rules.tokens_per_minute is None:

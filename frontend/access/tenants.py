@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 from poolgrid.frontend.access.cache_salt import cache_salt
 from poolgrid.frontend.access.key_file import FEATURES, HASH_PREFIX, Key, KeyDocument, Tenant
+from poolgrid.frontend.access.limit_headers import Standing
 from poolgrid.frontend.access.meter import Cell, Meter, OwnCell
 from poolgrid.frontend.ports import InferenceRequest, Refused
 from poolgrid.runtime.tenant_caches import WHOLE, CacheDomain, CacheShares
@@ -174,6 +175,10 @@ class Caller:
                 f"the next one is due in {verdict.wait_s:.1f} s",
                 verdict.wait_s,
             )
+
+    def standing(self, now_ms: float) -> Standing:
+        """Return how much of the tenant's rates is used, for the headers of its answer."""
+        return self.account.meter.standing(self._rules, now_ms)
 
     def end(self, now_ms: float) -> None:
         """Count a request out, and charge its output."""

@@ -163,6 +163,13 @@ def _tool_choice(choice: Any) -> Any:
 def _response_format(text_format: Mapping[str, Any] | None) -> Any:
     if text_format is None or text_format.get("type") != "json_schema":
         return text_format
+    if text_format.get("schema") is None:
+        param = "text.format.schema"
+        raise invalid(
+            param,
+            f"{param} is missing: allowed is a JSON schema. The request was not run.",
+            "missing_required_parameter",
+        )
     return {"type": "json_schema", "json_schema": {name: text_format[name] for name in text_format if name != "type"}}
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 from poolgrid.frontend.field_words import allowed
-from poolgrid.frontend.schema import JSON_NUMBER_MAX, JSON_NUMBER_MIN, Count, Nvext, TokenId, ToolChoice, TopK
+from poolgrid.frontend.schema import JSON_NUMBER_MAX, JSON_NUMBER_MIN, REFUSED, Count, Nvext, TokenId, ToolChoice, TopK
 from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX, STOP_TOKENS_MAX, U32_MAX
 
 ITEMS_MAX = 16_384
@@ -72,6 +72,10 @@ class ResponsesBody(Struct, kw_only=True):
     prompt: Any = None
     truncation: Any = None
     top_logprobs: Any = None
+    bad_words: Any = None
+    allowed_token_ids: Any = None
+    truncate_prompt_tokens: Any = None
+    priority: Any = None
 
 
 REFUSED_RESPONSES: Mapping[str, tuple[tuple[object, ...], str]] = {
@@ -83,5 +87,6 @@ REFUSED_RESPONSES: Mapping[str, tuple[tuple[object, ...], str]] = {
     "prompt": ((), "there are no stored prompts; send input and instructions"),
     "truncation": (("disabled",), "a conversation that does not fit is refused, not shortened"),
     "top_logprobs": ((0,), "use /v1/chat/completions for log probabilities"),
+    **{name: REFUSED[name] for name in ("bad_words", "allowed_token_ids", "truncate_prompt_tokens", "priority")},
 }
 """As ``REFUSED`` of chat."""

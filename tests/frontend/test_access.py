@@ -25,6 +25,8 @@ from poolgrid.frontend.access import key_file
 from poolgrid.frontend.access.cache_salt import cache_salt
 from poolgrid.frontend.access.gate import PathClass, key_of, path_class
 from poolgrid.frontend.access.key_file import Key, KeyDocument, KeyFileError, Tenant
+from poolgrid.frontend.access.limit_headers import LIMIT_HEADERS, limit_headers
+from poolgrid.frontend.access.meter import Rate
 from poolgrid.frontend.access.tenants import Tenants
 from poolgrid.frontend.access.token_bucket import Bucket
 from poolgrid.frontend.errors import REFUSAL_STATUSES
@@ -195,8 +197,10 @@ def test_operators_endpoints_are_403_for_tenants(write: Callable[..., Path]) -> 
             assert (await service.client.get("/metrics", headers=tenant)).status_code == 403
             assert (await service.client.get("/metrics")).status_code == 401
             assert (await service.client.get("/metrics", headers=operator)).status_code == 200
-            for path in ("/live", "/ready", "/health", "/openapi.json"):
+            for path in ("/live", "/ready", "/health", "/ping", "/version", "/openapi.json"):
                 assert (await service.client.get(path)).status_code == 200
+                assert (await service.client.head(path)).status_code == 200
+            assert (await service.client.head("/v1/decisions", headers=tenant)).status_code == 403
             assert (await service.client.options("/v1/chat/completions")).status_code == 405
 
     asyncio.run(run())
@@ -270,6 +274,40 @@ def test_the_token_rate_counts_prompts_and_output_and_gives_back_what_was_not_ru
             assert service.metric("poolgrid_frontend_tenant_prompt_tokens_total", tenant="acme") > 0
 
     asyncio.run(run())
+
+
+def test_answers_say_how_much_of_the_limits_is_left(write: Callable[..., Path]) -> None:
+    async def run() -> None:
+        async with running(write(requests_per_minute=3, tokens_per_minute=6000)) as service:
+            whole = await service.chat()
+            streamed = await service.chat(stream=True)
+            wrong = await service.chat(n=0)
+            refused = await service.chat()
+            assert [answer.status_code for answer in (whole, streamed, wrong, refused)] == [200, 200, 400, 429]
+            for left, answer in enumerate((refused, wrong, streamed, whole)):
+                assert answer.headers["x-ratelimit-limit-requests"] == "3"
+                assert int(answer.headers["x-ratelimit-remaining-requests"]) == max(0, left - 1)
+                assert answer.headers["x-ratelimit-limit-tokens"] == "6000"
+                assert re.fullmatch(r"(\d+m)?[\d.]+s|\d+ms", answer.headers["x-ratelimit-reset-requests"])
+            isl = 6000 - int(whole.headers["x-ratelimit-remaining-tokens"])
+            assert 5 < isl < 50
+            listed = await service.client.get("/v1/models", headers={"authorization": f"Bearer {KEY}"})
+            assert listed.headers["x-ratelimit-limit-requests"] == "3"
+            other = await service.chat(OTHER)
+            assert not [name for name in other.headers if name.startswith("x-ratelimit")], "it has no limits"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("full_in_ms", "told"),
+    [(-5.0, "0ms"), (12.4, "12ms"), (1500.0, "1.5s"), (20_000.0, "20s"), (360_000.0, "6m0s"), (61_500.0, "1m1.5s")],
+)
+def test_the_time_until_a_limit_is_whole_again_is_written_as_openai_does(full_in_ms: float, told: str) -> None:
+    headers = dict(limit_headers([(Rate.REQUESTS, Bucket(1000.0 + full_in_ms, 60), 1000.0)]))
+
+    assert headers[b"x-ratelimit-reset-requests"] == told.encode()
+    assert {name.decode() for name in headers} <= set(LIMIT_HEADERS)
 
 
 def test_requests_in_flight_are_limited_and_leavers_give_up_their_place(write: Callable[..., Path]) -> None:
@@ -526,7 +564,7 @@ def test_a_key_is_taken_until_the_moment_it_expires() -> None:
 
 # -- no endpoint is open by accident -----------------------------------------------------------------------------------
 
-ANYBODY_MAY = {"/live", "/ready", "/health", "/metrics", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"}
+ANYBODY_MAY = {"/live", "/ready", "/health", "/ping", "/version", "/metrics", "/openapi.json"}
 
 
 def routes(app: FastAPI) -> set[str]:

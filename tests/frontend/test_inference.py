@@ -165,6 +165,28 @@ def test_a_stream_with_usage_ends_with_a_chunk_of_counts() -> None:
     assert chunks[-1]["usage"]["completion_tokens"] == len(TINY.encode("Hello")) // 4
 
 
+@pytest.mark.parametrize("tools", [None, [{"type": "function", "function": {"name": "f"}}]])
+def test_a_stream_that_asks_for_it_counts_in_every_chunk(tools: list[dict[str, Any]] | None) -> None:
+    asks = {"include_usage": True, "continuous_usage_stats": True}
+    osl = len(TINY.encode("Hello, world!")) // 4
+    for sequences in (1, 2):
+        chunks = streamed(FakeBackend(script("Hello, world!")), stream_options=asks, n=sequences, tools=tools)
+
+        *written, last = chunks
+        assert last["usage"]["completion_tokens"] == sequences * osl
+        for index in range(sequences):
+            counts = [chunk["usage"] for chunk in written if chunk["choices"][0]["index"] == index]
+            told = [each["completion_tokens"] for each in counts]
+            assert told == sorted(told)
+            assert told[-1] == osl
+            assert sequences > 1 or told[0] == 1, "several are written together when they come together"
+            assert all(each["prompt_tokens"] == last["usage"]["prompt_tokens"] for each in counts)
+            assert all(each["total_tokens"] == each["prompt_tokens"] + each["completion_tokens"] for each in counts)
+
+    alone = streamed(FakeBackend(script("Hello")), stream_options={"continuous_usage_stats": True})
+    assert all("usage" not in chunk for chunk in alone), "as elsewhere it needs include_usage"
+
+
 def test_no_chunk_is_sent_while_a_character_is_incomplete() -> None:
     chunks = streamed(FakeBackend(script("\U0001f9a9")))
     assert [chunk["choices"][0]["delta"].get("content") for chunk in chunks] == ["", "\U0001f9a9"]

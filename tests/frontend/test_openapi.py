@@ -35,6 +35,8 @@ OPERATIONS = [
     ("/v1/models", "GET"),
     ("/v1/models/{model_id}", "GET"),
     ("/live", "GET"),
+    ("/ping", "GET"),
+    ("/version", "GET"),
     ("/ready", "GET"),
     ("/health", "GET"),
     ("/metrics", "GET"),

@@ -10,6 +10,7 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
+import poolgrid
 from poolgrid.frontend.metrics import FrontendMetrics
 from poolgrid.frontend.schema import REFUSED_CHAT, REFUSED_COMPLETION, REFUSED_NVEXT, ChatBody, CompletionBody
 from poolgrid.frontend.settings import FrontendSettings
@@ -41,9 +42,43 @@ def test_a_process_that_is_not_ready_is_alive_and_says_what_is_missing() -> None
 def test_models_are_listed_with_their_adapters() -> None:
     data = get("/v1/models").json()["data"]
     assert [(model["id"], model.get("parent")) for model in data] == [("tiny", None), ("tiny-lora", "tiny")]
+    assert {model["root"] for model in data} == {"tiny"}
     assert get("/v1/models/tiny").json() == data[0]
     assert get("/v1/models/tiny-lora").json() == data[1]
     assert get("/v1/models/org/model").json()["error"]["code"] == "model_not_found"
+
+
+def test_every_answer_has_a_name_and_head_is_get_without_a_body() -> None:
+    async def go() -> None:
+        async with in_process(application(FakeBackend())) as client:
+            for path in ("/live", "/ready", "/health", "/ping", "/version", "/metrics", "/v1/models", "/openapi.json"):
+                got, asked = await client.get(path), await client.head(path)
+                assert (got.status_code, asked.status_code, asked.content) == (200, 200, b""), path
+                assert got.headers["content-type"] == asked.headers["content-type"]
+                assert got.headers["x-request-id"] != asked.headers["x-request-id"]
+            assert (await client.head("/v1/nothing")).status_code == 404
+            refused = await client.head("/v1/chat/completions")
+            assert (refused.status_code, refused.headers["allow"], refused.content) == (405, "POST", b"")
+            names = [
+                (await client.get("/live", headers={"x-request-id": name})).headers["x-request-id"] for name in "a~"
+            ]
+            assert names[0] == "a"
+            assert names[1].startswith("id-"), "what no client may choose is replaced"
+
+    asyncio.run(go())
+
+
+def test_ping_is_ready_and_version_says_which() -> None:
+    assert get("/ping").json() == {"status": "ready"}
+    assert get("/ping", ready=lambda: "no worker has joined").status_code == 503
+    assert get("/version").json() == {"version": poolgrid.__version__}
+    assert get("/openapi.json").json()["info"]["version"] == poolgrid.__version__
+
+
+def test_no_page_of_the_server_loads_anything_from_elsewhere() -> None:
+    assert get("/docs").status_code == get("/redoc").status_code == 404
+    assert "http://" not in (text := get("/openapi.json").text)
+    assert "https://" not in text
 
 
 def test_a_request_is_measured_once_and_its_tokens_are_counted() -> None:

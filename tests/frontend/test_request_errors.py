@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+import re
+from typing import Annotated, Any
 
 import httpx
 import pytest
+from fastapi import Query
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,11 +25,12 @@ from poolgrid.frontend.schema import (
     CompletionBody,
 )
 from poolgrid.frontend.tokenizer_endpoints import DetokenizeBody, TokenizeBody
-from tests.frontend.fake_backend import TINY, FakeBackend
+from tests.frontend.fake_backend import TINY, FakeBackend, speak, with_logprobs
 from tests.frontend.server import application, in_process
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+RESPONSES = "/v1/responses"
 JSON = {"content-type": "application/json"}
 
 
@@ -59,6 +62,10 @@ def chat(**fields: Any) -> bytes:
 
 def completion(**fields: Any) -> bytes:
     return json.dumps({"model": "tiny", "prompt": "hi", **fields}).encode()
+
+
+def response_body(**fields: Any) -> bytes:
+    return json.dumps({"model": "tiny", "input": "hi", **fields}).encode()
 
 
 SHARED_FIELDS: list[tuple[dict[str, Any], str]] = [
@@ -96,6 +103,11 @@ SHARED_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"ignore_eos": "yes"}, "ignore_eos"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ({"max_tokens": 8.5}, "max_tokens"),
+    ({"max_tokens": 8.0, "n": 1.5}, "n"),
+    ({"max_tokens": 1e300}, "max_tokens"),
+    ({"max_tokens": 262_144.0}, "max_tokens"),
+    ({"model": 2.0}, "model"),
     ({"cache_salt": "s" * 257}, "cache_salt"),
     ({"nvext": {"agent_hints": {"priority": 2**31}}}, "nvext.agent_hints.priority"),
     ({"nvext": {"agent_hints": {"osl": 0}}}, "nvext.agent_hints.osl"),
@@ -115,10 +127,6 @@ CHAT_FIELDS: list[tuple[dict[str, Any], str]] = [
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         "messages[0].content[0].type",
-    ),
-    (
-        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
-        "messages[0].tool_calls[0].function.arguments",
     ),
     ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ({"max_completion_tokens": 262_144}, "max_completion_tokens"),
@@ -277,7 +285,72 @@ def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused_with_both_lengths
     for path, body, param in ((CHAT, chat(), "messages"), (COMPLETIONS, completion(prompt=[5] * 8), "prompt")):
         error = error_of(post(path, body, backend=backend))
         assert (error["param"], error["code"]) == (param, "context_length_exceeded")
-        assert "8 tokens" in error["message"]
+        assert error["message"].startswith("This model's maximum context length is 8 tokens. However, ")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "said"),
+    [
+        (CHAT, {"max_tokens": 100}, "max_tokens", "in the messages, 100 in the completion"),
+        (CHAT, {"max_completion_tokens": 100}, "max_completion_tokens", "in the messages, 100 in the completion"),
+        (COMPLETIONS, {"max_tokens": 100}, "max_tokens", "in the prompt, 100 in the completion"),
+        (RESPONSES, {"max_output_tokens": 100}, "max_output_tokens", "in the input, 100 in the completion"),
+    ],
+)
+def test_more_output_than_there_is_room_for_is_said_in_the_words_that_clients_know(
+    path: str, fields: dict[str, Any], param: str, said: str
+) -> None:
+    body = {CHAT: chat, COMPLETIONS: completion, RESPONSES: response_body}[path](**fields)
+
+    error = error_of(post(path, body, backend=FakeBackend(served=[ServedModel("tiny", 0, 64)])))
+
+    assert (error["param"], error["code"]) == (param, "context_length_exceeded")
+    # litellm looks for the words, LangChain for the code, agents for the numbers.
+    assert re.match(
+        r"This model's maximum context length is 64 tokens\. However, you requested \d+ tokens \(\d+ ", error["message"]
+    )
+    assert said in error["message"]
+    assert "rate limit" not in error["message"], "litellm takes that for 429, whatever the status"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, {"max_tokens": 8.0, "seed": 3.0, "n": 1.0, "top_k": -1.0, "logprobs": True, "top_logprobs": 2.0}),
+        (CHAT, {"max_completion_tokens": 1e1, "nvext": {"agent_hints": {"osl": 4.0, "priority": 1.0}}}),
+        (COMPLETIONS, {"max_tokens": 8.0, "min_tokens": 2.0, "logprobs": 1.0}),
+    ],
+)
+def test_an_integer_may_be_written_as_a_float(path: str, fields: dict[str, Any]) -> None:
+    def whole(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: whole(each) for name, each in value.items()}
+        return int(value) if isinstance(value, float) else value
+
+    dispatched = []
+    for each in (fields, whole(fields)):
+        backend = FakeBackend(lambda request: with_logprobs(speak("hi"), request.sampling.logprobs or 0))
+        assert post(path, (chat if path == CHAT else completion)(**each), backend=backend).status_code == 200
+        dispatched.append(backend.requests[0])
+
+    assert dispatched[0] == dispatched[1]
+
+
+def test_arguments_that_a_model_wrote_wrong_do_not_end_the_conversation() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"city": "Par'}}
+    said = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "arguments are no JSON"},
+    ]
+
+    assert post(CHAT, chat(messages=said)).status_code == 200
+
+
+def test_a_response_with_a_schema_format_and_no_schema_is_refused() -> None:
+    for text_format in ({"type": "json_schema", "name": "x"}, {"type": "json_schema", "name": "x", "schema": None}):
+        error = error_of(post(RESPONSES, response_body(text={"format": text_format})))
+        assert (error["param"], error["code"]) == ("text.format.schema", "missing_required_parameter")
 
 
 def test_a_model_without_a_chat_template_answers_completions_only() -> None:
@@ -309,14 +382,31 @@ def test_when_a_later_choice_is_refused_the_earlier_ones_are_cancelled() -> None
     assert [stream.cancels for stream in backend.streams] == [1, 1]
 
 
-def test_paths_and_methods_that_do_not_exist_have_the_same_shape() -> None:
-    async def go() -> tuple[httpx.Response, httpx.Response]:
-        async with in_process(application(FakeBackend())) as client:
-            return await client.get("/v1/nothing"), await client.get(CHAT)
+def test_what_no_endpoint_answers_has_the_same_shape_and_a_name() -> None:
+    app = application(FakeBackend())
 
-    missing, wrong_method = asyncio.run(go())
-    assert (missing.status_code, error_of(missing)["code"]) == (404, "not_found")
-    assert (wrong_method.status_code, error_of(wrong_method)["code"]) == (405, "method_not_allowed")
+    @app.get("/counted")
+    async def counted(limit: Annotated[int, Query(ge=1)] = 1) -> None:
+        raise ZeroDivisionError
+
+    async def go() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            asked = [("GET", "/v1/nothing"), ("GET", CHAT), ("GET", "/counted?limit=abc"), ("GET", "/counted?limit=0")]
+            asked += [("GET", "/counted"), ("DELETE", "/live")]
+            return [await client.request(method, path, headers={"x-request-id": "mine"}) for method, path in asked]
+
+    answers = asyncio.run(go())
+    assert [(answer.status_code, error_of(answer)["code"], error_of(answer)["param"]) for answer in answers] == [
+        (404, "not_found", None),
+        (405, "method_not_allowed", None),
+        (400, "invalid_value", "limit"),
+        (400, "invalid_value", "limit"),
+        (500, "internal_error", None),
+        (405, "method_not_allowed", None),
+    ]
+    assert [answer.headers["x-request-id"] for answer in answers] == ["mine"] * len(answers)
+    assert '"abc"' in error_of(answers[2])["message"]
 
 
 JSON_VALUES = st.recursive(

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from poolgrid.frontend.ports import ServedModel
 from poolgrid.wire.hashing import unpack_tokens
 from tests.frontend.fake_backend import TINY, FakeBackend
 from tests.frontend.server import application, in_process
@@ -73,3 +74,19 @@ def test_bodies_are_read_as_those_of_the_inference_endpoints() -> None:
     assert post("/tokenize", raw=gzip.compress(raw), headers={"content-encoding": "gzip"}).status_code == 200
     assert post("/tokenize", raw=raw, headers={"content-type": "text/plain"}).status_code == 415
     assert post("/tokenize", raw=b"{").json()["error"]["code"] == "invalid_json"
+
+
+def test_the_only_model_need_not_be_named() -> None:
+    assert post("/tokenize", model=None, prompt="a").json() == post("/tokenize", prompt="a").json()
+    assert post("/tokenize", model=None, messages=HI).json() == post("/tokenize", messages=HI).json()
+    assert post("/detokenize", raw=b'{"tokens": [300]}').json() == post("/detokenize", tokens=[300]).json()
+
+    async def among(*names: str) -> httpx.Response:
+        served = [ServedModel(name, 0, 100) for name in names]
+        async with in_process(application(FakeBackend(served=served))) as client:
+            return await client.post("/tokenize", json={"prompt": "a"})
+
+    for names in ((), ("tiny", "other")):
+        answer = asyncio.run(among(*names))
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
+        assert str(len(names)) in answer.json()["error"]["message"]

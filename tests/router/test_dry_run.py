@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+from typing import Any
 
 import httpx
 import pytest
 
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.router.dry_run import add_route_endpoint
+from poolgrid.router.http_api import add_router_endpoints
+from poolgrid.runtime.clock import SystemClock
 from tests.frontend.server import application, in_process
 from tests.router.test_service import routed
 
@@ -54,3 +57,27 @@ def test_a_body_is_refused_as_it_is_elsewhere(body: bytes, headers: dict[str, st
 
     assert [(said, error["code"]) for said, error in answers] == [(status, code)] * len(PATHS)
     assert len({json.dumps(error) for _, error in answers}) == 1, answers
+
+
+def test_the_description_says_what_the_route_takes_and_how_parameters_are_refused() -> None:
+    async def go() -> tuple[dict[str, Any], httpx.Response]:
+        async with routed() as router:
+            app = application(router.service)
+            add_route_endpoint(app, router.service)
+            add_router_endpoints(app, router.service, SystemClock())
+            async with in_process(app) as client:
+                return (await client.get("/openapi.json")).json(), await client.get("/v1/decisions?limit=abc")
+
+    description, refused = asyncio.run(go())
+    route = description["paths"]["/v1/route"]["post"]
+    kinds = route["requestBody"]["content"]["application/json"]["schema"]["anyOf"]
+    assert [kind.get("$ref", "").rpartition("/")[2] for kind in kinds] == ["ChatBody", "CompletionBody", ""]
+    assert set(description["components"]["schemas"]) >= {"ChatBody", "CompletionBody", "Error"}
+    assert {"400", "404", "413", "415", "429", "503"} <= set(route["responses"])
+    assert "HTTPValidationError" not in json.dumps(description)
+    for path in ("/v1/route", "/v1/decisions", "/v1/decisions/{request_id}"):
+        for operation in description["paths"][path].values():
+            wrong = operation["responses"]["400"]["content"]["application/json"]["schema"]
+            assert wrong == {"$ref": "#/components/schemas/Error"}, path
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "limit"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import resource
 import socket
@@ -244,7 +245,10 @@ def test_a_header_without_an_end_is_answered_431_while_it_comes(run: Run) -> Non
             pouring.cancel()
             assert head.startswith(b"HTTP/1.1 431 ")
             assert b"connection: close" in head
-            assert b"setting http_head_bytes" in await within(reader.read())
+            assert b"content-type: application/json" in head
+            error = json.loads(await within(reader.read()))["error"]
+            assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", None, "head_too_large")
+            assert "setting http_head_bytes" in error["message"]
             assert pair.refused("head_too_large") == 1
             assert pair.application.begun == 0
 
