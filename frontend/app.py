@@ -11,9 +11,9 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Query, Request, Response
 from fastapi.exceptions import HTTPException, RequestValidationError
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
@@ -47,6 +47,7 @@ from poolgrid.frontend.tokenization import TokenizationPool
 from poolgrid.frontend.tokenizer_endpoints import add_tokenizer_endpoints
 from poolgrid.runtime.clock import Clock, SystemClock
 from poolgrid.runtime.process_group import GroupPlace
+from poolgrid.wire.answers import EndpointRow
 
 EXPOSED_HEADERS = (
     "x-request-id",
@@ -63,6 +64,10 @@ REQUEST_ID = b"x-request-id"
 
 Readiness = Callable[[], str | None]
 """Returns ``None`` when requests can be served, else what is still missing, in words."""
+
+
+Endpoints = Callable[[], Sequence[EndpointRow]]
+"""Returns who serves which model in which role now."""
 
 
 class Exposed(Protocol):
@@ -155,6 +160,7 @@ def create_app(
     settings: FrontendSettings,
     registry: CollectorRegistry,
     ready: Readiness = _always_ready,
+    endpoints: Endpoints = tuple,
     troubles: Callable[[], Sequence[str]] = lambda: (),
     clock: Clock | None = None,
     id_prefix: str | None = None,
@@ -249,7 +255,7 @@ def create_app(
     describe_inference(app)
     _add_models(app, backend, preparation)
     add_tokenizer_endpoints(app, preparation, tokenization, bodies, domains)
-    _add_health(app, backend, ready, troubles)
+    _add_health(app, backend, ready, endpoints, troubles)
     _add_metrics(app, registry if exposed is None else exposed)
     _add_error_shape(app, metrics, settings.isolate_tenants)
     return app
@@ -315,7 +321,11 @@ def _model_card(served: ServedModel, lora: str = "") -> dict[str, Any]:
 
 
 def _add_health(
-    app: FastAPI, backend: InferenceBackend, ready: Readiness, troubles: Callable[[], Sequence[str]]
+    app: FastAPI,
+    backend: InferenceBackend,
+    ready: Readiness,
+    endpoints: Endpoints,
+    troubles: Callable[[], Sequence[str]],
 ) -> None:
     @app.get("/live", tags=["health"])
     async def live() -> dict[str, str]:
@@ -329,9 +339,16 @@ def _add_health(
 
     @app.get("/ping", tags=["health"], responses={503: {"description": "Not yet: the body says what is missing"}})
     @app.get("/ready", tags=["health"], responses={503: {"description": "Not yet: the body says what is missing"}})
-    async def is_ready(response: Response) -> dict[str, str]:
+    async def is_ready(
+        response: Response,
+        role: Annotated[
+            Literal["aggregated", "prefill", "decode", "encode"] | None,
+            Query(description="Ready only while a worker of this role takes requests."),
+        ] = None,
+        model: Annotated[str | None, Query(max_length=256, description="Of this model; any by default.")] = None,
+    ) -> dict[str, str]:
         """Answer 200 when requests can be served, else 503 with what is missing."""
-        missing = ready()
+        missing = ready() or _without_worker(endpoints, role, model)
         if missing is None:
             return {"status": "ready"}
         response.status_code = 503
@@ -339,14 +356,28 @@ def _add_health(
 
     @app.get("/health", tags=["health"], responses={503: {"description": "Not ready"}})
     async def health(response: Response) -> dict[str, Any]:
-        """Answer as ``/ready`` does, with the models that are served and what is wrong meanwhile."""
+        """Answer as ``/ready`` does, with the models that are served, who serves them, and what is wrong meanwhile."""
         missing = ready()
-        names = [served.name for served in backend.models()]
+        served = {
+            "models": [served.name for served in backend.models()],
+            "endpoints": [row.to_json() for row in endpoints()],
+        }
         if missing is None:
             wrong = list(troubles())
-            return {"status": "degraded" if wrong else "ok", "models": names, **({"troubles": wrong} if wrong else {})}
+            return {"status": "degraded" if wrong else "ok", **served, **({"troubles": wrong} if wrong else {})}
         response.status_code = 503
-        return {"status": "not ready", "reason": missing, "models": names}
+        return {"status": "not ready", "reason": missing, **served}
+
+
+def _without_worker(endpoints: Endpoints, role: str | None, model: str | None) -> str | None:
+    """Return what is missing of a role or model that somebody asks for."""
+    if role is None and model is None:
+        return None
+    wanted = [row for row in endpoints() if role in (None, row.role) and model in (None, row.model)]
+    if any(row.ready for row in wanted):
+        return None
+    of_model = "" if model is None else f" of model {model!r}"
+    return f"no {'' if role is None else f'{role} '}worker{of_model} takes requests"
 
 
 def _add_metrics(app: FastAPI, registry: Exposed) -> None:

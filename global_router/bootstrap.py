@@ -127,6 +127,7 @@ async def serve(
             settings=frontend,
             registry=registry,
             ready=lambda: service.view.missing() or (member.missing() if member is not None else None),
+            endpoints=service.view.endpoints,
             clock=clock,
             exposed=group_metrics,
             place=place,

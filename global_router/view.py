@@ -12,6 +12,7 @@ from poolgrid.global_router.core.choice.fallback import PoolState
 from poolgrid.global_router.pools import Pools
 from poolgrid.global_router.waiting_room import WaitingRoom
 from poolgrid.runtime.clock import Clock
+from poolgrid.wire.answers import EndpointRow
 from poolgrid.wire.card import MediaSpec
 
 NOT_THERE = (PoolState.DOWN, PoolState.CONNECTING)
@@ -48,6 +49,22 @@ class GlobalRouterView:
         return [
             ServedModel(name, self._created_s, length, tuple(sorted(loras[name])), media.get(name, MediaSpec()))
             for name, length in sorted(lengths.items())
+        ]
+
+    def endpoints(self) -> list[EndpointRow]:
+        """Return who serves which model in which role, by pool: an endpoint here is a pool."""
+        return [
+            EndpointRow(
+                endpoint=pool.name,
+                model=served.model,
+                role=role.role.name.lower(),
+                workers=role.ready + role.draining + role.unreachable,
+                ready=role.ready,
+                instances=[],
+            )
+            for pool in self._service.pools.all()
+            for served in (pool.status.models if pool.status is not None else ())
+            for role in served.roles
         ]
 
     def missing(self) -> str | None:

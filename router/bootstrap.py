@@ -30,7 +30,15 @@ from poolgrid.router.decision_journal.recorder import DecisionRecorder
 from poolgrid.router.dry_run import add_route_endpoint
 from poolgrid.router.feeds import EmbeddedFeed, RemoteFeed
 from poolgrid.router.fleet_links import link_opener
-from poolgrid.router.http_api import add_index_endpoint, add_pool_endpoint, add_router_endpoints, readiness, troubles
+from poolgrid.router.health import Completeness
+from poolgrid.router.http_api import (
+    add_index_endpoint,
+    add_pool_endpoint,
+    add_router_endpoints,
+    endpoints,
+    readiness,
+    troubles,
+)
 from poolgrid.router.metrics import DecisionRecordCollector, RouterMetrics, register_views
 from poolgrid.router.policy_loading import load_policy
 from poolgrid.router.ports import JournalFeed
@@ -92,13 +100,15 @@ async def serve(
         plane = _open_select_plane(opened, settings, context, service, state, metrics, awake)
         member = GroupMember(place) if place is not None else None
         group_metrics = GroupMetrics(registry, member) if member is not None else None
+        completeness = Completeness()
         app = create_app(
             service,
             {prompt_model.name: prompt_model},
             settings=frontend,
             registry=registry,
-            ready=readiness(service, member),
-            troubles=lambda: troubles(service, recorder),
+            ready=readiness(service, member, completeness),
+            endpoints=lambda: endpoints(service),
+            troubles=lambda: troubles(service, recorder, completeness),
             clock=clock,
             exposed=group_metrics,
             place=place,

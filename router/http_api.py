@@ -17,12 +17,14 @@ from poolgrid.router.core.fleet import Worker
 from poolgrid.router.core.prefix_index import HASHES_END
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.decision_journal.recorder import DecisionRecorder
+from poolgrid.router.health import Completeness, endpoint_rows
 from poolgrid.router.select_plane import SelectPlane
 from poolgrid.router.service import RouterService
 from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.process_group import GroupMember
 from poolgrid.wire.answers import (
     DecisionList,
+    EndpointRow,
     QueueRow,
     RequestExplanation,
     SourceRow,
@@ -176,20 +178,36 @@ def add_pool_endpoint(
         }
 
 
-def troubles(service: RouterService, recorder: DecisionRecorder | None) -> list[str]:
+def endpoints(service: RouterService) -> list[EndpointRow]:
+    """Return who serves which model in which role."""
+    workers = service.projection.fleet.workers
+    return endpoint_rows((workers[key] for key in sorted(workers)), service.view.unreachable)
+
+
+def troubles(
+    service: RouterService, recorder: DecisionRecorder | None, completeness: Completeness | None = None
+) -> list[str]:
     """Return what is wrong while requests are served, in words."""
     found = [service.trouble] if service.trouble else []
+    if completeness is not None:
+        found += completeness.troubles(endpoints(service))
     if recorder is not None and recorder.failing:
         found.append(f"decisions are not being recorded: {recorder.failing}")
     return found
 
 
-def readiness(service: RouterService, member: GroupMember | None = None) -> Readiness:
-    """Return the check behind ``/ready``: the router's state is that of the pool, in every process that it has."""
+def readiness(
+    service: RouterService, member: GroupMember | None = None, completeness: Completeness | None = None
+) -> Readiness:
+    """Return the check behind ``/ready``: the router's state is that of the pool, in every process that it has, and no
+    model is served in stages of which one is still missing."""
 
     def missing() -> str | None:
         if not service.ready:
             return "the router is rebuilding its state from the journal"
-        return member.missing() if member is not None else None
+        others = member.missing() if member is not None else None
+        if others is not None or completeness is None:
+            return others
+        return completeness.missing(endpoints(service))
 
     return missing

@@ -36,6 +36,25 @@ class QueueRow(Answer, frozen=True, kw_only=True):
     refused: dict[str, int]
 
 
+class InstanceRow(Answer, frozen=True, kw_only=True):
+    """One worker of an endpoint: ``ready``, ``draining`` or ``unreachable``."""
+
+    worker_id: str
+    dp_rank: int
+    state: str
+
+
+class EndpointRow(Answer, frozen=True, kw_only=True):
+    """All workers that serve one model in one role under one name, in ``GET /health``."""
+
+    endpoint: str
+    model: str
+    role: str
+    workers: int
+    ready: int
+    instances: list[InstanceRow]
+
+
 # -- a pool's router ---------------------------------------------------------------------------------------------------
 
 

@@ -153,6 +153,7 @@ class WorkerService:
             "epoch": self._epoch,
             "model": self._card.model,
             "role": self._card.role.name.lower(),
+            "endpoint": self._card.endpoint_name,
             "request_endpoint": self._card.request_endpoint,
             "running_requests": sum(load.running_requests for load in loads),
             "waiting_requests": sum(load.waiting_requests for load in loads),

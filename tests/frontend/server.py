@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.runtime.http_protocol import DirectProtocol
 from poolgrid.runtime.http_settings import HttpLimits
+from poolgrid.wire.answers import EndpointRow
 from tests.frontend.fake_backend import TINY
 
 Http = str | type[DirectProtocol]
@@ -32,6 +33,7 @@ def application(
     registry: CollectorRegistry | None = None,
     models: dict[str, PromptModel] | None = None,
     ready: Callable[[], str | None] = lambda: None,
+    endpoints: Callable[[], Sequence[EndpointRow]] = tuple,
     **settings: Any,
 ) -> FastAPI:
     return create_app(
@@ -40,6 +42,7 @@ def application(
         settings=FrontendSettings(**settings),
         registry=registry or CollectorRegistry(),
         ready=ready,
+        endpoints=endpoints,
         id_prefix="id-",
     )
 

@@ -22,6 +22,7 @@ from schemathesis.specs.openapi.checks import (
 from starlette.types import Receive, Scope, Send
 
 from poolgrid.frontend.ports import InferenceRequest
+from poolgrid.wire.answers import EndpointRow
 from tests.frontend.fake_backend import FakeBackend, Step, speak, with_logprobs
 from tests.frontend.server import application
 
@@ -48,7 +49,11 @@ def talk(request: InferenceRequest) -> list[Step]:
     return with_logprobs(steps, request.sampling.logprobs) if request.sampling.logprobs is not None else steps
 
 
-SERVER = application(FakeBackend(talk), max_choices=4)
+SERVED = [
+    EndpointRow(endpoint=f"poolgrid.{role}.generate", model="tiny", role=role, workers=1, ready=1, instances=[])
+    for role in ("aggregated", "prefill", "decode", "encode")
+]
+SERVER = application(FakeBackend(talk), endpoints=lambda: SERVED, max_choices=4)
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -89,6 +94,8 @@ def test_the_server_does_what_its_description_says(path: str, method: str, mode:
     def holds(case: Any) -> None:
         if isinstance(case.body, dict) and isinstance(case.body.get("model"), str):
             case.body["model"] = "tiny"  # else nearly every case ends at a model that does not exist
+        if case.query and case.query.get("model") is not None:
+            case.query["model"] = "tiny"
         case.call_and_validate(checks=checks if mode is GenerationMode.POSITIVE else [*checks, negative_data_rejection])
 
     holds()

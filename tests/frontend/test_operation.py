@@ -14,6 +14,7 @@ import poolgrid
 from poolgrid.frontend.metrics import FrontendMetrics
 from poolgrid.frontend.schema import REFUSED_CHAT, REFUSED_COMPLETION, REFUSED_NVEXT, ChatBody, CompletionBody
 from poolgrid.frontend.settings import FrontendSettings
+from poolgrid.wire.answers import EndpointRow, InstanceRow
 from tests.frontend.fake_backend import TINY, FakeBackend, speak
 from tests.frontend.server import application, in_process
 
@@ -36,7 +37,51 @@ def test_a_process_that_is_not_ready_is_alive_and_says_what_is_missing() -> None
         assert response.json()["reason"] == "no worker has joined"
     assert get("/live", ready=lambda: "no worker has joined").status_code == 200
     assert get("/ready").status_code == 200
-    assert get("/health").json() == {"status": "ok", "models": ["tiny"]}
+    assert get("/health").json() == {"status": "ok", "models": ["tiny"], "endpoints": []}
+
+
+SERVED = [
+    EndpointRow(endpoint="poolgrid.prefill.generate", model="tiny", role="prefill", workers=1, ready=0, instances=[]),
+    EndpointRow(
+        endpoint="poolgrid.decode.generate",
+        model="tiny",
+        role="decode",
+        workers=1,
+        ready=1,
+        instances=[InstanceRow(worker_id="d0", dp_rank=0, state="ready")],
+    ),
+]
+
+
+def test_health_names_the_endpoints_of_every_role() -> None:
+    health = get("/health", endpoints=lambda: SERVED).json()
+    assert [(row["endpoint"], row["role"], row["ready"]) for row in health["endpoints"]] == [
+        ("poolgrid.prefill.generate", "prefill", 0),
+        ("poolgrid.decode.generate", "decode", 1),
+    ]
+    assert health["endpoints"][1]["instances"] == [{"worker_id": "d0", "dp_rank": 0, "state": "ready"}]
+
+
+@pytest.mark.parametrize(
+    ("query", "status", "reason"),
+    [
+        ("role=decode", 200, None),
+        ("role=decode&model=tiny", 200, None),
+        ("model=tiny", 200, None),
+        ("role=prefill", 503, "no prefill worker takes requests"),
+        ("role=encode", 503, "no encode worker takes requests"),
+        ("role=decode&model=other", 503, "no decode worker of model 'other' takes requests"),
+        ("model=other", 503, "no worker of model 'other' takes requests"),
+    ],
+)
+def test_readiness_can_be_asked_for_a_role_and_a_model(query: str, status: int, reason: str | None) -> None:
+    response = get(f"/ready?{query}", endpoints=lambda: SERVED)
+    assert response.status_code == status
+    assert response.json().get("reason") == reason
+
+
+def test_an_unknown_role_is_a_bad_request() -> None:
+    assert get("/ready?role=prefil", endpoints=lambda: SERVED).status_code == 400
 
 
 def test_models_are_listed_with_their_adapters() -> None:

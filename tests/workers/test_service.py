@@ -287,6 +287,10 @@ def test_nothing_is_lost_when_the_consolidator_restarts_under_load(remembers: bo
                     restated = next(event for event in journal.events if isinstance(event, RequestStarted))
                     assert restated.request_id == "across"
                 assert (await worker.get("/ready")).status_code == 200
+                assert (await worker.get("/ready?role=aggregated")).status_code == 200
+                refused = await worker.get("/ready?role=prefill")
+                assert refused.status_code == 503
+                assert refused.json()["reason"] == "this worker's role is aggregated, not prefill"
 
     asyncio.run(scenario())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 from urllib.parse import parse_qs
 
+import msgspec
 from prometheus_client import CollectorRegistry
 
 from poolgrid.runtime.health_app import HealthApp, HttpAnswer, Observed
@@ -34,8 +35,20 @@ class HttpApi(HealthApp):
         """Answer for this worker from now on."""
         self._observed = self._worker = worker
 
+    def _ready_for(self, query: bytes) -> HttpAnswer | None:
+        """Return what a probe gets that asks for another role or model than this worker's."""
+        assert self._worker is not None
+        state = self._worker.describe()
+        for name, values in parse_qs(query.decode("utf-8", "replace")).items():
+            if name in ("role", "model") and values != [state[name]]:
+                said = f"this worker's {name} is {state[name]}, not {', '.join(values)}"
+                return 503, "application/json", msgspec.json.encode({"status": "not ready", "reason": said})
+        return None
+
     def answer(self, method: str, path: str, query: bytes) -> HttpAnswer:
         """Return what a request gets."""
+        if path == "/ready" and query and self._worker is not None and method in ("GET", "HEAD"):
+            return self._ready_for(query) or super().answer(method, path, query)
         if path != "/blocks" or self._worker is None or method not in ("GET", "HEAD"):
             return super().answer(method, path, query)
         try:

@@ -1,0 +1,82 @@
+"""Who serves which model in which role, and when a pool that serves in stages is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from poolgrid.router.core.fleet import Worker
+from poolgrid.router.health import INSTANCES_SHOWN_MAX, Completeness, endpoint_rows
+from poolgrid.wire.answers import EndpointRow
+from poolgrid.wire.card import WorkerCard, WorkerLimits
+from poolgrid.wire.identifiers import Role, WorkerId, WorkerKey
+
+LIMITS = WorkerLimits(8, 8192, 100, 4096)
+
+
+def worker(name: str, role: Role, model: str = "m", endpoint: str = "", draining: bool = False) -> Worker:
+    card = WorkerCard(model, role, 32, LIMITS, "tcp://127.0.0.1:1", endpoint_name=endpoint)
+    return Worker(WorkerKey(WorkerId(name), 0), 1, card, draining)
+
+
+def rows(*workers: Worker, unreachable: Sequence[str] = ()) -> list[EndpointRow]:
+    return endpoint_rows(workers, {WorkerKey(WorkerId(name), 0): "silent" for name in unreachable})
+
+
+PREFILL, DECODE, ENCODE = worker("p", Role.PREFILL), worker("d", Role.DECODE), worker("e", Role.ENCODE)
+
+
+def test_endpoints_are_named_with_their_models_roles_and_workers() -> None:
+    found = rows(
+        worker("p0", Role.PREFILL, endpoint="dynamo.prefill.generate"),
+        worker("p1", Role.PREFILL, endpoint="dynamo.prefill.generate", draining=True),
+        worker("p2", Role.PREFILL, endpoint="dynamo.prefill.generate"),
+        worker("d0", Role.DECODE),
+        worker("w0", Role.AGGREGATED, model="other"),
+        unreachable=["p2"],
+    )
+    assert [(row.endpoint, row.model, row.role, row.workers, row.ready) for row in found] == [
+        ("dynamo.prefill.generate", "m", "prefill", 3, 1),
+        ("poolgrid.decode.generate", "m", "decode", 1, 1),
+        ("poolgrid.worker.generate", "other", "aggregated", 1, 1),
+    ]
+    assert [(each.worker_id, each.state) for each in found[0].instances] == [
+        ("p0", "ready"),
+        ("p1", "draining"),
+        ("p2", "unreachable"),
+    ]
+
+
+def test_of_many_workers_only_some_are_named() -> None:
+    (row,) = rows(*(worker(f"w{at:03}", Role.AGGREGATED) for at in range(INSTANCES_SHOWN_MAX + 5)))
+    assert (row.workers, row.ready, len(row.instances)) == (69, 69, 64)
+
+
+@pytest.mark.parametrize(
+    ("workers", "missing"),
+    [
+        ([], None),
+        ([worker("w", Role.AGGREGATED)], None),
+        ([PREFILL, DECODE], None),
+        ([DECODE], "model 'm' has no prefill worker yet"),
+        ([PREFILL], "model 'm' has no decode worker yet"),
+        ([ENCODE], "model 'm' has no prefill and decode worker yet"),
+        ([ENCODE, PREFILL], "model 'm' has no decode worker yet"),
+        ([ENCODE, worker("w", Role.AGGREGATED)], None),
+        ([worker("p", Role.PREFILL, draining=True), DECODE], "model 'm' has no prefill worker yet"),
+        ([DECODE, worker("w", Role.AGGREGATED)], None),
+        ([DECODE, worker("p", Role.PREFILL, model="other")], "model 'm' has no prefill worker yet"),
+    ],
+)
+def test_a_pool_is_not_ready_before_every_stage_has_a_worker(workers: list[Worker], missing: str | None) -> None:
+    assert Completeness().missing(rows(*workers)) == missing
+
+
+def test_a_pool_that_was_complete_stays_ready_and_says_what_it_lacks() -> None:
+    completeness = Completeness()
+    assert completeness.missing(rows(DECODE)) is not None
+    assert completeness.troubles(rows(DECODE)) == []
+    assert completeness.missing(rows(PREFILL, DECODE)) is None
+    assert completeness.missing(rows(DECODE)) is None
+    assert completeness.troubles(rows(DECODE)) == ["model 'm' has no prefill worker any more"]
