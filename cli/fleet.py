@@ -102,6 +102,11 @@ class LocalFleet:
         await part.start()
         part.watch()
 
+    async def given_up(self) -> str:
+        """Wait for ever: parts of a fleet are started again without a bound."""
+        await asyncio.Event().wait()
+        return ""
+
     async def stop(self) -> None:
         """End everything in order."""
         await stop_parts([self._global_router])

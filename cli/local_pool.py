@@ -4,7 +4,9 @@ Rules
     1. Parts start in the order consolidator, router, workers.
     2. A part that dies is started again where it was, at growing intervals (``poolgrid.cli.restart_pace``): its ports
        are held for it (``poolgrid.cli.held_port``), and the others go on. Only a part that does not start the first
-       time ends everything.
+       time ends everything, and one that has died more than ``restarts_max`` times in a row.
+    4. Workers with a real engine are planned before anything starts (``poolgrid.cli.launch_plan``): their GPUs are
+       counted, compared with what is there and assigned. The pool is ready once requests have gone through all of it.
     3. At the end parts stop in the order router, workers, consolidator; whoever is not gone in time is killed. Parts
        also stop when this process disappears, whatever became of it: they hold the other end of a pipe.
 """
@@ -12,21 +14,65 @@ Rules
 from __future__ import annotations
 
 import asyncio
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, StringConstraints, model_validator
 
 from poolgrid.cli.api_key import api_key_headers
 from poolgrid.cli.held_port import HeldPorts
-from poolgrid.cli.part import START_TIMEOUT_S, Part, part_environment, stop_parts
+from poolgrid.cli.launch_plan import (
+    ANY,
+    INGEST,
+    Group,
+    PlannedWorker,
+    describe,
+    options_as_arguments,
+    plan_real,
+    simulated_limits,
+)
+from poolgrid.cli.part import START_TIMEOUT_S, STOP_TIMEOUT_S, Part, PartFailed, part_environment, stop_parts
 from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.runtime.settings import Settings
+from poolgrid.runtime.tasks import cancel_all, owned
+
+DEFAULT_LOG_DIR = Path("poolgrid-logs")
+
+WARM_UP_TIMEOUT_S = 600.0
+"""Kernels may be tuned and compiled for the first requests."""
+
+WARM_UP_TOKENS = 4
+
+WARM_UP_PROMPT = "poolgrid warms up " * 64
+"""Longer than what is prefilled where it is decoded, whatever the tokenizer makes of it."""
+
+Option = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
+
+REAL_START_TIMEOUT_S = 1800.0
+"""A large model may take half an hour to load."""
+
+REAL_STOP_TIMEOUT_S = 60.0
+"""An engine frees GPUs and ends processes of its own."""
+
+REAL_RESTARTS_MAX = 3
+"""An engine that dies at once dies again: each start loads the model, and hides the first cause in its log."""
+
+_OF_SIMULATED = ("speedup", "blocks_per_worker", "max_sequence_length", "pools")
+_OF_REAL = ("gpus", "worker_gpus", "prefill_gpus", "decode_gpus", "encode_gpus")
 
 
 class UpSettings(Settings):
-    """A pool of simulated workers on this machine."""
+    """A pool of workers on this machine: simulated, or with a real engine."""
+
+    engine: Literal["simulated", "trtllm"] = Field(
+        "simulated",
+        description="Engine of the workers. With trtllm, GPUs are counted from the engine files and assigned; with "
+        "simulated, the same topology without them.",
+    )
 
     pools: Path | None = Field(
         None,
@@ -74,14 +120,123 @@ class UpSettings(Settings):
         description="Clients share cached work only where they send the same cache_salt; see poolgrid router --help.",
     )
     log_level: str = Field("warning", description="Least severe log lines shown: debug, info, warning or error.")
+    served_model_name: str = Field(
+        "", max_length=256, description="Model name as clients write it; empty = the name of the model's directory."
+    )
+    modality: Literal["text", "multimodal"] | None = Field(
+        None, description="What requests hold besides text; by default multimodal with encode workers, else text."
+    )
+    engine_args: Path | None = Field(
+        None, description="YAML file of engine arguments for workers that do the whole of a request."
+    )
+    prefill_engine_args: Path | None = Field(None, description="The same for prefill workers.")
+    decode_engine_args: Path | None = Field(None, description="The same for decode workers.")
+    encode_engine_args: Path | None = Field(None, description="The same for encode workers.")
+    router_option: tuple[Option, ...] = Field(
+        (), max_length=64, description="Further option of the router, as name=value or name; may be repeated."
+    )
+    worker_option: tuple[Option, ...] = Field(
+        (), max_length=64, description="Further option of every worker (poolgrid worker --help); may be repeated."
+    )
+    prefill_option: tuple[Option, ...] = Field((), max_length=64, description="The same for prefill workers.")
+    decode_option: tuple[Option, ...] = Field((), max_length=64, description="The same for decode workers.")
+    encode_option: tuple[Option, ...] = Field((), max_length=64, description="The same for encode workers.")
+    gpus: str = Field(
+        "",
+        max_length=4096,
+        description="GPUs that workers may get, by number or UUID (0,1,2,3); empty = CUDA_VISIBLE_DEVICES, else all.",
+    )
+    worker_gpus: str = Field(
+        "",
+        max_length=4096,
+        description="GPUs of the workers that do the whole of a request, in their order; a list that is long enough "
+        "for one only is shared by all. Empty = any that are free.",
+    )
+    prefill_gpus: str = Field("", max_length=4096, description="The same for prefill workers.")
+    decode_gpus: str = Field("", max_length=4096, description="The same for decode workers.")
+    encode_gpus: str = Field("", max_length=4096, description="The same for encode workers.")
+    dry_run: bool = Field(
+        False,
+        description="Print every process, its GPUs, port and command, and whether the GPUs are there; start none.",
+    )
+    log_dir: Path | None = Field(
+        None,
+        description="Directory of the workers' logs, a file each; by default poolgrid-logs with a real engine, and "
+        "standard error with the simulated one.",
+    )
+    restarts_max: int | None = Field(
+        None,
+        ge=0,
+        le=1_000_000,
+        description="Deaths of a worker in a row after which everything ends with status 1; by default 3 with a real "
+        "engine, and no bound with the simulated one.",
+    )
+    start_timeout_s: float | None = Field(
+        None, gt=0, le=86_400, description="How long a worker may take to be ready; by default 60, or 1800 with trtllm."
+    )
+    stop_timeout_s: float | None = Field(
+        None, gt=0, le=86_400, description="How long a worker may take to end; by default 10, or 60 with trtllm."
+    )
+    warm_up: bool | None = Field(
+        None,
+        description="Send requests through every kind of worker before the pool is called ready; by default with a "
+        "real engine.",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        wrong = _OF_SIMULATED if self.real else _OF_REAL
+        for name in wrong:
+            if name in self.model_fields_set and getattr(self, name) != type(self).model_fields[name].default:
+                other = "simulated" if self.real else "trtllm"
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r} with engine {self.engine}: it is for {other} workers"
+                )
+        if self.dry_run and self.pools is not None:
+            raise ValueError("dry_run is on with pools: a fleet has no plan to print, only one pool has")
+        if self.real and "model_path" not in self.model_fields_set:
+            raise ValueError(f"model_path is not given, and engine {self.engine} needs a model with weights")
         if self.prefill and not self.decode:
             raise ValueError(f"prefill is {self.prefill} and decode is 0: prefill workers need a decode worker")
         if not self.whole_workers + self.decode:
             raise ValueError("workers and decode are 0: nobody would generate tokens")
         return self
+
+    @property
+    def real(self) -> bool:
+        """Return whether the workers have an engine that needs GPUs."""
+        return self.engine != "simulated"
+
+    @property
+    def model_name(self) -> str:
+        """Return the model's name as clients write it."""
+        return self.served_model_name or self.model_path.resolve().name
+
+    @property
+    def multimodal(self) -> bool:
+        """Return whether requests may carry media."""
+        return self.modality == "multimodal" or (self.modality is None and bool(self.encode))
+
+    def groups(self) -> list[Group]:
+        """Return the workers by kind, in the order in which they get GPUs."""
+        names = self.workers_by_name()
+        kinds = (
+            ("aggregated", "prefill_and_decode", self.engine_args, (), self.worker_gpus),
+            ("prefill", "prefill", self.prefill_engine_args, self.prefill_option, self.prefill_gpus),
+            ("decode", "decode", self.decode_engine_args, self.decode_option, self.decode_gpus),
+            ("encode", "encode", self.encode_engine_args, self.encode_option, self.encode_gpus),
+        )
+        return [
+            Group(
+                tuple(name for name, each in names.items() if each == role),
+                mode,
+                engine_args,
+                (*self.worker_option, *options),
+                gpus,
+            )
+            for role, mode, engine_args, options, gpus in kinds
+            if role in names.values()
+        ]
 
     @property
     def front_end_arguments(self) -> list[str]:
@@ -106,13 +261,75 @@ class UpSettings(Settings):
         }
 
 
+def plan(
+    settings: UpSettings, model: PromptModel | None, usable: Callable[[str], Sequence[str]]
+) -> list[PlannedWorker]:
+    """Return every worker as it will be started; raises ``ValueError`` with what is wrong.
+
+    ``usable`` tells which GPUs there are, and is asked only where workers need some; ``model`` is what simulated
+    workers take their vocabulary from.
+    """
+    if settings.real:
+        common = {
+            "host": settings.host,
+            "model-path": str(settings.model_path),
+            "served-model-name": settings.model_name,
+            "modality": "multimodal" if settings.multimodal else "text",
+        }
+        if "block_size" in settings.model_fields_set:
+            common["kv-block-size"] = str(settings.block_size)
+        planned = plan_real(settings.engine, settings.groups(), common, usable(settings.gpus), os.environ)
+        level = ("--log-level", settings.log_level)
+        return [replace(each, arguments=(*each.arguments, *level)) for each in planned]
+    assert model is not None, "simulated workers have a model's vocabulary"
+    roles = settings.workers_by_name()
+    return [
+        PlannedWorker(name, (*simulated_arguments(settings, model, name, roles[name], group),))
+        for group in settings.groups()
+        for name in group.names
+    ]
+
+
+def simulated_arguments(settings: UpSettings, model: PromptModel, name: str, role: str, group: Group) -> list[str]:
+    """Return the command of a simulated worker."""
+    first = max(model.tokenizer.get_added_tokens_decoder(), default=-1) + 1
+    return [
+        *(
+            "worker",
+            "--engine",
+            "simulated",
+            "--worker-id",
+            name,
+            "--role",
+            role,
+            "--model",
+            settings.model_name,
+            "--host",
+            settings.host,
+        ),
+        *("--modality", "multimodal" if settings.multimodal else "text"),
+        *("--consolidator", INGEST, "--speedup", str(settings.speedup)),
+        *("--block-size", str(settings.block_size), "--total-kv-blocks", str(settings.blocks_per_worker)),
+        *("--max-sequence-length", str(settings.max_sequence_length)),
+        *("--vocabulary-size", str(model.vocab_size), "--first-token-id", str(first)),
+        *("--tokenizer-path", str(settings.model_path)),
+        *("--drain-timeout-ms", "2000", "--log-level", settings.log_level),
+        # What the command line says last wins.
+        *([] if group.engine_args is None else simulated_limits(group.engine_args)),
+        *options_as_arguments(group.options),
+    ]
+
+
 class LocalPool:
     """All parts of a pool on this machine."""
 
-    def __init__(self, settings: UpSettings, data_dir: Path, model: PromptModel) -> None:
+    def __init__(
+        self, settings: UpSettings, data_dir: Path, model: PromptModel, workers: Sequence[PlannedWorker]
+    ) -> None:
         self._settings = settings
         self._data_dir = data_dir
         self._model = model
+        self._planned = workers
         self._environment = part_environment()
         self._consolidator: Part | None = None
         self._router: Part | None = None
@@ -130,53 +347,67 @@ class LocalPool:
         router = self._start_part(
             "router",
             [
-                *("router", "--host", settings.host, "--port", str(port), "--policy", settings.policy),
-                *("--select-port", str(self._ports.hold())),
-                *("--model-path", str(settings.model_path), *settings.front_end_arguments),
+                *router_arguments(settings, str(port), str(self._ports.hold())),
                 *("--data-dir", str(self._data_dir)),
                 *("--feed-endpoint", self._consolidator.word("feed")),
                 *("--query-endpoint", self._consolidator.word("query"), *common),
             ],
         )
-        roles = settings.workers_by_name()
-        workers = [self._start_part(name, self._worker_arguments(name, role)) for name, role in roles.items()]
-        started = await asyncio.gather(router, *workers)
+        started = await asyncio.gather(router, *(self._start_worker(each) for each in self._planned))
         self._router, self._workers = started[0], list(started[1:])
         url = self._router.ready_words[0]
-        await _until_workers_are_known(url, len(roles))
+        await _until_workers_are_known(url, len(self._planned))
+        if settings.real if settings.warm_up is None else settings.warm_up:
+            await warm_up(url, settings)
         return url
+
+    async def given_up(self) -> str:
+        """Wait until a worker is not started again any more; return why."""
+        waiting = [owned(worker.given_up(), f"bound of {worker.name}") for worker in self._workers]
+        if not waiting:
+            await asyncio.Event().wait()
+        try:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        finally:
+            await cancel_all(waiting)
 
     def greeting(self, url: str) -> str:
         """Return what a newcomer should know."""
         return (
-            f"{len(self._settings.workers_by_name())} simulated workers serve model {self._model.name!r}. "
-            f"Send requests to {url}/v1, for example:\n{example_request(url, self._model.name)}"
+            f"{len(self._planned)} {self._settings.engine} workers serve model {self._settings.model_name!r}. "
+            f"Send requests to {url}/v1, for example:\n{example_request(url, self._settings.model_name)}"
             f"Watch them with: poolgrid top --url {url}    Stop with Ctrl-C.\n"
         )
 
-    def _worker_arguments(self, name: str, role: str) -> list[str]:
+    async def _start_worker(self, planned: PlannedWorker) -> Part:
         settings = self._settings
         assert self._consolidator is not None
-        first = max(self._model.tokenizer.get_added_tokens_decoder(), default=-1) + 1
-        return [
-            *("worker", "--worker-id", name, "--role", role, "--model", self._model.name, "--host", settings.host),
-            *("--modality", "multimodal" if settings.encode else "text"),
-            *("--consolidator", self._consolidator.word("ingest"), "--speedup", str(settings.speedup)),
-            *("--block-size", str(settings.block_size), "--total-kv-blocks", str(settings.blocks_per_worker)),
-            *("--max-sequence-length", str(settings.max_sequence_length)),
-            *("--vocabulary-size", str(self._model.vocab_size), "--first-token-id", str(first)),
-            *("--tokenizer-path", str(settings.model_path)),
-            *("--drain-timeout-ms", "2000", "--log-level", settings.log_level),
-        ]
+        ingest = self._consolidator.word("ingest")
+        log_dir = settings.log_dir or (DEFAULT_LOG_DIR if settings.real else None)
+        if log_dir is not None:
+            log_dir.mkdir(parents=True, exist_ok=True)
+        real = settings.real
+        part = Part(
+            planned.name,
+            [each.replace(INGEST, ingest) for each in planned.arguments],
+            {**self._environment, **planned.environment()},
+            settings.stop_timeout_s or (REAL_STOP_TIMEOUT_S if real else STOP_TIMEOUT_S),
+            settings.start_timeout_s or (REAL_START_TIMEOUT_S if real else START_TIMEOUT_S),
+            None if log_dir is None else log_dir / f"{planned.name}.log",
+            REAL_RESTARTS_MAX if settings.restarts_max is None and real else settings.restarts_max,
+        )
+        self._workers.append(part)
+        await part.start()
+        part.watch()
+        return part
 
     async def _start_part(self, name: str, arguments: list[str]) -> Part:
         part = Part(name, arguments, self._environment)
         if name == "consolidator":
             self._consolidator = part
-        elif name == "router":
-            self._router = part
         else:
-            self._workers.append(part)
+            self._router = part
         await part.start()
         part.watch()
         return part
@@ -186,6 +417,49 @@ class LocalPool:
         for parts in ([self._router], self._workers, [self._consolidator]):
             await stop_parts(parts)
         self._ports.close()
+
+
+def router_arguments(settings: UpSettings, port: str, select_port: str) -> list[str]:
+    """Return the command of the router, but for where the consolidator is."""
+    named = ["--model-name", settings.served_model_name] if settings.served_model_name else []
+    return [
+        *("router", "--host", settings.host, "--port", port, "--policy", settings.policy),
+        *("--select-port", select_port, "--model-path", str(settings.model_path), *named),
+        *settings.front_end_arguments,
+        *options_as_arguments(settings.router_option),
+    ]
+
+
+def describe_plan(settings: UpSettings, workers: Sequence[PlannedWorker]) -> str:
+    """Return what would be started, for people."""
+    others = {
+        "consolidator": (ANY, ["consolidator", "--host", settings.host]),
+        "router": (str(settings.port) if settings.port else ANY, router_arguments(settings, str(settings.port), "0")),
+    }
+    return describe(workers, others)
+
+
+async def warm_up(url: str, settings: UpSettings) -> None:
+    """Send requests through every kind of worker; raises ``PartFailed`` when one fails.
+
+    The first request between a prefill and a decode worker opens the way that KV takes, which is slow; nobody's client
+    should wait for it.
+    """
+    import httpx
+
+    paths = max(settings.whole_workers, settings.prefill * settings.decode, settings.decode)
+    async with httpx.AsyncClient(base_url=url, timeout=WARM_UP_TIMEOUT_S, headers=api_key_headers()) as client:
+
+        async def ask(prompt: str) -> None:
+            body = {"model": settings.model_name, "prompt": prompt, "max_tokens": WARM_UP_TOKENS}
+            try:
+                answer = await client.post("/v1/completions", json=body)
+            except httpx.HTTPError as error:
+                raise PartFailed(f"warming up: a request got no answer: {error!r}") from error
+            if answer.status_code != 200:
+                raise PartFailed(f"warming up: a request was answered with {answer.status_code}: {answer.text[:500]}")
+
+        await asyncio.gather(*(ask(f"{at} {WARM_UP_PROMPT}") for at in range(paths)))
 
 
 async def _until_workers_are_known(url: str, workers: int) -> None:
@@ -198,7 +472,11 @@ async def _until_workers_are_known(url: str, workers: int) -> None:
     ):
         while True:
             answer = (await client.get("/v1/workers")).json()
-            if sum(row["state"] == "ready" for row in answer["data"]) >= workers:
+            states: dict[str, set[str]] = {}
+            for row in answer["data"]:
+                states.setdefault(row["worker_id"], set()).add(row["state"])
+            # Every rank of every worker.
+            if sum(found == {"ready"} for found in states.values()) >= workers:
                 return
             await asyncio.sleep(0.02)
 

@@ -1,7 +1,7 @@
 """`poolgrid up`: a pool or a fleet on one machine, each part a process of its own, watched until the end.
 
 ``ready URL`` is printed once every part is ready. The status is 1 when a part did not start; a part
-that dies later is started again, and ends nothing.
+that dies later is started again, and ends nothing unless it has died too often in a row.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from poolgrid.cli.local_pool import LocalPool, UpSettings
+from poolgrid.cli.launch_plan import usable_on_this_machine
+from poolgrid.cli.local_pool import LocalPool, UpSettings, describe_plan, plan
 from poolgrid.cli.part import PartFailed
 from poolgrid.cli.service_process import say_ready
 from poolgrid.frontend.prompt_model import ModelDirectoryError, PromptModel
@@ -28,13 +29,21 @@ def run_up(settings: UpSettings) -> int:
     """Run a pool until SIGINT or SIGTERM; return the exit status."""
     try:
         logs.configure("up", settings.log_level)
-        model = PromptModel.load(settings.model_path)
+        # A plan with a real engine needs no model: it may be on another machine.
+        model = None if settings.dry_run and settings.real else PromptModel.load(settings.model_path)
+        if settings.pools is not None and model is not None:
+            return run_fleet(settings, settings.pools, model)
+        workers = plan(settings, model, usable_on_this_machine)
     except (ValueError, ModelDirectoryError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    if settings.pools is not None:
-        return run_fleet(settings, settings.pools, model)
-    return _run(lambda directory: LocalPool(settings, settings.data_dir or directory, model))
+    if settings.dry_run or model is None:
+        sys.stdout.write(describe_plan(settings, workers))
+        return 0
+    for worker in workers:
+        for warning in worker.warnings:
+            log.warning("%s: %s", worker.name, warning)
+    return _run(lambda directory: LocalPool(settings, settings.data_dir or directory, model, workers))
 
 
 def run_fleet(settings: UpSettings, path: Path, model: PromptModel) -> int:
@@ -62,6 +71,10 @@ class Local(Protocol):
         """Return what a newcomer should know."""
         ...
 
+    async def given_up(self) -> str:
+        """Wait until a part is not started again any more; return why."""
+        ...
+
     async def stop(self) -> None:
         """End every part."""
         ...
@@ -76,7 +89,10 @@ def _run(make: Callable[[Path], Local]) -> int:
             pool = make(Path(temporary))
             try:
                 await unless(stop, _start(pool), "start")
-                await stop.wait()
+                lost = None if stop.is_set() else await unless(stop, pool.given_up(), "watch over all parts")
+                if lost is not None:
+                    log.error("%s: everything is ended", lost)
+                    status = 1
             except (PartFailed, TimeoutError, OSError) as error:
                 log.error("%s", error or "the workers did not join in time")
                 status = 1

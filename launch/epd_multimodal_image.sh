@@ -5,4 +5,4 @@
 : "${CUSTOM_TEMPLATE:=$(dirname "${BASH_SOURCE[0]}")/../engine_configs/llava-v1.6-mistral-7b-hf/template.jinja}"
 ALLOWED_LOCAL_MEDIA_PATH=
 source "$(dirname "${BASH_SOURCE[0]}")/epd.sh"
-run_epd
+run_epd "$@"

@@ -5,4 +5,4 @@
 : "${ALLOWED_LOCAL_MEDIA_PATH:?ALLOWED_LOCAL_MEDIA_PATH is not set: it names the directory of the embedding files}"
 : "${CUSTOM_TEMPLATE:=$(dirname "${BASH_SOURCE[0]}")/../engine_configs/llava-v1.6-mistral-7b-hf/template.jinja}"
 source "$(dirname "${BASH_SOURCE[0]}")/epd.sh"
-run_epd
+run_epd "$@"

@@ -1,14 +1,11 @@
 #!/usr/bin/env bash
-# gpt-oss-120b, prefill apart from decode, with its own reasoning and tool-call format.
-#   MODEL_PATH=/models/gpt-oss-120b PREFILL_CUDA_VISIBLE_DEVICES=0,1,2,3 DECODE_CUDA_VISIBLE_DEVICES=4,5,6,7 \
-#       launch/gpt_oss_disagg.sh
+# gpt-oss-120b on eight H100 or H200, prefill apart from decode, with its own reasoning and tool-call format. What a file
+# says is overridden by PREFILL_ and DECODE_ MAX_BATCH_SIZE, MAX_NUM_TOKENS, FREE_GPU_MEMORY_FRACTION,
+# TENSOR_PARALLEL_SIZE and MOE_EXPERT_PARALLEL_SIZE. On Blackwell, with five GPUs:
+#   PREFILL_ENGINE_ARGS=engine_configs/gpt-oss-120b/blackwell/prefill.yaml \
+#       DECODE_ENGINE_ARGS=engine_configs/gpt-oss-120b/blackwell/decode.yaml \
+#       MODEL_PATH=/models/gpt-oss-120b launch/gpt_oss_disagg.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
-: "${PREFILL_ENGINE_ARGS:=$repository/engine_configs/gpt-oss-120b/prefill.yaml}"
-: "${DECODE_ENGINE_ARGS:=$repository/engine_configs/gpt-oss-120b/decode.yaml}"
-
-start_router --policy kv --reasoning-parser harmony --tool-call-parser harmony
-begin_worker prefill-0 prefill "$PREFILL_CUDA_VISIBLE_DEVICES" "$PREFILL_ENGINE_ARGS"
-begin_worker decode-0 decode "$DECODE_CUDA_VISIBLE_DEVICES" "$DECODE_ENGINE_ARGS"
-await prefill-0
-await decode-0
-serve
+: "${PREFILL_ENGINE_ARGS:=$configs/gpt-oss-120b/prefill.yaml}"
+: "${DECODE_ENGINE_ARGS:=$configs/gpt-oss-120b/decode.yaml}"
+up --prefill 1 --decode 1 --policy kv --router-option reasoning-parser=harmony --router-option tool-call-parser=harmony "$@"

@@ -8,6 +8,7 @@ import logging
 import signal
 import socket
 from itertools import accumulate, pairwise
+from pathlib import Path
 
 import pytest
 import zmq
@@ -124,5 +125,23 @@ def test_a_part_that_does_not_start_the_first_time_is_an_error() -> None:
             with pytest.raises(PartFailed, match="ended with status 1 before it was ready"):
                 await part.start()
             await stop_parts([part])
+
+    asyncio.run(scenario())
+
+
+def test_a_part_that_died_more_often_than_its_bound_is_given_up_and_its_words_are_in_its_log(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        log_file = tmp_path / "c.log"
+        arguments = ["consolidator", "--ingest-port", "0", "--log-level", "info"]
+        part = Part("c", arguments, part_environment(), log_file=log_file, restarts_max=0)
+        try:
+            async with asyncio.timeout(60):
+                await part.start()
+                part.watch()
+                part.signal(signal.SIGKILL)
+                assert await part.given_up() == f"c has ended with status -9; its own words are in {log_file}"
+        finally:
+            await stop_parts([part])
+        assert "consolidator" in log_file.read_text()
 
     asyncio.run(scenario())

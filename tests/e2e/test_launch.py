@@ -8,9 +8,11 @@ import io
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -20,7 +22,7 @@ import psutil
 import pytest
 from PIL import Image
 
-from tests.e2e.processes import READY_TIMEOUT_S, WAIT_TIMEOUT_S, eventually, metric, worker_rows
+from tests.e2e.processes import READY_TIMEOUT_S, WAIT_TIMEOUT_S, eventually, metric
 
 pytestmark = pytest.mark.e2e
 
@@ -49,6 +51,7 @@ class Script:
 
     def __init__(self, name: str, **environment: str) -> None:
         self.name = name
+        self.log_dir = Path(tempfile.mkdtemp(prefix="poolgrid-test-"))
         # A parent that ignores SIGINT (a shell's background job does) hands that on, and bash cannot trap a signal that
         # was ignored when it began.
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -70,6 +73,7 @@ class Script:
                 "LOG_LEVEL": "warning",
                 "POOLGRID": f"{sys.executable} -m poolgrid",
                 "SERVED_MODEL_NAME": "m",
+                "LOG_DIR": str(self.log_dir),
                 **environment,
             },
             start_new_session=True,
@@ -84,7 +88,8 @@ class Script:
         eventually("all workers are ready", partial(self._has_workers, WORKERS[self.name]))
 
     def _has_workers(self, count: int) -> bool:
-        return [row["state"] for row in worker_rows(self.url).values()] == ["ready"] * count
+        rows = httpx.get(f"{self.url}/v1/workers").json()["data"]
+        return {row["state"] for row in rows} == {"ready"} and len({row["worker_id"] for row in rows}) == count
 
     def parts(self) -> list[psutil.Process]:
         return psutil.Process(self._process.pid).children(recursive=True)
@@ -124,6 +129,7 @@ class Script:
                     part.kill()
         self._process.kill()
         self._process.communicate()
+        shutil.rmtree(self.log_dir, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -143,12 +149,15 @@ def text_of(answer: httpx.Response) -> str:
     return f"{message.get('reasoning_content') or ''}{message.get('content') or ''}"
 
 
-def indexes_are_true(url: str) -> bool:
-    """Compare what the router believes of each worker with what the fake engine itself says it holds."""
+def indexes_are_true(url: str, silent: tuple[str, ...] = ("encode",)) -> bool:
+    """Compare what the router believes of each worker with what the fake engine itself says it holds.
+
+    ``silent`` are roles that publish nothing.
+    """
     for row in httpx.get(f"{url}/v1/workers").json()["data"]:
         rank = f"?dp_rank={row['dp_rank']}"
         believed = httpx.get(f"{url}/v1/workers/{row['worker_id']}/blocks{rank}").text
-        if row["role"] != "encode" and believed != httpx.get(f"{row['http_endpoint']}/blocks{rank}").text:
+        if row["role"] not in silent and believed != httpx.get(f"{row['http_endpoint']}/blocks{rank}").text:
             return False
     return True
 
@@ -158,17 +167,21 @@ def assert_ends_cleanly(script: Script) -> None:
     assert len(parts) > WORKERS[script.name], "router and workers"
     status, errors = script.stop()
     assert status == 0, errors
-    assert "was killed" not in errors
+    assert "killing it" not in errors
     assert not [part for part in parts if part.is_running() and part.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.fixture(scope="module")
 def aggregated_text() -> str:
     """The answer of one aggregated worker, which every other chain must give too."""
-    with running("agg") as script:
+    # More words than a pipe holds, before it is ready and at its end.
+    with running("agg", TRTLLM_FAKE=json.dumps({"stdout_lines": 2000})) as script:
         text = text_of(script.chat(WORDS))
         eventually("the index is what the engine holds", partial(indexes_are_true, script.url))
         assert_ends_cleanly(script)
+        log = (script.log_dir / "worker-0.log").read_text()
+        assert log.count("loading a shard") == 2000
+        assert log.count("a worker process has ended") == 2000
         return text
 
 
@@ -185,8 +198,12 @@ def test_a_chain_answers_as_one_worker_does_token_for_token(name: str, aggregate
         assert text_of(again) == aggregated_text
         if "router" in name:
             assert again.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-        if name != "gpt_oss_disagg":  # whose engines reuse nothing, and so tell of nothing
-            eventually("the index is what the engines hold", partial(indexes_are_true, script.url))
+        health = httpx.get(f"{script.url}/health").json()
+        assert {row["role"] for row in health["endpoints"]} == (
+            {"prefill", "decode"} if "disagg" in name else {"aggregated"}
+        )
+        silent = ("decode",) if name == "disagg_router" else ()
+        eventually("the index is what the engines hold", partial(indexes_are_true, script.url, silent))
         assert_ends_cleanly(script)
 
 
@@ -237,14 +254,15 @@ def test_a_chain_sees_the_same_picture_as_one_worker(
 
 
 def test_a_script_that_loses_a_part_ends_everything_and_says_which() -> None:
-    with running("agg_router") as script:
-        (victim,) = [part for part in script.parts() if "worker-1" in part.cmdline()]
+    with running("agg_router", RESTARTS_MAX="0") as script:
+        (victim,) = [part for part in script.parts() if "--worker-id=worker-1" in part.cmdline()]
         parts = script.parts()
         victim.kill()
         assert script.wait() == 1
         status, errors = script.stop()
         assert status == 1
-        assert "worker-1 has ended with status 137" in errors
+        assert "worker-1 has ended with status -9" in errors
+        assert "worker-1.log: everything is ended" in errors
         assert not [part for part in parts if part.is_running() and part.status() != psutil.STATUS_ZOMBIE]
 
 
@@ -260,19 +278,22 @@ def test_a_script_that_is_interrupted_while_it_starts_leaves_nothing_behind() ->
 
 
 @pytest.mark.parametrize(
-    ("name", "environment", "word"),
+    ("name", "environment", "status", "word"),
     [
-        ("agg", {"ENGINE": "vllm"}, "ENGINE is 'vllm', allowed are trtllm and fake"),
-        ("agg", {"ENGINE": "trtllm", "MODEL_PATH": ""}, "MODEL_PATH is not set"),
-        ("agg", {"POOLGRID": "no-such-command"}, "no-such-command is not found"),
-        ("agg", {"AGG_ENGINE_ARGS": "/nowhere.yaml"}, "worker-0 was not ready"),
-        ("epd_multimodal_image_and_embeddings", {}, "ALLOWED_LOCAL_MEDIA_PATH is not set"),
+        ("agg", {"ENGINE": "vllm"}, 1, "ENGINE is 'vllm', allowed are trtllm and fake"),
+        ("agg", {"ENGINE": "trtllm", "MODEL_PATH": ""}, 1, "MODEL_PATH is not set"),
+        ("agg", {"POOLGRID": "no-such-command"}, 1, "no-such-command is not found"),
+        ("agg", {"AGG_ENGINE_ARGS": "/nowhere.yaml"}, 2, "/nowhere.yaml: No such file"),
+        ("gpt_oss_disagg", {"GPUS": "0,1,2,3"}, 2, "8 GPUs are needed (prefill-0: 4 = TP 4 x PP 1, decode-0: 4"),
+        ("epd_multimodal_image_and_embeddings", {}, 1, "ALLOWED_LOCAL_MEDIA_PATH is not set"),
     ],
 )
-def test_what_is_missing_is_said_and_nothing_is_left(name: str, environment: dict[str, str], word: str) -> None:
+def test_what_is_missing_is_said_and_nothing_is_left(
+    name: str, environment: dict[str, str], status: int, word: str
+) -> None:
     script = Script(name, **environment)
     try:
-        assert script.wait() == 1
+        assert script.wait() == status
         assert word in script.stop()[1]
     finally:
         script.kill()

@@ -55,6 +55,10 @@ class StartPlan:
 
     text: str
     warnings: tuple[str, ...] = ()
+    gpus: int = 0
+    """How many GPUs the engine needs."""
+    gpus_made_of: str = ""
+    """How that comes about, as in ``TP 4 x PP 1``."""
 
 
 @dataclass(frozen=True, slots=True)

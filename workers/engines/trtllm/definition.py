@@ -22,7 +22,7 @@ def _start_plan(settings: TrtllmWorkerSettings) -> StartPlan:
     from poolgrid.workers.engines.trtllm.arguments.engine_arguments import render, resolve_files
 
     arguments = resolve_files(settings)
-    return StartPlan(render(arguments), arguments.warnings)
+    return StartPlan(render(arguments), arguments.warnings, *arguments.gpus)
 
 
 ENGINE = EngineDefinition(

@@ -17,6 +17,7 @@ Nothing here is built by TensorRT-LLM: nested configurations stay plain mappings
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -108,6 +109,19 @@ class EngineArguments:
         if self.backend == AUTODEPLOY:
             return int(self.values["attn_page_size"])
         return int(look_up(self.values, "kv_cache_config.tokens_per_block"))
+
+    @property
+    def gpus(self) -> tuple[int, str]:
+        """How many GPUs the engine needs, and how that comes about (``TP 4 x PP 1``)."""
+        if self.backend == AUTODEPLOY:
+            count = max(1, int(self.values.get("world_size", 1)))
+            return count, f"world size {count}"
+        sizes = {
+            name: int(look_up(self.values, f"{kind}_parallel_size") or 1)
+            for name, kind in (("TP", "tensor"), ("PP", "pipeline"), ("CP", "context"))
+        }
+        shown_sizes = [f"{name} {size}" for name, size in sizes.items() if size > 1 or name != "CP"]
+        return math.prod(sizes.values()), " x ".join(shown_sizes)
 
     def source(self, path: str) -> str:
         """Return where the value at a path came from: its own source, or the nearest one above or below."""

@@ -1,0 +1,304 @@
+"""What `poolgrid up` and the launch scripts would start: processes, GPUs and commands, on machines of several sizes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from typer.testing import CliRunner
+
+from poolgrid.cli.gpus import GpusMissing
+from poolgrid.cli.launch_plan import INGEST, OptionProblem, PlannedWorker, options_as_arguments, options_as_settings
+from poolgrid.cli.local_pool import UpSettings, describe_plan, plan
+from poolgrid.cli.main import app
+from poolgrid.workers.engines.trtllm.arguments.contract import ContractError
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "engine_configs"
+MODEL = Path("/models/some-model")
+
+
+def files(directory: str, **counts: int) -> dict[str, Any]:
+    """Settings of a pool of one directory's engine files."""
+    given: dict[str, Any] = {}
+    for kind, count in counts.items():
+        name = "agg" if kind == "workers" else kind
+        given[kind] = count
+        given["engine_args" if kind == "workers" else f"{kind}_engine_args"] = CONFIGS / directory / f"{name}.yaml"
+    return given
+
+
+PAIR = {"prefill": 1, "decode": 1}
+EPD = {**PAIR, "encode": 1}
+
+EXPECTED: dict[str, tuple[dict[str, Any], dict[int, str]]] = {
+    "qwen3 agg": (files("qwen3", workers=1), {1: "0", 2: "0", 4: "0", 8: "0"}),
+    "qwen3 agg twice": (files("qwen3", workers=2), {1: "2 needed", 2: "0 1", 4: "0 1", 8: "0 1"}),
+    "qwen3 disagg": (files("qwen3", **PAIR), {1: "2 needed", 2: "0 1", 4: "0 1", 8: "0 1"}),
+    "qwen3 disagg, two prefill": (
+        files("qwen3", prefill=2, decode=1),
+        {1: "3 needed", 2: "3 needed", 4: "0 1 2", 8: "0 1 2"},
+    ),
+    "gpt-oss": (files("gpt-oss-120b", **PAIR), {1: "8 needed", 2: "8 needed", 4: "8 needed", 8: "0,1,2,3 4,5,6,7"}),
+    "gpt-oss on Blackwell": (
+        files("gpt-oss-120b/blackwell", **PAIR),
+        {1: "5 needed", 2: "5 needed", 4: "5 needed", 8: "0 1,2,3,4"},
+    ),
+    "Scout agg": (
+        files("llama4-scout", workers=1),
+        {1: "8 needed", 2: "8 needed", 4: "8 needed", 8: "0,1,2,3,4,5,6,7"},
+    ),
+    "Scout disagg": (
+        files("llama4-scout", **PAIR),
+        {1: "8 needed", 2: "8 needed", 4: "8 needed", 8: "0,1,2,3 4,5,6,7"},
+    ),
+    "Maverick": (
+        files("llama4-maverick-eagle", **PAIR),
+        {1: "8 needed", 2: "8 needed", 4: "8 needed", 8: "0,1,2,3 4,5,6,7"},
+    ),
+    "LLaVA disagg": (files("llava-v1.6-mistral-7b-hf", **PAIR), {1: "2 needed", 2: "0 1", 4: "0 1", 8: "0 1"}),
+    "LLaVA EPD": (
+        files("llava-v1.6-mistral-7b-hf", **EPD),
+        {1: "3 needed", 2: "3 needed", 4: "0 1 2", 8: "0 1 2"},
+    ),
+    "Gemma": (files("gemma3", **PAIR), {1: "2 needed", 2: "0 1", 4: "0 1", 8: "0 1"}),
+    "R1 agg": (files("deepseek-r1", workers=1), {1: "4 needed", 2: "4 needed", 4: "0,1,2,3", 8: "0,1,2,3"}),
+    "R1": (
+        files("deepseek-r1/simple", **PAIR),
+        {1: "8 needed", 2: "8 needed", 4: "8 needed", 8: "0,1,2,3 4,5,6,7"},
+    ),
+    "R1 with MTP": (
+        files("deepseek-r1/mtp", **PAIR),
+        {1: "8 needed", 2: "8 needed", 4: "8 needed", 8: "0,1,2,3 4,5,6,7"},
+    ),
+    "R1 wide": (
+        files("deepseek-r1/wide_ep", **PAIR),
+        {1: "32 needed", 2: "32 needed", 4: "32 needed", 8: "32 needed"},
+    ),
+}
+"""GPUs of each worker in their order, or how many are needed, by how many there are."""
+
+SCRIPTS: dict[str, tuple[dict[str, str], str]] = {
+    "agg": ({}, "worker-0=0"),
+    "agg_router": ({}, "worker-0=0 worker-1=1"),
+    "disagg": ({}, "prefill-0=0 decode-0=1"),
+    "disagg_router": ({}, "prefill-0=0 prefill-1=1 decode-0=2"),
+    "gpt_oss_disagg": ({}, "prefill-0=0,1,2,3 decode-0=4,5,6,7"),
+    "agg_multimodal": ({}, "worker-0=0"),
+    "disagg_multimodal": ({}, "prefill-0=0 decode-0=1"),
+    "epd_disagg": ({}, "prefill-0=0 decode-0=1 encode-0=2"),
+    "epd_multimodal_image": ({}, "prefill-0=0 decode-0=1 encode-0=2"),
+    "epd_multimodal_image_and_embeddings": (
+        {"ALLOWED_LOCAL_MEDIA_PATH": "/data"},
+        "prefill-0=0 decode-0=1 encode-0=2",
+    ),
+}
+
+
+def made(gpus: int, **given: Any) -> list[PlannedWorker]:
+    settings = UpSettings(engine="trtllm", model_path=MODEL, **given)
+    return plan(settings, None, lambda named: tuple(str(at) for at in range(gpus)))
+
+
+def test_every_shipped_configuration_is_in_the_table() -> None:
+    known = {path for given, _ in EXPECTED.values() for path in given.values() if isinstance(path, Path)}
+    assert known == set(CONFIGS.rglob("*.yaml"))
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", EXPECTED)
+def test_gpus_are_computed_from_the_configuration_and_too_few_are_refused(name: str, gpus: int) -> None:
+    given, expected = EXPECTED[name]
+    if expected[gpus].endswith(" needed"):
+        with pytest.raises(GpusMissing, match=f"^{expected[gpus].partition(' ')[0]} GPUs are needed"):
+            made(gpus, **given)
+        return
+    workers = made(gpus, **given)
+    assert " ".join(",".join(worker.gpus or ()) for worker in workers) == expected[gpus]
+    assert [worker.environment()["CUDA_VISIBLE_DEVICES"] for worker in workers] == expected[gpus].split()
+
+
+def command_of(name: str, *arguments: str, **environment: str) -> list[str]:
+    """What a script calls: with a command in poolgrid's place that prints its arguments, a line each."""
+    done = subprocess.run(
+        ["bash", str(ROOT / "launch" / f"{name}.sh"), *arguments],
+        env={"PATH": os.environ["PATH"], "POOLGRID": r"printf %s\n", "MODEL_PATH": str(MODEL), **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_plans_as_its_name_says_and_starts_nothing(name: str) -> None:
+    environment, expected = SCRIPTS[name]
+    done = CliRunner().invoke(app, [*command_of(name, GPUS="0,1,2,3,4,5,6,7", **environment), "--dry-run"])
+    assert done.exit_code == 0, done.output
+    rows = [line.split() for line in done.stdout.partition("\n\n")[0].splitlines()[1:]]
+    assert [f"{row[0]}={row[1]}" for row in rows if row[1] != "-"] == expected.split()
+    assert [row[0] for row in rows if row[1] == "-"] == ["consolidator", "router"]
+
+
+def test_every_script_is_in_the_table() -> None:
+    assert {path.stem for path in (ROOT / "launch").glob("*.sh")} - {"lib", "epd"} == set(SCRIPTS)
+
+
+def test_a_script_hands_on_what_it_is_called_with_and_what_overrides_its_files() -> None:
+    command = command_of(
+        "gpt_oss_disagg",
+        *("--decode", "2", "--enable-otel"),
+        PREFILL_MAX_BATCH_SIZE="16",
+        DECODE_FREE_GPU_MEMORY_FRACTION="0.8",
+        DECODE_CUDA_VISIBLE_DEVICES="4,5,6,7",
+    )
+    assert command[-2:] == ["--decode", "2"]
+    options = [each.partition("=")[2] for each in command if each.startswith("override-engine-args=")]
+    traces = {"otlp_traces_endpoint": "http://127.0.0.1:4317", "return_perf_metrics": True}
+    assert [json.loads(each) for each in options] == [
+        {"max_batch_size": 16, **traces},
+        {"kv_cache_config": {"free_gpu_memory_fraction": 0.8}, **traces},
+    ]
+    done = CliRunner().invoke(app, [*command, "--gpus", "0,1,2,3,4,5,6,7", "--dry-run"])
+    assert [line.split()[1] for line in done.stdout.splitlines()[3:6]] == ["0,1,2,3", "4,5,6,7", "4,5,6,7"], done.output
+
+
+def test_a_dry_run_prints_processes_gpus_ports_and_commands() -> None:
+    given = {**files("qwen3", **PAIR), "port": 8123, "decode_option": ("no-publish-events-and-metrics",)}
+    settings = UpSettings(engine="trtllm", model_path=MODEL, log_level="info", **given)
+    text = describe_plan(settings, made(2, log_level="info", **given))
+    table, _, commands = text.partition("\n\n")
+    assert table.splitlines() == [
+        "part          GPUs                 port",
+        "consolidator  -                    any free",
+        "router        -                    8123",
+        "prefill-0     0     (TP 1 x PP 1)  any free",
+        "decode-0      1     (TP 1 x PP 1)  any free",
+    ]
+    decode = commands.splitlines()[3]
+    assert decode.startswith("CUDA_VISIBLE_DEVICES=1 poolgrid worker --engine=trtllm --worker-id=decode-0")
+    assert "--disaggregation-mode=decode" in decode
+    assert f"--extra-engine-args={CONFIGS}/qwen3/decode.yaml" in decode
+    assert "--served-model-name=some-model" in decode
+    assert decode.endswith("--no-publish-events-and-metrics --log-level info")
+
+
+def test_the_command_of_a_plan_is_one_that_workers_take() -> None:
+    for worker in made(8, **files("gpt-oss-120b", **PAIR), worker_option=("trust-remote-code=false",)):
+        command = [each.replace(INGEST, "tcp://127.0.0.1:1") for each in worker.arguments]
+        done = CliRunner().invoke(app, [*command, "--print-engine-args"])
+        assert done.exit_code == 0, done.output
+        assert "tensor_parallel_size: 4" in done.output
+
+
+def test_gpus_can_be_named_per_kind_and_shared() -> None:
+    workers = made(8, **files("qwen3", **PAIR), prefill_gpus="5", decode_gpus="5")
+    assert [worker.gpus for worker in workers] == [("5",), ("5",)]
+    workers = made(8, **files("qwen3", workers=2), worker_gpus="7,3")
+    assert [worker.gpus for worker in workers] == [("7",), ("3",)]
+    workers = made(8, **files("qwen3", workers=2), worker_gpus="4")
+    assert [worker.gpus for worker in workers] == [("4",), ("4",)]
+    with pytest.raises(GpusMissing, match=r"1 GPUs are needed \(worker-2"):
+        made(2, **files("qwen3", workers=3), worker_gpus="0,1")
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("max-batchsize=4", "--max-batchsize: is no option of this worker"),
+        ("max-batch-size=many", "--max-batch-size: Input should be a valid integer"),
+        ("max batch=4", "'max batch=4' is handed on as an option"),
+        ("extra-engine-args=/nowhere.yaml", "/nowhere.yaml"),
+        ('override-engine-args={"max_batchsize": 4}', "did you mean 'max_batch_size'"),
+    ],
+)
+def test_what_a_worker_would_refuse_is_refused_before_anything_starts(option: str, words: str) -> None:
+    with pytest.raises((OptionProblem, ContractError, ValueError), match=words):
+        made(8, workers=1, worker_option=(option,))
+
+
+def test_options_that_override_a_file_count() -> None:
+    (worker,) = made(
+        8, **files("qwen3", workers=1), worker_option=('override-engine-args={"tensor_parallel_size": 4}',)
+    )
+    assert worker.gpus == ("0", "1", "2", "3")
+
+
+def test_the_environment_counts_as_workers_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POOLGRID_TENSOR_PARALLEL_SIZE", "2")
+    (worker,) = made(8, workers=1)
+    assert worker.gpus == ("0", "1")
+
+
+def test_pipeline_stages_and_context_parallelism_multiply() -> None:
+    sizes = '{"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "context_parallel_size": 2}'
+    (worker,) = made(8, workers=1, worker_option=(f"override-engine-args={sizes}",))
+    assert worker.gpus == tuple(str(at) for at in range(8))
+    assert worker.made_of == "TP 2 x PP 2 x CP 2"
+    world = ("backend=_autodeploy", "no-publish-events-and-metrics", 'override-engine-args={"world_size": 4}')
+    (worker,) = made(8, workers=1, worker_option=world)
+    assert (worker.gpus, worker.made_of) == (("0", "1", "2", "3"), "world size 4")
+
+
+def test_options_become_arguments_and_settings() -> None:
+    given = ("max-num-tokens=8", "--trust-remote-code", "no-publish-events-and-metrics")
+    assert options_as_arguments(given) == [
+        "--max-num-tokens=8",
+        "--trust-remote-code",
+        "--no-publish-events-and-metrics",
+    ]
+    assert options_as_settings(given) == {
+        "max_num_tokens": "8",
+        "trust_remote_code": True,
+        "publish_events_and_metrics": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"engine": "trtllm"}, "model_path is not given"),
+        ({"engine": "trtllm", "model_path": MODEL, "speedup": 2.0}, "speedup is 2.0 with engine trtllm"),
+        ({"gpus": "0"}, "gpus is '0' with engine simulated"),
+        ({"dry_run": True, "pools": Path("p.json")}, "dry_run is on with pools"),
+    ],
+)
+def test_options_of_the_other_engine_are_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        UpSettings(**given)
+
+
+def test_the_same_topology_of_simulated_workers_has_the_limits_of_the_files() -> None:
+    done = CliRunner().invoke(
+        app,
+        [
+            *("up", "--dry-run", "--prefill", "1", "--decode", "1"),
+            *("--prefill-engine-args", str(CONFIGS / "qwen3" / "prefill.yaml")),
+            *("--decode-engine-args", str(CONFIGS / "qwen3" / "decode.yaml")),
+        ],
+    )
+    assert done.exit_code == 0, done.output
+    table, _, commands = done.output.partition("\n\n")
+    assert [line.split()[:2] for line in table.splitlines()[1:]] == [
+        ["consolidator", "-"],
+        ["router", "-"],
+        ["prefill-0", "-"],
+        ["decode-0", "-"],
+    ]
+    assert "--max-batch-size=16" in commands
+    assert "--max-sequence-length=40960" in commands
+
+
+def test_a_plan_that_cannot_be_is_said_in_one_line_with_status_2() -> None:
+    done = CliRunner().invoke(
+        app,
+        ["up", "--engine", "trtllm", "--model-path", str(MODEL), "--workers", "9", "--gpus", "0,1", "--dry-run"],
+    )
+    assert done.exit_code == 2
+    assert "9 GPUs are needed" in done.output
