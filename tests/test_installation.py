@@ -18,7 +18,7 @@ import poolgrid
 ROOT = Path(__file__).parents[1]
 SETUP = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
 DIRECTORIES: dict[str, str] = SETUP["package-dir"]
-NOT_INSTALLED = ("tests", "benchmarks", "attacks")
+NOT_INSTALLED = ("tests", "benchmarks", "attacks", "website")
 
 
 def run(*command: str | Path, cwd: Path) -> str:
@@ -44,7 +44,7 @@ class Installation:
         copy = directory / "copy"
         for needed in DIRECTORIES.values():
             shutil.copytree(ROOT / needed, copy / needed, ignore=shutil.ignore_patterns("__pycache__"))
-        for needed in ("pyproject.toml", "setup.py", "README.md"):
+        for needed in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
             shutil.copy(ROOT / needed, copy)
         # What pip does, in two steps: it would fetch an environment for the first one from the network.
         build = f"from setuptools import build_meta; build_meta.build_wheel({str(directory)!r})"
@@ -62,6 +62,13 @@ def installation(tmp_path_factory: pytest.TempPathFactory) -> Installation:
 
 def test_the_only_new_name_is_poolgrid(installation: Installation) -> None:
     assert {name for name in installation.added if not name.endswith(".dist-info")} == {"poolgrid"}
+
+
+def test_the_license_is_installed_and_named(installation: Installation) -> None:
+    (about,) = (path for path in installation.packages.glob("poolgrid-*.dist-info") if path.is_dir())
+
+    assert (about / "licenses" / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    assert "License-Expression: Apache-2.0" in (about / "METADATA").read_text().splitlines()
 
 
 def test_every_file_of_every_package_is_installed_and_no_other(installation: Installation) -> None:
