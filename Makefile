@@ -1,7 +1,7 @@
 PYTHON ?= .venv/bin/python
 export PYTHON
 
-.PHONY: check lint types test format docs soak attack
+.PHONY: check lint types test format docs site plots soak attack
 
 check: lint types test  ## everything CI runs, in the environment that is there
 
@@ -22,6 +22,13 @@ docs:  ## write what is generated
 	$(PYTHON) -m poolgrid.cli.configuration_page
 	$(PYTHON) -m poolgrid.cli.request_life_page > docs/request_life.md
 	$(PYTHON) -m attacks.page
+
+site:  ## the pages as HTML in build/site, which needs no network; needs the extra `docs`. Ends at the first bad link
+	$(PYTHON) -m sphinx -W -q -b html -d build/doctrees -c website . build/site
+	@echo build/site/index.html
+
+plots:  ## the plots in docs/plots, drawn anew; needs the extra `docs`
+	$(PYTHON) -m website.plots
 
 SEEDS ?= 0..4999
 JOBS ?= 2

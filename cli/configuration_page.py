@@ -129,8 +129,9 @@ HEAD = """\
 Every setting is declared once and has an option and an environment variable. The command line wins over the
 environment, the environment over the default; `poolgrid router` also takes `--settings-file` (TOML, settings by name),
 which wins over the default alone. A value out of range ends the command with exit status 2 and a line that
-names the option. `poolgrid COMMAND --help` prints the same tables. A variable is the same for every command that has
-the setting, so set `POOLGRID_HOST` for one process, not for a machine.
+names the option. `poolgrid COMMAND --help` lists the same options. A variable is `POOLGRID_` and the option's name in
+capitals. It is the same for every command that has the setting, so set `POOLGRID_HOST` for one process, not for a
+machine.
 
 `up`, `router`, `global-router`, `worker` and `consolidator` write one line that begins with `ready` to standard output
 once they answer, and their log to standard error. `--log-level` (`POOLGRID_LOG_LEVEL`: debug, info, warning, error) is

@@ -45,7 +45,7 @@ class Placement:
     cause: str
     """``first``, ``decode leg``, or why the request had to move."""
     how: str
-    """How the pool was come to: ``grid``, ``override``, ``spill``, ``retry``, ``fallback`` or ``same-pool``."""
+    """How the pool was found: ``grid``, ``override``, ``spill``, ``retry``, ``fallback`` or ``same-pool``."""
     selection: Selection
     spill: Spill | None
     choice: FallbackChoice

@@ -25,7 +25,7 @@ class GlobalRouterMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.dispatches = Counter(
             "poolgrid_global_router_dispatches_total",
-            "Dispatches by pool, stage and how the pool was come to.",
+            "Dispatches by pool, stage and how the pool was found.",
             ["pool", "stage", "how"],
             registry=registry,
         )

@@ -51,7 +51,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 }
 """What a package may import besides itself. The longest name that matches a module counts."""
 
-NOT_SHIPPED = ("tests", "benchmarks", "attacks")
+NOT_SHIPPED = ("tests", "benchmarks", "attacks", "website")
 """Packages that may import anything of ours, because nothing of ours may import them."""
 
 SERVICES = ("router", "global_router", "workers")

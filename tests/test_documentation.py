@@ -62,7 +62,8 @@ from tests.router.fleet_builder import BLOCK_SIZE, Pool, decided, stored, worker
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
+BESIDE = ("pool_configs", "engine_configs", "launch", "tests/data")
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / name / "README.md" for name in BESIDE)])
 
 _group = typer.main.get_command(app)
 assert isinstance(_group, TyperGroup)
@@ -145,8 +146,8 @@ def _printed_commands() -> Iterator[tuple[str, str]]:
     for path in PAGES:
         for block in code_blocks(path.read_text(), "sh"):
             for line in block.replace("\\\n", " ").splitlines():
-                found = re.search(r"(?:^|&& |\s)(?:\.venv/bin/)?poolgrid (\S.*)$", line)
-                if found and not line.lstrip().startswith("#"):
+                found = re.search(r"(?:^|&& |\s)(?:\.venv/bin/)?poolgrid (\S.*)$", re.sub(r"(^|\s)#.*", "", line))
+                if found:
                     yield str(path.relative_to(ROOT)), found[1]
 
 

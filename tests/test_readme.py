@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import shlex
@@ -11,11 +10,10 @@ import subprocess
 import tomllib
 from pathlib import Path
 
-import httpx
 import pytest
 
 from tests.frontend.fake_backend import FakeBackend
-from tests.frontend.server import application, in_process, served_in_thread
+from tests.frontend.server import application, served_in_thread
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -45,29 +43,6 @@ def test_each_of_the_two_commands_is_one_line_that_sets_up_and_runs(name: str, i
 def test_the_commands_install_what_they_run() -> None:
     assert PROJECT["scripts"] == {"poolgrid": "poolgrid.cli.main:run"}
     assert any(requirement.startswith("pytest") for requirement in PROJECT["optional-dependencies"]["dev"])
-
-
-def _curl() -> tuple[str, dict[str, str], str]:
-    """URL, headers and body of the printed curl."""
-    words = shlex.split(marked("curl").replace("\\\n", " "))
-    assert words[0] == "curl"
-    headers = dict(re.split(r":\s*", words[at + 1], maxsplit=1) for at, word in enumerate(words) if word == "-H")
-    return words[1], headers, words[words.index("-d") + 1]
-
-
-def test_the_printed_curl_is_answered() -> None:
-    url, headers, body = _curl()
-    base, path = url[: url.index("/v1")], url[url.index("/v1") :]
-
-    async def post() -> httpx.Response:
-        async with in_process(application(FakeBackend())) as client:
-            return await client.post(path, headers=headers, content=body)
-
-    answer = asyncio.run(post())
-
-    assert base == "http://127.0.0.1:8000"
-    assert answer.status_code == 200, answer.text
-    assert answer.json()["choices"][0]["message"]["content"] == "Hello, world!"
 
 
 def test_the_printed_client_gets_the_answer(capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,7 +48,9 @@ def build(
         Path, typer.Argument(help="Pool profiles: TTFT by ISL and load, ITL by context and load, cost.")
     ],
     out: Annotated[Path, typer.Argument(help="Document to write.")],
-    strict: Annotated[bool, typer.Option("--strict", help="Fail when some cell's target is met by no pool.")] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="A cell stands for its longest length and tightest target, not its middle.")
+    ] = False,
     evidence: Annotated[
         Path | None, typer.Option(help="Where the evidence goes (default: beside the document).")
     ] = None,

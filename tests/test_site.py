@@ -1,0 +1,70 @@
+"""What `make site` needs of the pages, without Sphinx: a place for each, pictures, plots that say what tables say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from website.navigation import BELOW, HOME, NAVIGATION
+from website.plots import DOCS, PLOTS, PLOTTED, first_number, table_rows, times_ours
+
+ROOT = Path(__file__).parents[1]
+PLACES = (".", "docs", "docs/decisions", "pool_configs", "engine_configs", "launch", "tests/data")
+PAGES = [path for place in PLACES for path in sorted((ROOT / place).glob("*.md"))]
+DIAGRAMS = ("flowchart", "sequenceDiagram")
+
+
+def test_every_page_has_one_place_on_the_site() -> None:
+    listed = [HOME, *(page for pages in NAVIGATION.values() for page in pages)]
+    inside = {path for below in BELOW.values() for path in (ROOT / below).glob("*.md")}
+    found = {path.relative_to(ROOT).with_suffix("").as_posix() for path in PAGES if path not in inside}
+    found |= set(BELOW)
+
+    assert len(listed) == len(set(listed))
+    assert set(listed) == found, "say in website/navigation.py where a page is"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_pictures_of_a_page_exist_and_are_described(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+
+    for described, picture in re.findall(r"!\[(.*?)\]\(([^)]+)\)", text):
+        assert len(described) > 20, f"{path.name}: {picture} has no description for those who do not see it"
+        assert (path.parent / picture).is_file(), f"{path.name} shows {picture}"
+    for diagram in re.findall(r"^```mermaid\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        assert diagram.split(maxsplit=1)[0] in DIAGRAMS, f"{path.name}: a diagram of an unknown kind"
+
+
+def test_every_plot_is_drawn_and_shown() -> None:
+    shown = re.findall(r"\]\(plots/(\w+)\.svg\)", (DOCS / "results.md").read_text(encoding="utf-8"))
+
+    assert sorted(shown) == sorted(PLOTTED)
+    assert sorted(path.stem for path in PLOTS.glob("*.svg")) == sorted(PLOTTED), "run: make plots"
+
+
+@pytest.mark.parametrize(
+    ("plot", "page", "head", "column"),
+    [("routers", "simulate.md", "routers", 1), ("pools", "pool_selection.md", "strategy", 1)],
+)
+def test_a_plot_of_a_table_says_what_the_table_says(plot: str, page: str, head: str, column: int) -> None:
+    drawn = (PLOTS / f"{plot}.svg").read_text(encoding="utf-8")
+    rows = table_rows(page, head)
+
+    assert len(rows) >= 5
+    for row in rows:
+        assert f">{first_number(row[column]):.0f} %<" in drawn, f"run: make plots ({row})"
+
+
+def test_the_plot_of_front_ends_says_what_its_table_says() -> None:
+    drawn = (PLOTS / "front_ends.svg").read_text(encoding="utf-8")
+
+    for row in table_rows("front_end.md", "test")[:3]:
+        for peer in (2, 3):
+            assert f">{times_ours(row[peer]):.1f}<" in drawn, f"run: make plots ({row})"
+
+
+def test_a_table_that_is_gone_is_named() -> None:
+    with pytest.raises(ValueError, match="no table whose head begins with 'nothing'"):
+        table_rows("simulate.md", "nothing")
