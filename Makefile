@@ -22,6 +22,7 @@ docs:  ## write what is generated
 	$(PYTHON) -m poolgrid.cli.configuration_page
 	$(PYTHON) -m poolgrid.cli.request_life_page > docs/request_life.md
 	$(PYTHON) -m attacks.page
+	$(PYTHON) -m website.metrics_tables
 
 site:  ## the pages as HTML in build/site, which needs no network; needs the extra `docs`. Ends at the first bad link
 	$(PYTHON) -m sphinx -W -q -b html -d build/doctrees -c website . build/site

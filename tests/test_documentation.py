@@ -3,62 +3,33 @@
 from __future__ import annotations
 
 import ast
-import asyncio
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import typer
-import zmq
-from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import GaugeMetricFamily, HistogramMetricFamily, Metric  # noqa: TID251
 from typer.core import TyperGroup
 
 from poolgrid.cli.configuration_page import SECTIONS, command_options, pages, table
 from poolgrid.cli.main import app
-from poolgrid.frontend.media.metrics import MediaMetrics
-from poolgrid.frontend.metrics import FrontendMetrics
-from poolgrid.global_router.core.choice.fallback import PoolState
-from poolgrid.global_router.metrics import GlobalRouterMetrics
-from poolgrid.global_router.metrics import register_views as register_pool_views
-from poolgrid.router.consolidator.bootstrap import create as create_consolidator
-from poolgrid.router.consolidator.settings import ConsolidatorSettings
 from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.cost import CostWeights
-from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.policy import POLICY_NAMES, Policy
-from poolgrid.router.core.prefix_index import PrefixIndex
-from poolgrid.router.core.projection import Projection
-from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.core.selector import Selector
-from poolgrid.router.decision_journal.recorder import DecisionRecorder, settings_noted
-from poolgrid.router.decision_journal.segments import DecisionSegments
-from poolgrid.router.feeds import EmbeddedFeed
-from poolgrid.router.fleet_links import link_opener
-from poolgrid.router.metrics import DecisionRecordCollector, RouterMetrics, register_views
 from poolgrid.router.policy_loading import PolicyError, load_policy
-from poolgrid.router.service import RouterService
 from poolgrid.router.settings import RouterSettings
-from poolgrid.runtime.clock import SystemClock
-from poolgrid.runtime.event_loop import LoopMetrics
-from poolgrid.runtime.http_connections import HttpConnections, InvalidRequests
-from poolgrid.runtime.http_settings import HttpLimits
 from poolgrid.runtime.instruments import GaugeFamily
-from poolgrid.runtime.planes import PlaneMetrics
-from poolgrid.runtime.security import SecuritySettings
 from poolgrid.runtime.settings import Settings
-from poolgrid.runtime.tls import Tls
 from poolgrid.wire.events import RequestStarted
-from poolgrid.workers.engines.trtllm.metrics import TrtllmMetrics
-from poolgrid.workers.metrics import WorkerMetrics
-from poolgrid.workers.tensor_transfer.metrics import TensorMetrics
-from tests.consolidator.journal_builder import FakeDisk
+from tests.exported_metrics import Exported, exported
 from tests.router.fleet_builder import BLOCK_SIZE, Pool, decided, stored, worker_key
+from website.metrics_tables import PAGE as METRICS_PAGE
+from website.metrics_tables import with_tables
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -173,80 +144,39 @@ def test_every_printed_command_parses(where: str, line: str) -> None:
 # -- metrics -----------------------------------------------------------------------------------------------------------
 
 
-def _names(metrics: Iterable[Metric]) -> dict[str, str]:
-    return {metric.name + ("_total" if metric.type == "counter" else ""): metric.type for metric in metrics}
+def test_the_page_of_metrics_has_every_metric_with_its_type_and_labels_and_no_other() -> None:
+    page = METRICS_PAGE.read_text()
+    named = re.findall(r"^\| `(poolgrid_\w+)` \|", page, re.MULTILINE)
+
+    assert len(named) == len(set(named)), "docs/metrics.md has a metric twice"
+    assert set(named) == {each.name for each in exported()}, "run: make docs"
+    assert with_tables(page, exported()) == page, "run: make docs"
 
 
-class NoPools:
-    """A global router that has nothing to show."""
+def test_a_metric_that_is_new_gets_a_row_beside_its_like_and_one_that_is_gone_loses_it() -> None:
+    page = METRICS_PAGE.read_text()
+    gone, new = exported()[0], Exported(GaugeMetricFamily("poolgrid_worker_queue_age_seconds", "Its age."), ("tier",))
 
-    def pool_states(self) -> dict[str, PoolState]:
-        return {}
+    written = with_tables(page, [*exported()[1:], new])
 
-    def in_flight(self) -> dict[str, int]:
-        return {}
-
-    def counts(self) -> tuple[int, int]:
-        return 0, 0
-
-    queued_prompt_tokens = 0
-
-    def revision(self) -> int:
-        return 1
-
-
-async def _exported() -> list[Metric]:
-    """What real processes put into their registries."""
-    clock = SystemClock()
-    registry = CollectorRegistry()
-    WorkerMetrics(registry)
-    TensorMetrics(registry)
-    PlaneMetrics(registry)
-    LoopMetrics(registry)
-    InvalidRequests(registry)
-    HttpConnections(HttpLimits(), registry)
-    Tls.load(SecuritySettings(), registry)
-    TrtllmMetrics(registry)
-    FrontendMetrics(registry)
-    MediaMetrics(registry)
-    metrics = RouterMetrics(registry)
-    projection = Projection(PrefixIndex(), LoadLedger())
-    settings = RouterSettings.model_validate({})
-    consolidator = create_consolidator(ConsolidatorSettings(), registry, clock)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    state = RouterState(Selector(projection, load_policy(settings)))
-    open_link = link_opener(context, settings, metrics, clock)
-    service = RouterService(settings, state, EmbeddedFeed(consolidator), metrics, clock, open_link)
-    register_views(registry, service.view)
-    recorder = DecisionRecorder(DecisionSegments(FakeDisk(), 1, 1), state, settings_noted("r", "", {}), clock, 1, 1)
-    registry.register(DecisionRecordCollector(recorder))
-    GlobalRouterMetrics(registry)
-    register_pool_views(registry, NoPools())
-    await service.start()
-    try:
-        return list(registry.collect())
-    finally:
-        await service.stop()
-        context.term()
-
-
-def test_every_metric_is_on_the_page_with_its_type_and_nothing_else_is() -> None:
-    rows = re.findall(r"^\| `(poolgrid_\w+)` \| (\w+) \|", (DOCS / "metrics.md").read_text(), re.MULTILINE)
-    exported = _names(asyncio.run(_exported()))
-
-    assert len(rows) == len(dict(rows)), "docs/metrics.md has a metric twice"
-    assert dict(rows) == exported
+    assert f"| `{gone.name}` |" not in written
+    row = "| `poolgrid_worker_queue_age_seconds` | gauge | `tier` | Its age. |"
+    assert row in written
+    above = written[: written.index(row)].splitlines()[-1]
+    assert above.startswith("| `poolgrid_worker_")
+    with pytest.raises(ValueError, match="no table for other_blocks"):
+        with_tables(page, [Exported(GaugeMetricFamily("other_blocks", "Blocks."), ())])
 
 
 def test_metrics_that_pages_speak_of_exist() -> None:
-    exported = _names(asyncio.run(_exported()))
+    names = {each.name for each in exported()}
     kinds = "router|global_router|worker|trtllm|frontend|consolidator|http|plane"
 
     for path in PAGES:
         # A history may speak of what is no more.
         text = re.sub(r"^- Metrics, old -> new:.*(?:\n  .*)*", "", path.read_text(), flags=re.MULTILINE)
         for name in re.findall(rf"\bpoolgrid_(?:{kinds})_\w*[a-z]\b", text):
-            assert name in exported, f"{path.relative_to(ROOT)} speaks of {name}"
+            assert name in names, f"{path.relative_to(ROOT)} speaks of {name}"
 
 
 ALONE = ("poolgrid_worker_", "poolgrid_trtllm_")
@@ -254,7 +184,7 @@ ALONE = ("poolgrid_worker_", "poolgrid_trtllm_")
 
 
 def test_every_gauge_says_what_becomes_of_it_across_http_processes() -> None:
-    gauges = [metric for metric in asyncio.run(_exported()) if metric.type == "gauge"]
+    gauges = [metric for metric, _ in exported() if metric.type == "gauge"]
     silent = [metric.name for metric in gauges if not isinstance(metric, GaugeFamily)]
 
     assert [name for name in silent if not name.startswith(ALONE)] == []
@@ -300,7 +230,7 @@ def _unconventional(metric: Metric) -> str | None:
 
 
 def test_metrics_are_named_by_the_conventions_of_prometheus() -> None:
-    wrong = {metric.name: why for metric in asyncio.run(_exported()) if (why := _unconventional(metric))}
+    wrong = {metric.name: why for metric, _ in exported() if (why := _unconventional(metric))}
 
     assert not wrong
 

@@ -1,4 +1,4 @@
-"""What the README tells a newcomer to type works as printed."""
+"""The two commands of the README are what installs, runs and tests; what follows them is run by ``e2e``."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ import tomllib
 from pathlib import Path
 
 import pytest
-
-from tests.frontend.fake_backend import FakeBackend
-from tests.frontend.server import application, served_in_thread
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -43,16 +40,6 @@ def test_each_of_the_two_commands_is_one_line_that_sets_up_and_runs(name: str, i
 def test_the_commands_install_what_they_run() -> None:
     assert PROJECT["scripts"] == {"poolgrid": "poolgrid.cli.main:run"}
     assert any(requirement.startswith("pytest") for requirement in PROJECT["optional-dependencies"]["dev"])
-
-
-def test_the_printed_client_gets_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
-    source = marked("client")
-
-    with served_in_thread(application(FakeBackend())) as url:
-        exec(compile(source.replace("http://127.0.0.1:8000", url), "README.md", "exec"), {})
-
-    assert "http://127.0.0.1:8000/v1" in source
-    assert capsys.readouterr().out == "Hello, world!"
 
 
 def _ci(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

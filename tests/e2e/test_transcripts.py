@@ -50,7 +50,7 @@ def test_blocks_are_found_by_what_stands_before_them() -> None:
     )
 
     assert [tuple(block) for block in blocks(page)] == [
-        ("terminal", "pool", "poolgrid up"),
-        ("shows", "", "ready …"),
-        ("run", "", "one\ntwo"),
+        ("terminal", "pool", "poolgrid up", "sh"),
+        ("shows", "", "ready …", "text"),
+        ("run", "", "one\ntwo", "sh"),
     ]

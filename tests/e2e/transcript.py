@@ -5,7 +5,7 @@ A comment before a block of code says what the block is (readers of the page do 
 - ``<!-- terminal: NAME -->`` the command stays, in a terminal of its own, until all pages are through; one that is
   there already, by its name, is left as it is. The README's ``<!-- run-command -->`` is the terminal ``pool``, without
   the installation before it
-- ``<!-- run -->`` the commands run to their end
+- ``<!-- run -->`` the commands, or the Python, run to their end
 - ``<!-- shows -->`` what the command before shows: these lines, in this order; ``…`` stands for anything within a line,
   a line of nothing else for any lines
 
@@ -38,7 +38,8 @@ SHOWN_TIMEOUT_S = 60.0
 """Until a terminal shows what it is said to; machines that test are busy."""
 
 _BLOCK = re.compile(
-    r"<!-- (terminal: (?P<name>[\w-]+)|run-command|run|shows) -->\n```\w+\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
+    r"<!-- (terminal: (?P<name>[\w-]+)|run-command|run|shows) -->\n```(?P<language>\w+)\n(?P<text>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
 )
 _PORT = re.compile(r"(?<=127\.0\.0\.1:)\d{4}|(?<=-port )\d{4}")
 
@@ -50,6 +51,7 @@ class Block(NamedTuple):
     """``terminal``, ``run`` or ``shows``."""
     name: str
     text: str
+    language: str = "sh"
 
 
 def blocks(page: str) -> list[Block]:
@@ -59,7 +61,7 @@ def blocks(page: str) -> list[Block]:
         kind, name, text = match[1].partition(":")[0], match["name"] or "", match["text"].rstrip("\n")
         if kind == "run-command":
             kind, name, text = "terminal", "pool", text.rpartition(" && ")[2]
-        found.append(Block(kind, name, text))
+        found.append(Block(kind, name, text, match["language"]))
     return found
 
 
@@ -148,7 +150,7 @@ class Transcript:
                         self.terminals[block.name] = Terminal(text, self.directory, self._environment())
                     command, terminal = text, self.terminals[block.name]
                 case "run":
-                    command, terminal, shown = text, None, self._run(text)
+                    command, terminal, shown = text, None, self._run(text, block.language)
                 case _:
                     missing = missing_line(text, shown) if terminal is None else terminal.wait_for(text)
                     if missing is not None:
@@ -160,9 +162,10 @@ class Transcript:
         for terminal in reversed(self.terminals.values()):
             terminal.close()
 
-    def _run(self, commands: str) -> str:
+    def _run(self, commands: str, language: str) -> str:
+        program = [sys.executable, "-c"] if language == "python" else ["bash", "-euo", "pipefail", "-c"]
         done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", commands],
+            [*program, commands],
             cwd=self.directory,
             env=self._environment(),
             stdin=subprocess.DEVNULL,

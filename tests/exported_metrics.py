@@ -1,0 +1,123 @@
+"""What real processes put into their registries: every metric of ours, with its type, its labels and its help."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import cache
+from typing import NamedTuple
+
+import zmq
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import Metric
+
+from poolgrid.frontend.media.metrics import MediaMetrics
+from poolgrid.frontend.metrics import FrontendMetrics
+from poolgrid.global_router.core.choice.fallback import PoolState
+from poolgrid.global_router.metrics import GlobalRouterMetrics
+from poolgrid.global_router.metrics import register_views as register_pool_views
+from poolgrid.router.consolidator.bootstrap import create as create_consolidator
+from poolgrid.router.consolidator.settings import ConsolidatorSettings
+from poolgrid.router.core.load_ledger import LoadLedger
+from poolgrid.router.core.prefix_index import PrefixIndex
+from poolgrid.router.core.projection import Projection
+from poolgrid.router.core.router_state import RouterState
+from poolgrid.router.core.selector import Selector
+from poolgrid.router.decision_journal.recorder import DecisionRecorder, settings_noted
+from poolgrid.router.decision_journal.segments import DecisionSegments
+from poolgrid.router.feeds import EmbeddedFeed
+from poolgrid.router.fleet_links import link_opener
+from poolgrid.router.metrics import DecisionRecordCollector, RouterMetrics, register_views
+from poolgrid.router.policy_loading import load_policy
+from poolgrid.router.service import RouterService
+from poolgrid.router.settings import RouterSettings
+from poolgrid.runtime.clock import SystemClock
+from poolgrid.runtime.event_loop import LoopMetrics
+from poolgrid.runtime.http_connections import HttpConnections, InvalidRequests
+from poolgrid.runtime.http_settings import HttpLimits
+from poolgrid.runtime.planes import PlaneMetrics
+from poolgrid.runtime.security import SecuritySettings
+from poolgrid.runtime.tls import Tls
+from poolgrid.workers.engines.trtllm.metrics import TrtllmMetrics
+from poolgrid.workers.metrics import WorkerMetrics
+from poolgrid.workers.tensor_transfer.metrics import TensorMetrics
+from tests.consolidator.journal_builder import FakeDisk
+
+
+class Exported(NamedTuple):
+    """One metric."""
+
+    family: Metric
+    labels: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Its name as people write it."""
+        return self.family.name + ("_total" if self.family.type == "counter" else "")
+
+
+@cache
+def exported() -> tuple[Exported, ...]:
+    """Return them all, in the order in which they are registered."""
+    return tuple(asyncio.run(_registered()))
+
+
+def _of(registry: CollectorRegistry) -> list[Exported]:
+    found = []
+    for collector in list(registry._collector_to_names):
+        for family in collector.collect():
+            declared: tuple[str, ...] = getattr(collector, "_labelnames", None) or getattr(family, "_labelnames", ())
+            told = {name: None for sample in family.samples for name in sample.labels if name != "le"}
+            found.append(Exported(family, tuple(declared) or tuple(told)))
+    return found
+
+
+class NoPools:
+    """A global router that has nothing to show."""
+
+    def pool_states(self) -> dict[str, PoolState]:
+        return {}
+
+    def in_flight(self) -> dict[str, int]:
+        return {}
+
+    def counts(self) -> tuple[int, int]:
+        return 0, 0
+
+    queued_prompt_tokens = 0
+
+    def revision(self) -> int:
+        return 1
+
+
+async def _registered() -> list[Exported]:
+    clock = SystemClock()
+    registry = CollectorRegistry()
+    WorkerMetrics(registry)
+    TensorMetrics(registry)
+    PlaneMetrics(registry)
+    LoopMetrics(registry)
+    InvalidRequests(registry)
+    HttpConnections(HttpLimits(), registry)
+    Tls.load(SecuritySettings(), registry)
+    TrtllmMetrics(registry)
+    FrontendMetrics(registry)
+    MediaMetrics(registry)
+    metrics = RouterMetrics(registry)
+    projection = Projection(PrefixIndex(), LoadLedger())
+    settings = RouterSettings.model_validate({})
+    consolidator = create_consolidator(ConsolidatorSettings(), registry, clock)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    state = RouterState(Selector(projection, load_policy(settings)))
+    open_link = link_opener(context, settings, metrics, clock)
+    service = RouterService(settings, state, EmbeddedFeed(consolidator), metrics, clock, open_link)
+    register_views(registry, service.view)
+    recorder = DecisionRecorder(DecisionSegments(FakeDisk(), 1, 1), state, settings_noted("r", "", {}), clock, 1, 1)
+    registry.register(DecisionRecordCollector(recorder))
+    GlobalRouterMetrics(registry)
+    register_pool_views(registry, NoPools())
+    await service.start()
+    try:
+        return _of(registry)
+    finally:
+        await service.stop()
+        context.term()
