@@ -65,7 +65,7 @@ def _of(registry: CollectorRegistry) -> list[Exported]:
     found = []
     for collector in list(registry._collector_to_names):
         for family in collector.collect():
-            declared: tuple[str, ...] = getattr(collector, "_labelnames", None) or getattr(family, "_labelnames", ())
+            declared = getattr(collector, "_labelnames", ()) or getattr(family, "_labelnames", ())
             told = {name: None for sample in family.samples for name in sample.labels if name != "le"}
             found.append(Exported(family, tuple(declared) or tuple(told)))
     return found
