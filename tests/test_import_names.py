@@ -41,7 +41,8 @@ def _names(source: str) -> Iterator[tuple[int, str]]:
             whole = node.value.partition(":")[0]
             if re.fullmatch(r"\w+(\.\w+)+", whole) and _is_module(*whole.split(".")[:2]):
                 yield node.lineno, node.value
-            yield from ((node.lineno, found[1] or found[2]) for found in PROGRAM_LINE.finditer(node.value))
+            if "import " in node.value:
+                yield from ((node.lineno, found[1] or found[2]) for found in PROGRAM_LINE.finditer(node.value))
 
 
 def misnamed(source: str) -> list[tuple[int, str]]:

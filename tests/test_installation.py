@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -35,8 +36,11 @@ class Installation:
     def __init__(self, directory: Path) -> None:
         self.elsewhere = directory / "elsewhere"
         self.elsewhere.mkdir()
-        run(sys.executable, "-m", "venv", directory / "venv", cwd=directory)
         self.bin = directory / "venv" / "bin"
+        # A pip of its own would take longer than all the rest; ours, where it is there, can install into it.
+        pip = importlib.util.find_spec("pip") is not None
+        run(sys.executable, "-m", "venv", *(["--without-pip"] if pip else []), directory / "venv", cwd=directory)
+        installer = (sys.executable, "-m", "pip", "--python") if pip else ()
         (self.packages,) = (directory / "venv" / "lib").glob("python*/site-packages")
         # A path in such a file is only searched: the editable installation in it is not active.
         (self.packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
@@ -51,7 +55,8 @@ class Installation:
         run(sys.executable, "-c", build, cwd=copy)
         (wheel,) = directory.glob("*.whl")
         offline = ("--no-index", "--no-deps", "--ignore-installed")
-        run(self.bin / "python", "-m", "pip", "install", *offline, wheel, cwd=self.elsewhere)
+        own = (self.bin / "python",) if pip else (self.bin / "python", "-m", "pip")
+        run(*installer, *own, "install", *offline, wheel, cwd=self.elsewhere)
         self.added = {path.name for path in set(self.packages.iterdir()) - before}
 
 
