@@ -35,6 +35,7 @@ def test_pictures_of_a_page_exist_and_are_described(path: Path) -> None:
         assert (path.parent / picture).is_file(), f"{path.name} shows {picture}"
     for diagram in re.findall(r"^```mermaid\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         assert diagram.split(maxsplit=1)[0] in DIAGRAMS, f"{path.name}: a diagram of an unknown kind"
+        assert re.search(r"^ +accTitle: .{20,}$", diagram, re.MULTILINE), f"{path.name}: a diagram without accTitle"
 
 
 def test_every_plot_is_drawn_and_shown() -> None:

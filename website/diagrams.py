@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
+from html import escape
 from pathlib import Path
 
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
+
+TITLE = re.compile(r"^\s*accTitle: (.+)$", re.MULTILINE)
 
 LAYOUT = 1
 """Counted up when the same text is drawn in another way."""
@@ -26,7 +30,10 @@ class Mermaid(SphinxDirective):
         """Return the picture."""
         source = "\n".join(self.content)
         picture = base64.b64encode(drawn(source, Path(self.env.doctreedir).parent / "diagrams")).decode()
-        image = f'<img class="diagram" alt="{source.split()[0]}" src="data:image/svg+xml;base64,{picture}">'
+        title = TITLE.search(source)
+        if title is None:
+            raise self.error("a diagram needs a line 'accTitle: ...', for those who do not see it")
+        image = f'<img class="diagram" alt="{escape(title[1])}" src="data:image/svg+xml;base64,{picture}">'
         return [nodes.raw("", image, format="html")]
 
 
