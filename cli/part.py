@@ -6,7 +6,9 @@ Rules
        is given up, and whoever waits in ``given_up`` hears of it. Nobody else is ended for it here: what works goes on
        serving, and the log says what does not.
     2. A part also ends when this process disappears, whatever became of it: it holds the other end of a pipe.
-    3. A part with a log file has all its words there. It is ready with the first line that says so: an engine's library
+    3. What a part leaves behind when it dies goes with it: the processes of an engine hold GPUs, and the part that is
+       started in its place needs them. A part and what it starts are a process group.
+    4. A part with a log file has all its words there. It is ready with the first line that says so: an engine's library
        prints what it likes before.
 """
 
@@ -19,7 +21,7 @@ import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from poolgrid.cli.restart_pace import RestartPace
@@ -147,6 +149,7 @@ class Part:
         while not self.stopping:
             assert self._process is not None
             status = await self._process.wait()
+            self._end_group()
             if self.stopping:
                 return
             lived_s = 0.0 if self._ready_s is None else loop.time() - self._ready_s
@@ -210,6 +213,7 @@ class Part:
         except TimeoutError:
             log.warning("%s did not end within %.0f s: killing it", self.name, self._stop_timeout_s)
             await self._kill()
+        self._end_group()
         if self._copying is not None:
             # Its last words; a process of its own that outlives it may keep the pipe open.
             await asyncio.wait({self._copying}, timeout=LAST_WORDS_S)
@@ -218,6 +222,13 @@ class Part:
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(signal.SIGKILL)
             await self._process.wait()
+        self._end_group()
+
+    def _end_group(self) -> None:
+        """Kill what the process has left of its group; at once after its end, before its number can be another's."""
+        if self._process is not None and self._process.returncode is not None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
 
 async def stop_parts(parts: Iterable[Part | None]) -> None:

@@ -65,6 +65,8 @@ class Behaviour:
     """Iterations that run out of memory: all requests of the engine are answered with an error, and it goes on."""
     stdout_lines: int = 0
     """So many lines on standard output when an engine is made, and when it ends: its loggers write there."""
+    leaves_process: bool = False
+    """An engine starts a process of its own, which outlives it unless it is shut down in order."""
     lost_rank_file: str = ""
     """Once there is a file of this name, a rank of the engine is dead and the others wait for it for ever
     (``Executor.lose_rank``)."""

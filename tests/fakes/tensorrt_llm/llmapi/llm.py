@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -100,6 +101,7 @@ class BaseLLM:
         self._behaviour = chosen
         self._made_by = threading.get_ident()
         self._print("[TRT-LLM] [I] loading a shard of the checkpoint")
+        self._process = subprocess.Popen(["sleep", "600"]) if chosen.leaves_process else None
         executor = Executor(_shape(self.args, chosen), chosen)
         self._executor = executor
         self._submitted = False
@@ -144,6 +146,9 @@ class BaseLLM:
             if self._behaviour.one_thread and threading.get_ident() != self._made_by:
                 raise RuntimeError("MPI was initialized by another thread than the one that finalizes it")
             self._print("[TRT-LLM] [I] a worker process has ended")
+            if self._process is not None:
+                self._process.kill()
+                self._process.wait()
             executor, self._executor = self._executor, None
             self._finalizer.detach()
             executor.shutdown()
