@@ -7,9 +7,11 @@ its own endpoints (``/v1/workers``, ``/v1/decisions``) to the application that `
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
@@ -28,26 +30,37 @@ from poolgrid.frontend.access.cache_domains import CacheDomains
 from poolgrid.frontend.access.gate import AccessGate, GateKeys, caller_of
 from poolgrid.frontend.access.limit_headers import LIMIT_HEADERS, limit_headers
 from poolgrid.frontend.access.shared_cells import SharedCells
+from poolgrid.frontend.access.tenants import Caller
 from poolgrid.frontend.access.watched_key_file import WatchedKeyFile
+from poolgrid.frontend.dialects import dialect_of
 from poolgrid.frontend.errors import RequestError, invalid, quoted, refused, without_others
 from poolgrid.frontend.guide_check import GuideCheck
-from poolgrid.frontend.inference_endpoint import InferenceEndpoint
+from poolgrid.frontend.inference_endpoint import InferenceEndpoint, Prepare
 from poolgrid.frontend.inflation import BodyInflation, InflationLimits
 from poolgrid.frontend.media.loader import MediaLoader
 from poolgrid.frontend.media.metrics import MediaMetrics
+from poolgrid.frontend.messages_api.count import add_count_endpoint
 from poolgrid.frontend.metrics import FrontendMetrics
 from poolgrid.frontend.openapi import describe_inference
 from poolgrid.frontend.ports import InferenceBackend, Refused, ServedModel
-from poolgrid.frontend.preparation import Preparation, model_not_found
+from poolgrid.frontend.preparation import Job, Preparation, model_not_found, parse_responses
 from poolgrid.frontend.prompt_model import PromptModels
 from poolgrid.frontend.request_body import BodyReader
 from poolgrid.frontend.request_ids import RequestIds
+from poolgrid.frontend.responses_api.endpoints import add_kept_response_endpoints
+from poolgrid.frontend.responses_api.kept import KeptResponses, owner
+from poolgrid.frontend.responses_api.store import ResponseStore
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.tokenization import TokenizationPool
 from poolgrid.frontend.tokenizer_endpoints import add_tokenizer_endpoints
 from poolgrid.runtime.clock import Clock, SystemClock
 from poolgrid.runtime.process_group import GroupPlace
 from poolgrid.wire.answers import EndpointRow
+
+log = logging.getLogger(__name__)
+
+NAME = "poolgrid.request_id"
+"""Key of a request's name in the ASGI scope, on all paths but those of the inference endpoints."""
 
 EXPOSED_HEADERS = (
     "x-request-id",
@@ -123,10 +136,9 @@ class Application(FastAPI):
     async def _serve_plainly(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve what is no inference request: with a name too, with the tenant's limits, and ``HEAD`` as ``GET``."""
         bodiless = scope["method"] == "HEAD"
-        if bodiless:
-            scope = {**scope, "method": "GET"}
         wanted = next((value for name, value in scope["headers"] if name == REQUEST_ID), None)
-        request_id = self._request_ids.wanted(wanted).encode()
+        request_id = str(self._request_ids.wanted(wanted))
+        scope = {**scope, NAME: request_id, **({"method": "GET"} if bodiless else {})}
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -135,7 +147,7 @@ class Application(FastAPI):
                     caller = caller_of(scope)
                     if caller is not None:
                         headers += limit_headers(caller.standing(self._clock.monotonic_ms()))
-                    headers.append((REQUEST_ID, request_id))
+                    headers += dialect_of(scope["path"]).headers(request_id)
                 message = {**message, "headers": headers}
             elif bodiless and message["type"] == "http.response.body":
                 message = {**message, "body": b""}
@@ -166,6 +178,7 @@ def create_app(
     id_prefix: str | None = None,
     exposed: Exposed | None = None,
     place: GroupPlace | None = None,
+    data_dir: Path | None = None,
 ) -> Application:
     """Return the application.
 
@@ -173,13 +186,15 @@ def create_app(
     what ``/metrics`` answers with, unless ``exposed`` is (the metrics of several processes); ``troubles`` says in
     ``/health`` what is wrong while requests are served; ``id_prefix`` makes request ids unique among processes, and is
     random by default; ``place`` is this process's among those that share the port, for all of which the limits of
-    tenants then hold.
+    tenants then hold; ``data_dir`` is where responses are kept that outlive the process.
     """
     tokenization = TokenizationPool(
         settings.tokenizer_threads, settings.tokenizer_queue, settings.tokenizer_inline_bytes
     )
 
     async def close() -> None:
+        if kept.store is not None:
+            kept.store.close()
         tokenization.close()
         guides.close()
         await media.close()
@@ -223,11 +238,22 @@ def create_app(
     if settings.api_keys is not None:
         keys = _gate_keys(settings.api_keys, settings, metrics, clock, request_ids, place)
         app.add_middleware(AccessGate, keys=keys)
-    for name, path, prepare in (
-        ("chat_completions", "/v1/chat/completions", preparation.chat),
-        ("completions", "/v1/completions", preparation.completion),
-        ("responses", "/v1/responses", preparation.responses),
-    ):
+    kept = _kept_responses(settings, metrics, clock, place, data_dir)
+    owner_of = partial(owner, isolated=settings.isolate_tenants)
+
+    async def responses(raw: bytes, caller: Caller | None) -> Job:
+        body = parse_responses(raw)
+        whose = owner_of(caller)
+        form = kept.form(body, whose)
+        return preparation.responses(body, await kept.earlier(body, whose), form)
+
+    prepares: tuple[tuple[str, str, Prepare], ...] = (
+        ("chat_completions", "/v1/chat/completions", lambda raw, caller: preparation.chat(raw)),
+        ("completions", "/v1/completions", lambda raw, caller: preparation.completion(raw)),
+        ("responses", "/v1/responses", responses),
+        ("messages", "/v1/messages", lambda raw, caller: preparation.messages(raw)),
+    )
+    for name, path, prepare in prepares:
         endpoint = InferenceEndpoint(
             name=name,
             prepare=prepare,
@@ -241,6 +267,7 @@ def create_app(
             media=media,
             guides=guides,
             domains=domains,
+            dialect=dialect_of(path),
         )
         app.router.routes.insert(0, Route(path, endpoint, methods=["POST"], name=endpoint.name))
         app.direct[path] = endpoint if keys is None else AccessGate(endpoint, keys)
@@ -248,17 +275,44 @@ def create_app(
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(settings.cors_allow_origins),
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=list(EXPOSED_HEADERS),
         )
     describe_inference(app)
     _add_models(app, backend, preparation)
     add_tokenizer_endpoints(app, preparation, tokenization, bodies, domains)
+    add_count_endpoint(app, preparation, tokenization, bodies, media, domains)
+    add_kept_response_endpoints(app, kept, lambda request: owner_of(caller_of(request.scope)))
     _add_health(app, backend, ready, endpoints, troubles)
     _add_metrics(app, registry if exposed is None else exposed)
     _add_error_shape(app, metrics, settings.isolate_tenants)
     return app
+
+
+RESPONSES_FILE = Path("responses") / "responses.sqlite3"
+"""Where responses are kept within a data_dir."""
+
+
+def _kept_responses(
+    settings: FrontendSettings,
+    metrics: FrontendMetrics,
+    clock: Clock,
+    place: GroupPlace | None,
+    data_dir: Path | None,
+) -> KeptResponses:
+    """Return what keeps responses: on disk with a data_dir, shared by the processes of a group, else in memory."""
+    store = None
+    if settings.response_store_bytes:
+        directory = data_dir if data_dir is not None else None if place is None else place.directory
+        path = None if directory is None else directory / RESPONSES_FILE
+        limits = (settings.response_store_bytes, settings.response_store_ttl_s)
+        try:
+            store = ResponseStore(path, *limits, clock)
+        except OSError as error:
+            log.error("%s; they are kept in the memory of this process alone", error)
+            store = ResponseStore(None, *limits, clock)
+    return KeptResponses(store, settings.max_body_bytes, lambda outcome: metrics.kept_responses.labels(outcome).inc())
 
 
 def _gate_keys(
@@ -405,26 +459,24 @@ def _add_error_shape(app: FastAPI, metrics: FrontendMetrics, isolate_tenants: bo
         if error.is_refusal:
             caller = caller_of(request.scope)
             metrics.refused(error.code, caller.tenant if caller is not None else "")
-        headers = {name.decode(): value.decode() for name, value in error.headers}
-        return Response(error.body(), error.status, headers, media_type="application/json")
+        return _answer(request, error, {name.decode(): value.decode() for name, value in error.headers})
 
     async def on_http_exception(request: Request, error: Exception) -> Response:
         assert isinstance(error, StarletteHTTPException), "registered for this type only"
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
         shaped = RequestError(error.status_code, code, f"{request.method} {request.url.path}: {error.detail}")
-        return Response(shaped.body(), error.status_code, error.headers, media_type="application/json")
+        return _answer(request, shaped, error.headers)
 
     async def on_wrong_parameter(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError), "registered for this type only"
         first = error.errors()[0]
         param = str(first["loc"][-1])
         said: str = first["msg"]
-        shaped = invalid(param, f"{param} is {quoted(first['input'])}: {said[:1].lower()}{said[1:]}")
-        return Response(shaped.body(), shaped.status, media_type="application/json")
+        return _answer(request, invalid(param, f"{param} is {quoted(first['input'])}: {said[:1].lower()}{said[1:]}"))
 
     async def on_bug(request: Request, error: Exception) -> Response:
-        shaped = RequestError(500, "internal_error", "serving the request failed inside the router; its log says where")
-        return Response(shaped.body(), shaped.status, media_type="application/json")
+        message = "serving the request failed inside the router; its log says where"
+        return _answer(request, RequestError(500, "internal_error", message))
 
     app.add_exception_handler(RequestValidationError, on_wrong_parameter)
     app.add_exception_handler(Exception, on_bug)
@@ -432,3 +484,10 @@ def _add_error_shape(app: FastAPI, metrics: FrontendMetrics, isolate_tenants: bo
     app.add_exception_handler(Refused, on_request_error)
     app.add_exception_handler(StarletteHTTPException, on_http_exception)
     app.add_exception_handler(HTTPException, on_http_exception)
+
+
+def _answer(request: Request, error: RequestError, headers: Mapping[str, str] | None = None) -> Response:
+    """Return an answer that is an error, in the words of the API that the path belongs to."""
+    dialect = dialect_of(request.url.path)
+    body = dialect.error_body(dialect.named(error), request.scope.get(NAME, ""))
+    return Response(body, error.status, headers, media_type="application/json")

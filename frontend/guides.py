@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from poolgrid.frontend.errors import RequestError, invalid, quoted
+from poolgrid.frontend.errors import invalid, quoted
 from poolgrid.wire.limits import GUIDE_BYTES_MAX, GUIDE_CHOICES_MAX
 
 Guide = dict[str, Any]
@@ -62,7 +62,8 @@ def _choice_guide(value: Any, param: str) -> Guide:
     return {"guided_choice": tuple(value)}
 
 
-def _tag_guide(value: Any, param: str) -> Guide:
+def tag_guide(value: Any, param: str) -> Guide:
+    """Return the guide of a structural tag: an object, or one as a string."""
     if isinstance(value, dict):
         value = msgspec.json.encode(value).decode()
     return _text_guide("structural_tag")(value, param)
@@ -79,7 +80,7 @@ _KINDS: Mapping[str, Callable[[Any, str], Guide]] = {
     "regex": _text_guide("guided_regex"),
     "grammar": _text_guide("guided_grammar"),
     "choice": _choice_guide,
-    "structural_tag": _tag_guide,
+    "structural_tag": tag_guide,
     "json_object": _object_guide,
 }
 _FIELDS = {
@@ -119,14 +120,10 @@ def guide_of(body: Any, nvext: Any) -> tuple[Guide, str]:
             if value is not None and kind in _KINDS:
                 _found(found, f"{param}.{kind}", _KINDS[kind](value, f"{param}.{kind}"))
     if len(found) > 1:
-        raise two_guides(*list(found)[:2])
+        first, second = list(found)[:2]
+        raise invalid(second, f"{second} is set beside {first}: allowed is one guide. The request was not run.")
     param, guide = next(iter(found.items()), ("", {}))
     return guide, param
-
-
-def two_guides(first: str, second: str) -> RequestError:
-    """Return the refusal of a request with more than one guide."""
-    return invalid(second, f"{second} is set beside {first}: allowed is one guide. The request was not run.")
 
 
 def _found(found: dict[str, Guide], param: str, guide: Guide) -> None:
@@ -154,7 +151,7 @@ def _response_format(value: Any) -> Guide:
     if kind in ("ebnf", "grammar"):
         return _KINDS["grammar"](value.get(kind), f"{param}.{kind}")
     if kind == "structural_tag":
-        return _tag_guide({key: part for key, part in value.items() if part is not None}, param)
+        return tag_guide({key: part for key, part in value.items() if part is not None}, param)
     raise invalid(
         f"{param}.type" if kind is not None else param,
         f"{param} is {quoted(value)}: allowed are the types text, json_object, json_schema, regex, ebnf and "

@@ -1,4 +1,4 @@
-"""The two inference endpoints, as plain ASGI: one request from its body to the last byte of its answer.
+"""The inference endpoints, as plain ASGI: one request from its body to the last byte of its answer.
 
 Rules of this file
 - When the client leaves, the request's own task is cancelled, wherever it is (admission, tokenization, waiting for
@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from poolgrid.frontend.access.limit_headers import limit_headers
 from poolgrid.frontend.access.tenants import Caller
 from poolgrid.frontend.body_shape import SHORT_BYTES, check_shape
 from poolgrid.frontend.compression import accepts_gzip, compressed
+from poolgrid.frontend.dialects import OPENAI, Dialect
 from poolgrid.frontend.errors import RequestError, refused, without_others
 from poolgrid.frontend.guide_check import GuideCheck
 from poolgrid.frontend.inflation import BodyInflation
@@ -39,7 +40,7 @@ from poolgrid.frontend.metrics import FrontendMetrics
 from poolgrid.frontend.ports import HINT_HEADERS, InferenceBackend, Refused, StreamDelta
 from poolgrid.frontend.preparation import Job, Prompt
 from poolgrid.frontend.request_body import check_announced, receive_body
-from poolgrid.frontend.request_ids import RequestIds, base_name
+from poolgrid.frontend.request_ids import RequestIds
 from poolgrid.frontend.responses import AnswerEncoder, counts_so_far, usage
 from poolgrid.frontend.sequence_output import SequenceOutput
 from poolgrid.frontend.settings import FrontendSettings
@@ -67,6 +68,9 @@ message, but what they do with thousands of tiny ones is theirs."""
 CLIENT_LEFT = 499
 """Status that is counted (not sent) when the client left first; nginx's number for it."""
 
+Prepare = Callable[[bytes, Caller | None], Job | Awaitable[Job]]
+"""Returns the job that a body asks for, given whose it is; raises ``RequestError``."""
+
 Arrivals = Sequence[tuple[SequenceOutput, Sequence[StreamDelta]]]
 
 
@@ -84,13 +88,13 @@ class _Connection:
 
 
 class InferenceEndpoint:
-    """One of the two endpoints; an ASGI application of its own."""
+    """One of the endpoints; an ASGI application of its own."""
 
     def __init__(
         self,
         *,
         name: str,
-        prepare: Callable[[bytes], Job],
+        prepare: Prepare,
         backend: InferenceBackend,
         tokenization: TokenizationPool,
         inflation: BodyInflation,
@@ -101,10 +105,12 @@ class InferenceEndpoint:
         media: MediaLoader,
         guides: GuideCheck,
         domains: CacheDomains,
+        dialect: Dialect = OPENAI,
     ) -> None:
         self.name = name
         """Value of the metrics' ``endpoint`` label."""
         self._prepare = prepare
+        self._dialect = dialect
         self._backend = backend
         self._tokenization = tokenization
         self._inflation = inflation
@@ -187,7 +193,7 @@ class _Exchange:
                 body = await self._inflate(body)
             if len(body) > SHORT_BYTES:
                 await check_shape(body, self._endpoint._settings.max_body_values, self._endpoint._tokenization)
-            job = self._prepared(body)
+            job = await self._prepared(body)
             self.streaming = job.stream
             if self._caller is not None:
                 self._caller.check_model(job.body.model)
@@ -244,10 +250,11 @@ class _Exchange:
             return whole
         return await receive_body(self._receive, limit)
 
-    def _prepared(self, body: bytes) -> Job:
+    async def _prepared(self, body: bytes) -> Job:
         """Return the job that a body asks for; raises ``RequestError``."""
         try:
-            return self._endpoint._prepare(body)
+            prepared = self._endpoint._prepare(body, self._caller)
+            return prepared if isinstance(prepared, Job) else await prepared
         except RecursionError:
             # The parser takes what is nested some hundred deep; what looks at it afterwards may take less.
             raise RequestError(
@@ -301,7 +308,8 @@ class _Exchange:
             output.stream = await self._endpoint._backend.submit(request)
         for prompt in prompts:
             self._metrics.isl.observe(prompt.isl)
-        encoder = job.encoder(prompts, base_name(request_ids), self._clock.wall_ms() // 1000)
+        encoder = job.encoder(prompts, request_ids, self._clock.wall_ms() // 1000)
+        encoder.outputs = outputs
         self._encoder = encoder
         if job.counts_in_chunks:
             encoder.count_in_chunks(
@@ -416,7 +424,7 @@ class _Exchange:
             if failed:
                 await head.settled()
                 raise _generation_failed(output)
-        end = await self._completed(job, partial(encoder.end, self._usage(job, prompts)))
+        end = await self._completed(job, encoder, partial(encoder.end, self._usage(job, prompts)))
         part = await head.before(part + end)
         if keep_alive is not None:
             keep_alive.close()
@@ -445,7 +453,8 @@ class _Exchange:
                         unfinished -= 1
                         if output.finish_reason == "error":
                             raise _generation_failed(output)
-        body = await self._completed(job, partial(encoder.whole, self._outputs, self._usage(job, prompts)))
+        whole = partial(encoder.whole, self._outputs, self._usage(job, prompts))
+        body = await self._completed(job, encoder, whole)
         headers = [*self._response_headers(), (b"content-type", b"application/json")]
         if len(body) >= self._endpoint._gzip_bytes:
             headers.append((b"vary", b"accept-encoding"))
@@ -456,14 +465,20 @@ class _Exchange:
         await self._start(200, headers)
         await self._end(body)
 
-    async def _completed(self, job: Job, complete: Callable[[], bytes]) -> bytes:
-        """Return the end of an answer. A response counts the tokens of its reasoning, in a thread when it is long."""
-        pool = self._endpoint._tokenization
-        if job.responses is None or pool.is_short(
-            TOKEN_BYTES * sum(output.completion_tokens for output in self._outputs), job.model.tokenizes_fast
-        ):
+    async def _completed(self, job: Job, encoder: AnswerEncoder, complete: Callable[[], bytes]) -> bytes:
+        """Return the end of an answer. A response counts the tokens of its reasoning, in a thread when it is long, and
+        is kept before its client can go on from it."""
+        form = job.form
+        if form is None:
             return complete()
-        return await pool.run_in_thread(complete, is_due=True)
+        pool = self._endpoint._tokenization
+        generated_bytes = TOKEN_BYTES * sum(output.completion_tokens for output in self._outputs)
+        if form.counts_reasoning and not pool.is_short(generated_bytes, job.model.tokenizes_fast):
+            end = await pool.run_in_thread(complete, is_due=True)
+        else:
+            end = complete()
+        await form.keep(encoder)
+        return end
 
     def _take(self, arrivals: Arrivals) -> Iterable[SequenceOutput]:
         """Absorb everything that arrived and return each sequence that it was for, once."""
@@ -503,8 +518,9 @@ class _Exchange:
         )
 
     def _response_headers(self) -> list[tuple[bytes, bytes]]:
+        named = self._endpoint._dialect.headers(self._wanted_id)
         if self._endpoint._settings.isolate_tenants:
-            return [(b"x-request-id", self._wanted_id.encode())]
+            return [*named]
         streams = [output.stream for output in self._outputs if output.stream is not None]
         if len(streams) == 1:
             [stream] = streams
@@ -514,7 +530,7 @@ class _Exchange:
             reasons = list(dict.fromkeys([stream.decision_reason for stream in streams]))
             pools = list(dict.fromkeys([stream.pool for stream in streams if stream.pool]))
         headers = [
-            (b"x-request-id", self._wanted_id.encode()),
+            *named,
             (b"x-poolgrid-worker", _header_value(workers)),
             (b"x-poolgrid-decision", _header_value(reasons)),
         ]
@@ -546,7 +562,9 @@ class _Exchange:
             error = without_others(error)
         if error.is_refusal:
             self._metrics.refused(error.code, self._caller.tenant if self._caller is not None else "")
-        body = error.body()
+        dialect = self._endpoint._dialect
+        error = dialect.named(error)
+        body = dialect.error_body(error, self._wanted_id)
         try:
             if self._connection.started:
                 self.status = error.status
@@ -556,7 +574,7 @@ class _Exchange:
             headers = [
                 (b"content-type", b"application/json"),
                 (b"content-length", b"%d" % len(body)),
-                (b"x-request-id", self._wanted_id.encode()),
+                *dialect.headers(self._wanted_id),
                 *error.headers,
             ]
             await self._start(error.status, headers)

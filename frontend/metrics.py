@@ -78,6 +78,12 @@ class FrontendMetrics:
             ["outcome"],
             registry=registry,
         )
+        self.kept_responses = Counter(
+            "poolgrid_frontend_kept_responses",
+            "Responses that were to be kept, by outcome: kept, or lost because there was no room or no writing",
+            ["outcome"],
+            registry=registry,
+        )
         self.in_flight = Gauge(
             "poolgrid_frontend_in_flight_requests",
             "Requests being served now",

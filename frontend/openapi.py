@@ -8,7 +8,10 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI
 
+from poolgrid.frontend.messages_api.count import COUNT_PATH
+from poolgrid.frontend.messages_api.schema import REFUSED_MESSAGES, CountedBody, MessagesBody
 from poolgrid.frontend.openapi_answers import ANSWERS
+from poolgrid.frontend.responses_api.endpoints import ITEMS_PATH, RESPONSE_PATH
 from poolgrid.frontend.responses_api.schema import REFUSED_RESPONSES, ResponsesBody
 from poolgrid.frontend.schema import REFUSED_CHAT, REFUSED_COMPLETION, REFUSED_NVEXT, ChatBody, CompletionBody
 from poolgrid.frontend.tokenizer_endpoints import (
@@ -24,6 +27,8 @@ _REFUSALS: Mapping[str, Mapping[str, tuple[tuple[object, ...], str]]] = {
     "ChatBody": REFUSED_CHAT,
     "CompletionBody": REFUSED_COMPLETION,
     "ResponsesBody": REFUSED_RESPONSES,
+    "CountedBody": REFUSED_MESSAGES,
+    "MessagesBody": REFUSED_MESSAGES,
     "Nvext": REFUSED_NVEXT,
 }
 
@@ -39,7 +44,18 @@ _BAD_REQUEST = {
 }
 _STATUSES = {**_BAD_REQUEST, "422": "Workers were lost with the request", "500": "Generation failed"}
 
-_STRUCTS = (ChatBody, CompletionBody, ResponsesBody, TokenizeBody, DetokenizeBody, Tokenized, Detokenized)
+BODIES = (
+    ChatBody,
+    CompletionBody,
+    ResponsesBody,
+    MessagesBody,
+    CountedBody,
+    TokenizeBody,
+    DetokenizeBody,
+    Tokenized,
+    Detokenized,
+)
+"""Bodies and answers that are structs; each becomes a component of its name, with all that is in it."""
 
 
 def describe_inference(app: FastAPI) -> None:
@@ -49,8 +65,8 @@ def describe_inference(app: FastAPI) -> None:
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             description = generated()
-            described, components = msgspec.json.schema_components(_STRUCTS, ref_template="#/components/schemas/{name}")
-            chat, completion, responses, tokenize, detokenize, tokenized, detokenized = described
+            described, components = msgspec.json.schema_components(BODIES, ref_template="#/components/schemas/{name}")
+            chat, completion, responses, messages, counted, tokenize, detokenize, tokenized, detokenized = described
             for name, refusals in _REFUSALS.items():
                 _describe_refusals(components[name], refusals)
             schemas = description.setdefault("components", {}).setdefault("schemas", {})
@@ -66,17 +82,29 @@ def describe_inference(app: FastAPI) -> None:
             paths["/v1/responses"] = {
                 "post": _inference("Answer items with items", "response", responses, "Response", _TYPED)
             }
-            for path, body, answer in (
-                (TOKENIZE_PATH, tokenize, tokenized),
-                (DETOKENIZE_PATH, detokenize, detokenized),
+            paths["/v1/messages"] = {
+                "post": _inference(
+                    "Answer a conversation in Anthropic's form",
+                    "message",
+                    messages,
+                    "AnthropicMessage",
+                    _TYPED,
+                    "MessageError",
+                )
+            }
+            for path, body, answer, error in (
+                (TOKENIZE_PATH, tokenize, tokenized, "Error"),
+                (DETOKENIZE_PATH, detokenize, detokenized, "Error"),
+                (COUNT_PATH, counted, {"$ref": "#/components/schemas/MessageCount"}, "MessageError"),
             ):
                 operation = paths[path]["post"]
                 operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
                 operation["responses"] = {
                     "200": {"description": "The answer", "content": {"application/json": {"schema": answer}}},
-                    **error_answers(_BAD_REQUEST),
+                    **error_answers(_BAD_REQUEST, error),
                 }
             _describe_models(paths)
+            _describe_kept_responses(paths)
             _shape_errors(description)
             app.openapi_schema = description
         return app.openapi_schema
@@ -106,7 +134,24 @@ def _describe_models(paths: dict[str, Any]) -> None:
     every["schema"] = {"$ref": "#/components/schemas/ModelList"}
 
 
-def _inference(summary: str, name: str, body: dict[str, Any], answer: str, events: str) -> dict[str, Any]:
+def _describe_kept_responses(paths: dict[str, Any]) -> None:
+    gone = {"404": "No such response is kept", "503": "What is kept cannot be read now"}
+    for path, method, answer in (
+        (RESPONSE_PATH, "get", "Response"),
+        (RESPONSE_PATH, "delete", "DeletedResponse"),
+        (ITEMS_PATH, "get", "ItemList"),
+    ):
+        operation = paths[path][method]
+        answers = operation["responses"]
+        answers["200"]["content"]["application/json"]["schema"] = {"$ref": f"#/components/schemas/{answer}"}
+        if path == RESPONSE_PATH:
+            answers.pop("422", None)  # any text is a response's id
+        answers.update(error_answers(gone if path == RESPONSE_PATH else {**gone, "400": _BAD_REQUEST["400"]}))
+
+
+def _inference(
+    summary: str, name: str, body: dict[str, Any], answer: str, events: str, error: str = "Error"
+) -> dict[str, Any]:
     return {
         "tags": ["inference"],
         "summary": summary,
@@ -125,7 +170,7 @@ def _inference(summary: str, name: str, body: dict[str, Any], answer: str, event
                     "text/event-stream": {"schema": {"description": events}},
                 },
             },
-            **error_answers(_STATUSES),
+            **error_answers(_STATUSES, error),
         },
     }
 
@@ -170,12 +215,12 @@ ROUTE_REQUEST: dict[str, Any] = {
 ROUTE_STATUSES: Mapping[str, str] = {**_BAD_REQUEST, "429": "The request would wait, or the tokenizer is busy"}
 
 
-def error_answers(statuses: Mapping[str, str]) -> dict[int | str, dict[str, Any]]:
+def error_answers(statuses: Mapping[str, str], error: str = "Error") -> dict[int | str, dict[str, Any]]:
     """Return the description of answers that are errors, by status."""
     return {
         status: {
             "description": text,
-            "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+            "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{error}"}}},
         }
         for status, text in statuses.items()
     }

@@ -112,6 +112,46 @@ _RESPONSE = _object(
         "usage": _RESPONSES_USAGE,
     }
 )
+_BLOCK = _object(
+    {"type": {"enum": ["text", "thinking", "tool_use"]}},
+    {"text": _TEXT, "thinking": _TEXT, "signature": _TEXT, "id": _TEXT, "name": _TEXT, "input": {"type": "object"}},
+)
+_MESSAGE_USAGE = _object(
+    {
+        "input_tokens": _COUNT,
+        "cache_creation_input_tokens": _COUNT,
+        "cache_read_input_tokens": _COUNT,
+        "output_tokens": _COUNT,
+    }
+)
+_ANTHROPIC_MESSAGE = _object(
+    {
+        "id": _TEXT,
+        "type": {"const": "message"},
+        "role": {"const": "assistant"},
+        "model": _TEXT,
+        "content": _list(_BLOCK),
+        "stop_reason": {"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use"]},
+        "stop_sequence": _or_null(_TEXT),
+        "usage": _MESSAGE_USAGE,
+    }
+)
+_MESSAGE_ERROR = _object(
+    {
+        "type": {"const": "error"},
+        "error": _object({"type": _TEXT, "message": _TEXT}, {"param": _or_null(_TEXT), "code": _or_null(_TEXT)}),
+        "request_id": _TEXT,
+    }
+)
+_ITEM_LIST = _object(
+    {
+        "object": {"const": "list"},
+        "data": _list({"type": "object"}),
+        "first_id": _or_null(_TEXT),
+        "last_id": _or_null(_TEXT),
+        "has_more": {"type": "boolean"},
+    }
+)
 _MODEL = _object(
     {
         "id": _TEXT,
@@ -129,6 +169,11 @@ ANSWERS: Mapping[str, Schema] = {
     "ChatCompletion": _answer("chat.completion", _CHAT_CHOICE),
     "Completion": _answer("text_completion", _COMPLETION_CHOICE),
     "Response": _RESPONSE,
+    "DeletedResponse": _object({"id": _TEXT, "object": {"const": "response"}, "deleted": {"const": True}}),
+    "ItemList": _ITEM_LIST,
+    "AnthropicMessage": _ANTHROPIC_MESSAGE,
+    "MessageCount": _object({"input_tokens": _COUNT}),
+    "MessageError": _MESSAGE_ERROR,
     "Model": _MODEL,
     "ModelList": _object({"object": {"const": "list"}, "data": _list({"$ref": "#/components/schemas/Model"})}),
 }

@@ -12,21 +12,26 @@ from typing import Any
 
 import msgspec
 
+from poolgrid.frontend.answer_form import AnswerForm
 from poolgrid.frontend.call_ids import CallIds
 from poolgrid.frontend.chat_template import ChatTemplate, TemplateFailure, TemplateTooSlow
 from poolgrid.frontend.errors import RequestError, invalid, quoted, unsupported
-from poolgrid.frontend.guides import Guide, guide_of, two_guides
+from poolgrid.frontend.guides import Guide, guide_of
 from poolgrid.frontend.media.conversation import find_media, shape_message, with_media
 from poolgrid.frontend.media.references import MediaReference
+from poolgrid.frontend.messages_api.conversation import chat_body as chat_of_messages
+from poolgrid.frontend.messages_api.encoder import MessagesForm
+from poolgrid.frontend.messages_api.schema import REFUSED_MESSAGES, CountedBody, MessagesBody
 from poolgrid.frontend.parsed_answers import ParsedChatEncoder
 from poolgrid.frontend.parsers.formats import PROMPT_END_CHARS, OutputFormat, ToolUse
 from poolgrid.frontend.parsers.pieces import OutputParser
 from poolgrid.frontend.ports import NO_HINTS, InferenceBackend, InferenceRequest, ServedModel
 from poolgrid.frontend.prompt_encoder import Lookup
 from poolgrid.frontend.prompt_model import PromptModel, PromptModels
+from poolgrid.frontend.request_ids import base_name
 from poolgrid.frontend.responses import AnswerEncoder
-from poolgrid.frontend.responses_api.conversation import chat_body
-from poolgrid.frontend.responses_api.encoder import ResponsesEncoder
+from poolgrid.frontend.responses_api.conversation import Items
+from poolgrid.frontend.responses_api.conversation import chat_body as chat_of_responses
 from poolgrid.frontend.responses_api.schema import REFUSED_RESPONSES, ResponsesBody
 from poolgrid.frontend.schema import (
     JSON_NUMBER_MAX,
@@ -41,7 +46,7 @@ from poolgrid.frontend.schema import (
     refuse,
 )
 from poolgrid.frontend.settings import FrontendSettings
-from poolgrid.frontend.tools import tool_use
+from poolgrid.frontend.tools import beside_calls, tool_use
 from poolgrid.runtime.tenant_caches import CacheDomain
 from poolgrid.wire.card import MediaSpec
 from poolgrid.wire.hashing import TOKEN_BYTES, pack_tokens, stable_u64
@@ -89,7 +94,7 @@ class _Sighted:
 class Job:
     """What one body asks for, checked, with its prompts still text.
 
-    A Responses body comes as the chat body that means the same, and beside it (``responses``) as it is.
+    A body of another API comes as the chat body that means the same, with the form of its answer.
     """
 
     chat: bool
@@ -110,7 +115,8 @@ class Job:
     output_format: OutputFormat | None = None
     """How the output is taken apart; ``None`` = it is content as it is."""
     tool_use: ToolUse | None = None
-    responses: ResponsesBody | None = None
+    form: AnswerForm | None = None
+    """The form of the answer where it is not chat's or that of a completion."""
     earlier_calls: int = 0
     """Tool calls in the messages."""
     continued: str | None = None
@@ -156,8 +162,6 @@ class Job:
     @property
     def prompt_param(self) -> str:
         """Return the field that the prompt came from."""
-        if self.responses is not None:
-            return "input"
         return "messages" if self.chat else "prompt"
 
     @property
@@ -214,17 +218,13 @@ class Job:
             for prompt, param in _prompts(body)
         ]
 
-    def encoder(self, prompts: Sequence[Prompt], request_id: str, created_s: int) -> AnswerEncoder:
+    def encoder(self, prompts: Sequence[Prompt], request_ids: Sequence[str], created_s: int) -> AnswerEncoder:
         """Return what turns output into the bytes of the answer."""
-        if self.responses is not None:
-            return ResponsesEncoder(
-                self.responses,
-                request_id=request_id,
-                created_s=created_s,
-                model=self.output_model,
-                parser=None if self.output_format is None else self._parser(prompts[0]),
-                call_ids=self._call_ids(request_id),
-            )
+        request_id = base_name(request_ids)
+        if self.form is not None:
+            parser = None if self.output_format is None else self._parser(prompts[0])
+            call_ids = self._call_ids(request_id)
+            return self.form.encoder(request_ids, created_s, prompts[0].isl, self.output_model, parser, call_ids)
         envelope: dict[str, Any] = {
             "model_name": self.body.model,
             "created_s": created_s,
@@ -243,10 +243,14 @@ class Job:
     def _call_ids(self, request_id: str) -> CallIds:
         return CallIds(request_id, "" if self.output_format is None else self.output_format.tools, self.earlier_calls)
 
+    def _leaves_no_room_to_reason(self) -> bool:
+        """Return whether the engine was told to write JSON, or the client's answer or calls."""
+        return "guided_json" in self.guide or ("structural_tag" in self.guide and self.tool_use is not None)
+
     def _parser(self, prompt: Prompt) -> OutputParser:
         assert self.output_format is not None, "only asked for formats that need one"
         parser = self.output_format.parser(
-            self.tool_use, prompt.end, guided_json="guided_json" in self.guide, continued=self.continued
+            self.tool_use, prompt.end, guided=self._leaves_no_room_to_reason(), continued=self.continued
         )
         assert parser is not None, "active, so there is a parser"
         return parser
@@ -334,7 +338,9 @@ class Job:
         except TemplateFailure as failure:
             if isinstance(failure, TemplateTooSlow) and limit_ms < self.settings.template_time_limit_ms:
                 raise
-            raise invalid("messages", f"{failure}. The request was not run.", code="chat_template_error") from failure
+            raise _malformed_arguments(body.messages) or invalid(
+                "messages", f"{failure}. The request was not run.", code="chat_template_error"
+            ) from failure
         return text if final is None else _up_to(text, final)
 
     def _completion_prompt(
@@ -388,7 +394,7 @@ class Job:
         name, max_tokens = "max_tokens", body.max_tokens
         if isinstance(body, ChatBody):
             if body.max_completion_tokens is not None:
-                name = "max_completion_tokens" if self.responses is None else "max_output_tokens"
+                name = "max_completion_tokens"
                 max_tokens = body.max_completion_tokens
             elif max_tokens is None:
                 max_tokens = room
@@ -426,6 +432,15 @@ class Job:
 
 
 _responses_decoder = msgspec.json.Decoder(ResponsesBody)
+_messages_decoder = msgspec.json.Decoder(MessagesBody)
+_counted_decoder = msgspec.json.Decoder(CountedBody)
+
+
+def parse_responses(raw: bytes) -> ResponsesBody:
+    """Parse the body of a Responses request; raises ``RequestError``."""
+    body = parse(_responses_decoder, raw)
+    refuse(body, REFUSED_RESPONSES)
+    return body
 
 
 class Preparation:
@@ -443,15 +458,25 @@ class Preparation:
         """Check the body of a chat request; raises ``RequestError``."""
         return self.chat_job(parse_chat(raw))
 
-    def responses(self, raw: bytes) -> Job:
-        """Check the body of a Responses request; raises ``RequestError``."""
-        body = parse(_responses_decoder, raw)
-        refuse(body, REFUSED_RESPONSES)
-        job = self.chat_job(chat_body(body))
-        job.responses = body
-        if job.guide_param == "response_format":
-            job.guide_param = "text.format"
+    def responses(self, body: ResponsesBody, earlier: Items, form: AnswerForm) -> Job:
+        """Check a Responses request that was parsed, with the items that it goes on from; raises ``RequestError``."""
+        job = self.chat_job(chat_of_responses(body, earlier))
+        job.form = form
         return job
+
+    def messages(self, raw: bytes) -> Job:
+        """Check the body of a Messages request; raises ``RequestError``."""
+        body = parse(_messages_decoder, raw)
+        refuse(body, REFUSED_MESSAGES)
+        job = self.chat_job(chat_of_messages(body))
+        job.form = MessagesForm(body)
+        return job
+
+    def counted_messages(self, raw: bytes) -> Job:
+        """Check the body of a request to count the tokens of messages; raises ``RequestError``."""
+        body = parse(_counted_decoder, raw)
+        refuse(body, REFUSED_MESSAGES)
+        return self.chat_job(chat_of_messages(body))
 
     def chat_job(self, body: ChatBody) -> Job:
         """Check a chat request that is parsed already; raises ``RequestError``."""
@@ -464,19 +489,12 @@ class Preparation:
         if body.continue_final_message and body.add_generation_prompt:
             raise invalid("continue_final_message", "continue_final_message is true: add_generation_prompt must not be")
         own, param = guide_of(body, body.nvext)
-        if own and use is not None:
-            raise (
-                two_guides("tools", "response_format")
-                if guide
-                else unsupported(
-                    "response_format",
-                    "a guided output leaves a model no choice between an answer and a call of tools; "
-                    "set tool_choice to none, or leave the guide out",
-                )
-            )
-        return self._job(
-            body, chat=True, logprobs=wanted, prompts=1, use=use, guide=own or guide, guide_param=param or "tools"
-        )
+        if guide:
+            own, param = guide, "tools"  # the model must call: what an answer were to be does not matter
+        elif own and use is not None:
+            model = self.found(body.model)[1]
+            own = beside_calls(own, param, use, self._format(model), _template_source(model))
+        return self._job(body, chat=True, logprobs=wanted, prompts=1, use=use, guide=own, guide_param=param)
 
     def completion(self, raw: bytes) -> Job:
         """Check the body of a completion request; raises ``RequestError``."""
@@ -579,8 +597,7 @@ class Preparation:
         """Return the output format of a model, looked for in its template and vocabulary once."""
         known = self._formats.get(id(model))
         if known is None:
-            templates = (model.template, model.tool_template)
-            source = "\n".join(template.source for template in templates if template is not None)
+            source = _template_source(model)
             names = (self._settings.reasoning_parser, self._settings.tool_call_parser)
             known = (model, OutputFormat.choose(*names, source, model.added_tokens()))
             self._formats[id(model)] = known
@@ -605,6 +622,11 @@ class Preparation:
                     param, f"{param} has {len(text)} characters: allowed are 1 to {self._settings.max_stop_chars}"
                 )
         return tuple(dict.fromkeys(stop))
+
+
+def _template_source(model: PromptModel) -> str:
+    """Return the source of a model's chat templates."""
+    return "\n".join(template.source for template in (model.template, model.tool_template) if template is not None)
 
 
 def _of_messages(body: ChatBody, served: ServedModel) -> dict[str, Any]:
@@ -712,7 +734,10 @@ def _message(message: Message, index: int, template: ChatTemplate, media: MediaS
 
 
 def _arguments(arguments: str | dict[str, Any]) -> Any:
-    """Return the arguments of an earlier call as templates expect them, or the text of what is no JSON."""
+    """Return the arguments of an earlier call as templates expect them: as an object, or as they are if they are none.
+
+    Models break off and clients send back what came; some templates print any text, others fail on it.
+    """
     if not isinstance(arguments, str):
         return arguments
     try:
@@ -720,6 +745,21 @@ def _arguments(arguments: str | dict[str, Any]) -> Any:
     except (msgspec.DecodeError, RecursionError):
         # Models write what is no JSON now and then; refused here, a conversation with it could never go on.
         return arguments
+
+
+def _malformed_arguments(messages: Sequence[Message]) -> RequestError | None:
+    """Return what is wrong with the first call whose arguments are not JSON."""
+    for index, message in enumerate(messages):
+        for number, call in enumerate(message.tool_calls or ()):
+            arguments = call.function.arguments
+            if isinstance(arguments, str) and _arguments(arguments) is arguments:
+                param = f"messages[{index}].tool_calls[{number}].function.arguments"
+                return invalid(
+                    param,
+                    f"{param} is {quoted(arguments)}: the chat template takes a JSON object only, as a string. "
+                    "The request was not run.",
+                )
+    return None
 
 
 def _hints(nvext: Nvext | None, headers: Mapping[str, str] | None) -> Mapping[str, Any]:

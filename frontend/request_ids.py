@@ -7,6 +7,7 @@ front end goes by: two requests that clients call the same, at once or through t
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from poolgrid.wire.request_ids import SEPARATOR, internal_id, name_of
 
@@ -51,7 +52,7 @@ class RequestIds:
         return f"{self._prefix}{self._count:x}"
 
 
-def base_name(request_ids: list[str]) -> str:
+def base_name(request_ids: Sequence[str]) -> str:
     """Return what the client calls the request of these sequences."""
     name = name_of(request_ids[0])
     return name if len(request_ids) == 1 else name.removesuffix("-0")

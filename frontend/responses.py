@@ -61,6 +61,9 @@ def counts_so_far(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
 class AnswerEncoder:
     """Encodes everything one request is answered with."""
 
+    outputs: Sequence[SequenceOutput] = ()
+    """The request's choices, for who says at the end how they ended; set by whoever serves it."""
+
     def __init__(
         self, *, chat: bool, request_id: str, model_name: str, created_s: int, model: PromptModel, include_usage: bool
     ) -> None:

@@ -358,9 +358,10 @@ def refuse(parsed: Any, refusals: Mapping[str, tuple[tuple[object, ...], str]]) 
         value = getattr(parsed, name)
         if value is not None and not _asks_for_nothing(value, inert):
             raise unsupported(name, f"{reason} (got {quoted(value)})")
-    if parsed.nvext is not None:
+    nvext = getattr(parsed, "nvext", None)
+    if nvext is not None:
         for name, (inert, reason) in REFUSED_NVEXT.items():
-            value = getattr(parsed.nvext, name)
+            value = getattr(nvext, name)
             if value is not None and not _asks_for_nothing(value, inert):
                 raise unsupported(f"nvext.{name}", f"{reason} (got {quoted(value)})")
 

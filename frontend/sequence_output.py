@@ -112,6 +112,11 @@ class SequenceOutput:
         return self._failed_here or (self._stops is not None and self._stops.matched is not None)
 
     @property
+    def matched_stop(self) -> str | None:
+        """Return the stop string that ended the sequence."""
+        return None if self._stops is None else self._stops.matched
+
+    @property
     def waits_for_end(self) -> bool:
         """Return whether nothing becomes of its tokens before the last of them: only the first is waited for."""
         return self._collected is not None and self.last_token_at_ms is not None

@@ -132,6 +132,20 @@ class FrontendSettings(MediaSettings):
         description="Long prompts that may wait for a tokenizer thread; one more is answered 429. 256 prompts of "
         "8k tokens are a few seconds of work for two threads.",
     )
+    response_store_bytes: int = Field(
+        default=64 * 1024 * 1024,
+        ge=0,
+        le=1024**4,
+        description="Room for responses that clients may go on from (store, previous_response_id): in memory, with a "
+        "data_dir in a file there. Beyond it whole conversations are forgotten, the one used longest ago first, each "
+        "tenant's within an equal part. 0 keeps none. 64 MiB are some thousand conversations of agents.",
+    )
+    response_store_ttl_s: float = Field(
+        default=30 * 86_400,
+        gt=0,
+        le=10 * 365 * 86_400,
+        description="How long a conversation is kept after its last use; OpenAI keeps them for 30 days.",
+    )
     max_choices: int = Field(
         default=128,
         ge=1,

@@ -112,6 +112,7 @@ async def serve(
             clock=clock,
             exposed=group_metrics,
             place=place,
+            data_dir=consolidator.data_dir,
         )
         opened.push_async_callback(app.close)
         _add_endpoints(app, service, clock, plane, recorder)

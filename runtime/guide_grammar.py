@@ -9,6 +9,7 @@ import json
 from typing import Any
 
 from poolgrid.wire.requests import Sampling
+from poolgrid.wire.structural_tags import lark_grammar
 
 
 def matcher(tokenizer: Any, sampling: Sampling) -> Any:
@@ -41,24 +42,4 @@ def _grammar(sampling: Sampling) -> str:
     if sampling.guided_choice is not None:
         return grammar_from("choice", json.dumps(sampling.guided_choice))
     assert sampling.structural_tag is not None, "the request has a guide"
-    return _tagged(sampling.structural_tag)
-
-
-def _tagged(text: str) -> str:
-    from llguidance import StructTag
-
-    tag = json.loads(text)
-    structures, triggers = (tag.get(name) if isinstance(tag, dict) else None for name in ("structures", "triggers"))
-    if not isinstance(structures, list) or not isinstance(triggers, list) or not structures:
-        raise ValueError("allowed is an object with lists of structures (begin, schema, end) and of triggers")
-    tags = []
-    for structure in structures:
-        known = structure if isinstance(structure, dict) else {}
-        begin, schema, end = (known.get(name) for name in ("begin", "schema", "end"))
-        if not isinstance(begin, str) or not isinstance(schema, dict) or not isinstance(end, str):
-            raise ValueError(f"a structure is {structure!r}: allowed are a begin, a schema and an end")
-        trigger = next((each for each in triggers if isinstance(each, str) and each and begin.startswith(each)), None)
-        if trigger is None:
-            raise ValueError(f"no trigger begins {begin!r}")
-        tags.append(StructTag(trigger=trigger, begin=begin, grammar=schema, end=end))
-    return StructTag.to_grammar(tags, assume_special=False)
+    return LLMatcher.grammar_from_lark(lark_grammar(sampling.structural_tag, terse=True))

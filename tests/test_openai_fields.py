@@ -115,7 +115,7 @@ def test_every_field_that_a_worker_is_told_reaches_tensorrt_llm() -> None:
 
     request = Generate("r", b"", Sampling(max_tokens=1), routing=Routing())
     for sampling in (Sampling(max_tokens=1), Sampling(max_tokens=1, guided_regex="a")):
-        plan_sampling(_Asked(request, Watched(sampling)), (), can_guide=True)  # type: ignore[arg-type]
+        plan_sampling(_Asked(request, Watched(sampling)), (), guide_backend="xgrammar")  # type: ignore[arg-type]
 
     assert set(Sampling.__struct_fields__) - read == {"logits_processors"}, "those are made by poolgrid.workers.logits"
 

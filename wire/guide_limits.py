@@ -80,13 +80,20 @@ def _of_tag(text: str) -> str | None:
         if level > NESTING_MAX:
             return f"it is nested more than {NESTING_MAX} deep, the limit"
         for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+            wrong = None
             if key in ("schema", "json_schema"):
                 wrong = _of_schema(value)
-                if wrong is not None:
-                    return f"the schema that follows {node.get('begin', key)!r:.40}: {wrong}"
+            elif isinstance(value, str):
+                if key == "pattern":
+                    wrong = _of_expression(value)
+                elif key == "grammar":
+                    wrong = _of_grammar(value)
             else:
                 todo.append(value)
                 levels.append(level + 1)
+            if wrong is not None:
+                what = "schema" if key in ("schema", "json_schema") else key
+                return f"the {what} that follows {node.get('begin', key)!r:.40}: {wrong}"
     return None
 
 

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from poolgrid.frontend.access.limit_headers import limit_headers
 from poolgrid.frontend.access.tenants import Caller
 from poolgrid.frontend.access.watched_key_file import WatchedKeyFile
+from poolgrid.frontend.dialects import dialect_of
 from poolgrid.frontend.errors import refused
 from poolgrid.frontend.metrics import FrontendMetrics
 from poolgrid.frontend.ports import Refused
@@ -39,6 +40,7 @@ TENANT_PATHS = (
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/responses",
+    "/v1/messages",
     "/v1/models",
     "/v1/embeddings",
     "/v1/tokenize",
@@ -127,11 +129,13 @@ class AccessGate:
         error = refused(refusal)
         self._metrics.refused(error.code, caller.tenant if caller is not None else "")
         self._metrics.answered(GATE, error.status, False)
-        body = error.body()
+        dialect = dialect_of(scope["path"])
+        request_id = self._request_ids.wanted(_header(scope, b"x-request-id"))
+        body = dialect.error_body(error, request_id)
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", b"%d" % len(body)),
-            (b"x-request-id", self._request_ids.wanted(_header(scope, b"x-request-id")).encode()),
+            *dialect.headers(request_id),
             *([] if caller is None else limit_headers(caller.standing(self._clock.monotonic_ms()))),
             *error.headers,
         ]

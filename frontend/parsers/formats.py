@@ -5,16 +5,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from poolgrid.frontend.parsers import tool_calls
+from poolgrid.frontend.parsers import call_guides, tool_calls
+from poolgrid.frontend.parsers.call_guides import CallsGuide, Part
 from poolgrid.frontend.parsers.harmony import MARKERS as HARMONY_MARKERS
 from poolgrid.frontend.parsers.harmony import Harmony
 from poolgrid.frontend.parsers.pieces import Kind, OutputParser, Piece, merged
 from poolgrid.frontend.parsers.reasoning import Begins, MarkedReasoning, begins_after, granite, magistral, think_tags
-from poolgrid.frontend.parsers.tool_calls import FirstCall, ToolCalls
+from poolgrid.frontend.parsers.tool_calls import ToolCalls, calls_of, first_call
 
 AUTO = "auto"
 NONE = "none"
@@ -26,7 +27,7 @@ PROMPT_END_CHARS = 64
 
 @dataclass(frozen=True, slots=True)
 class _Reasoning:
-    make: Callable[[Begins, bool], MarkedReasoning]
+    make: Callable[[Begins, Sequence[str]], MarkedReasoning]
     opener: str
     closer: str
     begins: Begins
@@ -38,6 +39,8 @@ class _Reasoning:
 @dataclass(frozen=True, slots=True)
 class _Tools:
     make: Callable[[ToolUse], ToolCalls]
+    guide: CallsGuide | None
+    """Calls as a part of a structural tag; ``None`` = they are JSON and have no marker."""
     markers: tuple[str, ...] = ()
 
 
@@ -51,26 +54,37 @@ _REASONING: Mapping[str, _Reasoning] = {
 }
 
 _TOOLS: Mapping[str, _Tools] = {
-    "hermes": _Tools(lambda use: tool_calls.hermes(use.names), ("<tool_call>", "</tool_call>")),
-    "llama3_json": _Tools(lambda use: tool_calls.llama3_json(use.names), ("<|python_tag|>",)),
-    "mistral": _Tools(lambda use: tool_calls.mistral(use.names), ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")),
-    "pythonic": _Tools(lambda use: tool_calls.pythonic(use.names), ("<|python_start|>", "<|python_end|>")),
+    "hermes": _Tools(lambda use: tool_calls.hermes(use.names), call_guides.hermes, ("<tool_call>", "</tool_call>")),
+    "llama3_json": _Tools(lambda use: tool_calls.llama3_json(use.names), None, ("<|python_tag|>",)),
+    "mistral": _Tools(
+        lambda use: tool_calls.mistral(use.names), call_guides.mistral, ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+    ),
+    "pythonic": _Tools(
+        lambda use: tool_calls.pythonic(use.names), call_guides.pythonic, ("<|python_start|>", "<|python_end|>")
+    ),
     "deepseek_v3": _Tools(
         lambda use: tool_calls.deepseek_v3(use.names),
+        call_guides.deepseek_v3,
         tuple(f"<｜tool▁{what}｜>" for what in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")),
     ),
     "kimi_k2": _Tools(
         lambda use: tool_calls.kimi_k2(use.names),
+        call_guides.kimi_k2,
         tuple(
             f"<|tool_call{what}|>" for what in ("s_section_begin", "s_section_end", "_begin", "_argument_begin", "_end")
         ),
     ),
-    "qwen3_coder": _Tools(lambda use: tool_calls.qwen3_coder(use.schemas), ("<tool_call>", "</tool_call>")),
+    "qwen3_coder": _Tools(
+        lambda use: tool_calls.qwen3_coder(use.schemas), call_guides.qwen3_coder, ("<tool_call>", "</tool_call>")
+    ),
     "glm45": _Tools(
         lambda use: tool_calls.glm45(use.schemas),
+        call_guides.glm45,
         ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     ),
-    "granite": _Tools(lambda use: tool_calls.granite(use.names), ("<|tool_call|>", "<tool_call>", "</tool_call>")),
+    "granite": _Tools(
+        lambda use: tool_calls.granite(use.names), call_guides.granite, ("<|tool_call|>", "<tool_call>", "</tool_call>")
+    ),
 }
 
 REASONING_NAMES = (*_REASONING, HARMONY)
@@ -82,11 +96,17 @@ class ToolUse:
     """What a request asks of tools. ``named``: the function that must be called; ``required``: some function must."""
 
     names: frozenset[str]
+    """The functions that may be called."""
     parallel: bool = True
     required: bool = False
     named: str = ""
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """The JSON schema of each function's parameters, by its name."""
+    """The JSON schema of each function's parameters, by its name; also of those that may not be called."""
+
+    @property
+    def allowed(self) -> dict[str, Mapping[str, Any]]:
+        """Return the schemas of the functions that may be called, in the order of the request."""
+        return {name: schema for name, schema in self.schemas.items() if name in self.names}
 
     @property
     def guided(self) -> bool:
@@ -132,19 +152,21 @@ class OutputFormat:
         self,
         tools: ToolUse | None,
         prompt_end: str = "",
-        guided_json: bool = False,
+        guided: bool = False,
         continued: str | None = None,
     ) -> OutputParser | None:
         """Return a fresh parser for one answer, or ``None`` when it is all content.
 
-        ``prompt_end`` is the end of the rendered prompt (``PROMPT_END_CHARS``); ``guided_json`` says that the engine
-        was told to write JSON; ``continued`` is what the assistant has said already, when the answer goes on with it.
+        ``prompt_end`` is the end of the rendered prompt (``PROMPT_END_CHARS``); ``guided`` says that the engine was
+        told to write JSON, or JSON or calls; ``continued`` is what the assistant has said already, when the answer goes
+        on with it.
         """
         if not self.active(tools):
             return None
         guided_calls = tools is not None and tools.guided
         if HARMONY in (self.reasoning, self.tools) and not guided_calls:
-            return Harmony(reasoning=self.reasoning == HARMONY, calls=tools is not None and self.tools == HARMONY)
+            read = Harmony(reasoning=self.reasoning == HARMONY, calls=tools is not None and self.tools == HARMONY)
+            return read if tools is None else _let_through(read, tools)
         calls: OutputParser | None = None
         if tools is not None and (self.tools or guided_calls):
             if tools.named:
@@ -153,7 +175,7 @@ class OutputFormat:
                 found = tool_calls.required(tools.names)
             else:
                 found = _TOOLS[self.tools].make(tools)
-            calls = found if tools.parallel else FirstCall(found)
+            calls = _let_through(found, tools)
         if not self.reasoning or self.reasoning == HARMONY:
             return calls
         known = _REASONING[self.reasoning]
@@ -162,8 +184,27 @@ class OutputFormat:
         else:
             inside = continued.rfind(known.opener) > continued.rfind(known.closer)
             begins = Begins.REASONING if inside else Begins.CONTENT
-        reasoning = known.make(begins, guided_json or guided_calls)
+        told: tuple[str, ...] = ()
+        if guided or guided_calls:
+            told = (*_JSON, *_TOOLS[self.tools].markers) if tools is not None and self.tools in _TOOLS else _JSON
+        reasoning = known.make(begins, told)
         return reasoning if calls is None else ReasoningThenCalls(reasoning, calls)
+
+    def calls_guide(self, tools: ToolUse, template: str) -> Part | None:
+        """Return calls as a part of a structural tag; ``None`` where they are JSON without a marker, or not read."""
+        make = call_guides.harmony if self.tools == HARMONY else _TOOLS[self.tools].guide if self.tools else None
+        return None if make is None else make(tools.allowed, tools.parallel, template)
+
+
+_JSON = ("{", "[", '"')
+"""How a JSON object, list or string begins."""
+
+
+def _let_through(calls: OutputParser, tools: ToolUse) -> OutputParser:
+    """Return a parser without the calls that a request does not want."""
+    if len(tools.names) < len(tools.schemas):
+        calls = calls_of(tools.names, calls)
+    return calls if tools.parallel else first_call(calls)
 
 
 class ReasoningThenCalls:

@@ -25,8 +25,8 @@ class Begins(Enum):
 class MarkedReasoning:
     """Reasoning from the first of ``openers`` to the first of ``closers``.
 
-    ``drops`` are markers that are left out of the content. ``guided``: the engine was told to write JSON; then an
-    answer that begins like a JSON object, array or string is content, for the guide may leave no room to reason.
+    ``drops`` are markers that are left out of the content. ``guided``: how an answer may begin that the engine was
+    told to write; then it is content, for the guide may leave no room to reason.
     """
 
     def __init__(
@@ -36,13 +36,13 @@ class MarkedReasoning:
         *,
         begins: Begins = Begins.OPEN,
         drops: Sequence[str] = (),
-        guided: bool = False,
+        guided: Sequence[str] = (),
     ) -> None:
         self._openers = tuple(openers)
         self._closers = tuple(closers)
         self._drops = tuple(drops)
         self._begins = begins
-        self._guided = guided
+        self._guided = tuple(guided)
         self._buffer = ""
         self._out: list[Piece] = []
         self._space = Trimmer()
@@ -82,7 +82,9 @@ class MarkedReasoning:
                 return True
         if may_begin(stripped, self._openers):
             return False
-        if self._begins is Begins.REASONING and not (self._guided and stripped[0] in '{["'):
+        if self._begins is Begins.REASONING and not stripped.startswith(self._guided):
+            if may_begin(stripped, self._guided):
+                return False
             self._state = self._reasoning
         else:
             self._state = self._content
@@ -122,17 +124,17 @@ class MarkedReasoning:
         return True
 
 
-def think_tags(begins: Begins, guided: bool = False) -> MarkedReasoning:
+def think_tags(begins: Begins, guided: Sequence[str] = ()) -> MarkedReasoning:
     """``<think>…</think>``: DeepSeek-R1, Qwen 3 and many others."""
     return MarkedReasoning(("<think>",), ("</think>",), begins=begins, guided=guided)
 
 
-def magistral(begins: Begins, guided: bool = False) -> MarkedReasoning:
+def magistral(begins: Begins, guided: Sequence[str] = ()) -> MarkedReasoning:
     """``[THINK]…[/THINK]``: Mistral's reasoning models."""
     return MarkedReasoning(("[THINK]",), ("[/THINK]",), begins=begins, guided=guided)
 
 
-def granite(begins: Begins, guided: bool = False) -> MarkedReasoning:
+def granite(begins: Begins, guided: Sequence[str] = ()) -> MarkedReasoning:
     """Granite 3.2 says it in words, 3.3 in tags."""
     return MarkedReasoning(
         ("Here is my thought process:", "Here's my thought process:", "<think>"),

@@ -18,7 +18,7 @@ from typing import Any
 
 from poolgrid.frontend.parsers.call_forms import CallForm, GivenCall, HeadedCall, JsonCall, PythonCall
 from poolgrid.frontend.parsers.markers import Trimmer, first_marker, held_length
-from poolgrid.frontend.parsers.pieces import Kind, Piece, merged
+from poolgrid.frontend.parsers.pieces import Kind, OutputParser, Piece, merged
 from poolgrid.frontend.parsers.tagged_call import TaggedCall, Tags
 
 _SPACE = " \t\n\r"
@@ -222,12 +222,14 @@ class ToolCalls:
             self._out.append(Piece(Kind.CONTENT, shown))
 
 
-class FirstCall:
-    """Passes on one call at most: what ``parallel_tool_calls: false`` asks for."""
+class SomeCalls:
+    """Passes on those calls of another parser whose function ``wants`` says yes to, asked once for each in order."""
 
-    def __init__(self, calls: ToolCalls) -> None:
+    def __init__(self, calls: OutputParser, wants: Callable[[str], bool]) -> None:
         self._calls = calls
-        self._count = 0
+        self._wants = wants
+        self._passes = True
+        """Whether the call that began last is passed on."""
 
     def feed(self, text: str) -> list[Piece]:
         """Take new text and return what is certain now."""
@@ -241,10 +243,21 @@ class FirstCall:
         kept: list[Piece] = []
         for piece in pieces:
             if piece.kind is Kind.CALL:
-                self._count += 1
-            if self._count <= 1 or piece.kind not in (Kind.CALL, Kind.ARGUMENTS):
+                self._passes = self._wants(piece.text)
+            if self._passes or piece.kind not in (Kind.CALL, Kind.ARGUMENTS):
                 kept.append(piece)
         return kept
+
+
+def first_call(calls: OutputParser) -> SomeCalls:
+    """Pass on one call at most: what ``parallel_tool_calls: false`` asks for."""
+    first = iter((True,))
+    return SomeCalls(calls, lambda name: next(first, False))
+
+
+def calls_of(names: Collection[str], calls: OutputParser) -> SomeCalls:
+    """Pass on calls of some functions: what ``tool_choice: allowed_tools`` asks for."""
+    return SomeCalls(calls, lambda name: name in names)
 
 
 def hermes(known: Collection[str]) -> ToolCalls:

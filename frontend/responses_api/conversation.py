@@ -12,11 +12,17 @@ from poolgrid.frontend.schema import ChatBody, ContentPart, Function, Message, P
 _ROLES = ("system", "developer", "user", "assistant")
 
 
-def chat_body(body: ResponsesBody) -> ChatBody:
-    """Return the chat request; raises ``RequestError`` that names the field of the Responses body."""
+Items = Sequence[Mapping[str, Any]]
+
+
+def chat_body(body: ResponsesBody, earlier: Items = ()) -> ChatBody:
+    """Return the chat request; raises ``RequestError`` that names the field of the Responses body.
+
+    ``earlier`` are the items of the conversation that it goes on with.
+    """
     return ChatBody(
         model=body.model,
-        messages=_messages(body),
+        messages=_messages(body, earlier),
         stream=body.stream,
         tools=_tools(body.tools) if body.tools else None,
         tool_choice=_tool_choice(body.tool_choice),
@@ -39,33 +45,38 @@ def chat_body(body: ResponsesBody) -> ChatBody:
     )
 
 
-def _messages(body: ResponsesBody) -> list[Message]:
+def _messages(body: ResponsesBody, earlier: Items) -> list[Message]:
     messages: list[Message] = []
     if body.instructions:
         messages.append(Message(role="system", content=body.instructions))
+    for item in earlier:
+        _add_item(messages, item, "previous_response_id")
     if isinstance(body.input, str):
         messages.append(Message(role="user", content=body.input))
         return messages
     for index, item in enumerate(body.input):
-        where = f"input[{index}]"
-        kind = item.get("type", "message")
-        if kind == "message":
-            message = _message(item, where)
-            # The assistant's reasoning comes as an item before its words.
-            if message.role == "assistant" and messages and _awaits_words(messages[-1]):
-                messages[-1].content = message.content
-            else:
-                messages.append(message)
-        elif kind == "reasoning":
-            messages.append(Message(role="assistant", reasoning_content=_reasoning(item, where)))
-        elif kind == "function_call":
-            _assistant(messages).tool_calls.append(_call(item, where))  # type: ignore[union-attr]  # made there
-        elif kind == "function_call_output":
-            content = _content(item.get("output"), f"{where}.output")
-            messages.append(Message(role="tool", content=content, tool_call_id=_text(item, "call_id", where)))
-        else:
-            raise unsupported(f"{where}.type", f"it is not served without memory or other tools (got {quoted(kind)})")
+        _add_item(messages, item, f"input[{index}]")
     return messages
+
+
+def _add_item(messages: list[Message], item: Mapping[str, Any], where: str) -> None:
+    kind = item.get("type", "message")
+    if kind == "message":
+        message = _message(item, where)
+        # The assistant's reasoning comes as an item before its words.
+        if message.role == "assistant" and messages and _awaits_words(messages[-1]):
+            messages[-1].content = message.content
+        else:
+            messages.append(message)
+    elif kind == "reasoning":
+        messages.append(Message(role="assistant", reasoning_content=_reasoning(item, where)))
+    elif kind == "function_call":
+        _assistant(messages).tool_calls.append(_call(item, where))  # type: ignore[union-attr]  # made there
+    elif kind == "function_call_output":
+        content = _content(item.get("output"), f"{where}.output")
+        messages.append(Message(role="tool", content=content, tool_call_id=_text(item, "call_id", where)))
+    else:
+        raise unsupported(f"{where}.type", f"it is not served without memory or other tools (got {quoted(kind)})")
 
 
 def _awaits_words(message: Message) -> bool:
@@ -155,6 +166,11 @@ def _tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _tool_choice(choice: Any) -> Any:
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools" and "allowed_tools" not in choice:
+        tools = choice.get("tools")
+        if isinstance(tools, list):
+            tools = [_tool_choice(tool) for tool in tools]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
     if isinstance(choice, dict) and choice.get("type") == "function" and "function" not in choice:
         return {"type": "function", "function": {"name": choice.get("name")}}
     return choice

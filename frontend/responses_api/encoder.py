@@ -37,13 +37,15 @@ class _Item:
 
 
 class ResponsesEncoder(AnswerEncoder):
-    """Encodes one answer. ``parser``: what takes its text apart; ``None`` = all of it is the message."""
+    """Encodes one answer, ``response``. ``parser``: what takes its text apart; ``None`` = all of it is the message."""
 
     def __init__(
         self,
         body: ResponsesBody,
         *,
         request_id: str,
+        response_id: str,
+        stored: bool,
         created_s: int,
         model: PromptModel,
         parser: OutputParser | None,
@@ -66,8 +68,8 @@ class ResponsesEncoder(AnswerEncoder):
         self._reasoning: list[str] = []
         self._finish_reason = "stop"
         self._sequence_number = 0
-        self._response: dict[str, Any] = {
-            "id": f"resp_{request_id}",
+        self.response: dict[str, Any] = {
+            "id": response_id,
             "object": "response",
             "created_at": created_s,
             "status": "in_progress",
@@ -80,9 +82,9 @@ class ResponsesEncoder(AnswerEncoder):
             "model": body.model,
             "output": self._items,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": None,
+            "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
-            "store": False,
+            "store": stored,
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": {"format": (body.text.format if body.text is not None else None) or {"type": "text"}},
             "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
@@ -96,7 +98,7 @@ class ResponsesEncoder(AnswerEncoder):
     def begin(self) -> bytes:
         """Return the events of a response that has begun."""
         return self._events(
-            [("response.created", {"response": self._response}), ("response.in_progress", {"response": self._response})]
+            [("response.created", {"response": self.response}), ("response.in_progress", {"response": self.response})]
         )
 
     def role(self, index: int) -> bytes:
@@ -112,24 +114,24 @@ class ResponsesEncoder(AnswerEncoder):
     def end(self, counts: dict[str, Any]) -> bytes:
         """Return the event of the complete response."""
         self._complete(counts)
-        return self._events([(f"response.{self._response['status']}", {"response": self._response})])
+        return self._events([(f"response.{self.response['status']}", {"response": self.response})])
 
     def error(self, error: RequestError) -> bytes:
         """Return the event of a response that failed; what was written so far stays in it."""
         self._close_item()
-        self._response["status"] = "failed"
-        self._response["error"] = {"code": "server_error", "message": error.message}
-        return self._events([("response.failed", {"response": self._response})])
+        self.response["status"] = "failed"
+        self.response["error"] = {"code": "server_error", "message": error.message}
+        return self._events([("response.failed", {"response": self.response})])
 
     def whole(self, outputs: Sequence[SequenceOutput], counts: dict[str, Any]) -> bytes:
         """Return the response as one object."""
         (output,) = outputs
         self._take(output.take_text(), output.finish_reason or "stop")
         self._complete(counts)
-        return _encode(self._response)
+        return _encode(self.response)
 
     def _complete(self, counts: dict[str, Any]) -> None:
-        response = self._response
+        response = self.response
         response["status"] = "completed"
         if self._finish_reason == "length":
             response["status"] = "incomplete"

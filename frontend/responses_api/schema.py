@@ -1,7 +1,7 @@
 """The body of ``/v1/responses`` and what is refused in it.
 
-Nothing is kept between requests: what asks for that (``store``, ``previous_response_id``, ``conversation``, references
-to items) is refused by name; the client sends the conversation whole.
+Responses are kept (``store``) and may be gone on from (``previous_response_id``) where the server keeps any. Other
+things that would have to be kept (``conversation``, references to items) are refused by name.
 """
 
 from __future__ import annotations
@@ -52,6 +52,10 @@ class ResponsesBody(Struct, kw_only=True):
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     metadata: dict[str, Any] | None = None
     user: str | None = None
+    store: bool | None = None
+    """Whether the response is to be found again; ``None`` = where the server keeps any."""
+    previous_response_id: Annotated[str, Meta(max_length=IDENTIFIER_BYTES_MAX)] | None = None
+    """The response that the conversation goes on from."""
     # Beyond OpenAI's, as in chat.
     top_k: TopK | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
@@ -64,8 +68,6 @@ class ResponsesBody(Struct, kw_only=True):
     cache_salt: Annotated[str, Meta(max_length=IDENTIFIER_BYTES_MAX)] | None = None
     nvext: Nvext | None = None
     # Known elsewhere, refused here when they ask for something: see REFUSED_RESPONSES.
-    store: Any = None
-    previous_response_id: Any = None
     conversation: Any = None
     background: Any = None
     include: Any = None
@@ -79,9 +81,7 @@ class ResponsesBody(Struct, kw_only=True):
 
 
 REFUSED_RESPONSES: Mapping[str, tuple[tuple[object, ...], str]] = {
-    "store": ((False,), "nothing is kept between requests; send store: false and the whole conversation as input"),
-    "previous_response_id": ((), "nothing is kept between requests; send the whole conversation as input"),
-    "conversation": ((), "nothing is kept between requests; send the whole conversation as input"),
+    "conversation": ((), "no conversations are kept; send previous_response_id, or the whole conversation as input"),
     "background": ((False,), "an answer is given on the connection that asked for it"),
     "include": (([], ["reasoning.encrypted_content"]), "no further output is made; reasoning comes as text"),
     "prompt": ((), "there are no stored prompts; send input and instructions"),

@@ -30,6 +30,17 @@ def ask(url: str, key: str = "pg-operator") -> int:
     return CLIENT.post(f"{url}/v1/completions", json=body, headers=headers).status_code
 
 
+def answered(url: str, **more: str) -> str:
+    """Return the id of a response that is kept."""
+    body = {"model": "tiny", "input": "hello", "max_output_tokens": 2, **more}
+    answer = CLIENT.post(f"{url}/v1/responses", json=body, headers={"x-api-key": "pg-operator"})
+    return str(answer.raise_for_status().json()["id"])
+
+
+def shown(url: str, response_id: str) -> int:
+    return CLIENT.get(f"{url}/v1/responses/{response_id}", headers={"x-api-key": "pg-operator"}).status_code
+
+
 def key_document(per_minute: int) -> KeyDocument:
     def keys(key: str) -> tuple[Key, ...]:
         return (Key(key_file.hash_key(key)),)
@@ -78,6 +89,11 @@ def test_processes_share_a_port_and_limits_answer_for_all_and_are_replaced_when_
             assert granted <= PER_MINUTE + 1 + (time.monotonic() - began) / 60 * PER_MINUTE, "each gave the whole rate"
             refused = metric(url, "poolgrid_frontend_tenant_refusals_total", tenant="limited", code="rate_limited")
             assert refused == 2 * PER_MINUTE - granted
+
+            conversation = [answered(url)]
+            for _ in range(8):
+                conversation.append(answered(url, previous_response_id=conversation[-1]))
+            assert [shown(url, each) for each in conversation] == [200] * 9, "what one process keeps, each finds"
 
             processes = http_processes(router)
             assert len(processes) == 2

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from enum import Enum
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -113,6 +114,62 @@ def test_the_responses_api_parses_too(client: openai.OpenAI) -> None:
         model="tiny", input="Where to?", text_format=Journey, store=False, max_output_tokens=MAX_TOKENS
     )
     assert isinstance(answer.output_parsed, Journey)
+
+
+def test_a_model_that_may_call_calls_or_answers_with_an_object_of_the_callers_own_class(client: openai.OpenAI) -> None:
+    strict: Any = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+    called = set()
+    for seed in range(10):
+        answer = client.chat.completions.parse(
+            model="tiny",
+            messages=QUESTION,
+            tools=[strict],
+            response_format=Journey,
+            seed=seed,
+            max_tokens=MAX_TOKENS,
+        )
+        choice = answer.choices[0]
+        called.add(choice.finish_reason)
+        if choice.finish_reason == "tool_calls":
+            calls = choice.message.tool_calls or []
+            assert all(set(call.function.parsed_arguments) == {"city", "unit"} for call in calls)  # type: ignore[call-overload]
+        else:
+            assert isinstance(choice.message.parsed, Journey)
+    assert called == {"tool_calls", "stop"}
+
+
+def test_anthropics_client_has_a_conversation_with_a_tool(pool: Process) -> None:
+    tool: Any = {"name": "get_weather", "input_schema": WEATHER["function"]["parameters"]}
+    with anthropic.Anthropic(base_url=pool.url, api_key="none", max_retries=0) as client:
+        with client.messages.stream(
+            model="tiny", max_tokens=MAX_TOKENS, messages=QUESTION, tools=[tool], tool_choice={"type": "any"}
+        ) as stream:
+            first = stream.get_final_message()
+        assert first.stop_reason == "tool_use"
+        results: Any = [
+            {"type": "tool_result", "tool_use_id": block.id, "content": "rain"}
+            for block in first.content
+            if block.type == "tool_use"
+        ]
+        messages: Any = [
+            *QUESTION,
+            {"role": "assistant", "content": first.content},
+            {"role": "user", "content": results},
+        ]
+        counted = client.messages.count_tokens(model="tiny", messages=messages, tools=[tool]).input_tokens
+        second = client.messages.create(model="tiny", max_tokens=8, messages=messages, tools=[tool])
+    assert second.stop_reason == "max_tokens"
+    assert counted == second.usage.input_tokens + (second.usage.cache_read_input_tokens or 0)
+    assert second.usage.cache_read_input_tokens, "the second turn finds the first in a cache"
+
+
+def test_a_conversation_goes_on_from_a_response_and_its_blocks_are_found_again(client: openai.OpenAI) -> None:
+    first = client.responses.create(model="tiny", input="Where to? " * 20, max_output_tokens=40)
+    second = client.responses.create(
+        model="tiny", input="And then?", previous_response_id=first.id, max_output_tokens=4
+    )
+    assert second.usage is not None
+    assert second.usage.input_tokens_details.cached_tokens > 0
 
 
 def test_a_required_tool_call_is_made_with_arguments_that_fit_the_tool(client: openai.OpenAI) -> None:

@@ -36,6 +36,11 @@ TOOL: dict[str, Any] = {
 HI = [{"role": "user", "content": "hi"}]
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 def says(text: str) -> FakeBackend:
     def script(request: InferenceRequest) -> list[Step]:
         steps = speak(text)
@@ -247,8 +252,15 @@ async def test_every_spelling_of_a_guide_reaches_the_engine(body: dict[str, Any]
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"response_format": "json"}, "response_format"),
-        ({"tools": [TOOL], "response_format": {"type": "json_object"}}, "response_format"),
-        ({"tools": [TOOL], "tool_choice": "required", "guided_regex": "a"}, "response_format"),
+        ({"tools": [TOOL], "guided_regex": "a"}, "guided_regex"),
+        ({"tools": [TOOL], "guided_grammar": "root ::= 'a'"}, "guided_grammar"),
+        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
+        ({"tools": [TOOL], "tool_choice": allowed("maybe", "get_weather")}, "tool_choice.allowed_tools.mode"),
+        ({"tools": [TOOL], "tool_choice": allowed("auto")}, "tool_choice.allowed_tools.tools"),
+        (
+            {"tools": [TOOL], "tool_choice": allowed("auto", "f")},
+            "tool_choice.allowed_tools.tools[0].function.name",
+        ),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": "maybe"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
@@ -268,6 +280,86 @@ async def test_what_does_not_fit_is_refused_by_name(body: dict[str, Any], param:
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
     assert not backend.requests
+
+
+def other_tool(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+async def test_a_model_that_must_call_is_guided_to_the_call_whatever_an_answer_were_to_be(choice: Any) -> None:
+    backend = says(ARGUMENTS if choice != "required" else "[]")
+    wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "integer"}}}
+    response = await post(backend, tools=[TOOL], tool_choice=choice, response_format=wanted)
+    assert response.status_code == 200
+    guide = json.loads(backend.requests[0].sampling.guided_json or b"")
+    assert guide in (
+        TOOL["function"]["parameters"],
+        guide | {"type": "array"},
+    )
+
+
+@pytest.mark.anyio
+async def test_a_model_that_may_call_is_guided_to_a_call_or_an_answer() -> None:
+    backend = says(CALL.removeprefix("Let me look.\n"))
+    wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "integer"}}}
+    message = (await post(backend, tools=[TOOL], response_format=wanted)).json()["choices"][0]["message"]
+    assert message["tool_calls"][0]["function"]["arguments"] == ARGUMENTS
+    told = backend.requests[0].sampling
+    assert told.guided_json is None
+    answer, calls = json.loads(told.structural_tag or "")["format"]["elements"]
+    assert answer == {"type": "json_schema", "json_schema": {"type": "integer"}}
+    assert calls["tags"][0]["content"]["json_schema"] == TOOL["function"]["parameters"]
+
+
+@pytest.mark.anyio
+async def test_a_model_whose_calls_are_not_read_is_guided_to_the_answer() -> None:
+    backend = says("3")
+    body: dict[str, Any] = {"tools": [TOOL], "guided_json": {"type": "integer"}, "tool_call_parser": "none"}
+    assert (await post(backend, **body)).json()["choices"][0]["message"]["content"] == "3"
+    assert backend.requests[0].sampling.guided_json == b'{"type":"integer"}'
+
+
+@pytest.mark.anyio
+async def test_of_allowed_tools_only_these_are_called_and_the_prompt_shows_all() -> None:
+    tools = [TOOL, other_tool("get_time")]
+    text = CALL + '\n<tool_call>{"name": "get_time", "arguments": {}}</tool_call>'
+    everything, some = says(text), says(text)
+    assert len((await post(everything, tools=tools)).json()["choices"][0]["message"]["tool_calls"]) == 2
+    choice = (await post(some, tools=tools, tool_choice=allowed("auto", "get_time"))).json()["choices"][0]
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["get_time"]
+    assert some.requests[0].token_ids == everything.requests[0].token_ids
+
+    must = says('[{"name": "get_time", "parameters": {}}]')
+    choice = (await post(must, tools=tools, tool_choice=allowed("required", "get_time"))).json()["choices"][0]
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["get_time"]
+    assert b"get_weather" not in (must.requests[0].sampling.guided_json or b"")
+
+
+@pytest.mark.anyio
+async def test_arguments_of_earlier_calls_that_are_no_json_are_shown_as_they_are() -> None:
+    def conversation(arguments: str) -> list[dict[str, Any]]:
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        return [
+            *HI,
+            {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c", "content": "no"},
+        ]
+
+    backend = says("Fine.")
+    broken = '{"city": "Pa'
+    assert (await post(backend, messages=conversation(broken))).status_code == 200
+    prompt = TINY.decode(backend.requests[0].token_ids)
+    assert json.dumps(broken)[1:-1] in prompt
+
+    strict = marked(
+        template="{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments.city }}"
+        "{% if c.function.arguments is string %}{{ raise_exception('no object') }}{% endif %}{% endfor %}{% endfor %}hi"
+    )
+    assert (await post(backend, {"tiny": strict}, messages=conversation('{"city": 1}'))).status_code == 200
+    error = (await post(backend, {"tiny": strict}, messages=conversation(broken))).json()["error"]
+    assert error["param"] == "messages[1].tool_calls[0].function.arguments"
 
 
 @pytest.mark.anyio

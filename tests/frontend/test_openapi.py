@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import msgspec
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
@@ -21,6 +22,8 @@ from schemathesis.specs.openapi.checks import (
 )
 from starlette.types import Receive, Scope, Send
 
+from poolgrid.frontend.openapi import BODIES
+from poolgrid.frontend.openapi_answers import ANSWERS
 from poolgrid.frontend.ports import InferenceRequest
 from poolgrid.wire.answers import EndpointRow
 from tests.frontend.fake_backend import FakeBackend, Step, speak, with_logprobs
@@ -31,6 +34,11 @@ OPERATIONS = [
     ("/v1/chat/completions", "POST"),
     ("/v1/completions", "POST"),
     ("/v1/responses", "POST"),
+    ("/v1/responses/{response_id}", "GET"),
+    ("/v1/responses/{response_id}", "DELETE"),
+    ("/v1/responses/{response_id}/input_items", "GET"),
+    ("/v1/messages", "POST"),
+    ("/v1/messages/count_tokens", "POST"),
     ("/tokenize", "POST"),
     ("/detokenize", "POST"),
     ("/v1/models", "GET"),
@@ -72,6 +80,11 @@ SCHEMA = schemathesis.openapi.from_asgi("/openapi.json", app)
 def test_every_endpoint_is_described_and_every_description_tried() -> None:
     described = {(path, method.upper()) for path, methods in SERVER.openapi()["paths"].items() for method in methods}
     assert described == set(OPERATIONS)
+
+
+def test_no_answer_is_described_under_the_name_of_a_body() -> None:
+    _, components = msgspec.json.schema_components(BODIES)
+    assert not ANSWERS.keys() & components.keys()
 
 
 CASES_OF = [

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poolgrid.frontend.field_words import fields_without_words
+from poolgrid.frontend.messages_api.schema import REFUSED_MESSAGES, MessagesBody
 from poolgrid.frontend.ports import Refused, ServedModel
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.responses_api.schema import REFUSED_RESPONSES, ResponsesBody
@@ -438,6 +439,7 @@ def test_every_field_says_in_words_what_it_may_be() -> None:
         (ChatBody, {*REFUSED_CHAT}),
         (CompletionBody, {*REFUSED_COMPLETION, "best_of"}),
         (ResponsesBody, {*REFUSED_RESPONSES}),
+        (MessagesBody, {*REFUSED_MESSAGES}),
         (TokenizeBody, set()),
         (DetokenizeBody, set()),
     ):

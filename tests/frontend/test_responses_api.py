@@ -190,7 +190,6 @@ def test_a_stream_that_fails_ends_with_the_failed_response() -> None:
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"store": True}, "store"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": "c"}, "conversation"),
         ({"background": True}, "background"),
@@ -208,7 +207,7 @@ def test_a_stream_that_fails_ends_with_the_failed_response() -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].image_url"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input[0].arguments"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"text": {"format": {"type": "xml"}}}, "response_format.type"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"input": "x" * 5_000_000}, "input"),
     ],

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher
 
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.requests import Generate, RefusalKind, Routing, Sampling
@@ -13,12 +15,14 @@ from poolgrid.workers.core.refusal import RefusedError, UnableError, Unsupported
 from poolgrid.workers.engines.trtllm.core.sampling import SEED_MASK, SamplingPlan, engine_priority, plan_sampling
 from tests.fakes.tensorrt_llm import GuidedDecodingParams, SamplingParams
 
+ANY_NUMBER = {"type": "json_schema", "json_schema": {"type": "number"}}
+
 
 def plan(
-    request_id: str = "r", stop_token_ids: tuple[int, ...] = (), can_guide: bool = True, **more: Any
+    request_id: str = "r", stop_token_ids: tuple[int, ...] = (), backend: str | None = "xgrammar", **more: Any
 ) -> SamplingPlan:
     request = Generate(request_id, pack_tokens([1]), Sampling(16, **more), stop_token_ids)
-    made = plan_sampling(request, {2, 9}, can_guide)
+    made = plan_sampling(request, {2, 9}, backend)
     SamplingParams(**made.arguments)
     return made
 
@@ -85,8 +89,17 @@ def test_each_guide_becomes_the_engines(given: dict[str, Any], guide: dict[str, 
     assert made == guide
     GuidedDecodingParams(**guide)
     with pytest.raises(UnableError, match="guided_decoding_backend") as refused:
-        plan(can_guide=False, **given)
+        plan(backend=None, **given)
     assert refused.value.kind is RefusalKind.CANNOT_DO, "another worker may have one"
+
+
+def test_llguidance_gets_a_structural_tag_as_a_grammar_for_tensorrt_llm_gives_it_no_tags() -> None:
+    tag = {"type": "structural_tag", "format": {"type": "tag", "begin": "<f>", "content": ANY_NUMBER, "end": "</f>"}}
+    guide = plan(backend="llguidance", structural_tag=json.dumps(tag)).guide
+    assert guide is not None
+    assert LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(guide["grammar"])) == ""
+    with pytest.raises(UnsupportedError, match="llguidance cannot keep to this one: a part of the structural tag is"):
+        plan(backend="llguidance", structural_tag='{"format": {"type": "grammar"}}')
 
 
 def test_a_choice_matches_its_texts_and_nothing_else() -> None:
@@ -114,7 +127,7 @@ def test_guides_that_cannot_be_followed_are_refused(given: dict[str, Any], words
 def test_a_guide_that_has_begun_on_another_worker_is_refused_and_may_go_on_elsewhere() -> None:
     request = Generate("r", pack_tokens([1, 2]), Sampling(16, guided_regex="a+"), routing=Routing(emitted_tokens=1))
     with pytest.raises(RefusedError, match="the output has begun on another worker") as refusal:
-        plan_sampling(request, {2, 9}, True)
+        plan_sampling(request, {2, 9}, "xgrammar")
     assert refusal.value.kind is RefusalKind.CANNOT_DO
 
 

@@ -225,7 +225,7 @@ def test_log_probabilities_name_no_token_twice() -> None:
         ({"guided_regex": "(?=a)b"}, "guided_regex is set.*look-around"),
         ({"guided_grammar": "root ::= 'a'"}, "guided_grammar is set"),
         ({"structural_tag": '{"structures": [1], "triggers": ["<f"]}'}, "a structure is 1"),
-        ({"structural_tag": "[]"}, "allowed is an object with lists of structures"),
+        ({"structural_tag": "[]"}, "allowed is an object with a format, or with lists of structures"),
         ({"structural_tag": json.dumps(TAG | {"triggers": ["<g"]})}, "no trigger begins '<f>'"),
     ],
 )

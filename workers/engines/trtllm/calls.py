@@ -56,7 +56,7 @@ class TrtllmCalls:
         self._eos_token_ids = frozenset(facts.eos_token_ids)
         self._vocabulary_size = facts.vocabulary_size
         self._measures = bool(arguments.values.get("enable_iter_perf_stats"))
-        self._can_guide = bool(arguments.values.get("guided_decoding_backend"))
+        self._guide_backend: str | None = arguments.values.get("guided_decoding_backend") or None
         self._accepted = parameters_of(llm.generate_async)
         self._dropped_fields: set[str] = set()
         self.adapters = adapters(arguments.values)
@@ -113,7 +113,7 @@ class TrtllmCalls:
 
     def _sampling_params(self, request: Generate) -> Any:
         """Return a request's own ``SamplingParams``."""
-        plan = plan_sampling(request, self._eos_token_ids, self._can_guide)
+        plan = plan_sampling(request, self._eos_token_ids, self._guide_backend)
         arguments = plan.arguments
         if self._measures:
             # What TensorRT-LLM's own metrics are made of.

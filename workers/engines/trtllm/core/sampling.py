@@ -22,7 +22,10 @@ from typing import Any
 from poolgrid.wire.hashing import stable_u64
 from poolgrid.wire.request_ids import name_of
 from poolgrid.wire.requests import Generate, Sampling
+from poolgrid.wire.structural_tags import lark_grammar
 from poolgrid.workers.core.refusal import UnableError, UnsupportedError
+
+LLGUIDANCE = "llguidance"
 
 NO_END_ID = -1
 """TensorRT-LLM's way to say that no token ends the output."""
@@ -43,11 +46,11 @@ class SamplingPlan:
     """To become the ``embedding_bias`` tensor."""
 
 
-def plan_sampling(request: Generate, eos_token_ids: Collection[int], can_guide: bool) -> SamplingPlan:
+def plan_sampling(request: Generate, eos_token_ids: Collection[int], guide_backend: str | None) -> SamplingPlan:
     """Return what to sample with; raise ``RefusedError`` for what the engine cannot do.
 
-    ``eos_token_ids`` are the model's, as far as known; ``can_guide`` says whether the engine has a guided decoding
-    backend.
+    ``eos_token_ids`` are the model's, as far as known; ``guide_backend`` is the library of the engine that keeps to
+    guides, ``None`` = it has none.
     """
     sampling = request.sampling
     if sampling.guide and request.routing.emitted_tokens:
@@ -86,7 +89,7 @@ def plan_sampling(request: Generate, eos_token_ids: Collection[int], can_guide: 
         "prompt_logprobs": None if sampling.prompt_logprobs is None else max(1, sampling.prompt_logprobs),
     }
     arguments.update({name: value for name, value in given.items() if value is not None})
-    return SamplingPlan(arguments, plan_guide(sampling, can_guide), sampling.logit_bias)
+    return SamplingPlan(arguments, plan_guide(sampling, guide_backend), sampling.logit_bias)
 
 
 def stops(stop_token_ids: tuple[int, ...], eos_token_ids: Collection[int]) -> tuple[int, list[int]]:
@@ -95,8 +98,12 @@ def stops(stop_token_ids: tuple[int, ...], eos_token_ids: Collection[int]) -> tu
     return end_id, [each for each in stop_token_ids if each != end_id]
 
 
-def plan_guide(sampling: Sampling, can_guide: bool) -> dict[str, Any] | None:
-    """Return the guide as TensorRT-LLM takes it; a choice of texts becomes a regular expression."""
+def plan_guide(sampling: Sampling, backend: str | None) -> dict[str, Any] | None:
+    """Return the guide as TensorRT-LLM takes it.
+
+    A choice of texts becomes a regular expression. With ``llguidance`` TensorRT-LLM takes no structural tags, and
+    grammars in that library's own form, so a tag becomes such a grammar.
+    """
     guides: dict[str, Any] = {}
     if sampling.guided_json is not None:
         guides["json"] = _text(sampling.guided_json)
@@ -111,14 +118,17 @@ def plan_guide(sampling: Sampling, can_guide: bool) -> dict[str, Any] | None:
             raise UnsupportedError("2 guides are given (regex, choice), TensorRT-LLM follows at most one per request")
         guides["regex"] = "(" + "|".join(re.escape(each) for each in sampling.guided_choice) + ")"
     if sampling.structural_tag is not None:
-        guides["structural_tag"] = sampling.structural_tag
+        if backend == LLGUIDANCE and "grammar" not in guides:
+            guides["grammar"] = _grammar(sampling.structural_tag)
+        else:
+            guides["structural_tag"] = sampling.structural_tag
     if not guides:
         return None
     if len(guides) > 1:
         raise UnsupportedError(
             f"{len(guides)} guides are given ({', '.join(guides)}), TensorRT-LLM follows at most one per request"
         )
-    if not can_guide:
+    if backend is None:
         raise UnableError(
             "guided decoding is asked for, and this worker's engine was started without it: set "
             "guided_decoding_backend to xgrammar or llguidance"
@@ -136,6 +146,13 @@ def _seed(request: Generate, greedy: bool) -> int:
     if seed is None:
         seed = 0 if greedy else stable_u64(name_of(request.request_id))
     return seed & SEED_MASK
+
+
+def _grammar(structural_tag: str) -> str:
+    try:
+        return lark_grammar(structural_tag)
+    except (ValueError, RecursionError) as error:
+        raise UnsupportedError(f"structural_tag is set, and llguidance cannot keep to this one: {error}") from None
 
 
 def _text(schema: bytes) -> str:

@@ -1,0 +1,165 @@
+"""Requests that go on from an earlier response, and responses that are kept: between the endpoint and the store."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from poolgrid.frontend.access.tenants import Caller
+from poolgrid.frontend.answer_form import AnswerForm
+from poolgrid.frontend.call_ids import CallIds
+from poolgrid.frontend.errors import RequestError, invalid, quoted, unsupported
+from poolgrid.frontend.parsers.pieces import OutputParser
+from poolgrid.frontend.prompt_model import PromptModel
+from poolgrid.frontend.responses import AnswerEncoder
+from poolgrid.frontend.responses_api.encoder import ResponsesEncoder
+from poolgrid.frontend.responses_api.schema import ITEMS_MAX, ResponsesBody
+from poolgrid.frontend.responses_api.store import KeptResponse, Owner, ResponseStore
+from poolgrid.wire.request_ids import name_of
+
+SECRET_BYTES = 12
+"""Of the id of a response that is kept, which nobody else may guess."""
+
+Item = dict[str, Any]
+_items_decoder = msgspec.json.Decoder(list[dict[str, Any]])
+
+
+def owner(caller: Caller | None, isolated: bool) -> Owner | None:
+    """Return whose responses a caller's are; ``None`` when clients are to be told apart and cannot be."""
+    if caller is not None:
+        return Owner(caller.tenant, caller.account.cache_shares.tenants)
+    return None if isolated else Owner("", 1)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptResponses:
+    """The store behind the endpoints, and its limits. ``store`` is ``None`` where nothing is kept."""
+
+    store: ResponseStore | None
+    conversation_bytes_max: int
+    count: Callable[[str], None] = lambda outcome: None
+    """Told of each response that was to be kept: ``kept`` or ``lost``."""
+
+    async def earlier(self, body: ResponsesBody, owner: Owner | None) -> list[Item]:
+        """Return the items of the conversation that a request goes on from; raises ``RequestError``."""
+        wanted = body.previous_response_id
+        if wanted is None:
+            return []
+        if self.store is None or owner is None:
+            raise unsupported("previous_response_id", f"{self._why_not(owner)}; send the whole conversation as input")
+        conversation = await self.store.conversation(owner, wanted)
+        if conversation is None:
+            raise RequestError(
+                400,
+                "previous_response_not_found",
+                f"previous_response_id is {quoted(wanted)}: neither it nor all responses before it are kept here (any "
+                "more); send the whole conversation as input. The request was not run.",
+                param="previous_response_id",
+            )
+        if sum(len(kept.input) + len(kept.output) for kept in conversation) > self.conversation_bytes_max:
+            raise invalid(
+                "previous_response_id",
+                f"previous_response_id is {quoted(wanted)}: the conversation has more than "
+                f"{self.conversation_bytes_max} bytes, the limit (setting max_body_bytes). The request was not run.",
+            )
+        items = [item for kept in conversation for part in (kept.input, kept.output) for item in decoded(part)]
+        if len(items) > ITEMS_MAX:
+            raise invalid(
+                "previous_response_id",
+                f"previous_response_id is {quoted(wanted)}: the conversation has {len(items)} items, allowed are up to "
+                f"{ITEMS_MAX}. The request was not run.",
+            )
+        return items
+
+    def form(self, body: ResponsesBody, owner: Owner | None) -> AnswerForm:
+        """Return the form of the answer, which keeps it if it may; raises ``RequestError``."""
+        can = self.store is not None and owner is not None
+        if body.store and not can:
+            raise unsupported("store", f"{self._why_not(owner)}; send store: false, or leave it out")
+        return ResponsesForm(body, self if can and body.store is not False else None, owner)
+
+    def _why_not(self, owner: Owner | None) -> str:
+        if self.store is None:
+            return "this server keeps no responses (setting response_store_bytes)"
+        return "this server keeps no responses without API keys, which tell clients apart (setting isolate_tenants)"
+
+
+@dataclass(frozen=True, slots=True)
+class ResponsesForm:
+    """``AnswerForm`` of a Responses request. ``kept``: where its answer goes; ``None`` = nowhere."""
+
+    body: ResponsesBody
+    kept: KeptResponses | None
+    owner: Owner | None
+
+    @property
+    def counts_reasoning(self) -> bool:
+        """Return that the end of an answer counts the tokens of its reasoning."""
+        return True
+
+    def encoder(
+        self,
+        request_ids: Sequence[str],
+        created_s: int,
+        isl: int,
+        model: PromptModel,
+        parser: OutputParser | None,
+        call_ids: CallIds,
+    ) -> ResponsesEncoder:
+        """Return the encoder of the answer."""
+        name = name_of(request_ids[0])
+        secret = f"_{secrets.token_hex(SECRET_BYTES)}" if self.kept is not None else ""
+        return ResponsesEncoder(
+            self.body,
+            request_id=name,
+            response_id=f"resp_{name}{secret}",
+            stored=self.kept is not None,
+            created_s=created_s,
+            model=model,
+            parser=parser,
+            call_ids=call_ids,
+        )
+
+    async def keep(self, encoder: AnswerEncoder) -> None:
+        """Keep a complete answer, before its client can ask for it."""
+        if self.kept is None or self.kept.store is None or self.owner is None:
+            return
+        assert isinstance(encoder, ResponsesEncoder), "made above"
+        response = encoder.response
+        encode = msgspec.json.encode
+        entry = KeptResponse(
+            id=response["id"],
+            previous=self.body.previous_response_id,
+            input=encode(input_items(self.body, response["id"])),
+            output=encode(response["output"]),
+            response=encode(response),
+        )
+        self.kept.count("kept" if await self.kept.store.keep(self.owner, entry) else "lost")
+
+
+def input_items(body: ResponsesBody, response_id: str) -> list[Item]:
+    """Return what a request brought, as items with ids."""
+    given = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    items: list[Item] = []
+    for number, item in enumerate(given):
+        kind = item.get("type", "message")
+        named: Item = {"id": f"{_PREFIXES.get(kind, 'item')}_in_{response_id.removeprefix('resp_')}_{number}"}
+        named.update({"type": kind, **{key: value for key, value in item.items() if key != "id" or value}})
+        if kind == "message" and isinstance(item.get("content"), str):
+            text = "output_text" if item.get("role") == "assistant" else "input_text"
+            part = {"type": text, "text": item["content"]}
+            named["content"] = [{**part, "annotations": []} if text == "output_text" else part]
+        items.append(named)
+    return items
+
+
+def decoded(items: bytes) -> list[Item]:
+    """Return a list of items from its JSON."""
+    return _items_decoder.decode(items)
+
+
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
