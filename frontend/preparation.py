@@ -369,7 +369,7 @@ class Job:
         param = self.prompt_param
         return self._overflow(
             param,
-            f"{param} has {tokens} tokens, and at least one must be left for the answer. Shorten {param}",
+            f"{param} has {tokens} tokens, and at least one must be left for the answer. Shorten it",
         )
 
     def _overflow(self, param: str, however: str) -> RequestError:
