@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import sys
 from collections.abc import Iterable
 
 import httpx
-import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from poolgrid.cli.json_output import cannot_write, json_text, print_json
 from poolgrid.loadgen import schedule
 from poolgrid.loadgen.client import Client, Target
 from poolgrid.loadgen.prompt import WORDS, PlannedRequest, PromptMaker, digits_of
@@ -22,6 +21,7 @@ from poolgrid.loadgen.table import report_table
 from poolgrid.loadgen.trace import TraceError, ideal_cached_token_ratio, plan_trace, read_trace
 from poolgrid.runtime import lifecycle
 from poolgrid.runtime.clock import SystemClock
+from poolgrid.runtime.terminal_table import terminal
 
 REQUESTS_DEFAULT = 100
 """Requests of a closed or open loop that was told neither a number nor a duration."""
@@ -173,16 +173,22 @@ def _show(bar: Progress, task: TaskID, measured: Measurements) -> None:
 def run_bench(settings: BenchSettings) -> int:
     """Run ``poolgrid bench`` and return its exit code: 0, or 1 when the run could not start or nothing succeeded."""
     errors = Console(stderr=True, highlight=False)
+    if fault := cannot_write(settings.out):
+        errors.print(f"poolgrid bench: --out: {fault}; nothing was sent", markup=False, soft_wrap=True)
+        return 2
     try:
         found = bench(settings)
     except (BenchError, TraceError, ValueError) as error:
         errors.print(f"poolgrid bench: {error}", markup=False, soft_wrap=True)
         return 1
-    Console(file=sys.stdout, highlight=False).print(report_table(found))
-    if settings.json_out is not None:
+    if settings.as_json:
+        print_json(found)
+    else:
+        terminal().print(report_table(found))
+    if settings.out is not None:
         try:
-            settings.json_out.write_bytes(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
+            settings.out.write_text(json_text(found), encoding="utf-8")
         except OSError as error:
-            errors.print(f"poolgrid bench: writing {settings.json_out}: {error}", markup=False, soft_wrap=True)
+            errors.print(f"poolgrid bench: writing {settings.out}: {error}", markup=False, soft_wrap=True)
             return 1
     return 0 if found.requests > found.errors or found.interrupted else 1

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from poolgrid.cli.json_output import print_json
 from poolgrid.global_router.core.builder.grid_builder import build_grid
 from poolgrid.global_router.core.builder.pool_profiles import load_profiles
 from poolgrid.global_router.core.document.canonical_text import document_text, json_text
 from poolgrid.global_router.core.document.grid_document import GridDocument
-from poolgrid.global_router.core.document.problems import GridDocumentError
+from poolgrid.global_router.core.document.problems import GridDocumentError, Problem
 from poolgrid.global_router.core.document.reader import LoadedDocument, load_document
 from poolgrid.global_router.document_file import read_bytes, read_document_file
 from poolgrid.global_router.heat_map import DrawingUnavailable, save_png, terminal_map
+from poolgrid.runtime.figures import counted
+from poolgrid.runtime.terminal_table import terminal
 
 SCHEMA_ID = "https://poolgrid.dev/schemas/pool_grid.schema.json"
 
@@ -29,30 +33,51 @@ def _print(text: str, to_stderr: bool = False) -> None:
     Console(stderr=to_stderr, soft_wrap=True).print(text, markup=False, highlight=False, emoji=False)
 
 
-def _print_problems(error: GridDocumentError) -> int:
+def _print_problems(error: GridDocumentError, place: str = "") -> int:
     for problem in (*error.problems, *error.warnings):
-        _print(str(problem))
+        _print(f"{place}{problem}")
     if error.left_off:
-        _print(f"$: and {error.left_off} more problems")
+        _print(f"{place}$: and {counted(error.left_off, 'more problem')}")
     return 1
 
 
-def check(path: Path) -> int:
-    """Print every problem and warning of a document, one per line; return 1 if it cannot be used, else 0."""
-    try:
-        loaded = read_document_file(path)
-    except GridDocumentError as error:
-        return _print_problems(error)
-    for warning in loaded.warnings:
-        _print(str(warning))
-    _print(f"{path}: {_summary(loaded)}", to_stderr=True)
-    return 0
+def check(paths: Sequence[Path], as_json: bool = False) -> int:
+    """Print every problem and warning of documents, one per line; return 1 if any cannot be used, else 0."""
+    rows: dict[str, dict[str, Any]] = {}
+    for path in paths:
+        # Of one document the lines are its problems alone; of several each says whose it is.
+        place = f"{path}: " if len(paths) > 1 else ""
+        try:
+            loaded = read_document_file(path)
+        except GridDocumentError as error:
+            rows[str(path)] = _row(error.problems, error.warnings, error.left_off)
+            if not as_json:
+                _print_problems(error, place)
+            continue
+        rows[str(path)] = _row((), loaded.warnings, 0)
+        if not as_json:
+            for warning in loaded.warnings:
+                _print(f"{place}{warning}")
+            _print(f"{path}: {_summary(loaded)}", to_stderr=True)
+    if as_json:
+        print_json(rows)
+    return 0 if all(row["usable"] for row in rows.values()) else 1
+
+
+def _row(problems: Sequence[Problem], warnings: Sequence[Problem], left_off: int) -> dict[str, Any]:
+    return {
+        "usable": not problems,
+        "problems": [str(problem) for problem in problems],
+        "warnings": [str(warning) for warning in warnings],
+        "left_off": left_off,
+    }
 
 
 def _summary(loaded: LoadedDocument) -> str:
     document = loaded.document
     stages = ", ".join(
-        f"{name} with {len(stage.pools)} pools over {' × '.join(str(axis.resolution) for axis in stage.axes)} cells"
+        f"{name} with {counted(len(stage.pools), 'pool')} over "
+        f"{' × '.join(str(axis.resolution) for axis in stage.axes)} cells"
         for name, stage in document.stages.items()
     )
     form = "" if loaded.form == "poolgrid" else " (Dynamo's form; poolgrid config convert rewrites it)"
@@ -65,7 +90,7 @@ def show(path: Path, png: Path | None = None) -> int:
         loaded = read_document_file(path)
     except GridDocumentError as error:
         return _print_problems(error)
-    console = Console()
+    console = terminal()
     console.print(terminal_map(loaded.document, console.width))
     if png is None:
         return 0
@@ -110,7 +135,7 @@ def build(profiles: Path, out: Path, strict: bool = False, evidence: Path | None
         for name in built.left_out:
             _print(f"{profiles}: pool {name} is left out, no cell needs it", to_stderr=True)
         missed = f", {built.missed} of them with a target that no pool meets" if built.missed else ""
-        _print(f"{out}: {built.cells} cells{missed}; evidence in {beside}", to_stderr=True)
+        _print(f"{out}: {counted(built.cells, 'cell')}{missed}; evidence in {beside}", to_stderr=True)
     return status
 
 

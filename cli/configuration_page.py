@@ -25,7 +25,7 @@ from poolgrid.global_router.settings import GlobalRouterSettings
 from poolgrid.loadgen.settings import BenchSettings
 from poolgrid.router.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
 from poolgrid.router.settings import RouterSettings
-from poolgrid.runtime.http_settings import HttpSettings
+from poolgrid.runtime.http_settings import HttpSettings, ServerSettings
 from poolgrid.runtime.security import SecuritySettings
 from poolgrid.runtime.settings import Settings
 from poolgrid.simulation.settings import EngineSettings, SimulationSettings, TuneSettings, WhatIfSettings
@@ -62,7 +62,7 @@ def _engine_section(name: str) -> Section:
 
 SECTIONS = (
     Section("A whole pool on one machine", "up", (UpSettings,), "Everything else keeps its default."),
-    Section("Router", "router", (RouterSettings,), "Selection, admission, dispatch and HTTP."),
+    Section("Router", "router", (ServerSettings, RouterSettings), "Selection, admission, dispatch and HTTP."),
     Section("OpenAI surface", "router", (FrontendSettings,), "Options of `poolgrid router` too."),
     Section(
         "Media of chat messages",
@@ -74,7 +74,7 @@ SECTIONS = (
     Section(
         "Global router",
         "global-router",
-        (GlobalRouterSettings,),
+        (ServerSettings, GlobalRouterSettings),
         "The document that `--config` names: [pool_grids.md](pool_grids.md). The options of the OpenAI surface are "
         "options here too.",
     ),
@@ -128,10 +128,10 @@ HEAD = """\
 
 Every setting is declared once and has an option and an environment variable. The command line wins over the
 environment, the environment over the default; `poolgrid router` also takes `--settings-file` (TOML, settings by name),
-which wins over the default alone. A value out of range ends the command with exit status 2 and a line that
-names the option. `poolgrid COMMAND --help` lists the same options. A variable is `POOLGRID_` and the option's name in
-capitals. It is the same for every command that has the setting, so set `POOLGRID_HOST` for one process, not for a
-machine.
+which wins over the default alone, and `poolgrid up` hands one on to its routers. A value out of range ends the command
+with exit status 2 and a line that names the option. `poolgrid COMMAND --help` lists the same options. A variable is
+`POOLGRID_` and the option's name in capitals. It is the same for every command that has the setting, so set
+`POOLGRID_HOST` for one process, not for a machine.
 
 `up`, `router`, `global-router`, `worker` and `consolidator` write one line that begins with `ready` to standard output
 once they answer, and their log to standard error. `--log-level` (`POOLGRID_LOG_LEVEL`: debug, info, warning, error) is

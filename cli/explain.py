@@ -15,16 +15,17 @@ from urllib.parse import quote
 import httpx
 import msgspec
 from msgspec import UNSET
-from rich import box
-from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
 from rich.tree import Tree
 
-from poolgrid.cli.api_key import api_key_headers
+from poolgrid.cli.api_key import api_key_headers, key_hint
 from poolgrid.cli.journal_directory import journal_errors, progress_bar, survey_bytes
+from poolgrid.cli.json_output import print_json
 from poolgrid.router.consolidator.adapters.posix_disk import ReadOnlyDirectory
 from poolgrid.router.decision_journal.reader import decision_directories, decisions_about
+from poolgrid.runtime.figures import counted, number
+from poolgrid.runtime.terminal_table import Heading, TerminalTable, terminal
 from poolgrid.wire.answers import (
     CandidateRow,
     DecisionExplanation,
@@ -45,23 +46,25 @@ CANDIDATES_SHOWN_MAX = 32
 def tree(
     answer: RequestExplanation | PlacedExplanation, of_pools: Mapping[str, RequestExplanation] | None = None
 ) -> Tree:
-    """Return the tree of an answer of ``GET /v1/decisions/{id}``; ``of_pools`` holds the pools' own answers by name."""
+    """Return the tree of an answer of ``GET /v1/decisions/{id}``.
+
+    ``of_pools`` holds what the pools' own routers said of each dispatch, by its id.
+    """
     root = Tree(f"[bold]request {escape(answer.request_id)}[/]", guide_style="dim")
     if isinstance(answer, RequestExplanation):
-        for attempt in answer.attempts:
-            _add_attempt(root, attempt)
+        _add_attempts(root, answer.attempts)
         return root
     targets = ", ".join(f"{name} {value}" for name, value in answer.hints.items() if value is not None) or "none given"
     expected = answer.expected_output
-    root.add(f"model {escape(answer.model)}, ISL {answer.isl}, document revision {answer.revision}")
-    root.add(f"hints: {targets}; expected output {expected.tokens} tokens ({expected.source})")
+    root.add(f"model {escape(answer.model)}, ISL {answer.isl:,}, document revision {answer.revision}")
+    root.add(f"hints: {targets}; expected output {counted(expected.tokens, 'token')} ({expected.source})")
     for placement in answer.placements:
         _add_placement(root, placement, of_pools or {})
     for note in answer.notes:
         root.add(escape(note))
     root.add(
-        f"outcome: {answer.outcome}, {answer.output_tokens} tokens, "
-        f"TTFT {_number(answer.ttft_ms)} ms, ITL {_number(answer.itl_ms)} ms"
+        f"outcome: {answer.outcome}, {counted(answer.output_tokens, 'token')}, "
+        f"TTFT {number(answer.ttft_ms)} ms, ITL {number(answer.itl_ms)} ms"
     )
     return root
 
@@ -79,32 +82,42 @@ def _add_placement(root: Tree, placement: PlacementRow, of_pools: Mapping[str, R
     for refusal in placement.refusals:
         branch.add(f"[yellow]refused by {escape(refusal.pool)}[/]: {refusal.state}, {escape(refusal.message)}")
     branch.add(
-        f"reserved in {placement.select_ms} ms: {placement.pool_reason}, overlap {placement.overlap_blocks} "
-        f"blocks of {placement.block_size} tokens"
+        f"reserved in {number(placement.select_ms)} ms: {placement.pool_reason}, overlap "
+        f"{counted(placement.overlap_blocks, 'block')} of {counted(placement.block_size, 'token')}"
     )
-    if placement.pool in of_pools:
-        for attempt in of_pools[placement.pool].attempts:
-            _add_attempt(branch, attempt)
+    if placement.dispatch_id in of_pools:
+        _add_attempts(branch, of_pools[placement.dispatch_id].attempts)
+
+
+def _add_attempts(root: Tree, attempts: Sequence[DecisionExplanation]) -> None:
+    """Add attempts; those of several sequences below a branch for each."""
+    sequences = list(dict.fromkeys(attempt.request_id for attempt in attempts))
+    for sequence in sequences:
+        branch = root if len(sequences) == 1 else root.add(f"sequence [bold]{escape(sequence)}[/]")
+        for attempt in attempts:
+            if attempt.request_id == sequence:
+                _add_attempt(branch, attempt)
 
 
 def _add_attempt(root: Tree, attempt: DecisionExplanation) -> None:
     reused = attempt.realised_cached_tokens
+    came = "not known yet how much was reused" if reused is None else f"{counted(reused, 'token')} reused"
     branch = root.add(
         f"attempt {attempt.attempt}, {attempt.stage}: worker [bold]{escape(attempt.worker)}[/], "
         f"{escape(attempt.reason)} by policy {escape(attempt.policy)} at journal offset {attempt.offset}"
     )
     branch.add(
-        f"ISL {attempt.isl} = {attempt.isl_blocks} blocks, {attempt.overlap_blocks} believed to be there, "
-        f"{'not known yet what' if reused is None else f'{reused} tokens'} really reused"
+        f"ISL {attempt.isl:,} = {counted(attempt.isl_blocks, 'block')}, {attempt.overlap_blocks:,} believed to be "
+        f"there, {came}"
     )
     if attempt.behind_records:
         branch.add(
-            f"[yellow]the router was catching up[/]: {attempt.behind_records} records or more of the pool's journal "
-            "were not applied yet"
+            f"[yellow]the router was catching up[/]: {counted(attempt.behind_records, 'record')} or more of the pool's "
+            "journal were not applied yet"
         )
     if attempt.margin is not None:
         name = escape(attempt.runner_up or "not named")
-        branch.add(f"the runner-up would have cost {attempt.margin:.2f} more ({name})")
+        branch.add(f"the runner-up would have cost {number(attempt.margin)} more ({name})")
     branch.add(_candidates(attempt.rows))
     for worker, why in attempt.filtered.items():
         branch.add(f"[yellow]not {escape(worker)}[/]: {escape(why)}")
@@ -116,27 +129,29 @@ def _add_attempt(root: Tree, attempt: DecisionExplanation) -> None:
         branch.add(escape(f"recorded by {recorded.router}, entry {recorded.entry}; rules: {rules}"))
 
 
-def _candidates(rows: Sequence[CandidateRow]) -> Table:
+def _candidates(rows: Sequence[CandidateRow]) -> TerminalTable:
     terms = list(dict.fromkeys(name for row in rows for name in row.terms))
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("worker", "device", "host", "disk", "prefill tok", "blocks", "requests", *terms, "cost"):
-        table.add_column(heading, justify="left" if heading == "worker" else "right")
     ordered = sorted(rows, key=lambda row: (not row.chosen, row.cost or 0.0, row.worker))
-    for row in ordered[:CANDIDATES_SHOWN_MAX]:
-        table.add_row(
-            f"[bold]{escape(row.worker)}[/]" if row.chosen else escape(row.worker),
-            str(row.device_overlap_blocks),
-            str(row.host_overlap_blocks),
-            str(row.disk_overlap_blocks),
-            str(row.active_prefill_tokens),
-            str(row.active_blocks),
-            str(row.requests),
-            *(_number(row.terms.get(name)) for name in terms),
-            _number(row.cost),
-        )
+    shown = [(row, _figures(row, terms)) for row in ordered[:CANDIDATES_SHOWN_MAX]]
+    names = ("device", "host", "disk", "prefill tok", "blocks", "requests", *terms, "cost")
+    # What is the same of all, or nought, tells nobody apart, and goes first where there is little room.
+    columns = [[figures[at] for _, figures in shown] for at in range(len(names))]
+    telling = [len(set(column)) > 1 or (len(column) == 1 and column[0].strip("0.,–")) for column in columns]
+    headings = [
+        Heading(name, optional=not tells and name != "cost") for name, tells in zip(names, telling, strict=True)
+    ]
+    table = TerminalTable([Heading("worker", numeric=False), *headings])
+    for row, figures in shown:
+        table.add(Text(row.worker, "bold" if row.chosen else ""), *figures)
     if len(ordered) > CANDIDATES_SHOWN_MAX:
-        table.caption = f"{len(ordered) - CANDIDATES_SHOWN_MAX} more candidates"
+        table.note = f"and {counted(len(ordered) - CANDIDATES_SHOWN_MAX, 'more candidate')}"
     return table
+
+
+def _figures(row: CandidateRow, terms: Sequence[str]) -> list[str]:
+    counts = (row.device_overlap_blocks, row.host_overlap_blocks, row.disk_overlap_blocks, row.active_prefill_tokens,
+              row.active_blocks, row.requests)  # fmt: skip
+    return [*(f"{count:,}" for count in counts), *(number(row.terms.get(name)) for name in terms), number(row.cost)]
 
 
 def _add_mapping(branch: Tree, values: Mapping[str, Any]) -> None:
@@ -150,10 +165,6 @@ def _add_mapping(branch: Tree, values: Mapping[str, Any]) -> None:
         elif value not in (None, [], {}):
             text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
             branch.add(escape(f"{name}: {text}"))
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:,.2f}"
 
 
 def explain_from_journal(request_id: str, directory: Path, as_json: bool) -> int:
@@ -179,9 +190,9 @@ def explain_from_journal(request_id: str, directory: Path, as_json: bool) -> int
         return 1
     answer = RequestExplanation(request_id=request_id, attempts=attempts)
     if as_json:
-        _print_json(answer.to_json())
+        print_json(answer.to_json())
     else:
-        Console().print(tree(answer))
+        terminal().print(tree(answer))
     return 0
 
 
@@ -195,8 +206,8 @@ def explain(request_id: str, url: str, as_json: bool) -> int:
                 sys.stderr.write(f"explaining {request_id!r}: {_message(found)}\n")
                 return 1
             answer = _explanation(found.content)
-            pools = _ask_pools(client, url, path, answer) if isinstance(answer, PlacedExplanation) else {}
-        of_pools = {name: msgspec.json.decode(each.content, type=RequestExplanation) for name, each in pools.items()}
+            told = _ask_pools(client, url, answer) if isinstance(answer, PlacedExplanation) else {}
+        of_pools = {name: msgspec.json.decode(each.content, type=RequestExplanation) for name, each in told.items()}
     except httpx.HTTPError as error:
         sys.stderr.write(f"explaining {request_id!r}: {url} does not answer: {error or type(error).__name__}\n")
         return 1
@@ -206,14 +217,15 @@ def explain(request_id: str, url: str, as_json: bool) -> int:
     if as_json:
         # As it came: what this version does not know of is in it too.
         whole = found.json()
-        _print_json({**whole, "pools": {name: each.json() for name, each in pools.items()}} if pools else whole)
+        pools: dict[str, dict[str, Any]] = {}
+        for placement in answer.placements if isinstance(answer, PlacedExplanation) else ():
+            if placement.dispatch_id in told:
+                of_pool = pools.setdefault(placement.pool, {"request_id": answer.request_id, "attempts": []})
+                of_pool["attempts"] += told[placement.dispatch_id].json()["attempts"]
+        print_json({**whole, "pools": pools} if pools else whole)
     else:
-        Console().print(tree(answer, of_pools))
+        terminal().print(tree(answer, of_pools))
     return 0
-
-
-def _print_json(answer: Mapping[str, Any]) -> None:
-    sys.stdout.write(json.dumps(answer, indent=2) + "\n")
 
 
 def _explanation(body: bytes) -> RequestExplanation | PlacedExplanation:
@@ -223,23 +235,24 @@ def _explanation(body: bytes) -> RequestExplanation | PlacedExplanation:
     return msgspec.json.decode(body, type=RequestExplanation)
 
 
-def _ask_pools(client: httpx.Client, url: str, path: str, answer: PlacedExplanation) -> dict[str, httpx.Response]:
-    """Return what the pools' own routers keep of the request; a pool that is away is left out."""
+def _ask_pools(client: httpx.Client, url: str, answer: PlacedExplanation) -> dict[str, httpx.Response]:
+    """Return what the pools' own routers keep of each dispatch, by its id; a pool that is away is left out."""
     pools = msgspec.json.decode(client.get(f"{url.rstrip('/')}/v1/pools").content, type=PoolList)
     urls = {row.name: row.url for row in pools.data}
     kept: dict[str, httpx.Response] = {}
-    for pool in dict.fromkeys(placement.pool for placement in answer.placements):
+    for placement in answer.placements:
         try:
-            found = client.get(f"{urls[pool]}{path}")
+            found = client.get(f"{urls[placement.pool]}/v1/decisions/{quote(placement.dispatch_id, safe='')}")
         except (httpx.HTTPError, KeyError):
             continue
         if found.status_code == 200:
-            kept[pool] = found
+            kept[placement.dispatch_id] = found
     return kept
 
 
 def _message(answer: httpx.Response) -> str:
     try:
-        return str(answer.json()["error"]["message"])
+        said = str(answer.json()["error"]["message"])
     except (json.JSONDecodeError, KeyError, TypeError):
-        return f"status {answer.status_code}"
+        said = ""
+    return (said or f"status {answer.status_code}") + key_hint(answer.status_code)

@@ -13,14 +13,18 @@ import asyncio
 from pathlib import Path
 from urllib.parse import quote
 
-from poolgrid.cli.api_key import api_key_headers
+from poolgrid.cli.greeting import greeting
 from poolgrid.cli.held_port import HeldPorts
-from poolgrid.cli.local_pool import UpSettings, example_request
+from poolgrid.cli.local_pool import UpSettings
 from poolgrid.cli.part import START_TIMEOUT_S, Part, part_environment, stop_parts
+from poolgrid.cli.pool_status import until_workers_are_ready
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.global_router.core.document.axis import StageName
 from poolgrid.global_router.core.document.grid_document import GridDocument, Pool, PoolSimulation
+from poolgrid.runtime.figures import counted
 from poolgrid.workers.engines.simulated.settings import SimulatedWorkerSettings
+
+LOOPBACK = "127.0.0.1"
 
 
 class LocalFleet:
@@ -31,22 +35,25 @@ class LocalFleet:
         self._path = path
         self._document = document
         self._model = model
-        self._environment = part_environment()
+        # Clients come to the global router alone; it needs no key for the pools behind it.
+        self._environment = part_environment(without=("POOLGRID_API_KEYS",))
+        self._host = settings.host if settings.api_keys is None else LOOPBACK
         self._routers: dict[str, Part] = {}
         self._workers: list[Part] = []
         self._global_router: Part | None = None
-        self._ports = HeldPorts(settings.host)
+        self._ports = HeldPorts(self._host)
+        self._front = HeldPorts(settings.host)
 
     async def start(self) -> str:
         """Start everything; return the URL of the OpenAI API once every pool can be used."""
         settings = self._settings
         pools = [(stage, pool) for stage, found in self._document.stages.items() for pool in found.pools]
-        common = ["--host", settings.host, "--log-level", settings.log_level]
+        level = ["--log-level", settings.log_level]
+        common = ["--host", self._host, *level]
         model = ["--model-path", str(settings.model_path)]
         for _, pool in pools:
             ports = [f"--{name}={self._ports.hold()}" for name in ("port", "select-port", "ingest-port")]
-            arguments = ["router", *ports, "--policy", settings.policy]
-            arguments += [*settings.front_end_arguments, *model, *common]
+            arguments = ["router", *ports, *settings.router_arguments(), *model, *common]
             if settings.data_dir is not None:
                 arguments += ["--data-dir", str(settings.data_dir / quote(pool.name, safe=""))]
             self._routers[pool.name] = Part(f"router of {pool.name}", arguments, self._environment)
@@ -57,26 +64,26 @@ class LocalFleet:
                 arguments = [*self._worker_arguments(stage, pool, name), *common]
                 self._workers.append(Part(name, arguments, self._environment))
         await asyncio.gather(*(self._start_part(worker) for worker in self._workers))
-        port = str(self._ports.hold(settings.port))
+        # Complete before the global router looks at them for the first time, so that it begins with all of them.
+        await asyncio.gather(*(self._until_complete(pool) for _, pool in pools))
+        port = str(self._front.hold(settings.port))
         urls = [f"--pool-url={name}={router.ready_words[0]}" for name, router in self._routers.items()]
-        arguments = ["global-router", "--config", str(self._path), "--port", port, *urls, *model, *common]
-        arguments += settings.front_end_arguments
+        arguments = ["global-router", "--config", str(self._path), "--host", settings.host, "--port", port, *urls]
+        arguments += [*model, *level, *settings.front_end_arguments(), *settings.public_arguments]
         self._global_router = Part("global router", arguments, self._environment)
         await self._start_part(self._global_router)
-        url = self._global_router.ready_words[0]
-        await _until_pools_are_complete(
-            url, {pool.name: (pool.simulate or PoolSimulation()).workers for _, pool in pools}
-        )
-        return url
+        return self._global_router.ready_words[0]
+
+    async def _until_complete(self, pool: Pool) -> None:
+        workers = (pool.simulate or PoolSimulation()).workers
+        await until_workers_are_ready(self._routers[pool.name].word("select"), workers, START_TIMEOUT_S)
 
     def greeting(self, url: str) -> str:
         """Return what a newcomer should know."""
-        return (
-            f"{len(self._routers)} pools with {len(self._workers)} simulated workers serve model "
-            f"{self._model.name!r} behind a global router. Send requests to {url}/v1, for example:\n"
-            f"{example_request(url, self._model.name)}"
-            f"Pools: {url}/v1/pools    Decisions: {url}/v1/decisions    Stop with Ctrl-C.\n"
-        )
+        workers = counted(len(self._workers), "simulated worker")
+        what = f"{counted(len(self._routers), 'pool')} with {workers} behind a global router"
+        keyed = self._settings.api_keys is not None
+        return greeting(what, url, self._model.name, keyed, ": which pool, by which cell of the grid, which worker")
 
     def _worker_arguments(self, stage: StageName, pool: Pool, name: str) -> list[str]:
         simulate = pool.simulate or PoolSimulation()
@@ -113,22 +120,4 @@ class LocalFleet:
         await stop_parts(self._workers)
         await stop_parts(self._routers.values())
         self._ports.close()
-
-
-async def _until_pools_are_complete(url: str, workers: dict[str, int]) -> None:
-    """Wait until the global router sees every worker of every pool."""
-    import httpx
-
-    async with (
-        httpx.AsyncClient(base_url=url, timeout=5.0, headers=api_key_headers()) as client,
-        asyncio.timeout(START_TIMEOUT_S),
-    ):
-        while True:
-            rows = (await client.get("/v1/pools")).json()["data"]
-            ready = {
-                row["name"]: sum(role["ready"] for model in row["models"] for role in model["roles"].values())
-                for row in rows
-            }
-            if all(ready.get(name, 0) >= wanted for name, wanted in workers.items()):
-                return
-            await asyncio.sleep(0.02)
+        self._front.close()

@@ -1,17 +1,19 @@
 """A group of commands of which only the one that runs is imported.
 
 Importing every command's settings and libraries took each process half a second of CPU, which a pool of ten processes
-pays ten times. ``--help`` of the group, completion and tests that look at all commands import all of them.
+pays ten times. ``--help`` of the group and tests that look at all commands import all of them; completion of a
+command's name imports none.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Mapping, MutableMapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import typer.main
-from typer.core import TyperGroup
+
+from poolgrid.cli.help_page import HelpedGroup
 
 
 class LateCommands(MutableMapping[str, Any]):
@@ -46,8 +48,16 @@ class LateCommands(MutableMapping[str, Any]):
         return len(self._modules)
 
 
-class LateGroup(TyperGroup):
-    """A Typer group whose commands are ``modules``; subclasses name them."""
+class Word(NamedTuple):
+    """A completion, as shells are told of it."""
+
+    value: str
+    help: str = ""
+    type: str = "plain"
+
+
+class LateGroup(HelpedGroup):
+    """A group whose commands are ``modules``; subclasses name them."""
 
     modules: ClassVar[Mapping[str, str]] = {}
 
@@ -58,3 +68,9 @@ class LateGroup(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names without making the commands."""
         return list(self.commands)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """Return the commands that begin like a word, without making them, and what options there are."""
+        if incomplete.startswith("-"):
+            return list(super().shell_complete(ctx, incomplete))
+        return [Word(name) for name in self.commands if name.startswith(incomplete)]

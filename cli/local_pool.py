@@ -22,7 +22,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
-from poolgrid.cli.api_key import api_key_headers
+from poolgrid.cli.api_key import api_key_headers, key_hint
+from poolgrid.cli.greeting import greeting
 from poolgrid.cli.held_port import HeldPorts
 from poolgrid.cli.launch_plan import (
     ANY,
@@ -35,8 +36,10 @@ from poolgrid.cli.launch_plan import (
     simulated_limits,
 )
 from poolgrid.cli.part import START_TIMEOUT_S, STOP_TIMEOUT_S, Part, PartFailed, part_environment, stop_parts
+from poolgrid.cli.pool_status import until_workers_are_ready
 from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.frontend.prompt_model import PromptModel
+from poolgrid.runtime.figures import counted
 from poolgrid.runtime.settings import Settings
 from poolgrid.runtime.tasks import cancel_all, owned
 
@@ -105,6 +108,16 @@ class UpSettings(Settings):
         description="Directory of the journal and of the recorded decisions; by default a temporary one that ends with "
         "the pool. With --pools, one below it for each pool, and none by default.",
     )
+    settings_file: Path | None = Field(
+        None,
+        description="TOML file with settings of the routers, as `poolgrid router --settings-file` takes it and "
+        "`poolgrid tune --config` writes it; options given here win over it.",
+    )
+    api_keys: Path | None = Field(
+        None,
+        description="JSON file of API keys and tenants (`poolgrid keys create`); without it anybody may ask. With "
+        "--pools, only the global router listens at --host then, and everything behind it on loopback.",
+    )
     policy: str = Field("kv", description="How a worker is chosen; see poolgrid router --help.")
     model_path: Path = Field(TINY_MODEL_PATH, description="Hugging Face style model directory (no weights needed).")
     block_size: int = Field(32, ge=1, le=4096, description="Tokens in a KV block.")
@@ -119,6 +132,7 @@ class UpSettings(Settings):
         False,
         description="Clients share cached work only where they send the same cache_salt; see poolgrid router --help.",
     )
+    access_log: bool = Field(False, description="Log a line for each request when it ends; see poolgrid router --help.")
     log_level: str = Field("warning", description="Least severe log lines shown: debug, info, warning or error.")
     served_model_name: str = Field(
         "", max_length=256, description="Model name as clients write it; empty = the name of the model's directory."
@@ -208,6 +222,11 @@ class UpSettings(Settings):
         return self.engine != "simulated"
 
     @property
+    def warms_up(self) -> bool:
+        """Return whether requests are sent before the pool is called ready."""
+        return self.real if self.warm_up is None else self.warm_up
+
+    @property
     def model_name(self) -> str:
         """Return the model's name as clients write it."""
         return self.served_model_name or self.model_path.resolve().name
@@ -238,11 +257,26 @@ class UpSettings(Settings):
             if role in names.values()
         ]
 
-    @property
+    def router_arguments(self) -> list[str]:
+        """Return what a pool's router is told of choosing workers, and of clients."""
+        file = [] if self.settings_file is None else ["--settings-file", str(self.settings_file)]
+        return [*file, *self._unless_from_file("policy", "--policy", self.policy), *self.front_end_arguments()]
+
     def front_end_arguments(self) -> list[str]:
         """Return what routers of both kinds are told of clients."""
         isolation = ["--isolate-tenants"] if self.isolate_tenants else []
-        return ["--queue-limit", str(self.queue_limit), *isolation]
+        return [*self._unless_from_file("queue_limit", "--queue-limit", str(self.queue_limit)), *isolation]
+
+    def _unless_from_file(self, name: str, option: str, value: str) -> list[str]:
+        """Return an option, which would win over the settings file; so nothing that nobody asked for."""
+        left_to_file = self.settings_file is not None and name not in self.model_fields_set
+        return [] if left_to_file else [option, value]
+
+    @property
+    def public_arguments(self) -> list[str]:
+        """Return what the router is told that clients come to, beyond ``front_end_arguments``."""
+        keys = [] if self.api_keys is None else ["--api-keys", str(self.api_keys)]
+        return [*keys, *(["--access-log"] if self.access_log else [])]
 
     @property
     def whole_workers(self) -> int:
@@ -356,8 +390,8 @@ class LocalPool:
         started = await asyncio.gather(router, *(self._start_worker(each) for each in self._planned))
         self._router, self._workers = started[0], list(started[1:])
         url = self._router.ready_words[0]
-        await _until_workers_are_known(url, len(self._planned))
-        if settings.real if settings.warm_up is None else settings.warm_up:
+        await until_workers_are_ready(self._router.word("select"), len(self._planned), START_TIMEOUT_S)
+        if settings.warms_up:
             await warm_up(url, settings)
         return url
 
@@ -374,11 +408,10 @@ class LocalPool:
 
     def greeting(self, url: str) -> str:
         """Return what a newcomer should know."""
-        return (
-            f"{len(self._planned)} {self._settings.engine} workers serve model {self._settings.model_name!r}. "
-            f"Send requests to {url}/v1, for example:\n{example_request(url, self._settings.model_name)}"
-            f"Watch them with: poolgrid top --url {url}    Stop with Ctrl-C.\n"
-        )
+        settings = self._settings
+        what = counted(len(self._planned), f"{settings.engine} worker")
+        shown = ": one worker computed the prompt, another one goes on" if settings.prefill else ""
+        return greeting(what, url, settings.model_name, settings.api_keys is not None, shown)
 
     async def _start_worker(self, planned: PlannedWorker) -> Part:
         settings = self._settings
@@ -423,9 +456,9 @@ def router_arguments(settings: UpSettings, port: str, select_port: str) -> list[
     """Return the command of the router, but for where the consolidator is."""
     named = ["--model-name", settings.served_model_name] if settings.served_model_name else []
     return [
-        *("router", "--host", settings.host, "--port", port, "--policy", settings.policy),
+        *("router", "--host", settings.host, "--port", port, *settings.router_arguments()),
         *("--select-port", select_port, "--model-path", str(settings.model_path), *named),
-        *settings.front_end_arguments,
+        *settings.public_arguments,
         *options_as_arguments(settings.router_option),
     ]
 
@@ -457,33 +490,9 @@ async def warm_up(url: str, settings: UpSettings) -> None:
             except httpx.HTTPError as error:
                 raise PartFailed(f"warming up: a request got no answer: {error!r}") from error
             if answer.status_code != 200:
-                raise PartFailed(f"warming up: a request was answered with {answer.status_code}: {answer.text[:500]}")
+                hint = key_hint(answer.status_code)
+                raise PartFailed(
+                    f"warming up: a request was answered with {answer.status_code}: {answer.text[:500]}{hint}"
+                )
 
         await asyncio.gather(*(ask(f"{at} {WARM_UP_PROMPT}") for at in range(paths)))
-
-
-async def _until_workers_are_known(url: str, workers: int) -> None:
-    """Wait until the router can reach every worker."""
-    import httpx
-
-    async with (
-        httpx.AsyncClient(base_url=url, timeout=5.0, headers=api_key_headers()) as client,
-        asyncio.timeout(START_TIMEOUT_S),
-    ):
-        while True:
-            answer = (await client.get("/v1/workers")).json()
-            states: dict[str, set[str]] = {}
-            for row in answer["data"]:
-                states.setdefault(row["worker_id"], set()).add(row["state"])
-            # Every rank of every worker.
-            if sum(found == {"ready"} for found in states.values()) >= workers:
-                return
-            await asyncio.sleep(0.02)
-
-
-def example_request(url: str, model_name: str) -> str:
-    """Return a request that a newcomer can paste."""
-    return (
-        f"  curl {url}/v1/chat/completions -H 'content-type: application/json' "
-        f'-d \'{{"model": "{model_name}", "messages": [{{"role": "user", "content": "Hello"}}], "max_tokens": 32}}\'\n'
-    )

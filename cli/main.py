@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
 import typer
 
 from poolgrid import __version__
+from poolgrid.cli.completion import COMPLETE_VARIABLE, answer_shells
+from poolgrid.cli.help_page import CommandLine
 from poolgrid.cli.late_group import LateGroup
 
 
@@ -31,18 +34,20 @@ class Commands(LateGroup):
         "engine-config": "poolgrid.cli.commands.engine_config",
         "keys": "poolgrid.cli.commands.keys",
         "journal": "poolgrid.cli.commands.journal",
+        "completion": "poolgrid.cli.commands.completion",
     }
 
 
-app = typer.Typer(
+app = CommandLine(
     name="poolgrid",
     cls=Commands,
     help="An event-sourced, KV-cache-aware router in front of TensorRT-LLM workers.",
+    epilog="Begin with: poolgrid up",
     no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
+
+PROGRAM = "poolgrid"
 
 
 def _tell_version(asked: bool) -> None:
@@ -61,8 +66,10 @@ def poolgrid(
 
 
 def run() -> None:
-    """Run the command line."""
-    app()
+    """Run the command line, or answer a shell that completes one."""
+    if COMPLETE_VARIABLE in os.environ:
+        answer_shells()
+    app(prog_name=PROGRAM)
 
 
 if __name__ == "__main__":

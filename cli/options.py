@@ -84,7 +84,7 @@ def with_settings(
         own = list(inspect.signature(command, eval_str=True).parameters.values())[len(models) :]
 
         def run(**values: Any) -> Any:
-            file = values.pop(SETTINGS_FILE, None)
+            file = values.pop(SETTINGS_FILE, None) if from_file else None
             of_file = {} if file is None else _read_settings(file, fields)
             given = {
                 name: value for name, value in values.items() if name in fields and value is not None and value != []
@@ -241,6 +241,9 @@ def _parameter(
             show_envvar=False,
             show_default=_shown(default) if shown_default is None else shown_default,
             rich_help_panel=panel,
+            autocompletion=(lambda incomplete: [each for each in choices if each.startswith(incomplete)])
+            if choices
+            else None,
         ),
     ]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

@@ -20,7 +20,7 @@ import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -39,9 +39,10 @@ LAST_WORDS_S = 2.0
 """How long what a part has printed before its end may take to be in its log."""
 
 
-def part_environment() -> dict[str, str]:
-    """Return the environment of parts: ours, and the sign that standard input is a pipe from us."""
-    return {**os.environ, PARENT_PIPE_VARIABLE: "1", "PYTHONUNBUFFERED": "1"}
+def part_environment(without: Collection[str] = ()) -> dict[str, str]:
+    """Return the environment of parts: ours, ``without`` some, and the sign that standard input is a pipe from us."""
+    ours = {name: value for name, value in os.environ.items() if name not in without}
+    return {**ours, PARENT_PIPE_VARIABLE: "1", "PYTHONUNBUFFERED": "1"}
 
 
 class PartFailed(RuntimeError):

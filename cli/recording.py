@@ -13,6 +13,7 @@ from poolgrid.router.consolidator.adapters.posix_disk import ReadOnlyDirectory
 from poolgrid.router.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
 from poolgrid.router.decision_journal.reader import decision_directories
 from poolgrid.router.decision_journal.traffic import RecordedTraffic, Recording, read_recording
+from poolgrid.runtime.figures import counted
 from poolgrid.simulation.recorded import RecordedRequest, recorded_workload
 from poolgrid.simulation.report import latency_summary
 from poolgrid.simulation.settings import EngineSettings
@@ -125,9 +126,9 @@ def _limits(workload: Workload, given: dict[str, int]) -> EngineLimits:
 def _remarks(recording: Recording) -> list[str]:
     remarks = []
     if recording.other_models:
-        remarks.append(f"{recording.other_models} requests for other models are left out")
+        remarks.append(f"left out: {counted(recording.other_models, 'request')} for other models")
     if recording.unknown_lengths:
-        remarks.append(f"{recording.unknown_lengths} requests of unknown output length count as one token")
+        remarks.append(f"of unknown output length, taken as one token: {counted(recording.unknown_lengths, 'request')}")
     if set(recording.shape.roles) - {Role.AGGREGATED}:
         remarks.append("the recorded pool was disaggregated; every simulated worker does prefill and decode")
     return remarks

@@ -14,12 +14,14 @@ import typer
 from rich.console import Console
 
 from poolgrid.cli.journal_directory import UsageError, journal_errors, open_directory, progress_bar, survey_bytes
+from poolgrid.cli.json_output import print_json
 from poolgrid.router.consolidator.adapters.posix_disk import ReadOnlyDirectory
 from poolgrid.router.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
 from poolgrid.router.decision_journal.opening import policy_of
 from poolgrid.router.decision_journal.reader import decision_directories
 from poolgrid.router.decision_journal.replay import Replay, ReplayOutcome, shown
 from poolgrid.router.policy_loading import PolicyError
+from poolgrid.runtime.figures import counted
 
 SIDE_CHARS_MAX = 4000
 """Characters shown of each side of a difference; ``--json`` has all."""
@@ -56,7 +58,7 @@ def replay(directory: Path, decisions: Path | None, strict: bool, as_json: bool)
         status = 1
         typer.echo("no decision could be derived", err=True)
     if as_json:
-        typer.echo(json.dumps({"identical": status == 0, **answer}, indent=2))
+        print_json({"identical": status == 0, **answer})
     return status
 
 
@@ -83,13 +85,15 @@ def _row(outcome: ReplayOutcome) -> dict[str, Any]:
 
 
 def _print(console: Console, name: str, outcome: ReplayOutcome) -> None:
-    console.print(f"{name}: {outcome.identical} decisions derived again, bit for bit as recorded", markup=False)
+    console.print(
+        f"{name}: {counted(outcome.identical, 'decision')} derived again, bit for bit as recorded", markup=False
+    )
     for cause, count in outcome.causes.items():
-        console.print(f"  {count} not derivable: {cause}", markup=False)
+        console.print(f"  {count:,} not derivable: {cause}", markup=False)
     if outcome.lost_decisions:
-        console.print(f"  {outcome.lost_decisions} were never recorded, as the journal says", markup=False)
+        console.print(f"  {outcome.lost_decisions:,} never recorded, as the journal says", markup=False)
     for kind, count in outcome.remarks.unknown.items():
-        console.print(f"  {count} entries of the unknown kind {kind} skipped", markup=False)
+        console.print(f"  skipped: {counted(count, 'entry')} of the unknown kind {kind}", markup=False)
     for torn in outcome.remarks.torn:
         console.print(f"  {torn.file}: torn at byte {torn.position}, entry {torn.offset}: {torn.detail}", markup=False)
     difference = outcome.difference

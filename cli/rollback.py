@@ -3,27 +3,44 @@
 from __future__ import annotations
 
 import httpx
+import msgspec
 import typer
 
-from poolgrid.cli.api_key import api_key_headers
+from poolgrid.cli.api_key import api_key_headers, key_hint
+from poolgrid.cli.json_output import print_json
+from poolgrid.wire.answers import ReloadAnswer
 
 TIMEOUT_S = 10.0
 
 
-def rollback(url: str) -> int:
+def rollback(url: str, as_json: bool = False) -> int:
     """Roll back, print what changed, return the exit status."""
     place = f"{url.rstrip('/')}/v1/config/rollback"
     try:
         answer = httpx.post(place, timeout=TIMEOUT_S, headers=api_key_headers())
-        body = answer.json()
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         typer.echo(f"asking {place}: {error}; nothing is known to have changed", err=True)
         return 1
     if answer.status_code != 200:
-        message = body.get("error", {}).get("message") if isinstance(body, dict) else None
-        typer.echo(f"asking {place}: status {answer.status_code}: {message or answer.text[:200]}", err=True)
+        hint = key_hint(answer.status_code)
+        typer.echo(f"asking {place}: status {answer.status_code}: {_message(answer)}{hint}", err=True)
         return 1
-    typer.echo(f"rolled back: revision {body['revision']} is in force")
-    for change in body["changes"]:
+    try:
+        done = msgspec.json.decode(answer.content, type=ReloadAnswer)
+    except (msgspec.MsgspecError, ValueError) as error:
+        typer.echo(f"asking {place}: the answer is not a global router's: {error}", err=True)
+        return 1
+    if as_json:
+        print_json(done)
+        return 0
+    typer.echo(f"rolled back: revision {done.revision} is in force")
+    for change in done.changes:
         typer.echo(f"  {change}")
     return 0
+
+
+def _message(answer: httpx.Response) -> str:
+    try:
+        return str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return answer.text[:200]

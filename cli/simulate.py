@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from poolgrid.cli.json_output import cannot_write, json_text, print_json
 from poolgrid.loadgen.trace import TraceError, read_trace
 from poolgrid.router.core.cost import CostWeights
 from poolgrid.router.core.policy import make_policy
+from poolgrid.runtime.figures import number, percent
+from poolgrid.runtime.terminal_table import Heading, TerminalTable, terminal
 from poolgrid.simulation.pool import SIMULATED_POLICIES, RouterFleet, SimulatedPool
-from poolgrid.simulation.report import policy_report, result_table
+from poolgrid.simulation.report import policy_report
 from poolgrid.simulation.settings import SimulationSettings
 from poolgrid.simulation.workload import build_workload
 from poolgrid.workers.engines.simulated.core.engine import EngineLimits
@@ -37,9 +40,8 @@ def run_simulation(trace: Path, settings: SimulationSettings) -> int:
     except (TraceError, TableError, OSError) as error:
         errors.print(f"simulating: {error}", markup=False)
         return 2
-    out = settings.json_out
-    if out is not None and (out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK)):
-        errors.print(f"simulating: --json {out} cannot be written; nothing was simulated", markup=False)
+    if fault := cannot_write(settings.out):
+        errors.print(f"simulating: --out: {fault}; nothing was simulated", markup=False)
         return 2
     workload = build_workload(rows, settings.speed, settings.block_size)
     roomy = workload.total_tokens // settings.block_size + 2 * len(rows) + 1
@@ -104,7 +106,34 @@ def run_simulation(trace: Path, settings: SimulationSettings) -> int:
         "ideal_cached_token_ratio": workload.ideal_cached_token_ratio,
         "policies": policies,
     }
-    Console().print(result_table(workload.ideal_cached_token_ratio, policies))
-    if out is not None:
-        out.write_text(json.dumps(report, indent=2) + "\n")
+    if settings.as_json:
+        print_json(report)
+    else:
+        terminal().print(result_table(workload.ideal_cached_token_ratio, policies))
+    if settings.out is not None:
+        settings.out.write_text(json_text(report), encoding="utf-8")
     return 0
+
+
+def result_table(ideal: float, policies: Mapping[str, Mapping[str, Any]]) -> TerminalTable:
+    """Return the policies side by side."""
+    names = ("cached", "of ideal", "TTFT mean", "p99", "ITL mean", "p99", "busy", "spread")
+    table = TerminalTable(
+        [Heading("policy", numeric=False), *map(Heading, names)],
+        f"an infinite shared cache would reuse {percent(ideal)} of the prompt tokens",
+        "times in ms; spread: prompt tokens of the busiest worker over the mean",
+    )
+    for name, report in policies.items():
+        ttft, itl = report["ttft_ms"], report["itl_ms"]
+        table.add(
+            name,
+            percent(report["cached_token_ratio"]),
+            percent(report["cached_token_ratio"] / ideal if ideal else None),
+            number(ttft["mean"], 0),
+            number(ttft["p99"], 0),
+            number(itl["mean"], 1),
+            number(itl["p99"], 1),
+            percent(report["busy_ratio"], 0),
+            number(report["worker_tokens_max_over_mean"]),
+        )
+    return table

@@ -1,29 +1,29 @@
 """``poolgrid top``: a live view of a router's workers, or a global router's pools, of its queue and last decisions.
 
 ``view`` turns the two answers of the router into something to draw and reads no clock and no socket; ``top`` fetches
-and draws. A global router is known by having no ``/v1/workers``. A router that goes away is shown as away, with the
-last known state, and asked again at the same interval.
+and draws, or prints the answers as JSON. A global router is known by having no ``/v1/workers``. A router that goes away
+is shown as away, with the last known state, and asked again at the same interval.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import httpx
 import msgspec
-from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
-from poolgrid.cli.api_key import api_key_headers
+from poolgrid.cli.api_key import api_key_headers, key_hint
 from poolgrid.runtime import lifecycle
+from poolgrid.runtime.figures import UNKNOWN, counted, milliseconds, number, percent
+from poolgrid.runtime.terminal_table import Heading, TerminalTable, terminal
 from poolgrid.wire.answers import (
     DecisionList,
     DecisionRow,
@@ -63,10 +63,7 @@ _POOL_STYLES = {
 }
 _STATE_STYLES = {"ready": "green", "draining": "yellow", "connecting": "yellow", "unreachable": "red", "stale": "red"}
 
-_STREAM_STYLES = {"live": "green", "syncing": "yellow", "replaying": "yellow", "snapshotting": "yellow"}
-
-WIDE_COLUMNS = 120
-"""Terminals narrower than this leave the optional columns out."""
+_STREAM_STYLES = {"live": "green", "replaying": "yellow", "snapshotting": "yellow"}
 
 OWN = "worker"
 """What a worker's own stream is called among its sources."""
@@ -87,33 +84,27 @@ class Frame(msgspec.Struct, frozen=True):
 
 
 def usage_bar(used: int, total: int) -> Text:
-    """Return a bar for the used share of a total, e.g. ``███░░░░░░░  30 %``."""
+    """Return a bar for the used share of a total, e.g. ``███░░░░░░░  30%``."""
     if total <= 0:
-        return Text("–", style="dim")
+        return Text(UNKNOWN, style="dim")
     share = min(1.0, max(0.0, used / total))
     filled = round(share * BAR_CELLS)
     style = "red" if share >= 0.95 else "yellow" if share >= 0.8 else "green"
-    return Text.assemble(("█" * filled, style), ("░" * (BAR_CELLS - filled), "dim"), f" {round(100 * share):3d} %")
-
-
-def milliseconds(value: float | None) -> str:
-    """Return a duration for people: ``12 ms``, ``3.4 s``, ``5 min``, or a dash."""
-    if value is None:
-        return "–"
-    if value < 1000:
-        return f"{value:.0f} ms"
-    if value < 120_000:
-        return f"{value / 1000:.1f} s"
-    return f"{value / 60_000:.0f} min"
+    return Text.assemble(("█" * filled, style), ("░" * (BAR_CELLS - filled), "dim"), f" {percent(share, 0):>4}")
 
 
 def stream_cell(stream: StreamRow) -> Text:
-    """Return the state of a stream, whether it is believed, and the further sources that are not live."""
+    """Return the state of a stream, whether it is believed, and the further sources that are not live.
+
+    A worker that has joined says nothing of its own until it has something to do.
+    """
+    if stream.state == "syncing" and stream.trusted:
+        return Text("no events yet", style="dim")
     lacking = [f"{name} {one.state}" for name, one in stream.sources.items() if name != OWN and one.state != "live"]
     if stream.trusted:
         style = "yellow" if lacking else _STREAM_STYLES.get(stream.state, "")
         return Text(", ".join([stream.state, *lacking]), style=style)
-    word = stream.state if stream.state == "stale" else f"suspect {stream.disagreement:.0%}"
+    word = stream.state if stream.state == "stale" else f"suspect {percent(stream.disagreement, 0)}"
     return Text(", ".join([word, *lacking]), style="red")
 
 
@@ -122,15 +113,15 @@ class Column(Generic[R]):
     """A column, its cell for a row, and whether a narrow terminal can do without it."""
 
     heading: str
-    cell: Callable[[R], RenderableType]
+    cell: Callable[[R], Text | str]
     numeric: bool = True
     optional: bool = False
 
 
 WORKER_COLUMNS: tuple[Column[WorkerRow], ...] = (
     Column("worker", lambda row: Text(row.worker_id if row.dp_rank == 0 else f"{row.worker_id}/{row.dp_rank}"), False),
-    Column("model", lambda row: Text(row.model), False, optional=True),
     Column("role", lambda row: Text(row.role), False, optional=True),
+    Column("model", lambda row: Text(row.model), False, optional=True),
     Column("state", lambda row: Text(row.state, style=_STATE_STYLES.get(row.state, "")), False),
     Column("stream", lambda row: stream_cell(row.stream), False),
     Column("run", lambda row: f"{row.running_requests:,}"),
@@ -151,8 +142,8 @@ DECISION_COLUMNS: tuple[Column[DecisionRow], ...] = (
     Column("reason", lambda row: Text(row.reason), False),
     Column("overlap/ISL blocks", lambda row: f"{row.overlap_blocks:,}/{row.isl_blocks:,}"),
     Column("ISL", lambda row: f"{row.isl:,}", optional=True),
-    Column("reused tok", lambda row: "–" if row.realised_cached_tokens is None else f"{row.realised_cached_tokens:,}"),
-    Column("cost", lambda row: "–" if row.cost is None else f"{row.cost:,.2f}", optional=True),
+    Column("reused tok", lambda row: number(row.realised_cached_tokens, 0)),
+    Column("cost", lambda row: number(row.cost), optional=True),
     Column("of", lambda row: f"{row.candidates:,}", optional=True),
 )
 
@@ -168,7 +159,7 @@ POOL_COLUMNS: tuple[Column[PoolRow], ...] = (
     Column("state", lambda row: Text(row.state, style=_POOL_STYLES.get(row.state, "")), False),
     Column("breaker", lambda row: Text(row.breaker.state), False, optional=True),
     Column("in flight", lambda row: f"{row.in_flight:,}"),
-    Column("own queue", lambda row: "–" if row.waiting_requests is None else f"{row.waiting_requests:,}"),
+    Column("own queue", lambda row: number(row.waiting_requests, 0)),
     Column("room in use", _room_in_use),
     Column("workers", lambda row: f"{sum(role.ready for role in row.roles()):,}"),
     Column("models", lambda row: Text(", ".join(model.model for model in row.models)), False, optional=True),
@@ -179,7 +170,7 @@ PLACEMENT_COLUMNS: tuple[Column[PlacedRow], ...] = (
     Column("request", lambda row: Text(row.request_id), False),
     Column("pools", lambda row: Text(", ".join(row.pools)), False),
     Column("workers", lambda row: Text(", ".join(row.workers)), False, optional=True),
-    Column("how", lambda row: Text(row.how or "–"), False),
+    Column("how", lambda row: Text(row.how or UNKNOWN), False),
     Column("outcome", lambda row: Text(row.outcome), False),
     Column("ISL", lambda row: f"{row.isl:,}"),
     Column("OSL", lambda row: f"{row.output_tokens:,}", optional=True),
@@ -189,31 +180,26 @@ PLACEMENT_COLUMNS: tuple[Column[PlacedRow], ...] = (
 )
 
 
-def _table(title: str, columns: Sequence[Column[R]], rows: Sequence[R], width: int) -> Table:
-    shown = [column for column in columns if width >= WIDE_COLUMNS or not column.optional]
-    table = Table(title=title, title_justify="left", expand=True, box=box.SIMPLE_HEAD)
-    for column in shown:
-        if column.numeric:
-            table.add_column(column.heading, justify="right", no_wrap=True)
-        else:
-            table.add_column(column.heading, overflow="ellipsis", no_wrap=True)
+def _table(title: str, columns: Sequence[Column[R]], rows: Sequence[R]) -> TerminalTable:
+    headings = [Heading(column.heading, column.numeric, column.optional) for column in columns]
+    table = TerminalTable(headings, f"\n{title}")
     for row in rows:
-        table.add_row(*(column.cell(row) for column in shown))
+        table.add(*(column.cell(row) for column in columns))
     return table
 
 
-def worker_table(rows: Sequence[WorkerRow], width: int = WIDE_COLUMNS) -> Table:
-    """Return the table of workers, in order of name and rank, for a terminal of ``width`` columns."""
+def worker_table(rows: Sequence[WorkerRow]) -> TerminalTable:
+    """Return the table of workers, in order of name and rank."""
     ordered = sorted(rows, key=lambda row: (row.worker_id, row.dp_rank))
-    table = _table("workers", WORKER_COLUMNS, ordered[:WORKERS_SHOWN_MAX], width)
+    table = _table("workers", WORKER_COLUMNS, ordered[:WORKERS_SHOWN_MAX])
     if len(ordered) > WORKERS_SHOWN_MAX:
-        table.caption = f"{len(ordered) - WORKERS_SHOWN_MAX:,} more workers are not shown"
+        table.note = f"not shown: {counted(len(ordered) - WORKERS_SHOWN_MAX, 'more worker')}"
     return table
 
 
-def decision_table(rows: Sequence[DecisionRow], width: int = WIDE_COLUMNS) -> Table:
+def decision_table(rows: Sequence[DecisionRow]) -> TerminalTable:
     """Return the table of decisions, in the order given."""
-    return _table("last decisions", DECISION_COLUMNS, rows, width)
+    return _table("last decisions", DECISION_COLUMNS, rows)
 
 
 def queue_line(queue: QueueRow) -> Text:
@@ -222,27 +208,29 @@ def queue_line(queue: QueueRow) -> Text:
     waiting = f"queue: {queue.requests:,} of {queue.requests_max:,} requests, "
     tokens = f"{queue.prompt_tokens:,} of {queue.prompt_tokens_max:,} prompt tokens"
     refused = ", ".join(f"{count:,} {code}" for code, count in sorted(queue.refused.items())) or "none"
-    again = "" if queue.retry_after_s is None else f"   come back after {queue.retry_after_s:.0f} s"
+    # What is refused is told when to come back; while nobody waits, nobody is.
+    tells = queue.retry_after_s is not None and queue.requests > 0
+    again = f"   come back after {queue.retry_after_s:.0f} s" if tells else ""
     style = "red" if full else "yellow" if queue.requests else ""
     return Text.assemble((waiting + tokens, style), f"   refused: {refused}", again)
 
 
-def _pool_parts(frame: Frame, pools: PoolList, width: int) -> list[RenderableType]:
+def _pool_parts(frame: Frame, pools: PoolList) -> list[RenderableType]:
     """Return what there is to see of a global router."""
     states = ", ".join(
         f"{count} {state}" for state in _POOL_STYLES if (count := sum(row.state == state for row in pools.data))
     )
     in_flight = sum(row.in_flight for row in pools.data)
-    headline = f"{frame.url}   pools: {states or 'none'}   dispatches: {in_flight:,}   revision {pools.revision:,}"
+    headline = f"{frame.url}   pools: {states or 'none'}   in flight: {in_flight:,}   revision {pools.revision:,}"
     parts: list[RenderableType] = [Text(headline, style="bold")]
     parts.append(queue_line(pools.queue))
-    parts.append(_table("pools", POOL_COLUMNS, pools.data, width))
+    parts.append(_table("pools", POOL_COLUMNS, pools.data))
     if frame.placements is not None:
-        parts.append(_table("last requests", PLACEMENT_COLUMNS, frame.placements.data, width))
+        parts.append(_table("last requests", PLACEMENT_COLUMNS, frame.placements.data))
     return parts
 
 
-def view(frame: Frame, width: int = WIDE_COLUMNS) -> RenderableType:
+def view(frame: Frame) -> RenderableType:
     """Return one screen: a headline, the queue, the workers or pools, the decisions."""
     parts: list[RenderableType] = []
     if frame.workers is not None:
@@ -262,13 +250,13 @@ def view(frame: Frame, width: int = WIDE_COLUMNS) -> RenderableType:
         parts.append(queue_line(frame.workers.queue))
     if frame.fault is not None:
         known = "; below is what was known last" if frame.workers is not None or frame.pools is not None else ""
-        parts.append(Panel(Text(f"{frame.url} does not answer: {frame.fault}{known}"), border_style="red"))
+        parts.append(Text(f"{frame.url} does not answer: {frame.fault}{known}", style="red"))
     if frame.pools is not None:
-        parts += _pool_parts(frame, frame.pools, width)
+        parts += _pool_parts(frame, frame.pools)
     if frame.workers is not None:
-        parts.append(worker_table(frame.workers.data, width))
+        parts.append(worker_table(frame.workers.data))
     if frame.decisions is not None:
-        parts.append(decision_table(frame.decisions.data, width))
+        parts.append(decision_table(frame.decisions.data))
     return Group(*parts)
 
 
@@ -293,7 +281,7 @@ async def _get(client: httpx.AsyncClient, path: str) -> bytes:
     except httpx.HTTPError as error:
         raise FetchError(f"GET {path}: {error or type(error).__name__}") from None
     if answer.status_code != 200:
-        raise FetchError(f"GET {path}: status {answer.status_code}", answer.status_code)
+        raise FetchError(f"GET {path}: status {answer.status_code}{key_hint(answer.status_code)}", answer.status_code)
     return b"".join(chunks)
 
 
@@ -330,44 +318,49 @@ async def _watch(console: Console, url: str, interval_s: float, stop: asyncio.Ev
         with Live(console=console, screen=console.is_terminal, auto_refresh=False, transient=False) as live:
             while not stop.is_set():
                 frame = await fetch(client, frame)
-                live.update(view(frame, console.width), refresh=True)
+                live.update(view(frame), refresh=True)
                 try:
                     await asyncio.wait_for(stop.wait(), interval_s)
                 except TimeoutError:
                     pass  # time for the next look
 
 
-async def _look(console: Console, url: str) -> int:
+async def _look(console: Console, url: str, as_json: bool) -> int:
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, headers=api_key_headers()) as client:
         frame = await fetch(client, Frame(url))
-    console.print(view(frame, console.width))
+    if as_json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(frame)).decode() + "\n")
+    else:
+        console.print(view(frame))
     return 0 if frame.fault is None else 1
 
 
-def top(url: str, interval_s: float, once: bool) -> int:
+def top(url: str, interval_s: float, once: bool, as_json: bool = False) -> int:
     """Show the router at ``url`` every ``interval_s`` seconds until SIGINT; with ``once`` show it once.
 
-    Returns the exit code: with ``once`` 1 when the router did not answer as one, else 0.
+    Returns the exit code: with ``once`` 1 when the router did not answer as one, else 0; 2 for wrong arguments.
     """
     url = url.rstrip("/").removesuffix("/v1")
-    if not url.startswith(("http://", "https://")):
-        Console(stderr=True).print(
-            f"poolgrid top: url is {url!r}, allowed are http://HOST[:PORT] and https://HOST[:PORT]", markup=False
-        )
-        return 1
-    if not 0.05 <= interval_s <= 3600:
-        Console(stderr=True).print(
-            f"poolgrid top: interval is {interval_s} s, allowed are values from 0.05 to 3600", markup=False
-        )
-        return 1
+    if fault := _unusable(url, interval_s, once, as_json):
+        terminal(stderr=True).print(f"poolgrid top: {fault}", markup=False)
+        return 2
     # httpx logs a line per request, which would tear the screen.
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    console = Console()
+    console = terminal()
     if once:
-        return asyncio.run(_look(console, url))
+        return asyncio.run(_look(console, url, as_json))
 
     async def main(stop: asyncio.Event) -> None:
         await _watch(console, url, interval_s, stop)
 
     lifecycle.run(main)
     return 0
+
+
+def _unusable(url: str, interval_s: float, once: bool, as_json: bool) -> str:
+    """Return why the arguments cannot be used; empty when they can."""
+    if not url.startswith(("http://", "https://")):
+        return f"url is {url!r}, allowed are http://HOST[:PORT] and https://HOST[:PORT]"
+    if not 0.05 <= interval_s <= 3600:
+        return f"interval is {interval_s} s, allowed are values from 0.05 to 3600"
+    return "--json needs --once: a live view is for people" if as_json and not once else ""

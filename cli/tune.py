@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from poolgrid.cli.journal_directory import UsageError, journal_errors
+from poolgrid.cli.json_output import cannot_write, json_text, print_json
 from poolgrid.cli.recording import Stage, load_recording, load_trace
 from poolgrid.cli.what_if import difference_table, report_of
+from poolgrid.runtime.figures import counted
+from poolgrid.runtime.terminal_table import terminal
 from poolgrid.simulation.recorded import part_of
 from poolgrid.simulation.settings import TuneSettings
 from poolgrid.simulation.tuning import WORTHWHILE, Objective, Trial, best_of, search
@@ -27,11 +29,11 @@ REQUESTS_MIN = 20
 
 def tune(source: Path, settings: TuneSettings) -> int:
     """Search, compare with the defaults on held-back traffic, print and write what was found; return the status."""
-    console = Console(highlight=False)
+    console = terminal()
     with journal_errors("tuning"):
-        for name, out in (("--json", settings.json_out), ("--config", settings.config_out)):
-            if out is not None and (out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK)):
-                raise UsageError(f"{name} {out} cannot be written; nothing was searched")
+        for name, out in (("--out", settings.out), ("--config", settings.config_out)):
+            if fault := cannot_write(out):
+                raise UsageError(f"{name}: {fault}; nothing was searched")
         stage = (
             load_recording(source, settings) if source.is_dir() else load_trace(source, settings, settings.block_size)
         )
@@ -39,7 +41,7 @@ def tune(source: Path, settings: TuneSettings) -> int:
         cut = int(count * settings.search_share)
         if cut < REQUESTS_MIN or count - cut < REQUESTS_MIN:
             raise UsageError(
-                f"{count} requests, of which {cut} to search on: both parts need at least {REQUESTS_MIN}; "
+                f"{counted(count, 'request')}, of which {cut:,} to search on: both parts need at least {REQUESTS_MIN}; "
                 "nothing was searched"
             )
         objective = Objective(settings.objective, settings.ttft_target_ms, settings.itl_target_ms)
@@ -59,14 +61,17 @@ def tune(source: Path, settings: TuneSettings) -> int:
         if found is not default:
             shown["tuned"] = found.report
         held = Stage(stage.name, held_back, stage.workers, stage.limits, stage.timing)
-        console.print(difference_table(held, shown))
-        console.print(verdict, soft_wrap=True)
         answer = _answer(held, settings, objective, trials, best, shown, accepted, gain, verdict)
-        if settings.json_out is not None:
-            settings.json_out.write_text(json.dumps(answer, indent=2) + "\n")
+        if settings.as_json:
+            print_json(answer)
+        else:
+            console.print(difference_table(held, shown))
+            console.print(verdict, soft_wrap=True)
+        if settings.out is not None:
+            settings.out.write_text(json_text(answer), encoding="utf-8")
         if settings.config_out is not None:
-            settings.config_out.write_text(config_text(stage, settings, chosen, verdict))
-            console.print(f"poolgrid router --settings-file {settings.config_out}", soft_wrap=True)
+            settings.config_out.write_text(config_text(stage, settings, chosen, verdict), encoding="utf-8")
+            typer.echo(f"try it: poolgrid up --settings-file {settings.config_out}", err=settings.as_json)
     return 0
 
 
@@ -155,8 +160,8 @@ def config_text(stage: Stage, settings: TuneSettings, chosen: Variant, verdict: 
     count = len(stage.workload.requests)
     lines = [
         f"# {verdict}",
-        f"# poolgrid tune {stage.name}: {count} requests on {stage.workers} simulated workers, objective "
-        f"{settings.objective}, {settings.trials} trials, seed {settings.seed};",
+        f"# poolgrid tune {stage.name}: {counted(count, 'request')} on {counted(stage.workers, 'simulated worker')}, "
+        f"objective {settings.objective}, {counted(settings.trials, 'trial')}, seed {settings.seed};",
         f"# searched on the first {settings.search_share:.0%}, compared on the rest. Engines are a model: measure it.",
     ]
     lines += [f"{name} = {json.dumps(value)}" for name, value in chosen.settings().items()]

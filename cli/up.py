@@ -93,8 +93,9 @@ def _run(make: Callable[[Path], Local]) -> int:
                 if lost is not None:
                     log.error("%s: everything is ended", lost)
                     status = 1
-            except (PartFailed, TimeoutError, OSError) as error:
-                log.error("%s", error or "the workers did not join in time")
+            except (PartFailed, TimeoutError, OSError, ValueError) as error:
+                # ValueError: keys of the ZMQ planes that cannot be used.
+                log.error("%s", str(error) or "the workers did not join in time")
                 status = 1
             finally:
                 await pool.stop()

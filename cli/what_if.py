@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import json
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from poolgrid.cli.journal_directory import UsageError, journal_errors, progress_bar
+from poolgrid.cli.json_output import cannot_write, json_text, print_json
 from poolgrid.cli.recording import Stage, load_recording
 from poolgrid.router.core.cost import CostWeights
+from poolgrid.runtime.figures import counted, number, percent
+from poolgrid.runtime.terminal_table import Heading, TerminalTable, terminal
 from poolgrid.simulation.pool import SIMULATED_POLICIES
 from poolgrid.simulation.settings import WhatIfSettings
 from poolgrid.simulation.variant_plot import PANELS, PlottingUnavailable, figures, write_plot
@@ -31,7 +29,6 @@ _SWEPT = ("overlap_weight", "prefill_weight", "queue_weight", "decode_weight", "
 
 def what_if(directory: Path, settings: WhatIfSettings) -> int:
     """Play recorded traffic under each variant; return the exit status."""
-    console = Console(highlight=False)
     with journal_errors("trying other settings"):
         _check_outputs(settings)
         stage = load_recording(directory, settings)
@@ -43,18 +40,23 @@ def what_if(directory: Path, settings: WhatIfSettings) -> int:
             reports[variant.name] = result.report
         for remark in stage.remarks:
             typer.echo(remark, err=True)
-        console.print(difference_table(stage, reports))
-        if settings.json_out is not None:
-            settings.json_out.write_text(json.dumps(report_of(stage, settings.speed, reports), indent=2) + "\n")
+        report = report_of(stage, settings.speed, reports)
+        if settings.as_json:
+            print_json(report)
+        else:
+            terminal().print(difference_table(stage, reports))
+        if settings.out is not None:
+            settings.out.write_text(json_text(report), encoding="utf-8")
         if settings.plot is not None:
-            write_plot(f"What if: {stage.name}, {len(stage.workload.requests)} requests", reports, settings.plot)
+            count = counted(len(stage.workload.requests), "request")
+            write_plot(f"What if: {stage.name}, {count}", reports, settings.plot)
     return 0
 
 
 def _check_outputs(settings: WhatIfSettings) -> None:
-    for name, out in (("--json", settings.json_out), ("--plot", settings.plot)):
-        if out is not None and (out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK)):
-            raise UsageError(f"{name} {out} cannot be written; nothing was simulated")
+    for name, out in (("--out", settings.out), ("--plot", settings.plot)):
+        if fault := cannot_write(out):
+            raise UsageError(f"{name}: {fault}; nothing was simulated")
     if settings.plot is not None:
         if settings.plot.suffix not in (".html", ".png"):
             raise UsageError(f"--plot {settings.plot}: its ending must be .html or .png; nothing was simulated")
@@ -94,7 +96,7 @@ def variants_of(settings: WhatIfSettings, stage: Stage) -> list[Variant]:
         if variant.settings() not in [each.settings() for each in variants]:
             variants.append(variant)
     if len(variants) > VARIANTS_MAX:
-        raise UsageError(f"{len(variants)} combinations, allowed are {VARIANTS_MAX}; nothing was simulated")
+        raise UsageError(f"{counted(len(variants), 'combination')}, allowed are {VARIANTS_MAX}; nothing was simulated")
     if len(variants) == 1:
         stage.remarks.append("no other settings were given: try --policy, --overlap-weight or --temperature")
     return variants
@@ -147,32 +149,25 @@ def report_of(stage: Stage, speed: float, policies: Mapping[str, Any]) -> dict[s
     }
 
 
-def difference_table(stage: Stage, reports: Mapping[str, Mapping[str, Any]]) -> Table:
+def difference_table(stage: Stage, reports: Mapping[str, Mapping[str, Any]]) -> TerminalTable:
     """Return every variant's figures, and how they differ from those under the recorded settings."""
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        title=f"{len(stage.workload.requests)} requests on {stage.workers} simulated workers; an infinite shared cache "
-        f"would reuse {stage.workload.ideal_cached_token_ratio:.1%}",
-        caption="milliseconds; spread: prompt tokens of the busiest worker over the mean",
+    headings = ("reused %", "TTFT mean", "TTFT p99", "ITL mean", "ITL p99", "spread")
+    table = TerminalTable(
+        [Heading("settings", numeric=False), *map(Heading, headings)],
+        f"{counted(len(stage.workload.requests), 'request')} on {counted(stage.workers, 'simulated worker')}; an "
+        f"infinite shared cache would reuse {percent(stage.workload.ideal_cached_token_ratio)}",
+        "milliseconds; spread: prompt tokens of the busiest worker over the mean",
     )
-    table.add_column("settings", overflow="fold")
-    for heading in ("reused %", "TTFT mean", "TTFT p99", "ITL mean", "ITL p99", "spread"):
-        table.add_column(heading, justify="right", no_wrap=True)
     if stage.measured is not None:
-        table.add_row(
-            "[dim]measured then[/]",
-            *(f"[dim]{factor * figures(stage.measured, keys):,.2f}[/]" for _, _, factor, keys in PANELS),
-        )
+        then = (number(factor * figures(stage.measured, keys)) for _, _, factor, keys in PANELS)
+        table.add("measured then", *then, style="dim")
     base: list[float] = []
     for name, report in reports.items():
         values = [factor * figures(report, keys) for _, _, factor, keys in PANELS]
+        table.add(name, *map(number, values))
+        if base:
+            table.add("  compared", *(_change(value, before) for value, before in zip(values, base, strict=True)))
         base = base or values
-        cells = [
-            f"{value:,.2f}" if values is base else f"{value:,.2f}\n{_change(value, before)}"
-            for value, before in zip(values, base, strict=True)
-        ]
-        table.add_row(name, *cells)
     return table
 
 

@@ -53,6 +53,7 @@ from poolgrid.frontend.responses_api.store import ResponseStore
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.tokenization import TokenizationPool
 from poolgrid.frontend.tokenizer_endpoints import add_tokenizer_endpoints
+from poolgrid.frontend.traffic import Traffic
 from poolgrid.runtime.clock import Clock, SystemClock
 from poolgrid.runtime.process_group import GroupPlace
 from poolgrid.wire.answers import EndpointRow
@@ -104,7 +105,12 @@ class Application(FastAPI):
     """
 
     def __init__(
-        self, close: Callable[[], Awaitable[None]], request_ids: RequestIds, clock: Clock, **fields: Any
+        self,
+        close: Callable[[], Awaitable[None]],
+        request_ids: RequestIds,
+        clock: Clock,
+        traffic: Traffic,
+        **fields: Any,
     ) -> None:
         # The pages that FastAPI makes of a description load their scripts from elsewhere.
         super().__init__(lifespan=_until_close, docs_url=None, redoc_url=None, **fields)
@@ -112,6 +118,7 @@ class Application(FastAPI):
         self._clock = clock
         self.close = close
         """Ends the threads and the process that endpoints use, and the media under way; a second time does nothing."""
+        self.traffic = traffic
         self.direct: dict[str, InferenceEndpoint | AccessGate] = {}
         """Inference endpoints by path, each behind the gate when there is one."""
 
@@ -205,6 +212,7 @@ def create_app(
         close,
         request_ids,
         clock,
+        Traffic(settings.access_log),
         title="poolgrid",
         summary="OpenAI API of a KV-cache-aware router",
         version=__version__,
@@ -268,6 +276,7 @@ def create_app(
             guides=guides,
             domains=domains,
             dialect=dialect_of(path),
+            traffic=app.traffic,
         )
         app.router.routes.insert(0, Route(path, endpoint, methods=["POST"], name=endpoint.name))
         app.direct[path] = endpoint if keys is None else AccessGate(endpoint, keys)

@@ -46,6 +46,7 @@ from poolgrid.frontend.sequence_output import SequenceOutput
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.stream_head import StreamHead
 from poolgrid.frontend.tokenization import TokenizationPool
+from poolgrid.frontend.traffic import Account, EndedRequest, Traffic
 from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.http_protocol import CONNECTION, SERVER_ENDS
 from poolgrid.runtime.http_protocol import Connection as DirectConnection
@@ -105,6 +106,7 @@ class InferenceEndpoint:
         media: MediaLoader,
         guides: GuideCheck,
         domains: CacheDomains,
+        traffic: Traffic,
         dialect: Dialect = OPENAI,
     ) -> None:
         self.name = name
@@ -122,6 +124,7 @@ class InferenceEndpoint:
         self._media = media
         self._guides = guides
         self._domains = domains
+        self._traffic = traffic
         self._gzip_bytes = settings.gzip_response_bytes or sys.maxsize
         """Shortest answer that is compressed."""
         self.body_bytes_max = settings.max_body_bytes
@@ -136,9 +139,11 @@ class InferenceEndpoint:
         direct = extensions.get(CONNECTION) if extensions else None
         exchange = _Exchange(self, wanted_id, headers, arrived_ms, caller_of(scope), receive, send, direct)
         self._in_flight.inc()
+        number = self._traffic.begin(partial(_account, exchange))
         try:
             await exchange.run()
         finally:
+            self._traffic.end(number, partial(_ended, exchange))
             self._in_flight.dec()
             self._metrics.answered(self.name, exchange.status, exchange.streaming)
 
@@ -173,6 +178,11 @@ class _Exchange:
         self._encoder: AnswerEncoder | None = None
         self.status = CLIENT_LEFT
         self.streaming = False
+        self.model = ""
+        """What was asked for, once the body is read."""
+        self.error = ""
+        """Code of the error that it was answered with."""
+        self.first_token_ms: float | None = None
 
     async def run(self) -> None:
         """Answer; raises only what is a bug or the end of the process."""
@@ -195,6 +205,7 @@ class _Exchange:
                 await check_shape(body, self._endpoint._settings.max_body_values, self._endpoint._tokenization)
             job = await self._prepared(body)
             self.streaming = job.stream
+            self.model = job.body.model
             if self._caller is not None:
                 self._caller.check_model(job.body.model)
             self._endpoint._domains.claim(job, self._caller, self._headers.all)
@@ -501,6 +512,7 @@ class _Exchange:
         previous_ms = output.last_token_at_ms
         if previous_ms is None:
             self._metrics.ttft.observe((now_ms - self._arrived_ms) / 1000)
+            self.first_token_ms = self.first_token_ms or now_ms
         else:
             self._metrics.itl.observe((now_ms - previous_ms) / 1000 / tokens)
         output.last_token_at_ms = now_ms
@@ -558,6 +570,7 @@ class _Exchange:
 
     async def _answer_error(self, error: RequestError) -> None:
         self._give_up()
+        self.error = error.code
         if self._endpoint._settings.isolate_tenants:
             error = without_others(error)
         if error.is_refusal:
@@ -615,6 +628,35 @@ class _Exchange:
             self._caller.generated(sum(output.completion_tokens for output in self._outputs))
             if all(output.stream is None for output in self._outputs):
                 self._caller.not_dispatched(self._clock.monotonic_ms())
+
+
+def _account(exchange: _Exchange) -> Account:
+    """Return what a request has sent to workers and got until now."""
+    sent = [output for output in exchange._outputs if output.stream is not None]
+    return Account(
+        sum(len(output.request.token_ids) // TOKEN_BYTES for output in sent),
+        sum(output.cached_tokens or 0 for output in sent),
+        sum(output.completion_tokens for output in sent),
+    )
+
+
+def _ended(exchange: _Exchange) -> EndedRequest:
+    """Return what there is to log of a request that is over."""
+    streams = [output.stream for output in exchange._outputs if output.stream is not None]
+    arrived_ms, first_ms = exchange._arrived_ms, exchange.first_token_ms
+    return EndedRequest(
+        name=str(exchange._wanted_id),
+        endpoint=exchange._endpoint.name,
+        status=exchange.status,
+        error=exchange.error,
+        streaming=exchange.streaming,
+        model=exchange.model,
+        tenant=exchange._caller.tenant if exchange._caller is not None else "",
+        account=_account(exchange),
+        ttft_ms=None if first_ms is None else first_ms - arrived_ms,
+        duration_ms=exchange._clock.monotonic_ms() - arrived_ms,
+        workers=",".join(dict.fromkeys(stream.worker for stream in streams)),
+    )
 
 
 class _Pumps:

@@ -99,6 +99,11 @@ class FrontendSettings(MediaSettings):
         description="Guides that may wait to be tried, 16 of one tenant; 503 beyond. A hundred usual ones take a "
         "second.",
     )
+    access_log: bool = Field(
+        default=False,
+        description="Log a line for each inference request when it ends: its id, status, model, tenant, token counts, "
+        "times and worker, never its text. It is written whatever the log level.",
+    )
     tokenizer_threads: int = Field(
         default=2,
         ge=1,

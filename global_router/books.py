@@ -161,5 +161,5 @@ class FlightBooks:
 
     def _note_loop(self, step: LoopStep) -> None:
         self._metrics.loop_steps.labels(step.key.pool).inc()
-        log.info("closed loop: %s", step.explanation())
+        log.info("closed loop: %s", step.explanation().to_json())
         self.loop_steps = [*self.loop_steps, step][-LOOP_STEPS_KEPT:]

@@ -16,9 +16,10 @@ from prometheus_client import CollectorRegistry
 
 from poolgrid.dispatch.link_budget import links_that_fit
 from poolgrid.dispatch.worker_links import WorkerLinks
-from poolgrid.frontend.app import Application, create_app
+from poolgrid.frontend.app import create_app
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.settings import FrontendSettings
+from poolgrid.frontend.traffic import open_report
 from poolgrid.global_router.configuration import Configuration
 from poolgrid.global_router.configuration_group import ConfigurationGroup
 from poolgrid.global_router.core.document.grid_document import GridDocument
@@ -34,11 +35,11 @@ from poolgrid.global_router.settings import GlobalRouterSettings
 from poolgrid.runtime.awake_clock import AwakeClock
 from poolgrid.runtime.clock import Clock, SystemClock
 from poolgrid.runtime.event_loop import LoopMetrics
-from poolgrid.runtime.http_server import HttpServer
+from poolgrid.runtime.http_server import open_server
 from poolgrid.runtime.planes import CurveKeys, PlaneContext, PlaneMetrics
 from poolgrid.runtime.process_group import GroupMember, GroupMetrics, GroupPlace
 from poolgrid.runtime.tasks import Restart, cancel_all, supervised, unless
-from poolgrid.runtime.tls import Tls, client_context
+from poolgrid.runtime.tls import client_context
 
 log = logging.getLogger(__name__)
 
@@ -134,9 +135,10 @@ async def serve(
         )
         opened.push_async_callback(app.close)
         add_global_router_endpoints(app, service, awake, group)
+        open_report(opened, app.traffic, lambda: service.waiting_room.view().requests, clock)
         background: list[asyncio.Task[None]] = []
         opened.push_async_callback(cancel_all, background)
-        server = _open_server(opened, settings, registry, app, service, reuse_port=place is not None)
+        server = open_server(opened, settings, registry, app, service.stop, reuse_port=place is not None)
         hang_up = _take_hang_ups(opened, group)
         if member is not None and group_metrics is not None:
             await _join_group(opened, member, group_metrics, group)
@@ -256,29 +258,6 @@ def _open_service(
     opened.callback(service.stop)
     links.attach(service)
     return service
-
-
-def _open_server(
-    opened: AsyncExitStack,
-    settings: GlobalRouterSettings,
-    registry: CollectorRegistry,
-    app: Application,
-    service: GlobalRouterService,
-    reuse_port: bool,
-) -> HttpServer:
-    server = HttpServer(
-        app,
-        settings.host,
-        settings.port,
-        "port",
-        settings.shutdown_timeout_ms,
-        Tls.load(settings, registry),
-        reuse_port=reuse_port,
-        registry=registry,
-        limits=settings.http_limits(),
-    )
-    opened.push_async_callback(server.stop, service.stop)
-    return server
 
 
 async def _join_group(

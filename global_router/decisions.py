@@ -17,7 +17,7 @@ from poolgrid.global_router.core.choice.output_length import ExpectedOutput
 from poolgrid.global_router.core.choice.request_hints import RequestHints
 from poolgrid.global_router.core.document.axis import TARGETS
 from poolgrid.wire.answers import ExpectedOutputRow, PlacedExplanation, PlacedRow, PlacementRow, RefusalRow
-from poolgrid.wire.request_ids import name_of
+from poolgrid.wire.request_ids import kept_under, name_of
 
 NOTES_MAX = 50
 """Of one request; one that waits is tried again and again, and says the same each time."""
@@ -167,8 +167,16 @@ class RequestDecisions:
                 del self._latest[name_of(forgotten)]
 
     def get(self, request_id: str) -> RequestDecision | None:
-        """Return a request's record, if it is kept; asked by a client's name for it, the latest so called."""
-        return self._records.get(request_id) or self._records.get(self._latest.get(request_id, ""))
+        """Return a request's record, if it is kept.
+
+        It may be asked for by any name that people have of it (``poolgrid.wire.request_ids.kept_under``): by one that
+        several clients chose it is the latest, of a request with several sequences the first.
+        """
+        found = kept_under(request_id, self._id_under)
+        return self._records[found[0]] if found else None
+
+    def _id_under(self, name: str) -> str | None:
+        return name if name in self._records else self._latest.get(name)
 
     def newest(self, limit: int) -> list[RequestDecision]:
         """Return the last records, newest first."""

@@ -7,22 +7,21 @@ Rows and columns are labelled with their ranges in units; a cell is coloured by 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from poolgrid.global_router.core.document.axis import Axis, StageName
 from poolgrid.global_router.core.document.grid_document import GridDocument, Pool, Stage
+from poolgrid.runtime.figures import percent
+from poolgrid.runtime.terminal_table import Heading, TerminalTable
 
 NAMED_COLUMNS_MAX = 10
-"""Up to this many columns, if they fit, cells show their pool's name; beyond, its letter."""
-HEADING_CHARS = 40
-"""Room for the rows' labels."""
+"""Up to this many columns each has its range above it, if that fits; more are a strip of letters."""
 COLUMNS_MAX = 64
 ROWS_MAX = 48
 LAYERS_MAX = 8
@@ -50,7 +49,7 @@ def _letters(stage: Stage) -> dict[str, str]:
 
 
 def _number(value: float) -> str:
-    return f"{value:,.0f}".replace(",", "\u00a0") if value >= 1000 else f"{value:.4g}"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def _range(axis: Axis, index: int) -> str:
@@ -88,31 +87,36 @@ def _layers(stage: Stage) -> Iterator[tuple[tuple[int, ...], str]]:
 
 def _grid_tables(name: StageName, stage: Stage, width: int) -> Iterator[RenderableType]:
     rows, columns = stage.axes[-2:]
-    colors, letters = _colors(stage), _letters(stage)
     shown_rows, shown_columns = _sampled(rows, ROWS_MAX), _sampled(columns, COLUMNS_MAX)
-    separate = columns.resolution <= NAMED_COLUMNS_MAX
-    longest = max(len(pool.name) for pool in stage.pools)
-    named = separate and HEADING_CHARS + columns.resolution * (longest + 5) <= width
     for layer, label in _layers(stage):
         yield Text(f"{name}: rows {_title(rows)}, columns {_title(columns)}{label}", style="bold")
-        table = Table(pad_edge=False, padding=(0, 1) if separate else (0, 0))
-        table.add_column(f"{_title(rows)} \\ {_title(columns)}", justify="right", no_wrap=True)
-        if separate:
-            for index in shown_columns:
-                table.add_column(_range(columns, index), justify="center", overflow="fold")
-        else:
-            table.add_column(f"{_number(columns.minimum)} … {_number(columns.maximum)}", no_wrap=True)
-        for row in shown_rows:
-            pools = [stage.pool_at((*layer, row, column)) for column in shown_columns]
-            marks = [(f" {pool if named else letters[pool]} ", f"black on {colors[pool]}") for pool in pools]
-            if separate:
-                cells = [Text(*mark) for mark in marks]
-            else:
-                cells = [Text.assemble(*((mark.strip(), style) for mark, style in marks))]
-            table.add_row(_range(rows, row), *cells)
-        yield table
+        cells = [[stage.pool_at((*layer, row, column)) for column in shown_columns] for row in shown_rows]
+        yield _grid_table(stage, cells, shown_rows, shown_columns, width)
         if shown_rows.step > 1 or shown_columns.step > 1:
             yield Text(f"shown: every {shown_rows.step}. row, every {shown_columns.step}. column")
+
+
+def _grid_table(
+    stage: Stage, cells: Sequence[Sequence[str]], shown_rows: range, shown_columns: range, width: int
+) -> TerminalTable:
+    """Return a layer of a grid: with names of pools where they fit, with letters where columns do, else as a strip."""
+    rows, columns = stage.axes[-2:]
+    colors, letters = _colors(stage), _letters(stage)
+    corner = Heading(f"{_title(rows)} \\ {_title(columns)}")
+    if columns.resolution <= NAMED_COLUMNS_MAX:
+        ranges = [Heading(_range(columns, index), numeric=False) for index in shown_columns]
+        for marks in ({pool.name: pool.name for pool in stage.pools}, letters):
+            table = TerminalTable([corner, *ranges])
+            for row, pools in zip(shown_rows, cells, strict=True):
+                named = (Text(f" {marks[pool]} ", style=f"black on {colors[pool]}") for pool in pools)
+                table.add(_range(rows, row), *named)
+            if table.width <= width:
+                return table
+    table = TerminalTable([corner, Heading(f"{_number(columns.minimum)} to {_number(columns.maximum)}", numeric=False)])
+    for row, pools in zip(shown_rows, cells, strict=True):
+        strip = Text.assemble(*((letters[pool], f"black on {colors[pool]}") for pool in pools))
+        table.add(_range(rows, row), strip)
+    return table
 
 
 def _cost(pool: Pool) -> str:
@@ -121,23 +125,23 @@ def _cost(pool: Pool) -> str:
     return "" if pool.cost_per_million_tokens is None else f"{pool.cost_per_million_tokens:g} / M tokens"
 
 
-def _pool_table(stage: Stage) -> Table:
+def _pool_table(stage: Stage) -> TerminalTable:
     count = Counter(_all_pools(stage.mapping))
     total = sum(count.values())
     colors, letters, ranks = _colors(stage), _letters(stage), stage.speed_ranks()
     overrides = Counter(override.target_pool for override in stage.priority_overrides)
-    table = Table(box=None, pad_edge=False)
-    for heading in ("", "pool", "speed rank", "cost", "cells", "overrides", "url"):
-        table.add_column(heading, justify="right" if heading in ("speed rank", "cells", "overrides") else "left")
+    words = ("pool", "mark", "cost", "url")
+    names = ("pool", "mark", "speed rank", "cost", "cells", "overrides", "url")
+    table = TerminalTable([Heading(name, numeric=name not in words, optional=name == "url") for name in names])
     for pool in stage.pools:
-        table.add_row(
+        table.add(
+            pool.name,
             Text(f" {letters[pool.name]} ", style=f"black on {colors[pool.name]}"),
-            Text(pool.name),
             str(ranks[pool.name]),
             _cost(pool),
-            f"{count[pool.name]} ({100 * count[pool.name] / total:.0f} %)",
+            f"{count[pool.name]:,} ({percent(count[pool.name] / total, 0)})",
             str(overrides[pool.name] or ""),
-            Text(pool.url or "given at start"),
+            pool.url or "given at start",
         )
     return table
 

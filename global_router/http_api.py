@@ -16,7 +16,17 @@ from poolgrid.global_router.core.document.history import Reload
 from poolgrid.global_router.pools import PoolConnection
 from poolgrid.global_router.service import GlobalRouterService
 from poolgrid.runtime.clock import Clock
-from poolgrid.wire.answers import BreakerRow, PlacedList, PoolList, PoolModelRow, PoolRow, QueueRow, RoleRow
+from poolgrid.wire.answers import (
+    BreakerRow,
+    ConfigAnswer,
+    PlacedList,
+    PoolList,
+    PoolModelRow,
+    PoolRow,
+    QueueRow,
+    ReloadRow,
+    RoleRow,
+)
 from poolgrid.wire.selection import ModelStatus
 
 DECISIONS_LISTED_MAX = 1000
@@ -69,13 +79,16 @@ def add_global_router_endpoints(
         """Return the document in force, the last attempts to change it, and the last steps of the closed loop."""
         configuration = service.configuration
         active = configuration.active
-        return {
-            "revision": active.revision,
-            "source": active.source,
-            "document": active.document.model_dump(mode="json", exclude_defaults=True),
-            "reloads": [{"time_ms": time_ms, **outcome.explanation()} for time_ms, outcome in configuration.reloads],
-            "loop_steps": [step.explanation() for step in service.books.loop_steps[-STEPS_LISTED_MAX:]],
-        }
+        return ConfigAnswer(
+            revision=active.revision,
+            source=active.source,
+            document=active.document.model_dump(mode="json", exclude_defaults=True),
+            reloads=[
+                ReloadRow(time_ms=time_ms, **msgspec.structs.asdict(outcome.explanation()))
+                for time_ms, outcome in configuration.reloads
+            ],
+            loop_steps=[step.explanation() for step in service.books.loop_steps[-STEPS_LISTED_MAX:]],
+        ).to_json()
 
     @app.post("/v1/config/reload", tags=["global router"], responses=error_answers({"409": "The file is no document"}))
     async def reload() -> dict[str, Any]:
@@ -88,7 +101,7 @@ def add_global_router_endpoints(
         if outcome.outcome == "refused":
             lines = "; ".join(str(problem) for problem in outcome.problems)
             raise RequestError(409, "document_refused", f"reading the document: {lines}. What was in force stays.")
-        return outcome.explanation()
+        return outcome.explanation().to_json()
 
     @app.post("/v1/config/rollback", tags=["global router"], responses=error_answers({"409": "There is none before"}))
     async def rollback() -> dict[str, Any]:
@@ -98,7 +111,7 @@ def add_global_router_endpoints(
             raise RequestError(
                 409, "no_previous_document", "rolling back: no earlier document is kept; nothing changed"
             )
-        return outcome.explanation()
+        return outcome.explanation().to_json()
 
 
 def pool_row(pool: PoolConnection, stage: StageName, speed_rank: int, in_flight: int, now_ms: float) -> PoolRow:

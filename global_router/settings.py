@@ -6,18 +6,16 @@ from pathlib import Path
 
 from pydantic import Field, field_validator
 
-from poolgrid.runtime.http_settings import HttpSettings
+from poolgrid.runtime.http_settings import ServerSettings
 from poolgrid.wire.addresses import http_url_problem
 
 
-class GlobalRouterSettings(HttpSettings):
+class GlobalRouterSettings(ServerSettings):
     """Pools' health, dispatch, reload and HTTP of one global router."""
 
     config: Path = Field(
         description="Pool-grid document: the pools and which of them serves which request; see docs/pool_grids.md."
     )
-    host: str = Field("127.0.0.1", description="Address the HTTP server listens on; loopback unless told otherwise.")
-    port: int = Field(8000, ge=0, le=65535, description="Port of the HTTP server; 0 takes any free one.")
     http_workers: int = Field(
         1,
         ge=1,
@@ -112,9 +110,6 @@ class GlobalRouterSettings(HttpSettings):
     )
     decision_log_length: int = Field(
         10_000, ge=1, le=1_000_000, description="Decisions kept for /v1/decisions; the oldest is forgotten first."
-    )
-    shutdown_timeout_ms: float = Field(
-        5_000, ge=0, le=600_000, description="How long open responses may finish after SIGINT or SIGTERM."
     )
 
     @field_validator("pool_url")

@@ -55,7 +55,8 @@ class BenchSettings(Settings):
     token_id_max: int = Field(
         255, ge=1, le=2**31, description="Largest token id in prompts; every byte-level vocabulary reaches this."
     )
-    json_out: Path | None = Field(None, description="Also write the report as JSON to this file.")
+    as_json: bool = Field(False, description="Print the report to standard output as JSON, and no table.")
+    out: Path | None = Field(None, description="Write the report to this file too, as JSON.")
 
     @model_validator(mode="after")
     def _consistent(self) -> BenchSettings:

@@ -15,6 +15,7 @@ from poolgrid.dispatch.link_budget import links_that_fit
 from poolgrid.frontend.app import Application, create_app
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.settings import FrontendSettings
+from poolgrid.frontend.traffic import open_report
 from poolgrid.router.consolidator.bootstrap import create as create_consolidator
 from poolgrid.router.consolidator.service import ConsolidatorService
 from poolgrid.router.consolidator.settings import ConsolidatorSettings
@@ -48,11 +49,10 @@ from poolgrid.router.settings import RouterSettings
 from poolgrid.runtime.awake_clock import AwakeClock
 from poolgrid.runtime.clock import Clock, SystemClock
 from poolgrid.runtime.event_loop import LoopMetrics
-from poolgrid.runtime.http_server import HttpServer
+from poolgrid.runtime.http_server import open_server
 from poolgrid.runtime.planes import CurveKeys, MakeContext, PlaneContext, PlaneMetrics
 from poolgrid.runtime.process_group import GroupMember, GroupMetrics, GroupPlace
 from poolgrid.runtime.tasks import unless
-from poolgrid.runtime.tls import Tls
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +116,8 @@ async def serve(
         )
         opened.push_async_callback(app.close)
         _add_endpoints(app, service, clock, plane, recorder)
-        server = _open_server(opened, settings, registry, app, service, reuse_port=place is not None)
+        open_report(opened, app.traffic, lambda: service.view.queue().requests, clock)
+        server = open_server(opened, settings, registry, app, service.end_requests, reuse_port=place is not None)
         if member is not None and group_metrics is not None:
             await _join_group(opened, member, group_metrics)
         # HTTP answers /live and /ready while the state is still being rebuilt; requests are refused until then.
@@ -257,29 +258,6 @@ def _open_select_plane(
     plane = SelectPlane(context, settings.host, settings.select_port, service.view, state, metrics, awake)
     opened.callback(plane.close)
     return plane
-
-
-def _open_server(
-    opened: AsyncExitStack,
-    settings: RouterSettings,
-    registry: CollectorRegistry,
-    app: Application,
-    service: RouterService,
-    reuse_port: bool,
-) -> HttpServer:
-    server = HttpServer(
-        app,
-        settings.host,
-        settings.port,
-        "port",
-        settings.shutdown_timeout_ms,
-        Tls.load(settings, registry),
-        reuse_port=reuse_port,
-        registry=registry,
-        limits=settings.http_limits(),
-    )
-    opened.push_async_callback(server.stop, service.end_requests)
-    return server
 
 
 async def _join_group(opened: AsyncExitStack, member: GroupMember, metrics: GroupMetrics) -> None:

@@ -25,14 +25,21 @@ from poolgrid.runtime.process_group import GroupMember
 from poolgrid.wire.answers import (
     DecisionList,
     EndpointRow,
+    JournalRow,
+    ModelStatusRow,
+    PoolAnswer,
+    PoolStatusRow,
     QueueRow,
+    RecordingRow,
     RequestExplanation,
+    RoleStatusRow,
     SourceRow,
     StreamRow,
     WorkerList,
     WorkerRow,
 )
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
+from poolgrid.wire.selection import PoolStatus
 
 DECISIONS_LISTED_MAX = 1000
 
@@ -166,16 +173,48 @@ def add_pool_endpoint(
     @app.get("/v1/pool", tags=["router"])
     async def pool() -> dict[str, Any]:
         """Say where the select plane listens, and how the pool is."""
-        return {
-            "select_endpoint": plane.endpoint,
-            "status": msgspec.to_builtins(plane.status(0)),
-            "journal": {"offset": service.projection.next_offset, "trouble": service.trouble},
-            "decisions": {
-                "recorded": recorder is not None,
-                "trouble": recorder.failing if recorder is not None else "",
-                "unrecorded": recorder.counters.lost_decisions if recorder is not None else 0,
-            },
-        }
+        return PoolAnswer(
+            select_endpoint=plane.endpoint,
+            status=pool_status(plane.status(0)),
+            journal=JournalRow(offset=service.projection.next_offset, trouble=service.trouble),
+            decisions=RecordingRow(
+                recorded=recorder is not None,
+                trouble=recorder.failing if recorder is not None else "",
+                unrecorded=recorder.counters.lost_decisions if recorder is not None else 0,
+            ),
+        ).to_json()
+
+
+def pool_status(status: PoolStatus) -> PoolStatusRow:
+    """Return a pool's status, as global routers get it, for people."""
+    models = [
+        ModelStatusRow(
+            model=model.model,
+            block_size=model.block_size,
+            hash_spec=model.hash_spec,
+            max_sequence_length=model.max_sequence_length,
+            roles=[
+                RoleStatusRow(
+                    role=each.role.name.lower(),
+                    ready=each.ready,
+                    draining=each.draining,
+                    unreachable=each.unreachable,
+                    requests=each.requests,
+                    capacity=each.capacity,
+                )
+                for each in model.roles
+            ],
+            loras=list(model.loras),
+        )
+        for model in status.models
+    ]
+    return PoolStatusRow(
+        ready=status.ready,
+        models=models,
+        waiting_requests=status.waiting_requests,
+        saturation=status.saturation,
+        retry_after_s=status.retry_after_s,
+    )
 
 
 def endpoints(service: RouterService) -> list[EndpointRow]:

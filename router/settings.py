@@ -10,15 +10,13 @@ from poolgrid.dispatch.prompt_paths import BUDGET_BYTES
 from poolgrid.router.core.cost import CostWeights
 from poolgrid.router.core.decision import DECISION_LOG_BYTES
 from poolgrid.router.core.load_ledger import CROWDING_RETRIES, LEDGER_BYTES
-from poolgrid.runtime.http_settings import HttpSettings
+from poolgrid.runtime.http_settings import ServerSettings
 from poolgrid.runtime.settings import ZmqEndpoint
 
 
-class RouterSettings(HttpSettings):
+class RouterSettings(ServerSettings):
     """Selection, admission, dispatch and HTTP of one router."""
 
-    host: str = Field("127.0.0.1", description="Address the HTTP server listens on; loopback unless told otherwise.")
-    port: int = Field(8000, ge=0, le=65535, description="Port of the HTTP server; 0 takes any free one.")
     select_port: int = Field(
         0,
         ge=0,
@@ -158,9 +156,6 @@ class RouterSettings(HttpSettings):
     )
     reservation_ttl_ms: float = Field(
         30_000, ge=100, le=3_600_000, description="How long a prediction counts as load when no worker confirms it."
-    )
-    shutdown_timeout_ms: float = Field(
-        5_000, ge=0, le=600_000, description="How long open responses may finish after SIGINT or SIGTERM."
     )
 
     def cost_weights(self) -> CostWeights:

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 
 from poolgrid.runtime.http_connections import connections_that_fit
 from poolgrid.runtime.http_protocol import SERVER_ENDS, DirectProtocol
-from poolgrid.runtime.http_settings import HttpLimits
+from poolgrid.runtime.http_settings import HttpLimits, ServerSettings
 from poolgrid.runtime.tasks import Restart, cancel_all, supervised
 from poolgrid.runtime.tls import Tls
 from poolgrid.runtime.tls_listener import TlsListener
@@ -218,3 +218,30 @@ def bind(host: str, port: int, setting: str, reuse_port: bool = False) -> socket
             f"binding {setting}: {host}:{port} cannot be used ({error.strerror}); choose a free port, or 0 for any"
         ) from error
     return listener
+
+
+def open_server(
+    opened: AsyncExitStack,
+    settings: ServerSettings,
+    registry: CollectorRegistry,
+    app: Any,
+    end_requests: Callable[[], None],
+    reuse_port: bool,
+) -> HttpServer:
+    """Return a router's server, bound and not started; ``opened`` stops it, and then has its requests ended.
+
+    Raises ``OSError`` when the port cannot be bound, ``TlsError``.
+    """
+    server = HttpServer(
+        app,
+        settings.host,
+        settings.port,
+        "port",
+        settings.shutdown_timeout_ms,
+        Tls.load(settings, registry),
+        reuse_port=reuse_port,
+        registry=registry,
+        limits=settings.http_limits(),
+    )
+    opened.push_async_callback(server.stop, end_requests)
+    return server

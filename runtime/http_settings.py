@@ -153,3 +153,13 @@ class HttpSettings(SecuritySettings):
             connections_per_address=self.http_connections_per_address,
             unfinished_bytes=self.http_unfinished_bytes,
         )
+
+
+class ServerSettings(HttpSettings):
+    """Where a router's HTTP server listens, and how it ends."""
+
+    host: str = Field("127.0.0.1", description="Address the HTTP server listens on; loopback unless told otherwise.")
+    port: int = Field(8000, ge=0, le=65535, description="Port of the HTTP server; 0 takes any free one.")
+    shutdown_timeout_ms: float = Field(
+        5_000, ge=0, le=600_000, description="How long open responses may finish after SIGINT or SIGTERM."
+    )

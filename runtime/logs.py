@@ -7,7 +7,8 @@ Rules
        set apart.
     2. A line has at most ``LINE_CHARS_MAX`` characters.
     3. One place in the code writes at most ``LINES_PER_PERIOD`` lines in ``PERIOD_S``. What is left out is counted, and
-       the number said when the period is over.
+       the number said when the period is over. Lines that an operator has asked for one by one (``EVERY_LINE``) are
+       not counted.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ LINES_PER_PERIOD = 200
 """Of one place in the code: what happens once for each worker of a large pool is still seen whole."""
 
 PERIOD_S = 10.0
+
+EVERY_LINE = {"every_line": True}
+"""Given as ``extra`` of a line: none of its place is left out."""
 
 TRACEBACK_MARK = "  | "
 """Before each line of a traceback: what an exception says of a client's text cannot pass for an event."""
@@ -90,6 +94,9 @@ class BoundedHandler(logging.StreamHandler[TextIO]):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write an event, or count it."""
+        if getattr(record, "every_line", False):
+            super().emit(record)
+            return
         now_s = self._monotonic_s()
         if self._leaving_out:
             self._say_what_was_left_out(now_s - PERIOD_S)

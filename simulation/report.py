@@ -1,4 +1,4 @@
-"""What a simulation found, as numbers for programs and as a table for people."""
+"""What a simulation found, as numbers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from rich import box
-from rich.table import Table
 
 from poolgrid.simulation.pool import RunResult
 
@@ -52,39 +50,3 @@ def policy_report(result: RunResult, workers: int) -> dict[str, Any]:
         "output_tokens": result.output_tokens,
         "engine_steps": result.steps,
     }
-
-
-def result_table(ideal: float, policies: dict[str, dict[str, Any]]) -> Table:
-    """Return the policies side by side."""
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        title=f"An infinite shared cache would reuse {ideal:.2%} of the prompt tokens",
-        caption="spread: prompt tokens of the busiest worker over the mean",
-    )
-    for heading in (
-        "policy",
-        "cached",
-        "of ideal",
-        "TTFT mean",
-        "p99 ms",
-        "ITL mean",
-        "p99 ms",
-        "busy",
-        "spread",
-    ):
-        table.add_column(heading, justify="left" if heading == "policy" else "right", no_wrap=heading == "policy")
-    for name, report in policies.items():
-        ttft, itl = report["ttft_ms"], report["itl_ms"]
-        table.add_row(
-            name,
-            f"{report['cached_token_ratio']:.2%}",
-            f"{report['cached_token_ratio'] / ideal:.1%}" if ideal else "–",
-            f"{ttft['mean']:.0f}",
-            f"{ttft['p99']:.0f}",
-            f"{itl['mean']:.1f}",
-            f"{itl['p99']:.1f}",
-            f"{report['busy_ratio']:.0%}",
-            f"{report['worker_tokens_max_over_mean']:.2f}",
-        )
-    return table

@@ -51,7 +51,8 @@ class SimulationSettings(Settings):
     timing_table: Path | None = Field(
         None, description="JSON table of measured step times, instead of the published polynomials."
     )
-    json_out: Path | None = Field(None, description="Also write the figures to this file, as JSON.")
+    as_json: bool = Field(False, description="Print the figures to standard output as JSON, and no table.")
+    out: Path | None = Field(None, description="Write the figures to this file too, as JSON.")
 
 
 class EngineSettings(Settings):
@@ -84,7 +85,8 @@ class WhatIfSettings(EngineSettings):
     queue_weight: str | None = Field(None, description="How much queued prompt tokens count.")
     decode_weight: str | None = Field(None, description="Cost of one block of active requests.")
     temperature: str | None = Field(None, description="Above 0, workers are sampled by cost.")
-    json_out: Path | None = Field(None, description="Also write the figures to this file, as JSON.")
+    as_json: bool = Field(False, description="Print the figures to standard output as JSON, and no table.")
+    out: Path | None = Field(None, description="Write the figures to this file too, as JSON.")
     plot: Path | None = Field(
         None, description="Also draw them: .html needs nothing, .png the extra `plots` (matplotlib)."
     )
@@ -104,7 +106,8 @@ class TuneSettings(EngineSettings):
         0.6, gt=0.05, lt=0.95, description="Share of the requests, the earliest, to search on; the rest is held back."
     )
     block_size: int = Field(64, ge=1, le=65_536, description="Tokens in a KV block, of a trace.")
-    json_out: Path | None = Field(None, description="Also write the figures to this file, as JSON.")
+    as_json: bool = Field(False, description="Print the figures to standard output as JSON, and no table.")
+    out: Path | None = Field(None, description="Write the figures to this file too, as JSON.")
     config_out: Path | None = Field(
         None, description="Write the weights to this file, for poolgrid router --settings-file."
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 import shlex
 import sys
@@ -124,7 +125,7 @@ def _printed_commands() -> Iterator[tuple[str, str]]:
 
 @pytest.mark.parametrize(("where", "line"), sorted(set(_printed_commands())))
 def test_every_printed_command_parses(where: str, line: str) -> None:
-    arguments = shlex.split(line, comments=True)
+    arguments = list(itertools.takewhile(lambda word: word != ">", shlex.split(line, comments=True)))
     command: Any = _group
     while isinstance(command, TyperGroup):
         name = arguments.pop(0)

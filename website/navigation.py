@@ -20,6 +20,7 @@ NAVIGATION: Mapping[str, Sequence[str]] = {
     ),
     "Run": (
         "docs/operations",
+        "docs/command_line",
         "docs/configuration",
         "docs/metrics",
         "docs/security",

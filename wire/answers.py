@@ -1,6 +1,6 @@
-"""What routers answer operators, over HTTP as JSON objects: ``/v1/workers``, ``/v1/pools`` and ``/v1/decisions``.
+"""What routers answer operators, over HTTP as JSON objects: ``/v1/workers``, ``/v1/pools``, ``/v1/decisions`` and more.
 
-The routers make these values and ``poolgrid top`` and ``poolgrid explain`` read them, so that a key has one name. Every
+The routers make these values, and global routers and commands read them, so that a key has one name. Every
 field is there in every answer, ``null`` where nothing is known: a key that is missing is an error and never a zero.
 Readers pass over keys that they do not know.
 """
@@ -194,6 +194,63 @@ class DryRun(Answer, frozen=True, kw_only=True):
     routes: list[DecisionExplanation]
 
 
+class RoleStatusRow(Answer, frozen=True, kw_only=True):
+    """The workers of one role, as a pool's status tells a global router."""
+
+    role: str
+    ready: int
+    draining: int
+    unreachable: int
+    requests: int
+    capacity: int
+
+
+class ModelStatusRow(Answer, frozen=True, kw_only=True):
+    """One model of a pool, as its status tells a global router."""
+
+    model: str
+    block_size: int
+    hash_spec: str
+    max_sequence_length: int
+    roles: list[RoleStatusRow]
+    loras: list[str]
+
+
+class PoolStatusRow(Answer, frozen=True, kw_only=True):
+    """What a pool serves and how busy it is."""
+
+    ready: bool
+    models: list[ModelStatusRow]
+    waiting_requests: int
+    saturation: float
+    retry_after_s: float | None
+
+
+class JournalRow(Answer, frozen=True, kw_only=True):
+    """How far a router has followed its pool's journal."""
+
+    offset: int
+    trouble: str
+    """What keeps records from being written; empty when nothing does."""
+
+
+class RecordingRow(Answer, frozen=True, kw_only=True):
+    """Whether a router's decisions reach its disk."""
+
+    recorded: bool
+    trouble: str
+    unrecorded: int
+
+
+class PoolAnswer(Answer, frozen=True, kw_only=True):
+    """Answer of ``GET /v1/pool``: where the select plane listens, and how the pool is."""
+
+    select_endpoint: str
+    status: PoolStatusRow
+    journal: JournalRow
+    decisions: RecordingRow
+
+
 # -- a global router ---------------------------------------------------------------------------------------------------
 
 
@@ -324,3 +381,54 @@ class PlacedExplanation(PlacedRow, frozen=True, kw_only=True):
     expected_output: ExpectedOutputRow
     placements: list[PlacementRow]
     notes: list[str]
+
+
+class ReloadAnswer(Answer, frozen=True, kw_only=True):
+    """Answer of ``POST /v1/config/reload`` and ``/v1/config/rollback``: what became of the document."""
+
+    outcome: str
+    revision: int
+    source: str
+    changes: list[str]
+    problems: list[str]
+
+
+class ReloadRow(ReloadAnswer, frozen=True, kw_only=True):
+    """An earlier attempt to change the document."""
+
+    time_ms: int
+
+
+class MeasuredRow(Answer, frozen=True, kw_only=True):
+    """A 95th percentile beside its target."""
+
+    pool: str
+    metric: str
+    p95_ms: float
+    target_ms: float
+    samples: int
+
+
+class LoopStepRow(Answer, frozen=True, kw_only=True):
+    """A change of the share that spills, or the note that nothing can."""
+
+    time_ms: float
+    stage: str
+    cell: list[int]
+    pool: str
+    spill_pool: str | None
+    share_before: float
+    share_after: float
+    verdict: str
+    measured: list[MeasuredRow]
+    reason: str
+
+
+class ConfigAnswer(Answer, frozen=True, kw_only=True):
+    """Answer of ``GET /v1/config``: the document in force, the last attempts to change it, the last loop steps."""
+
+    revision: int
+    source: str
+    document: dict[str, Any]
+    reloads: list[ReloadRow]
+    loop_steps: list[LoopStepRow]

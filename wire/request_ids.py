@@ -13,7 +13,19 @@ it, so that the same name is drawn the same; nothing is found, cancelled or rese
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+
 SEPARATOR = "~"
+
+OBJECT_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
+"""What stands before a request's name in the ids of OpenAI's and Anthropic's objects."""
+
+SEQUENCE = 2
+"""The :func:`nearness` of a request's sequence to the request's name."""
+
+_INDEX = re.compile(r"-\d+$")
+"""The end of a sequence's name, of a request that has several."""
 
 
 def internal_id(name: str, unique: str) -> str:
@@ -37,3 +49,56 @@ def dispatch_of(name: str) -> tuple[str, int]:
 def name_of(request_id: str) -> str:
     """Return what the client calls a request, given its id or that of a dispatch; the unique part if it has no name."""
     return request_id.partition(SEPARATOR)[0]
+
+
+def spellings(asked: str) -> tuple[str, ...]:
+    """Return the names that somebody may mean who writes ``asked``, the likeliest first.
+
+    People have the header's name, the ``id`` of an answer's body (``chatcmpl-NAME``), or what lists and logs show:
+    a request's id, or that of one of its dispatches.
+    """
+    bare = next((asked.removeprefix(prefix) for prefix in OBJECT_PREFIXES if asked.startswith(prefix)), asked)
+    return tuple(dict.fromkeys(name for name in (asked, bare, dispatch_of(bare)[0]) if name))
+
+
+def kept_under(asked: str, known: Callable[[str], str | None]) -> list[str]:
+    """Return the ids of the kept requests that ``asked`` means: one, or one for each sequence of a request with ``n``.
+
+    ``known`` returns the id that is kept under an id or a client's name, ``None`` for none. The name of a request with
+    several sequences, without an index, means all of them.
+    """
+    for name in spellings(asked):
+        found = known(name)
+        if found is not None:
+            return [found]
+        sequences: list[str] = []
+        while (found := known(f"{name}-{len(sequences)}")) is not None:
+            if sequences and not are_sequences(found, sequences[0]):
+                break
+            sequences.append(found)
+        if sequences:
+            return sequences
+    return []
+
+
+def nearness(asked: str, request_id: str) -> int | None:
+    """Return how well ``asked`` names a request: 0 by its id, 1 by its client's name, ``SEQUENCE`` as one of several.
+
+    ``None`` when it does not.
+    """
+    names = spellings(asked)
+    name = name_of(request_id)
+    if request_id in names:
+        return 0
+    if name in names:
+        return 1
+    return SEQUENCE if _INDEX.sub("", name) in names else None
+
+
+def are_sequences(one: str, other: str) -> bool:
+    """Return whether two ids are of sequences of the same request, and not of two whose names end in numbers."""
+    return _INDEX.sub("", name_of(one)) == _INDEX.sub("", name_of(other)) and _unique(one) == _unique(other)
+
+
+def _unique(request_id: str) -> str:
+    return request_id.partition(SEPARATOR)[2]

@@ -23,6 +23,12 @@ from poolgrid.workers.metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
 
+SILENCE_SAID_S = 5.0
+"""How long nobody welcomes a worker until the log says so: what starts at the same time is there by then."""
+
+SILENCE_SAID_MAX_S = 60.0
+"""Between two such lines, whose intervals double."""
+
 
 class EventPublisher:
     """Publishes batches, keeps membership, restates when asked.
@@ -55,6 +61,7 @@ class EventPublisher:
         self._timer: asyncio.TimerHandle | None = None
         self._changed = asyncio.Event()
         self._closed = False
+        self._endpoint = endpoint
         self._socket = EventSocket(context, endpoint, self._on_frames)
 
     @property
@@ -76,8 +83,21 @@ class EventPublisher:
         self._do(self._stream.publish(events, self._clock.wall_ms(), self._clock.monotonic_ms()))
 
     async def until_registered(self) -> None:
-        """Wait until the consolidator has welcomed the worker."""
-        await self._until(lambda: self._stream.is_open)
+        """Wait until the consolidator has welcomed the worker; says now and then that nobody does."""
+        pause_s, waited_s = SILENCE_SAID_S, 0.0
+        while not self._stream.is_open:
+            try:
+                async with asyncio.timeout(pause_s):
+                    await self._until(lambda: self._stream.is_open)
+            except TimeoutError:
+                waited_s += pause_s
+                pause_s = min(2 * pause_s, SILENCE_SAID_MAX_S)
+                log.warning(
+                    "no consolidator has welcomed this worker at %s for %.0f s: is a router or a consolidator running, "
+                    "and is this its ingest address (--consolidator)? It goes on asking, and serves nobody until then",
+                    self._endpoint,
+                    waited_s,
+                )
 
     async def say_goodbye(self, reason: str, timeout_s: float) -> bool:
         """Wait for the last acknowledgement, say goodbye, wait for the answer; say whether all that came in time."""

@@ -7,17 +7,24 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Check, draw, convert and build pool-grid documents.", no_args_is_help=True)
+from poolgrid.cli.api_key import KEY_NOTE
+from poolgrid.cli.help_page import CommandLine
+from poolgrid.cli.json_output import AsJson
+
+app = CommandLine(help="Check, draw, convert and build pool-grid documents.", no_args_is_help=True)
 
 Document = Annotated[Path, typer.Argument(help="Pool-grid document (JSON), in poolgrid's or Dynamo's form.")]
 
 
 @app.command()
-def check(file: Document) -> None:
-    """Find every problem of a document at once, one a line: `JSON-path: problem`. Status 1 when there is any."""
+def check(
+    files: Annotated[list[Path], typer.Argument(help="Pool-grid documents (JSON), in poolgrid's or Dynamo's form.")],
+    as_json: AsJson = False,
+) -> None:
+    """Find every problem of documents at once, one a line: `JSON-path: problem`. Status 1 when there is any."""
     from poolgrid.cli.config import check as run
 
-    raise typer.Exit(run(file))
+    raise typer.Exit(run(files, as_json))
 
 
 @app.command()
@@ -61,16 +68,17 @@ def build(
     raise typer.Exit(run(profiles, out, strict, evidence))
 
 
-@app.command()
+@app.command(epilog=KEY_NOTE)
 def rollback(
     url: Annotated[str, typer.Option(help="Global router to talk to.", envvar="POOLGRID_URL")] = (
         "http://127.0.0.1:8000"
     ),
+    as_json: AsJson = False,
 ) -> None:
     """Put the previous document of a running global router in force. Status 1 when there is none, or no router."""
     from poolgrid.cli.rollback import rollback as run
 
-    raise typer.Exit(run(url))
+    raise typer.Exit(run(url, as_json))
 
 
 @app.command()

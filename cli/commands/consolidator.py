@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-import typer
-
+from poolgrid.cli.help_page import CommandLine
 from poolgrid.cli.options import with_settings
 from poolgrid.cli.service_process import LogLevel, run_service, say_ready
 from poolgrid.router.consolidator.settings import ConsolidatorProcessSettings
 
-app = typer.Typer(add_completion=False)
+app = CommandLine()
 
 
 @app.command()

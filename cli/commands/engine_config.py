@@ -7,7 +7,10 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Check and convert TensorRT-LLM engine configurations.", no_args_is_help=True)
+from poolgrid.cli.help_page import CommandLine
+from poolgrid.cli.json_output import AsJson, print_json
+
+app = CommandLine(help="Check and convert TensorRT-LLM engine configurations.", no_args_is_help=True)
 
 
 def _finish(text: str, status: int, out: Path | None = None) -> None:
@@ -21,10 +24,15 @@ def _finish(text: str, status: int, out: Path | None = None) -> None:
 @app.command()
 def check(
     paths: Annotated[list[Path], typer.Argument(help="Engine configurations (YAML), or folders of them.")],
+    as_json: AsJson = False,
 ) -> None:
     """Check files against the TensorRT-LLM contract, and pairs against each other; status 1 when there are faults."""
-    from poolgrid.workers.engines.trtllm.arguments.engine_config import check_command
+    from poolgrid.workers.engines.trtllm.arguments.engine_config import check_command, check_report
 
+    if as_json:
+        answer, status = check_report(paths)
+        print_json(answer)
+        raise typer.Exit(status)
     _finish(*check_command(paths))
 
 

@@ -7,19 +7,26 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(add_completion=False)
+from poolgrid.cli.api_key import KEY_NOTE
+from poolgrid.cli.help_page import CommandLine
+from poolgrid.cli.json_output import AsJson
+
+app = CommandLine()
 
 
-@app.command()
+@app.command(epilog=KEY_NOTE)
 def explain(
-    request_id: Annotated[str, typer.Argument(help="The x-request-id of an answer.")],
+    request_id: Annotated[
+        str,
+        typer.Argument(help="The x-request-id or the id of an answer, with or without its index, or what `top` shows."),
+    ],
     url: Annotated[
         str, typer.Option(help="Router or global router that served it.", envvar="POOLGRID_URL")
     ] = "http://127.0.0.1:8000",
     journal: Annotated[
         Path | None, typer.Option(help="Read a data_dir with recorded decisions, instead of asking a router.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Explain why a request went where it went: every candidate, every cost term, who was passed over and why."""
     from poolgrid.cli.explain import explain as run_explain

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 
-import typer
-
 from poolgrid.cli.global_router_group import serve_global_group
+from poolgrid.cli.help_page import CommandLine
 from poolgrid.cli.options import with_settings
 from poolgrid.cli.service_process import LogLevel, run_service, say_ready
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.global_router.settings import GlobalRouterSettings
 from poolgrid.runtime.process_group import GroupPlace
 
-app = typer.Typer(add_completion=False)
+app = CommandLine()
 
 
 @app.command()

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
+from poolgrid.cli.help_page import CommandLine
 from poolgrid.cli.journal_directory import UsageError, journal_errors, open_directory, progress_bar, survey_bytes
+from poolgrid.cli.json_output import AsJson, print_json
 from poolgrid.router.consolidator.adapters.posix_disk import DirectoryInUse, PosixDisk, ReadOnlyDirectory
 from poolgrid.router.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX, PoolState
 from poolgrid.router.consolidator.journal.as_of import (
@@ -44,12 +44,13 @@ from poolgrid.router.consolidator.journal.record_rows import (
 from poolgrid.router.consolidator.journal.stored_records import StoredRecord, TornTail, stored_records
 from poolgrid.router.consolidator.settings import ConsolidatorSettings
 from poolgrid.router.decision_journal.reader import ReadRemarks, decision_directories, stored_entries
+from poolgrid.runtime.figures import UNKNOWN, counted, size
+from poolgrid.runtime.terminal_table import Heading, TerminalTable, terminal
 from poolgrid.wire.identifiers import Tier
 
-app = typer.Typer(help="List, print, check, shrink and export the journal of a pool.", no_args_is_help=True)
+app = CommandLine(help="List, print, check, shrink and export the journal of a pool.", no_args_is_help=True)
 
 Directory = Annotated[Path, typer.Argument(help="Directory of the journal (a consolidator's data_dir).")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 From = Annotated[
     str | None, typer.Option("--from", help="First record: an offset, or a time (2026-11-21T14:00:00, UTC).")
 ]
@@ -86,22 +87,11 @@ def resolve(disk: ReadOnlyDirectory, text: str) -> int:
 
 def clock_time(time_ms: int) -> str:
     """Return a Unix time in milliseconds as people write it, UTC."""
-    return datetime.fromtimestamp(time_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S") if time_ms else "–"
+    return datetime.fromtimestamp(time_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S") if time_ms else UNKNOWN
 
 
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError
-
-
-def _table(*headings: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for number, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if number == 0 else "right", no_wrap=number == 0)
-    return table
+def _table(*headings: str) -> TerminalTable:
+    return TerminalTable([Heading(heading, numeric=number > 0) for number, heading in enumerate(headings)])
 
 
 @app.command("ls")
@@ -120,29 +110,30 @@ def list_files(directory: Directory, as_json: AsJson = False) -> None:
         segments = [{name: getattr(each, name) for name in each.__dataclass_fields__} for each in found.segments]
         snapshots = [{name: getattr(each, name) for name in each.__dataclass_fields__} for each in found.snapshots]
         answer = {"directory": str(directory), "in_use": in_use, "segments": segments, "snapshots": snapshots}
-        typer.echo(json.dumps({**answer, "streams": streams, "problem": problem}, indent=2))
+        print_json({**answer, "streams": streams, "problem": problem})
         return
-    console = Console()
+    console = terminal()
+    # Offsets are copied into --from and --at: they have no commas.
     files = _table("file", "records from", "to before", "begun (UTC)", "size")
     for segment in found.segments:
-        name = f"{segment.file} [yellow]({segment.damage})[/]" if segment.damage else segment.file
+        name = Text.assemble(segment.file, (f" ({segment.damage})" if segment.damage else "", "yellow"))
         row = (str(segment.first_offset), str(segment.next_offset), clock_time(segment.created_ms))
-        files.add_row(name, *row, _size(segment.bytes))
+        files.add(name, *row, size(segment.bytes))
     for snapshot in found.snapshots:
-        files.add_row(snapshot.file, "–", str(snapshot.offset), "–", _size(snapshot.bytes))
+        files.add(snapshot.file, UNKNOWN, str(snapshot.offset), UNKNOWN, size(snapshot.bytes))
     console.print(files)
     if streams:
         table = _table("worker", "source", "epoch", "next seq", "blocks", "requests")
         for stream in streams:
-            table.add_row(
-                *(str(stream[key]) for key in ("worker", "source", "epoch", "next_seq", "blocks", "requests"))
-            )
-        console.print(table)
-    console.print(f"{_size(found.bytes)} in {len(found.segments)} segments and {len(found.snapshots)} snapshots")
+            numbers = (f"{stream[key]:,}" for key in ("blocks", "requests"))
+            table.add(*(str(stream[key]) for key in ("worker", "source", "epoch", "next_seq")), *numbers)
+        console.print(Text(), table)
+    files_found = f"{counted(len(found.segments), 'segment')} and {counted(len(found.snapshots), 'snapshot')}"
+    console.print(f"{size(found.bytes)} in {files_found}", soft_wrap=True)
     if in_use:
         console.print("a running process writes this journal")
     if problem:
-        console.print(f"[yellow]not sound:[/] {problem}", highlight=False)
+        console.print(Text.assemble(("not sound: ", "yellow"), problem), soft_wrap=True)
 
 
 def _streams(pool: PoolState) -> list[dict[str, Any]]:
@@ -195,9 +186,9 @@ def _chosen(disk: ReadOnlyDirectory, first: str | None, to: str | None, worker: 
 
 def _say_unknown(unknown: dict[str, int], extra_fields: int) -> None:
     for kind, count in sorted(unknown.items()):
-        typer.echo(f"skipped {count} of the unknown kind {kind}: a later version wrote them", err=True)
+        typer.echo(f"skipped {count:,} of the unknown kind {kind}: a later version wrote them", err=True)
     if extra_fields:
-        typer.echo(f"skipped {extra_fields} trailing fields that this version does not know", err=True)
+        typer.echo(f"skipped {counted(extra_fields, 'trailing field')} that this version does not know", err=True)
 
 
 @app.command()
@@ -214,17 +205,17 @@ def verify(directory: Directory, as_json: AsJson = False) -> None:
         except JournalCorrupt as error:
             if as_json:
                 fault = {name: getattr(error, name) for name in ("file", "position", "offset", "detail", "remedy")}
-                typer.echo(json.dumps({"sound": False, **fault}, indent=2))
+                print_json({"sound": False, **fault})
             raise
     if as_json:
-        typer.echo(json.dumps({"sound": True, **_verified_row(found), "decisions": decisions}, indent=2))
+        print_json({"sound": True, **_verified_row(found), "decisions": decisions})
     else:
         typer.echo(
-            f"sound: {found.records} records, {found.snapshots} snapshots ({found.compared_snapshots} of them compared "
-            f"with the records before), {_size(total)}"
+            f"sound: {counted(found.records, 'record')}, {counted(found.snapshots, 'snapshot')} "
+            f"({found.compared_snapshots:,} of them compared with the records before), {size(total)}"
         )
         for router, entries in decisions.items():
-            typer.echo(f"sound: {entries} entries in the decisions of {router}")
+            typer.echo(f"sound: {counted(entries, 'entry')} in the decisions of {router}")
         if found.torn is not None:
             typer.echo(f"the last record of {found.torn.file} is being written")
     _say_unknown(found.unknown, found.extra_fields)
@@ -305,7 +296,9 @@ def compact(
         finally:
             disk.close()
         after = survey_bytes(ReadOnlyDirectory(directory))
-    typer.echo(f"{removed} segments removed, {_size(before)} before, {_size(after)} after, offset {pool.offset}")
+    typer.echo(
+        f"{counted(removed, 'segment')} removed, {size(before)} before, {size(after)} after, offset {pool.offset}"
+    )
 
 
 @app.command()
@@ -328,13 +321,13 @@ def export(
             with progress_bar("exporting", survey_bytes(disk)) as on_progress:
                 stored = _told(_chosen(disk, first, to, worker), on_progress)
                 if format_ == "parquet":
-                    what = f"{write_parquet(stored, unfinished)} events"
+                    what = counted(write_parquet(stored, unfinished), "event")
                 else:
-                    what = f"{_write_lines(stored, unfinished)} records"
+                    what = counted(_write_lines(stored, unfinished), "record")
             os.replace(unfinished, out)
         finally:
             unfinished.unlink(missing_ok=True)
-    typer.echo(f"{what} in {out}, {_size(out.stat().st_size)}")
+    typer.echo(f"{what} in {out}, {size(out.stat().st_size)}")
 
 
 def _told(stored: Iterable[StoredRecord], on_progress: Callable[[int], None]) -> Iterator[StoredRecord]:
@@ -372,25 +365,26 @@ def state(
             pool = state_at(disk, offset, BLOCKS_PER_WORKER_MAX, lambda reached: on_progress(reached - begin))
     rows = [_worker_row(pool, key) for key in sorted(pool.workers)]
     if as_json:
-        typer.echo(json.dumps({"offset": pool.offset, "workers": rows}, indent=2))
+        print_json({"offset": pool.offset, "workers": rows})
         return
-    table = _table("worker", "model", "role", "state", *(f"{tier.name.lower()} blocks" for tier in Tier), "requests",
-                   "prefill tok", "active blocks")  # fmt: skip
+    tiers = [tier.name.lower() for tier in Tier]
+    table = TerminalTable(
+        [
+            Heading("worker", numeric=False),
+            Heading("model", numeric=False, optional=True),
+            Heading("role", numeric=False, optional=True),
+            Heading("state", numeric=False),
+            *(Heading(f"{tier} blocks", optional=not any(row["blocks"][tier] for row in rows)) for tier in tiers),
+            *map(Heading, ("requests", "prefill tok", "active blocks")),
+        ]
+    )
     for row in rows:
-        blocks = row["blocks"]
-        table.add_row(
-            row["worker"],
-            row["model"],
-            row["role"],
-            row["state"],
-            *(str(blocks[tier.name.lower()]) for tier in Tier),
-            str(len(row["requests"])),
-            str(row["prefill_tokens"]),
-            str(row["active_blocks"]),
-        )
-    console = Console()
+        counts = [*(row["blocks"][tier] for tier in tiers), len(row["requests"]), row["prefill_tokens"]]
+        names = (row[key] for key in ("worker", "model", "role", "state"))
+        table.add(*names, *(f"{count:,}" for count in (*counts, row["active_blocks"])))
+    console = terminal()
     console.print(table)
-    console.print(f"state before record {pool.offset}, {len(rows)} worker ranks")
+    console.print(f"state before record {pool.offset}, {counted(len(rows), 'worker rank')}")
 
 
 def _worker_row(pool: PoolState, key: Any) -> dict[str, Any]:

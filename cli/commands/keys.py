@@ -7,30 +7,41 @@ import re
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
 import zmq.auth
 
+from poolgrid.cli.help_page import CommandLine
+from poolgrid.cli.json_output import AsJson, print_json
 from poolgrid.frontend.access import key_file
 from poolgrid.frontend.access.key_file import Key, KeyFileError, Tenant
 from poolgrid.runtime.clock import SystemClock
+from poolgrid.runtime.figures import counted
 
-app = typer.Typer(help="Make and look at API keys, tenants and CURVE keys.", no_args_is_help=True)
+app = CommandLine(help="Make and look at API keys, tenants and CURVE keys.", no_args_is_help=True)
 
 KeyFile = Annotated[Path, typer.Argument(help="File of API keys and tenants (JSON).")]
 
 
-def _read(path: Path) -> key_file.KeyDocument:
+def _examined(path: Path) -> tuple[key_file.KeyDocument | None, list[str]]:
+    """Return what is in a file, or what is wrong with it."""
     try:
-        return key_file.read(path)
+        return key_file.read(path), []
     except KeyFileError as error:
-        for problem in error.problems:
-            typer.echo(f"{path}: {problem}", err=True)
+        return None, [str(problem) for problem in error.problems]
     except OSError as error:
-        typer.echo(f"reading {path}: {error.strerror}", err=True)
-    raise typer.Exit(1)
+        return None, [f"cannot be read: {error.strerror}"]
+
+
+def _read(path: Path) -> key_file.KeyDocument:
+    document, problems = _examined(path)
+    for problem in problems:
+        typer.echo(f"{path}: {problem}", err=True)
+    if document is None:
+        raise typer.Exit(1)
+    return document
 
 
 @app.command()
@@ -41,7 +52,9 @@ def create(
     expires: Annotated[
         datetime | None,
         typer.Option(
-            help="When it stops to be taken, in UTC.", formats=["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S", "%Y-%m-%dT%H:%M:%SZ"]
+            help="When it stops to be taken, in UTC: a date, or a time like 2027-01-31T14:00:00.",
+            metavar="TIME",
+            formats=["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S", "%Y-%m-%dT%H:%M:%SZ"],
         ),
     ] = None,
     requests_per_minute: Annotated[int | None, typer.Option(min=1, help="The tenant's request rate.")] = None,
@@ -121,19 +134,33 @@ def hash_command() -> None:
 
 
 @app.command("list")
-def list_command(file: KeyFile) -> None:
-    """Print every tenant with its limits, and the short names of its keys."""
-    now = datetime.fromtimestamp(SystemClock().wall_ms() / 1000, UTC)
-    for name, tenant in _read(file).tenants.items():
-        limits = msgspec.to_builtins(msgspec.structs.replace(tenant, keys=()))
+def list_command(file: KeyFile, as_json: AsJson = False) -> None:
+    """Show every tenant with its limits, and the short names of its keys; never a key or its hash."""
+    tenants = {name: _tenant_row(tenant) for name, tenant in _read(file).tenants.items()}
+    if as_json:
+        print_json(tenants)
+        return
+    for name, row in tenants.items():
+        limits = {field: value for field, value in row.items() if field != "keys"}
         typer.echo(" ".join([name, *(f"{field}={_shown(value)}" for field, value in limits.items())]))
-        for key in tenant.keys:
-            words = [f"  {key.id}"]
-            if key.name:
-                words.append(key.name)
-            if key.expires is not None:
-                words.append(f"{'expired' if key.expires <= now else 'expires'} {key.expires.isoformat()}")
-            typer.echo(" ".join(words))
+        for key in row["keys"]:
+            until = f"{'expired' if key['expired'] else 'expires'} {key['expires']}" if key["expires"] else ""
+            typer.echo(f"  {' '.join(word for word in (key['id'], key['name'], until) if word)}")
+
+
+def _tenant_row(tenant: Tenant) -> dict[str, Any]:
+    now = datetime.fromtimestamp(SystemClock().wall_ms() / 1000, UTC)
+    row: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(tenant, keys=()))
+    keys = [
+        {
+            "id": key.id,
+            "name": key.name,
+            "expires": None if key.expires is None else key.expires.isoformat(),
+            "expired": key.expires is not None and key.expires <= now,
+        }
+        for key in tenant.keys
+    ]
+    return {**row, "keys": keys}
 
 
 def _shown(value: object) -> str:
@@ -141,11 +168,25 @@ def _shown(value: object) -> str:
 
 
 @app.command()
-def check(file: KeyFile) -> None:
-    """Find every problem of a file, one a line. Status 1 when there is any."""
-    document = _read(file)
-    keys = sum(len(tenant.keys) for tenant in document.tenants.values())
-    typer.echo(f"{file}: {len(document.tenants)} tenants with {keys} keys")
+def check(
+    files: Annotated[list[Path], typer.Argument(help="Files of API keys and tenants (JSON).")], as_json: AsJson = False
+) -> None:
+    """Find every problem of files, one a line. Status 1 when there is any."""
+    rows: dict[str, dict[str, Any]] = {}
+    for file in files:
+        document, problems = _examined(file)
+        tenants = document.tenants if document is not None else {}
+        keys = sum(len(tenant.keys) for tenant in tenants.values())
+        rows[str(file)] = {"tenants": len(tenants), "keys": keys, "problems": problems}
+        if as_json:
+            continue
+        for problem in problems:
+            typer.echo(f"{file}: {problem}", err=True)
+        if not problems:
+            typer.echo(f"{file}: {counted(len(tenants), 'tenant')} with {counted(keys, 'key')}")
+    if as_json:
+        print_json(rows)
+    raise typer.Exit(1 if any(row["problems"] for row in rows.values()) else 0)
 
 
 @app.command()

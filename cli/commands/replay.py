@@ -7,7 +7,10 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(add_completion=False)
+from poolgrid.cli.help_page import CommandLine
+from poolgrid.cli.json_output import AsJson
+
+app = CommandLine()
 
 
 @app.command()
@@ -17,7 +20,7 @@ def replay(
         Path | None, typer.Option(help="Where the decisions are, when not in `decisions` below the journal.")
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Status 1 also when a decision cannot be derived.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Derive every recorded decision again from the journal and compare bit for bit; status 1 at a difference."""
     from poolgrid.cli.replay import replay as run_replay

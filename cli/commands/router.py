@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-import typer
-
+from poolgrid.cli.help_page import CommandLine
 from poolgrid.cli.options import with_settings
 from poolgrid.cli.router_group import serve_group
 from poolgrid.cli.service_process import LogLevel, run_service, say_ready
@@ -14,7 +13,7 @@ from poolgrid.router.consolidator.settings import ConsolidatorSettings
 from poolgrid.router.settings import RouterSettings
 from poolgrid.runtime.process_group import GroupPlace
 
-app = typer.Typer(add_completion=False)
+app = CommandLine()
 
 
 @app.command()

@@ -7,14 +7,15 @@ from typing import Annotated
 
 import typer
 
+from poolgrid.cli.help_page import CommandLine
 from poolgrid.cli.options import with_settings
 from poolgrid.simulation.settings import SimulationSettings
 
-app = typer.Typer(add_completion=False)
+app = CommandLine()
 
 
 @app.command()
-@with_settings(SimulationSettings, renamed={"json_out": "--json"})
+@with_settings(SimulationSettings, renamed={"as_json": "--json"})
 def simulate(
     settings: SimulationSettings,
     trace: Annotated[Path, typer.Argument(help="Mooncake-format trace (JSON lines).")],

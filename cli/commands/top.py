@@ -6,18 +6,22 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(add_completion=False)
+from poolgrid.cli.api_key import KEY_NOTE
+from poolgrid.cli.help_page import CommandLine
+
+app = CommandLine()
 
 
-@app.command()
+@app.command(epilog=KEY_NOTE)
 def top(
     url: Annotated[
         str, typer.Option(help="Router or global router to watch.", envvar="POOLGRID_URL")
     ] = "http://127.0.0.1:8000",
     interval: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds between two looks.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one frame and end.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --once: print the router's answers as JSON.")] = False,
 ) -> None:
     """Watch a router's workers, or a global router's pools, its queue and its last decisions, live."""
     from poolgrid.cli.top import top as watch
 
-    raise typer.Exit(watch(url, interval, once))
+    raise typer.Exit(watch(url, interval, once, as_json))

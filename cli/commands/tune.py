@@ -7,14 +7,15 @@ from typing import Annotated
 
 import typer
 
+from poolgrid.cli.help_page import CommandLine
 from poolgrid.cli.options import with_settings
 from poolgrid.simulation.settings import TuneSettings
 
-app = typer.Typer(add_completion=False)
+app = CommandLine()
 
 
 @app.command()
-@with_settings(TuneSettings, renamed={"json_out": "--json", "config_out": "--config"})
+@with_settings(TuneSettings, renamed={"as_json": "--json", "config_out": "--config"})
 def tune(
     settings: TuneSettings,
     source: Annotated[Path, typer.Argument(help="A data_dir with recorded decisions, or a Mooncake-format trace.")],

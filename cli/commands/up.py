@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import typer
 
+from poolgrid.cli.help_page import CommandLine
 from poolgrid.cli.local_pool import UpSettings
 from poolgrid.cli.options import with_settings
 from poolgrid.cli.up import run_up
 
-app = typer.Typer(add_completion=False)
+app = CommandLine()
 
 
 @app.command()

@@ -7,14 +7,15 @@ from typing import Annotated
 
 import typer
 
+from poolgrid.cli.help_page import CommandLine
 from poolgrid.cli.options import with_settings
 from poolgrid.simulation.settings import WhatIfSettings
 
-app = typer.Typer(add_completion=False)
+app = CommandLine()
 
 
 @app.command()
-@with_settings(WhatIfSettings, renamed={"json_out": "--json"})
+@with_settings(WhatIfSettings, renamed={"as_json": "--json"})
 def what_if(
     settings: WhatIfSettings,
     directory: Annotated[Path, typer.Argument(help="Directory of the pool's journal, with decisions (a data_dir).")],

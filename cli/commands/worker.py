@@ -7,12 +7,13 @@ from typing import Annotated
 
 import typer
 
+from poolgrid.cli.help_page import CommandLine
 from poolgrid.cli.options import with_chosen_settings
 from poolgrid.cli.service_process import LogLevel, run_service, say_ready
 from poolgrid.workers.engines.registry import ENGINES, EngineChoice, engine_definition
 from poolgrid.workers.settings import WorkerProcessSettings
 
-app = typer.Typer(add_completion=False)
+app = CommandLine()
 
 
 @app.command()

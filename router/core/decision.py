@@ -16,7 +16,7 @@ from poolgrid.router.core.candidates import Candidates, FewCandidates, RoutingRe
 from poolgrid.router.core.policy import Choice
 from poolgrid.wire.answers import CandidateRow, DecisionExplanation, DecisionRow
 from poolgrid.wire.identifiers import WorkerKey
-from poolgrid.wire.request_ids import dispatch_of, name_of
+from poolgrid.wire.request_ids import dispatch_of, kept_under, name_of
 
 DECISION_BYTES = 1000
 """Measured: the record itself, its request, its place in the log."""
@@ -203,16 +203,19 @@ class DecisionLog:
     def of_request(self, request_id: str) -> list[Decision]:
         """Return a request's decisions, first attempt first; empty when none is kept.
 
-        Asked by the name that its client chose, those of the latest request of that name.
+        It may be asked for by any name that people have of it (``poolgrid.wire.request_ids.kept_under``). By one that
+        several clients chose, those of the latest are returned; of a request with several sequences those of each.
         """
-        if (request_id, 0) not in self._decisions:
-            request_id = self._latest.get(request_id, request_id)
         found = []
-        attempt = 0
-        while (decision := self._decisions.get((request_id, attempt))) is not None:
-            found.append(decision)
-            attempt += 1
+        for sequence in kept_under(request_id, self._id_under):
+            attempt = 0
+            while (decision := self._decisions.get((sequence, attempt))) is not None:
+                found.append(decision)
+                attempt += 1
         return found
+
+    def _id_under(self, name: str) -> str | None:
+        return name if (name, 0) in self._decisions else self._latest.get(name)
 
     def realised(self, dispatch_id: str, cached_tokens: int) -> Decision | None:
         """Note what the worker really reused for a dispatch; return its decision when that is news.

@@ -25,7 +25,7 @@ from poolgrid.router.decision_journal.entries import (
     decode,
 )
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
-from poolgrid.wire.request_ids import name_of
+from poolgrid.wire.request_ids import SEQUENCE, are_sequences, nearness
 
 DIRECTORY = "decisions"
 """Where the decision journals lie within a data_dir: one directory per router, named by its id."""
@@ -105,13 +105,15 @@ def decisions_about(
 ) -> list[RecordedDecision]:
     """Return a request's decisions, first attempt first, with what the workers then really reused.
 
-    Asked by the name that its client chose, those of the latest request of that name.
+    It may be asked for by any name that people have of it (``poolgrid.wire.request_ids``). By one that several clients
+    chose, those of the latest are returned; of a request with several sequences those of each.
 
     ``on_progress`` is told the bytes of entries read, now and then.
     """
     found: list[RecordedDecision] = []
-    latest = ""
-    """The request that ``found`` is about."""
+    ids: list[str] = []
+    """The request that ``found`` is about, or its sequences."""
+    nearest = SEQUENCE
     settings: RouterSettingsNoted | None = None
     done = 0
     for count, stored in enumerate(stored_entries(disk)):
@@ -123,14 +125,18 @@ def decisions_about(
             settings = entry
         elif isinstance(entry, DecisionMade):
             made = entry.request.request_id
-            begins = made != latest and not entry.attempt
-            if begins and (made == request_id or (latest != request_id and name_of(made) == request_id)):
-                latest = made
-                found.clear()
-            if made == latest:
+            near = None if entry.attempt or made in ids else nearness(request_id, made)
+            if near is not None and near <= nearest:
+                if not (near == SEQUENCE and ids and are_sequences(made, ids[0])):
+                    ids.clear()
+                    found.clear()
+                ids.append(made)
+                nearest = near
+            if made in ids:
                 found.append(RecordedDecision(decision_of(entry, stored.workers), stored, settings))
-        elif isinstance(entry, OverlapRealised) and entry.request_id == latest:
+        elif isinstance(entry, OverlapRealised) and entry.request_id in ids:
             for recorded in found:
-                if recorded.decision.attempt == entry.attempt:
-                    recorded.decision.realised_cached_tokens = entry.cached_tokens
+                decision = recorded.decision
+                if (decision.request.request_id, decision.attempt) == (entry.request_id, entry.attempt):
+                    decision.realised_cached_tokens = entry.cached_tokens
     return found

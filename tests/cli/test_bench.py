@@ -28,7 +28,7 @@ def test_a_replay_reports_the_keys_that_scripts_rely_on(tmp_path: Path, capsys: 
     settings = {"trace": CONVERSATION, "requests": 120, "speed": 1000, "length_scale": 1 / 32, "osl_max": 3}
 
     with serving(FakeEndpoint()) as endpoint:
-        code = run_bench(BenchSettings(url=endpoint.url, json_out=out, max_in_flight=1, **settings))
+        code = run_bench(BenchSettings(url=endpoint.url, out=out, max_in_flight=1, **settings))
 
     found = json.loads(out.read_text())
     assert code == 0
@@ -50,7 +50,7 @@ def test_without_a_trace_there_is_no_ideal(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
 
     with serving(FakeEndpoint()) as endpoint:
-        code = run_bench(BenchSettings(url=endpoint.url, rate=500, requests=10, isl=8, osl=2, json_out=out))
+        code = run_bench(BenchSettings(url=endpoint.url, rate=500, requests=10, isl=8, osl=2, out=out))
 
     found = json.loads(out.read_text())
     assert (code, found["mode"], found["requests"]) == (0, "open", 10)
@@ -103,7 +103,7 @@ def test_ctrl_c_prints_what_was_measured_so_far(tmp_path: Path, capsys: pytest.C
     fingers = threading.Thread(target=press)
     with serving(endpoint):
         fingers.start()
-        code = run_bench(BenchSettings(url=endpoint.url, requests=50, concurrency=1, json_out=out))
+        code = run_bench(BenchSettings(url=endpoint.url, requests=50, concurrency=1, out=out))
         fingers.join(10)
 
     found = json.loads(out.read_text())
@@ -114,12 +114,24 @@ def test_ctrl_c_prints_what_was_measured_so_far(tmp_path: Path, capsys: pytest.C
 
 def test_a_report_that_cannot_be_written_is_a_clear_error(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(FakeEndpoint()) as endpoint:
-        code = run_bench(BenchSettings(url=endpoint.url, requests=1, json_out=Path("/nowhere/out.json")))
+        before = run_bench(BenchSettings(url=endpoint.url, requests=1, out=Path("/nowhere/out.json")))
+        refused = capsys.readouterr()
+        after = run_bench(BenchSettings(url=endpoint.url, requests=1, out=Path("/dev/full")))
 
+    assert before == 2
+    assert "--out: /nowhere cannot be written to; nothing was sent" in refused.err
+    assert refused.out == ""
     captured = capsys.readouterr()
-    assert code == 1
-    assert "writing /nowhere/out.json" in captured.err
+    assert after == 1
+    assert "writing /dev/full" in captured.err
     assert "TTFT" in captured.out, "the measurement is not lost"
+
+
+def test_json_goes_to_standard_output_in_place_of_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(FakeEndpoint()) as endpoint:
+        assert run_bench(BenchSettings(url=endpoint.url, requests=2, isl=8, osl=2, as_json=True)) == 0
+
+    assert json.loads(capsys.readouterr().out)["requests"] == 2
 
 
 class TestPlan:
@@ -168,7 +180,7 @@ class TestSettings:
 
     @pytest.mark.parametrize("name", BenchSettings.model_fields)
     def test_every_setting_is_described_and_documented(self, name: str) -> None:
-        flag = {"json_out": "--json"}.get(name, "--" + name.replace("_", "-"))
+        flag = {"as_json": "--json"}.get(name, "--" + name.replace("_", "-"))
 
         assert BenchSettings.model_fields[name].description
         assert f"`{flag}`" in BENCH_PAGE

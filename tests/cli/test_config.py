@@ -24,7 +24,7 @@ def dynamo_file(tmp_path: Path) -> Path:
 
 
 def test_check_of_a_valid_document_is_0(capsys: pytest.CaptureFixture[str]) -> None:
-    assert config.check(EXAMPLE) == 0
+    assert config.check([EXAMPLE]) == 0
     out, err = capsys.readouterr()
     assert out == ""
     assert "ok, aggregated with 3 pools over 4 × 2 × 2 cells" in err
@@ -36,7 +36,7 @@ def test_check_prints_every_problem_on_a_line_of_its_own(tmp_path: Path, capsys:
     raw["defaults"] = {"itl_target_ms": 99, "note": "x" * 500}
     path.write_text(json.dumps(raw))
 
-    assert config.check(path) == 1
+    assert config.check([path]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3
     assert lines[0].startswith("$.prefill.mapping[0][0]: is true")
@@ -48,7 +48,7 @@ def test_check_prints_every_problem_on_a_line_of_its_own(tmp_path: Path, capsys:
 def test_a_file_that_cannot_be_read_is_a_problem(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path if what == "directory" else tmp_path / "none.json"
 
-    for command in (config.check, config.show, config.convert):
+    for command in (lambda one: config.check([one]), config.show, config.convert):
         assert command(path) == 1
         assert capsys.readouterr().out.startswith("$: cannot be read: ")
 
@@ -56,7 +56,7 @@ def test_a_file_that_cannot_be_read_is_a_problem(what: str, tmp_path: Path, caps
 def test_show_draws_every_grid_with_units(capsys: pytest.CaptureFixture[str]) -> None:
     assert config.show(EXAMPLE) == 0
     out = capsys.readouterr().out
-    for words in ("TTFT (ms)", "ITL (ms)", "ISL (tokens) ≥ 96\u00a0000".replace("≥ ", "≥\u00a0"), "medium", "16 / h"):
+    for words in ("TTFT (ms)", "ITL (ms)", "ISL (tokens) ≥\u00a096,000", "medium", "16 / h"):
         assert words in out
 
 
@@ -102,7 +102,7 @@ def test_convert_rewrites_dynamos_form_into_ours(dynamo_file: Path, tmp_path: Pa
     again = load_document(out.read_bytes())
     assert again.form == "poolgrid"
     assert again.document == load_document(dynamo_file.read_bytes()).document
-    assert config.check(out) == 0
+    assert config.check([out]) == 0
 
 
 def test_convert_to_standard_output_is_the_document_and_nothing_else(
@@ -154,3 +154,35 @@ def test_the_published_schema_is_current() -> None:
     assert published.read_text() == config.schema_text(), (
         "write config.schema_text() to docs/schemas/pool_grid.schema.json"
     )
+
+
+def test_several_documents_are_checked_at_once_and_each_line_says_whose_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = tmp_path / "bad.json"
+    bad.write_text(json.dumps(changed(disagg(), ("prefill", "mapping", 0, 0), True)))
+
+    assert config.check([EXAMPLE, bad]) == 1
+    out, err = capsys.readouterr()
+    assert out.splitlines()[0].startswith(f"{bad}: $.prefill.mapping[0][0]: is true")
+    assert f"{EXAMPLE}: ok" in err
+
+    assert config.check([EXAMPLE, bad], as_json=True) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert {path: row["usable"] for path, row in found.items()} == {str(EXAMPLE): True, str(bad): False}
+    assert found[str(bad)]["problems"][0].startswith("$.prefill.mapping[0][0]: is true")
+
+
+@pytest.mark.parametrize("columns", ["80", "50", ""])
+def test_a_grid_is_drawn_with_every_pool_by_its_whole_name(
+    columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+
+    assert config.show(EXAMPLE) == 0
+    out = capsys.readouterr().out
+    for stage in load_document(EXAMPLE.read_bytes()).document.stages.values():
+        for pool in stage.pools:
+            assert pool.name in out
+    assert "…" not in out
+    assert not columns or max(map(len, out.splitlines())) <= int(columns)

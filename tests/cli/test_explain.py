@@ -91,14 +91,14 @@ def test_a_routers_decision_shows_every_candidate_term_and_filter() -> None:
     text = drawn(router_answer())
 
     assert "r-[red]1" in text, "what clients chose is never taken for markup"
-    assert "ISL 160 = 10 blocks, 3 believed to be there, 48 tokens really reused" in text
+    assert "ISL 160 = 10 blocks, 3 believed to be there, 48 tokens reused" in text
     assert "adjusted_prefill" in text
     assert "not c: draining" in text
     assert "the runner-up would have cost 3.00 more" in text
 
 
 def test_a_global_decision_shows_cell_spill_fallback_refusal_and_the_pools_own_reasons() -> None:
-    text = drawn(GLOBAL, {"cheap": router_answer()})
+    text = drawn(GLOBAL, {"r-1": router_answer()})
 
     for words in (
         "whole (first): pool cheap by fallback, worker a",
@@ -107,7 +107,7 @@ def test_a_global_decision_shows_cell_spill_fallback_refusal_and_the_pools_own_r
         "name: ttft_ms",
         "share: 0.5",
         "refused by fast: down, no route",
-        "reserved in 0.4 ms: cheapest, overlap 3 blocks of 16 tokens",
+        "reserved in 0.40 ms: cheapest, overlap 3 blocks of 16 tokens",
         "not c: draining",
         "a note",
         "outcome: length, 5 tokens, TTFT 12.50 ms, ITL – ms",
@@ -118,7 +118,7 @@ def test_a_global_decision_shows_cell_spill_fallback_refusal_and_the_pools_own_r
 def test_the_pools_are_asked_too(capsys: pytest.CaptureFixture[str]) -> None:
     path = "/v1/decisions/r-%5Bred%5D1"
     with (
-        serving(kept({path: router_answer()})) as pool,
+        serving(kept({"/v1/decisions/r-1": router_answer()})) as pool,
         serving(kept({path: GLOBAL, "/v1/pools": at(pool)})) as url,
     ):
         assert explain("r-[red]1", url, as_json=True) == 0
@@ -135,3 +135,48 @@ def test_what_is_not_kept_or_not_there_is_said(capsys: pytest.CaptureFixture[str
 
     assert explain("gone", url, as_json=False) == 1
     assert "does not answer" in capsys.readouterr().err
+
+
+PODS = tuple(f"trtllm-decode-6f9c7d5b44-{letter * 5}" for letter in "abc")
+
+
+def explanation_of_pods(request_id: str) -> RequestExplanation:
+    pool = Pool()
+    first, _, third = pool.join(*PODS)
+    pool.say(first, stored([1, 2, 3]))
+    pool.say(third, WorkerDraining())
+    request = RoutingRequest(request_id, "m", 160, 16, 10)
+    decision = decided(pool.selector(KvAware()).select(request, [1, 2, 3, 4], 0.0, 0))
+    return RequestExplanation(request_id=request_id, attempts=[decision.explanation()])
+
+
+@pytest.mark.parametrize("columns", ["80", "60", ""])
+def test_at_any_width_names_are_whole_and_every_term_is_there(
+    columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    request_id = "conversation-17-turn-3~r0123456789ab1f"
+    answer = explanation_of_pods(request_id)
+    with serving(kept({f"/v1/decisions/{request_id}": answer.to_json()})) as url:
+        assert explain(request_id, url, as_json=False) == 0
+
+    text = capsys.readouterr().out
+    assert request_id in text
+    for pod in PODS:
+        assert pod in text
+    rows = answer.attempts[0].rows
+    for row in rows:
+        for term in row.terms:
+            assert term in text or len({other.terms[term] for other in rows}) == 1
+        assert f"{row.cost:,.2f}" in text
+    assert "…" not in text
+    assert not columns or max(map(len, text.splitlines())) <= int(columns)
+
+
+def test_the_sequences_of_a_request_have_a_branch_each() -> None:
+    both = [explanation_of_pods(f"two-{index}~r1").attempts[0] for index in range(2)]
+
+    text = drawn(RequestExplanation(request_id="two", attempts=both).to_json())
+
+    assert text.index("sequence two-0~r1") < text.index("sequence two-1~r1")
+    assert text.count("attempt 0, ") == 2

@@ -74,7 +74,7 @@ def test_cat_prints_records_chosen_by_offset_time_kind_and_worker(directory: Pat
 
 
 def test_verify_is_silent_about_nothing(directory: Path) -> None:
-    assert run("verify", directory).startswith("sound: 40 records, 1 snapshots (1 of them compared")
+    assert run("verify", directory).startswith("sound: 40 records, 1 snapshot (1 of them compared")
 
     damaged = sorted(directory.glob("*.segment"))[1]
     data = bytearray(damaged.read_bytes())
@@ -175,3 +175,19 @@ def test_records_from_the_future_are_shown_and_counted(directory: Path) -> None:
 def test_what_is_no_journal_is_refused(tmp_path: Path) -> None:
     assert "it is no journal" in run("ls", tmp_path, status=2)
     assert "is not a directory" in run("verify", tmp_path / "absent", status=2)
+
+
+@pytest.mark.parametrize("columns", ["80", "50", ""])
+def test_what_people_read_is_never_cut(directory: Path, columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+
+    listed = run("ls", directory)
+    found = json.loads(run("ls", directory, "--json"))
+    for each in (*found["segments"], *found["snapshots"]):
+        assert each["file"] in listed
+    assert f"{len(found['segments'])} segments and 1 snapshot" in listed
+    state = run("state", directory)
+    assert "1 worker rank" in state
+    for text in (listed, state, run("verify", directory)):
+        assert "…" not in text
+    assert not columns or max(map(len, (listed + state).splitlines())) <= int(columns)

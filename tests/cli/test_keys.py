@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -77,3 +78,19 @@ def test_check_names_every_problem_and_create_leaves_a_broken_file_alone(tmp_pat
     assert not (tmp_path / "new.json").exists()
     assert keys("check", str(tmp_path / "none.json")).exit_code == 1
     assert keys("hash", typed="\n").exit_code == 1
+
+
+def test_list_and_check_print_json_and_check_takes_several_files(tmp_path: Path) -> None:
+    path, broken = tmp_path / "keys.json", tmp_path / "broken.json"
+    keys("create", str(path), "acme", "--name", "ci", "--expires", "2001-01-01")
+    broken.write_text("{}")
+
+    listed = json.loads(keys("list", str(path), "--json").stdout)
+    assert [(key["name"], key["expired"]) for key in listed["acme"]["keys"]] == [("ci", True)]
+    assert key_file.read(path).tenants["acme"].keys[0].hash not in keys("list", str(path), "--json").stdout
+    assert keys("check", str(path)).stdout == f"{path}: 1 tenant with 1 key\n"
+    both = keys("check", str(path), str(broken), "--json")
+    assert both.exit_code == 1
+    found = json.loads(both.stdout)
+    assert found[str(path)] == {"tenants": 1, "keys": 1, "problems": []}
+    assert found[str(broken)]["problems"]

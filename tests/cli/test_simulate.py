@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from poolgrid.cli.main import app
+from poolgrid.cli.simulate import result_table
 from poolgrid.simulation.pool import SIMULATED_POLICIES
 from tests.simulation.builders import CONVERSATION
 
@@ -26,7 +29,7 @@ def squeezed(text: str) -> str:
 
 
 def report(tmp_path: Path, *arguments: str, name: str = "out.json") -> dict[str, Any]:
-    done = simulate(CONVERSATION, "--json", tmp_path / name, *arguments)
+    done = simulate(CONVERSATION, "--out", tmp_path / name, *arguments)
     assert done.exit_code == 0, done.output
     found: dict[str, Any] = json.loads((tmp_path / name).read_text())
     return found
@@ -85,7 +88,7 @@ def test_the_table_names_every_policy() -> None:
     done = simulate(CONVERSATION, "--requests", "20", "--policy", ",".join(SIMULATED_POLICIES))
 
     assert done.exit_code == 0
-    assert "An infinite shared cache would reuse" in done.stdout
+    assert "an infinite shared cache would reuse" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -105,7 +108,7 @@ def test_the_table_names_every_policy() -> None:
 def test_what_cannot_be_simulated_ends_with_status_2_and_says_why(
     arguments: Sequence[str | Path], words: str, tmp_path: Path
 ) -> None:
-    done = simulate(*arguments, "--json", tmp_path / "out.json")
+    done = simulate(*arguments, "--out", tmp_path / "out.json")
 
     assert done.exit_code == 2
     assert squeezed(words) in squeezed(done.stderr)
@@ -123,7 +126,37 @@ def test_a_broken_trace_names_file_and_line(tmp_path: Path) -> None:
 
 
 def test_a_report_that_cannot_be_written_is_said_before_the_work(tmp_path: Path) -> None:
-    done = simulate(CONVERSATION, "--json", tmp_path / "missing" / "out.json")
+    done = simulate(CONVERSATION, "--out", tmp_path / "missing" / "out.json")
 
     assert done.exit_code == 2
     assert "nothingwassimulated" in squeezed(done.output)
+
+
+def test_json_goes_to_standard_output_in_place_of_the_table(tmp_path: Path) -> None:
+    done = simulate(CONVERSATION, "--requests", "20", "--policy", "kv", "--json", "--out", tmp_path / "out.json")
+
+    assert done.exit_code == 0
+    assert json.loads(done.stdout) == json.loads((tmp_path / "out.json").read_text())
+
+
+def test_the_table_has_a_line_per_policy_and_shows_no_share_of_nothing() -> None:
+    def drawn(ideal: float, **policies: float) -> str:
+        latency = {"mean": 12.0, "p50": 1.0, "p90": 2.0, "p99": 30.0}
+        rows = {
+            name: {
+                "cached_token_ratio": cached, "ttft_ms": latency, "itl_ms": latency, "busy_ratio": 0.5,
+                "worker_tokens_max_over_mean": 1.25,
+            }
+            for name, cached in policies.items()
+        }  # fmt: skip
+        out = StringIO()
+        Console(file=out, width=80).print(result_table(ideal, rows))
+        return out.getvalue()
+
+    first, second = drawn(0.4, kv=0.2), drawn(0.0, random=0.0)
+
+    assert "40.0%" in first.splitlines()[0]
+    assert next(line for line in first.splitlines() if "kv" in line).split() == [
+        "kv", "20.0%", "50.0%", "12", "30", "12.0", "30.0", "50%", "1.25",
+    ]  # fmt: skip
+    assert "–" in next(line for line in second.splitlines() if "random" in line)

@@ -17,12 +17,13 @@ from poolgrid.cli.top import (
     WORKERS_SHOWN_MAX,
     Frame,
     fetch,
-    milliseconds,
+    queue_line,
     stream_cell,
     top,
     usage_bar,
     view,
 )
+from poolgrid.runtime.figures import milliseconds
 from poolgrid.wire.answers import DecisionList, QueueRow, SourceRow, StreamRow, WorkerList, WorkerRow
 from tests.cli.json_server import Answer, serving
 
@@ -134,7 +135,7 @@ def workers(*rows: WorkerRow) -> WorkerList:
 def drawn(frame: Frame, width: int = 200) -> str:
     console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     with console.file:
-        console.print(view(frame, width))
+        console.print(view(frame))
         return console.export_text()
 
 
@@ -162,6 +163,37 @@ class TestView:
 
         assert stream_cell(stream).plain == cell
 
+    def test_a_worker_that_had_nothing_to_say_yet_is_not_behind(self) -> None:
+        row = msgspec.convert(SAID_TOO["stream"], StreamRow)
+
+        assert stream_cell(msgspec.structs.replace(row, state="syncing")).plain == "no events yet"
+        doubted = msgspec.structs.replace(row, state="syncing", trusted=False, disagreement=0.5)
+        assert stream_cell(doubted).plain == "suspect 50%"
+
+    def test_who_is_told_to_come_back_is_said_while_somebody_waits_only(self) -> None:
+        queue = msgspec.convert(QUEUE, QueueRow)
+
+        assert "come back after 7 s" in queue_line(queue).plain
+        assert "come back" not in queue_line(msgspec.structs.replace(queue, requests=0)).plain
+
+    @pytest.mark.parametrize("width", [80, 60])
+    def test_long_names_are_whole_and_cost_lines_instead(self, width: int) -> None:
+        pod, request = "trtllm-decode-6f9c7d5b44-x2x9q", f"{'conversation-' * 4}17~r0123456789ab1f"
+        with serving(good) as url:
+            known = look(url)
+        assert known.workers is not None
+        assert known.decisions is not None
+        row = msgspec.structs.replace(known.workers.data[0], worker_id=pod)
+        decided = msgspec.structs.replace(known.decisions.data[0], request_id=request, worker=pod)
+
+        text = drawn(Frame("http://h", workers(row), DecisionList(data=[decided])), width)
+
+        assert f"{pod}/3" in text
+        assert text.count(pod) == 2
+        assert request in text.replace("\n", "")
+        assert "30%" in text
+        assert "…" not in text
+
     def test_a_frame_says_who_is_there_and_how_the_last_decisions_went(self) -> None:
         with serving(good) as url:
             text = drawn(look(url))
@@ -172,7 +204,7 @@ class TestView:
         assert "5 running, 2 waiting" in headline
         assert "offset 1,234" in headline
         assert re.split(r"\s{2,}", worker.strip()) == [
-            "w1/3", "tiny", "aggregated", "ready", "live", "5", "2", "███░░░░░░░", "30 %",
+            "w1/3", "aggregated", "tiny", "ready", "live", "5", "2", "███░░░░░░░", "30%",
             "900", "899", "4,096", "3 ms", "2.5 s", "12,345",
         ]  # fmt: skip
         assert text.index("w0") < text.index("w1/3"), "sorted by name"
@@ -187,9 +219,9 @@ class TestView:
 
         worker = next(line for line in text.splitlines() if "w1/3" in line)
         assert re.split(r"\s{2,}", worker.strip()) == [
-            "w1/3", "ready", "live", "5", "2", "███░░░░░░░", "30 %", "900", "12,345",
+            "w1/3", "aggregated", "ready", "live", "5", "2", "███░░░░░░░", "30%", "900", "12,345",
         ]  # fmt: skip
-        assert "aggregated" not in text
+        assert max(map(len, text.splitlines())) <= 80
         assert "…" not in text
 
     def test_an_empty_pool_is_drawn(self) -> None:
@@ -209,16 +241,16 @@ class TestView:
 
         assert f"w{WORKERS_SHOWN_MAX - 1:04}/3" in text
         assert f"w{WORKERS_SHOWN_MAX:04}" not in text
-        assert "5 more workers are not shown" in text
+        assert "not shown: 5 more workers" in text
 
     @pytest.mark.parametrize(
         ("used", "total", "text"),
         [
-            (0, 10, "░░░░░░░░░░   0 %"),
-            (5, 10, "█████░░░░░  50 %"),
-            (10, 10, "██████████ 100 %"),
-            (20, 10, "██████████ 100 %"),
-            (-1, 10, "░░░░░░░░░░   0 %"),
+            (0, 10, "░░░░░░░░░░   0%"),
+            (5, 10, "█████░░░░░  50%"),
+            (10, 10, "██████████ 100%"),
+            (20, 10, "██████████ 100%"),
+            (-1, 10, "░░░░░░░░░░   0%"),
             (5, 0, "–"),
         ],
     )
@@ -240,13 +272,13 @@ class TestGlobalRouter:
 
         lines = text.splitlines()
         assert "pools: 1 saturated, 1 down" in lines[0]
-        assert "dispatches: 12" in lines[0]
+        assert "in flight: 12" in lines[0]
         assert "revision 5" in lines[0]
         assert "queue: 3 of 1,024 requests, 96 of 4,194,304 prompt tokens" in lines[1]
         assert "refused: 1,234 busy, 2 no_worker   come back after 7 s" in lines[1]
         pool = next(line for line in lines if line.strip().startswith("fast"))
         assert re.split(r"\s{2,}", pool.strip()) == [
-            "fast", "prefill", "saturated", "closed", "12", "4", "██████████ 100 %", "2", "tiny",
+            "fast", "prefill", "saturated", "closed", "12", "4", "██████████ 100%", "2", "tiny",
         ]  # fmt: skip
         down = next(line for line in lines if "[b]slow" in line)
         assert "connection refused" in down
@@ -260,7 +292,9 @@ class TestGlobalRouter:
             text = drawn(look(url), width=80)
 
         pool = next(line for line in text.splitlines() if line.strip().startswith("fast"))
-        assert re.split(r"\s{2,}", pool.strip()) == ["fast", "saturated", "12", "4", "██████████ 100 %", "2"]
+        assert re.split(r"\s{2,}", pool.strip()) == [
+            "fast", "prefill", "saturated", "12", "4", "██████████ 100%", "2",
+        ]  # fmt: skip
 
     def test_it_is_asked_for_its_pools_first_the_next_time_and_may_be_replaced_by_a_router(self) -> None:
         asked: list[str] = []
@@ -341,6 +375,38 @@ class TestTop:
         assert code == 0
         assert "journal offset 1,234" in " ".join(capsys.readouterr().out.split())
 
+    def test_once_prints_the_answers_as_json(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with serving(good) as url:
+            code = top(url, 1.0, once=True, as_json=True)
+
+        found = json.loads(capsys.readouterr().out)
+        assert code == 0
+        assert [row["worker_id"] for row in found["workers"]["data"]] == ["w1", "w0"]
+        assert found["decisions"]["data"][0]["request_id"] == "r-77"
+        assert (found["fault"], found["pools"]) == (None, None)
+
+    @pytest.mark.parametrize(
+        ("status", "key", "words"),
+        [
+            (401, "", "put an operator's key into POOLGRID_API_KEY (it is not set)"),
+            (401, "pg-x", "put an operator's key into POOLGRID_API_KEY (the key in it is not one of the router's)"),
+            (403, "pg-x", "the key in POOLGRID_API_KEY is no operator's"),
+        ],
+    )
+    def test_a_router_with_keys_is_told_how_to_be_watched(
+        self,
+        status: int,
+        key: str,
+        words: str,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setenv("POOLGRID_API_KEY", key)
+        with serving(lambda _path: (status, b"{}")) as url:
+            assert top(url, 1.0, once=True) == 1
+
+        assert words in " ".join(capsys.readouterr().out.split())
+
     def test_once_fails_without_a_router(self, capsys: pytest.CaptureFixture[str]) -> None:
         with serving(good) as url:
             pass
@@ -354,7 +420,7 @@ class TestTop:
     def test_bad_input_is_a_clear_error(
         self, url: str, interval_s: float, words: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        assert top(url, interval_s, once=True) == 1
+        assert top(url, interval_s, once=True) == 2
         assert words in " ".join(capsys.readouterr().err.split())
 
     def test_it_keeps_asking_through_faults_until_ctrl_c(self, capsys: pytest.CaptureFixture[str]) -> None:

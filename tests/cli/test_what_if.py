@@ -44,10 +44,10 @@ def run(*arguments: object, status: int = 0) -> str:
 def test_what_if_compares_variants_with_what_was_recorded_by_the_keys_of_simulate(
     recording: Path, tmp_path: Path
 ) -> None:
-    table = run("what-if", recording, "--policy", "kv,round-robin", "--overlap-weight", "0,1", "--json",
+    table = run("what-if", recording, "--policy", "kv,round-robin", "--overlap-weight", "0,1", "--out",
                 tmp_path / "out.json", "--plot", tmp_path / "out.html")  # fmt: skip
     report = json.loads((tmp_path / "out.json").read_text())
-    run("simulate", TRACE, "--requests", 5, "--policy", "kv", "--json", tmp_path / "simulated.json")
+    run("simulate", TRACE, "--requests", 5, "--policy", "kv", "--out", tmp_path / "simulated.json")
     simulated = json.loads((tmp_path / "simulated.json").read_text())
 
     assert list(report["policies"]) == ["recorded", "kv overlap-weight=0", "round-robin"]
@@ -68,7 +68,7 @@ def test_what_if_compares_variants_with_what_was_recorded_by_the_keys_of_simulat
 
 def test_what_if_is_a_function_of_its_arguments(recording: Path, tmp_path: Path) -> None:
     for name in ("one.json", "two.json"):
-        run("what-if", recording, "--temperature", "0.5", "--json", tmp_path / name)
+        run("what-if", recording, "--temperature", "0.5", "--out", tmp_path / name)
 
     assert (tmp_path / "one.json").read_bytes() == (tmp_path / "two.json").read_bytes()
 
@@ -92,7 +92,7 @@ def test_what_if_draws_a_png_or_says_what_to_install(
         (["--policy", "clever"], "'clever' is unknown"),
         (["--temperature", "hot"], "'hot', allowed are numbers"),
         (["--plot", "x.gif"], "must be .html or .png"),
-        (["--json", "/nowhere/x"], "cannot be written"),
+        (["--out", "/nowhere/x"], "cannot be written"),
         (["--overlap-weight", ",".join(map(str, range(100)))], "100 combinations"),
     ],
 )
@@ -110,7 +110,7 @@ def test_a_directory_without_decisions_is_refused(recording: Path, tmp_path: Pat
 
 def test_tune_searches_one_part_and_justifies_on_the_other(tmp_path: Path) -> None:
     said = run("tune", TRACE, "--requests", 120, "--trials", 4, "--workers", 3, "--objective", "goodput",
-               "--ttft-target-ms", 400, "--itl-target-ms", 10, "--json", tmp_path / "out.json", "--config",
+               "--ttft-target-ms", 400, "--itl-target-ms", 10, "--out", tmp_path / "out.json", "--config",
                tmp_path / "tuned.toml")  # fmt: skip
     report = json.loads((tmp_path / "out.json").read_text())
     tuned = report["tune"]

@@ -78,6 +78,17 @@ class Process:
     def wait(self) -> int:
         return self._process.wait(WAIT_TIMEOUT_S)
 
+    def errors_so_far(self) -> str:
+        """Take what standard error has now; `stop` returns the rest."""
+        assert self._process.stderr is not None
+        taken = b""
+        while select.select([self._process.stderr], [], [], 0)[0]:
+            part = os.read(self._process.stderr.fileno(), 65_536)
+            if not part:
+                break
+            taken += part
+        return taken.decode()
+
     def kill(self) -> None:
         """Kill -9, and everything below."""
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -16,7 +16,8 @@ import httpx
 import msgspec
 import pytest
 
-from poolgrid.cli.top import Frame, fetch, milliseconds, usage_bar
+from poolgrid.cli.top import Frame, fetch, usage_bar
+from poolgrid.runtime.figures import milliseconds
 from poolgrid.wire.answers import PlacedExplanation, RequestExplanation
 from poolgrid.wire.request_ids import name_of
 from tests.e2e.processes import Process, eventually, pool_is_quiet, running_pool
@@ -106,7 +107,7 @@ def test_top_draws_a_router_as_it_answers(router: str) -> None:
         lag, last_event = drawn.pop(-3), drawn.pop(-2)
         assert (lag == "–", last_event == "–") == (row["event_lag_ms"] is None, row["last_event_ms_ago"] is None)
         assert drawn == [
-            row["worker_id"], "tiny", "aggregated", "ready", row["stream"]["state"],
+            row["worker_id"], "aggregated", "tiny", "ready", "live" if row["requests_total"] else "no events yet",
             number(row["running_requests"]), number(row["waiting_requests"]),
             *re.split(r"\s{2,}", usage_bar(row["active_blocks"], row["total_blocks"]).plain),
             number(row["cached_blocks"]), number(row["indexed_blocks"]), number(row["prefill_tokens"]),
@@ -130,7 +131,7 @@ def test_a_routers_explanation_is_read_whole_and_drawn(router: str) -> None:
     assert json.loads("\n".join(lines_of("explain", "second", "--url", router, "--json"))) == told
     drawn = "\n".join(lines_of("explain", "second", "--url", router))
     assert f"worker {attempt['worker']}, {attempt['reason']} by policy kv at journal offset" in drawn
-    assert f"{attempt['realised_cached_tokens']} tokens really reused" in drawn
+    assert f"{attempt['realised_cached_tokens']} tokens reused" in drawn
     assert f"would have cost {attempt['margin']:.2f} more ({attempt['runner_up']})" in drawn
     for row in attempt["rows"]:
         terms = [f"{row['terms'][name]:,.2f}" for name in row["terms"]]

@@ -192,8 +192,8 @@ def test_the_number_of_cells_is_bounded_and_forgetting_a_spilling_one_is_a_step(
 def test_steps_explain_themselves() -> None:
     explained = run(loop(), 0, 400, 800)[0].explanation()
 
-    assert explained["pool"] == "p-cheap"
-    assert explained["measured"] == [
+    assert explained.pool == "p-cheap"
+    assert explained.to_json()["measured"] == [
         {"pool": "p-cheap", "metric": "ttft", "p95_ms": 800, "target_ms": 750.0, "samples": 36}
     ]
 

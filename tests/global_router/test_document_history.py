@@ -30,7 +30,7 @@ def test_a_valid_change_replaces_the_document_and_says_what_changed() -> None:
     assert [str(change) for change in reload.changes] == ['$.prefill.mapping[1][1]: "p-fast" is now "p-cheap"']
     assert made.current.number == 2
     assert made.current.loaded.document == document(raw)
-    assert reload.explanation()["source"] == "new.json"
+    assert reload.explanation().source == "new.json"
 
 
 def test_an_invalid_document_leaves_the_old_one_in_force() -> None:

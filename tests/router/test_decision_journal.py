@@ -413,6 +413,8 @@ def test_a_request_is_explained_from_the_journal_with_what_was_really_reused() -
     assert found.settings is not None
     assert found.settings.settings["policy"] == "kv"
     assert decisions_about(router.decisions_disk, "nobody") == []
+    (by_body,) = decisions_about(router.decisions_disk, "chatcmpl-request-7")
+    assert by_body.decision.explanation() == explained
 
 
 def test_a_byte_flipped_anywhere_is_located_and_everything_before_it_is_read() -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from io import StringIO
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
 from poolgrid.simulation.pool import RunResult
-from poolgrid.simulation.report import latency_summary, policy_report, result_table
+from poolgrid.simulation.report import latency_summary, policy_report
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 1e6), st.integers(1, 40)), min_size=1, max_size=30))
@@ -68,16 +66,3 @@ def test_a_run_of_nothing_divides_by_nothing() -> None:
     report = policy_report(result(), workers=2)
 
     assert report["cached_token_ratio"] == report["busy_ratio"] == report["worker_tokens_max_over_mean"] == 0.0
-
-
-def test_the_table_has_a_line_per_policy_and_shows_no_share_of_nothing() -> None:
-    out = StringIO()
-    console = Console(file=out, width=160)
-
-    console.print(result_table(0.4, {"kv": policy_report(result(prompt_tokens=100, cached_tokens=20), 2)}))
-    console.print(result_table(0.0, {"random": policy_report(result(), 2)}))
-
-    first, second = out.getvalue().split("An infinite")[1:]
-    assert "40.00%" in first
-    assert "50.0%" in next(line for line in first.splitlines() if "kv" in line)
-    assert "–" in next(line for line in second.splitlines() if "random" in line)

@@ -20,6 +20,7 @@ from poolgrid.workers.engines.trtllm.arguments.engine_config import (
     check_arguments,
     check_command,
     check_files,
+    check_report,
     convert_command,
     dump,
     mode_of,
@@ -318,10 +319,18 @@ def test_the_check_command_tells_every_fault_with_file_and_path(tmp_path: Path) 
     assert (status, text) == (0, f"{len(FILES)} files checked against TensorRT-LLM 1.2.1, 0 with faults\n")
     assert check_command([tmp_path / "none"]) == (
         f"{tmp_path / 'none'}: reading engine arguments: {tmp_path / 'none'}: No such file or directory\n"
-        "1 files checked against TensorRT-LLM 1.2.1, 1 with faults\n",
+        "1 file checked against TensorRT-LLM 1.2.1, 1 with faults\n",
         1,
     )
     assert check_files([tmp_path, tmp_path])[0] == check_files([tmp_path])[0]
+    report, status = check_report([tmp_path])
+    assert status == 1
+    found = {Path(file).name: [fault["path"] for fault in faults] for file, faults in report["files"].items()}
+    assert found["prefill.yaml"] == []
+    assert found["decode.yaml"] == ["kv_cache_config.dtype"]
+    assert found["agg.yaml"] == ["max_batchsize"]
+    assert found["broken.yaml"] == [""]
+    assert check_report([tmp_path / "empty"])[1] == 1
 
 
 @pytest.mark.parametrize(

@@ -693,3 +693,28 @@ def test_a_lone_router_is_never_told_to_choose_again() -> None:
                 assert worker.router.last(name).finish_reason == "cancelled"
 
     asyncio.run(scenario())
+
+
+def test_a_worker_that_no_consolidator_welcomes_says_so_until_one_does(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        clock = SystemClock()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        async with FakeConsolidator(Journal()) as consolidator:
+            endpoint = consolidator.endpoint
+            card = make_card(make_settings(endpoint), 1, 0)
+            metrics = WorkerMetrics(CollectorRegistry())
+            stream = PushStream("w0", 0, 5, card)
+            publisher = EventPublisher(context, endpoint, stream, lambda: ([], []), clock, metrics, 100)
+            waiting = asyncio.create_task(publisher.until_registered())
+            while not caplog.records:
+                await asyncio.wait([waiting], timeout=0.01)
+            assert f"no consolidator has welcomed this worker at {endpoint}" in caplog.text
+            publisher.start()
+            await asyncio.wait_for(waiting, 30)
+            publisher.close(orderly=False)
+        context.term()
+
+    monkeypatch.setattr("poolgrid.workers.publisher.SILENCE_SAID_S", 0.01)
+    asyncio.run(scenario())

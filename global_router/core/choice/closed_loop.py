@@ -27,12 +27,12 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from math import ceil
-from typing import Any
 
 from poolgrid.global_router.core.choice.fallback import retry_order
 from poolgrid.global_router.core.choice.grid import Selection
 from poolgrid.global_router.core.document.axis import StageName
 from poolgrid.global_router.core.document.grid_document import ClosedLoopSettings, GridDocument, Stage
+from poolgrid.wire.answers import LoopStepRow, MeasuredRow
 
 CELLS_MAX = 4096
 """Cells watched at a time; the one that was measured longest ago is forgotten, and stops spilling."""
@@ -94,29 +94,29 @@ class LoopStep:
     measured: tuple[Measured, ...]
     reason: str
 
-    def explanation(self) -> dict[str, Any]:
-        """Return the step as plain JSON."""
-        return {
-            "time_ms": self.time_ms,
-            "stage": self.key.stage,
-            "cell": list(self.key.cell),
-            "pool": self.key.pool,
-            "spill_pool": self.spill_pool,
-            "share_before": self.share_before,
-            "share_after": self.share_after,
-            "verdict": self.verdict.value,
-            "measured": [
-                {
-                    "pool": m.pool,
-                    "metric": m.metric,
-                    "p95_ms": m.p95_ms,
-                    "target_ms": m.target_ms,
-                    "samples": m.samples,
-                }
-                for m in self.measured
+    def explanation(self) -> LoopStepRow:
+        """Return the step for operators."""
+        return LoopStepRow(
+            time_ms=self.time_ms,
+            stage=self.key.stage,
+            cell=list(self.key.cell),
+            pool=self.key.pool,
+            spill_pool=self.spill_pool,
+            share_before=self.share_before,
+            share_after=self.share_after,
+            verdict=self.verdict.value,
+            measured=[
+                MeasuredRow(
+                    pool=each.pool,
+                    metric=each.metric,
+                    p95_ms=each.p95_ms,
+                    target_ms=each.target_ms,
+                    samples=each.samples,
+                )
+                for each in self.measured
             ],
-            "reason": self.reason,
-        }
+            reason=self.reason,
+        )
 
 
 @dataclass(frozen=True, slots=True)

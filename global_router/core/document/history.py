@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from poolgrid.global_router.core.document.diff import Change, diff_documents
 from poolgrid.global_router.core.document.problems import GridDocumentError, Problem
 from poolgrid.global_router.core.document.reader import LoadedDocument, load_document
+from poolgrid.wire.answers import ReloadAnswer
 
 CAPACITY = 16
 """Documents kept for rollback: enough for a day of changes, and little memory."""
@@ -42,15 +43,15 @@ class Reload:
     changes: tuple[Change, ...] = ()
     problems: tuple[Problem, ...] = ()
 
-    def explanation(self) -> dict[str, Any]:
-        """Return the outcome as plain JSON."""
-        return {
-            "outcome": self.outcome,
-            "revision": self.revision.number,
-            "source": self.revision.loaded.source,
-            "changes": [str(change) for change in self.changes],
-            "problems": [str(problem) for problem in self.problems],
-        }
+    def explanation(self) -> ReloadAnswer:
+        """Return the outcome for operators."""
+        return ReloadAnswer(
+            outcome=self.outcome,
+            revision=self.revision.number,
+            source=self.revision.loaded.source,
+            changes=[str(change) for change in self.changes],
+            problems=[str(problem) for problem in self.problems],
+        )
 
 
 class DocumentHistory:

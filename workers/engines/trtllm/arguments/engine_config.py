@@ -167,8 +167,21 @@ def check_command(paths: Iterable[Path]) -> tuple[str, int]:
         return f"{error}\n", 1
     lines = [str(fault) for fault in faults]
     wrong = len({fault.file for fault in faults})
-    lines.append(f"{len(files)} files checked against TensorRT-LLM {contract().version}, {wrong} with faults")
+    checked = "1 file" if len(files) == 1 else f"{len(files):,} files"
+    lines.append(f"{checked} checked against TensorRT-LLM {contract().version}, {wrong:,} with faults")
     return "\n".join(lines) + "\n", 1 if faults else 0
+
+
+def check_report(paths: Iterable[Path]) -> tuple[dict[str, Any], int]:
+    """``poolgrid engine-config check --json PATH...``: return the faults by file, and the exit status."""
+    try:
+        files, faults = check_files(paths)
+    except EngineFileError as error:
+        return {"error": str(error)}, 1
+    by_file: dict[str, list[dict[str, str]]] = {str(file): [] for file in files}
+    for each in faults:
+        by_file[str(each.file)].append({"path": each.fault.path, "message": each.fault.message})
+    return {"tensorrt_llm": contract().version, "files": by_file}, 1 if faults else 0
 
 
 def convert_command(path: Path, to_aggregate: bool = False, tensor_parallel_size: int | None = None) -> tuple[str, int]:

@@ -1,0 +1,75 @@
+"""Help that reads: every option and command name whole, at 80 columns and piped; the walk is one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import typer.main
+from typer.core import TyperGroup
+from typer.testing import CliRunner
+
+from poolgrid.cli.main import PROGRAM, app
+
+
+def commands(made: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    yield path, made
+    if isinstance(made, TyperGroup):
+        for name, below in made.commands.items():
+            yield from commands(below, (*path, name))
+
+
+COMMANDS = dict(commands(typer.main.get_command(app)))
+
+
+def helped(path: tuple[str, ...], columns: str | None) -> str:
+    answer = CliRunner().invoke(app, [*path, "--help"], env={"COLUMNS": columns}, prog_name=PROGRAM)
+    assert answer.exit_code == 0, answer.output
+    return answer.output
+
+
+@pytest.mark.parametrize("columns", ["80", None])
+@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+def test_no_name_is_cut(path: tuple[str, ...], columns: str | None) -> None:
+    text = helped(path, columns)
+    words = text.replace(",", " ").replace(";", " ").split()
+
+    assert text.startswith(f"Usage: {' '.join((PROGRAM, *path))}")
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 80
+    for parameter in COMMANDS[path].params:
+        for option in (*parameter.opts, *parameter.secondary_opts):
+            if option.startswith("-"):
+                assert option in words, f"{option} of {path} is cut"
+    if isinstance(COMMANDS[path], TyperGroup):
+        for name, command in COMMANDS[path].commands.items():
+            (line,) = [line for line in text.splitlines() if line.startswith(f"  {name} ")]
+            assert (command.help or "").split()[0] in line
+
+
+def test_help_says_defaults_environment_and_where_the_key_goes() -> None:
+    router = " ".join(helped(("router",), "80").split())
+
+    assert "Port of the HTTP server; 0 takes any free one. [default: 8000]" in router
+    assert "Options are environment variables too (" in router
+    assert "--settings-file is POOLGRID_SETTINGS_FILE" in router or "and so on" in router
+    for path in (("top",), ("explain",), ("config", "rollback"), ("bench",)):
+        assert "POOLGRID_API_KEY" in helped(path, "80"), path
+
+
+def test_options_of_one_engine_stand_under_its_name() -> None:
+    text = helped(("worker",), "80")
+
+    before, _, after = text.partition("Options of --engine trtllm:")
+    assert "  --engine TEXT" in before
+    assert "  --speedup " in before
+    assert "--speedup" not in after
+
+
+def test_the_version_is_told_by_an_option() -> None:
+    answer = CliRunner().invoke(app, ["--version"])
+
+    assert answer.exit_code == 0
+    assert answer.output.split()[0] == "poolgrid"
+    assert answer.output.split()[1][0].isdigit()
