@@ -1,7 +1,7 @@
 PYTHON ?= .venv/bin/python
 export PYTHON
 
-.PHONY: check lint types test format docs site plots soak attack
+.PHONY: check lint types test format docs site plots soak attack clients
 
 check: lint types test  ## everything CI runs, in the environment that is there
 
@@ -43,3 +43,8 @@ PARTS ?=
 
 attack:  ## every attack of docs/attacks.md on a fresh pool, or those of PARTS="guides slow-disk"
 	$(PYTHON) -m attacks $(PARTS)
+
+SUITES ?=
+
+clients:  ## unmodified client frameworks against a fresh pool, or those of SUITES="openai_agents"
+	$(PYTHON) -m tests.clients $(SUITES)

@@ -21,6 +21,11 @@ SEPARATOR = "~"
 OBJECT_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
 """What stands before a request's name in the ids of OpenAI's and Anthropic's objects."""
 
+SECRET_BYTES = 12
+"""Of the id of a response that is kept: ``resp_NAME_`` and so many random bytes, as nobody else may guess it."""
+
+_SECRET = re.compile(rf"_[0-9a-f]{{{2 * SECRET_BYTES}}}$")
+
 SEQUENCE = 2
 """The :func:`nearness` of a request's sequence to the request's name."""
 
@@ -58,7 +63,8 @@ def spellings(asked: str) -> tuple[str, ...]:
     a request's id, or that of one of its dispatches.
     """
     bare = next((asked.removeprefix(prefix) for prefix in OBJECT_PREFIXES if asked.startswith(prefix)), asked)
-    return tuple(dict.fromkeys(name for name in (asked, bare, dispatch_of(bare)[0]) if name))
+    without_secret = _SECRET.sub("", bare) if bare != asked else bare
+    return tuple(dict.fromkeys(name for name in (asked, bare, without_secret, dispatch_of(bare)[0]) if name))
 
 
 def kept_under(asked: str, known: Callable[[str], str | None]) -> list[str]:

@@ -19,10 +19,7 @@ from poolgrid.frontend.responses import AnswerEncoder
 from poolgrid.frontend.responses_api.encoder import ResponsesEncoder
 from poolgrid.frontend.responses_api.schema import ITEMS_MAX, ResponsesBody
 from poolgrid.frontend.responses_api.store import KeptResponse, Owner, ResponseStore
-from poolgrid.wire.request_ids import name_of
-
-SECRET_BYTES = 12
-"""Of the id of a response that is kept, which nobody else may guess."""
+from poolgrid.wire.request_ids import SECRET_BYTES, name_of
 
 Item = dict[str, Any]
 _items_decoder = msgspec.json.Decoder(list[dict[str, Any]])

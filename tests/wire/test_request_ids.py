@@ -42,6 +42,8 @@ def test_a_request_is_found_by_every_name_that_a_person_has(asked: str, found: l
 
 def test_a_name_that_begins_like_an_object_is_taken_as_it_is_first() -> None:
     assert spellings("chatcmpl-x~r1~2") == ("chatcmpl-x~r1~2", "x~r1~2", "x~r1")
+    assert spellings("resp_x_0123456789abcdef01234567")[1:] == ("x_0123456789abcdef01234567", "x")
+    assert spellings("x_0123456789abcdef01234567") == ("x_0123456789abcdef01234567",)
     assert kept_under("cmpl-x", {"cmpl-x": "cmpl-x~r1", "x": "x~r2"}.get) == ["cmpl-x~r1"]
 
 
