@@ -7,8 +7,6 @@ loses a worker begins again with its prompt and the output so far, which are one
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import msgspec
 
 from poolgrid.frontend.ports import InferenceRequest
@@ -23,8 +21,10 @@ TOKENS_TOGETHER = 32
 a few tenths of a second's work, and a message's cost is spread so thin that more would gain nothing."""
 
 
-@dataclass(slots=True)
-class Dispatch:
+_WHOLE = Stage.WHOLE
+
+
+class Dispatch(msgspec.Struct):
     """One leg of a request on one worker."""
 
     id: str
@@ -130,19 +130,21 @@ class LegPlan:
         may_be_crowded = expected_prefill_tokens is not None
         dispatch = Dispatch(self.next_dispatch_id, self.dispatches, worker, endpoint, stage, may_be_crowded)
         self.dispatches += 1
-        self.encode_legs += stage is Stage.ENCODE
         self.current = dispatch
         emitted = len(output) // 4
-        if stage is Stage.DECODE:
+        if stage is _WHOLE:
+            pass  # as nearly always
+        elif stage is Stage.DECODE:
             # It continues the prompt that the prefill leg was given, whose first token is out already.
             emitted -= 1
             dispatch.repeated = bytes(output[-4:])
         elif stage is Stage.ENCODE:
+            self.encode_legs += 1
             emitted = 0
         return Generate(
             dispatch.id,
             request.token_ids + bytes(output[: 4 * emitted]) if emitted else request.token_ids,
-            _remaining(request.sampling, emitted),
+            _remaining(request.sampling, emitted) if emitted else request.sampling,
             request.stop_token_ids,
             Routing(
                 worker.dp_rank,
@@ -155,7 +157,7 @@ class LegPlan:
                 TOKENS_TOGETHER if request.read_whole else 1,
             ),
             disaggregated_params=self._params_for(stage),
-            multimodal=self._media_for(stage),
+            multimodal=None if request.multimodal is None else self._media_for(stage),
             stage=stage,
         )
 
@@ -183,8 +185,6 @@ class LegPlan:
 
 def _remaining(sampling: Sampling, emitted: int) -> Sampling:
     """Return the sampling of a continuation after ``emitted`` tokens."""
-    if not emitted:
-        return sampling
     return msgspec.structs.replace(
         sampling, max_tokens=sampling.max_tokens - emitted, min_tokens=max(0, sampling.min_tokens - emitted)
     )

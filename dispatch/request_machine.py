@@ -19,9 +19,11 @@ Rules
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
-from typing import assert_never
+
+import msgspec
 
 from poolgrid.dispatch.legs import Dispatch, LegPlan
 from poolgrid.dispatch.token_delivery import TokenDelivery
@@ -271,6 +273,19 @@ NEXT_LEG_WHY = {Stage.ENCODE: "media encoded", Stage.PREFILL: "decode leg"}
 NO_END_OF_A_LEG = (FinishReason.EXPIRED, FinishReason.MIGRATED)
 """Words of events, which no leg's output ends with."""
 
+WELL = {
+    None: Happened.OUTPUT,
+    FinishReason.PREFILLED: Happened.PREFILLED,
+    FinishReason.ENCODED: Happened.ENCODED,
+}
+"""Deltas that are in their place; with any other finish reason the leg is ``FINISHED``."""
+
+LAST_WORDS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ERROR)
+"""What an answer ends with."""
+
+_ENCODE, _INVALID = Stage.ENCODE, RefusalKind.INVALID
+_ERROR, _CANCELLED = FinishReason.ERROR, FinishReason.CANCELLED
+
 HAPPENED_OF = {
     RefusalKind.BUSY: Happened.BUSY,
     RefusalKind.DRAINING: Happened.DRAINING,
@@ -284,8 +299,7 @@ HAPPENED_OF = {
 # -- effects -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Heard:
+class Heard(msgspec.Struct, frozen=True):
     """A leg's worker said more than further tokens, and it was in its place."""
 
     dispatch: Dispatch
@@ -294,30 +308,26 @@ class Heard:
     """Whether the client had no token before."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cancel:
+class Cancel(msgspec.Struct, frozen=True):
     """Tell a leg's worker to stop and to let go of what it keeps."""
 
     dispatch: Dispatch
 
 
-@dataclass(frozen=True, slots=True)
-class Release:
+class Release(msgspec.Struct, frozen=True):
     """Take a leg off its worker's books."""
 
     dispatch: Dispatch
 
 
-@dataclass(frozen=True, slots=True)
-class Avoid:
+class Avoid(msgspec.Struct, frozen=True):
     """A leg's worker comes last from now on."""
 
     dispatch: Dispatch
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Blame:
+class Blame(msgspec.Struct, frozen=True):
     """A leg's worker has failed it."""
 
     dispatch: Dispatch
@@ -325,16 +335,14 @@ class Blame:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Crowded:
+class Crowded(msgspec.Struct, frozen=True):
     """A leg's worker has promised ``booked_tokens``; the leg is off its books."""
 
     dispatch: Dispatch
     booked_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class PlaceNext:
+class PlaceNext(msgspec.Struct, frozen=True):
     """Place what ``RequestMachine.plan`` says comes next."""
 
     why: str
@@ -344,8 +352,7 @@ class PlaceNext:
     """Whether this is a migration; else it is the next leg, or the same one chosen again."""
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(msgspec.Struct, frozen=True):
     """The request is over; the client has ``last``, and the books are to be closed."""
 
     last: StreamDelta
@@ -355,6 +362,32 @@ class End:
 
 Effect = Heard | Cancel | Release | Avoid | Blame | Crowded | PlaceNext | End
 NOTHING: tuple[Effect, ...] = ()
+
+
+class _Event(msgspec.Struct):
+    """What happened to a request, and what has followed so far."""
+
+    leg: Dispatch | None
+    """The leg it happened to; ``None`` for the request as a whole."""
+    happened: Happened
+    why: str
+    delta: TokenDelta | None
+    """What a worker said."""
+    said: StreamDelta | None
+    """What of it, or instead of it, is for the client."""
+    effects: list[Effect]
+
+    @property
+    def dispatch(self) -> Dispatch:
+        """The leg it happened to."""
+        assert self.leg is not None, "it happened to a leg"
+        return self.leg
+
+    @property
+    def word(self) -> TokenDelta:
+        """What a worker said."""
+        assert self.delta is not None, "a worker said something"
+        return self.delta
 
 
 class RequestMachine:
@@ -424,27 +457,20 @@ class RequestMachine:
         dispatch = plan.current
         if self.ended or dispatch is None or dispatch.id != delta.request_id:
             return NOTHING  # the end of a leg that has given what it had to the next
-        if delta.finish_reason is FinishReason.ERROR and delta.refusal in HAPPENED_OF:
+        finish = delta.finish_reason
+        if finish is _ERROR and delta.refusal in HAPPENED_OF:
             happened = HAPPENED_OF[delta.refusal]
             if happened is Happened.CROWDED and (delta.booked_prefill_tokens is None or not dispatch.may_be_crowded):
                 happened = Happened.BUSY
             self.cannot_do = happened is Happened.CANNOT_DO
             return self._follow(dispatch, happened, delta.error or "the worker refused the request", delta)
-        if delta.finish_reason is FinishReason.CANCELLED:
+        if finish is _CANCELLED:
             return self._follow(dispatch, Happened.CANCELLED, "the worker cancelled the request", delta)
         standing = self._standing(dispatch)  # before the output moves it on
         said = self._read(dispatch, delta)
         if said is None:
             return self._follow(dispatch, Happened.OUT_OF_PLACE, "its stream broke", delta)
-        if delta.finish_reason is None:
-            happened = Happened.OUTPUT
-        elif delta.finish_reason is FinishReason.PREFILLED:
-            happened = Happened.PREFILLED
-        elif delta.finish_reason is FinishReason.ENCODED:
-            happened = Happened.ENCODED
-        else:
-            happened = Happened.FINISHED
-        return self._steps(standing, dispatch, happened, "", delta, said)
+        return self._steps(standing, dispatch, WELL.get(finish, Happened.FINISHED), "", delta, said)
 
     def on_lost(self, dispatch_id: str, happened: Happened, why: str) -> tuple[Effect, ...]:
         """Take note that the worker of one of this request's legs is ``LOST``, or has ``LEFT``."""
@@ -488,103 +514,20 @@ class RequestMachine:
         said: StreamDelta | None,
     ) -> tuple[Effect, ...]:
         """Do what the table says, and return the effects for whoever carries them out."""
-        effects: list[Effect] = []
-        for step in TABLE[standing, happened]:
-            self._do(step, dispatch, happened, why, delta, said, effects)
-        return tuple(effects) if effects else NOTHING
+        event = _Event(dispatch, happened, why, delta, said, [])
+        for step in STEPS[standing, happened]:
+            step(self, event)
+        return tuple(event.effects)
 
-    def _do(
-        self,
-        step: Do,
-        dispatch: Dispatch | None,
-        happened: Happened,
-        why: str,
-        delta: TokenDelta | None,
-        said: StreamDelta | None,
-        effects: list[Effect],
-    ) -> None:
-        plan = self.plan
-        if step is Do.WITHDRAW:
-            for leg in plan.legs:
-                if leg is not dispatch or happened not in ENDED_THERE:
-                    effects.append(Cancel(leg))
-                effects.append(Release(leg))
-            plan.clear()
-            return
-        if step is Do.END:
-            assert said is not None, "whoever ends a request says how"
-            self._end(said, happened is Happened.FINISHED, effects)
-            return
-        if step is Do.DELIVER:
-            assert said is not None, "output was read"
-            if said.token_ids or said.cached_tokens is not None or said.prompt_logprobs is not None:
-                self.delivery.deliver(said)
-            return
-        assert dispatch is not None, "it happened to a leg"
-        if step is Do.HEAR:
-            assert delta is not None, "a worker said something"
-            effects.append(Heard(dispatch, delta, not self.delivery.output))
-        elif step is Do.DROP_KV:
-            if plan.kept is not None:
-                # Workers whose engines hand KV over by themselves hear it from here only; the others ignore it.
-                effects += (Cancel(plan.kept), Release(plan.kept))
-                plan.kept = None
-        elif step is Do.DROP_EMBEDDINGS:
-            if plan.encoded is not None:
-                effects.append(Release(plan.encoded))
-                plan.encoded = None
-        elif step is Do.KEEP_KV:
-            assert delta is not None, "a worker said that it keeps blocks"
-            plan.kept, plan.current = dispatch, None
-            plan.prefill_params = delta.disaggregated_params or b""
-        elif step is Do.KEEP_EMBEDDINGS:
-            assert delta is not None, "a worker said that it keeps embeddings"
-            plan.encoded, plan.current = dispatch, None
-            plan.encode_params = delta.disaggregated_params or b""
-        elif step is Do.NEXT_LEG:
-            effects.append(PlaceNext(NEXT_LEG_WHY[dispatch.stage], dispatch, moved=False))
-        elif step is Do.RELEASE:
-            if dispatch is plan.kept:
-                plan.kept = None
-            else:
-                plan.encoded = None
-            effects.append(Release(dispatch))
-        elif step is Do.CHOOSE_AGAIN:
-            assert delta is not None, "a worker said what it has booked"
-            assert delta.booked_prefill_tokens is not None, "a worker said what it has booked"
-            plan.current = None
-            self.crowded += 1
-            effects += (Release(dispatch), Crowded(dispatch, delta.booked_prefill_tokens))
-            effects.append(PlaceNext("its worker had more to do than was known", dispatch, moved=False))
-        elif step is Do.ENCODE_ITSELF:
-            plan.encodes_itself = True
-        elif step is Do.COUNT_LOSS:
-            if not self.delivery.output:
-                self.lost.append(dispatch.worker)
-        elif step is Do.AVOID:
-            effects.append(Avoid(dispatch, why))
-        elif step is Do.BLAME:
-            effects.append(Blame(dispatch, happened, why))
-        elif step is Do.MOVE:
-            self._move(dispatch, why, effects)
-        else:
-            assert_never(step)
-
-    def _move(self, dispatch: Dispatch, why: str, effects: list[Effect]) -> None:
+    def stays(self, why: str) -> StreamDelta | None:
+        """Return the last delta of a request that may not move to another worker; ``None`` for one that may."""
         if self.delivery.tokens >= self.request.sampling.max_tokens:
-            self._end(StreamDelta(b"", FinishReason.LENGTH), False, effects)
-        elif len(self.lost) >= LOSSES_MAX:
-            self._end(self._poison(why), False, effects)
-        elif self.migrations >= self._migration_limit:
-            self._end(self._failure(f"{why}; moved {self.migrations} times already"), False, effects)
-        else:
-            self.migrations += 1
-            effects.append(PlaceNext(why, dispatch, moved=True))
-
-    def _end(self, last: StreamDelta, by_worker: bool, effects: list[Effect]) -> None:
-        self.ended = True
-        effects.append(End(last, by_worker))
-        self.delivery.finish(last)
+            return StreamDelta(b"", FinishReason.LENGTH)
+        if len(self.lost) >= LOSSES_MAX:
+            return self._poison(why)
+        if self.migrations >= self._migration_limit:
+            return self._failure(f"{why}; moved {self.migrations} times already")
+        return None
 
     def _poison(self, why: str) -> StreamDelta:
         """Return the last delta of a request that its workers may have died of."""
@@ -608,7 +551,9 @@ class RequestMachine:
         finish = delta.finish_reason
         if delta.position != dispatch.position or finish in NO_END_OF_A_LEG:
             return None
-        if dispatch.stage is Stage.ENCODE:
+        if finish in LAST_WORDS and dispatch.stage is not _ENCODE:
+            pass  # any leg that makes tokens may end so
+        elif dispatch.stage is _ENCODE:
             # It makes no tokens, and ends well in one way only, which is no other leg's.
             if tokens or finish not in (None, FinishReason.ENCODED, FinishReason.ERROR):
                 return None
@@ -631,7 +576,7 @@ class RequestMachine:
         cached = None
         if self._cached_tokens is None and delta.cached_tokens is not None:
             cached = self._cached_tokens = delta.cached_tokens
-        ends = finish in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ERROR)
+        ends = finish in LAST_WORDS
         return StreamDelta(
             tokens,
             finish if ends else None,
@@ -639,5 +584,141 @@ class RequestMachine:
             logprobs,
             delta.error if ends else None,
             of_prompt,
-            delta.refusal is RefusalKind.INVALID,
+            delta.refusal is _INVALID,
         )
+
+
+# -- steps ---------------------------------------------------------------------------------------------------------
+
+
+def _hear(machine: RequestMachine, event: _Event) -> None:
+    event.effects.append(Heard(event.dispatch, event.word, not machine.delivery.output))
+
+
+def _deliver(machine: RequestMachine, event: _Event) -> None:
+    said = event.said
+    assert said is not None, "output was read"
+    if said.token_ids or said.cached_tokens is not None or said.prompt_logprobs is not None:
+        machine.delivery.deliver(said)
+
+
+def _keep_kv(machine: RequestMachine, event: _Event) -> None:
+    plan = machine.plan
+    plan.kept, plan.current = event.dispatch, None
+    plan.prefill_params = event.word.disaggregated_params or b""
+
+
+def _keep_embeddings(machine: RequestMachine, event: _Event) -> None:
+    plan = machine.plan
+    plan.encoded, plan.current = event.dispatch, None
+    plan.encode_params = event.word.disaggregated_params or b""
+
+
+def _drop_kv(machine: RequestMachine, event: _Event) -> None:
+    kept = machine.plan.kept
+    if kept is not None:
+        # Workers whose engines hand KV over by themselves hear it from here only; the others ignore it.
+        event.effects += (Cancel(kept), Release(kept))
+        machine.plan.kept = None
+
+
+def _drop_embeddings(machine: RequestMachine, event: _Event) -> None:
+    encoded = machine.plan.encoded
+    if encoded is not None:
+        event.effects.append(Release(encoded))
+        machine.plan.encoded = None
+
+
+def _release(machine: RequestMachine, event: _Event) -> None:
+    plan = machine.plan
+    if event.dispatch is plan.kept:
+        plan.kept = None
+    else:
+        plan.encoded = None
+    event.effects.append(Release(event.dispatch))
+
+
+def _choose_again(machine: RequestMachine, event: _Event) -> None:
+    booked_tokens = event.word.booked_prefill_tokens
+    assert booked_tokens is not None, "a worker said what it has booked"
+    machine.plan.current = None
+    machine.crowded += 1
+    event.effects += (
+        Release(event.dispatch),
+        Crowded(event.dispatch, booked_tokens),
+        PlaceNext("its worker had more to do than was known", event.dispatch, moved=False),
+    )
+
+
+def _encode_itself(machine: RequestMachine, event: _Event) -> None:
+    machine.plan.encodes_itself = True
+
+
+def _count_loss(machine: RequestMachine, event: _Event) -> None:
+    if not machine.delivery.output:
+        machine.lost.append(event.dispatch.worker)
+
+
+def _avoid(machine: RequestMachine, event: _Event) -> None:
+    event.effects.append(Avoid(event.dispatch, event.why))
+
+
+def _blame(machine: RequestMachine, event: _Event) -> None:
+    event.effects.append(Blame(event.dispatch, event.happened, event.why))
+
+
+def _withdraw(machine: RequestMachine, event: _Event) -> None:
+    plan = machine.plan
+    effects = event.effects
+    for leg in (plan.current, plan.kept, plan.encoded):
+        if leg is not None:
+            if leg is not event.leg or event.happened not in ENDED_THERE:
+                effects.append(Cancel(leg))
+            effects.append(Release(leg))
+    plan.clear()
+
+
+def _move(machine: RequestMachine, event: _Event) -> None:
+    if (last := machine.stays(event.why)) is not None:
+        _finish(machine, event, last)
+    else:
+        machine.migrations += 1
+        event.effects.append(PlaceNext(event.why, event.dispatch, moved=True))
+
+
+def _next_leg(machine: RequestMachine, event: _Event) -> None:
+    event.effects.append(PlaceNext(NEXT_LEG_WHY[event.dispatch.stage], event.dispatch, moved=False))
+
+
+def _end(machine: RequestMachine, event: _Event) -> None:
+    assert event.said is not None, "whoever ends a request says how"
+    _finish(machine, event, event.said)
+
+
+def _finish(machine: RequestMachine, event: _Event, last: StreamDelta) -> None:
+    machine.ended = True
+    event.effects.append(End(last, event.happened is Happened.FINISHED))
+    machine.delivery.finish(last)
+
+
+_STEP_OF: dict[Do, Callable[[RequestMachine, _Event], None]] = {
+    Do.HEAR: _hear,
+    Do.DELIVER: _deliver,
+    Do.KEEP_KV: _keep_kv,
+    Do.KEEP_EMBEDDINGS: _keep_embeddings,
+    Do.DROP_KV: _drop_kv,
+    Do.DROP_EMBEDDINGS: _drop_embeddings,
+    Do.RELEASE: _release,
+    Do.CHOOSE_AGAIN: _choose_again,
+    Do.ENCODE_ITSELF: _encode_itself,
+    Do.COUNT_LOSS: _count_loss,
+    Do.AVOID: _avoid,
+    Do.BLAME: _blame,
+    Do.WITHDRAW: _withdraw,
+    Do.MOVE: _move,
+    Do.NEXT_LEG: _next_leg,
+    Do.END: _end,
+}
+
+STEPS = {key: tuple(_STEP_OF[step] for step in steps) for key, steps in TABLE.items()}
+"""The table, each step as the function that does it."""

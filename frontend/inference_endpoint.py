@@ -138,13 +138,13 @@ class InferenceEndpoint:
         extensions = scope.get("extensions")
         direct = extensions.get(CONNECTION) if extensions else None
         exchange = _Exchange(self, wanted_id, headers, arrived_ms, caller_of(scope), receive, send, direct)
-        self._in_flight.inc()
+        self._in_flight.value += 1
         number = self._traffic.begin(partial(_account, exchange))
         try:
             await exchange.run()
         finally:
             self._traffic.end(number, partial(_ended, exchange))
-            self._in_flight.dec()
+            self._in_flight.value -= 1
             self._metrics.answered(self.name, exchange.status, exchange.streaming)
 
 
@@ -620,10 +620,11 @@ class _Exchange:
         for output in self._outputs:
             if output.stream is None:
                 continue
-            metrics.prompt_tokens.inc(len(output.request.token_ids) // TOKEN_BYTES)
-            metrics.cached_tokens.inc(output.cached_tokens or 0)
-            metrics.output_tokens.inc(output.completion_tokens)
-            metrics.osl.observe(output.completion_tokens)
+            completion_tokens = output.completion_tokens
+            metrics.prompt_tokens.value += len(output.request.token_ids) // TOKEN_BYTES
+            metrics.cached_tokens.value += output.cached_tokens or 0
+            metrics.output_tokens.value += completion_tokens
+            metrics.osl.observe(completion_tokens)
         if self._caller is not None:
             self._caller.generated(sum(output.completion_tokens for output in self._outputs))
             if all(output.stream is None for output in self._outputs):

@@ -193,7 +193,7 @@ class FrontendMetrics:
         if counter is None:
             counter = self.requests.labels(endpoint, str(status), "true" if streaming else "false")
             self._requests_by_labels[key] = counter
-        counter.inc()
+        counter.value += 1
 
     def refused(self, code: str, tenant: str = "") -> None:
         """Count a refusal; ``tenant`` is empty when nobody knows whose it is, or there are none."""

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
+
 from poolgrid.runtime.tenant_caches import WHOLE, CacheShares
 from poolgrid.wire.card import MediaSpec
 from poolgrid.wire.multimodal import MultimodalInput
@@ -21,8 +23,7 @@ HINT_HEADERS = ("x-ttft-target-ms", "x-itl-target-ms")
 NO_HINTS: Mapping[str, Any] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class InferenceRequest:
+class InferenceRequest(msgspec.Struct, frozen=True):
     """One sequence to generate, tokenized. A body with ``n`` choices becomes ``n`` of these."""
 
     request_id: str
@@ -43,13 +44,12 @@ class InferenceRequest:
     tenant_weight: float = 1.0
     cache_shares: CacheShares | None = WHOLE
     """Among whom the process's caches are divided; ``None`` = the request leaves nothing in them."""
-    hints: Mapping[str, Any] = field(default_factory=lambda: NO_HINTS)
+    hints: Mapping[str, Any] = {}
     """What the client asked of routing, as it came: ``nvext`` (the parts ``router`` and ``agent_hints``) and
     ``headers`` (those of ``HINT_HEADERS``, by name in lower case). Either may be absent."""
 
 
-@dataclass(slots=True)
-class StreamDelta:
+class StreamDelta(msgspec.Struct):
     """New tokens of one request; ``finish_reason`` is set on the last one."""
 
     token_ids: bytes

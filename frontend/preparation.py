@@ -7,7 +7,7 @@ return a ``Job``; ``Job.tokenize`` is the only costly part, and pure, so that it
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -59,8 +59,7 @@ COMPLETION_MAX_TOKENS_DEFAULT = 16
 """OpenAI's default of ``max_tokens`` for completions; a chat answer may fill the context instead."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(msgspec.Struct, frozen=True):
     """One tokenized prompt; ``text`` is what ``echo`` repeats (empty without it), ``end`` the last characters of a chat
     prompt, which say whether it leaves reasoning open."""
 
@@ -90,8 +89,7 @@ class _Sighted:
         return len(self.text) if self.text.isascii() else 3 * len(self.text)
 
 
-@dataclass(slots=True)
-class Job:
+class Job(msgspec.Struct):
     """What one body asks for, checked, with its prompts still text.
 
     A body of another API comes as the chat body that means the same, with the form of its answer.
@@ -129,7 +127,7 @@ class Job:
     """Whose it is, for caches; the caller sets it. Without one nothing is looked up or kept."""
     own_salt: str = ""
     """Takes the place of the salt that the client wrote."""
-    sighted: list[_Sighted] = field(default_factory=list)
+    sighted: list[_Sighted] = []
     """Prompts as ``look_up`` left them for ``tokenize``, in order."""
 
     @property

@@ -27,10 +27,10 @@ import random
 import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
 
+import msgspec
 from tokenizers import Tokenizer
 
 from poolgrid.frontend.segment_cache import SEGMENT_CHARS_MIN, Cutter, SegmentCache, cut
@@ -83,8 +83,7 @@ class _Fastokens:
         return [flat[4 * begin : 4 * end] for begin, end in pairwise(ends)]
 
 
-@dataclass(slots=True)
-class Lookup:
+class Lookup(msgspec.Struct):
     """A text in segments: the ids of those that are known, the text of those that are not."""
 
     is_cut: bool

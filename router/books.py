@@ -15,7 +15,7 @@ from poolgrid.router.ports import DecisionRecord
 from poolgrid.router.reservations import Reservations
 from poolgrid.router.settings import RouterSettings
 from poolgrid.runtime.clock import Clock
-from poolgrid.wire.identifiers import Stage
+from poolgrid.wire.identifiers import STAGE_WORD, Stage
 
 
 class RequestBooks:
@@ -51,13 +51,13 @@ class RequestBooks:
         self.decisions.add(decision)
         self.active[plan.request.request_id] = routed
         metrics = self._metrics
-        metrics.decisions.labels(decision.policy, chosen.reason).inc()
+        metrics.decisions.labels(decision.policy, chosen.reason).value += 1
         if decision.behind_records:
             metrics.decisions_behind.inc()
-        metrics.legs.labels(leg.stage.name.lower(), leg.reason).inc()
+        metrics.legs.labels(STAGE_WORD[leg.stage], leg.reason).value += 1
         if leg.stage is not Stage.ENCODE and decision.attempt == plan.encode_legs:
-            metrics.prompt_tokens.inc(decision.request.isl)
-            metrics.overlap_found_tokens.inc(chosen.overlap_tokens)
+            metrics.prompt_tokens.value += decision.request.isl
+            metrics.overlap_found_tokens.value += chosen.overlap_tokens
 
     def realised(self, dispatch_id: str, cached_tokens: int) -> None:
         """Note what the chosen worker really reused."""
@@ -71,7 +71,7 @@ class RequestBooks:
         if cached_tokens is not None:
             self.realised(heard.dispatch.id, cached_tokens)
             if heard.first and heard.dispatch.number == machine.plan.encode_legs + machine.crowded:
-                self._metrics.overlap_realised_tokens.inc(cached_tokens)
+                self._metrics.overlap_realised_tokens.value += cached_tokens
 
     def release(self, machine: RequestMachine, dispatch: Dispatch) -> None:
         """Take a leg off its worker's books."""
@@ -91,7 +91,8 @@ class RequestBooks:
 
     def ended(self, machine: RequestMachine, end: End) -> None:
         """Close the books of a request."""
-        self._metrics.poison_requests.inc(end.last.poison)
+        if end.last.poison:
+            self._metrics.poison_requests.inc()
         request_id = machine.request.request_id
         routed = self.active.get(request_id)
         if routed is None or routed.machine is not machine:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from enum import Enum, auto
+
+import msgspec
 
 from poolgrid.admission.admission_queue import QueuedRequest
 from poolgrid.dispatch.legs import LegPlan
@@ -38,7 +39,7 @@ from poolgrid.router.fleet_links import FleetLinks
 from poolgrid.router.settings import RouterSettings
 from poolgrid.runtime.clock import Clock
 from poolgrid.wire.hashing import hash_seed
-from poolgrid.wire.identifiers import Stage, WorkerKey
+from poolgrid.wire.identifiers import STAGE_WORD, Stage, WorkerKey
 
 log = logging.getLogger(__name__)
 
@@ -52,14 +53,13 @@ STRETCHES_PER_TURN = 8
 """Stretches of a long prompt that are hashed before others have their turn: about 0.15 ms."""
 
 
-@dataclass(slots=True, eq=False)
-class Routed:
+class Routed(msgspec.Struct, eq=False):
     """A request at this router, from its arrival to its end."""
 
     machine: RequestMachine
     path: list[int]
     """Sequence hashes of the prompt's whole blocks."""
-    tried: dict[WorkerKey, str] = field(default_factory=dict)
+    tried: dict[WorkerKey, str] = {}
     """Workers that failed this request or refused it, and how: they come last."""
     queued: QueuedRequest[Routed] | None = None
     """Its place in the queue, while it waits."""
@@ -78,8 +78,7 @@ class Lack(Enum):
     """The policy raised; only this request is lost."""
 
 
-@dataclass(frozen=True, slots=True)
-class NotPlaced:
+class NotPlaced(msgspec.Struct, frozen=True):
     """Nobody was chosen."""
 
     lack: Lack
@@ -89,8 +88,7 @@ class NotPlaced:
         return str(self.none)
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
+class Chosen(msgspec.Struct, frozen=True):
     """Who is to do which leg."""
 
     decision: Decision
@@ -101,7 +99,8 @@ class Chosen:
     def reason(self) -> str:
         """Return the short reason code, with the stage where there are several."""
         reason = self.decision.reason
-        return reason if self.leg.stage is Stage.WHOLE else f"{self.leg.stage.name.lower()}-{reason}"
+        stage = self.leg.stage
+        return reason if stage is Stage.WHOLE else f"{STAGE_WORD[stage]}-{reason}"
 
     @property
     def overlap_tokens(self) -> int:
@@ -241,16 +240,12 @@ class Chooser:
         staff = self._staff_of(request.model)
         if staff.encode and plan.wants_encode:
             return ENCODE_LEG
+        if not (staff.prefill and staff.decode):
+            return first_leg(staff.whole, staff.prefill, staff.decode, 0, NEVER_LOCAL)
         uncached = len(request.token_ids) // 4 + output_tokens
-        if staff.prefill and staff.decode:
-            uncached -= block_size * self._selector.best_overlap_blocks(request.model, DECODE_ROLES, path)
-        return first_leg(
-            staff.whole,
-            staff.prefill,
-            staff.decode,
-            uncached,
-            self._settings.local_prefill_max_tokens if request.multimodal is None else NEVER_LOCAL,
-        )
+        uncached -= block_size * self._selector.best_overlap_blocks(request.model, DECODE_ROLES, path)
+        local_max = self._settings.local_prefill_max_tokens if request.multimodal is None else NEVER_LOCAL
+        return first_leg(staff.whole, True, True, uncached, local_max)
 
     def _staff_of(self, model: str) -> Staff:
         """Return which roles of a model have anyone who takes requests."""

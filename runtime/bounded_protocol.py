@@ -67,11 +67,11 @@ class BoundedProtocol(HeldConnection):
         """Read as far as there is nothing else to do first."""
         if self._discarding:
             return
-        if self._turn is not None and self._waiting is not None:
-            self._waiting += data
-            return
         if self._waiting is not None:
-            self._wait_behind(data)
+            if self._turn is not None:
+                self._waiting += data
+            else:
+                self._wait_behind(data)
             return
         end = self._read(data)
         if end < len(data):

@@ -72,6 +72,7 @@ class Counter(_Instrument):
     """A number that only grows."""
 
     value = 0.0
+    """What is counted with every request adds to it here: a call costs as much as ten additions."""
 
     def inc(self, amount: float = 1) -> None:
         """Add to it."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import zmq
@@ -38,6 +39,16 @@ BATCH_MESSAGES_MAX = 64
 
 BATCH_BYTES_MAX = 16 * 1024
 """Bytes handed over at once, and the rest of the last message: 2,048 blocks are one to two milliseconds of work."""
+
+
+def receive_frames(socket: zmq.Socket[bytes], flags: int) -> list[bytes]:
+    """Return a message's frames, as ``recv_multipart`` does; that asks the socket, with two enums, after each frame."""
+    frame = socket.recv(flags, copy=False)
+    frames = [frame.bytes]
+    while frame.more:
+        frame = socket.recv(flags, copy=False)
+        frames.append(frame.bytes)
+    return frames
 
 
 class _LoopSocket:
@@ -144,7 +155,7 @@ class CallbackSocket(_MessageSocket):
     """Owns a ZMQ socket and calls ``on_message(frames)`` for each message that arrives."""
 
     def __init__(self, socket: zmq.Socket[bytes], on_message: Callable[[list[bytes]], None]) -> None:
-        super().__init__(socket, socket.recv_multipart, on_message)
+        super().__init__(socket, partial(receive_frames, socket), on_message)
 
 
 class FrameSocket(_MessageSocket):
@@ -193,11 +204,11 @@ class BatchSocket(_LoopSocket):
             return
         messages: list[list[bytes]] = []
         room = BATCH_BYTES_MAX
-        receive = self.socket.recv_multipart
+        socket = self.socket
         self.has_more = False
         try:
             while len(messages) < BATCH_MESSAGES_MAX and room > 0:
-                frames = receive(zmq.NOBLOCK)
+                frames = receive_frames(socket, _NOBLOCK)
                 room -= len(frames[-1])
                 messages.append(frames)
             self.has_more = True

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.limits import FEED_RECORDS_PER_MESSAGE_MAX
@@ -31,8 +32,7 @@ MESSAGE_BYTES_MAX = 1024 * 1024
 _OFFSET = struct.Struct(">Q")
 
 
-@dataclass(frozen=True, slots=True)
-class FeedFrame:
+class FeedFrame(msgspec.Struct, frozen=True):
     """One message of the feed: records that follow each other, or none in a keepalive, with the next ``offset``."""
 
     offset: int

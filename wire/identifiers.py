@@ -100,3 +100,7 @@ class Stage(IntEnum):
     """Generation only: take the KV blocks that a prefill worker offers, go on after its first token."""
     ENCODE = 3
     """Media only: compute their embeddings and keep them for the worker that computes the prompt."""
+
+
+STAGE_WORD = {stage: stage.name.lower() for stage in Stage}
+"""What people read."""

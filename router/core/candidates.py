@@ -68,8 +68,7 @@ class Candidates:
         return len(self.workers)
 
 
-@dataclass(slots=True)
-class FewCandidates:
+class FewCandidates(msgspec.Struct):
     """The same columns of a handful of workers, as plain numbers: walking through them costs less than an array."""
 
     workers: tuple[WorkerKey, ...]

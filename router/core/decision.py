@@ -15,7 +15,7 @@ import msgspec
 from poolgrid.router.core.candidates import Candidates, FewCandidates, RoutingRequest
 from poolgrid.router.core.policy import Choice
 from poolgrid.wire.answers import CandidateRow, DecisionExplanation, DecisionRow
-from poolgrid.wire.identifiers import WorkerKey
+from poolgrid.wire.identifiers import STAGE_WORD, WorkerKey
 from poolgrid.wire.request_ids import dispatch_of, kept_under, name_of
 
 DECISION_BYTES = 1000
@@ -114,7 +114,7 @@ class Decision:
         return DecisionRow(
             request_id=self.request.request_id,
             time_ms=self.time_ms,
-            stage=self.request.stage.name.lower(),
+            stage=STAGE_WORD[self.request.stage],
             policy=self.policy,
             reason=self.reason,
             worker=str(self.worker),

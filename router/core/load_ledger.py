@@ -18,9 +18,9 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -51,8 +51,7 @@ Pick = Callable[[Sequence[int]], tuple[int, ...]]
 """Takes certain places of a sequence."""
 
 
-@dataclass(slots=True)
-class Entry:
+class Entry(msgspec.Struct):
     """One request on one worker."""
 
     slot: int
@@ -189,7 +188,7 @@ class LoadLedger:
     def move(self, worker: WorkerKey, slot: int) -> None:
         """Count a worker's requests at another slot, since the index has given it one."""
         for request_id in list(self._of_worker.get(worker, ())):
-            self._put(worker, request_id, replace(self._entries[(worker, request_id)], slot=slot))
+            self._put(worker, request_id, msgspec.structs.replace(self._entries[(worker, request_id)], slot=slot))
 
     def expire(self, now_ms: float, held: Collection[str] = frozenset()) -> tuple[int, list[str]]:
         """Release reservations that no worker confirmed in time, except those that someone still ``held`` open.

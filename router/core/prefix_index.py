@@ -33,6 +33,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
 
+import msgspec
+
 from poolgrid.router.core.lower_tiers import LowerTiers, add_bits
 from poolgrid.router.core.orphans import Orphans
 from poolgrid.router.core.run_forest import RUN_BYTES, Run, RunForest
@@ -83,8 +85,7 @@ class IndexCounters:
     """Events that name another parent for a resident block, or a block twice in one chain; the rest was ignored."""
 
 
-@dataclass(frozen=True, slots=True)
-class TierOverlap:
+class TierOverlap(msgspec.Struct, frozen=True):
     """Leading blocks of a path that one worker holds, by the fastest tier that has them."""
 
     device: int

@@ -60,15 +60,7 @@ class RouterState:
         """
         # One of few exact types, the commonest first: ``match`` would cost a request a microsecond more.
         log = self.log
-        if type(given) is RecordsArrived:
-            if given.records:
-                self.projection.expect(given.records[0].offset)  # what is not applied must not be noted
-                if log is not None:
-                    log.note(given)
-            apply, now_ms = self.projection.apply, given.now_ms
-            for record in given.records:
-                apply(record, now_ms)
-        elif type(given) is WorkerWanted:
+        if type(given) is WorkerWanted:
             found = self._select(given)
             if log is not None and type(found) is Decision:
                 log.note(given, found)
@@ -83,6 +75,14 @@ class RouterState:
             if log is not None:
                 log.note(given)
             return True
+        elif type(given) is RecordsArrived:
+            if given.records:
+                self.projection.expect(given.records[0].offset)  # what is not applied must not be noted
+                if log is not None:
+                    log.note(given)
+            apply, now_ms = self.projection.apply, given.now_ms
+            for record in given.records:
+                apply(record, now_ms)
         elif type(given) is Renewed:
             if not self.projection.ledger.renew(given.worker, given.dispatch_id, given.now_ms):
                 return False

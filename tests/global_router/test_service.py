@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from poolgrid.frontend.ports import Refused, StreamDelta
@@ -321,7 +321,7 @@ class TestFailuresUnderWay:
             fleet = FakeFleet(aggregated())
             fleet.scripts["a-1"] = break_at(position)
             guided = Sampling(max_tokens=6, guided_regex="a+")
-            asked = dataclasses.replace(request(hints=targets(0, 0)), sampling=guided)
+            asked = msgspec.structs.replace(request(hints=targets(0, 0)), sampling=guided)
 
             _, last = await read(await fleet.service.submit(asked))
 

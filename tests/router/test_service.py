@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -178,7 +177,7 @@ def test_a_stream_whose_link_is_up_goes_on_when_a_lease_ends_its_workers_members
             router.bring_up(AFTER)
 
             router.feed.tell((OLD, WorkerLeft("lease expired: silent for 3000 ms")))
-            await service.submit(dataclasses.replace(REQUEST, request_id="s"))
+            await service.submit(msgspec.structs.replace(REQUEST, request_id="s"))
 
             assert router.sent == [BEFORE, AFTER], "what is under way stays, what is new goes elsewhere"
             router.say(BEFORE, TokenDelta("r", 0, pack_tokens([1, 2, 3, 4]), FinishReason.LENGTH))
@@ -360,7 +359,7 @@ def test_an_output_with_a_guide_moves_on_and_its_new_worker_may_say_that_it_cann
             router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
             router.bring_up(BEFORE)
             guided = Sampling(max_tokens=4, guided_regex="a+")
-            stream = await service.submit(dataclasses.replace(REQUEST, sampling=guided))
+            stream = await service.submit(msgspec.structs.replace(REQUEST, sampling=guided))
             active = service.books.active["r"].machine
             assert active.plan.current is not None
             router.say(BEFORE, TokenDelta(active.plan.current.id, 0, pack_tokens((7,))))
@@ -547,7 +546,7 @@ def test_a_policy_that_fails_costs_its_request_a_500_with_its_name_and_nothing_e
             router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
             router.bring_up(BEFORE)
             with pytest.raises(Refused, match=words) as refused:
-                await service.submit(dataclasses.replace(REQUEST, request_id=request_id))
+                await service.submit(msgspec.structs.replace(REQUEST, request_id=request_id))
             assert (refused.value.status, refused.value.code) == (500, "policy_failed")
 
             stream = await service.submit(REQUEST)
@@ -564,7 +563,7 @@ def test_a_policy_that_fails_at_the_head_of_the_line_lets_those_behind_it_go_on(
             service = router.service
             router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
             waiting = [
-                asyncio.ensure_future(service.submit(dataclasses.replace(REQUEST, request_id=name)))
+                asyncio.ensure_future(service.submit(msgspec.structs.replace(REQUEST, request_id=name)))
                 for name in ("bad", "good")
             ]
             while service.counts() != (0, 2):  # noqa: ASYNC110 - a line tells nobody
@@ -586,16 +585,16 @@ def test_stopping_ends_streams_and_refuses_those_that_wait_and_sends_nothing_mor
         async with routed() as router:
             service = router.service
             router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
-            waiting = asyncio.ensure_future(service.submit(dataclasses.replace(REQUEST, request_id="waits")))
+            waiting = asyncio.ensure_future(service.submit(msgspec.structs.replace(REQUEST, request_id="waits")))
             while service.counts() != (0, 1):  # noqa: ASYNC110 - a line tells nobody
                 await asyncio.sleep(0)
             waiting.cancel()
             await asyncio.wait([waiting])
             router.bring_up(BEFORE)
             streams = [
-                await service.submit(dataclasses.replace(REQUEST, request_id=f"s{number}")) for number in range(16)
+                await service.submit(msgspec.structs.replace(REQUEST, request_id=f"s{number}")) for number in range(16)
             ]
-            waiting = asyncio.ensure_future(service.submit(dataclasses.replace(REQUEST, request_id="full")))
+            waiting = asyncio.ensure_future(service.submit(msgspec.structs.replace(REQUEST, request_id="full")))
             while service.counts() != (16, 1):  # noqa: ASYNC110 - a line tells nobody
                 await asyncio.sleep(0)
 

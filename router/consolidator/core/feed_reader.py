@@ -28,6 +28,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+import msgspec
+
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import JournalRecord
@@ -62,8 +64,7 @@ class Snapshot:
     chains: list[tuple[int, BlockChain]]
 
 
-@dataclass(frozen=True, slots=True)
-class Deliver:
+class Deliver(msgspec.Struct, frozen=True):
     """Records that follow each other and what was delivered before."""
 
     records: list[JournalRecord]
