@@ -190,14 +190,14 @@ def show(figures: dict[str, dict[str, Any]], console: Console) -> None:
     console.print(CAPTION)
 
 
-def merged(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def medians(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the medians of several rounds' figures, number by number; failures add up."""
     first = rounds[0]
     found: dict[str, Any] = {}
     for name, value in first.items():
         values = [each[name] for each in rounds if name in each]
         if isinstance(value, dict):
-            found[name] = merged(values)
+            found[name] = medians(values)
         elif isinstance(value, str) or value is None:
             found[name] = next((each for each in values if each), value)
         else:
@@ -213,7 +213,7 @@ def with_ratios(measured: dict[str, dict[str, list[dict[str, Any]]]]) -> dict[st
             unit = "us_per_token" if TESTS[test].get("stream") else "us_per_request"
             ours = measured.get("ours", {}).get(test, [])
             ratios = [theirs[unit] / own[unit] for theirs, own in zip(rounds, ours, strict=False) if own[unit]]
-            figures.setdefault(peer, {})[test] = {**merged(rounds), "to_ours": ratios}
+            figures.setdefault(peer, {})[test] = {**medians(rounds), "to_ours": ratios}
     return figures
 
 

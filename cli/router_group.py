@@ -54,7 +54,7 @@ class _Group:
         self._settings = settings
         self._frontend = frontend
         self._consolidator_settings = consolidator
-        self._level = ["--log-level", log_level]
+        self._log_level_arguments = ["--log-level", log_level]
         self._port = port
         self._directory = directory
         self._consolidator: Part | None = None
@@ -66,7 +66,9 @@ class _Group:
         words: list[str] = []
         if settings.feed_endpoint is None:
             arguments = ["consolidator", "--host", settings.host, *arguments_of(self._consolidator_settings)]
-            part = self._consolidator = Part("consolidator", [*arguments, *self._level], part_environment())
+            part = self._consolidator = Part(
+                "consolidator", [*arguments, *self._log_level_arguments], part_environment()
+            )
             await part.start()
             for key in ("ingest", "feed", "query"):
                 part.arguments += [f"--{key}-port", part.word(key).rpartition(":")[2]]
@@ -93,7 +95,7 @@ class _Group:
         arguments = [
             "router",
             *arguments_of(settings.model_copy(update=own), self._frontend, self._consolidator_settings),
-            *self._level,
+            *self._log_level_arguments,
         ]
         place = GroupPlace(self._directory, index, settings.http_workers)
         return member("router", arguments, place, settings.shutdown_timeout_ms)

@@ -145,7 +145,7 @@ async def serve(
         pools.use(configuration.active.document)
         server.start()
         reload_s = settings.reload_interval_ms / 1000
-        background.append(supervised(service.keep_house, "global router housekeeping", Restart()))
+        background.append(supervised(service.run_housekeeping, "global router housekeeping", Restart()))
         background.append(supervised(lambda: configuration.watch(reload_s, hang_up), "reload", Restart()))
         await unless(stop, pools.first_look(), "first look at the pools")
         if stop.is_set():

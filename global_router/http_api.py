@@ -10,7 +10,7 @@ from fastapi import FastAPI, Path, Query
 from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.openapi import error_answers
 from poolgrid.global_router.configuration_group import ConfigurationGroup
-from poolgrid.global_router.core.choice.fallback import PoolState
+from poolgrid.global_router.core.choice.fallback import PoolStanding
 from poolgrid.global_router.core.document.axis import StageName
 from poolgrid.global_router.core.document.history import Reload
 from poolgrid.global_router.pools import PoolConnection
@@ -123,7 +123,7 @@ def pool_row(pool: PoolConnection, stage: StageName, speed_rank: int, in_flight:
         stage=stage,
         url=pool.url,
         state=state.value,
-        reason=pool.last_error if state is PoolState.DOWN else "",
+        reason=pool.last_error if state is PoolStanding.DOWN else "",
         select_endpoint=pool.endpoint,
         in_flight=in_flight,
         breaker=BreakerRow(

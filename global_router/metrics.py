@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from poolgrid.global_router.core.choice.fallback import PoolState
+from poolgrid.global_router.core.choice.fallback import PoolStanding
 from poolgrid.runtime.instruments import Counter, Gauge, GaugeFamily, Histogram
 
 SELECT_SECONDS_BUCKETS = (100e-6, 250e-6, 500e-6, 750e-6, 1e-3, 1.5e-3, 2.5e-3, 5e-3, 10e-3, 50e-3, 0.25, 1.0)
@@ -104,7 +104,7 @@ class GlobalRouterMetrics:
 class Viewed(Protocol):
     """What the state metrics are read from."""
 
-    def pool_states(self) -> Mapping[str, PoolState]:
+    def pool_states(self) -> Mapping[str, PoolStanding]:
         """Return the state of every pool."""
         ...
 
@@ -141,7 +141,7 @@ class StateCollector(Collector):
             across="largest",
         )
         for name, state in dict(self._viewed.pool_states()).items():
-            for each in PoolState:
+            for each in PoolStanding:
                 pools.add_metric([name, each.value], 1.0 if each is state else 0.0)
         dispatched = GaugeFamily(
             "poolgrid_global_router_in_flight", "Dispatches under way by pool.", labels=["pool"], across="sum"

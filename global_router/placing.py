@@ -23,7 +23,7 @@ from poolgrid.frontend.ports import Refused
 from poolgrid.global_router.books import FlightBooks
 from poolgrid.global_router.core.choice.circuit_breaker import Ticket
 from poolgrid.global_router.core.choice.destination import Destination, destination
-from poolgrid.global_router.core.choice.fallback import FallbackChoice, PoolState
+from poolgrid.global_router.core.choice.fallback import FallbackChoice, PoolStanding
 from poolgrid.global_router.core.choice.grid import GridRequest
 from poolgrid.global_router.core.document.axis import StageName
 from poolgrid.global_router.decisions import Placement, Refusal
@@ -131,7 +131,7 @@ class Placing:
         if after_loss is not None:
             where = where.after_loss(*after_loss)
         refusals: list[Refusal] = []
-        given_up: dict[str, PoolState] = {}
+        given_up: dict[str, PoolStanding] = {}
         while True:
             choice = self._choice(flight, where, work, given_up)
             if choice.pool is None:
@@ -144,7 +144,7 @@ class Placing:
             if isinstance(placed, Placed):
                 break
             refusals.append(placed)
-            given_up[choice.pool] = PoolState(placed.state)
+            given_up[choice.pool] = PoolStanding(placed.state)
         how = where.how(pool.name)
         flight.stage, flight.work = stage, work
         delivery = machine.delivery
@@ -204,10 +204,10 @@ class Placing:
         return choice.pool is not None or not choice.may_have_room_later
 
     def _choice(
-        self, flight: Flight, where: Destination, work: Stage, given_up: Mapping[str, PoolState] | None = None
+        self, flight: Flight, where: Destination, work: Stage, given_up: Mapping[str, PoolStanding] | None = None
     ) -> FallbackChoice:
         now_ms = self._clock.monotonic_ms()
-        states: dict[str, PoolState] = {}
+        states: dict[str, PoolStanding] = {}
         for name in where.pools:
             pool = self._pools.get(name)
             if pool is not None:
@@ -277,7 +277,7 @@ class Placing:
         ticket, steps = pool.breaker.admit(self._clock.monotonic_ms())
         self._books.note_breaker(pool, steps)
         if ticket is None:
-            return Refusal(pool.name, PoolState.BREAKER_OPEN.value, "its circuit breaker is open")
+            return Refusal(pool.name, PoolStanding.BREAKER_OPEN.value, "its circuit breaker is open")
         try:
             placed = await self._ask_admitted(flight, pool, work, ticket)
         except BaseException:
@@ -300,7 +300,7 @@ class Placing:
             try:
                 answer = await pool.select(select, self._settings.select_timeout_ms / 1000)
             except PoolLost as lost:
-                return Refusal(pool.name, PoolState.DOWN.value, str(lost), blames_pool=True)
+                return Refusal(pool.name, PoolStanding.DOWN.value, str(lost), blames_pool=True)
             select_ms = self._clock.monotonic_ms() - asked_ms
             self._metrics.select_seconds.observe(select_ms / 1000)
             if isinstance(answer, SelectRefused):
@@ -318,7 +318,7 @@ class Placing:
                 raise
             if machine.ended:
                 self._books.give_back(pool, reservation, request.model, work)
-                return Refusal(pool.name, PoolState.SATURATED.value, "the client left")
+                return Refusal(pool.name, PoolStanding.SATURATED.value, "the client left")
             if link is not None:
                 worker = WorkerKey(WorkerId(answer.worker.worker_id), answer.worker.dp_rank)
                 generate = machine.begin(worker, link.endpoint, work, answer.overlap_blocks * answer.block_size)
@@ -331,7 +331,7 @@ class Placing:
             pool.release(reservation)
             flight.excluded.setdefault(pool.name, []).append(answer.worker)
             flight.record.note(f"worker {answer.worker.worker_id} of {pool.name} could not be reached")
-        return Refusal(pool.name, PoolState.DOWN.value, "no worker that it chose could be reached", blames_pool=True)
+        return Refusal(pool.name, PoolStanding.DOWN.value, "no worker that it chose could be reached", blames_pool=True)
 
     def _question(self, flight: Flight, pool: PoolConnection, work: Stage) -> Select:
         machine = flight.machine
@@ -351,10 +351,10 @@ class Placing:
 
 
 STATE_OF = {
-    SelectRefusal.BUSY: PoolState.SATURATED,
-    SelectRefusal.DRAINING: PoolState.DRAINING,
-    SelectRefusal.NO_WORKER: PoolState.DOWN,
-    SelectRefusal.NOT_READY: PoolState.DOWN,
-    SelectRefusal.POLICY_FAILED: PoolState.DOWN,
+    SelectRefusal.BUSY: PoolStanding.SATURATED,
+    SelectRefusal.DRAINING: PoolStanding.DRAINING,
+    SelectRefusal.NO_WORKER: PoolStanding.DOWN,
+    SelectRefusal.NOT_READY: PoolStanding.DOWN,
+    SelectRefusal.POLICY_FAILED: PoolStanding.DOWN,
 }
 """What a refusal says of the pool, for this request."""

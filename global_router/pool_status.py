@@ -7,7 +7,7 @@ draining workers is draining.
 
 from __future__ import annotations
 
-from poolgrid.global_router.core.choice.fallback import PoolState
+from poolgrid.global_router.core.choice.fallback import PoolStanding
 from poolgrid.wire.identifiers import Role, Stage
 from poolgrid.wire.selection import ModelStatus, PoolStatus
 
@@ -26,17 +26,17 @@ def model_status(status: PoolStatus | None, model: str) -> ModelStatus | None:
     return next((each for each in status.models if each.model == model), None)
 
 
-def state_for(status: PoolStatus | None, model: str, stage: Stage) -> PoolState:
+def state_for(status: PoolStatus | None, model: str, stage: Stage) -> PoolStanding:
     """Return whether a pool with a fresh ``status`` takes a request; ``None`` is no fresh status."""
     if status is None or not status.ready:
-        return PoolState.DOWN
+        return PoolStanding.DOWN
     served = model_status(status, model)
     if served is None:
-        return PoolState.DOWN
+        return PoolStanding.DOWN
     roles = [role for role in served.roles if role.role in ROLES[stage]]
     usable = [role for role in roles if role.ready]
     if not usable:
-        return PoolState.DRAINING if any(role.draining for role in roles) else PoolState.DOWN
+        return PoolStanding.DRAINING if any(role.draining for role in roles) else PoolStanding.DOWN
     if all(role.requests >= role.capacity for role in usable):
-        return PoolState.SATURATED
-    return PoolState.AVAILABLE
+        return PoolStanding.SATURATED
+    return PoolStanding.AVAILABLE

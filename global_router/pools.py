@@ -26,7 +26,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from poolgrid.global_router.core.choice.circuit_breaker import BreakerStep, CircuitBreaker
-from poolgrid.global_router.core.choice.fallback import PoolState
+from poolgrid.global_router.core.choice.fallback import PoolStanding
 from poolgrid.global_router.core.document.grid_document import CircuitBreakerSettings, GridDocument
 from poolgrid.global_router.pool_status import state_for
 from poolgrid.runtime.awake_clock import within
@@ -339,31 +339,31 @@ class PoolConnection:
 
     # -- how it is -------------------------------------------------------------------------------------------------
 
-    def state(self, model: str, stage: Stage, now_ms: float) -> PoolState:
+    def state(self, model: str, stage: Stage, now_ms: float) -> PoolStanding:
         """Return whether the pool takes a request of a model and stage."""
         if not self.reached.is_set():
-            return PoolState.CONNECTING
+            return PoolStanding.CONNECTING
         state = state_for(self.status, model, stage)
-        if state is PoolState.SATURATED:
+        if state is PoolStanding.SATURATED:
             room = self._freed.get((model, stage is Stage.ENCODE))
             if room is not None and room.places > 0:
-                state = PoolState.AVAILABLE
-        if state in (PoolState.AVAILABLE, PoolState.SATURATED) and not self.breaker.would_admit(now_ms):
-            return PoolState.BREAKER_OPEN
+                state = PoolStanding.AVAILABLE
+        if state in (PoolStanding.AVAILABLE, PoolStanding.SATURATED) and not self.breaker.would_admit(now_ms):
+            return PoolStanding.BREAKER_OPEN
         return state
 
-    def overall_state(self, now_ms: float) -> PoolState:
+    def overall_state(self, now_ms: float) -> PoolStanding:
         """Return the best state of any model, for views."""
         if not self.reached.is_set():
-            return PoolState.CONNECTING
+            return PoolStanding.CONNECTING
         if self.status is None or not self.status.ready:
-            return PoolState.DOWN
+            return PoolStanding.DOWN
         states = {
             self.state(model.model, stage, now_ms)
             for model in self.status.models
             for stage in (Stage.WHOLE, Stage.PREFILL, Stage.DECODE)
         }
-        return next((state for state in PoolState if state in states), PoolState.DOWN)
+        return next((state for state in PoolStanding if state in states), PoolStanding.DOWN)
 
 
 def _ignore() -> None:

@@ -24,7 +24,7 @@ from poolgrid.dispatch.worker_links import Link, Links
 from poolgrid.frontend.ports import InferenceRequest, Refused, ServedModel
 from poolgrid.global_router.books import FlightBooks
 from poolgrid.global_router.configuration import Configuration
-from poolgrid.global_router.core.choice.fallback import PoolState
+from poolgrid.global_router.core.choice.fallback import PoolStanding
 from poolgrid.global_router.core.choice.request_hints import HintError, RequestHints, read_hints
 from poolgrid.global_router.core.document.axis import StageName
 from poolgrid.global_router.decisions import RequestDecision, RequestDecisions
@@ -82,7 +82,7 @@ class GlobalRouterService:
 
     # -- life ------------------------------------------------------------------------------------------------------
 
-    async def keep_house(self) -> None:
+    async def run_housekeeping(self) -> None:
         """Check links, renew reservations, let the closed loop judge, again and again; runs until it is cancelled."""
         interval_s = min(LOOP_INTERVAL_S, self._settings.worker_timeout_ms / 1000 / HOUSEKEEPING_FRACTION)
         while True:
@@ -294,7 +294,7 @@ class GlobalRouterService:
     def _ask_full_pools(self) -> None:
         now_ms = self._clock.monotonic_ms()
         for pool in self.pools.all():
-            if pool.overall_state(now_ms) is PoolState.SATURATED:
+            if pool.overall_state(now_ms) is PoolStanding.SATURATED:
                 pool.ask_status()
 
     def models(self) -> Sequence[ServedModel]:

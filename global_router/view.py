@@ -8,14 +8,14 @@ from typing import Protocol
 from poolgrid.frontend.ports import ServedModel
 from poolgrid.global_router.books import FlightBooks
 from poolgrid.global_router.configuration import Configuration
-from poolgrid.global_router.core.choice.fallback import PoolState
+from poolgrid.global_router.core.choice.fallback import PoolStanding
 from poolgrid.global_router.pools import Pools
 from poolgrid.global_router.waiting_room import WaitingRoom
 from poolgrid.runtime.clock import Clock
 from poolgrid.wire.answers import EndpointRow
 from poolgrid.wire.card import MediaSpec
 
-NOT_THERE = (PoolState.DOWN, PoolState.CONNECTING)
+NOT_THERE = (PoolStanding.DOWN, PoolStanding.CONNECTING)
 
 
 class Shown(Protocol):
@@ -76,7 +76,7 @@ class GlobalRouterView:
                 return f"no {name} pool is up"
         return None
 
-    def pool_states(self) -> Mapping[str, PoolState]:
+    def pool_states(self) -> Mapping[str, PoolStanding]:
         """Return the state of every pool."""
         now_ms = self._clock.monotonic_ms()
         return {pool.name: pool.overall_state(now_ms) for pool in self._service.pools.all()}

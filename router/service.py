@@ -99,7 +99,7 @@ class RouterService:
         await self._feed.start(self.catching_up)
         await self.catching_up.level.wait()
         self.ready = True
-        self._housekeeping = supervised(self._keep_house, "router housekeeping", Restart())
+        self._housekeeping = supervised(self._run_housekeeping, "router housekeeping", Restart())
 
     async def stop(self) -> None:
         """End what is left, close every connection, stop following."""
@@ -119,7 +119,7 @@ class RouterService:
         for routed in list(self.books.active.values()):
             self._end(routed.machine, Happened.SHUTDOWN, SHUTTING_DOWN)
 
-    async def _keep_house(self) -> None:
+    async def _run_housekeeping(self) -> None:
         interval_s = self._settings.worker_timeout_ms / 1000 / HOUSEKEEPING_FRACTION
         while True:
             await asyncio.sleep(interval_s)

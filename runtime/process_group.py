@@ -179,7 +179,7 @@ class GroupMetrics:
         own = list(self._registry.collect())
         summed = {family.name for family in own if isinstance(family, GaugeFamily) and family.across == "sum"}
         texts = [generate_latest(_Collected(own)), *self._member.ask_siblings("metrics")]
-        return merged((text.decode() for text in texts), summed)
+        return merged_metrics((text.decode() for text in texts), summed)
 
 
 class _Collected(Collector):
@@ -193,7 +193,7 @@ class _Collected(Collector):
         return self._families
 
 
-def merged(texts: Iterable[str], summed_gauges: Collection[str]) -> Iterator[Metric]:
+def merged_metrics(texts: Iterable[str], summed_gauges: Collection[str]) -> Iterator[Metric]:
     """Yield the metrics of several processes, given in Prometheus' text form, as those of one.
 
     Counters and histograms add up, and so do ``summed_gauges``; of other gauges the largest is taken.

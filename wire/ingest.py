@@ -1,7 +1,7 @@
 """The push protocol by which a worker hands its events to the consolidator (worker DEALER, consolidator ROUTER).
 
 1. The worker opens with ``Hello`` (again after every silence); the consolidator answers ``Welcome`` with the next
-   sequence number it wants, or ``Refused``.
+   sequence number it wants, or ``JoinRefused``.
 2. The worker sends ``EventBatch``es, each encoded on its own and sent as one frame behind the tag frame ``b"B"``;
    control messages come behind ``b"C"``. The consolidator answers ``Acknowledged`` once a batch is in the journal.
 3. The worker keeps what is not acknowledged. ``Resend`` asks for it again from a sequence number; when the worker's
@@ -93,7 +93,7 @@ class Unknown(msgspec.Struct, array_like=True, frozen=True, tag=True):
     dp_rank: U32
 
 
-class Refused(msgspec.Struct, array_like=True, frozen=True, tag=True):
+class JoinRefused(msgspec.Struct, array_like=True, frozen=True, tag="Refused"):
     """The worker may not join, and why; it should report that and stop trying at full speed."""
 
     worker_id: Identifier
@@ -101,4 +101,4 @@ class Refused(msgspec.Struct, array_like=True, frozen=True, tag=True):
     reason: Text
 
 
-FromConsolidator = Welcome | Acknowledged | Resend | Unknown | Refused
+FromConsolidator = Welcome | Acknowledged | Resend | Unknown | JoinRefused

@@ -13,7 +13,7 @@ from poolgrid.frontend.parsers import call_guides, tool_calls
 from poolgrid.frontend.parsers.call_guides import CallsGuide, Part
 from poolgrid.frontend.parsers.harmony import MARKERS as HARMONY_MARKERS
 from poolgrid.frontend.parsers.harmony import Harmony
-from poolgrid.frontend.parsers.pieces import Kind, OutputParser, Piece, merged
+from poolgrid.frontend.parsers.pieces import Kind, OutputParser, Piece, joined_pieces
 from poolgrid.frontend.parsers.reasoning import Begins, MarkedReasoning, begins_after, granite, magistral, think_tags
 from poolgrid.frontend.parsers.tool_calls import ToolCalls, calls_of, first_call
 
@@ -220,7 +220,7 @@ class ReasoningThenCalls:
 
     def finish(self) -> list[Piece]:
         """Return what was held back."""
-        return merged([*self._through(self._reasoning.finish()), *self._calls.finish()])
+        return joined_pieces([*self._through(self._reasoning.finish()), *self._calls.finish()])
 
     def _through(self, pieces: list[Piece]) -> list[Piece]:
         result: list[Piece] = []
@@ -229,7 +229,7 @@ class ReasoningThenCalls:
                 result += self._calls.feed(piece.text)
             else:
                 result.append(piece)
-        return merged(result)
+        return joined_pieces(result)
 
 
 def _reasoning_of(template: str, vocabulary: Collection[str]) -> str:

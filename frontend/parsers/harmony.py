@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 
 from poolgrid.frontend.parsers.markers import first_marker, held_length
-from poolgrid.frontend.parsers.pieces import Kind, Piece, merged
+from poolgrid.frontend.parsers.pieces import Kind, Piece, joined_pieces
 
 MARKERS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>")
 
@@ -68,7 +68,7 @@ class Harmony:
 
     def _taken(self) -> list[Piece]:
         out, self._out = self._out, []
-        return merged(out)
+        return joined_pieces(out)
 
     def _start(self) -> bool:
         """The prompt ended with ``<|start|>assistant``: a header goes on here, or this is no harmony."""

@@ -37,7 +37,7 @@ class OutputParser(Protocol):
         ...
 
 
-def merged(pieces: Iterable[Piece]) -> list[Piece]:
+def joined_pieces(pieces: Iterable[Piece]) -> list[Piece]:
     """Join neighbours of one kind and leave out empty ones; a call is never joined with another."""
     result: list[Piece] = []
     for piece in pieces:

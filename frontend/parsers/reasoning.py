@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from enum import Enum
 
 from poolgrid.frontend.parsers.markers import Trimmer, first_marker, held_length, may_begin
-from poolgrid.frontend.parsers.pieces import Kind, Piece, merged
+from poolgrid.frontend.parsers.pieces import Kind, Piece, joined_pieces
 
 
 class Begins(Enum):
@@ -69,7 +69,7 @@ class MarkedReasoning:
 
     def _taken(self) -> list[Piece]:
         out, self._out = self._out, []
-        return merged(out)
+        return joined_pieces(out)
 
     def _start(self) -> bool:
         stripped = self._buffer.lstrip()

@@ -18,7 +18,7 @@ from typing import Any
 
 from poolgrid.frontend.parsers.call_forms import CallForm, GivenCall, HeadedCall, JsonCall, PythonCall
 from poolgrid.frontend.parsers.markers import Trimmer, first_marker, held_length
-from poolgrid.frontend.parsers.pieces import Kind, OutputParser, Piece, merged
+from poolgrid.frontend.parsers.pieces import Kind, OutputParser, Piece, joined_pieces
 from poolgrid.frontend.parsers.tagged_call import TaggedCall, Tags
 
 _SPACE = " \t\n\r"
@@ -82,7 +82,7 @@ class ToolCalls:
 
     def _taken(self) -> list[Piece]:
         out, self._out = self._out, []
-        return merged(out)
+        return joined_pieces(out)
 
     # Each state takes something from the buffer and returns True, or returns False when it needs more text.
 

@@ -51,7 +51,7 @@ Pick = Callable[[Sequence[int]], tuple[int, ...]]
 """Takes certain places of a sequence."""
 
 
-class Entry(msgspec.Struct):
+class LoadEntry(msgspec.Struct):
     """One request on one worker."""
 
     slot: int
@@ -73,7 +73,7 @@ class LoadLedger:
                 f"making a load ledger: budget_bytes is {budget_bytes}, allowed are integers from {ENTRY_BYTES}"
             )
         self._hold([_zeros(INITIAL_SLOTS) for _ in range(3)])
-        self._entries: dict[tuple[WorkerKey, str], Entry] = {}
+        self._entries: dict[tuple[WorkerKey, str], LoadEntry] = {}
         self._of_worker: dict[WorkerKey, dict[str, None]] = {}
         self._unconfirmed: list[tuple[float, WorkerKey, str]] = []
         """A heap by due time; a renewed reservation has an older item too, which is passed over."""
@@ -116,7 +116,7 @@ class LoadLedger:
     ) -> None:
         """Predict what a request will cost the worker that was chosen for it."""
         due_ms = now_ms + self.lease_ms(lease_ms)
-        self._put(worker, request_id, Entry(slot, prefill_tokens, active_blocks, False, due_ms))
+        self._put(worker, request_id, LoadEntry(slot, prefill_tokens, active_blocks, False, due_ms))
         heappush(self._unconfirmed, (due_ms, worker, request_id))
 
     def renew(self, worker: WorkerKey, request_id: str, now_ms: float) -> bool:
@@ -127,7 +127,7 @@ class LoadLedger:
         self._renew(entry, worker, request_id, now_ms)
         return True
 
-    def _renew(self, entry: Entry, worker: WorkerKey, request_id: str, now_ms: float) -> None:
+    def _renew(self, entry: LoadEntry, worker: WorkerKey, request_id: str, now_ms: float) -> None:
         entry.due_ms = now_ms + self._reservation_ttl_ms
         heappush(self._unconfirmed, (entry.due_ms, worker, request_id))
 
@@ -135,7 +135,7 @@ class LoadLedger:
         self, worker: WorkerKey, slot: int, request_id: str, prefill_tokens: int, active_blocks: int, now_ms: float
     ) -> None:
         """Replace the prediction (if any) by what the worker says."""
-        self._put(worker, request_id, Entry(slot, prefill_tokens, active_blocks, True, now_ms))
+        self._put(worker, request_id, LoadEntry(slot, prefill_tokens, active_blocks, True, now_ms))
 
     def crowded(self, worker: WorkerKey, slot: int, dispatch_id: str, booked_tokens: int, now_ms: float) -> None:
         """Take a worker's word for the prompt tokens that it has still to compute, where that is more than is known.
@@ -225,7 +225,7 @@ class LoadLedger:
         self._unconfirmed.clear()
         self._crowding.clear()
 
-    def restore(self, entries: Iterable[tuple[WorkerKey, str, Entry]]) -> None:
+    def restore(self, entries: Iterable[tuple[WorkerKey, str, LoadEntry]]) -> None:
         """Replace everything by the entries of another ledger at another time; their slots must be those of here."""
         self.clear()
         for worker, request_id, entry in entries:
@@ -233,7 +233,7 @@ class LoadLedger:
             if not entry.confirmed:
                 heappush(self._unconfirmed, (entry.due_ms, worker, request_id))
 
-    def entries(self) -> dict[tuple[WorkerKey, str], Entry]:
+    def entries(self) -> dict[tuple[WorkerKey, str], LoadEntry]:
         """Return all entries (a copy)."""
         return dict(self._entries)
 
@@ -245,7 +245,7 @@ class LoadLedger:
         """Return the number of requests in the ledger."""
         return len(self._entries)
 
-    def _put(self, worker: WorkerKey, request_id: str, entry: Entry) -> None:
+    def _put(self, worker: WorkerKey, request_id: str, entry: LoadEntry) -> None:
         previous = self._entries.get((worker, request_id))
         if previous is not None:
             self._subtract(previous)
@@ -260,7 +260,7 @@ class LoadLedger:
         self._active_blocks[slot] += entry.active_blocks
         self._requests[slot] += 1
 
-    def _subtract(self, entry: Entry) -> None:
+    def _subtract(self, entry: LoadEntry) -> None:
         slot = entry.slot
         self._prefill_tokens[slot] -= entry.prefill_tokens
         self._active_blocks[slot] -= entry.active_blocks

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from poolgrid.router.core.approximate_index import Beliefs, BelievedChain
-from poolgrid.router.core.load_ledger import Entry as LedgerState
+from poolgrid.router.core.load_ledger import LoadEntry
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.stream_trust import OpenChoice as AwaitedChoice
 from poolgrid.router.core.stream_trust import Window
@@ -104,7 +104,7 @@ def restore(state: RouterState, checkpoint: Checkpoint) -> None:
     restored = []
     for each in checkpoint.ledger:
         key = WorkerKey(WorkerId(each.worker_id), each.dp_rank)
-        kept = LedgerState(index.slot(key), each.prefill_tokens, each.active_blocks, each.confirmed, each.due_ms)
+        kept = LoadEntry(index.slot(key), each.prefill_tokens, each.active_blocks, each.confirmed, each.due_ms)
         restored.append((key, each.request_id, kept))
     projection.ledger.restore(restored)
     untrusted = beliefs.untrusted if beliefs is not None else []

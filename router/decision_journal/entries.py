@@ -46,11 +46,11 @@ _FEATURE_COLUMNS = ("prefill_tokens", "active_blocks", "requests", "device_overl
 _MASK = 2**64 - 1
 
 
-class Entry(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
+class JournalEntry(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
     """Base of all entries."""
 
 
-class RouterSettingsNoted(Entry, frozen=True):
+class RouterSettingsNoted(JournalEntry, frozen=True):
     """Who decides, by which rules."""
 
     router_id: str
@@ -119,7 +119,7 @@ class RouterBeliefs(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Workers whose events are not believed, and why, in the order and words of when it was judged."""
 
 
-class Checkpoint(Entry, frozen=True):
+class Checkpoint(JournalEntry, frozen=True):
     """All of the router's state that the pool's journal before ``offset`` does not tell."""
 
     offset: int
@@ -138,7 +138,7 @@ class Checkpoint(Entry, frozen=True):
     """Given when the router goes by more than the events of its workers."""
 
 
-class InputsLost(Entry, frozen=True):
+class InputsLost(JournalEntry, frozen=True):
     """What happened next is not here; a ``Checkpoint`` follows."""
 
     inputs: int
@@ -148,14 +148,14 @@ class InputsLost(Entry, frozen=True):
     reason: str
 
 
-class SnapshotLoaded(Entry, frozen=True):
+class SnapshotLoaded(JournalEntry, frozen=True):
     """The state of the pool before record ``offset`` replaced all that was known of it."""
 
     offset: int
     now_ms: float
 
 
-class RecordsApplied(Entry, frozen=True):
+class RecordsApplied(JournalEntry, frozen=True):
     """The pool's records up to ``to_offset`` were applied."""
 
     to_offset: int
@@ -164,13 +164,13 @@ class RecordsApplied(Entry, frozen=True):
     """``stream_check`` over these records: tells them from others that have the same offsets."""
 
 
-class WorkersNamed(Entry, frozen=True):
+class WorkersNamed(JournalEntry, frozen=True):
     """The next workers, in the order of their numbers."""
 
     workers: list[tuple[str, int]]
 
 
-class DecisionMade(Entry, frozen=True):
+class DecisionMade(JournalEntry, frozen=True):
     """One choice: its inputs, its candidates, every term, and what was chosen."""
 
     request: RoutingRequest
@@ -198,7 +198,7 @@ class DecisionMade(Entry, frozen=True):
     """Records that the pool's journal was known to hold beyond ``offset``."""
 
 
-class DecisionBooked(Entry, frozen=True):
+class DecisionBooked(JournalEntry, frozen=True):
     """The last decision of a request was entered into the ledger."""
 
     request_id: str
@@ -207,7 +207,7 @@ class DecisionBooked(Entry, frozen=True):
     lease_ms: float
 
 
-class WorkerCrowded(Entry, frozen=True):
+class WorkerCrowded(JournalEntry, frozen=True):
     """A worker refused a dispatch: other routers had sent it more than this one knew."""
 
     worker: int
@@ -216,7 +216,7 @@ class WorkerCrowded(Entry, frozen=True):
     now_ms: float
 
 
-class LeaseRenewed(Entry, frozen=True):
+class LeaseRenewed(JournalEntry, frozen=True):
     """A reservation's lease began anew."""
 
     worker: int
@@ -224,21 +224,21 @@ class LeaseRenewed(Entry, frozen=True):
     now_ms: float
 
 
-class EntryReleased(Entry, frozen=True):
+class EntryReleased(JournalEntry, frozen=True):
     """The router took a dispatch off its ledger."""
 
     worker: int
     dispatch_id: str
 
 
-class ReservationsExpired(Entry, frozen=True):
+class ReservationsExpired(JournalEntry, frozen=True):
     """Reservations due by ``now_ms`` expired; those of ``renewed`` were still held and began anew."""
 
     now_ms: float
     renewed: list[str]
 
 
-class OverlapRealised(Entry, frozen=True):
+class OverlapRealised(JournalEntry, frozen=True):
     """What the chosen worker then really reused."""
 
     request_id: str
@@ -246,7 +246,7 @@ class OverlapRealised(Entry, frozen=True):
     cached_tokens: int
 
 
-class RequestEnded(Entry, frozen=True):
+class RequestEnded(JournalEntry, frozen=True):
     """A request that this router served is over."""
 
     request_id: str

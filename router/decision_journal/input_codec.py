@@ -32,9 +32,9 @@ from poolgrid.router.decision_journal.entries import (
     Checkpoint,
     DecisionBooked,
     DecisionMade,
-    Entry,
     EntryReleased,
     InputsLost,
+    JournalEntry,
     LeaseRenewed,
     OverlapRealised,
     RecordsApplied,
@@ -62,7 +62,7 @@ class Decided(msgspec.Struct, frozen=True, gc=False):
     decision: Decision
 
 
-Kept = Decided | Booked | Crowded | Renewed | Released | Expired | Entry
+Kept = Decided | Booked | Crowded | Renewed | Released | Expired | JournalEntry
 """What is kept of an input until it is written: of records and snapshots no more than the entry says."""
 
 
@@ -99,9 +99,9 @@ class InputWriter:
         """Append the entry of an input, after the names of the workers that it is the first to speak of."""
         out.append(encoder.encode(self._entry(item, out)))
 
-    def _entry(self, item: Kept, out: list[bytes]) -> Entry:
+    def _entry(self, item: Kept, out: list[bytes]) -> JournalEntry:
         match item:
-            case Entry():
+            case JournalEntry():
                 return item
             case Decided(wanted, decision):
                 workers = [*decision.candidates.workers, *decision.filtered, *wanted.unavailable, *decision.untrusted]

@@ -29,8 +29,8 @@ from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.decision_journal.checkpoints import Draft, draft_of
 from poolgrid.router.decision_journal.entries import (
     INPUTS_VERSION,
-    Entry,
     InputsLost,
+    JournalEntry,
     OverlapRealised,
     RecordsApplied,
     RequestEnded,
@@ -281,7 +281,7 @@ class DecisionRecorder:
     def _begin(self, draft: Draft, lost: InputsLost | None, now_ms: int) -> None:
         self._writer.begin_segment()
         checkpoint = draft.checkpoint(self.segment_bytes // BELIEFS_SHARE // 8)
-        head: list[Entry] = [self.noted, checkpoint] if lost is None else [self.noted, lost, checkpoint]
+        head: list[JournalEntry] = [self.noted, checkpoint] if lost is None else [self.noted, lost, checkpoint]
         self.segments.begin([encoder.encode(entry) for entry in head], now_ms)
 
 

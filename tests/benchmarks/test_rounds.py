@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.http import merged, with_ratios
+from benchmarks.http import medians, with_ratios
 
 
 def test_rounds_become_medians_and_failures_add_up() -> None:
@@ -12,7 +12,7 @@ def test_rounds_become_medians_and_failures_add_up() -> None:
         {"us_per_request": figure, "failures": 1, "failure": text, "ttft_ms": {"p50": figure / 10}, "alone": None}
         for figure, text in ((300.0, ""), (100.0, "refused"), (200.0, ""))
     ]
-    assert merged(rounds) == {
+    assert medians(rounds) == {
         "us_per_request": 200.0,
         "failures": 3,
         "failure": "refused",

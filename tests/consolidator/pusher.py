@@ -30,7 +30,7 @@ from poolgrid.wire.ingest import (
     Goodbye,
     Heartbeat,
     Hello,
-    Refused,
+    JoinRefused,
     Resend,
     ToConsolidator,
     Unknown,
@@ -183,7 +183,7 @@ class Pusher:
             self.send_from(answer.from_seq)
         elif isinstance(answer, Unknown):
             self.hello()
-        elif isinstance(answer, Refused):
+        elif isinstance(answer, JoinRefused):
             self.refusals.append(answer.reason)
         return answer
 

@@ -45,7 +45,7 @@ from poolgrid.wire.ingest import (
     Goodbye,
     Heartbeat,
     Hello,
-    Refused,
+    JoinRefused,
     Resend,
     ToConsolidator,
     Unknown,
@@ -224,7 +224,7 @@ def test_an_older_life_is_refused_whatever_it_says() -> None:
 
     for message in (hello(epoch=4), batch([stored([1])], 0, epoch=4), Heartbeat("w", 0, 4, 0)):
         (refused,) = bench.say(message)
-        assert isinstance(refused, Refused)
+        assert isinstance(refused, JoinRefused)
         assert "epoch 4" in refused.reason
     assert bench.told() == ["WorkerJoined"]
 
@@ -275,7 +275,7 @@ def test_a_card_that_does_not_fit_the_pool_is_refused_with_the_reason(
 
     (refused,) = bench.say(hello("second", rank=rank, with_card=card(**changes)))  # type: ignore[arg-type]
 
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, JoinRefused)
     assert reason in refused.reason
     assert len(bench.core.pool.workers) == 1
 
@@ -285,7 +285,7 @@ def test_a_worker_whose_name_would_break_a_line_is_refused() -> None:
 
     (refused,) = bench.say(hello("w\n12:00:00 router ERROR forged"))
 
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, JoinRefused)
     assert "worker_id is 'w\\n12:00:00 router ERROR forged', allowed are printable characters" in refused.reason
 
 
@@ -304,7 +304,7 @@ def test_the_pool_has_a_bound() -> None:
 
     (refused,) = bench.say(hello("b"))
 
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, JoinRefused)
     assert "at most 1" in refused.reason
     assert isinstance(bench.say(hello("a", epoch=2))[0], Welcome)  # its own place
 
@@ -357,7 +357,7 @@ def test_a_worker_may_not_speak_for_the_consolidator() -> None:
     assert bench.told() == ["WorkerJoined", "BlocksStored"]
     assert bench.core.tally.ignored_events == 2
     foreign = EventBatch("w", 0, 1, 1, 0, [stored([2])], "consolidator")
-    assert isinstance(bench.say(foreign)[0], Refused)
+    assert isinstance(bench.say(foreign)[0], JoinRefused)
 
 
 def test_a_further_source_starts_over_without_taking_the_others_blocks() -> None:

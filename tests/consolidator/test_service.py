@@ -50,7 +50,7 @@ from poolgrid.wire.feed import BlockChain, WorkerState
 from poolgrid.wire.feed_frames import FeedFrame, decode_feed
 from poolgrid.wire.hashing import unpack_hashes
 from poolgrid.wire.identifiers import StreamState, Tier
-from poolgrid.wire.ingest import Hello, Refused, Unknown, Welcome
+from poolgrid.wire.ingest import Hello, JoinRefused, Unknown, Welcome
 from tests.consolidator.pub_engine import BLOCK, Cache, PubEngine
 from tests.consolidator.pusher import Pusher, card, removed, stored
 
@@ -230,7 +230,7 @@ def test_rubbish_on_the_ingest_socket_is_dropped_and_the_process_lives() -> None
         await query.send_multipart([b"rubbish"])
         pusher = Pusher(context, service.ingest_endpoint)
         pusher.control(msgspec.structs.replace(_hello(pusher), card=card(hash_spec="other")))
-        assert isinstance(await pusher.receive(), Refused)
+        assert isinstance(await pusher.receive(), JoinRefused)
         pusher.heartbeat()
         assert isinstance(await pusher.receive(), Unknown)  # it answers that with a Hello
         assert isinstance(await pusher.receive(), Welcome)

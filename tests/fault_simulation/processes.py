@@ -516,7 +516,7 @@ class GlobalRouterProcess(Process):
         self.service = service = GlobalRouterService(settings, configuration, pools, links, metrics, clock)
         links.attach(service)
         pools.use(self._document.document)
-        housekeeping = asyncio.create_task(service.keep_house())
+        housekeeping = asyncio.create_task(service.run_housekeeping())
         await pools.first_look()
         self._ready = True
         await housekeeping

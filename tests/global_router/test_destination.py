@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from poolgrid.global_router.core.choice.closed_loop import ClosedLoop, Spill
 from poolgrid.global_router.core.choice.destination import Destination, destination
-from poolgrid.global_router.core.choice.fallback import PASSING, Candidate, PoolState, fallback_order
+from poolgrid.global_router.core.choice.fallback import PASSING, Candidate, PoolStanding, fallback_order
 from poolgrid.global_router.core.choice.grid import Grid, GridRequest
 from poolgrid.global_router.core.choice.request_hints import RequestHints, Target
 from poolgrid.global_router.core.document.grid_document import Stage
 from tests.global_router.documents import aggregated, document
 
-UP = PoolState.AVAILABLE
+UP = PoolStanding.AVAILABLE
 TO_C = GridRequest(10, RequestHints({"ttft": Target(900, "test"), "itl": Target(15, "test")}))
 """The slowest of three pools."""
 
@@ -50,7 +50,7 @@ def test_a_spilled_request_wants_the_pool_that_it_is_spilled_to_although_its_cel
 
 
 def test_a_spilled_request_does_not_wait_for_the_pool_that_it_was_spilled_from() -> None:
-    choice = made(spill="b").choose({"a": PoolState.DOWN, "b": UP, "c": PoolState.SATURATED})
+    choice = made(spill="b").choose({"a": PoolStanding.DOWN, "b": UP, "c": PoolStanding.SATURATED})
 
     assert (choice.pool, choice.passed_over) == ("b", ())
 
@@ -128,7 +128,7 @@ def destinations(draw: st.DrawFn) -> Destination:
     return there.after_loss(draw(pool), draw(st.booleans())) if draw(st.booleans()) else there
 
 
-STATES = st.dictionaries(st.sampled_from([f"p{number}" for number in range(6)]), st.sampled_from(PoolState))
+STATES = st.dictionaries(st.sampled_from([f"p{number}" for number in range(6)]), st.sampled_from(PoolStanding))
 
 
 def _pools(order: tuple[Candidate, ...]) -> set[str]:
@@ -142,7 +142,7 @@ def _after_first(there: Destination) -> list[str]:
 
 @given(destinations(), STATES)
 def test_every_pool_stands_once_the_wanted_one_before_its_fallbacks(
-    there: Destination, states: dict[str, PoolState]
+    there: Destination, states: dict[str, PoolStanding]
 ) -> None:
     stage: Stage = there.stage
 

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
 from poolgrid.global_router.configuration_group import ConfigurationGroup
-from poolgrid.global_router.core.choice.fallback import PoolState
+from poolgrid.global_router.core.choice.fallback import PoolStanding
 from poolgrid.global_router.http_api import add_global_router_endpoints
 from poolgrid.global_router.metrics import GlobalRouterMetrics, register_views
 from poolgrid.global_router.settings import GlobalRouterSettings
@@ -47,7 +47,7 @@ def test_every_endpoint_and_state_is_documented() -> None:
     assert len(paths) >= 5
     for path in paths:
         assert path.replace("{request_id}", "{id}") in PAGE
-    for state in PoolState:
+    for state in PoolStanding:
         assert f"`{state.value}`" in PAGE
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from poolgrid.global_router.core.choice.fallback import PoolState, choose_available, fallback_order, retry_order
+from poolgrid.global_router.core.choice.fallback import PoolStanding, choose_available, fallback_order, retry_order
 from poolgrid.global_router.core.document.grid_document import Stage
 from tests.global_router.documents import document
 
-UP = PoolState.AVAILABLE
+UP = PoolStanding.AVAILABLE
 
 
 def stage(ranks: dict[str, int], fallback: dict[str, Any] | None = None) -> Stage:
@@ -71,7 +71,12 @@ def test_a_retry_goes_to_strictly_faster_pools_from_slow_to_fast() -> None:
 
 def test_the_first_available_pool_is_taken_and_the_others_are_explained() -> None:
     order = fallback_order(stage(RANKS), "mid")
-    states = {"mid": PoolState.BREAKER_OPEN, "also-mid": PoolState.DRAINING, "fast": PoolState.SATURATED, "slow": UP}
+    states = {
+        "mid": PoolStanding.BREAKER_OPEN,
+        "also-mid": PoolStanding.DRAINING,
+        "fast": PoolStanding.SATURATED,
+        "slow": UP,
+    }
 
     choice = choose_available(order, states)
 
@@ -90,9 +95,9 @@ def test_the_chosen_pool_is_no_fallback() -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "later"), [(PoolState.SATURATED, True), (PoolState.CONNECTING, True), (PoolState.DOWN, False)]
+    ("state", "later"), [(PoolStanding.SATURATED, True), (PoolStanding.CONNECTING, True), (PoolStanding.DOWN, False)]
 )
-def test_without_any_pool_it_is_said_whether_waiting_helps(state: PoolState, later: bool) -> None:
+def test_without_any_pool_it_is_said_whether_waiting_helps(state: PoolStanding, later: bool) -> None:
     choice = choose_available(fallback_order(stage(RANKS), "mid"), {"fast": state})
 
     assert choice.pool is None

@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from poolgrid.global_router.core.choice.circuit_breaker import BreakerState
-from poolgrid.global_router.core.choice.fallback import PoolState
+from poolgrid.global_router.core.choice.fallback import PoolStanding
 from poolgrid.global_router.core.document.grid_document import CircuitBreakerSettings
 from poolgrid.global_router.pool_status import state_for
 from poolgrid.global_router.pools import PoolConnection, PoolLost, Pools, select_endpoint
@@ -113,7 +113,7 @@ class Scene:
             raise OSError("connection refused")
         return self.router.endpoint
 
-    async def until(self, state: PoolState) -> None:
+    async def until(self, state: PoolStanding) -> None:
         while self.pool.overall_state(0) is not state:
             self._news.clear()
             await self._news.wait()
@@ -144,7 +144,7 @@ def run(scenario: Callable[[Scene], Awaitable[None]]) -> None:
 
 def test_a_pool_is_found_asked_for_its_status_and_for_workers() -> None:
     async def scenario(made: Scene) -> None:
-        await made.until(PoolState.AVAILABLE)
+        await made.until(PoolStanding.AVAILABLE)
 
         selected = await made.pool.select(SELECT, 5)
         probed = await made.pool.probe(Probe(made.pool.next_ask(), "m", Stage.WHOLE, 40), 5)
@@ -158,7 +158,7 @@ def test_a_pool_is_found_asked_for_its_status_and_for_workers() -> None:
 
 def test_a_question_that_is_open_when_the_pool_dies_fails_at_once_and_the_pool_is_down() -> None:
     async def scenario(made: Scene) -> None:
-        await made.until(PoolState.AVAILABLE)
+        await made.until(PoolStanding.AVAILABLE)
         assert made.router is not None
         made.router.silent = {Select}
         asking = asyncio.create_task(made.pool.select(SELECT, 60))
@@ -169,7 +169,7 @@ def test_a_question_that_is_open_when_the_pool_dies_fails_at_once_and_the_pool_i
         with pytest.raises(PoolLost, match="connection lost"):
             await asking
 
-        assert made.pool.overall_state(0) is PoolState.DOWN
+        assert made.pool.overall_state(0) is PoolStanding.DOWN
         with pytest.raises(PoolLost):
             await made.pool.select(SELECT, 60)
 
@@ -178,14 +178,14 @@ def test_a_question_that_is_open_when_the_pool_dies_fails_at_once_and_the_pool_i
 
 def test_a_pool_that_comes_back_elsewhere_is_found_behind_its_url() -> None:
     async def scenario(made: Scene) -> None:
-        await made.until(PoolState.AVAILABLE)
+        await made.until(PoolStanding.AVAILABLE)
         assert made.router is not None
         made.router.close()
         made.router = None
-        await made.until(PoolState.DOWN)
+        await made.until(PoolStanding.DOWN)
         made.router = PoolRouter(made.context)
 
-        await made.until(PoolState.AVAILABLE)
+        await made.until(PoolStanding.AVAILABLE)
 
         assert made.pool.endpoint == made.router.endpoint
 
@@ -194,14 +194,14 @@ def test_a_pool_that_comes_back_elsewhere_is_found_behind_its_url() -> None:
 
 def test_a_pool_that_is_silent_is_dropped_and_looked_for_again() -> None:
     async def scenario(made: Scene) -> None:
-        await made.until(PoolState.AVAILABLE)
+        await made.until(PoolStanding.AVAILABLE)
         assert made.router is not None
         made.router.silent = {AskStatus}
 
-        await made.until(PoolState.DOWN)
+        await made.until(PoolStanding.DOWN)
         assert "silent for" in made.pool.last_error
         made.router.silent = set()
-        await made.until(PoolState.AVAILABLE)
+        await made.until(PoolStanding.AVAILABLE)
         assert made.looks >= 2
 
     run(scenario)
@@ -209,7 +209,7 @@ def test_a_pool_that_is_silent_is_dropped_and_looked_for_again() -> None:
 
 def test_a_worker_that_is_reserved_too_late_is_released() -> None:
     async def scenario(made: Scene) -> None:
-        await made.until(PoolState.AVAILABLE)
+        await made.until(PoolStanding.AVAILABLE)
         assert made.router is not None
         made.router.silent = {Select}
         with pytest.raises(PoolLost, match="did not answer within 10 ms"):
@@ -226,7 +226,7 @@ def test_a_worker_that_is_reserved_too_late_is_released() -> None:
 
 def test_a_worker_that_is_reserved_as_its_asker_is_cancelled_is_released() -> None:
     async def scenario(made: Scene) -> None:
-        await made.until(PoolState.AVAILABLE)
+        await made.until(PoolStanding.AVAILABLE)
         assert made.router is not None
         asking = asyncio.ensure_future(made.pool.select(SELECT, 10))
         await asyncio.sleep(0)  # it has asked
@@ -251,7 +251,7 @@ def test_a_question_that_was_given_up_is_not_waited_for_for_ever(monkeypatch: py
     monkeypatch.setattr("poolgrid.global_router.pools.LATE_ANSWER_MS", 30.0)
 
     async def scenario(made: Scene) -> None:
-        await made.until(PoolState.AVAILABLE)
+        await made.until(PoolStanding.AVAILABLE)
         assert made.router is not None
         made.router.silent = {Select}
         with pytest.raises(PoolLost, match="did not answer within 10 ms"):
@@ -346,13 +346,13 @@ def test_a_pool_that_a_new_document_moved_is_waited_for_until_it_answers_or_does
             pools.use(document(aggregated()))
             pool = pools.get("a")
             assert pool is not None
-            assert pool.state("m", Stage.WHOLE, 0) is pool.overall_state(0) is PoolState.CONNECTING
+            assert pool.state("m", Stage.WHOLE, 0) is pool.overall_state(0) is PoolStanding.CONNECTING
 
             answers.put_nowait(OSError("nobody there"))
             await asyncio.wait_for(news.wait(), 10)
 
             states = [each.state("m", Stage.WHOLE, 0) for each in pools.all()]
-            assert sorted(states) == [PoolState.CONNECTING, PoolState.CONNECTING, PoolState.DOWN]
+            assert sorted(states) == [PoolStanding.CONNECTING, PoolStanding.CONNECTING, PoolStanding.DOWN]
         finally:
             pools.close()
             context.destroy(linger=0)
@@ -381,17 +381,17 @@ def test_another_server_behind_the_url_is_a_clear_error(answer: object) -> None:
 @pytest.mark.parametrize(
     ("roles", "stage", "state"),
     [
-        ([], Stage.WHOLE, PoolState.DOWN),
-        ([workers_of(Role.AGGREGATED)], Stage.PREFILL, PoolState.AVAILABLE),
-        ([workers_of(Role.PREFILL)], Stage.DECODE, PoolState.DOWN),
-        ([workers_of(Role.PREFILL)], Stage.WHOLE, PoolState.DOWN),
-        ([workers_of(Role.DECODE)], Stage.WHOLE, PoolState.AVAILABLE),
-        ([workers_of(Role.DECODE, 2, 16)], Stage.DECODE, PoolState.SATURATED),
-        ([workers_of(Role.DECODE, 2, 16), workers_of(Role.AGGREGATED)], Stage.DECODE, PoolState.AVAILABLE),
-        ([workers_of(Role.DECODE, 0, 0, 2)], Stage.DECODE, PoolState.DRAINING),
+        ([], Stage.WHOLE, PoolStanding.DOWN),
+        ([workers_of(Role.AGGREGATED)], Stage.PREFILL, PoolStanding.AVAILABLE),
+        ([workers_of(Role.PREFILL)], Stage.DECODE, PoolStanding.DOWN),
+        ([workers_of(Role.PREFILL)], Stage.WHOLE, PoolStanding.DOWN),
+        ([workers_of(Role.DECODE)], Stage.WHOLE, PoolStanding.AVAILABLE),
+        ([workers_of(Role.DECODE, 2, 16)], Stage.DECODE, PoolStanding.SATURATED),
+        ([workers_of(Role.DECODE, 2, 16), workers_of(Role.AGGREGATED)], Stage.DECODE, PoolStanding.AVAILABLE),
+        ([workers_of(Role.DECODE, 0, 0, 2)], Stage.DECODE, PoolStanding.DRAINING),
     ],
 )
-def test_what_a_pool_says_of_its_workers_decides_what_it_takes(roles: list, stage: Stage, state: PoolState) -> None:  # type: ignore[type-arg]
+def test_what_a_pool_says_of_its_workers_decides_what_it_takes(roles: list, stage: Stage, state: PoolStanding) -> None:  # type: ignore[type-arg]
     assert state_for(status(*roles), "m", stage) is state
 
 
@@ -411,11 +411,11 @@ def test_a_pool_whose_looking_for_fails_as_nobody_expected_is_looked_for_again_a
         scene.failures = [InvalidUrl("Invalid port: '70000'") for _ in range(2)]
         await scene.pool.reached.wait()
         assert scene.pool.last_error == "InvalidUrl: Invalid port: '70000'"
-        await scene.until(PoolState.AVAILABLE)
+        await scene.until(PoolStanding.AVAILABLE)
 
     run(scenario)
 
 
 def test_a_pool_that_is_not_ready_is_down() -> None:
-    assert state_for(PoolStatus(1, False), "m", Stage.WHOLE) is PoolState.DOWN
-    assert state_for(None, "m", Stage.WHOLE) is PoolState.DOWN
+    assert state_for(PoolStatus(1, False), "m", Stage.WHOLE) is PoolStanding.DOWN
+    assert state_for(None, "m", Stage.WHOLE) is PoolStanding.DOWN

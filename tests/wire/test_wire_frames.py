@@ -57,7 +57,7 @@ from poolgrid.wire.feed import (
 )
 from poolgrid.wire.hashing import pack_hashes, pack_tokens
 from poolgrid.wire.identifiers import PackedHashes, PackedTokens, Role, Stage, StreamState, Tier
-from poolgrid.wire.ingest import Acknowledged, Goodbye, Heartbeat, Hello, Refused, Resend, Unknown, Welcome
+from poolgrid.wire.ingest import Acknowledged, Goodbye, Heartbeat, Hello, JoinRefused, Resend, Unknown, Welcome
 from poolgrid.wire.limits import FRAME_BYTES_MAX, U32_MAX, U64_MAX
 from poolgrid.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
 from poolgrid.wire.requests import (
@@ -237,7 +237,7 @@ GOLDEN: dict[tuple[str, str], Any] = {
     ("from_consolidator", "acknowledged"): Acknowledged("w1", 0, 7, 42, "c-1"),
     ("from_consolidator", "resend"): Resend("w1", 0, 7, 40),
     ("from_consolidator", "unknown"): Unknown("w1", 0),
-    ("from_consolidator", "refused"): Refused("w1", 0, "block_size 32, the pool has 16"),
+    ("from_consolidator", "refused"): JoinRefused("w1", 0, "block_size 32, the pool has 16"),
     ("to_feed", "replay"): Replay(1, 100, 50),
     ("to_feed", "take snapshot"): TakeSnapshot(2),
     ("from_feed", "records"): Records(1, [b"\x01\x02", b""], 102),

@@ -21,7 +21,7 @@ from poolgrid.wire.ingest import (
     Goodbye,
     Heartbeat,
     Hello,
-    Refused,
+    JoinRefused,
     Resend,
     ToConsolidator,
     Unknown,
@@ -129,7 +129,7 @@ class FakeConsolidator:
         if isinstance(message, Hello):
             if self.refuse:
                 journal.refusals += 1
-                return Refused(message.worker_id, message.dp_rank, self.refuse)
+                return JoinRefused(message.worker_id, message.dp_rank, self.refuse)
             if journal.epoch != message.epoch:
                 journal.epoch, journal.next_seq = message.epoch, 0
             journal.cards.append(message.card)

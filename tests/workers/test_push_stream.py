@@ -25,7 +25,7 @@ from poolgrid.wire.ingest import (
     Goodbye,
     Heartbeat,
     Hello,
-    Refused,
+    JoinRefused,
     Resend,
     ToConsolidator,
     Unknown,
@@ -251,7 +251,7 @@ def test_a_refused_worker_asks_again_ever_more_slowly_and_says_why() -> None:
     now = 0.0
     waits = []
     for _ in range(4):
-        (warning,) = stream.receive(Refused("w", 0, "block_size is 4"), now)
+        (warning,) = stream.receive(JoinRefused("w", 0, "block_size is 4"), now)
         assert isinstance(warning, Warn)
         assert "block_size is 4" in warning.text
         moment = stream.next_moment_ms()

@@ -15,7 +15,7 @@ Theory of operation. The stream is *greeting* until the consolidator welcomes it
     open       Resend                       open         Send(batches from from_seq) or RestateNeeded
     open       Unknown                      greeting     Send(Hello)
     open       silence_ms without a word    greeting     Send(Hello)
-    any        Refused                      refused      Warn; Hello again after a back-off that doubles
+    any        JoinRefused                      refused      Warn; Hello again after a back-off that doubles
     refused    retry time                   greeting     Send(Hello)
     any        end                          ended        Send(Goodbye)
 
@@ -44,7 +44,7 @@ from poolgrid.wire.ingest import (
     Goodbye,
     Heartbeat,
     Hello,
-    Refused,
+    JoinRefused,
     Resend,
     ToConsolidator,
     Unknown,
@@ -182,7 +182,7 @@ class PushStream:
         """Take in a message of the consolidator."""
         if (message.worker_id, message.dp_rank) != (self._worker_id, self._dp_rank):
             return []
-        if not isinstance(message, Unknown | Refused) and message.epoch != self._epoch:
+        if not isinstance(message, Unknown | JoinRefused) and message.epoch != self._epoch:
             return []
         self._heard_ms = now_ms
         if self.state is State.ENDED:
@@ -202,7 +202,7 @@ class PushStream:
                 return []
             self._speak_ms = now_ms + self._heartbeat_ms
             return self._send_from(message.next_seq)
-        if isinstance(message, Refused):
+        if isinstance(message, JoinRefused):
             self.state = State.REFUSED
             wait_ms = self._refused_retry_ms
             self._speak_ms = now_ms + wait_ms

@@ -22,7 +22,7 @@ from poolgrid.global_router.core.choice.closed_loop import CellKey, ClosedLoop, 
 from poolgrid.global_router.core.choice.fallback import (
     Candidate,
     FallbackChoice,
-    PoolState,
+    PoolStanding,
     choose_available,
     fallback_order,
     retry_order,
@@ -74,7 +74,7 @@ class Destination:
         """Return the names of the pools to try, in order."""
         return tuple(candidate.pool for candidate in self.order)
 
-    def choose(self, states: Mapping[str, PoolState]) -> FallbackChoice:
+    def choose(self, states: Mapping[str, PoolStanding]) -> FallbackChoice:
         """Return the first pool that is available; one without a state is down."""
         return choose_available(self.order, states)
 

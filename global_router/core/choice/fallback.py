@@ -24,7 +24,7 @@ from typing import Any
 from poolgrid.global_router.core.document.grid_document import Stage
 
 
-class PoolState(StrEnum):
+class PoolStanding(StrEnum):
     """Whether a pool takes a new request, and why not."""
 
     AVAILABLE = "available"
@@ -36,7 +36,7 @@ class PoolState(StrEnum):
     DOWN = "down"
 
 
-PASSING = frozenset({PoolState.SATURATED, PoolState.CONNECTING})
+PASSING = frozenset({PoolStanding.SATURATED, PoolStanding.CONNECTING})
 """States that end by themselves, in the time that a request may wait."""
 
 
@@ -53,7 +53,7 @@ class Fallen:
     """A pool that was passed over, and the state that was the reason."""
 
     pool: str
-    state: PoolState
+    state: PoolStanding
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +108,12 @@ def retry_order(stage: Stage, used: str) -> tuple[str, ...]:
     return tuple(sorted(faster, key=lambda pool: -ranks[pool]))
 
 
-def choose_available(order: tuple[Candidate, ...], states: Mapping[str, PoolState]) -> FallbackChoice:
+def choose_available(order: tuple[Candidate, ...], states: Mapping[str, PoolStanding]) -> FallbackChoice:
     """Return the first pool of ``order`` that is available; a pool without a state is down."""
     passed: list[Fallen] = []
     for candidate in order:
-        state = states.get(candidate.pool, PoolState.DOWN)
-        if state is PoolState.AVAILABLE:
+        state = states.get(candidate.pool, PoolStanding.DOWN)
+        if state is PoolStanding.AVAILABLE:
             return FallbackChoice(order[0].pool, candidate.pool, candidate.reason, tuple(passed))
         passed.append(Fallen(candidate.pool, state))
     return FallbackChoice(order[0].pool, None, "no pool can be used", tuple(passed))

@@ -32,7 +32,7 @@ from poolgrid.router.consolidator.core.cursor import Cursor, Verdict
 from poolgrid.router.consolidator.core.pool_state import (
     BLOCKS_PER_WORKER_MAX,
     PoolState,
-    Worker,
+    WorkerRank,
 )
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.card_check import card_problem, name_problem
@@ -60,7 +60,7 @@ from poolgrid.wire.ingest import (
     Goodbye,
     Heartbeat,
     Hello,
-    Refused,
+    JoinRefused,
     Resend,
     ToConsolidator,
     Unknown,
@@ -95,7 +95,7 @@ class ConsolidatorLimits:
     """Bounds of the core, each with what happens beyond it."""
 
     workers_max: int = 4096
-    """Worker ranks in the pool; a further one is refused."""
+    """WorkerRank ranks in the pool; a further one is refused."""
     sources_per_worker_max: int = 8
     """Sources of one rank; a further one is refused."""
     blocks_per_worker_max: int = BLOCKS_PER_WORKER_MAX
@@ -230,7 +230,7 @@ class Consolidator:
             return
         self._take(worker, batch, peer, turn)
 
-    def _live(self, peer: bytes, key: WorkerKey, epoch: int, turn: Turn) -> Worker | None:
+    def _live(self, peer: bytes, key: WorkerKey, epoch: int, turn: Turn) -> WorkerRank | None:
         """Return the rank when this life of it is a member, else answer why not."""
         worker = self.pool.workers.get(key)
         link = self._links.get(key)
@@ -424,7 +424,7 @@ class Consolidator:
         fold(worker.streams, CONSOLIDATOR_SOURCE, events)
         self._record(key, worker.epoch, 0, turn.now.wall_ms, events, CONSOLIDATOR_SOURCE, turn)
 
-    def _caught_up(self, worker: Worker, turn: Turn) -> None:
+    def _caught_up(self, worker: WorkerRank, turn: Turn) -> None:
         """Note that nothing is missing of what a rank is known to have sent."""
         self._links[worker.key].behind_seq = -1
         if worker.stream(WORKER_SOURCE).state in (StreamState.REPLAYING, StreamState.STALE):
@@ -437,7 +437,7 @@ class Consolidator:
     # The one way in for batches
 
     def _take(
-        self, worker: Worker, batch: EventBatch, peer: bytes, turn: Turn, before: list[AnyEvent] | None = None
+        self, worker: WorkerRank, batch: EventBatch, peer: bytes, turn: Turn, before: list[AnyEvent] | None = None
     ) -> bool:
         cursor = worker.cursors[batch.source]
         verdict = cursor.judge_batch(batch.epoch, batch.seq)
@@ -489,7 +489,7 @@ class Consolidator:
             turn.acknowledge[worker.key] = peer
         return True
 
-    def _consolidate(self, worker: Worker, batch: EventBatch, whole: bool) -> list[AnyEvent]:
+    def _consolidate(self, worker: WorkerRank, batch: EventBatch, whole: bool) -> list[AnyEvent]:
         """Change the worker's state as the batch says; return what the journal and the readers get."""
         out: list[AnyEvent] = []
         presence = worker.presence
@@ -529,7 +529,7 @@ class Consolidator:
                 out.append(event)
         return out
 
-    def _lose_requests(self, worker: Worker, batch: EventBatch, turn: Turn) -> None:
+    def _lose_requests(self, worker: WorkerRank, batch: EventBatch, turn: Turn) -> None:
         if not worker.requests or batch.source != WORKER_SOURCE:
             return
         lost: list[AnyEvent] = [RequestFinished(request_id, "lost") for request_id in worker.requests]
@@ -539,7 +539,7 @@ class Consolidator:
             part = lost[at : at + EVENTS_PER_BATCH_MAX]
             self._record(worker.key, worker.epoch, 0, batch.time_ms, part, CONSOLIDATOR_SOURCE, turn)
 
-    def _ask_again(self, worker: Worker, seen_seq: int, peer: bytes, turn: Turn) -> None:
+    def _ask_again(self, worker: WorkerRank, seen_seq: int, peer: bytes, turn: Turn) -> None:
         """Ask for what is missing; once per gap, and again when no answer came for ``resend_retry_ms``."""
         wanted = worker.cursors[WORKER_SOURCE].next_seq
         link = self._links[worker.key]
@@ -591,7 +591,7 @@ class Consolidator:
                 )
         return None
 
-    def _join(self, key: WorkerKey, epoch: int, card: WorkerCard, turn: Turn) -> Worker:
+    def _join(self, key: WorkerKey, epoch: int, card: WorkerCard, turn: Turn) -> WorkerRank:
         worker = self.pool.workers[key] = self.pool.new_worker(key, epoch, card)
         self._links[key] = _Link(turn.now.monotonic_ms)
         self.tally.joined += 1
@@ -600,7 +600,7 @@ class Consolidator:
         turn.remarks.append(f"worker {key} joined: epoch {epoch}, model {card.model}, {card.role.name.lower()}")
         return worker
 
-    def _leave(self, worker: Worker, reason: str, turn: Turn, over: bool = True) -> None:
+    def _leave(self, worker: WorkerRank, reason: str, turn: Turn, over: bool = True) -> None:
         self.pool.forget(worker.key)
         turn.members.append(MemberLeft(worker.key, over, self._links.pop(worker.key).heard_ms))
         turn.acknowledge.pop(worker.key, None)
@@ -620,7 +620,7 @@ class Consolidator:
 
     # Answers
 
-    def _acknowledged(self, worker: Worker) -> Acknowledged:
+    def _acknowledged(self, worker: WorkerRank) -> Acknowledged:
         return Acknowledged(
             worker_id=worker.key.worker_id,
             dp_rank=worker.key.dp_rank,
@@ -633,7 +633,7 @@ class Consolidator:
         self.tally.refused += 1
         turn.remarks.append(f"refused worker {key}: {reason}")
         if peer:
-            turn.replies.append((peer, Refused(*key, reason=reason[:TEXT_CHARS_MAX])))
+            turn.replies.append((peer, JoinRefused(*key, reason=reason[:TEXT_CHARS_MAX])))
 
 
 def _older(key: WorkerKey, epoch: int, current: int) -> str:

@@ -73,7 +73,7 @@ WorkerEvent = LoadReported | RequestStarted | RequestProgressed | PrefillComplet
 """What an event may say of a worker and its requests."""
 
 
-class Worker:
+class WorkerRank:
     """All that the stream says of one worker rank."""
 
     __slots__ = ("card", "cursors", "draining", "epoch", "key", "load", "presence", "requests", "restating", "streams")
@@ -227,7 +227,7 @@ class PoolState:
         self._blocks_max = blocks_per_worker_max
         self.offset = 0
         """Offset of the next record."""
-        self.workers: dict[WorkerKey, Worker] = {}
+        self.workers: dict[WorkerKey, WorkerRank] = {}
         self.discarded = Discarded()
         """Blocks of workers that left or forgot all; whoever has others to serve frees them bit by bit."""
         self._frozen: list[Presence] = []
@@ -256,9 +256,9 @@ class PoolState:
             cursor.epoch = record.epoch
             cursor.next_seq = record.seq + 1
 
-    def new_worker(self, key: WorkerKey, epoch: int, card: WorkerCard) -> Worker:
+    def new_worker(self, key: WorkerKey, epoch: int, card: WorkerCard) -> WorkerRank:
         """Return a worker as it is right after it joined; the caller lists it."""
-        return Worker(key, epoch, card, self._blocks_max, self.discarded)
+        return WorkerRank(key, epoch, card, self._blocks_max, self.discarded)
 
     def forget(self, key: WorkerKey) -> None:
         """Forget a worker, if there is one of that name."""
@@ -328,7 +328,7 @@ class PoolState:
         """Return the state that a snapshot describes: workers, then (position of the worker, source, chain)."""
         pool = cls(blocks_per_worker_max)
         pool.offset = offset
-        listed: list[Worker] = []
+        listed: list[WorkerRank] = []
         for entry in entries:
             state = entry.state
             worker = pool.new_worker(WorkerKey(WorkerId(state.worker_id), state.dp_rank), state.epoch, state.card)
