@@ -18,7 +18,7 @@ from attacks.pool import HOST, Shape
 from attacks.requests import client, in_words, post
 from poolgrid.frontend.media.addresses import AddressPolicy
 
-SHAPE = Shape(worker=("--modality", "multimodal"), router=("--media-allowed-networks", f"{HOST}/32"))
+SHAPE = Shape(worker=("--modality", "multimodal"), router=("--media-allowed-networks", f"{HOST}/32"), takes_media=True)
 FF_BYTES = 24_000_000
 DRIP_S = 0.1
 AT_ONCE = 4

@@ -41,6 +41,7 @@ ATTACKER_HOST = "127.0.0.3"
 
 JOIN_TIMEOUT_S = 90.0
 LEASE_EXPIRIES = "poolgrid_consolidator_lease_expiries_total"
+MEDIA_CACHED_BYTES = "poolgrid_frontend_media_cached_bytes"
 TENANTS = ("attacker", "bystander", "neighbour")
 STOP_ORDER = {"up": 0, "global-router": 0, "router": 1, "worker": 2, "consolidator": 3}
 LOG_LEVEL = "warning"
@@ -51,6 +52,22 @@ WARM_WORDS = 30_000
 WARM_PROMPTS = 8
 
 
+_PICTURE = {
+    "role": "user",
+    "content": [
+        {
+            "type": "image_url",
+            "image_url": {
+                "url": "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4"
+                "//8/AAX+Av4N70a4AAAAAElFTkSuQmCC"
+            },
+        },
+        {"type": "text", "text": "What is it?"},
+    ],
+}
+"""A picture of one white pixel."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """Which processes a pool has, and what they are told beyond the usual."""
@@ -59,6 +76,8 @@ class Shape:
     router: tuple[str, ...] = ()
     worker: tuple[str, ...] = ()
     speedup: float = 8.0
+    takes_media: bool = False
+    """Whether its workers take pictures: what decodes them is loaded before anything is measured."""
     slow_disk: bool = False
     """Run what writes journals under the shim that delays writes (``attacks.slow_disk``)."""
 
@@ -294,13 +313,16 @@ class AttackedPool:
             books = ROUTER_BOOKS if kind in ("router", "up") else WORKER_BOOKS if kind == "worker" else ()
             try:
                 reading = await service.reading(self._http, books)
-                if kind in ("router", "consolidator"):
-                    text = await service.metrics(self._http)
-                    look.lease_expiries += summed(text, (LEASE_EXPIRIES,)).get(LEASE_EXPIRIES, 0.0)
+                cached_bytes = 0.0
+                if kind in ("router", "consolidator", "global-router", "up"):
+                    found = summed(await service.metrics(self._http), (LEASE_EXPIRIES, MEDIA_CACHED_BYTES))
+                    look.lease_expiries += found.get(LEASE_EXPIRIES, 0.0)
+                    cached_bytes = found.get(MEDIA_CACHED_BYTES, 0.0)
             except PoolFailed as error:
                 look.silent.append(str(error).split("; see")[0])
                 continue
-            look.rss_mb[service.name] = reading.rss_mb
+            # A cache with a bound of its own may keep what it was given; how full it is, it says itself.
+            look.rss_mb[service.name] = reading.rss_mb - cached_bytes / 1e6
             look.descriptors[service.name] = reading.descriptors
             look.books.update({f"{service.name}: {name}": value for name, value in reading.books.items()})
         return look
@@ -334,6 +356,8 @@ class AttackedPool:
             ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}),
             ("/v1/responses", {"input": "hello", "max_output_tokens": 16, "store": False}),
         ]
+        if self.shape.takes_media:
+            small.append(("/v1/chat/completions", {"messages": [_PICTURE], "max_tokens": 8}))
         # Every cache is full before it counts: each of these fills half of a worker's blocks.
         large: list[tuple[str, dict[str, Any]]] = [
             ("/v1/completions", {"prompt": f"{number} " + "word " * WARM_WORDS, "max_tokens": 2})
