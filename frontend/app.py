@@ -34,7 +34,7 @@ from poolgrid.frontend.access.tenants import Caller
 from poolgrid.frontend.access.watched_key_file import WatchedKeyFile
 from poolgrid.frontend.dialects import dialect_of
 from poolgrid.frontend.errors import RequestError, invalid, quoted, refused, without_others
-from poolgrid.frontend.guide_check import GuideCheck
+from poolgrid.frontend.guide_check import GuideCheck, GuideLimits
 from poolgrid.frontend.inference_endpoint import InferenceEndpoint, Prepare
 from poolgrid.frontend.inflation import BodyInflation, InflationLimits
 from poolgrid.frontend.media.loader import MediaLoader
@@ -222,7 +222,7 @@ def create_app(
     metrics.tokenizations_pending.set_function(lambda: tokenization.pending)
     media = MediaLoader(settings, MediaMetrics(registry), clock)
     guides = GuideCheck(
-        settings.guide_compile_limit_ms,
+        GuideLimits(settings.guide_compile_limit_ms, settings.guide_step_limit_ms),
         settings.guide_check_queue,
         lambda outcome: metrics.guides.labels(outcome).inc(),
     )

@@ -78,11 +78,21 @@ class CompilerLost(Exception):
     """The process said nothing of a guide, and the guide is not known to be the reason."""
 
 
+@dataclass(frozen=True, slots=True)
+class GuideLimits:
+    """CPU time that a guide may take."""
+
+    compile_ms: float = 250.0
+    """To compile, and to begin an answer with."""
+    step_ms: float = 25.0
+    """To find one token of an answer."""
+
+
 class GuideCompiler:
     """The process, for one thread at a time; everything here blocks."""
 
-    def __init__(self, limit_ms: float) -> None:
-        self._limit_ms = limit_ms
+    def __init__(self, limits: GuideLimits) -> None:
+        self._limits = limits
         self._process: subprocess.Popen[bytes] | None = None
         self._end: Callable[[], object] = lambda: None
         self._closed = False
@@ -108,7 +118,9 @@ class GuideCompiler:
         assert process.stdout is not None, "it is a pipe"
         try:
             write_frame(process.stdin, guide)
-            answer = _read(process.stdout.fileno(), monotonic() + START_S + WALL_FACTOR * self._limit_ms / 1000)
+            answer = _read(
+                process.stdout.fileno(), monotonic() + START_S + WALL_FACTOR * self._limits.compile_ms / 1000
+            )
         except TimeoutError:
             self._end()
             raise CompilerLost("it did not answer in time") from None
@@ -121,13 +133,14 @@ class GuideCompiler:
         reason = _OF_THE_GUIDE.get(status)
         if reason is None:
             raise CompilerLost(f"it ended with status {status}")
-        return reason.format(limit_ms=self._limit_ms)
+        return reason.format(limit_ms=self._limits.compile_ms)
 
     def _start(self) -> subprocess.Popen[bytes]:
         self._end()
         if self._closed:
             raise CompilerLost("this server ends")
-        command = (sys.executable, "-m", "poolgrid.frontend.guide_compiler", str(self._limit_ms))
+        limits = (str(self._limits.compile_ms), str(self._limits.step_ms))
+        command = (sys.executable, "-m", "poolgrid.frontend.guide_compiler", *limits)
         try:
             process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, close_fds=True
@@ -183,8 +196,10 @@ class _Asked:
 class GuideCheck:
     """Verdicts on guides, for the event loop that calls ``check``."""
 
-    def __init__(self, limit_ms: float, queue_limit: int, count: Callable[[str], None] = lambda outcome: None) -> None:
-        self._compiler = GuideCompiler(limit_ms)
+    def __init__(
+        self, limits: GuideLimits, queue_limit: int, count: Callable[[str], None] = lambda outcome: None
+    ) -> None:
+        self._compiler = GuideCompiler(limits)
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="guides")
         self._queue_limit = queue_limit
         self._count = count

@@ -7,6 +7,8 @@ beyond the bounds ends this process, and whoever asked sees of which signal:
 
 - the *stack* it compiles on has ``STACK_BYTES``, an eighth of what a thread of an engine has;
 - ``SIGPROF`` comes after so much CPU time, however busy the machine is;
+- a *step*, the search for the token that may come next, has a limit of its own, and takes nobody along: an engine does
+  it between two steps of everybody's answers;
 - memory beyond ``MEMORY_BYTES_MAX`` is not given.
 
 Only what is too much is refused here. A guide that ``llguidance`` does not take may be one that a worker's engine
@@ -21,6 +23,7 @@ import signal
 import struct
 import sys
 import threading
+import time
 from typing import IO, Any
 
 import msgspec
@@ -73,7 +76,7 @@ def write_frame(target: IO[bytes], body: bytes) -> None:
     target.flush()
 
 
-def verdict(tokenizer: Any, guide: dict[str, Any]) -> str:
+def verdict(tokenizer: Any, guide: dict[str, Any], step_limit_ms: float) -> str:
     """Return why a guide is too much, or nothing."""
     sampling = msgspec.convert({"max_tokens": STEPS, **guide}, _Guide).sampling()
     wrong = objection(sampling)
@@ -84,7 +87,14 @@ def verdict(tokenizer: Any, guide: dict[str, Any]) -> str:
     except (ValueError, AssertionError):
         return ""
     for step in range(STEPS):
+        began_ns = time.thread_time_ns()
         mask = made.compute_bitmask()
+        took_ms = (time.thread_time_ns() - began_ns) / 1e6
+        if took_ms > step_limit_ms:
+            return (
+                f"token {step + 1} of an answer takes {took_ms:.0f} ms of CPU time to find, allowed are up to "
+                f"{step_limit_ms:g} (guide_step_limit_ms)"
+            )
         if made.is_error():
             break
         allowed = [token for token in range(_END) if mask[token >> 3] >> (token & 7) & 1]
@@ -105,7 +115,7 @@ class _Guide(msgspec.Struct):
         return Sampling(**{field: getattr(self, field) for field in self.__struct_fields__})
 
 
-def _serve(limit_s: float) -> None:
+def _serve(limit_s: float, step_limit_ms: float) -> None:
     from llguidance import LLTokenizer, TokenizerWrapper
 
     tokenizer = LLTokenizer(TokenizerWrapper(_Bytes()))
@@ -113,22 +123,22 @@ def _serve(limit_s: float) -> None:
     while (frame := read_frame(source)) is not None:
         guide = msgspec.msgpack.decode(frame)
         signal.setitimer(signal.ITIMER_PROF, limit_s)
-        found = verdict(tokenizer, guide)
+        found = verdict(tokenizer, guide, step_limit_ms)
         signal.setitimer(signal.ITIMER_PROF, 0)
         write_frame(target, msgspec.msgpack.encode(found))
 
 
-def main(limit_ms: float) -> None:
+def main(limit_ms: float, step_limit_ms: float) -> None:
     """Serve until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who started it, whose end ends the input
     os.nice(NICENESS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES_MAX, MEMORY_BYTES_MAX))
     threading.stack_size(STACK_BYTES)
-    thread = threading.Thread(target=_serve, args=(limit_ms / 1000,), name="compiler")
+    thread = threading.Thread(target=_serve, args=(limit_ms / 1000, step_limit_ms), name="compiler")
     thread.start()
     thread.join()
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]))
+    main(float(sys.argv[1]), float(sys.argv[2]))

@@ -92,6 +92,14 @@ class FrontendSettings(MediaSettings):
         "with, tried in a process of its own before any worker sees it; 400 above it. A schema of a thousand "
         "properties takes 70 ms, nearly all take 5.",
     )
+    guide_step_limit_ms: float = Field(
+        default=25.0,
+        ge=1,
+        le=60_000,
+        description="CPU time that one token of an answer under a guide may take to find, in the same trial; 400 above "
+        "it. An engine finds it between two steps of everybody's answers. The first token of a schema of a thousand "
+        "properties takes 5 ms, nearly all take 0.1.",
+    )
     guide_check_queue: int = Field(
         default=64,
         ge=1,

@@ -12,7 +12,7 @@ from prometheus_client.metrics_core import Metric
 
 from poolgrid.frontend.media.metrics import MediaMetrics
 from poolgrid.frontend.metrics import FrontendMetrics
-from poolgrid.global_router.core.choice.fallback import PoolState
+from poolgrid.global_router.core.choice.fallback import PoolStanding
 from poolgrid.global_router.metrics import GlobalRouterMetrics
 from poolgrid.global_router.metrics import register_views as register_pool_views
 from poolgrid.router.consolidator.bootstrap import create as create_consolidator
@@ -74,7 +74,7 @@ def _of(registry: CollectorRegistry) -> list[Exported]:
 class NoPools:
     """A global router that has nothing to show."""
 
-    def pool_states(self) -> dict[str, PoolState]:
+    def pool_states(self) -> dict[str, PoolStanding]:
         return {}
 
     def in_flight(self) -> dict[str, int]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from poolgrid.frontend.errors import RequestError
-from poolgrid.frontend.guide_check import WAITING_PER_TENANT_MAX, GuideCheck
+from poolgrid.frontend.guide_check import WAITING_PER_TENANT_MAX, GuideCheck, GuideLimits
 from poolgrid.frontend.guides import Guide
 from poolgrid.runtime.tenant_caches import EVERYBODY, CacheDomain, CacheShares
 from tests.frontend.fake_backend import FakeBackend
@@ -39,7 +39,8 @@ def run(scenario: Callable[[GuideCheck], Awaitable[None]], **options: Any) -> li
     outcomes: list[str] = []
 
     async def whole() -> None:
-        check = GuideCheck(options.get("limit_ms", 250), options.get("queue", 64), outcomes.append)
+        limits = GuideLimits(options.get("limit_ms", 250), options.get("step_limit_ms", 1000))
+        check = GuideCheck(limits, options.get("queue", 64), outcomes.append)
         try:
             await scenario(check)
         finally:
@@ -61,6 +62,18 @@ def test_a_guide_is_tried_once_for_each_tenant() -> None:
             await check.check(integer_up_to(9), "guided_json", domain(tenant))
 
     assert run(scenario) == ["accepted", "known", "accepted"]
+
+
+def test_a_guide_whose_next_token_takes_long_to_find_is_refused_and_costs_the_process_nothing() -> None:
+    long_literal: Guide = {"guided_grammar": 'start: "' + "(" * 20_000 + '"'}
+
+    async def scenario(check: GuideCheck) -> None:
+        with pytest.raises(RequestError, match=r"token 1 of an answer takes \d+ ms of CPU time.*guide_step_limit_ms"):
+            await check.check(long_literal, "guided_grammar", domain("a"))
+        await check.check(integer_up_to(9), "guided_json", domain("a"))
+        assert check._compiler.starts == 1
+
+    assert run(scenario, limit_ms=5000, step_limit_ms=1) == ["refused", "accepted"]
 
 
 def test_a_verdict_is_found_by_its_tenant_and_salt_alone_and_pushed_out_by_nobody_else(
