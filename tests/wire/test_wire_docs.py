@@ -25,8 +25,9 @@ from poolgrid.wire import (
 
 PAGE = (Path(__file__).parents[2] / "docs" / "wire.md").read_text()
 
+# By what they are called on the wire.
 STRUCTS = {
-    value.__name__: value
+    str(value.__struct_config__.tag or value.__name__): value
     for module in (card, events, feed, ingest, multimodal, requests, selection, tensors)
     for value in vars(module).values()
     if isinstance(value, type) and issubclass(value, msgspec.Struct) and value is not events.Event
