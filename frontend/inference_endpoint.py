@@ -139,11 +139,11 @@ class InferenceEndpoint:
         direct = extensions.get(CONNECTION) if extensions else None
         exchange = _Exchange(self, wanted_id, headers, arrived_ms, caller_of(scope), receive, send, direct)
         self._in_flight.value += 1
-        number = self._traffic.begin(partial(_account, exchange))
+        self._traffic.running.add(exchange)
         try:
             await exchange.run()
         finally:
-            self._traffic.end(number, partial(_ended, exchange))
+            self._traffic.end(exchange)
             self._in_flight.value -= 1
             self._metrics.answered(self.name, exchange.status, exchange.streaming)
 
@@ -630,34 +630,35 @@ class _Exchange:
             if all(output.stream is None for output in self._outputs):
                 self._caller.not_dispatched(self._clock.monotonic_ms())
 
+    # -- as the log of the traffic asks --------------------------------------------------------------------------------
 
-def _account(exchange: _Exchange) -> Account:
-    """Return what a request has sent to workers and got until now."""
-    sent = [output for output in exchange._outputs if output.stream is not None]
-    return Account(
-        sum(len(output.request.token_ids) // TOKEN_BYTES for output in sent),
-        sum(output.cached_tokens or 0 for output in sent),
-        sum(output.completion_tokens for output in sent),
-    )
+    def account(self) -> Account:
+        """Return what the request has sent to workers and got until now."""
+        prompt_tokens = cached_tokens = output_tokens = 0
+        for output in self._outputs:
+            if output.stream is not None:
+                prompt_tokens += len(output.request.token_ids) // TOKEN_BYTES
+                cached_tokens += output.cached_tokens or 0
+                output_tokens += output.completion_tokens
+        return Account(prompt_tokens, cached_tokens, output_tokens)
 
-
-def _ended(exchange: _Exchange) -> EndedRequest:
-    """Return what there is to log of a request that is over."""
-    streams = [output.stream for output in exchange._outputs if output.stream is not None]
-    arrived_ms, first_ms = exchange._arrived_ms, exchange.first_token_ms
-    return EndedRequest(
-        name=str(exchange._wanted_id),
-        endpoint=exchange._endpoint.name,
-        status=exchange.status,
-        error=exchange.error,
-        streaming=exchange.streaming,
-        model=exchange.model,
-        tenant=exchange._caller.tenant if exchange._caller is not None else "",
-        account=_account(exchange),
-        ttft_ms=None if first_ms is None else first_ms - arrived_ms,
-        duration_ms=exchange._clock.monotonic_ms() - arrived_ms,
-        workers=",".join(dict.fromkeys(stream.worker for stream in streams)),
-    )
+    def ended(self) -> EndedRequest:
+        """Return what there is to log of the request once it is over."""
+        streams = [output.stream for output in self._outputs if output.stream is not None]
+        arrived_ms, first_ms = self._arrived_ms, self.first_token_ms
+        return EndedRequest(
+            name=str(self._wanted_id),
+            endpoint=self._endpoint.name,
+            status=self.status,
+            error=self.error,
+            streaming=self.streaming,
+            model=self.model,
+            tenant=self._caller.tenant if self._caller is not None else "",
+            account=self.account(),
+            ttft_ms=None if first_ms is None else first_ms - arrived_ms,
+            duration_ms=self._clock.monotonic_ms() - arrived_ms,
+            workers=",".join(dict.fromkeys(stream.worker for stream in streams)),
+        )
 
 
 class _Pumps:

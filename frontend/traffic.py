@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.figures import counted, number, percent
@@ -60,42 +60,47 @@ class EndedRequest(NamedTuple):
     workers: str
 
 
+class Running(Protocol):
+    """A request under way."""
+
+    def account(self) -> Account:
+        """Return what it has sent to workers and got until now."""
+        ...
+
+    def ended(self) -> EndedRequest:
+        """Return what there is to log of it once it is over."""
+        ...
+
+
 class Traffic:
     """The requests of one front end: those under way, and the sum of those that are over."""
 
     def __init__(self, each_request: bool) -> None:
         """``each_request``: log a line for each, whatever level other lines have."""
         self._each = each_request
-        self._running: dict[int, Callable[[], Account]] = {}
-        self._began = 0
+        self.running: set[Running] = set()
+        """Whoever begins a request puts it here: what every request does must cost next to nothing."""
         self._ended = 0
-        self._account = Account()
+        self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
         if each_request:
             log.setLevel(logging.INFO)
 
-    def begin(self, account: Callable[[], Account]) -> int:
-        """Take note of a request, and how to ask what it has got; return what to call it at its end."""
-        self._began += 1
-        self._running[self._began] = account
-        return self._began
-
-    def end(self, number: int, ended: Callable[[], EndedRequest]) -> None:
+    def end(self, request: Running) -> None:
         """Take note that a request is over."""
-        self._account = _sum(self._account, self._running.pop(number)())
+        self.running.remove(request)
+        prompt_tokens, cached_tokens, output_tokens = request.account()
+        self._prompt_tokens += prompt_tokens
+        self._cached_tokens += cached_tokens
+        self._output_tokens += output_tokens
         self._ended += 1
         if self._each:
-            log.info("%s", request_line(ended()), extra=EVERY_LINE)
+            log.info("%s", request_line(request.ended()), extra=EVERY_LINE)
 
     def totals(self) -> Totals:
         """Return what was served until now, of requests under way too."""
-        account = self._account
-        for each in self._running.values():
-            account = _sum(account, each())
-        return Totals(self._ended, len(self._running), account)
-
-
-def _sum(one: Account, other: Account) -> Account:
-    return Account(*(a + b for a, b in zip(one, other, strict=True)))
+        accounts = [(self._prompt_tokens, self._cached_tokens, self._output_tokens)]
+        accounts += [request.account() for request in self.running]
+        return Totals(self._ended, len(self.running), Account(*map(sum, zip(*accounts, strict=True))))
 
 
 def request_line(ended: EndedRequest) -> str:

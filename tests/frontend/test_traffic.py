@@ -103,6 +103,15 @@ def test_requests_under_way_count_and_an_idle_front_end_is_silent(caplog: pytest
     traffic = Traffic(each_request=False)
     got = Account(100, 0, 0)
 
+    class Request:
+        def account(self) -> Account:
+            return got
+
+        def ended(self) -> EndedRequest:
+            return ended()
+
+    request = Request()
+
     class Ticks:
         def monotonic_ms(self) -> float:
             return 0.0
@@ -122,12 +131,12 @@ def test_requests_under_way_count_and_an_idle_front_end_is_silent(caplog: pytest
         await looks.get()
         await looks.get()
         assert caplog.records == []
-        number = traffic.begin(lambda: got)
+        traffic.running.add(request)
         got = Account(100, 64, 9)
         await looks.get()
         await looks.get()  # what was looked at before is said by now
         assert traffic.totals() == Totals(0, 1, got)
-        traffic.end(number, ended)
+        traffic.end(request)
         report.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await report
