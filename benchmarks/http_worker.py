@@ -74,6 +74,14 @@ class MockEngine:
         """It is always well."""
         return ""
 
+    @property
+    def is_silent(self) -> bool:
+        """It always answers."""
+        return False
+
+    def observe_health(self, changed: Callable[[], None]) -> None:
+        """Nothing ever changes."""
+
     def describe(self) -> dict[str, object]:
         """Nothing is special about it."""
         return {}

@@ -68,8 +68,9 @@ from poolgrid.wire.identifiers import Role
 from poolgrid.wire.ingest import BATCH_FRAME, Acknowledged, Hello, Welcome
 from poolgrid.workers.core.push_stream import PushStream
 from poolgrid.workers.engines.trtllm.core.statistics import EngineStatistics, load_of
-from poolgrid.workers.engines.trtllm.feed import NOTHING_THERE, FeedLimits, TrtllmFeed
+from poolgrid.workers.engines.trtllm.feed import TrtllmFeed
 from poolgrid.workers.engines.trtllm.metrics import TrtllmMetrics
+from poolgrid.workers.engines.trtllm.reader import NOTHING_THERE, FeedLimits
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.publisher import EventPublisher
 from tests.fakes.tensorrt_llm.executor.result import IterationResult
@@ -142,6 +143,14 @@ class Llm:
         self._loop = asyncio.get_running_loop()
         self._all_here = asyncio.Event()
         threading.Thread(target=self._receive, daemon=True).start()
+
+    def get_kv_cache_events(self, timeout: float | None = 2) -> list[dict[str, Any]]:
+        """Say that this version has queues."""
+        raise AssertionError("no request has come yet")
+
+    def get_stats(self, timeout: float | None = 2) -> list[dict[str, Any]]:
+        """Nobody asks."""
+        raise AssertionError("no request has come yet")
 
     def get_kv_cache_events_async(self, timeout: float | None = 2) -> IterationResult:
         self._event_reader.set_timeout(timeout)

@@ -18,7 +18,7 @@ from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import AnyEvent, LoadReported
 from poolgrid.workers.adapters.sockets import EventSocket
 from poolgrid.workers.core.published_requests import PublishedRequests
-from poolgrid.workers.core.push_stream import Effect, PushStream, RestateNeeded, Send
+from poolgrid.workers.core.push_stream import Effect, PushStream, RestateNeeded, Send, State
 from poolgrid.workers.metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
@@ -99,12 +99,23 @@ class EventPublisher:
                     waited_s,
                 )
 
+    def leave(self, reason: str) -> None:
+        """Say goodbye, for the time being; what is published until ``come_back`` is left out."""
+        self._do(self._stream.end(reason))
+
+    def come_back(self, epoch: int) -> None:
+        """Join again, in another life, with all that holds now."""
+        self._load_said = None
+        self._do(self._stream.begin_again(epoch, self._clock.monotonic_ms()))
+        self._say_all()
+
     async def say_goodbye(self, reason: str, timeout_s: float) -> bool:
         """Wait for the last acknowledgement, say goodbye, wait for the answer; say whether all that came in time."""
         try:
             async with asyncio.timeout(timeout_s):
-                await self._until(lambda: self._stream.is_open and self._stream.is_settled)
-                self._do(self._stream.end(reason))
+                if self._stream.state is not State.ENDED:
+                    await self._until(lambda: self._stream.is_open and self._stream.is_settled)
+                    self._do(self._stream.end(reason))
                 await self._until(lambda: self._stream.goodbye_acknowledged)
                 return True
         except TimeoutError:
@@ -156,14 +167,17 @@ class EventPublisher:
                 self._socket.send(effect.frames)
             elif isinstance(effect, RestateNeeded):
                 log.warning("restating the cache: %s", effect.reason)
-                before, after = self._restate()
-                facts = [*before, *self._requests.restate(), *after]
-                self._do(self._stream.restate(facts, self._clock.wall_ms(), self._clock.monotonic_ms()))
+                self._say_all()
             else:
                 log.warning("%s", effect.text)
         self._shown.observe(self._stream)
         self._changed.set()
         self._set_timer()
+
+    def _say_all(self) -> None:
+        before, after = self._restate()
+        facts = [*before, *self._requests.restate(), *after]
+        self._do(self._stream.restate(facts, self._clock.wall_ms(), self._clock.monotonic_ms()))
 
     def _set_timer(self) -> None:
         moment_ms = self._stream.next_moment_ms()

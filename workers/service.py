@@ -15,6 +15,8 @@ Rules:
 5. A leg that needs something of another worker first has it fetched (``poolgrid.workers.transfers``); until then the
    engine knows nothing of it.
 6. While the engine is not well new requests are refused as ``broken``; it may recover.
+7. While it is silent the worker is not in the pool: it leaves as soon as the engine has given its requests up, and
+   comes back in another life, with all that its cache holds, when the engine is well.
 """
 
 from __future__ import annotations
@@ -51,15 +53,13 @@ from poolgrid.workers.core.joined_output import JoinedOutput
 from poolgrid.workers.core.refusal import BrokenError, BusyError, CrowdedError, DrainingError, RefusedError, UnableError
 from poolgrid.workers.endings import Ending, Endings, cancelled_delta, refused_delta
 from poolgrid.workers.engines.protocol import Engine, EngineReport
+from poolgrid.workers.membership import Membership
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.peers import Peers
 from poolgrid.workers.publisher import EventPublisher
 from poolgrid.workers.transfers import EmbeddingExchange, KvExchange, Transfers
 
 log = logging.getLogger(__name__)
-
-GOODBYE_TIMEOUT_S = 2.0
-"""How long the end waits for the consolidator's last acknowledgements; without them the lease ends the membership."""
 
 HAND_OVER_TIMEOUT_S = 1.0
 """How long the engine may take to end cancelled requests at the drain timeout."""
@@ -102,7 +102,7 @@ class WorkerService:
         embeddings: EmbeddingExchange | None = None,
     ) -> None:
         self._worker_id = worker_id
-        self._epoch = epoch
+        self._membership = Membership(epoch)
         self._card = card
         self._engine = engine
         self._requests = requests
@@ -110,7 +110,6 @@ class WorkerService:
         self._clock = clock
         self._complaints = Complaints(log, clock)
         self._metrics = metrics
-        self._publishers: Sequence[EventPublisher] = ()
         self._peers = Peers(worker_id, requests, limits.peer_lease_ms, clock, metrics, self._on_peer_gone)
         self._transfers = Transfers(kv, embeddings, metrics, self._on_fetch_ended, self._on_fetch_failed)
         self._kept: set[str] = set()
@@ -121,6 +120,7 @@ class WorkerService:
         self._draining = False
         self._empty = asyncio.Event()
         self._empty.set()
+        engine.observe_health(self._on_health)
         for dp_rank in range(engine.dp_size):
             metrics.observe_load(dp_rank, engine.load(dp_rank))
 
@@ -129,8 +129,7 @@ class WorkerService:
     @property
     def is_ready(self) -> bool:
         """Whether requests may be sent here."""
-        registered = bool(self._publishers) and all(publisher.is_registered for publisher in self._publishers)
-        return registered and not self._draining and self.is_healthy
+        return self._membership.is_registered and not self._draining and self.is_healthy
 
     @property
     def is_healthy(self) -> bool:
@@ -150,7 +149,7 @@ class WorkerService:
             if self.is_ready
             else "registering",
             "worker_id": self._worker_id,
-            "epoch": self._epoch,
+            "epoch": self._membership.epoch,
             "model": self._card.model,
             "role": self._card.role.name.lower(),
             "endpoint": self._card.endpoint_name,
@@ -193,11 +192,9 @@ class WorkerService:
 
         ``publishers`` carry the events of the ranks, in their order.
         """
-        self._publishers = publishers
         engine = owned(self._engine.run(self._deliver), "engine")
         self._requests.start(self._on_frames)
-        for publisher in publishers:
-            publisher.start()
+        self._membership.join(publishers)
         try:
             await _first(engine, stop.wait())
             if engine.done():
@@ -214,11 +211,8 @@ class WorkerService:
         error = engine.exception()
         reason = f"the engine of {self._worker_id} failed: {error!r}"[:TEXT_CHARS_MAX]
         log.error("%s", reason)
-        # A peer that cannot be reached loses its requests meanwhile.
-        for request_id, owner in list(self._peers.owners.items()):
-            if owner is not None and request_id not in self._kept:
-                self._peers.send_tokens(owner, [refused_delta(request_id, reason, RefusalKind.BROKEN)])
-        await self._say_goodbye(reason)
+        self._refuse_all(reason, RefusalKind.BROKEN)
+        await self._membership.say_goodbye(reason)
         raise RuntimeError(reason) from error
 
     async def _drain(self) -> None:
@@ -226,7 +220,7 @@ class WorkerService:
         self._draining = True
         self._metrics.draining.set(1)
         log.info("draining: %d requests, at most %.0f ms", len(self._peers.owners), self._limits.drain_timeout_ms)
-        for publisher in self._publishers:
+        for publisher in self._membership.publishers:
             publisher.publish([WorkerDraining()])
         if not await _is_set_within(self._empty, self._limits.drain_timeout_ms / 1e3):
             log.warning("the drain timed out: handing over %d requests", len(self._peers.owners))
@@ -235,13 +229,32 @@ class WorkerService:
             )
             for request_id in list(self._peers.owners):
                 self._end_elsewhere(request_id, ending)
-            await _is_set_within(self._empty, HAND_OVER_TIMEOUT_S)
-        if not await self._say_goodbye("drained"):
+            if not await _is_set_within(self._empty, HAND_OVER_TIMEOUT_S):
+                self._refuse_all(ending.error, ending.kind)  # the engine does not answer
+        if not await self._membership.say_goodbye("drained"):
             log.warning("the consolidator did not acknowledge the end; the lease will tell it")
 
-    async def _say_goodbye(self, reason: str) -> bool:
-        """End every rank's stream; say whether all were acknowledged in time."""
-        return all(await asyncio.gather(*(each.say_goodbye(reason, GOODBYE_TIMEOUT_S) for each in self._publishers)))
+    def _refuse_all(self, reason: str, kind: RefusalKind) -> None:
+        """Tell every peer that its requests go on elsewhere, without the engine."""
+        # A peer that cannot be reached loses its requests meanwhile.
+        for request_id, owner in list(self._peers.owners.items()):
+            if owner is not None and request_id not in self._kept:
+                self._peers.send_tokens(owner, [refused_delta(request_id, reason, kind)])
+
+    def _on_health(self) -> None:
+        """Leave the pool when the engine is silent, come back when it is well."""
+        if self._engine.is_silent:
+            if self._membership.is_away or not self._membership.publishers:
+                return
+            reason = f"the engine of {self._worker_id} does not answer: {self._engine.ailment}"[:TEXT_CHARS_MAX]
+            log.error("leaving the pool until it is well again: %s", reason)
+            ending = Ending(reason, FinishReason.ERROR, RefusalKind.BROKEN)
+            for request_id in list(self._transfers.fetching):
+                self._end_elsewhere(request_id, ending)
+            self._membership.leave(reason)
+        elif self._membership.is_away and not self._engine.ailment and not self._draining:
+            log.warning("the engine is well again: joining the pool in another life")
+            self._membership.come_back()
 
     # -- from routers --------------------------------------------------------------------------------------------------
 
@@ -258,7 +271,9 @@ class WorkerService:
             self._generate(peer_id, message)
         elif isinstance(message, Ping):
             self._peers.pinged(peer_id)
-            self._peers.send(peer_id, codec.from_worker.encode(Pong(message.nonce, self._epoch, self._draining)))
+            self._peers.send(
+                peer_id, codec.from_worker.encode(Pong(message.nonce, self._membership.epoch, self._draining))
+            )
         elif isinstance(message, Cancel):
             self._cancel(peer_id, message)
         elif isinstance(message, FetchKv):
@@ -368,7 +383,7 @@ class WorkerService:
         self._metrics.finished.labels(delta.finish_reason).inc()
         owner = self._peers.owners[request_id]
         self._forget(request_id)
-        self._publishers[request.routing.dp_rank].publish([RequestFinished(request_id, event_reason)])
+        self._membership.publishers[request.routing.dp_rank].publish([RequestFinished(request_id, event_reason)])
         if owner is not None:
             self._peers.send_tokens(owner, [delta])
         self._note_if_empty()
@@ -413,7 +428,7 @@ class WorkerService:
             self._peers.send_tokens(peer_id, deltas)
         for dp_rank, rank in report.ranks.items():
             self._books[dp_rank].observe(rank.events)
-            self._publishers[dp_rank].publish(rank.events, rank.load)
+            self._membership.publishers[dp_rank].publish(rank.events, rank.load)
             self._metrics.observe_load(dp_rank, rank.load)
         self._metrics.observe_report(report)
         # Last, so that a drain finds everything published.

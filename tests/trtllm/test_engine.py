@@ -18,11 +18,13 @@ from poolgrid.wire.identifiers import Role, Stage
 from poolgrid.wire.requests import LogitsProcessorCall, RefusalKind, Routing
 from poolgrid.workers import bootstrap
 from poolgrid.workers.core.refusal import RefusedError
+from poolgrid.workers.engines.lifecycle.engine_thread import EngineThread
+from poolgrid.workers.engines.lifecycle.health import EngineBrokenError
 from poolgrid.workers.engines.lifecycle.loading import end_engine, start_engine
+from poolgrid.workers.engines.trtllm import generations
 from poolgrid.workers.engines.trtllm.arguments.contract import ContractError
 from poolgrid.workers.engines.trtllm.core.outputs import OutputCursor
 from poolgrid.workers.engines.trtllm.engine import EngineLimits
-from poolgrid.workers.engines.trtllm.health import EngineBrokenError
 from poolgrid.workers.engines.trtllm.library import LibraryMissingError, load_library
 from poolgrid.workers.engines.trtllm.logits import RequestProcessors
 from poolgrid.workers.engines.trtllm.settings import TrtllmWorkerSettings
@@ -195,7 +197,9 @@ def test_blocks_of_a_tenant_or_an_adapter_have_its_own_names(tmp_path: Path) -> 
             tenants = (("", "s"), ("", ""), ("legal", ""), ("legal", "t"))
             for lora, salt in tenants:
                 await told.finish(
-                    make_request(lora + salt, prompt, 1, routing=Routing(lora_name=lora, cache_salt=salt))
+                    make_request(
+                        lora + salt, prompt, 1, routing=Routing(lora_name=lora, cache_salt=salt), temperature=0.0
+                    )
                 )
             wanted = {
                 each
@@ -235,16 +239,12 @@ def test_the_tokenizer_is_not_needed_and_text_is_not_made() -> None:
     asyncio.run(scenario())
 
 
-def test_priority_and_salt_are_given_only_where_the_version_takes_them() -> None:
+def test_a_salt_is_refused_where_the_version_takes_none() -> None:
     async def scenario() -> None:
         async with running_engine() as told:
             calls = hold(told)
             await told.finish(make_request("r", routing=Routing(priority=5)))
-            assert "priority" not in calls[0]
-            told.engine._calls._accepted |= {"priority"}
-            with pytest.raises(RefusedError, match="priority"):  # the fake has no such parameter
-                told.engine.submit(make_request("s", routing=Routing(priority=1)))
-            assert calls[-1]["priority"] == 0.75
+            assert "priority" not in calls[0], "1.2 has none"
             told.engine._calls._accepted -= {"cache_salt"}
             with pytest.raises(RefusedError, match="no cache salts"):
                 told.engine.submit(make_request("t", routing=Routing(cache_salt="tenant")))
@@ -270,11 +270,11 @@ def test_logits_processors_are_made_for_the_request_and_refused_where_the_engine
         banned = LogitsProcessorCall("banned_tokens", b'{"token_ids": [7]}')
         async with running_engine() as told:
             calls = hold(told)
-            with pytest.raises(RefusedError, match="the fake has no logits_processor"):
-                told.engine.submit(make_request("r", logits_processors=(banned,)))
+            last = await told.finish(make_request("r", logits_processors=(banned,)))
+            assert "the fake has no logits_processor" in (last.error or "")
             assert isinstance(calls[0]["sampling_params"].logits_processor, RequestProcessors)
-            with pytest.raises(RefusedError, match="this worker has allowed_tokens, banned_tokens"):
-                told.engine.submit(make_request("r", logits_processors=(LogitsProcessorCall("unknown"),)))
+            last = await told.finish(make_request("u", logits_processors=(LogitsProcessorCall("unknown"),)))
+            assert "this worker has allowed_tokens, banned_tokens" in (last.error or "")
             told.engine._calls._processors._reporter.report("banned_tokens")
             await told.turned(lambda: told.sample("logits_processor_failures_total", name="banned_tokens") == 1)
         async with running_engine(Role.DECODE, max_batch_size=64) as told:
@@ -290,13 +290,15 @@ def test_logits_processors_are_made_for_the_request_and_refused_where_the_engine
 def test_what_a_request_does_wrong_is_its_own_error() -> None:
     async def scenario() -> None:
         async with running_engine(max_seq_len=64, max_batch_size=8, max_num_tokens=16) as told:
-            with pytest.raises(RefusedError, match="max_num_tokens") as refused:
-                told.engine.submit(make_request("r", range(17)))
-            assert refused.value.kind is RefusalKind.INVALID
-            with pytest.raises(RefusedError, match="top_p"):
-                told.engine.submit(make_request("r", top_p=1.5))
+            for name, wrong, words in (
+                ("long", make_request("long", range(17)), "max_num_tokens"),
+                ("top_p", make_request("top_p", top_p=1.5), "top_p"),
+            ):
+                last = await told.finish(wrong)
+                assert (last.finish_reason, last.refusal) == ("error", RefusalKind.INVALID), name
+                assert words in (last.error or "")
             last = await told.finish(make_request("r", max_tokens=100))
-            assert (last.finish_reason, last.refusal) == ("error", RefusalKind.INVALID)
+            assert (last.finish_reason, last.refusal) == ("error", RefusalKind.CANNOT_DO), "nobody can tell whose it is"
             assert "max_sequence_length" in (last.error or "")
             assert told.events_of("r") == [RequestFinished("r", "error")]
             assert (await told.finish(make_request("s"))).finish_reason == "length"
@@ -317,7 +319,7 @@ def test_an_error_of_the_engines_threads_does_not_hit_the_next_request() -> None
     asyncio.run(scenario())
 
 
-def test_an_unexpected_exception_costs_one_request() -> None:
+def test_an_unexpected_exception_costs_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         async with running_engine() as told:
             original = told.llm.generate_async
@@ -326,13 +328,13 @@ def test_an_unexpected_exception_costs_one_request() -> None:
                 raise KeyError("surprise")
 
             told.llm.generate_async = broken
-            with pytest.raises(RefusedError, match="surprise") as refused:
-                told.engine.submit(make_request("r"))
-            assert refused.value.kind is RefusalKind.BROKEN
+            last = await told.finish(make_request("r"))
+            assert (last.finish_reason, last.refusal) == ("error", RefusalKind.BROKEN)
+            assert "surprise" in (last.error or "")
             told.llm.generate_async = original
-            told.engine.submit(make_request("s", max_tokens=3))
-            told.engine._active["s"].cursor = Unreadable(None)
-            await told.until(lambda: told.finished("s"))
+            monkeypatch.setattr(generations, "OutputCursor", Unreadable)
+            await told.finish(make_request("s", max_tokens=3))
+            monkeypatch.undo()
             assert (told.deltas["s"][-1].finish_reason, told.deltas["s"][-1].refusal) == ("error", RefusalKind.BROKEN)
             assert (await told.finish(make_request("t"))).finish_reason == "length"
 
@@ -344,6 +346,7 @@ def test_a_dead_engine_ends_the_run_with_its_reason() -> None:
         async with running_engine() as told:
             told.executor.pause()
             told.engine.submit(make_request("r", max_tokens=100))
+            await told.turned(lambda: told.executor._inbox)
             told.executor.fail(RuntimeError("CUDA error: an illegal memory access was encountered"))
             told.executor.resume()
             assert told.running is not None
@@ -396,7 +399,8 @@ def test_a_start_that_nobody_waits_for_any_more_is_ended_when_it_is_there() -> N
             may_exist.wait(PATIENCE_S)
             return "engine"
 
-        starting = asyncio.create_task(start_engine(make, lambda made: ended.set()))
+        thread = EngineThread()
+        starting = asyncio.create_task(start_engine(thread, make, lambda made: ended.set()))
         await asyncio.sleep(0)
         starting.cancel()
         await asyncio.wait({starting})
@@ -404,15 +408,18 @@ def test_a_start_that_nobody_waits_for_any_more_is_ended_when_it_is_there() -> N
         assert not ended.is_set()
         may_exist.set()
         assert await asyncio.to_thread(ended.wait, PATIENCE_S)
+        thread.end()
 
     asyncio.run(scenario())
 
 
 def test_a_start_that_fails_says_why_and_an_end_that_fails_is_survived() -> None:
     async def scenario() -> None:
+        thread = EngineThread()
         with pytest.raises(ZeroDivisionError):
-            await start_engine(lambda: 1 // 0, lambda made: None)
-        await end_engine("engine", lambda made: exec("raise OSError"))
+            await start_engine(thread, lambda: 1 // 0, lambda made: None)
+        await end_engine(thread, "engine", lambda made: exec("raise OSError"))
+        thread.end()
 
     asyncio.run(scenario())
 
@@ -486,7 +493,7 @@ def test_autodeploy_runs_with_what_it_does_not_take_left_out() -> None:
         async with running_engine(**settings, max_batch_size=8) as told:
             assert told.engine.dp_size == 1
             assert told.llm.args.world_size == 2
-            request = make_request("r")
+            request = make_request("r", temperature=0.0)
             await told.finish(request)
             assert told.output("r") == expected(request)
 

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 from poolgrid.wire.identifiers import Role
+from poolgrid.wire.requests import RefusalKind
 from poolgrid.workers.engines.trtllm.calls import HEALTH_SALT
 from poolgrid.workers.engines.trtllm.engine import EngineLimits
 from tests.trtllm.engines import make_request, running_engine
@@ -61,13 +62,15 @@ def test_a_wedged_transfer_makes_the_worker_unhealthy_and_its_end_heals_it() -> 
             params = await prefilled(prefill, request)
             decode.executor.transfers_open.clear()
             decode.engine.submit(decode_leg(request, params))
-            await decode.turned(lambda: decode.engine.ailment)
-            assert "1 requests are in the engine, 1 of them for KV from another worker" in decode.engine.ailment
+            await decode.until(lambda: decode.finished("r"))
+            last = decode.deltas["r"][-1]
+            assert (last.finish_reason, last.refusal) == ("error", RefusalKind.BROKEN), "it goes on elsewhere"
+            assert "1 requests are in the engine, 1 of them for KV from another worker" in (last.error or "")
             assert decode.llm._check_health(), "alive all the while"
             assert (decode.sample("engine_silence_seconds") or 0) > 0.04
             decode.executor.open_transfers()
-            await decode.until(lambda: decode.finished("r"))
-            assert decode.engine.ailment == ""
+            await decode.turned(lambda: not decode.engine.ailment)
+            await decode.finish(decode_leg(make_request("r"), params))
 
     asyncio.run(scenario())
 
@@ -77,10 +80,12 @@ def test_an_engine_that_steps_no_more_is_unhealthy_while_it_lives() -> None:
         async with running_engine(limits=PROGRESS) as told:
             told.executor.pause()
             told.engine.submit(make_request("r"))
-            await told.turned(lambda: told.engine.ailment)
-            told.executor.resume()
             await told.until(lambda: told.finished("r"))
-            assert told.engine.ailment == ""
+            assert told.deltas["r"][-1].refusal is RefusalKind.BROKEN
+            assert told.engine.is_silent
+            told.executor.resume()
+            await told.turned(lambda: not told.engine.ailment)
+            await told.finish(make_request("r"))
 
     asyncio.run(scenario())
 

@@ -67,10 +67,11 @@ def test_alternatives_are_the_best_ones_and_the_tokens_own_is_always_there() -> 
 
 
 def test_prompt_log_probabilities_belong_to_the_tokens_from_the_second_on() -> None:
-    entries = [{5: Logprob(-1.0)}, {9: Logprob(-0.1), 6: Logprob(-2.0)}, {1: Logprob(-0.2)}]
-    made = prompt_logprobs([4, 5, 6, 7], entries, 1)
+    rows = [{5: Logprob(-1.0)}, {9: Logprob(-0.1), 6: Logprob(-2.0)}, {1: Logprob(-0.2)}, {8: Logprob(-0.3)}]
+    made = prompt_logprobs([4, 5, 6, 7], rows, 1)
     assert [(each.token_id, each.logprob) for each in made] == [(5, -1.0), (6, -2.0), (7, UNLIKELY)]
-    assert prompt_logprobs([4, 5, 6, 7], [{4: Logprob(0.0)}, *entries], 1) == made, "an entry for the first token"
+    assert prompt_logprobs([4, 5, 6, 7], rows[2:], 1) == made[2:], "rows of a reused prefix are missing"
+    assert prompt_logprobs([4], rows[:1], 1) == ()
     assert prompt_logprobs([4], [], 1) == ()
 
 
@@ -85,7 +86,7 @@ def test_nothing_to_do_is_no_stall_and_progress_heals() -> None:
     assert monitor.stall(1101.0) is not None
     monitor.moved("a", 1102.0)
     assert monitor.stall(1200.0) is None
-    monitor.left("a", 1200.0)
+    monitor.ended("a", 1200.0)
     assert monitor.silent_ms(9e9) == 0
 
 
@@ -95,12 +96,40 @@ def test_a_full_batch_is_no_stall_and_a_passed_over_transfer_is() -> None:
     monitor.entered("later", True, 10.0)
     monitor.entered("computes", False, 20.0)
     for now in range(30, 150, 10):
-        monitor.left("another", now)
+        monitor.ended("another", now)
         assert monitor.stall(now) is None, "others move and none has passed it"
     monitor.moved("later", 150.0)
     stall = monitor.stall(201.0)
     assert stall is not None
     assert "'stuck' has waited 201 ms for its KV while later ones began" in stall.reason
+
+
+def test_a_stall_is_seen_though_every_client_gives_up_before_it() -> None:
+    monitor = ProgressMonitor(100.0)
+    for at in range(3):
+        monitor.entered(f"r{at}", False, 1000.0 * at)
+        assert monitor.stall(1000.0 * at + 30) is None, "no more than 90 ms so far"
+        monitor.given_up(f"r{at}", 1000.0 * at + 30)
+        assert monitor.stall(1000.0 * at + 900) is None, "an idle engine owes nothing"
+    monitor.entered("r3", False, 5000.0)
+    stall = monitor.stall(5011.0)
+    assert stall is not None
+    assert (stall.total, stall.certain) == (True, False), "each may have been given up at once"
+    assert monitor.stall(5101.0) is not None
+    assert monitor.stall(5101.0).certain  # type: ignore[union-attr]
+    monitor.proved(5102.0)
+    assert monitor.stall(5103.0) is None
+
+
+def test_clients_that_give_up_one_after_another_are_no_movement() -> None:
+    monitor = ProgressMonitor(100.0)
+    monitor.entered("r0", False, 0.0)
+    for at in range(1, 6):
+        monitor.entered(f"r{at}", False, 30.0 * at)
+        monitor.given_up(f"r{at - 1}", 30.0 * at + 1)
+    stall = monitor.stall(150.0)
+    assert stall is not None
+    assert stall.certain
 
 
 def test_a_waiting_request_without_a_transfer_may_be_passed() -> None:

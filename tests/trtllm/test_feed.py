@@ -16,8 +16,9 @@ from poolgrid.wire.events import BlocksStored, CacheCleared
 from poolgrid.wire.hashing import unpack_hashes
 from poolgrid.wire.identifiers import Tier
 from poolgrid.workers.engines.trtllm.core.statistics import EngineStatistics
-from poolgrid.workers.engines.trtllm.feed import FeedLimits, TrtllmFeed
+from poolgrid.workers.engines.trtllm.feed import TrtllmFeed
 from poolgrid.workers.engines.trtllm.metrics import TrtllmMetrics
+from poolgrid.workers.engines.trtllm.reader import FeedLimits
 from tests.fakes.tensorrt_llm import LLM, SamplingParams, SchedulingParams
 from tests.fakes.tensorrt_llm._fake import behaviour as behaviours
 from tests.fakes.tensorrt_llm._fake.executor import Executor
@@ -117,10 +118,28 @@ class Reading:
 @contextlib.asynccontextmanager
 async def reading(llm: Any, ranks: int = 1, **more: Any) -> AsyncIterator[Reading]:
     made = Reading(llm, ranks, **more)
+    begun = asyncio.ensure_future(made.feed.has_begun())
+    await asyncio.wait({begun, made.task}, return_when=asyncio.FIRST_COMPLETED)
+    begun.cancel()
     try:
         yield made
     finally:
         await made.stop()
+
+
+@contextlib.contextmanager
+def unread(llm: LLM) -> Iterator[None]:
+    """Let nobody read events inside the block."""
+    original = llm.get_kv_cache_events_async
+
+    def nothing(timeout: float | None = 2) -> Any:
+        raise asyncio.QueueEmpty
+
+    llm.get_kv_cache_events_async = nothing  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        llm.get_kv_cache_events_async = original  # type: ignore[method-assign]
 
 
 def prompts(count: int, seed: int = 7) -> Iterator[list[int]]:
@@ -188,9 +207,9 @@ def test_after_dropped_events_no_block_is_claimed_that_is_not_there_and_all_are_
             async with reading(llm) as made:
                 await finish(llm, [1, 2, 3, 4, 5])
                 await made.until_exact(llm)
-                for prompt in prompts(40):
-                    # Without a turn of the loop, so that nobody reads.
-                    llm.generate(prompt, SamplingParams(max_tokens=3, end_id=-1))
+                with unread(llm):
+                    for prompt in prompts(40):
+                        llm.generate(prompt, SamplingParams(max_tokens=3, end_id=-1))
                 await made.until(lambda: made.metric("kv_event_gaps_total", dp_rank="0") > 0)
                 assert made.metric("kv_events_lost_total", dp_rank="0") > 0
                 assert made.metric("incomplete", dp_rank="0") == 1
@@ -216,10 +235,10 @@ def test_the_index_of_four_ranks_is_the_truth_after_offload_windows_and_losses_t
                 for rank in range(4):
                     await finish(llm, [1, 2, 3, 4, 5], rank=rank)
                 await made.until_exact(llm)
-                for at, prompt in enumerate(prompts(48)):
-                    where = SchedulingParams(attention_dp_rank=at % 4, attention_dp_relax=False)
-                    # Without a turn of the loop, so that nobody reads.
-                    llm.generate(prompt, SamplingParams(max_tokens=3, end_id=-1), scheduling_params=where)
+                with unread(llm):
+                    for at, prompt in enumerate(prompts(48)):
+                        where = SchedulingParams(attention_dp_rank=at % 4, attention_dp_relax=False)
+                        llm.generate(prompt, SamplingParams(max_tokens=3, end_id=-1), scheduling_params=where)
 
                 def gaps() -> list[float]:
                     return [made.metric("kv_event_gaps_total", dp_rank=str(rank)) for rank in range(4)]
@@ -338,6 +357,9 @@ class ScriptedLlm:
         self.statistics: list[Any] = []
         self.endless: dict[str, Any] | None = None
         self.readings = 0
+
+    def get_kv_cache_events(self, timeout: float | None = 2) -> list[dict[str, Any]]:
+        raise AssertionError("no request has come yet: this version has queues")
 
     def get_kv_cache_events_async(self, timeout: float | None = 2) -> AsyncIterator[dict[str, Any]]:
         self.readings += 1
@@ -507,7 +529,6 @@ def test_an_idle_feed_reads_seldom_and_a_request_wakes_it() -> None:
             pause_min_ms=1, pause_max_ms=1, pause_growth=1e9, idle_after_ms=0, idle_pause_max_ms=3_600_000
         )
         async with reading(llm, limits=limits) as made:
-            await turns(llm, 1)
             await asyncio.sleep(0.02)
             llm.events = [stored(0, 1, 0)]
             made.feed.wake()

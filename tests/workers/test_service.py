@@ -425,6 +425,11 @@ class BreakingEngine:
 
     dp_size = 1
     ailment = ""
+    is_silent = False
+    changed: Callable[[], None]
+
+    def observe_health(self, changed: Callable[[], None]) -> None:
+        self.changed = changed
 
     def describe(self) -> dict[str, object]:
         return {"feed": "special"}

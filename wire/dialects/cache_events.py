@@ -25,6 +25,8 @@ class StoredBlock(msgspec.Struct, frozen=True, gc=False):
     """The block also depends on something that is not among its tokens (``mm_keys``)."""
     media_hashes: tuple[int, ...] = ()
     """u64 hashes of the media that touch it, where the engine names media as the front end does."""
+    cache_salt: str | None = None
+    """Salt that it was stored under, empty = none; ``None`` = the engine does not say."""
 
 
 class Diff(msgspec.Struct, frozen=True, gc=False):

@@ -1,10 +1,17 @@
 """TensorRT-LLM's dialect: KV cache events as ``LLM.get_kv_cache_events`` gives them (1.2.1), created, stored, removed,
 updated, each a dict.
+
+The second cache manager (1.3) says more, in another way, and names its algorithm in every event (``hash_algo``):
+
+1. a block's hash may be a SHA-256 digest, as hexadecimal digits: its last 8 bytes stand for it here;
+2. a block says the salt that it was stored under, if any;
+3. a medium is among the tokens of its blocks: the digest of its content, then numbers beyond the vocabulary.
 """
 
 from __future__ import annotations
 
 import operator
+import re
 import struct
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,18 +31,26 @@ from poolgrid.wire.dialects.cache_events import (
 )
 from poolgrid.wire.errors import DecodeError
 
+Name = int | str
+"""A block's hash: an integer, or hexadecimal digits."""
+
+DIGEST_BYTES = 32
+U64_MAX = 2**64 - 1
+HEX = re.compile(rf"[0-9a-fA-F]{{1,{2 * DIGEST_BYTES}}}")
+
 
 class _Token(msgspec.Struct):
-    token_id: int
+    token_id: Name
     token_extra_id: int = 0
 
 
 class _Block(msgspec.Struct):
-    block_hash: int
+    block_hash: Name
     tokens: list[_Token]
     cache_level: int = DEVICE_LEVEL
     priority: int = DEFAULT_PRIORITY
     mm_keys: list[Any] | None = None
+    cache_salt: str | None = None
 
 
 class _CreatedData(msgspec.Struct, tag_field="type", tag="created"):
@@ -44,15 +59,15 @@ class _CreatedData(msgspec.Struct, tag_field="type", tag="created"):
 
 class _StoredData(msgspec.Struct, tag_field="type", tag="stored"):
     blocks: list[_Block]
-    parent_hash: int | None = None
+    parent_hash: Name | None = None
 
 
 class _RemovedData(msgspec.Struct, tag_field="type", tag="removed"):
-    block_hashes: list[int]
+    block_hashes: list[Name]
 
 
 class _UpdatedData(msgspec.Struct, tag_field="type", tag="updated"):
-    block_hash: int
+    block_hash: Name
     cache_level: Diff | None = None
     priority: Diff | None = None
 
@@ -62,6 +77,7 @@ class _Envelope(msgspec.Struct):
     data: _CreatedData | _StoredData | _RemovedData | _UpdatedData
     window_size: int = 0
     attention_dp_rank: int | None = None
+    hash_algo: str | None = None
 
 
 PACKERS_MAX = 4096
@@ -89,6 +105,8 @@ def parse_event(event: Mapping[str, Any]) -> AnyEngineEvent:
     try:
         data = event["data"]
         kind = data["type"]
+        if "hash_algo" in event:
+            return _parse_checked(event)
         if kind == "stored":
             return _parse_stored(event, data)
         if kind == "removed":
@@ -173,33 +191,28 @@ def _parse_checked(event: Mapping[str, Any]) -> AnyEngineEvent:
         window = envelope.window_size
         data = envelope.data
         if isinstance(data, _StoredData):
-            blocks = tuple(
-                StoredBlock(
-                    block_hash=block.block_hash,
-                    tokens=struct.pack(f"<{len(block.tokens)}I", *(token.token_id for token in block.tokens)),
-                    cache_level=block.cache_level,
-                    priority=block.priority,
-                    multimodal=bool(block.mm_keys) or any(token.token_extra_id for token in block.tokens),
-                )
-                for block in data.blocks
-            )
+            says_salts = envelope.hash_algo is not None
+            blocks = tuple(_block(block, says_salts) for block in data.blocks)
             return Stored(
                 event_id=event_id,
                 window_size=window,
                 attention_dp_rank=rank,
-                parent_hash=data.parent_hash,
+                parent_hash=None if data.parent_hash is None else _name(data.parent_hash),
                 blocks=blocks,
             )
         if isinstance(data, _RemovedData):
             return Removed(
-                event_id=event_id, window_size=window, attention_dp_rank=rank, block_hashes=tuple(data.block_hashes)
+                event_id=event_id,
+                window_size=window,
+                attention_dp_rank=rank,
+                block_hashes=tuple(map(_name, data.block_hashes)),
             )
         if isinstance(data, _UpdatedData):
             return Updated(
                 event_id=event_id,
                 window_size=window,
                 attention_dp_rank=rank,
-                block_hash=data.block_hash,
+                block_hash=_name(data.block_hash),
                 cache_level=data.cache_level,
                 priority=data.priority,
             )
@@ -209,5 +222,36 @@ def _parse_checked(event: Mapping[str, Any]) -> AnyEngineEvent:
             attention_dp_rank=rank,
             num_blocks_per_cache_level=tuple(data.num_blocks_per_cache_level),
         )
-    except (msgspec.ValidationError, struct.error, RecursionError) as error:
+    except (msgspec.ValidationError, struct.error, ValueError, RecursionError) as error:
         raise DecodeError("a KV cache event of the engine", str(error)) from None
+
+
+def _block(block: _Block, says_salts: bool) -> StoredBlock:
+    media = bool(block.mm_keys) or any(token.token_extra_id for token in block.tokens)
+    ids: list[int] = []
+    for token in block.tokens:
+        if isinstance(token.token_id, str):
+            # The place of a medium, by the digest of its content; our hashes do not cover it.
+            media = True
+            ids.append(_name(token.token_id, "token_id") & 0xFFFF_FFFF)
+        else:
+            ids.append(token.token_id)
+    return StoredBlock(
+        block_hash=_name(block.block_hash),
+        tokens=struct.pack(f"<{len(ids)}I", *ids),
+        cache_level=block.cache_level,
+        priority=block.priority,
+        multimodal=media,
+        cache_salt=(block.cache_salt or "") if says_salts else None,
+    )
+
+
+def _name(value: Name, field: str = "block_hash") -> int:
+    """Return the u64 that stands for a hash; raises ``ValueError``."""
+    if isinstance(value, int):
+        return value
+    if not HEX.fullmatch(value):
+        raise ValueError(
+            f"{field} is {value[:80]!r}, allowed are integers and 1 to {2 * DIGEST_BYTES} hexadecimal digits"
+        )
+    return int(value, 16) & U64_MAX

@@ -18,6 +18,8 @@ Theory of operation. The stream is *greeting* until the consolidator welcomes it
     any        JoinRefused                      refused      Warn; Hello again after a back-off that doubles
     refused    retry time                   greeting     Send(Hello)
     any        end                          ended        Send(Goodbye)
+    ended      publish                      ended        (it is left out: whoever comes back restates)
+    ended      begin_again                  greeting     Send(Hello), in another life
 
 While nobody answers, greetings come at intervals that double up to that of heartbeats: a consolidator that stood still
 finds those of all that time in its socket, and answers each. Only the first Welcome has anything sent.
@@ -129,6 +131,7 @@ class PushStream:
         self._epoch = epoch
         self._card = card
         self._timing = timing or PushTiming()
+        self._outbox_bytes_max = outbox_bytes_max
         self.outbox = Outbox(worker_id, dp_rank, epoch, outbox_bytes_max)
         self.state = State.GREETING
         self.restatements = 0
@@ -163,6 +166,17 @@ class PushStream:
 
     def begin(self, now_ms: float) -> list[Effect]:
         """Open the stream."""
+        return self._greet(now_ms)
+
+    def begin_again(self, epoch: int, now_ms: float) -> list[Effect]:
+        """Open the stream in another life, after ``end``; what it is about must be restated at once."""
+        overflows = self.outbox.overflows
+        self.outbox = Outbox(self._worker_id, self._dp_rank, epoch, self._outbox_bytes_max)
+        self.outbox.overflows = overflows
+        self._epoch = epoch
+        self._consolidator_id = ""
+        self._goodbye_acknowledged = False
+        self._hello_retry_ms = self._timing.hello_retry_ms
         return self._greet(now_ms)
 
     def publish(self, events: list[AnyEvent], time_ms: int, now_ms: float) -> list[Effect]:
@@ -239,11 +253,13 @@ class PushStream:
         return [self._control(Heartbeat(self._worker_id, self._dp_rank, self._epoch, next_seq=self.outbox.next_seq))]
 
     def end(self, reason: str) -> list[Effect]:
-        """Say goodbye; nothing can be published after this."""
+        """Say goodbye; nothing is published after this, unless the stream begins again."""
         self.state = State.ENDED
         return [self._control(Goodbye(self._worker_id, self._dp_rank, self._epoch, reason))]
 
     def _publish(self, events: list[AnyEvent], time_ms: int, now_ms: float, counts: bool) -> list[Effect]:
+        if self.state is State.ENDED:
+            return []
         overflowed = self.outbox.overflowed
         frame = self.outbox.add(events, time_ms, counts)
         if frame is None:

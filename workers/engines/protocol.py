@@ -56,7 +56,8 @@ class EngineReport:
 
 
 class Engine(Protocol):
-    """An engine with all its ranks on the worker's event loop."""
+    """An engine with all its ranks. Every method is called on the worker's event loop, and returns at once: what may
+    block, an engine does in a thread of its own (``poolgrid.workers.engines.lifecycle.engine_thread``)."""
 
     @property
     def dp_size(self) -> int:
@@ -66,6 +67,16 @@ class Engine(Protocol):
     @property
     def ailment(self) -> str:
         """Why it does not do its work though it has not broken; empty = it is well."""
+        ...
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether nothing can be expected of it any more, though it may come back. It has an ailment then, and has
+        ended its requests as broken in a report of its own."""
+        ...
+
+    def observe_health(self, changed: Callable[[], None]) -> None:
+        """Call ``changed`` from now on when ``ailment`` begins or ends, or ``is_silent`` changes."""
         ...
 
     def describe(self) -> dict[str, object]:

@@ -1,11 +1,11 @@
-"""Starts and ends an engine beside the event loop: both take long, and neither can be interrupted.
+"""Starts and ends an engine in its thread: both take long, and neither can be interrupted.
 
 Rules:
 
-1. An engine is made in a thread of its own. Whoever stops waiting for it leaves it to that thread, which shuts it down
-   as soon as it exists; the process does not end before that. An engine that is left behind keeps the GPU.
-2. An engine is shut down in a thread of its own too, and waited for at most ``SHUTDOWN_TIMEOUT_S``: a broken one may
-   never answer, and the process must end for its supervisor to start it again.
+1. Whoever stops waiting for an engine leaves it to its thread, which shuts it down as soon as it exists; the process
+   does not end before that. An engine that is left behind keeps the GPU.
+2. The end of an engine is waited for at most ``SHUTDOWN_TIMEOUT_S``: a broken one may never answer, and the process
+   must end for its supervisor to start it again.
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+from poolgrid.workers.engines.lifecycle.engine_thread import EngineThread
+
 log = logging.getLogger(__name__)
 
 SHUTDOWN_TIMEOUT_S = 60.0
-"""How long the end of an engine is waited for: it frees the GPUs and ends its MPI processes."""
+"""How long the end of an engine is waited for: it frees the GPUs and ends its processes."""
 
 T = TypeVar("T")
 
 
 class _Handover(Generic[T]):
-    """What a thread made, until somebody takes it or nobody will."""
+    """What the thread made, until somebody takes it or nobody will."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -47,66 +49,42 @@ class _Handover(Generic[T]):
             return made
 
 
-async def start_engine(make: Callable[[], T], shut_down: Callable[[T], None]) -> T:
-    """Return what ``make`` makes; raises what it raises. Cancelled, ``shut_down`` gets it as soon as it exists."""
-    loop = asyncio.get_running_loop()
-    ready: asyncio.Future[None] = loop.create_future()
-    handover: _Handover[T] = _Handover()
+async def start_engine(thread: EngineThread, make: Callable[[], T], shut_down: Callable[[T], None]) -> T:
+    """Return what ``make`` makes in the thread; raises what it raises.
 
-    def tell(error: BaseException | None) -> None:
-        if ready.done():
-            return
-        if error is None:
-            ready.set_result(None)
-        else:
-            ready.set_exception(error)
+    Cancelled, ``shut_down`` gets it as soon as it exists.
+    """
+    handover: _Handover[T] = _Handover()
+    over = threading.Event()
 
     def work() -> None:
-        made: T | None = None
-        error: BaseException | None = None
         try:
             made = make()
-        except BaseException as failure:
-            error = failure
-        taken = made is None or handover.give(made)
-        if taken:
-            try:
-                loop.call_soon_threadsafe(tell, error)
-                return
-            except RuntimeError:  # the loop is closed: nobody waits
-                handover.abandon()
-        if made is not None:
-            log.warning("nobody waits for the engine any more: shutting it down")
-            _shut_down(shut_down, made)
+            if not handover.give(made):
+                log.warning("nobody waits for the engine any more: shutting it down")
+                _shut_down(shut_down, made)
+        finally:
+            over.set()
 
-    # Not a daemon: the process must not end between the engine's birth and its end.
-    threading.Thread(target=work, name="engine start").start()
     try:
-        await ready
+        await thread.call(work)
     except asyncio.CancelledError:
-        for made in handover.abandon():
-            await end_engine(made, shut_down)
+        made = handover.abandon()
+        for each in made:
+            await end_engine(thread, each, shut_down)
+        if not made:
+            # Not a daemon, as the engine's thread is one: it holds the process until the engine is gone.
+            threading.Thread(target=over.wait, name="engine start").start()
         raise
-    (made,) = handover.abandon()
-    return made
+    (engine,) = handover.abandon()
+    return engine
 
 
-async def end_engine(engine: T, shut_down: Callable[[T], None]) -> None:
-    """Shut an engine down; returns when it is done, or is given up."""
-    loop = asyncio.get_running_loop()
-    done = asyncio.Event()
-
-    def work() -> None:
-        _shut_down(shut_down, engine)
-        try:
-            loop.call_soon_threadsafe(done.set)
-        except RuntimeError:
-            pass  # the loop is closed: it was given up
-
-    threading.Thread(target=work, name="engine end", daemon=True).start()
+async def end_engine(thread: EngineThread, engine: T, shut_down: Callable[[T], None]) -> None:
+    """Shut an engine down in its thread; returns when it is done, or is given up."""
     try:
         async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):
-            await done.wait()
+            await thread.call(lambda: _shut_down(shut_down, engine))
     except TimeoutError:
         log.error("the engine did not end within %.0f s and is left behind", SHUTDOWN_TIMEOUT_S)
 

@@ -95,6 +95,14 @@ class SimulatedEncodeEngine:
         """Nothing ever ails it."""
         return ""
 
+    @property
+    def is_silent(self) -> bool:
+        """It always answers."""
+        return False
+
+    def observe_health(self, changed: Callable[[], None]) -> None:
+        """Nothing ever changes."""
+
     def describe(self) -> dict[str, object]:
         """Return what is on offer."""
         return {"tensor_transport": self._transfer.kind, "kept_embeddings": len(self._kept)}

@@ -7,13 +7,16 @@ Rules:
    another one: a router's choice is meant, and the default has changed between versions.
 3. A decode leg gets the prompt as token ids and never media. An encode leg gets no disaggregated params: 1.2.1 would
    wrap its handles into a tuple.
-4. What only later versions take (``priority``) is given where the installed one has it.
+4. What only later versions take (``priority``) is given where the installed one has it and honours it.
+5. A request that asks for log probabilities of its prompt reuses no blocks: the engine has them only of what it
+   computes.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from poolgrid.wire.errors import DecodeError
@@ -22,12 +25,18 @@ from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import Generate
 from poolgrid.workers.core.refusal import RefusedError, UnableError, UnsupportedError
 from poolgrid.workers.engines.trtllm.arguments.engine_arguments import EngineArguments
+from poolgrid.workers.engines.trtllm.arguments.engine_rules import look_up
 from poolgrid.workers.engines.trtllm.core import disaggregated_params as codec
-from poolgrid.workers.engines.trtllm.core.loras import adapters
+from poolgrid.workers.engines.trtllm.core.loras import Adapter, adapters
 from poolgrid.workers.engines.trtllm.core.model_facts import ModelFacts
 from poolgrid.workers.engines.trtllm.core.root_seeds import RootSeeds
-from poolgrid.workers.engines.trtllm.core.sampling import engine_priority, plan_sampling
-from poolgrid.workers.engines.trtllm.library import TrtllmLibrary, parameters_of
+from poolgrid.workers.engines.trtllm.core.sampling import (
+    SamplingPlan,
+    engine_priority,
+    ignored_by_sampler,
+    plan_sampling,
+)
+from poolgrid.workers.engines.trtllm.library import TrtllmLibrary, orders_by_priority, parameters_of
 from poolgrid.workers.engines.trtllm.logits import ProcessorsOfRequests
 
 log = logging.getLogger(__name__)
@@ -35,12 +44,24 @@ log = logging.getLogger(__name__)
 HEALTH_SALT = "poolgrid-health"
 """Cache salt of the worker's own requests: what they leave in the cache is of use to nobody."""
 
+PROMPT_SALT = "\0prompt-logprobs\0"
+"""Between a tenant's salt and the id of a request whose prompt must be computed as a whole."""
+
 HEALTH_TOKEN = 1
 """Prompt of such a request: one token, less than any block, so that it leaves no block that has a name."""
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a request becomes, as far as that is known without TensorRT-LLM."""
+
+    sampling: SamplingPlan
+    adapter: Adapter | None
+    cache_salt: str
+
+
 class TrtllmCalls:
-    """Makes the calls of one engine."""
+    """Makes the calls of one engine. ``plan`` is called where requests come in, all else in the engine's thread."""
 
     def __init__(
         self,
@@ -57,64 +78,95 @@ class TrtllmCalls:
         self._vocabulary_size = facts.vocabulary_size
         self._measures = bool(arguments.values.get("enable_iter_perf_stats"))
         self._guide_backend: str | None = arguments.values.get("guided_decoding_backend") or None
+        self._ignores = ignored_by_sampler(library.version, str(look_up(arguments.values, "sampler_type")))
         self._accepted = parameters_of(llm.generate_async)
+        self._orders = "priority" in self._accepted and orders_by_priority(llm)
         self._dropped_fields: set[str] = set()
         self.adapters = adapters(arguments.values)
         self.roots = RootSeeds(arguments.block_size)
 
-    def generate(self, request: Generate, inputs: Any, context_only: bool) -> Any:
-        """Give a request to the engine and return its result, which grows.
-
-        Raises ``RefusedError``, and what TensorRT-LLM raises.
-        """
+    def plan(self, request: Generate) -> Plan | None:
+        """Return what a request becomes, ``None`` for an encode leg; raises ``RefusedError``."""
         if request.stage is Stage.ENCODE:
-            return self._llm.generate_async(inputs)
+            return None
         routing = request.routing
-        given: dict[str, Any] = {"sampling_params": self._sampling_params(request), "streaming": not context_only}
-        params, prompt = self._disaggregated_params(request, context_only)
-        if params is not None:
-            given["disaggregated_params"] = params
-        if prompt is not None:
-            inputs = list(unpack_tokens(prompt))
         adapter = None
         if routing.lora_name:
             adapter = self.adapters.get(routing.lora_name)
             if adapter is None:
                 raise UnableError(f"lora_name is {routing.lora_name!r}, this engine has no such adapter")
+        has_salts = "cache_salt" in self._accepted
+        if routing.cache_salt and not has_salts:
+            raise UnsupportedError("this TensorRT-LLM has no cache salts, and tenants must not share blocks")
+        salt = routing.cache_salt
+        if request.sampling.prompt_logprobs is not None and request.stage is not Stage.DECODE and has_salts:
+            # The engine tells them of what it computes: with a salt of its own a request reuses nothing.
+            salt = f"{salt}{PROMPT_SALT}{request.request_id}"
+        plan = Plan(plan_sampling(request, self._eos_token_ids, self._guide_backend, self._ignores), adapter, salt)
+        self._processors.check(request)
+        self.roots.note(request.token_ids, routing.lora_name, None if adapter is None else adapter.number, salt)
+        return plan
+
+    def generate(self, request: Generate, plan: Plan | None, inputs: Any, context_only: bool) -> Any:
+        """Give a request to the engine and return its result, which grows.
+
+        Raises ``RefusedError``, and what TensorRT-LLM raises.
+        """
+        if plan is None:
+            return self._llm.generate_async(inputs)
+        routing = request.routing
+        given: dict[str, Any] = {"sampling_params": self.sampling_params(request, plan), "streaming": not context_only}
+        params, prompt = self._disaggregated_params(request, context_only)
+        if params is not None:
+            given["disaggregated_params"] = params
+        if prompt is not None:
+            inputs = list(unpack_tokens(prompt))
+        adapter = plan.adapter
+        if adapter is not None:
             given["lora_request"] = self._library.lora_request(
                 adapter.name, adapter.number, adapter.path, adapter.checkpoint_source
             )
-        if routing.cache_salt:
-            if "cache_salt" not in self._accepted:
-                raise UnsupportedError("this TensorRT-LLM has no cache salts, and tenants must not share blocks")
-            given["cache_salt"] = routing.cache_salt
+        if plan.cache_salt:
+            given["cache_salt"] = plan.cache_salt
         given.update(self._scheduling(routing.dp_rank))
-        if routing.priority and "priority" in self._accepted:
+        if routing.priority and self._orders:
             given["priority"] = engine_priority(routing.priority)
-        self.roots.note(
-            request.token_ids, routing.lora_name, None if adapter is None else adapter.number, routing.cache_salt
-        )
         return self._llm.generate_async(inputs, **given)
 
-    def generate_one(self, rank: int) -> Any:
-        """Let a rank generate one token of the worker's own; return the result, which can be awaited."""
+    async def generate_one(self, rank: int) -> None:
+        """Let a rank generate one token of the worker's own."""
         given = self._scheduling(rank)
         if "cache_salt" in self._accepted:
             given["cache_salt"] = HEALTH_SALT
         sampling = self._library.sampling_params(
             end_id=-1, pad_id=0, max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False
         )
-        return self._llm.generate_async([HEALTH_TOKEN], sampling_params=sampling, streaming=False, **given)
+        result = self._llm.generate_async([HEALTH_TOKEN], sampling_params=sampling, streaming=False, **given)
+        try:
+            # Not ``result(timeout)``: it has no effect.
+            await result.aresult()
+        except BaseException:
+            if not result.finished:
+                result.abort()
+            raise
+
+    def text_of(self, tokens: bytes) -> str:
+        """Return the text of tokens (u32 little-endian); raises ``RefusedError`` where nobody can tell."""
+        tokenizer = getattr(self._llm, "tokenizer", None)
+        if tokenizer is None:
+            raise UnableError("an output with media goes on as text, and this engine has no tokenizer")
+        text: str = tokenizer.decode(list(unpack_tokens(tokens)))
+        return text
 
     def _scheduling(self, rank: int) -> dict[str, Any]:
         if "scheduling_params" not in self._accepted:
             return {}
         return {"scheduling_params": self._library.scheduling_params(attention_dp_rank=rank, attention_dp_relax=False)}
 
-    def _sampling_params(self, request: Generate) -> Any:
-        """Return a request's own ``SamplingParams``."""
-        plan = plan_sampling(request, self._eos_token_ids, self._guide_backend)
-        arguments = plan.arguments
+    def sampling_params(self, request: Generate, made: Plan) -> Any:
+        """Return a request's own ``SamplingParams``; raises ``RefusedError``."""
+        plan = made.sampling
+        arguments = dict(plan.arguments)
         if self._measures:
             # What TensorRT-LLM's own metrics are made of.
             arguments["return_perf_metrics"] = True
@@ -136,7 +188,9 @@ class TrtllmCalls:
         prompt: bytes | None = None
         if request.disaggregated_params is not None:
             try:
-                decoded = codec.decode(request.disaggregated_params, self._library.disaggregated_params)
+                decoded = codec.decode(
+                    request.disaggregated_params, self._library.disaggregated_params, self._library.logprob
+                )
             except DecodeError as error:
                 raise RefusedError(f"disaggregated_params: {error}") from None
             made, prompt = decoded.params, decoded.prompt

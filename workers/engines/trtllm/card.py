@@ -7,6 +7,8 @@ from poolgrid.wire.limits import PROMPT_TOKENS_MAX
 from poolgrid.wire.multimodal import MediaKind
 from poolgrid.workers.engines.trtllm.arguments.engine_arguments import EngineArguments
 from poolgrid.workers.engines.trtllm.arguments.engine_rules import look_up
+from poolgrid.workers.engines.trtllm.core.model_abilities import abilities_of
+from poolgrid.workers.engines.trtllm.core.model_facts import ModelFacts
 from poolgrid.workers.engines.trtllm.engine import LoadedEngine
 from poolgrid.workers.engines.trtllm.settings import TrtllmWorkerSettings
 
@@ -39,8 +41,13 @@ def make_card(
         engine=f"TensorRT-LLM {loaded.version}",
         eos_token_ids=facts.eos_token_ids,
         vocabulary_size=facts.vocabulary_size,
-        media=MediaSpec(
-            tuple(MediaKind) if settings.modality == "multimodal" else (), placeholder_token_id=facts.image_token_id
-        ),
+        media=MediaSpec(_media_kinds(settings, facts), placeholder_token_id=facts.image_token_id),
         endpoint_name=settings.endpoint_name,
     )
+
+
+def _media_kinds(settings: TrtllmWorkerSettings, facts: ModelFacts) -> tuple[MediaKind, ...]:
+    if settings.modality != "multimodal":
+        return ()
+    takes_embeddings = abilities_of(facts.architecture).takes_embeddings
+    return tuple(kind for kind in MediaKind if kind is not MediaKind.EMBEDDINGS or takes_embeddings)

@@ -1,7 +1,8 @@
-"""TensorRT-LLM's own Prometheus metrics (``trtllm_*``), shown on the worker's ``/metrics`` beside ours.
+"""TensorRT-LLM's own Prometheus metrics, shown on the worker's ``/metrics`` beside ours, as ``trtllm_*``.
 
 Its ``MetricsCollector`` writes into the process-wide registry of ``prometheus_client`` and takes no other. A bridge in
-the worker's registry shows what has its prefix there. Method names changed after 1.2 (``log_metrics_dict`` became
+the worker's registry shows what the collector holds; early versions give their metrics no prefix, so names without one
+get it here. Method names changed after 1.2 (``log_metrics_dict`` became
 ``log_request_metrics_dict``, ``log_iteration_stats`` was added), so the methods are looked for, not the version. Its
 failures are counted and never reach a request.
 """
@@ -32,11 +33,11 @@ ITERATION_METHOD = "log_iteration_stats"
 
 
 class _Bridge(Collector):
-    """Shows the metrics of another registry that have a prefix."""
+    """Shows the metrics that an object holds, with the prefix."""
 
-    def __init__(self, source: CollectorRegistry, prefix: str) -> None:
-        self._source = source
-        self._prefix = prefix
+    def __init__(self, holder: Any) -> None:
+        self._holder = holder
+        self._told = False
 
     def describe(self) -> Iterable[Metric]:
         """Name nothing: what the engine has is known only when it is asked."""
@@ -44,7 +45,20 @@ class _Bridge(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Return what there is now."""
-        return [metric for metric in self._source.collect() if metric.name.startswith(self._prefix)]
+        found = [_prefixed(metric) for each in _metrics_of(self._holder) for metric in each.collect()]
+        if not found and self._holder is not None and not self._told:
+            self._told = True
+            log.warning("TensorRT-LLM's own metrics are not shown: its collector holds none that could be read")
+        return found
+
+
+def _prefixed(metric: Metric) -> Metric:
+    """Return a metric whose name, and whose samples' names, begin with the prefix."""
+    if metric.name.startswith(PREFIX):
+        return metric
+    made = Metric(PREFIX + metric.name, metric.documentation, metric.type, metric.unit)
+    made.samples = [sample._replace(name=PREFIX + sample.name) for sample in metric.samples]
+    return made
 
 
 class EngineCollector:
@@ -71,7 +85,7 @@ class EngineCollector:
         for name in REQUEST_METHODS:
             self._on_request = self._on_request or getattr(self._collector, name, None)
         self._on_iteration = getattr(self._collector, ITERATION_METHOD, None)
-        self._bridge = _Bridge(REGISTRY, PREFIX)
+        self._bridge = _Bridge(self._collector)
         registry.register(self._bridge)
 
     def observe_request(self, metrics_dict: Mapping[str, Any], finish_reason: str | None) -> None:
@@ -91,7 +105,7 @@ class EngineCollector:
     def close(self) -> None:
         """Show nothing any more."""
         self._registry.unregister(self._bridge)
-        for each in _metrics_in(vars(self._collector)) if self._collector is not None else ():
+        for each in _metrics_of(self._collector):
             try:
                 REGISTRY.unregister(each)
             except KeyError:
@@ -105,6 +119,11 @@ class EngineCollector:
             if not self._told:
                 self._told = True
                 log.warning("TensorRT-LLM's own metrics failed, later failures are only counted: %r", error)
+
+
+def _metrics_of(holder: Any) -> Iterable[MetricWrapperBase]:
+    """Return the metrics that an object has as attributes, or in dictionaries that it has."""
+    return () if holder is None else _metrics_in(getattr(holder, "__dict__", {}))
 
 
 def _metrics_in(values: Mapping[str, Any]) -> Iterable[MetricWrapperBase]:

@@ -15,7 +15,7 @@ def _open(settings: TrtllmWorkerSettings, around: Surroundings) -> AbstractAsync
 
 
 def _shortest_timeout_ms(settings: TrtllmWorkerSettings) -> float:
-    return min(settings.health_timeout_ms, settings.progress_timeout_ms)
+    return min(settings.health_timeout_ms, settings.progress_timeout_ms, settings.answer_timeout_ms)
 
 
 def _start_plan(settings: TrtllmWorkerSettings) -> StartPlan:

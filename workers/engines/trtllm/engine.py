@@ -1,36 +1,42 @@
-"""TensorRT-LLM as a worker's engine.
+"""TensorRT-LLM as a worker's engine: its books, on the worker's event loop.
 
 Rules:
 
-1. Everything here happens on the worker's event loop, and nothing of it waits. An engine steps in other threads and
-   processes; what becomes visible during one turn of the loop is one report. A request has one task, which does
-   nothing but notice that its result has grown.
-2. A result is one object that grows; ``OutputCursor`` remembers what was taken.
-3. A prefill leg is a ``context_only`` request. Its KV stays in the engine until a decode worker's engine fetched it,
+1. Nothing here calls the engine: requests are posted to its thread (``generations``), and what becomes visible comes
+   back as values; events and statistics come from the feed. So nothing here waits, whatever the engine does. What
+   comes in one turn of the loop is one report.
+2. A prefill leg is a ``context_only`` request. Its KV stays in the engine until a decode worker's engine fetched it,
    which nobody tells: the leg is *kept* until its router says that it is over, or for ``kv_transfer_timeout_ms``.
-   At most ``kept_transfers_max`` are kept. A leg of one token is an ordinary request: no one would fetch its KV.
-4. A decode leg that is cancelled before its first output is aborted after it: an abort during the transfer of its KV
-   leaks the blocks.
-5. What a request causes is its own error. An engine that has shut down, or says that it is not healthy, ends ``run``:
-   the worker then tells everybody and ends. Anything else is logged and costs at most the request.
-6. Whether the engine does its work at all is ``trtllm_health``'s to know.
+   At most ``kept_transfers_max`` are kept. Nobody can give such KV up: the engine has forgotten the request, and lets
+   go of its blocks by its own time-out, which is the same. A leg of one token is an ordinary request: no one would
+   fetch its KV.
+3. A cancelled request is over when the engine says so, or after ``CANCEL_TIMEOUT_MS``: an engine that hangs says
+   nothing. One whose KV is on its way is the exception: its blocks are not free before.
+4. What a request causes is its own error, and one that befell the engine moves its requests: an error that comes after
+   output, that several requests have at once, or that speaks of the engine, is the engine's. Of any other error that
+   comes late nobody can tell, so another worker may try.
+5. An engine that has shut down, or says that it is not healthy, ends ``run``: the worker then tells everybody and ends.
+   One that is silent (``lifecycle.health``) has its requests taken away, each ending as broken: they go on elsewhere.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+import msgspec
 from prometheus_client import CollectorRegistry
 
 from poolgrid.runtime.clock import Clock
-from poolgrid.runtime.tasks import detached, owned
-from poolgrid.wire.errors import WireError
+from poolgrid.runtime.tasks import owned
 from poolgrid.wire.events import (
     AnyEvent,
     BlocksStored,
@@ -40,25 +46,26 @@ from poolgrid.wire.events import (
     RequestProgressed,
     RequestStarted,
 )
-from poolgrid.wire.hashing import pack_tokens, unpack_tokens
 from poolgrid.wire.identifiers import Role, Stage
 from poolgrid.wire.limits import TEXT_CHARS_MAX
-from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, TokenDelta, TokenLogprobs
-from poolgrid.workers.core.refusal import BrokenError, BusyError, RefusedError, UnableError, UnsupportedError
+from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, TokenDelta
+from poolgrid.workers.core.refusal import BrokenError, BusyError, RefusedError, UnableError
+from poolgrid.workers.engines.lifecycle.engine_thread import EngineThread
+from poolgrid.workers.engines.lifecycle.health import EngineBrokenError, EngineHealth
 from poolgrid.workers.engines.lifecycle.loading import end_engine, start_engine
 from poolgrid.workers.engines.lifecycle.rank_load import RankLoad
 from poolgrid.workers.engines.protocol import EngineReport, RankReport
 from poolgrid.workers.engines.trtllm.arguments.engine_arguments import EngineArguments
 from poolgrid.workers.engines.trtllm.calls import TrtllmCalls
 from poolgrid.workers.engines.trtllm.collector import EngineCollector
-from poolgrid.workers.engines.trtllm.core import disaggregated_params as codec
 from poolgrid.workers.engines.trtllm.core.loras import adapters
+from poolgrid.workers.engines.trtllm.core.model_abilities import abilities_of
 from poolgrid.workers.engines.trtllm.core.model_facts import ModelFacts
-from poolgrid.workers.engines.trtllm.core.outputs import FINISH_REASONS, GOES_ON, OutputCursor, prompt_logprobs
+from poolgrid.workers.engines.trtllm.core.outputs import FINISH_REASONS, GOES_ON
 from poolgrid.workers.engines.trtllm.core.statistics import EngineStatistics, load_of
 from poolgrid.workers.engines.trtllm.feed import TrtllmFeed, WireCacheEvent
-from poolgrid.workers.engines.trtllm.health import EngineBrokenError, EngineHealth
-from poolgrid.workers.engines.trtllm.library import REQUEST_ERRORS, TrtllmLibrary, load_library
+from poolgrid.workers.engines.trtllm.generations import End, Generations, Growth, MediaLoader
+from poolgrid.workers.engines.trtllm.library import TrtllmLibrary, is_alive, load_library
 from poolgrid.workers.engines.trtllm.logits import ProcessorsOfRequests
 from poolgrid.workers.engines.trtllm.media import load_media
 from poolgrid.workers.engines.trtllm.metrics import TrtllmMetrics
@@ -82,6 +89,15 @@ WARM_UP_TIMEOUT_S = 600.0
 STATISTICS_TIMEOUT_S = 5.0
 """How long the first statistics are waited for, which say how many blocks there are."""
 
+END_TIMEOUT_S = 2.0
+"""How long the engine's thread may take to let go of its requests at the end."""
+
+CANCEL_TIMEOUT_MS = 1000.0
+"""How long the engine may take to confirm a cancellation: many steps."""
+
+ENGINE_FAULT = re.compile(r"out of memory|\b(?:cuda|cublas|nccl|mpi|nvshmem|ucx|nixl)\b|illegal memory|bad_alloc", re.I)
+"""Words of errors that befall an engine, whichever request they are told to."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
@@ -93,32 +109,23 @@ class EngineLimits:
     health_interval_ms: float = 30_000.0
     health_timeout_ms: float = 30_000.0
     progress_timeout_ms: float = 60_000.0
-
-
-class MediaLoader(Protocol):
-    """Makes an engine's inputs of a request with media; may take long, and runs in a thread."""
-
-    def __call__(self, request: Generate, has_handles: bool) -> Any:
-        """Return the inputs of ``generate_async``; raises ``RefusedError``."""
-        ...
+    answer_timeout_ms: float = 5_000.0
 
 
 @dataclass(slots=True, eq=False)
 class _Active:
     """A request that the engine has, or is about to get."""
 
+    serial: int
     request: Generate
     rank: int
     prompt_tokens: int
     context_only: bool
-    cursor: OutputCursor
-    result: Any = None
-    task: asyncio.Task[None] | None = None
+    taken: int = 0
+    """Tokens that were reported."""
     began: bool = False
-    ended: bool = False
-    error: BaseException | None = None
-    cancelling: bool = False
-    aborted: bool = False
+    cancelled_ms: float | None = None
+    """Since when it is no longer wanted."""
     deadline_ms: float = 0.0
     """When its kept KV is given up."""
 
@@ -161,6 +168,7 @@ class TrtllmEngine:
 
     def __init__(
         self,
+        thread: EngineThread,
         library: TrtllmLibrary,
         llm: Any,
         role: Role,
@@ -174,6 +182,7 @@ class TrtllmEngine:
         processors: ProcessorsOfRequests,
         load_media: MediaLoader | None = None,
     ) -> None:
+        self._thread = thread
         self._library = library
         self._collector = collector
         self._llm = llm
@@ -181,8 +190,9 @@ class TrtllmEngine:
         self._limits = limits
         self._clock = clock
         self._metrics = metrics
-        self._load_media = load_media
+        self._takes_media = load_media is not None
         self._calls = TrtllmCalls(library, llm, arguments, facts, processors)
+        self._generations = Generations(thread, library, llm, self._calls, self._on_growths, load_media)
         self._transfers_kv = bool((arguments.values.get("cache_transceiver_config") or {}).get("backend"))
         self._dp_size = arguments.attention_dp_size
         self._feed = TrtllmFeed(
@@ -198,23 +208,29 @@ class TrtllmEngine:
         self._reads = arguments.publishes_kv_events or bool(arguments.values.get("enable_iter_perf_stats"))
         self._loads = [RankLoad(arguments.block_size) for _ in range(self._dp_size)]
         self._health = EngineHealth(
-            llm,
-            self._calls,
-            self._feed.wake,
+            thread,
+            lambda: is_alive(llm),
+            None if role is Role.ENCODE else self._calls.generate_one,
+            self._feed.silent_ms,
             self._dp_size,
-            role is not Role.ENCODE,
             interval_ms=limits.health_interval_ms,
             timeout_ms=limits.health_timeout_ms,
             progress_timeout_ms=limits.progress_timeout_ms,
+            answer_timeout_ms=limits.answer_timeout_ms,
             clock=clock,
             metrics=metrics,
         )
+        self._health.observe(self._on_health)
+        self._observer: Callable[[], None] | None = None
         self._active: dict[str, _Active] = {}
+        self._by_serial: dict[int, _Active] = {}
+        self._cancelling: dict[_Active, None] = {}
+        """In order of their cancellations; those whose KV is on its way are not among them."""
+        self._serial = 0
         self._kept: dict[str, _Active] = {}
         """In order of their deadlines: all wait equally long."""
         self._contexts = 0
         """Prefill legs that run; those that are kept not included."""
-        self._touched: dict[_Active, None] = {}
         self._pending = _Pending()
         self._flushing: asyncio.Handle | None = None
         self._deliver: Callable[[EngineReport], None] | None = None
@@ -234,6 +250,15 @@ class TrtllmEngine:
     def ailment(self) -> str:
         """Why the engine does not do its work; empty = it does."""
         return self._health.ailment
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether nothing can be expected of the engine; its requests have been taken away then."""
+        return self._health.is_silent
+
+    def observe_health(self, changed: Callable[[], None]) -> None:
+        """Call ``changed`` from now on when ``ailment`` begins or ends, or ``is_silent`` changes."""
+        self._observer = changed
 
     def describe(self) -> dict[str, object]:
         """Return how reading its events goes, and which ranks' indexes lack something after a loss."""
@@ -255,6 +280,8 @@ class TrtllmEngine:
 
     def resident_blocks(self, dp_rank: int) -> list[BlocksStored]:
         """Return what a rank really holds; raises ``NotImplementedError``: TensorRT-LLM cannot tell."""
+        if self._health.is_silent:
+            raise NotImplementedError("the engine does not answer")
         return self._feed.resident(dp_rank)
 
     def restate(self, dp_rank: int) -> list[BlocksStored]:
@@ -277,15 +304,15 @@ class TrtllmEngine:
     # -- requests in ---------------------------------------------------------------------------------------------------
 
     def submit(self, request: Generate) -> None:
-        """Give a request to the engine, or raise ``RefusedError`` and change nothing."""
+        """Give a request to the engine, or raise ``RefusedError`` and change nothing.
+
+        What the engine itself refuses is told with the request's only delta.
+        """
         active = self._admit(request)
-        if request.multimodal is not None:
-            self._enter(active)
-            active.task = detached(self._prepare(active), f"request {request.request_id}")
-            return
-        self._start(active, list(unpack_tokens(request.token_ids)))
+        plan = self._calls.plan(request)
         self._enter(active)
-        active.task = detached(self._follow(active), f"request {request.request_id}")
+        self._thread.post(self._generations.begin, active.serial, request, plan, active.context_only)
+        self._feed.wake()
 
     def cancel(self, request_id: str) -> None:
         """Stop a request as soon as the engine allows it; kept KV is given up."""
@@ -295,16 +322,12 @@ class TrtllmEngine:
             self._release(kept, PREFILLED)
             return
         active = self._active.get(request_id)
-        if active is None or active.cancelling:
+        if active is None or active.cancelled_ms is not None:
             return
-        active.cancelling = True
-        if active.result is None:
-            assert active.task is not None, "what is being prepared has a task"
-            active.task.cancel()
-            active.ended = True
-            self._touch(active)
-        elif active.began or not active.transfers:
-            self._abort(active)
+        active.cancelled_ms = self._clock.monotonic_ms()
+        if active.began or not active.transfers:
+            self._cancelling[active] = None
+        self._thread.post(self._generations.abort, active.serial)
 
     def _admit(self, request: Generate) -> _Active:
         """Refuse what the adapter itself cannot take."""
@@ -333,7 +356,7 @@ class TrtllmEngine:
             raise RefusedError("a decode leg comes with media, which its KV holds already")
         if stage is Stage.ENCODE and request.multimodal is None:
             raise RefusedError("an encode leg comes without media")
-        if request.multimodal is not None and self._load_media is None:
+        if request.multimodal is not None and not self._takes_media:
             raise UnableError("the request has media, this worker was started with --modality text")
         if len(self._active) >= self._limits.max_requests:
             raise BusyError(
@@ -349,65 +372,33 @@ class TrtllmEngine:
                     f"{kept} prefill legs run or are kept for decode workers, allowed are at most "
                     f"{self._limits.kept_transfers_max} (kept_transfers_max)"
                 )
-        return _Active(request, request.routing.dp_rank, prompt_tokens, context_only, OutputCursor(sampling.logprobs))
+        self._serial += 1
+        return _Active(self._serial, request, request.routing.dp_rank, prompt_tokens, context_only)
 
     def _enter(self, active: _Active) -> None:
         request_id = active.request_id
         self._active[request_id] = active
+        self._by_serial[active.serial] = active
         self._contexts += active.context_only
         self._loads[active.rank].entered(request_id, active.prompt_tokens, computes=not active.transfers)
         self._health.entered(active.rank, request_id, active.transfers)
 
-    def _start(self, active: _Active, inputs: Any) -> None:
-        """Call the engine; raises ``RefusedError`` with what it says."""
-        request_error = self._library.request_error
-        try:
-            try:
-                active.result = self._calls.generate(active.request, inputs, active.context_only)
-            except request_error:
-                # A fault of the engine's own threads is raised at whichever request comes next; one that is the
-                # request's own is raised again.
-                active.result = self._calls.generate(active.request, inputs, active.context_only)
-        except RefusedError:
-            raise
-        except (request_error, *REQUEST_ERRORS) as error:
-            raise UnsupportedError(f"TensorRT-LLM refuses the request: {error}"[:TEXT_CHARS_MAX]) from None
-        except Exception as error:
-            self._health.is_broken(error)
-            log.warning("request %s could not be given to the engine: %r", active.request_id, error)
-            raise BrokenError(f"the engine took no request: {error!r}"[:TEXT_CHARS_MAX]) from error
-        self._feed.wake()
+    # -- from the engine's thread --------------------------------------------------------------------------------------
 
-    # -- tasks: one per request ----------------------------------------------------------------------------------------
-
-    async def _prepare(self, active: _Active) -> None:
-        """Load a request's media beside the loop, give it to the engine, follow it."""
-        assert self._load_media is not None
-        request = active.request
-        try:
-            has_handles = request.disaggregated_params is not None and request.stage is not Stage.ENCODE
-            inputs = await asyncio.to_thread(self._load_media, request, has_handles)
-            self._start(active, inputs)
-        except Exception as error:
-            active.error = error
-        else:
-            await self._follow(active)
-            return
-        active.ended = True
-        self._touch(active)
-
-    async def _follow(self, active: _Active) -> None:
-        """Notice every growth of a result, and its end."""
-        try:
-            async for _ in active.result:
-                self._touch(active)
-        except Exception as error:
-            active.error = error
-        active.ended = True
-        self._touch(active)
-
-    def _touch(self, active: _Active) -> None:
-        self._touched[active] = None
+    def _on_growths(self) -> None:
+        """Take what the engine's thread has brought."""
+        growths = self._generations.take()
+        failed: Counter[str] = Counter()
+        for growth in growths:
+            if growth.end is not None and growth.end.error is not None:
+                failed[str(growth.end.error)] += 1
+        for growth in growths:
+            active = self._by_serial.get(growth.serial)
+            if active is None:
+                continue  # it was taken away, or its cancellation was not waited for
+            self._collect(active, growth, failed)
+            if self._health.broken.done():
+                return  # everybody is told by the worker
         self._flush_soon()
 
     def _flush_soon(self) -> None:
@@ -415,27 +406,12 @@ class TrtllmEngine:
             # In the next turn: whatever else this turn brings is in the same report.
             self._flushing = self._loop.call_soon(self._flush)
 
-    # -- reports out ---------------------------------------------------------------------------------------------------
-
     def _flush(self) -> None:
         if self._flushing is not None:
             self._flushing.cancel()
             self._flushing = None
-        if self._deliver is None:
-            return
-        touched, self._touched = self._touched, {}
-        for active in touched:
-            try:
-                self._collect(active)
-            except Exception as error:
-                log.exception("request %s: its output could not be read", active.request_id)
-                self._abort(active)
-                if self._active.get(active.request_id) is active:
-                    self._finish(active, ERROR, error=f"its output could not be read: {error!r}", refusal=BROKEN)
-            if self._health.broken.done():
-                return  # everybody is told by the worker
         pending = self._pending
-        if not pending:
+        if self._deliver is None or not pending:
             return
         self._pending = _Pending()
         self._deliver(
@@ -452,78 +428,50 @@ class TrtllmEngine:
             )
         )
 
-    def _collect(self, active: _Active) -> None:
+    def _collect(self, active: _Active, growth: Growth, failed: Counter[str]) -> None:
         """Take what is new of one request."""
-        if self._active.get(active.request_id) is not active:
+        delta = TokenDelta(
+            active.request_id,
+            active.taken,
+            growth.tokens,
+            cached_tokens=growth.cached_tokens,
+            logprobs=growth.logprobs,
+            prompt_logprobs=growth.prompt_logprobs,
+        )
+        if growth.tokens:
+            active.taken += len(growth.tokens) // 4
+            self._book(active, growth.cached_tokens or 0, len(growth.tokens) // 4)
+        end = growth.end
+        if end is None:
+            self._pending.deltas.append(delta)
             return
-        position = active.cursor.taken
-        tokens = b""
-        logprobs: tuple[TokenLogprobs, ...] | None = None
-        cached_tokens: int | None = None
-        of_prompt: tuple[TokenLogprobs, ...] | None = None
-        output = active.result.outputs[0] if active.result is not None and active.result.outputs else None
-        if output is not None and active.request.stage is not Stage.ENCODE:
-            tokens, logprobs = active.cursor.take(output)
-        if tokens:
-            if not active.began:
-                cached_tokens = 0 if active.transfers else min(int(active.result.cached_tokens), active.prompt_tokens)
-                of_prompt = self._prompt_logprobs(active, output)
-            self._book(active, cached_tokens or 0, len(tokens) // 4)
-        if not active.ended:
-            if tokens:
-                self._pending.deltas.append(
-                    TokenDelta(
-                        active.request_id,
-                        position,
-                        tokens,
-                        cached_tokens=cached_tokens,
-                        logprobs=logprobs,
-                        prompt_logprobs=of_prompt,
-                    )
-                )
-            if active.cancelling and active.began:
-                self._abort(active)  # its KV is here now
+        if end.error is not None:
+            self._fail(active, delta, end, failed[str(end.error)] > 1)
             return
-        if active.error is not None:
-            self._fail(active, position, tokens)
-            return
-        reason = None if output is None else output.finish_reason
-        told: dict[str, Any] = {
-            "tokens": tokens,
-            "position": position,
-            "cached_tokens": cached_tokens,
-            "logprobs": logprobs,
-            "prompt_logprobs": of_prompt,
-        }
-        if active.request.stage is Stage.ENCODE and not active.cancelling:
-            self._finish(active, ENCODED, disaggregated_params=codec.encode(active.result.disaggregated_params))
-        elif active.context_only and reason in GOES_ON and not active.cancelling:
-            params = active.result.disaggregated_params
-            if params is None:
-                told.update(error="the engine returned no disaggregated params", refusal=BROKEN)
-                self._finish(active, ERROR, **told)
-            else:
-                self._finish(
-                    active, PREFILLED, disaggregated_params=codec.encode(params, self._engine_prompt(active)), **told
-                )
-        elif active.cancelling or reason == CANCELLED:
-            if not active.cancelling:
-                told.update(error="the engine cancelled the request", refusal=BROKEN)
-            self._finish(active, CANCELLED if active.cancelling else ERROR, **told)
+        reason = end.reason
+        if active.cancelled_ms is not None:
+            self._finish(active, delta, CANCELLED)
+        elif active.request.stage is Stage.ENCODE:
+            self._finish(active, delta, ENCODED, params=end.params, metrics=end.metrics)
+        elif active.context_only and reason in GOES_ON:
+            self._finish(active, delta, PREFILLED, params=end.params, metrics=end.metrics)
+        elif reason == CANCELLED:
+            self._finish(active, delta, ERROR, error="the engine cancelled the request", refusal=BROKEN)
         elif reason in FINISH_REASONS:
-            self._finish(active, FINISH_REASONS[reason], **told)
+            self._finish(active, delta, FINISH_REASONS[reason], metrics=end.metrics)
         else:
-            told.update(error=f"the engine ended the request with {reason!r}", refusal=BROKEN)
-            self._finish(active, ERROR, **told)
+            self._finish(active, delta, ERROR, error=f"the engine ended the request with {reason!r}", refusal=BROKEN)
 
     def _book(self, active: _Active, cached_tokens: int, fresh: int) -> None:
         """Note that a request has grown, in the books and for the event stream."""
         request_id = active.request_id
         self._health.moved(active.rank, request_id)
-        began, blocks = self._loads[active.rank].grew(request_id, active.prompt_tokens + active.cursor.taken)
+        began, blocks = self._loads[active.rank].grew(request_id, active.prompt_tokens + active.taken)
         events = self._pending.rank(active.rank)
         if began:
             active.began = True
+            if active.cancelled_ms is not None:
+                self._cancelling[active] = None  # its KV is here now
             events.append(RequestStarted(request_id, active.prompt_tokens, cached_tokens, blocks or 0))
             events.append(PrefillCompleted(request_id))
             if not active.transfers:
@@ -533,78 +481,58 @@ class TrtllmEngine:
             events.append(RequestProgressed(request_id, blocks))
         self._pending.decode_tokens += fresh
 
-    @staticmethod
-    def _engine_prompt(active: _Active) -> bytes | None:
-        """Return the token ids that the engine made of a prompt with media."""
-        return None if active.request.multimodal is None else pack_tokens(active.result.prompt_token_ids)
-
-    def _prompt_logprobs(self, active: _Active, output: Any) -> tuple[TokenLogprobs, ...] | None:
-        alternatives = active.request.sampling.prompt_logprobs
-        if alternatives is None or active.transfers:
-            return None  # the prefill leg told them
-        return prompt_logprobs(unpack_tokens(active.request.token_ids), output.prompt_logprobs or (), alternatives)
-
-    def _fail(self, active: _Active, position: int, tokens: bytes) -> None:
-        """End a request whose result raised."""
-        error = active.error
+    def _fail(self, active: _Active, delta: TokenDelta, end: End, shared: bool) -> None:
+        """End a request whose result raised; ``shared``: others have the same error now."""
+        error = end.error
         assert error is not None
-        if self._health.is_broken(error):
+        if self._health.seen(end.alive, error):
             return
-        refusal: RefusalKind | None = BROKEN
         if isinstance(error, RefusedError):
-            text, refusal = error.reason, error.kind
-        elif isinstance(error, (self._library.request_error, *REQUEST_ERRORS, WireError)):
-            # A decode leg may fail by what happened on the way of its KV; computed anew it may succeed.
-            text = str(error)
-            if not active.transfers:
-                refusal = None if isinstance(error, WireError) else RefusalKind.INVALID
-        else:
+            self._finish(active, delta, ERROR, error=error.reason, refusal=error.kind)
+            return
+        text = str(error)
+        if end.at_call:
+            text, refusal = f"TensorRT-LLM refuses the request: {text}", RefusalKind.INVALID
+        elif not isinstance(error, self._library.request_error):
             log.error("request %s failed: %r", active.request_id, error, exc_info=error)
-            text = repr(error)
-        self._finish(
-            active,
-            ERROR,
-            tokens=tokens,
-            position=position,
-            error=text,
-            refusal=refusal,
-        )
+            text, refusal = repr(error), BROKEN
+        elif shared or active.began or active.transfers or ENGINE_FAULT.search(text):
+            # A decode leg may fail by what happened on the way of its KV; computed anew it may succeed.
+            refusal = BROKEN
+        else:
+            refusal = RefusalKind.CANNOT_DO
+        self._finish(active, delta, ERROR, error=text, refusal=refusal)
 
     def _finish(
         self,
         active: _Active,
+        delta: TokenDelta,
         reason: FinishReason,
         *,
-        tokens: bytes = b"",
-        position: int | None = None,
         error: str | None = None,
         refusal: RefusalKind | None = None,
-        cached_tokens: int | None = None,
-        logprobs: tuple[TokenLogprobs, ...] | None = None,
-        prompt_logprobs: tuple[TokenLogprobs, ...] | None = None,
-        disaggregated_params: bytes | None = None,
+        params: bytes | None = None,
+        metrics: dict[str, Any] | None = None,
     ) -> None:
         """Give out a request's last delta, and take it off the books, or keep it."""
         request_id = active.request_id
         now_ms = self._clock.monotonic_ms()
         del self._active[request_id]
+        del self._by_serial[active.serial]
+        self._cancelling.pop(active, None)
         self._contexts -= active.context_only
-        self._health.left(active.rank, request_id, now_ms)
-        if error is None:
-            self._health.proved(now_ms)
-            self._collector.observe_request(getattr(active.result, "metrics_dict", None) or {}, reason)
+        if error is None and reason is not CANCELLED:
+            self._health.ended(active.rank, request_id, now_ms)
+            self._collector.observe_request(metrics or {}, reason)
+        else:
+            self._health.given_up(active.rank, request_id, now_ms)
         self._pending.deltas.append(
-            TokenDelta(
-                request_id,
-                active.cursor.taken if position is None else position,
-                tokens,
-                reason,
-                cached_tokens=cached_tokens,
+            msgspec.structs.replace(
+                delta,
+                finish_reason=reason,
                 error=None if error is None else error[:TEXT_CHARS_MAX],
                 refusal=refusal,
-                logprobs=logprobs,
-                disaggregated_params=disaggregated_params,
-                prompt_logprobs=prompt_logprobs,
+                disaggregated_params=params,
             )
         )
         if reason == PREFILLED:
@@ -617,25 +545,41 @@ class TrtllmEngine:
         self._pending.rank(active.rank).append(RequestFinished(request_id, reason))
 
     def _release(self, active: _Active, reason: str) -> None:
-        """Give up the KV of a prefill leg, as far as the engine can be told, and take the leg off the books."""
+        """Take a kept prefill leg off the books; the engine lets go of its KV by itself."""
         request_id = active.request_id
         del self._kept[request_id]
         self._loads[active.rank].left(request_id)
         self._pending.released.append(request_id)
         self._pending.expired += reason == EXPIRED
         self._pending.rank(active.rank).append(RequestFinished(request_id, reason))
-        # Does nothing when the KV was fetched: the engine has forgotten the request then.
-        self._abort(active)
         self._flush_soon()
 
-    def _abort(self, active: _Active) -> None:
-        if active.aborted or active.result is None:
-            return
-        active.aborted = True
-        try:
-            active.result.abort()
-        except Exception as error:
-            log.warning("request %s could not be aborted: %r", active.request_id, error)
+    # -- when it does not answer ---------------------------------------------------------------------------------------
+
+    def _on_health(self) -> None:
+        """Take the requests away from an engine that has become silent; tell the worker."""
+        if self._health.is_silent:
+            for active in list(self._active.values()):
+                self._thread.post(self._generations.abort, active.serial)
+                delta = TokenDelta(active.request_id, active.taken, b"")
+                if active.cancelled_ms is not None:
+                    self._finish(active, delta, CANCELLED)
+                else:
+                    error = f"the engine is silent: {self._health.ailment}"
+                    self._finish(active, delta, ERROR, error=error, refusal=BROKEN)
+            # At once: what the worker says next is that it leaves.
+            self._flush()
+        if self._observer is not None:
+            self._observer()
+
+    def _end_cancelled(self, now_ms: float) -> None:
+        """End what was cancelled and of which the engine has said nothing for too long."""
+        for active in list(self._cancelling):
+            assert active.cancelled_ms is not None, "it is being cancelled"
+            if now_ms - active.cancelled_ms < CANCEL_TIMEOUT_MS:
+                break
+            self._finish(active, TokenDelta(active.request_id, active.taken, b""), CANCELLED)
+            self._flush_soon()
 
     # -- the engine's own reports --------------------------------------------------------------------------------------
 
@@ -664,7 +608,7 @@ class TrtllmEngine:
         """Look after the engine's health and after kept KV."""
         while True:
             await asyncio.sleep(self._health.check_interval_s)
-            if self._health.is_broken(RuntimeError("it says that it is not healthy")):
+            if self._health.broken.done():
                 return
             now_ms = self._clock.monotonic_ms()
             for active in list(self._kept.values()):
@@ -676,6 +620,7 @@ class TrtllmEngine:
                     active.request_id,
                 )
                 self._release(active, EXPIRED)
+            self._end_cancelled(now_ms)
             self._health.check(now_ms, busy=bool(self._active))
 
     async def begin(self) -> None:
@@ -686,12 +631,16 @@ class TrtllmEngine:
             self._feeding = owned(self._feed.run(self._on_cache, self._on_load), "engine feed")
             self._feeding.add_done_callback(self._on_feed_end)
         try:
+            if self._reads:
+                async with asyncio.timeout(WARM_UP_TIMEOUT_S):
+                    await self._feed.has_begun()
             await self._health.generate_one(WARM_UP_TIMEOUT_S)
         except TimeoutError:
             raise EngineBrokenError(
                 f"starting the engine: its first token did not come within {WARM_UP_TIMEOUT_S:.0f} s"
             ) from None
         self._health.proved(self._clock.monotonic_ms())
+        self._feed.wake()
         if self._reads:
             try:
                 async with asyncio.timeout(STATISTICS_TIMEOUT_S):
@@ -710,15 +659,17 @@ class TrtllmEngine:
     async def close(self) -> None:
         """End every task; the engine itself is shut down by who made it."""
         self._closed = True
-        tasks = [active.task for active in self._active.values() if active.task is not None]
-        tasks += [self._feeding] if self._feeding is not None else []
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        if self._feeding is not None:
+            self._feeding.cancel()
+            await asyncio.wait({self._feeding})
         if self._flushing is not None:
             self._flushing.cancel()
         await self._health.close()
+        try:
+            async with asyncio.timeout(END_TIMEOUT_S):
+                await self._thread.run(self._generations.close, "end of the requests")
+        except TimeoutError:
+            log.warning("the engine does not answer: its requests are left behind with it")
 
 
 @dataclass(frozen=True, slots=True)
@@ -750,48 +701,66 @@ async def load_engine(
     _check_adapters(arguments)
     named = LogitsProcessorRegistry.from_settings(logits_processors)
     started_ms = clock.monotonic_ms()
-    library = await asyncio.to_thread(load_library)
-    log.info("starting TensorRT-LLM %s with %s", library.version, arguments.values.get("model"))
+    if role is Role.ENCODE:
+        _check_encoder(await asyncio.to_thread(read_model_facts, str(arguments.values["model"])))
+    thread = EngineThread()
     try:
-        llm = await start_engine(lambda: library.make_engine(arguments.values, role is Role.ENCODE), _shut_down)
-    except Exception as error:
-        raise EngineBrokenError(f"starting TensorRT-LLM {library.version} failed: {error!r}") from error
-    collector: EngineCollector | None = None
-    failures = FailureChannel(lambda name: metrics.logits_processor_failures.labels(name).inc())
-    try:
-        mode = "prefill_and_decode" if role is Role.AGGREGATED else role.name.lower()
-        processors = ProcessorsOfRequests(named, failures.reporter, mode, arguments.values)
-        trtllm_metrics = TrtllmMetrics(registry)
-        collector = EngineCollector(registry, served_model_name, trtllm_metrics)
-        facts = await asyncio.to_thread(read_model_facts, str(arguments.values["model"]))
-        engine = TrtllmEngine(
-            library,
-            llm,
-            role,
-            arguments,
-            facts,
-            limits,
-            clock,
-            metrics,
-            trtllm_metrics,
-            collector,
-            processors,
-            load_media if takes_media else None,
-        )
+        library = await thread.call(load_library)
+        log.info("starting TensorRT-LLM %s with %s", library.version, arguments.values.get("model"))
         try:
-            await engine.begin()
-            load_s = (clock.monotonic_ms() - started_ms) / 1e3
-            metrics.engine_load_seconds.set(load_s)
-            metrics.engine_healthy.set(1)
-            log.info("the engine is ready after %.1f s", load_s)
-            yield LoadedEngine(engine, library.version, facts)
+            llm = await start_engine(
+                thread, lambda: library.make_engine(arguments.values, role is Role.ENCODE), _shut_down
+            )
+        except Exception as error:
+            raise EngineBrokenError(f"starting TensorRT-LLM {library.version} failed: {error!r}") from error
+        collector: EngineCollector | None = None
+        failures = FailureChannel(lambda name: metrics.logits_processor_failures.labels(name).inc())
+        try:
+            mode = "prefill_and_decode" if role is Role.AGGREGATED else role.name.lower()
+            processors = ProcessorsOfRequests(named, failures.reporter, mode, arguments.values)
+            trtllm_metrics = TrtllmMetrics(registry)
+            collector = EngineCollector(registry, served_model_name, trtllm_metrics)
+            facts = await asyncio.to_thread(read_model_facts, str(arguments.values["model"]))
+            abilities = abilities_of(facts.architecture)
+            engine = TrtllmEngine(
+                thread,
+                library,
+                llm,
+                role,
+                arguments,
+                facts,
+                limits,
+                clock,
+                metrics,
+                trtllm_metrics,
+                collector,
+                processors,
+                partial(load_media, takes_embeddings=abilities.takes_embeddings) if takes_media else None,
+            )
+            try:
+                await engine.begin()
+                load_s = (clock.monotonic_ms() - started_ms) / 1e3
+                metrics.engine_load_seconds.set(load_s)
+                metrics.engine_healthy.set(1)
+                log.info("the engine is ready after %.1f s", load_s)
+                yield LoadedEngine(engine, library.version, facts)
+            finally:
+                await engine.close()
         finally:
-            await engine.close()
+            failures.close()
+            if collector is not None:
+                collector.close()
+            await end_engine(thread, llm, _shut_down)
     finally:
-        failures.close()
-        if collector is not None:
-            collector.close()
-        await end_engine(llm, _shut_down)
+        thread.end()
+
+
+def _check_encoder(facts: ModelFacts) -> None:
+    if not abilities_of(facts.architecture).encodes:
+        raise ValueError(
+            f"starting an encode worker: TensorRT-LLM cannot run the vision part of {facts.architecture} by itself; "
+            "give the prefill workers the pictures (no encode workers); no engine was started"
+        )
 
 
 def _check_adapters(arguments: EngineArguments) -> None:

@@ -1,41 +1,32 @@
-"""Reads KV cache events and iteration statistics out of ``LLM``, without ever blocking the engine or the event loop.
+"""The one feed of an engine's KV cache events and iteration statistics: what the reader brings, told by rank.
 
 Rules:
 
-1. Reads are destructive, so an engine has one reader; a second ``run`` is refused.
-2. Only the asynchronous readers are used, and only with a timeout of 0. With a longer one the reader is *done* on
-   expiry and gives nothing more until the next request; a synchronous read spoils the asynchronous ones. That nothing
-   is there is told by ``asyncio.QueueEmpty``, sometimes by ``TimeoutError`` or ``IndexError`` (a late notification).
-3. Before the first request reading events is an ``AssertionError``: what happens until then waits in the engine's
-   buffer.
-4. One turn reads at most ``events_per_turn`` events and lets go of the interpreter. What was read is translated and
-   handed over before anything else happens, so that ``restate`` says exactly what ``on_cache`` has said.
-5. Between turns the feed pauses: shortly while things happen, longer and longer while nothing does. ``wake`` ends a
-   long pause.
-6. A reader that fails is tried again, for ever, and never ends ``run``. When events could not be read for
-   ``failing_clears_ms`` nobody knows any more what the engine holds, and all ranks are cleared.
-7. Each attention-DP rank counts its events apart and has a translator of its own. An event of a rank that does not
+1. Reads are destructive, so an engine has one feed; a second ``run`` is refused.
+2. Reading happens in a thread (``poolgrid.workers.engines.trtllm.reader``), everything here on the worker's loop. What
+   was read is translated and handed over in one turn, so that ``restate`` says exactly what ``on_cache`` has said.
+3. When events could not be read for ``failing_clears_ms`` nobody knows any more what the engine holds, and all ranks
+   are cleared.
+4. Each attention-DP rank counts its events apart and has a translator of its own. An event of a rank that does not
    exist, or of a shape that is not known, is counted; the hole that it leaves clears its rank.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import weakref
-from collections.abc import AsyncIterable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from poolgrid.runtime.clock import Clock
-from poolgrid.wire.dialects.cache_events import AnyEngineEvent, Stored
-from poolgrid.wire.dialects.trtllm import parse_event
+from poolgrid.wire.dialects.cache_events import AnyEngineEvent
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import BlocksRemoved, BlocksStored, CacheCleared
 from poolgrid.wire.identifiers import Tier
 from poolgrid.workers.core.event_translation import EventTranslator, RootSeed
-from poolgrid.workers.engines.trtllm.core.statistics import EngineStatistics, parse_statistics
+from poolgrid.workers.engines.trtllm.core.statistics import EngineStatistics
 from poolgrid.workers.engines.trtllm.metrics import TrtllmMetrics
+from poolgrid.workers.engines.trtllm.reader import EVENTS, STATISTICS, EngineReader, FeedLimits, Turn
 
 log = logging.getLogger(__name__)
 
@@ -43,26 +34,8 @@ WireCacheEvent = BlocksStored | BlocksRemoved | CacheCleared
 OnCache = Callable[[int, list[WireCacheEvent]], None]
 OnLoad = Callable[[int, EngineStatistics], None]
 
-NOTHING_THERE = (asyncio.QueueEmpty, TimeoutError, IndexError)
-"""How a reader with a timeout of 0 says that it has nothing."""
-
 LOSS_LOG_INTERVAL_MS = 10_000.0
 """An engine that overflows does so again and again; every loss is counted, not every one is logged."""
-
-EVENTS = "events"
-STATISTICS = "statistics"
-
-
-class Readable(Protocol):
-    """What the feed uses of ``LLM``."""
-
-    def get_kv_cache_events_async(self, timeout: float | None = 2) -> AsyncIterable[dict[str, Any]]:
-        """Return the events as they come."""
-        ...
-
-    def get_stats_async(self, timeout: float | None = 2) -> AsyncIterable[dict[str, Any]]:
-        """Return the statistics as they come."""
-        ...
 
 
 class OwnMetrics(Protocol):
@@ -73,35 +46,8 @@ class OwnMetrics(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class FeedLimits:
-    """How often and how much the feed reads."""
-
-    pause_min_ms: float = 5.0
-    """Between two turns while something happens: below the time of an engine step, so that lag stays below a step."""
-    pause_max_ms: float = 20.0
-    """While the engine worked less than ``idle_after_ms`` ago: events are never later than this plus one turn."""
-    pause_growth: float = 1.5
-    """Factor from one turn that found nothing to the next."""
-    idle_after_ms: float = 1000.0
-    """An engine that said nothing for so long is idle."""
-    idle_pause_max_ms: float = 200.0
-    """Between two turns of an idle engine: its last events come late, and there is no other sign of them."""
-    events_per_turn: int = 256
-    """Then others have their turn: 1 to 3 ms of our work. The rest is read after ``turn_gap_ms``."""
-    blocks_per_turn: int = 1024
-    """The same for events with many blocks (an event of a long prompt has thousands)."""
-    turn_gap_ms: float = 1.0
-    """Between two turns when there is more to read: threads of the engine that wait for the interpreter get it, which a
-    turn of the loop alone does not see to. 256 events per turn then are about 100,000 a second."""
-    statistics_per_turn: int = 256
-    """Iterations whose statistics are read in one turn; the engine keeps 1000."""
-    failing_clears_ms: float = 5000.0
-    """How long reading events may fail before the ranks are cleared: well below the time that a cache turns over."""
-
-
 class TrtllmFeed:
-    """The one reader of an engine's events and statistics; made and used on the worker's event loop.
+    """The one feed of an engine's events and statistics; made and used on the worker's event loop.
 
     ``llm`` is a ``tensorrt_llm.LLM``, ``dp_size`` the number of its attention-DP ranks (1 without), ``block_size`` its
     tokens per block. ``windows`` and ``reuse_is_on_device`` are read from ``llm.args`` unless given.
@@ -121,11 +67,13 @@ class TrtllmFeed:
         windows: int | None = None,
         reuse_is_on_device: bool | None = None,
     ) -> None:
-        self._llm: Readable = llm
+        self._llm = llm
         self._resident = getattr(llm, "resident_blocks", None)
         self._clock = clock
         self._metrics = metrics
         self._limits = limits or FeedLimits()
+        self._on_cache: OnCache | None = None
+        self._on_load: OnLoad | None = None
         self._own_metrics = own_metrics
         configured = _cache_layout(llm)
         self._device_only = configured[2]
@@ -138,9 +86,8 @@ class TrtllmFeed:
             )
             for _ in range(dp_size)
         ]
-        self._woken = asyncio.Event()
-        self._requested = False
-        self._found_ms = self._empty_ms = clock.monotonic_ms()
+        self._reader = EngineReader(llm, clock, self._limits, self._take)
+        self._empty_ms = clock.monotonic_ms()
         self._failing: dict[str, tuple[float, str]] = {}
         """Since when a reader fails, and how it did first."""
         self._loss_told_ms = float("-inf")
@@ -153,8 +100,15 @@ class TrtllmFeed:
 
     def wake(self) -> None:
         """Say that a request was just submitted: a long pause ends now."""
-        self._requested = True
-        self._woken.set()
+        self._reader.wake()
+
+    async def has_begun(self) -> None:
+        """Wait until the engine was asked for the first time, which must be before its first request."""
+        await self._reader.has_begun.wait()
+
+    def silent_ms(self, now_ms: float) -> float:
+        """Return for how long reading has been inside one call of the engine."""
+        return self._reader.silent_ms(now_ms)
 
     def restate(self, rank: int) -> list[BlocksStored]:
         """Return what ``on_cache`` has told of a rank up to now, parents before children."""
@@ -204,101 +158,53 @@ class TrtllmFeed:
                 "reading an engine's events: it has a reader already, and what one reads the other lacks"
             )
         _engines_with_a_reader.add(self._llm)
+        self._on_cache, self._on_load = on_cache, on_load
         try:
-            await self._read_for_ever(on_cache, on_load)
+            await self._reader.run()
         finally:
             _engines_with_a_reader.discard(self._llm)
 
     # -- the turns -----------------------------------------------------------------------------------------------------
 
-    async def _read_for_ever(self, on_cache: OnCache, on_load: OnLoad) -> None:
-        limits = self._limits
-        pause_ms = limits.pause_min_ms
-        while True:
-            events, more_events = await self._read_events(on_cache)
-            statistics, more_statistics = await self._read_statistics(on_load)
-            if more_events or more_statistics:
-                await asyncio.sleep(limits.turn_gap_ms / 1e3)
-                continue
-            now_ms = self._clock.monotonic_ms()
-            if events or statistics:
-                self._found_ms = now_ms
-                pause_ms = limits.pause_min_ms
-            else:
-                idle = now_ms - self._found_ms >= limits.idle_after_ms
-                most = limits.idle_pause_max_ms if idle else limits.pause_max_ms
-                pause_ms = min(pause_ms * limits.pause_growth, most)
-            if await self._pause(pause_ms):
-                self._found_ms = self._clock.monotonic_ms()
-                pause_ms = limits.pause_min_ms
-
-    async def _pause(self, pause_ms: float) -> bool:
-        """Wait; say whether ``wake`` ended it. The shortest pause is always kept: many requests make no more turns."""
-        shortest = self._limits.pause_min_ms
-        await asyncio.sleep(shortest / 1e3)
-        if not self._woken.is_set():
-            if pause_ms <= shortest:
-                return False
-            try:
-                async with asyncio.timeout((pause_ms - shortest) / 1e3):
-                    await self._woken.wait()
-            except TimeoutError:
-                return False
-        self._woken.clear()
-        return True
-
-    async def _read_events(self, on_cache: OnCache) -> tuple[int, bool]:
-        """Read a turn's events and hand them over; return how many, and whether there may be more."""
-        events_max = self._limits.events_per_turn
-        blocks_max = self._limits.blocks_per_turn
+    def _take(self, turn: Turn) -> None:
+        """Tell what a turn brought."""
+        on_cache, on_load = self._on_cache, self._on_load
+        assert on_cache is not None, "run told whom"
+        assert on_load is not None, "run told whom"
+        if turn.event_count:
+            self._metrics.lag_seconds.observe(max(0.0, turn.read_ms - self._empty_ms) / 1e3)
+        if not turn.more_events:
+            self._empty_ms = turn.read_ms
         by_rank: list[list[AnyEngineEvent]] = [[] for _ in self._translators]
         # What an event says of its rank; it may say nothing where there is only one.
         takers = {rank: events.append for rank, events in enumerate(by_rank)}
         only = by_rank[0].append if len(by_rank) == 1 else None
-        count = blocks = 0
-        more = False
-        error: Exception | None = None
-        try:
-            async for item in self._llm.get_kv_cache_events_async(timeout=0):
-                count += 1
-                try:
-                    # At once: what was read last is still in the processor's cache.
-                    event = parse_event(item)
-                    rank = event.attention_dp_rank
-                    take = only if rank is None else takers.get(rank)
-                    if take is None:
-                        raise _foreign(rank)
-                except DecodeError as failure:
-                    self._drop(EVENTS, failure, "the hole that it leaves clears its rank")
-                else:
-                    take(event)
-                    if type(event) is Stored:
-                        blocks += len(event.blocks)
-                if count >= events_max or blocks >= blocks_max:
-                    more = True
-                    break
-        except NOTHING_THERE:
-            pass
-        except AssertionError as failure:
-            # The reader does not exist before the first request, and never where events are not enabled.
-            if self._requested:
-                error = failure
-        except Exception as failure:
-            error = failure
-        read_ms = self._clock.monotonic_ms()
-        if count:
-            self._metrics.lag_seconds.observe(max(0.0, read_ms - self._empty_ms) / 1e3)
-        if not more:
-            self._empty_ms = read_ms
+        for event in turn.events:
+            rank = event.attention_dp_rank
+            take = only if rank is None else takers.get(rank)
+            if take is None:
+                turn.dropped.append((EVENTS, _foreign(rank)))
+            else:
+                take(event)
+        newest: dict[int, EngineStatistics] = {}
+        for statistics, item in turn.statistics:
+            self._note_statistics(statistics, item, newest, turn)
+        for reader, failure in turn.dropped:
+            self._drop(reader, failure)
         for rank, events in enumerate(by_rank):
             if events:
                 self._hand_over(rank, events, on_cache)
-        self._note(EVENTS, error)
-        if error is not None:
+        for reader in (EVENTS, STATISTICS):
+            self._note(reader, turn.errors.get(reader))
+        if EVENTS in turn.errors:
             self._clear_if_failing_long(on_cache)
         else:
             self._cleared = False
-        return count, more
+        for rank, statistics in newest.items():
+            self._metrics.observe_load(statistics)
+            if self._device_only and statistics.kv_cache is not None:
+                self._translators[rank].learn_capacity(statistics.kv_cache.max_num_blocks)
+            on_load(rank, statistics)
 
     def _hand_over(self, rank: int, events: list[AnyEngineEvent], on_cache: OnCache) -> None:
         translator = self._translators[rank]
@@ -316,47 +222,27 @@ class TrtllmFeed:
         if translation.events:
             on_cache(rank, translation.events)
 
-    async def _read_statistics(self, on_load: OnLoad) -> tuple[int, bool]:
-        newest: dict[int, EngineStatistics] = {}
-        count = 0
-        more = False
-        error: Exception | None = None
-        try:
-            async for item in self._llm.get_stats_async(timeout=0):
-                count += 1
-                self._take_statistics(item, newest)
-                if count >= self._limits.statistics_per_turn:
-                    more = True
-                    break
-        except NOTHING_THERE:
-            pass
-        except Exception as failure:
-            error = failure
-        for rank, statistics in newest.items():
-            self._metrics.observe_load(statistics)
-            if self._device_only and statistics.kv_cache is not None:
-                self._translators[rank].learn_capacity(statistics.kv_cache.max_num_blocks)
-            on_load(rank, statistics)
-        self._note(STATISTICS, error)
-        return count, more
-
-    def _take_statistics(self, item: dict[str, Any], newest: dict[int, EngineStatistics]) -> None:
-        try:
-            statistics = parse_statistics(item)
-            if not 0 <= statistics.rank < len(self._translators):
-                raise DecodeError("iteration statistics of the engine", f"attentionDpRank is {statistics.rank}")
-        except DecodeError as error:
-            self._drop(STATISTICS, error, "the next one replaces it")
+    def _note_statistics(
+        self,
+        statistics: EngineStatistics,
+        item: Mapping[str, Any],
+        newest: dict[int, EngineStatistics],
+        turn: Turn,
+    ) -> None:
+        if not 0 <= statistics.rank < len(self._translators):
+            error = DecodeError("iteration statistics of the engine", f"attentionDpRank is {statistics.rank}")
+            turn.dropped.append((STATISTICS, error))
             return
         newest[statistics.rank] = statistics
         self._metrics.observe_iteration(statistics)
         if self._own_metrics is not None:
             self._own_metrics.observe_iteration(item)
 
-    def _drop(self, reader: str, error: DecodeError, follows: str) -> None:
+    def _drop(self, reader: str, error: DecodeError) -> None:
         self._metrics.undecodable.labels(reader).inc()
         if reader not in self._dropped:
             self._dropped.add(reader)
+            follows = "the hole that it leaves clears its rank" if reader == EVENTS else "the next one replaces it"
             log.warning("%s; it was dropped, %s; later ones are only counted", error, follows)
 
     # -- readers that fail ---------------------------------------------------------------------------------------------

@@ -8,9 +8,15 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+log = logging.getLogger(__name__)
+
+PRIORITY_POLICY = "waiting_queue_policy"
+"""Field of ``SchedulerConfig``, after 1.2, that makes the engine honour priorities."""
 
 REQUEST_ERRORS = (ValueError, TypeError, NotImplementedError)
 """What TensorRT-LLM raises for a request that it does not take, besides its own ``RequestError``."""
@@ -34,11 +40,18 @@ class TrtllmLibrary:
     lora_request: Callable[..., Any]
     request_error: type[Exception]
     merge_arguments: Callable[..., dict[str, Any]]
-    input_loader: Callable[..., list[dict[str, Any]]]
+    logprob: Callable[..., Any] | None
+    """Class of a token's log probability, where the version has one."""
+    scheduler_fields: frozenset[str]
+    """Fields of ``SchedulerConfig``."""
 
     def make_engine(self, arguments: Mapping[str, Any], encoder: bool) -> Any:
         """Start an engine with resolved arguments; takes minutes, blocks, and needs GPUs."""
-        built = self.merge_arguments({}, dict(arguments))
+        given = dict(arguments)
+        if PRIORITY_POLICY in self.scheduler_fields and not encoder:
+            # Without it priorities are taken and change nothing.
+            given["scheduler_config"] = {PRIORITY_POLICY: "priority", **(given.get("scheduler_config") or {})}
+        built = self.merge_arguments({}, given)
         if encoder:
             # It has one backend, and its constructor names none.
             built.pop("backend", None)
@@ -72,6 +85,12 @@ def load_library() -> TrtllmLibrary:
                 "poolgrid is written for 1.2"
             ) from error
 
+    def optional(module: str, attribute: str) -> Any:
+        try:
+            return name(module, attribute)
+        except LibraryMissingError:
+            return None
+
     return TrtllmLibrary(
         version=version,
         llm=name("llmapi", "LLM"),
@@ -83,10 +102,29 @@ def load_library() -> TrtllmLibrary:
         lora_request=name("executor.request", "LoRARequest"),
         request_error=name("llmapi", "RequestError"),
         merge_arguments=name("llmapi.llm_utils", "update_llm_args_with_extra_dict"),
-        input_loader=name("inputs", "default_multimodal_input_loader"),
+        logprob=optional("executor.result", "Logprob"),
+        scheduler_fields=frozenset(getattr(optional("llmapi", "SchedulerConfig"), "model_fields", ())),
     )
 
 
 def parameters_of(call: Callable[..., Any]) -> frozenset[str]:
     """Return the names of a callable's parameters."""
     return frozenset(inspect.signature(call).parameters)
+
+
+def orders_by_priority(llm: Any) -> bool:
+    """Return whether an engine takes those that wait by their priority."""
+    scheduler = getattr(getattr(llm, "args", None), "scheduler_config", None)
+    return str(getattr(scheduler, PRIORITY_POLICY, "")).rpartition(".")[2].lower() == "priority"
+
+
+def is_alive(llm: Any) -> bool:
+    """Ask an engine whether it lives; a build that cannot tell (the question is private) counts as alive."""
+    check = getattr(llm, "_check_health", None)
+    if check is None:
+        return True
+    try:
+        return bool(check())
+    except Exception as error:
+        log.warning("asking the engine for its health failed: %r", error)
+        return False

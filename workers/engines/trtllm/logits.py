@@ -40,14 +40,19 @@ class ProcessorsOfRequests:
         self._mode = mode
         self._arguments = arguments
 
+    def check(self, request: Generate) -> None:
+        """Refuse processors where the engine cannot run any."""
+        reason = None
+        if request.sampling.logits_processors:
+            reason = reason_refused(request.stage, self._mode, self._arguments)
+        if reason is not None:
+            raise UnsupportedError(reason)
+
     def make(self, request: Generate, vocabulary_size: int) -> Any:
         """Return a request's processors as one of the engine's, ``None`` without any; raises ``RefusedError``."""
         calls = request.sampling.logits_processors
         if not calls:
             return None
-        reason = reason_refused(request.stage, self._mode, self._arguments)
-        if reason is not None:
-            raise UnsupportedError(reason)
         made = self._registry.make(calls, RequestFacts(len(request.token_ids) // 4, vocabulary_size))
         return engine_processor([(call.name, each) for call, each in zip(calls, made, strict=True)], self._reporter)
 

@@ -24,7 +24,7 @@ from poolgrid.workers.core.refusal import RefusedError, UnableError, Unsupported
 SAFETENSORS = "application/x-safetensors"
 
 
-def load_media(request: Generate, has_handles: bool) -> dict[str, Any]:
+def load_media(request: Generate, has_handles: bool, takes_embeddings: bool = True) -> dict[str, Any]:
     """Return the inputs of ``generate_async``; blocks while pictures are decoded. Raises ``RefusedError``.
 
     ``has_handles``: an encode worker has the embeddings already, and the media themselves are not needed.
@@ -42,6 +42,8 @@ def load_media(request: Generate, has_handles: bool) -> dict[str, Any]:
         raise UnsupportedError("the request has pictures and embeddings, TensorRT-LLM takes one of the two per request")
     if MediaKind.IMAGE in kinds:
         inputs["multi_modal_data"] = {"image": [_load(at, item, _image) for at, item in enumerate(media.items)]}
+    elif not takes_embeddings:
+        raise UnableError("the request has embeddings, which TensorRT-LLM's class of this model does not take")
     else:
         inputs["multi_modal_embeddings"] = {
             "image": [_load(at, item, _embeddings) for at, item in enumerate(media.items)]

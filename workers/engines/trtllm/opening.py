@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 from poolgrid.workers.engines.definition import OpenedEngine, Surroundings
 from poolgrid.workers.engines.trtllm.arguments.engine_arguments import resolve_files
+from poolgrid.workers.engines.trtllm.arguments.engine_rules import look_up
 from poolgrid.workers.engines.trtllm.card import make_card
 from poolgrid.workers.engines.trtllm.engine import EngineLimits, load_engine
 from poolgrid.workers.engines.trtllm.settings import TrtllmWorkerSettings
@@ -23,11 +24,13 @@ async def open_engine(settings: TrtllmWorkerSettings, around: Surroundings) -> A
         log.warning("%s", warning)
     limits = EngineLimits(
         kept_transfers_max=settings.kept_transfers_max,
-        kv_transfer_timeout_ms=settings.kv_transfer_timeout_ms,
+        kv_transfer_timeout_ms=look_up(arguments.values, "cache_transceiver_config.kv_transfer_timeout_ms")
+        or settings.kv_transfer_timeout_ms,
         max_requests=settings.max_requests,
         health_interval_ms=settings.health_interval_ms,
         health_timeout_ms=settings.health_timeout_ms,
         progress_timeout_ms=settings.progress_timeout_ms,
+        answer_timeout_ms=settings.answer_timeout_ms,
     )
     async with load_engine(
         arguments,

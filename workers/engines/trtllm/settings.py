@@ -83,6 +83,13 @@ class TrtllmSettings(Settings):
     disaggregation_mode: DisaggregationMode = Field(
         "prefill_and_decode", description="Which part of a request this worker does."
     )
+    kv_transfer_timeout_ms: float = Field(
+        60_000.0,
+        ge=10.0,
+        le=TIMEOUT_MS_MAX,
+        description="How long a prefill worker keeps KV that no decode worker is known to have taken. It is the "
+        "engine's own time-out too (cache_transceiver_config), unless a file or --override-engine-args has another.",
+    )
     modality: Literal["text", "multimodal", "video_diffusion"] = Field(
         "text", description="What requests hold besides text. video_diffusion is not built yet and is refused."
     )
@@ -194,13 +201,6 @@ class TrtllmWorkerSettings(WorkerProcessSettings, TrtllmSettings):
         le=65_536,
         description="Prefilled requests whose KV is kept at a time; at the bound prefill legs are refused as busy.",
     )
-    kv_transfer_timeout_ms: float = Field(
-        60_000.0,
-        ge=10.0,
-        le=TIMEOUT_MS_MAX,
-        description="How long a prefill worker waits to hear that a decode worker has the KV; then the engine is asked "
-        "to give it up.",
-    )
     max_requests: int = Field(
         8192, ge=1, le=1_048_576, description="Requests in the engine, waiting ones included; one more is refused."
     )
@@ -212,6 +212,13 @@ class TrtllmWorkerSettings(WorkerProcessSettings, TrtllmSettings):
     )
     health_timeout_ms: float = Field(
         30_000.0, ge=10.0, le=86_400_000.0, description="How long such a generation may take."
+    )
+    answer_timeout_ms: float = Field(
+        5_000.0,
+        ge=10.0,
+        le=86_400_000.0,
+        description="How long a call of the engine may take before the worker moves its requests elsewhere and leaves "
+        "the pool; it comes back when the engine does.",
     )
     progress_timeout_ms: float = Field(
         60_000.0,

@@ -200,6 +200,9 @@ def setting_layers(settings: TrtllmSettings) -> tuple[Layer, Layer]:
     _put(defaults, "skip_tokenizer_init", bare)
     if settings.disaggregation_mode in ("prefill", "decode"):
         _put(defaults, "cache_transceiver_config.backend", "DEFAULT")
+        layer = given if "kv_transfer_timeout_ms" in settings.model_fields_set else defaults
+        # Nobody else lets go of KV that is not fetched: the engine takes no abortion of a finished leg.
+        _put(layer, "cache_transceiver_config.kv_transfer_timeout_ms", int(settings.kv_transfer_timeout_ms))
     if settings.disaggregation_mode == "prefill":
         _put(defaults, "disable_overlap_scheduler", True)
     if settings.disaggregation_mode == "encode":

@@ -9,13 +9,16 @@ Rules:
 2. Decoding keeps only the fields that the installed class has, and says which it dropped.
 3. Bytes from another process are checked: shape, types, and the limits of the wire. A fault is a ``DecodeError``.
 4. Tuples inside handles come back as tuples: they hold shapes and storage keys that are compared as such.
-5. A prompt with media has other token ids in the engine than on the wire: those that the context engine computed travel
+5. Log probabilities of the first token are objects of the engine's: their values travel. Logits do not, and decode
+   does without.
+6. A prompt with media has other token ids in the engine than on the wire: those that the context engine computed travel
    along, because the decode engine gets no media to make them of.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
@@ -34,6 +37,12 @@ HASH_WORDS = 8
 _TUPLE = 1
 """msgpack extension code of a tuple."""
 
+_LOGPROB = 2
+"""msgpack extension code of a token's log probability: the value and its rank among all tokens, or nil."""
+
+DROPPED = frozenset({"first_gen_logits"})
+"""Fields that decode can do without and that hold tensors."""
+
 _WHAT = "disaggregated params"
 
 _PROMPT = "poolgrid_prompt_token_ids"
@@ -48,6 +57,13 @@ class Decoded(NamedTuple, Generic[P]):
     dropped: tuple[str, ...]
     prompt: bytes | None = None
     """Token ids of the prompt as the context engine computed it, u32 little-endian; only of a prompt with media."""
+
+
+class CarriedLogprob(msgspec.Struct, array_like=True, frozen=True):
+    """Log probability of a token, where the installed version has no class for it."""
+
+    logprob: float
+    rank: int | None = None
 
 
 class _Known(msgspec.Struct, kw_only=True):
@@ -72,7 +88,7 @@ def encode(params: Any, prompt: bytes | None = None) -> bytes:
     carried: dict[str, Any] = {}
     for field in dataclasses.fields(params):
         value = getattr(params, field.name)
-        if value is not None:
+        if value is not None and field.name not in DROPPED:
             carried[field.name] = _outward(value, field.name)
     if prompt is not None:
         carried[_PROMPT] = prompt
@@ -85,12 +101,22 @@ def encode(params: Any, prompt: bytes | None = None) -> bytes:
     return data
 
 
-def decode(data: bytes | memoryview, params_class: type[P]) -> Decoded[P]:
-    """Return params of the installed class from their msgpack form; raise ``DecodeError`` saying what is wrong."""
+def decode(
+    data: bytes | memoryview, params_class: type[P], logprob_class: Callable[..., Any] | None = None
+) -> Decoded[P]:
+    """Return params of the installed class from their msgpack form; raise ``DecodeError`` saying what is wrong.
+
+    ``logprob_class`` makes log probabilities (``logprob``, ``rank``); without one they have a class of ours.
+    """
+    made_logprob = logprob_class or CarriedLogprob
+
+    def inward(code: int, data: memoryview) -> Any:
+        return _inward(code, data, made_logprob)
+
     if len(data) > OPAQUE_BYTES_MAX:
         raise DecodeError(_WHAT, f"{len(data)} bytes, allowed are at most {OPAQUE_BYTES_MAX}")
     try:
-        carried = msgspec.msgpack.decode(data, type=dict[str, Any], ext_hook=_inward)
+        carried = msgspec.msgpack.decode(data, type=dict[str, Any], ext_hook=inward)
         # Bytes are bytes here: text in their place is not base64 to be decoded.
         known = msgspec.convert(carried, _Known, builtin_types=(bytes,))
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
@@ -135,13 +161,18 @@ def _outward(value: Any, where: str) -> Any:
     if isinstance(value, tuple):
         inner = [_outward(each, f"{where}[{at}]") for at, each in enumerate(value)]
         return msgspec.msgpack.Ext(_TUPLE, msgspec.msgpack.encode(inner))
+    if hasattr(value, "logprob") and hasattr(value, "rank"):
+        return msgspec.msgpack.Ext(_LOGPROB, msgspec.msgpack.encode([float(value.logprob), value.rank]))
     raise TypeError(f"encoding {_WHAT}: {where} is a {type(value).__name__}, which cannot travel between processes")
 
 
-def _inward(code: int, data: memoryview) -> Any:
+def _inward(code: int, data: memoryview, logprob_class: Callable[..., Any]) -> Any:
+    if code == _LOGPROB:
+        carried = msgspec.msgpack.decode(data, type=CarriedLogprob)
+        return logprob_class(logprob=carried.logprob, rank=carried.rank)
     if code != _TUPLE:
         raise msgspec.ValidationError(f"extension {code} is unknown")
-    inner = msgspec.msgpack.decode(data, ext_hook=_inward)
+    inner = msgspec.msgpack.decode(data, ext_hook=lambda code, data: _inward(code, data, logprob_class))
     if not isinstance(inner, list):
         raise msgspec.ValidationError("a tuple holds no list")
     return tuple(inner)

@@ -24,6 +24,8 @@ class ModelFacts:
     max_sequence_length: int = 0
     image_token_id: int | None = None
     """The token that stands for a picture in the prompt's text."""
+    architecture: str = ""
+    """Class of the model, as its files name it."""
 
 
 def model_facts(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelFacts:
@@ -51,7 +53,14 @@ def model_facts(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Mod
         number("vocab_size"),
         number("max_position_embeddings"),
         int(images[0]) if images else None,
+        _architecture(config),
     )
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    named = config.get("architectures")
+    first = named[0] if isinstance(named, list) and named else ""
+    return first if isinstance(first, str) else ""
 
 
 def _is_u32(value: Any) -> bool:

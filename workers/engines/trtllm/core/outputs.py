@@ -79,11 +79,12 @@ def prompt_logprobs(
 ) -> tuple[TokenLogprobs, ...]:
     """Return the log probabilities of the prompt's tokens from the second on.
 
-    The last entries count: an engine that also reports the first token, which nothing precedes, has one more.
+    The engine has a row for each token that it computed, and row t is about the token at t + 1: the first row of n is
+    about the second token, the last about the first that is generated. Where a prefix was reused rows are missing at
+    the beginning, and so are the values of its tokens.
     """
-    tokens = prompt[1:]
-    entries = entries[-len(tokens) :] if tokens else ()
+    rows = entries[max(0, len(entries) - len(prompt)) : len(entries) - 1] if entries else ()
+    tokens = prompt[len(prompt) - len(rows) :]
     return tuple(
-        token_logprobs(token_id, entry, alternatives, UNLIKELY)
-        for token_id, entry in zip(tokens[len(tokens) - len(entries) :], entries, strict=True)
+        token_logprobs(token_id, row, alternatives, UNLIKELY) for token_id, row in zip(tokens, rows, strict=True)
     )

@@ -4,8 +4,9 @@ Both enter the engine's own hash, and the worker knows which requests it was giv
 an adapter the engine's hash of its first block is computed and remembered with the wire's hash seed. A first block is
 
 1. one of those, by its hash;
-2. nobody's in particular, when no such request began with its tokens, or when its hash is that of the bare tokens;
-3. not known, else: an engine that hashes otherwise. It is told to nobody. Tenants never share a key by mistake.
+2. of the salt that its event names, where the engine names salts and no request with an adapter began with its tokens;
+3. nobody's in particular, when no such request began with its tokens, or when its hash is that of the bare tokens;
+4. not known, else: an engine that hashes otherwise. It is told to nobody. Tenants never share a key by mistake.
 
 Bounded: the oldest of ``ROOTS_MAX`` first blocks is forgotten; its events came long ago.
 """
@@ -29,6 +30,8 @@ class RootSeeds:
         self._bytes = 4 * block_size
         self._seeds: OrderedDict[int, int] = OrderedDict()
         self._tokens: OrderedDict[bytes, None] = OrderedDict()
+        self._adapted: OrderedDict[bytes, None] = OrderedDict()
+        """First blocks of requests with an adapter."""
 
     def note(self, token_ids: bytes, lora_name: str, lora_number: int | None, cache_salt: str) -> None:
         """Remember a request that the engine is about to get; its prompt in u32 little-endian."""
@@ -38,12 +41,16 @@ class RootSeeds:
         key = root_key(unpack_tokens(first), cache_salt, lora_number)
         _remember(self._seeds, key, hash_seed(lora_name, cache_salt))
         _remember(self._tokens, first, None)
+        if lora_name:
+            _remember(self._adapted, first, None)
 
     def __call__(self, block: StoredBlock) -> int | None:
         """Return the wire's hash seed of a chain's first block, or ``None`` when it cannot be told."""
         seed = self._seeds.get(block.block_hash)
         if seed is not None:
             return seed
+        if block.cache_salt is not None:
+            return None if block.tokens in self._adapted else hash_seed("", block.cache_salt)
         if block.tokens not in self._tokens or root_key(unpack_tokens(block.tokens)) == block.block_hash:
             return BASE_SEED
         return None

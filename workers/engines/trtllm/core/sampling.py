@@ -34,6 +34,12 @@ SEED_MASK = (1 << 63) - 1
 """Seeds go through signed 64-bit integers on their way to the GPU."""
 
 
+IGNORED_BY_TORCH_SAMPLER = frozenset({"seed", "frequency_penalty", "presence_penalty", "repetition_penalty"})
+
+NEUTRAL = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
+"""Values that ask for nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingPlan:
     """What a request's ``SamplingParams`` are made of."""
@@ -46,13 +52,27 @@ class SamplingPlan:
     """To become the ``embedding_bias`` tensor."""
 
 
-def plan_sampling(request: Generate, eos_token_ids: Collection[int], guide_backend: str | None) -> SamplingPlan:
+def ignored_by_sampler(version: str, sampler_type: str) -> frozenset[str]:
+    """Return which fields a release's sampler takes and does nothing with.
+
+    No field or signature tells, so this goes by the version: the PyTorch sampler of 1.2 knows neither penalties nor
+    seeds (upstream's issues 16485 and 9442; seeds came with 17172), and ``TRTLLMSampler`` knows both.
+    """
+    if sampler_type.rpartition(".")[2] == "TRTLLMSampler" or not version.startswith("1.2."):
+        return frozenset()
+    return IGNORED_BY_TORCH_SAMPLER
+
+
+def plan_sampling(
+    request: Generate, eos_token_ids: Collection[int], guide_backend: str | None, ignored: Collection[str] = ()
+) -> SamplingPlan:
     """Return what to sample with; raise ``RefusedError`` for what the engine cannot do.
 
     ``eos_token_ids`` are the model's, as far as known; ``guide_backend`` is the library of the engine that keeps to
-    guides, ``None`` = it has none.
+    guides, ``None`` = it has none; ``ignored`` are the fields that it would take and not follow.
     """
     sampling = request.sampling
+    _refuse_ignored(sampling, ignored)
     if sampling.guide and request.routing.emitted_tokens:
         # Another engine may be able to.
         raise UnableError(
@@ -69,7 +89,7 @@ def plan_sampling(request: Generate, eos_token_ids: Collection[int], guide_backe
         "n": 1,
         "temperature": temperature,
         "top_p": top_p,
-        "seed": _seed(request, greedy=temperature == 0 or top_p == 0 or sampling.top_k == 1),
+        "seed": _seed(request, greedy=_is_greedy(sampling)),
         "ignore_eos": sampling.ignore_eos,
         "include_stop_str_in_output": True,
         "detokenize": False,
@@ -139,6 +159,22 @@ def plan_guide(sampling: Sampling, backend: str | None) -> dict[str, Any] | None
 def engine_priority(priority: int) -> float:
     """Return a request's priority in the engine's range: 0 to 1 (both excluded), 0.5 = usual, higher first."""
     return 0.5 + 0.5 * priority / (1 + abs(priority))
+
+
+def _refuse_ignored(sampling: Sampling, ignored: Collection[str]) -> None:
+    """Refuse what the engine would take and not follow, unless it makes no difference."""
+    for name in sorted(ignored):
+        value = getattr(sampling, name)
+        if value is None or value == NEUTRAL.get(name) or (name == "seed" and _is_greedy(sampling)):
+            continue
+        raise UnableError(
+            f"{name} is {value}, which the sampler of this worker's TensorRT-LLM takes and ignores: leave it out, or "
+            "start the worker with sampler_type TRTLLMSampler (--override-engine-args)"
+        )
+
+
+def _is_greedy(sampling: Sampling) -> bool:
+    return sampling.temperature == 0 or sampling.top_p == 0 or sampling.top_k == 1
 
 
 def _seed(request: Generate, greedy: bool) -> int:

@@ -1,0 +1,73 @@
+"""An engine is a directory and one line: the example of ``docs/engines.md`` runs as a worker; the page prints it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+
+import httpx
+import pytest
+
+from poolgrid.wire.hashing import pack_tokens
+from poolgrid.wire.requests import Cancel, RefusalKind
+from poolgrid.workers import bootstrap
+from poolgrid.workers.engines.registry import ENGINES, engine_definition
+from tests.workers.builders import make_request
+from tests.workers.echo_engine.definition import EchoSettings
+from tests.workers.fakes import PATIENCE_S, FakeConsolidator, Journal, fake_router
+
+HERE = Path(__file__).parent
+PAGE = HERE.parents[1] / "docs" / "engines.md"
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one line."""
+    monkeypatch.setitem(ENGINES, "echo", "tests.workers.echo_engine.definition")
+
+
+def test_the_example_answers_refuses_cancels_and_drains_as_a_worker(registered: None) -> None:
+    async def scenario() -> None:
+        journal = Journal()
+        async with FakeConsolidator(journal) as consolidator:
+            settings = EchoSettings(consolidator=consolidator.endpoint, max_requests=1)
+            stop = asyncio.Event()
+            ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+            serving = asyncio.create_task(bootstrap.serve(settings, stop, ready.set_result))
+            async with asyncio.timeout(PATIENCE_S):
+                url = await ready
+            async with fake_router(journal.cards[0].request_endpoint) as router, httpx.AsyncClient() as client:
+                await router.send(make_request("r", [5, 6, 7], 4))
+                await router.until_finished("r")
+                assert router.output("r") == pack_tokens([5, 6, 7, 5])
+                await router.send(make_request("long", [5, 6, 7], 1_000_000))
+                await router.until_started("long")
+                health = (await client.get(f"{url}/health")).json()
+                assert (health["status"], health["echoing"]) == ("ready", 1)
+                await router.send(make_request("more", [5], 1))
+                await router.until_finished("more")
+                assert router.last("more").refusal is RefusalKind.BUSY
+                await router.send(Cancel("long"))
+                await router.until_finished("long")
+                assert router.last("long").finish_reason == "cancelled"
+            stop.set()
+            async with asyncio.timeout(PATIENCE_S):
+                await serving
+        assert journal.goodbyes == ["drained"]
+        assert journal.cards[0].engine == "echo 1.0"
+
+    asyncio.run(scenario())
+
+
+def test_the_registry_knows_what_it_is_told(registered: None) -> None:
+    assert engine_definition("echo").title == "the echo engine"
+    assert [engine_definition(name).settings.engine_name for name in ENGINES] == list(ENGINES)
+    with pytest.raises(KeyError):
+        engine_definition("none")
+
+
+@pytest.mark.parametrize("name", ["definition", "engine"])
+def test_the_page_prints_the_example(name: str) -> None:
+    printed = re.findall(rf"<!-- {name}.py -->\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert printed == [(HERE / "echo_engine" / f"{name}.py").read_text()]

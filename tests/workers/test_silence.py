@@ -1,0 +1,196 @@
+"""A worker whose engine is silent leaves the pool, and comes back in another life with all that its cache holds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import zmq
+from prometheus_client import CollectorRegistry
+
+from poolgrid.runtime.clock import SystemClock
+from poolgrid.wire.events import BlocksStored, LoadReported, RequestFinished, RequestStarted, SnapshotBegan
+from poolgrid.wire.hashing import pack_hashes
+from poolgrid.wire.requests import FinishReason, Generate, Ping, RefusalKind, TokenDelta
+from poolgrid.workers.adapters.sockets import RequestSocket
+from poolgrid.workers.core.push_stream import PushStream, PushTiming
+from poolgrid.workers.engines.protocol import EngineReport, RankReport
+from poolgrid.workers.engines.simulated.card import make_card
+from poolgrid.workers.metrics import WorkerMetrics
+from poolgrid.workers.publisher import EventPublisher
+from poolgrid.workers.service import ServiceLimits, WorkerService
+from tests.workers.builders import make_request
+from tests.workers.fakes import FakeConsolidator, FakeRouter, Journal, fake_router
+from tests.workers.running import make_settings
+
+HELD = BlocksStored(None, pack_hashes([7, 8]))
+
+
+class FallingSilent:
+    """An engine that takes requests and, when told to, says nothing more until it wakes."""
+
+    dp_size = 1
+
+    def __init__(self) -> None:
+        self.ailment = ""
+        self.is_silent = False
+        self.ends_requests = True
+        self._requests: list[str] = []
+        self._changed: Callable[[], None] = lambda: None
+        self._deliver: Callable[[EngineReport], None] = lambda report: None
+
+    def observe_health(self, changed: Callable[[], None]) -> None:
+        self._changed = changed
+
+    def describe(self) -> dict[str, object]:
+        return {}
+
+    async def run(self, deliver: Callable[[EngineReport], None]) -> None:
+        self._deliver = deliver
+        await asyncio.Event().wait()
+
+    def submit(self, request: Generate) -> None:
+        self._requests.append(request.request_id)
+        started = RequestStarted(request.request_id, 3, 0, 1)
+        token = TokenDelta(request.request_id, 0, b"\x01\x00\x00\x00")
+        report = EngineReport([token], {0: RankReport([started], self.load(0))})
+        asyncio.get_running_loop().call_soon(self._deliver, report)
+
+    def cancel(self, request_id: str) -> None:
+        """It does not answer."""
+
+    def fall_silent(self) -> None:
+        self.ailment, self.is_silent = "nothing comes back", True
+        deltas = [
+            TokenDelta(name, 1, b"", FinishReason.ERROR, error="silent", refusal=RefusalKind.BROKEN)
+            for name in self._requests
+        ]
+        ends = [RequestFinished(name, "error") for name in self._requests]
+        self._requests = []
+        self._deliver(EngineReport(deltas, {0: RankReport([*ends], self.load(0))}))
+        self._changed()
+
+    def wake(self) -> None:
+        self.ailment, self.is_silent = "", False
+        self._changed()
+
+    def load(self, dp_rank: int) -> LoadReported:
+        return LoadReported(len(self._requests), 0, 0, 0, 2, 9)
+
+    def resident_blocks(self, dp_rank: int) -> list[BlocksStored]:
+        return [HELD]
+
+    def restate(self, dp_rank: int) -> list[BlocksStored]:
+        return [HELD]
+
+
+@dataclass
+class Scene:
+    engine: FallingSilent
+    service: WorkerService
+    consolidator: FakeConsolidator
+    journal: Journal
+    router: FakeRouter
+    stop: asyncio.Event
+    running: asyncio.Task[None]
+
+
+@asynccontextmanager
+async def scene(drain_timeout_ms: float = 30_000.0) -> AsyncIterator[Scene]:
+    journal = Journal()
+    clock = SystemClock()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    metrics = WorkerMetrics(CollectorRegistry())
+    engine = FallingSilent()
+    async with FakeConsolidator(journal) as consolidator:
+        socket = RequestSocket(context, "127.0.0.1", 0)
+        card = make_card(make_settings(consolidator.endpoint), socket.port, 0)
+        limits = ServiceLimits(drain_timeout_ms=drain_timeout_ms)
+        service = WorkerService("w0", 5, card, engine, socket, limits, clock, metrics)
+        stream = PushStream("w0", 0, 5, card, PushTiming(heartbeat_ms=50))
+        publisher = EventPublisher(context, consolidator.endpoint, stream, service.restate, clock, metrics, 100)
+        stop = asyncio.Event()
+        running = asyncio.create_task(service.run([publisher], stop))
+        try:
+            async with fake_router(card.request_endpoint) as router:
+                await publisher.until_registered()
+                yield Scene(engine, service, consolidator, journal, router, stop, running)
+        finally:
+            running.cancel()
+            await asyncio.wait({running})
+            socket.close(orderly=False)
+            publisher.close(orderly=False)
+    context.term()
+
+
+def test_a_worker_leaves_while_its_engine_is_silent_and_comes_back_in_another_life() -> None:
+    async def scenario() -> None:
+        async with scene() as at:
+            await at.router.send(make_request("r"))
+            await at.router.until_started("r")
+            at.engine.fall_silent()
+            await at.router.until_finished("r")
+            assert at.router.last("r").refusal is RefusalKind.BROKEN
+            await at.consolidator.until(lambda journal: journal.goodbyes)
+            assert at.journal.goodbyes == ["the engine of w0 does not answer: nothing comes back"]
+            assert at.journal.events[-2] == RequestFinished("r", "error"), "what ended is told before"
+            assert not at.service.is_ready
+            await at.router.send(make_request("s"))
+            await at.router.until_finished("s")
+            assert "is not well: nothing comes back" in (at.router.last("s").error or "")
+            at.engine.wake()
+            await at.consolidator.until(lambda journal: journal.epoch == 6 and journal.next_seq > 0)
+            restated = [event for batch in at.journal.batches if batch.epoch == 6 for event in batch.events]
+            assert isinstance(restated[0], SnapshotBegan)
+            assert HELD in restated
+            await at.router.send(make_request("t"))
+            await at.router.until_started("t")
+            await at.router.send(Ping(1))
+            assert (await at.router.pong()).epoch == 6
+            assert at.service.is_ready
+
+    asyncio.run(scenario())
+
+
+def test_a_drain_ends_while_the_engine_is_silent() -> None:
+    async def scenario() -> None:
+        async with scene() as at:
+            at.engine.fall_silent()
+            at.stop.set()
+            await at.running
+            assert len(at.journal.goodbyes) == 1, "it has left already"
+
+    asyncio.run(scenario())
+
+
+def test_a_drain_hands_over_what_the_engine_does_not_end() -> None:
+    async def scenario() -> None:
+        async with scene(drain_timeout_ms=10.0) as at:
+            await at.router.send(make_request("r"))
+            await at.router.until_started("r")
+            at.stop.set()
+            await at.router.until_finished("r")
+            assert at.router.last("r").refusal is RefusalKind.DRAINING
+            await at.running
+
+    asyncio.run(scenario())
+
+
+def test_one_that_wakes_while_it_drains_does_not_come_back() -> None:
+    async def scenario() -> None:
+        async with scene(drain_timeout_ms=200.0) as at:
+            await at.router.send(make_request("r"))
+            await at.router.until_started("r")
+            at.engine._requests.clear()  # it keeps the request for itself
+            at.stop.set()
+            await at.router.send(Ping(1))
+            while not (await at.router.pong()).draining:
+                await at.router.send(Ping(1))
+            at.engine.fall_silent()
+            at.engine.wake()
+            await at.running
+            assert at.journal.epoch == 5
+
+    asyncio.run(scenario())

@@ -1,0 +1,220 @@
+"""Whether an engine is alive, answers, and does its work.
+
+Rules:
+
+1. An engine that has shut down, or says that it is not healthy, is *broken*: ``broken`` gets the error, and nothing
+   heals it.
+2. An engine whose thread or whose reader has not come back from a call for ``answer_timeout_ms`` is *silent*: nothing
+   that it has can be expected of it. So is one in which nothing at all moves, and one that generates no token for
+   nobody but its worker.
+3. An engine that is idle proves itself by generating a token every now and then; one that is busy by its progress
+   (``poolgrid.workers.engines.lifecycle.progress``). One that is ill is asked again and again.
+4. ``ailment`` says what is wrong; silence is an ailment. Progress and proofs heal it, but no proof counts while a call
+   is out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from poolgrid.runtime.clock import Clock
+from poolgrid.runtime.tasks import detached
+from poolgrid.wire.limits import TEXT_CHARS_MAX
+from poolgrid.workers.engines.lifecycle.engine_thread import EngineThread
+from poolgrid.workers.engines.lifecycle.progress import ProgressMonitor
+from poolgrid.workers.metrics import WorkerMetrics
+
+log = logging.getLogger(__name__)
+
+WATCH_INTERVAL_S = 1.0
+"""Time between two looks at the engine's health; a quarter of the shortest time-out where that is less."""
+
+
+class EngineBrokenError(RuntimeError):
+    """The engine will not do anything any more."""
+
+
+class EngineHealth:
+    """What is known of an engine's health; the loop of whoever made it calls ``check`` every ``check_interval_s``."""
+
+    def __init__(
+        self,
+        thread: EngineThread,
+        is_alive: Callable[[], bool],
+        generate_one: Callable[[int], Awaitable[None]] | None,
+        reader_silent_ms: Callable[[float], float],
+        dp_size: int,
+        *,
+        interval_ms: float,
+        timeout_ms: float,
+        progress_timeout_ms: float,
+        answer_timeout_ms: float,
+        clock: Clock,
+        metrics: WorkerMetrics,
+    ) -> None:
+        """``is_alive`` and ``generate_one`` (of a rank) are called in the thread; ``None`` = it does not generate."""
+        self._thread = thread
+        self._is_alive = is_alive
+        self._generate_one = generate_one
+        self._reader_silent_ms = reader_silent_ms
+        self._interval_ms = interval_ms
+        self._timeout_s = timeout_ms / 1e3
+        self._answer_timeout_ms = answer_timeout_ms
+        self._clock = clock
+        self._metrics = metrics
+        self._progress = [ProgressMonitor(progress_timeout_ms) for _ in range(dp_size)]
+        self._proved_ms = clock.monotonic_ms()
+        """When the engine last did something for somebody."""
+        self._probe_failed = ""
+        self._probing: asyncio.Task[None] | None = None
+        self._changed: Callable[[], None] = _nobody
+        self.ailment = ""
+        self.is_silent = False
+        """Whether nothing can be expected of the engine."""
+        self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.check_interval_s = min(
+            WATCH_INTERVAL_S, progress_timeout_ms / 4e3, answer_timeout_ms / 4e3, interval_ms / 2e3
+        )
+
+    def observe(self, changed: Callable[[], None]) -> None:
+        """Call ``changed`` from now on when ``ailment`` begins or ends, or ``is_silent`` changes."""
+        self._changed = changed
+
+    # -- what requests tell --------------------------------------------------------------------------------------------
+
+    def entered(self, rank: int, request_id: str, transfers: bool) -> None:
+        """Note a request that the engine was given; ``transfers``: its KV comes from another worker."""
+        self._progress[rank].entered(request_id, transfers, self._clock.monotonic_ms())
+
+    def moved(self, rank: int, request_id: str) -> None:
+        """Note output of a request."""
+        now_ms = self._clock.monotonic_ms()
+        self._progress[rank].moved(request_id, now_ms)
+        self.proved(now_ms)
+
+    def ended(self, rank: int, request_id: str, now_ms: float) -> None:
+        """Note that the engine came to a request's end by itself."""
+        self._progress[rank].ended(request_id, now_ms)
+        self.proved(now_ms)
+
+    def given_up(self, rank: int, request_id: str, now_ms: float) -> None:
+        """Note a request that is over without the engine's doing."""
+        self._progress[rank].given_up(request_id, now_ms)
+
+    def proved(self, now_ms: float) -> None:
+        """Note that the engine did something for somebody."""
+        self._proved_ms = now_ms
+        self._probe_failed = ""
+        if self.ailment and not self._unanswered(now_ms):
+            self._set("", silent=False)
+
+    def seen(self, alive: bool, error: BaseException | None = None) -> bool:
+        """Take what the engine says of its life; ``broken`` ends with ``error`` if it is dead. Return whether it is."""
+        if self.broken.done():
+            return True
+        if alive:
+            return False
+        reason = error or RuntimeError("it says that it is not healthy")
+        self.broken.set_exception(EngineBrokenError(f"the engine has shut down: {reason}"))
+        return True
+
+    # -- what time tells -----------------------------------------------------------------------------------------------
+
+    def check(self, now_ms: float, busy: bool) -> None:
+        """Ask for a sign of life; look whether a busy engine makes progress; have an idle or ill one prove itself."""
+        self._thread.beat(now_ms, self._is_alive, self.seen)
+        self._metrics.engine_silence_seconds.set(max(each.silent_ms(now_ms) for each in self._progress) / 1e3)
+        unanswered = self._unanswered(now_ms)
+        if unanswered:
+            self._set(unanswered, silent=True)
+            return
+        stalls = [stall for monitor in self._progress if (stall := monitor.stall(now_ms)) is not None]
+        certain = next((stall for stall in stalls if stall.certain), None)
+        if certain is not None:
+            self._set(certain.reason, silent=certain.total)
+        elif not stalls and self.ailment and not self._probe_failed and (busy or self._generate_one is None):
+            self._set("", silent=False)
+        if stalls or self.ailment or (not busy and now_ms - self._proved_ms >= self._interval_ms):
+            self._prove()
+
+    async def generate_one(self, timeout_s: float) -> None:
+        """Generate a token on every rank; raises ``TimeoutError``, and what the engine raises."""
+        generate = self._generate_one
+        if generate is None:
+            return
+
+        async def all_ranks() -> None:
+            async with asyncio.TaskGroup() as group:
+                for rank in range(len(self._progress)):
+                    group.create_task(_awaited(generate(rank)))
+
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._thread.run(all_ranks, "one token")
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
+
+    async def close(self) -> None:
+        """End what is under way."""
+        if self._probing is not None:
+            self._probing.cancel()
+            await asyncio.wait({self._probing})
+        self.broken.cancel()
+
+    def _unanswered(self, now_ms: float) -> str:
+        """Return which call has not come back in time, and for how long; empty = none."""
+        for what, silent_ms in (
+            ("the engine's thread", self._thread.silent_ms(now_ms)),
+            ("reading the engine's events", self._reader_silent_ms(now_ms)),
+        ):
+            if silent_ms > self._answer_timeout_ms:
+                return (
+                    f"{what} has not come back from a call for more than {self._answer_timeout_ms:.0f} ms "
+                    "(answer_timeout_ms)"
+                )
+        return ""
+
+    def _prove(self) -> None:
+        if self._generate_one is not None and (self._probing is None or self._probing.done()):
+            self._probing = detached(self._probe(), "engine probe")
+
+    async def _probe(self) -> None:
+        self._proved_ms = self._clock.monotonic_ms()
+        try:
+            await self.generate_one(self._timeout_s)
+        except TimeoutError:
+            self._probe_failed = f"a one-token generation has not ended within {self._timeout_s * 1e3:.0f} ms"
+        except Exception as error:
+            self._probe_failed = f"a one-token generation failed: {error}"[:TEXT_CHARS_MAX]
+        else:
+            self._metrics.health_checks.labels("passed").inc()
+            now_ms = self._clock.monotonic_ms()
+            for monitor in self._progress:
+                monitor.proved(now_ms)
+            self.proved(now_ms)
+            return
+        self._metrics.health_checks.labels("failed").inc()
+        if not self.broken.done():
+            self._set(self._probe_failed, silent=True)
+
+    def _set(self, ailment: str, *, silent: bool) -> None:
+        if ailment and not self.ailment:
+            log.error("the engine is not well: %s; new requests are refused", ailment)
+        elif self.ailment and not ailment:
+            log.warning("the engine is well again")
+        before = (bool(self.ailment), self.is_silent)
+        self.ailment = ailment
+        self.is_silent = silent
+        self._metrics.engine_healthy.set(not ailment)
+        if before != (bool(ailment), silent):
+            self._changed()
+
+
+async def _awaited(work: Awaitable[None]) -> None:
+    await work
+
+
+def _nobody() -> None:
+    return
