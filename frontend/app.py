@@ -35,7 +35,7 @@ from poolgrid.frontend.access.watched_key_file import WatchedKeyFile
 from poolgrid.frontend.dialects import dialect_of
 from poolgrid.frontend.errors import RequestError, invalid, quoted, refused, without_others
 from poolgrid.frontend.guide_check import GuideCheck, GuideLimits
-from poolgrid.frontend.inference_endpoint import InferenceEndpoint, Prepare
+from poolgrid.frontend.inference_endpoint import InferenceEndpoint, Prepare, account_of, line_of
 from poolgrid.frontend.inflation import BodyInflation, InflationLimits
 from poolgrid.frontend.media.loader import MediaLoader
 from poolgrid.frontend.media.metrics import MediaMetrics
@@ -109,7 +109,7 @@ class Application(FastAPI):
         close: Callable[[], Awaitable[None]],
         request_ids: RequestIds,
         clock: Clock,
-        traffic: Traffic,
+        traffic: Traffic[Any],
         **fields: Any,
     ) -> None:
         # The pages that FastAPI makes of a description load their scripts from elsewhere.
@@ -212,7 +212,7 @@ def create_app(
         close,
         request_ids,
         clock,
-        Traffic(settings.access_log),
+        Traffic(settings.access_log, account_of, line_of),
         title="poolgrid",
         summary="OpenAI API of a KV-cache-aware router",
         version=__version__,

@@ -106,7 +106,7 @@ class InferenceEndpoint:
         media: MediaLoader,
         guides: GuideCheck,
         domains: CacheDomains,
-        traffic: Traffic,
+        traffic: Traffic[_Exchange],
         dialect: Dialect = OPENAI,
     ) -> None:
         self.name = name
@@ -630,35 +630,35 @@ class _Exchange:
             if all(output.stream is None for output in self._outputs):
                 self._caller.not_dispatched(self._clock.monotonic_ms())
 
-    # -- as the log of the traffic asks --------------------------------------------------------------------------------
 
-    def account(self) -> Account:
-        """Return what the request has sent to workers and got until now."""
-        prompt_tokens = cached_tokens = output_tokens = 0
-        for output in self._outputs:
-            if output.stream is not None:
-                prompt_tokens += len(output.request.token_ids) // TOKEN_BYTES
-                cached_tokens += output.cached_tokens or 0
-                output_tokens += output.completion_tokens
-        return Account(prompt_tokens, cached_tokens, output_tokens)
+def account_of(exchange: _Exchange) -> Account:
+    """Return what a request has sent to workers and got until now."""
+    prompt_tokens = cached_tokens = output_tokens = 0
+    for output in exchange._outputs:
+        if output.stream is not None:
+            prompt_tokens += len(output.request.token_ids) // TOKEN_BYTES
+            cached_tokens += output.cached_tokens or 0
+            output_tokens += output.completion_tokens
+    return Account(prompt_tokens, cached_tokens, output_tokens)
 
-    def ended(self) -> EndedRequest:
-        """Return what there is to log of the request once it is over."""
-        streams = [output.stream for output in self._outputs if output.stream is not None]
-        arrived_ms, first_ms = self._arrived_ms, self.first_token_ms
-        return EndedRequest(
-            name=str(self._wanted_id),
-            endpoint=self._endpoint.name,
-            status=self.status,
-            error=self.error,
-            streaming=self.streaming,
-            model=self.model,
-            tenant=self._caller.tenant if self._caller is not None else "",
-            account=self.account(),
-            ttft_ms=None if first_ms is None else first_ms - arrived_ms,
-            duration_ms=self._clock.monotonic_ms() - arrived_ms,
-            workers=",".join(dict.fromkeys(stream.worker for stream in streams)),
-        )
+
+def line_of(exchange: _Exchange) -> EndedRequest:
+    """Return what there is to log of a request that is over."""
+    streams = [output.stream for output in exchange._outputs if output.stream is not None]
+    arrived_ms, first_ms = exchange._arrived_ms, exchange.first_token_ms
+    return EndedRequest(
+        name=str(exchange._wanted_id),
+        endpoint=exchange._endpoint.name,
+        status=exchange.status,
+        error=exchange.error,
+        streaming=exchange.streaming,
+        model=exchange.model,
+        tenant=exchange._caller.tenant if exchange._caller is not None else "",
+        account=account_of(exchange),
+        ttft_ms=None if first_ms is None else first_ms - arrived_ms,
+        duration_ms=exchange._clock.monotonic_ms() - arrived_ms,
+        workers=",".join(dict.fromkeys(stream.worker for stream in streams)),
+    )
 
 
 class _Pumps:

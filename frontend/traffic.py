@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from typing import NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.figures import counted, number, percent
@@ -23,6 +23,10 @@ log = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 10.0
 """Between two lines about all requests, as engines have it."""
+
+
+R = TypeVar("R")
+"""A request under way."""
 
 
 class Account(NamedTuple):
@@ -60,46 +64,39 @@ class EndedRequest(NamedTuple):
     workers: str
 
 
-class Running(Protocol):
-    """A request under way."""
-
-    def account(self) -> Account:
-        """Return what it has sent to workers and got until now."""
-        ...
-
-    def ended(self) -> EndedRequest:
-        """Return what there is to log of it once it is over."""
-        ...
-
-
-class Traffic:
+class Traffic(Generic[R]):
     """The requests of one front end: those under way, and the sum of those that are over."""
 
-    def __init__(self, each_request: bool) -> None:
-        """``each_request``: log a line for each, whatever level other lines have."""
+    def __init__(
+        self, each_request: bool, account_of: Callable[[R], Account], line_of: Callable[[R], EndedRequest]
+    ) -> None:
+        """``each_request``: log a line for each, whatever level other lines have. ``account_of`` is asked what a
+        request has got until now, ``line_of`` what there is to log of one that is over."""
         self._each = each_request
-        self.running: set[Running] = set()
+        self._account_of = account_of
+        self._line_of = line_of
+        self.running: set[R] = set()
         """Whoever begins a request puts it here: what every request does must cost next to nothing."""
         self._ended = 0
         self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
         if each_request:
             log.setLevel(logging.INFO)
 
-    def end(self, request: Running) -> None:
+    def end(self, request: R) -> None:
         """Take note that a request is over."""
         self.running.remove(request)
-        prompt_tokens, cached_tokens, output_tokens = request.account()
+        prompt_tokens, cached_tokens, output_tokens = self._account_of(request)
         self._prompt_tokens += prompt_tokens
         self._cached_tokens += cached_tokens
         self._output_tokens += output_tokens
         self._ended += 1
         if self._each:
-            log.info("%s", request_line(request.ended()), extra=EVERY_LINE)
+            log.info("%s", request_line(self._line_of(request)), extra=EVERY_LINE)
 
     def totals(self) -> Totals:
         """Return what was served until now, of requests under way too."""
         accounts = [(self._prompt_tokens, self._cached_tokens, self._output_tokens)]
-        accounts += [request.account() for request in self.running]
+        accounts += map(self._account_of, self.running)
         return Totals(self._ended, len(self.running), Account(*map(sum, zip(*accounts, strict=True))))
 
 
@@ -141,14 +138,14 @@ def report_line(before: Totals, now: Totals, waiting: int, interval_s: float) ->
     )
 
 
-def open_report(opened: AsyncExitStack, traffic: Traffic, waiting: Callable[[], int], clock: Clock) -> None:
+def open_report(opened: AsyncExitStack, traffic: Traffic[Any], waiting: Callable[[], int], clock: Clock) -> None:
     """Begin to log a line about all requests every ten seconds; ``opened`` ends it. ``waiting``: those in the queue."""
     report = supervised(lambda: report_traffic(traffic, waiting, clock), "report of the traffic", Restart())
     opened.push_async_callback(cancel_all, [report])
 
 
 async def report_traffic(
-    traffic: Traffic, waiting: Callable[[], int], clock: Clock, interval_s: float = REPORT_INTERVAL_S
+    traffic: Traffic[Any], waiting: Callable[[], int], clock: Clock, interval_s: float = REPORT_INTERVAL_S
 ) -> None:
     """Log a line every interval in which something happened, until cancelled."""
     before, before_ms = traffic.totals(), clock.monotonic_ms()

@@ -100,17 +100,8 @@ def test_nothing_is_said_of_single_requests_unless_asked_for(caplog: pytest.LogC
 
 
 def test_requests_under_way_count_and_an_idle_front_end_is_silent(caplog: pytest.LogCaptureFixture) -> None:
-    traffic = Traffic(each_request=False)
+    traffic: Traffic[str] = Traffic(False, lambda request: got, lambda request: ended(name=request))
     got = Account(100, 0, 0)
-
-    class Request:
-        def account(self) -> Account:
-            return got
-
-        def ended(self) -> EndedRequest:
-            return ended()
-
-    request = Request()
 
     class Ticks:
         def monotonic_ms(self) -> float:
@@ -131,12 +122,12 @@ def test_requests_under_way_count_and_an_idle_front_end_is_silent(caplog: pytest
         await looks.get()
         await looks.get()
         assert caplog.records == []
-        traffic.running.add(request)
+        traffic.running.add("one")
         got = Account(100, 64, 9)
         await looks.get()
         await looks.get()  # what was looked at before is said by now
         assert traffic.totals() == Totals(0, 1, got)
-        traffic.end(request)
+        traffic.end("one")
         report.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await report
