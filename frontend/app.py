@@ -411,7 +411,8 @@ def _add_health(
         model: Annotated[str | None, Query(max_length=256, description="Of this model; any by default.")] = None,
     ) -> dict[str, str]:
         """Answer 200 when requests can be served, else 503 with what is missing."""
-        missing = ready() or _without_worker(endpoints, role, model)
+        asked = role is not None or model is not None
+        missing = _without_worker(endpoints, role, model) if asked else ready()
         if missing is None:
             return {"status": "ready"}
         response.status_code = 503
@@ -433,9 +434,7 @@ def _add_health(
 
 
 def _without_worker(endpoints: Endpoints, role: str | None, model: str | None) -> str | None:
-    """Return what is missing of a role or model that somebody asks for."""
-    if role is None and model is None:
-        return None
+    """Return what is missing of a role or model that somebody asks for, whatever the rest of the pool lacks."""
     wanted = [row for row in endpoints() if role in (None, row.role) and model in (None, row.model)]
     if any(row.ready for row in wanted):
         return None

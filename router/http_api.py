@@ -218,7 +218,9 @@ def pool_status(status: PoolStatus) -> PoolStatusRow:
 
 
 def endpoints(service: RouterService) -> list[EndpointRow]:
-    """Return who serves which model in which role."""
+    """Return who serves which model in which role; nobody while the router cannot serve."""
+    if not service.ready:
+        return []
     workers = service.projection.fleet.workers
     return endpoint_rows((workers[key] for key in sorted(workers)), service.view.unreachable)
 

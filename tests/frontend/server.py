@@ -34,6 +34,7 @@ def application(
     models: dict[str, PromptModel] | None = None,
     ready: Callable[[], str | None] = lambda: None,
     endpoints: Callable[[], Sequence[EndpointRow]] = tuple,
+    troubles: Callable[[], Sequence[str]] = tuple,
     **settings: Any,
 ) -> FastAPI:
     return create_app(
@@ -43,6 +44,7 @@ def application(
         registry=registry or CollectorRegistry(),
         ready=ready,
         endpoints=endpoints,
+        troubles=troubles,
         id_prefix="id-",
     )
 
