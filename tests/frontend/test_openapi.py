@@ -26,6 +26,8 @@ from poolgrid.frontend.openapi import BODIES
 from poolgrid.frontend.openapi_answers import ANSWERS
 from poolgrid.frontend.ports import InferenceRequest
 from poolgrid.wire.answers import EndpointRow
+from poolgrid.wire.hashing import unpack_tokens
+from poolgrid.wire.requests import TokenLogprobs
 from tests.frontend.fake_backend import FakeBackend, Step, speak, with_logprobs
 from tests.frontend.server import application
 
@@ -54,7 +56,14 @@ OPERATIONS = [
 
 def talk(request: InferenceRequest) -> list[Step]:
     steps = speak("Hello, world!")
-    return with_logprobs(steps, request.sampling.logprobs) if request.sampling.logprobs is not None else steps
+    if request.sampling.logprobs is not None:
+        steps = with_logprobs(steps, request.sampling.logprobs)
+    if request.sampling.prompt_logprobs is not None:  # the prompt is repeated, with log probabilities
+        first = steps[0]
+        assert isinstance(first, list)
+        prompt = unpack_tokens(request.token_ids)
+        first[0].prompt_logprobs = tuple(TokenLogprobs(token, -0.25, ((token, -0.25),)) for token in prompt[1:])
+    return steps
 
 
 SERVED = [
