@@ -138,6 +138,7 @@ async def running_engine(
         registry,
         "served",
         takes_media=chosen.modality == "multimodal",
+        encode_endpoint=chosen.encode_endpoint,
     ) as opened:
         told = Told(opened.engine, opened.engine._llm, metrics)
         if runs:

@@ -377,6 +377,42 @@ def test_the_mode_decides_about_the_endpoint_and_the_role(mode: Any, endpoint: s
     assert TrtllmSettings(endpoint="x.y.z").endpoint_name == "x.y.z"
 
 
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({"endpoint": "dyn://dynamo.tensorrt_llm.generate"}, "dynamo.tensorrt_llm.generate"),
+        ({"endpoint": "dyn://dynamo.prefill.generate"}, "dynamo.prefill.generate"),
+        ({"endpoint": "dyn://dynamo.tensorrt_llm_encode.generate"}, "dynamo.tensorrt_llm_encode.generate"),
+        ({"namespace": "dyn://dynamo"}, "dynamo.worker.generate"),
+    ],
+)
+def test_names_with_dynamos_scheme_mean_what_they_say(given: dict[str, str], name: str) -> None:
+    assert TrtllmSettings.model_validate(given).endpoint_name == name
+
+
+def test_a_value_of_the_command_line_that_loses_to_a_file_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "engine.yaml"
+    file.write_text("max_batch_size: 7\nmax_num_tokens: 4096\ncache_transceiver_config: {kv_transfer_timeout_ms: 9}\n")
+    settings = TrtllmSettings(
+        model_path="m",
+        max_batch_size=64,
+        max_num_tokens=4096,
+        kv_transfer_timeout_ms=50.0,
+        free_gpu_memory_fraction=0.5,
+        disaggregation_mode="prefill",
+        extra_engine_args=file,
+        override_engine_args='{"kv_cache_config": {"free_gpu_memory_fraction": 0.6}}',
+    )
+    told = [warning for warning in resolve_files(settings).warnings if "has no effect" in warning]
+    assert told == [
+        "--free-gpu-memory-fraction is 0.5 and has no effect: kv_cache_config.free_gpu_memory_fraction is 0.6 "
+        "(from --override-engine-args)",
+        f"--max-batch-size is 64 and has no effect: max_batch_size is 7 (from {file})",
+        "--kv-transfer-timeout-ms is 50 and has no effect: cache_transceiver_config.kv_transfer_timeout_ms is 9 "
+        f"(from {file})",
+    ]
+
+
 def test_names_follow_from_the_settings() -> None:
     assert TrtllmSettings(model_path="a/b").model_name == "a/b"
     assert TrtllmSettings(model_path="a/b", served_model_name="c").model_name == "c"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,13 +17,14 @@ import pytest
 
 from poolgrid.wire import codec as wire_codec
 from poolgrid.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes, unpack_hashes, unpack_tokens
-from poolgrid.wire.identifiers import Role
+from poolgrid.wire.identifiers import Role, Stage
 from poolgrid.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
 from poolgrid.wire.requests import RefusalKind, Routing
 from poolgrid.workers.core.refusal import RefusedError
+from poolgrid.workers.engines.trtllm import library
 from poolgrid.workers.engines.trtllm.core.outputs import UNLIKELY
 from tests.fakes import tensorrt_llm_of
-from tests.trtllm.engines import BLOCK, HONEST_SAMPLER, Told, expected, make_request, running_engine
+from tests.trtllm.engines import BLOCK, HONEST_SAMPLER, Told, expected, fake_library, make_request, running_engine
 from tests.trtllm.test_engine import hold
 from tests.trtllm.test_engine_legs import decode_leg, prefilled
 from tests.trtllm.test_engine_media import TEXT, item, picture, seen, text_request, with_media
@@ -267,3 +270,44 @@ def test_embeddings_are_refused_where_the_models_class_takes_none(tmp_path: Path
             assert told.output("s") == expected(text_request("s"), seen())
 
     asyncio.run(scenario())
+
+
+def test_a_worker_that_has_its_pictures_encoded_elsewhere_encodes_none() -> None:
+    async def scenario() -> None:
+        elsewhere = "dyn://dynamo.tensorrt_llm_encode.generate"
+        async with (
+            running_engine(Role.ENCODE) as encode,
+            running_engine(encode_endpoint=elsewhere, **PICTURES) as told,
+        ):
+            request = with_media(make_request(), item(picture()))
+            last = await told.finish(request)
+            assert (last.finish_reason, last.refusal) == ("error", RefusalKind.CANNOT_DO)
+            assert "which dynamo.tensorrt_llm_encode.generate makes (encode_endpoint)" in (last.error or "")
+            encoded = await encode.finish(msgspec.structs.replace(request, stage=Stage.ENCODE))
+            bare = msgspec.structs.replace(item(picture()), data=b"")
+            leg = with_media(make_request("s"), bare)
+            await told.finish(msgspec.structs.replace(leg, disaggregated_params=encoded.disaggregated_params))
+            assert told.output("s") == expected(text_request("s"), seen())
+
+    asyncio.run(scenario())
+
+
+# -- its log -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("set_before", "wanted"), [(None, "DEBUG"), ("VERBOSE", "VERBOSE")])
+def test_the_log_level_is_the_workers_unless_somebody_has_set_it(
+    set_before: str | None, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if set_before is None:
+        monkeypatch.delenv("TLLM_LOG_LEVEL", raising=False)
+    else:
+        monkeypatch.setenv("TLLM_LOG_LEVEL", set_before)
+    before = library.log.level
+    library.log.setLevel(logging.DEBUG)
+    try:
+        fake_library()
+        assert os.environ["TLLM_LOG_LEVEL"] == wanted
+    finally:
+        library.log.setLevel(before)
+        os.environ.pop("TLLM_LOG_LEVEL", None)

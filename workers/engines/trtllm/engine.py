@@ -692,6 +692,7 @@ async def load_engine(
     served_model_name: str,
     logits_processors: Sequence[str] = (),
     takes_media: bool = False,
+    encode_endpoint: str = "",
 ) -> AsyncIterator[LoadedEngine]:
     """Load a model and keep its engine until the end of the block; whatever ends it, the engine is shut down.
 
@@ -735,7 +736,9 @@ async def load_engine(
                 trtllm_metrics,
                 collector,
                 processors,
-                partial(load_media, takes_embeddings=abilities.takes_embeddings) if takes_media else None,
+                partial(load_media, takes_embeddings=abilities.takes_embeddings, encoded_by=encode_endpoint)
+                if takes_media
+                else None,
             )
             try:
                 await engine.begin()

@@ -9,11 +9,15 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 log = logging.getLogger(__name__)
+
+LOG_LEVEL_VARIABLE = "TLLM_LOG_LEVEL"
+"""What TensorRT-LLM takes its log level from: DEBUG, INFO, WARNING or ERROR."""
 
 PRIORITY_POLICY = "waiting_queue_policy"
 """Field of ``SchedulerConfig``, after 1.2, that makes the engine honour priorities."""
@@ -60,7 +64,9 @@ class TrtllmLibrary:
 
 
 def load_library() -> TrtllmLibrary:
-    """Import TensorRT-LLM; raise ``LibraryMissingError`` saying what is missing."""
+    """Import TensorRT-LLM, with this process's log level; raise ``LibraryMissingError`` saying what is missing."""
+    # Before the import, which reads it; the engine's processes inherit it. Who has set it knows why.
+    os.environ.setdefault(LOG_LEVEL_VARIABLE, logging.getLevelName(log.getEffectiveLevel()))
     try:
         package = importlib.import_module("tensorrt_llm")
     except ImportError as error:

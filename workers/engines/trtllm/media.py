@@ -24,10 +24,13 @@ from poolgrid.workers.core.refusal import RefusedError, UnableError, Unsupported
 SAFETENSORS = "application/x-safetensors"
 
 
-def load_media(request: Generate, has_handles: bool, takes_embeddings: bool = True) -> dict[str, Any]:
+def load_media(
+    request: Generate, has_handles: bool, takes_embeddings: bool = True, encoded_by: str = ""
+) -> dict[str, Any]:
     """Return the inputs of ``generate_async``; blocks while pictures are decoded. Raises ``RefusedError``.
 
     ``has_handles``: an encode worker has the embeddings already, and the media themselves are not needed.
+    ``encoded_by``: who makes embeddings of pictures, where this worker does not.
     """
     assert request.multimodal is not None
     try:
@@ -40,6 +43,11 @@ def load_media(request: Generate, has_handles: bool, takes_embeddings: bool = Tr
     kinds = {item.kind for item in media.items}
     if len(kinds) > 1:
         raise UnsupportedError("the request has pictures and embeddings, TensorRT-LLM takes one of the two per request")
+    if MediaKind.IMAGE in kinds and encoded_by:
+        raise UnableError(
+            f"the request has pictures without embeddings, which {encoded_by} makes (encode_endpoint): this worker "
+            "encodes none itself"
+        )
     if MediaKind.IMAGE in kinds:
         inputs["multi_modal_data"] = {"image": [_load(at, item, _image) for at, item in enumerate(media.items)]}
     elif not takes_embeddings:

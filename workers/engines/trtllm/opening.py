@@ -42,5 +42,6 @@ async def open_engine(settings: TrtllmWorkerSettings, around: Surroundings) -> A
         settings.model_name,
         settings.logits_processors,
         takes_media=settings.modality == "multimodal",
+        encode_endpoint=settings.encode_endpoint,
     ) as opened:
         yield OpenedEngine(opened.engine, make_card(settings, arguments, opened, around.request_port, around.http_port))

@@ -107,7 +107,10 @@ class TrtllmSettings(Settings):
         "none", description="KV cache connector; kvbm offloads blocks to host and disk through Dynamo's block manager."
     )
     encode_endpoint: Name = Field(
-        "", description="namespace.component.endpoint of the encode workers; empty = images are encoded here."
+        "",
+        description="namespace.component.endpoint of the encode workers (dyn:// before it is fine), which the router "
+        "finds by their role: with it images are never encoded here, and what comes without their embeddings is "
+        "refused; empty = images that come as such are encoded here.",
     )
     guided_decoding_backend: Literal["xgrammar", "llguidance"] | None = Field(
         None, description="Library behind guided decoding; empty = such requests are refused."
@@ -122,9 +125,13 @@ class TrtllmSettings(Settings):
     load_format: Literal["auto", "dummy", "vision_only"] = Field(
         "auto", description="How weights are loaded; dummy = none, random weights."
     )
-    namespace: Name = Field("poolgrid", min_length=1, description="First part of the endpoint name.")
+    namespace: Name = Field(
+        "poolgrid", min_length=1, description="First part of the endpoint name; dyn:// before it is fine."
+    )
     endpoint: Name = Field(
-        "", description="namespace.component.endpoint of this worker; empty = made of namespace and mode."
+        "",
+        description="namespace.component.endpoint of this worker, by which routers' /health lists it; dyn:// before it "
+        "is fine; empty = made of namespace and mode.",
     )
     extra_engine_args: Path | None = Field(
         None, description="YAML file of TensorRT-LLM arguments; overrides the options above, key by key."
@@ -141,6 +148,11 @@ class TrtllmSettings(Settings):
                 "video_diffusion is not built yet: poolgrid serves text and multimodal models; no worker was started"
             )
         return modality
+
+    @field_validator("namespace", "endpoint", "encode_endpoint", mode="before")
+    @classmethod
+    def _without_scheme(cls, name: object) -> object:
+        return name.removeprefix("dyn://") if isinstance(name, str) else name
 
     @field_validator("namespace")
     @classmethod

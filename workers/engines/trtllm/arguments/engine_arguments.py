@@ -72,6 +72,13 @@ _ARGUMENT_OF_SETTING = {
 }
 
 
+_ARGUMENT_OF_OTHER_SETTING = {
+    "kv_transfer_timeout_ms": "cache_transceiver_config.kv_transfer_timeout_ms",
+    "event_buffer_max_size": "kv_cache_config.event_buffer_max_size",
+}
+"""Settings that become arguments in some modes only."""
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
     """Arguments from one source."""
@@ -225,7 +232,7 @@ def resolve(settings: TrtllmSettings, file: Layer | None = None, override: Layer
     if faults:
         raise ContractError(_REFUSED, faults)
     merged = merge(layers)
-    warnings: list[str] = []
+    warnings = _overridden(layers[1].values, merged)
     merged, publishes = _require(settings, merged, warnings)
     if merged.backend == AUTODEPLOY:
         merged = _prune(merged, warnings)
@@ -238,6 +245,18 @@ def resolve(settings: TrtllmSettings, file: Layer | None = None, override: Layer
         placed = [Fault(fault.path, f"{fault.message} (from {merged.source(fault.path)})") for fault in faults]
         raise ContractError(_REFUSED, placed, warnings)
     return replace(merged, warnings=tuple(warnings), publishes_kv_events=publishes)
+
+
+def _overridden(given: Mapping[str, Any], merged: EngineArguments) -> list[str]:
+    """Return what was given on the command line and lost to a file or to ``--override-engine-args``, a line each."""
+    lost = []
+    for setting, path in {**_ARGUMENT_OF_SETTING, **_ARGUMENT_OF_OTHER_SETTING}.items():
+        wanted, found = _at(given, path), _at(merged.values, path)
+        source = merged.source(path)
+        if _has(given, path) and wanted != found and source != COMMAND_LINE:
+            option = f"--{setting.replace('_', '-')}"
+            lost.append(f"{option} is {shown(wanted)} and has no effect: {path} is {shown(found)} (from {source})")
+    return lost
 
 
 def resolve_files(settings: TrtllmSettings) -> EngineArguments:
