@@ -242,6 +242,8 @@ def shown_default(field: FieldInfo) -> str:
         return "empty"
     if isinstance(value, bool):
         return "on" if value else "off"
+    if isinstance(value, tuple):
+        return f"`{','.join(map(str, value))}`"
     if isinstance(value, Path):
         # The installed place differs from machine to machine; what ships with poolgrid has the same name everywhere.
         return f"the shipped `{value.relative_to(SOURCE_ROOT)}`" if value.is_relative_to(SOURCE_ROOT) else f"`{value}`"

@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from poolgrid.cli.greeting import greeting
 from poolgrid.cli.held_port import HeldPorts
-from poolgrid.cli.local_pool import UpSettings
+from poolgrid.cli.local_pool import UpSettings, output_arguments
 from poolgrid.cli.part import START_TIMEOUT_S, Part, part_environment, stop_parts
 from poolgrid.cli.pool_status import until_workers_are_ready
 from poolgrid.frontend.prompt_model import PromptModel
@@ -87,7 +87,6 @@ class LocalFleet:
 
     def _worker_arguments(self, stage: StageName, pool: Pool, name: str) -> list[str]:
         simulate = pool.simulate or PoolSimulation()
-        first = max(self._model.tokenizer.get_added_tokens_decoder(), default=-1) + 1
         table = []
         if simulate.timing_table is not None:
             table = ["--timing-table", str(self._path.parent / simulate.timing_table)]
@@ -100,8 +99,7 @@ class LocalFleet:
             *("--block-size", str(simulate.block_size), "--total-kv-blocks", str(simulate.total_kv_blocks)),
             *("--max-batch-size", str(simulate.max_batch_size), "--max-num-tokens", str(simulate.max_num_tokens)),
             *("--max-sequence-length", str(simulate.max_sequence_length)),
-            *("--vocabulary-size", str(self._model.vocab_size), "--first-token-id", str(first)),
-            *("--tokenizer-path", str(self._settings.model_path)),
+            *output_arguments(self._settings, self._model),
             *("--drain-timeout-ms", "2000"),
         ]
 

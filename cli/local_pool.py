@@ -14,6 +14,7 @@ Rules
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -42,6 +43,7 @@ from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.runtime.figures import counted
 from poolgrid.runtime.settings import Settings
 from poolgrid.runtime.tasks import cancel_all, owned
+from poolgrid.workers.engines.simulated.core.answer_lengths import MEAN_DEFAULT, STDDEV_DEFAULT, TOKENS_MAX
 
 DEFAULT_LOG_DIR = Path("poolgrid-logs")
 
@@ -64,7 +66,14 @@ REAL_STOP_TIMEOUT_S = 60.0
 REAL_RESTARTS_MAX = 3
 """An engine that dies at once dies again: each start loads the model, and hides the first cause in its log."""
 
-_OF_SIMULATED = ("speedup", "blocks_per_worker", "max_sequence_length", "pools")
+_OF_SIMULATED = (
+    "speedup",
+    "blocks_per_worker",
+    "max_sequence_length",
+    "output_tokens_mean",
+    "output_tokens_stddev",
+    "pools",
+)
 _OF_REAL = ("gpus", "worker_gpus", "prefill_gpus", "decode_gpus", "encode_gpus")
 
 
@@ -124,6 +133,16 @@ class UpSettings(Settings):
     blocks_per_worker: int = Field(16_384, ge=16, le=1_048_576, description="KV blocks of each worker.")
     max_sequence_length: int = Field(
         131_072, ge=2, le=4_194_304, description="Prompt and output tokens of one request."
+    )
+    output_tokens_mean: float = Field(
+        MEAN_DEFAULT,
+        ge=0.0,
+        le=TOKENS_MAX,
+        description="Mean length of answers that end by themselves, in tokens; 0 = none does. See poolgrid worker "
+        "--help.",
+    )
+    output_tokens_stddev: float = Field(
+        STDDEV_DEFAULT, ge=0.0, le=TOKENS_MAX, description="Standard deviation of these lengths."
     )
     queue_limit: int = Field(
         1024, ge=0, le=1_000_000, description="Requests that may wait for a worker; with --pools, for a pool with room."
@@ -326,7 +345,6 @@ def plan(
 
 def simulated_arguments(settings: UpSettings, model: PromptModel, name: str, role: str, group: Group) -> list[str]:
     """Return the command of a simulated worker."""
-    first = max(model.tokenizer.get_added_tokens_decoder(), default=-1) + 1
     return [
         *(
             "worker",
@@ -345,8 +363,7 @@ def simulated_arguments(settings: UpSettings, model: PromptModel, name: str, rol
         *("--consolidator", INGEST, "--speedup", str(settings.speedup)),
         *("--block-size", str(settings.block_size), "--total-kv-blocks", str(settings.blocks_per_worker)),
         *("--max-sequence-length", str(settings.max_sequence_length)),
-        *("--vocabulary-size", str(model.vocab_size), "--first-token-id", str(first)),
-        *("--tokenizer-path", str(settings.model_path)),
+        *output_arguments(settings, model),
         *("--drain-timeout-ms", "2000", "--log-level", settings.log_level),
         # What the command line says last wins.
         *([] if group.engine_args is None else simulated_limits(group.engine_args)),
@@ -496,3 +513,16 @@ async def warm_up(url: str, settings: UpSettings) -> None:
                 )
 
         await asyncio.gather(*(ask(f"{at} {WARM_UP_PROMPT}") for at in range(paths)))
+
+
+def output_arguments(settings: UpSettings, model: PromptModel) -> list[str]:
+    """Return what simulated workers are told of their answers: which tokens there are, and how many come."""
+    added = model.tokenizer.get_added_tokens_decoder()
+    first = next(token_id for token_id in itertools.count() if token_id not in added)
+    end = ["--eos-token-id", str(model.eos_token_ids[0])] if model.eos_token_ids else []
+    return [
+        *("--vocabulary-size", str(model.vocab_size), "--first-token-id", str(first), *end),
+        *("--tokenizer-path", str(settings.model_path)),
+        *("--output-tokens-mean", str(settings.output_tokens_mean)),
+        *("--output-tokens-stddev", str(settings.output_tokens_stddev)),
+    ]

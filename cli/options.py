@@ -254,6 +254,8 @@ def _shown(default: Any) -> str | bool:
         return False
     if isinstance(default, bool):
         return "on" if default else "off"
+    if isinstance(default, tuple):
+        return ",".join(map(str, default))
     if isinstance(default, float) and default.is_integer():
         return str(int(default))
     return str(default)

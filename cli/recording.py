@@ -22,6 +22,7 @@ from poolgrid.simulation.workload import Workload, build_workload
 from poolgrid.wire.identifiers import Role
 from poolgrid.workers.engines.simulated.core.engine import EngineLimits
 from poolgrid.workers.engines.simulated.core.timing import (
+    SPEEDUP_MAX,
     PolynomialTiming,
     ScaledTiming,
     TableError,
@@ -48,15 +49,16 @@ class Stage:
     remarks: list[str] = field(default_factory=list)
 
 
-def timing_of(settings: EngineSettings) -> TimingModel:
-    """Return the step times of the engines."""
+def timing_of(settings: EngineSettings, recorded_speedup: float = 0.0) -> TimingModel:
+    """Return the step times of the engines; ``recorded_speedup`` is that of recorded simulated ones, 0 = none were."""
     try:
         base: TimingModel = (
             PolynomialTiming() if settings.timing_table is None else TableTiming.from_file(settings.timing_table)
         )
     except (TableError, OSError) as error:
         raise UsageError(str(error)) from None
-    return base if settings.engine_speedup == 1 else ScaledTiming(base, settings.engine_speedup)
+    speedup = settings.engine_speedup or recorded_speedup or 1.0
+    return base if speedup == 1 else ScaledTiming(base, speedup)
 
 
 def load_trace(path: Path, settings: EngineSettings, block_size: int) -> Stage:
@@ -91,6 +93,7 @@ def load_recording(directory: Path, settings: EngineSettings) -> Stage:
     if not requests or card is None:
         raise UsageError(f"no requests are recorded in {directory}")
     begin = requests[0].time_ms
+    speedup = card.simulated_speedup if 0.0 < card.simulated_speedup <= SPEEDUP_MAX else 0.0
     recorded = [RecordedRequest(float(each.time_ms - begin), each.isl, each.osl or 1, each.path) for each in requests]
     workload = recorded_workload(recorded, requests[0].block_size, settings.speed)
     limits = {
@@ -103,10 +106,10 @@ def load_recording(directory: Path, settings: EngineSettings) -> Stage:
         workload,
         settings.workers or max(1, recording.shape.workers),
         _limits(workload, limits),
-        timing_of(settings),
+        timing_of(settings, speedup),
         dict(recording.settings.settings) if recording.settings is not None else {},
         measured(requests),
-        _remarks(recording),
+        [*_remarks(recording), *_remarks_on_speed(settings.engine_speedup, speedup)],
     )
 
 
@@ -132,6 +135,20 @@ def _remarks(recording: Recording) -> list[str]:
     if set(recording.shape.roles) - {Role.AGGREGATED}:
         remarks.append("the recorded pool was disaggregated; every simulated worker does prefill and decode")
     return remarks
+
+
+def _remarks_on_speed(wanted: float | None, recorded: float) -> list[str]:
+    """Say what the times are to be compared with, where recorded engines were simulated ones of another speed."""
+    if recorded in (0.0, 1.0) and wanted in (None, recorded or 1.0):
+        return []
+    if wanted is None:
+        return [f"the recorded engines were simulated, {recorded:g} times as fast as real ones; so are these"]
+    if recorded and wanted != recorded:
+        return [
+            f"the recorded engines were simulated, {recorded:g} times as fast as real ones, and these are {wanted:g} "
+            "times as fast: times differ from those measured then"
+        ]
+    return []
 
 
 def measured(requests: Sequence[RecordedTraffic]) -> dict[str, Any]:

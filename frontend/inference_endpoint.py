@@ -314,6 +314,7 @@ class _Exchange:
                 job.stops,
                 collect=not job.stream,
                 echo=prompts[index // per_prompt].text,
+                prompt_only=job.prompt_only,
             )
             outputs.append(output)
             output.stream = await self._endpoint._backend.submit(request)

@@ -147,6 +147,11 @@ class Job(msgspec.Struct):
         return bool(self.body.stream)
 
     @property
+    def prompt_only(self) -> bool:
+        """Return whether the answer is the prompt (``echo``) and no token more (``max_tokens`` 0)."""
+        return isinstance(self.body, CompletionBody) and self.body.max_tokens == 0
+
+    @property
     def include_usage(self) -> bool:
         """Return whether a stream ends with a usage chunk."""
         return self.body.stream_options is not None and self.body.stream_options.include_usage
@@ -410,7 +415,8 @@ class Job(msgspec.Struct):
             raise invalid("min_tokens", f"min_tokens is {min_tokens}: allowed is 0 to {name} ({max_tokens})")
         top_k = body.top_k
         return Sampling(
-            max_tokens=max_tokens,
+            # Engines read a prompt to generate: of nothing wanted they make one token, which nobody is shown.
+            max_tokens=max(1, max_tokens),
             temperature=body.temperature,
             top_p=body.top_p,
             top_k=top_k if top_k is not None and top_k > 0 else None,
@@ -497,6 +503,8 @@ class Preparation:
     def completion(self, raw: bytes) -> Job:
         """Check the body of a completion request; raises ``RequestError``."""
         body = parse_completion(raw)
+        if body.max_tokens == 0 and not body.echo:
+            raise invalid("max_tokens", "max_tokens is 0: allowed is an integer from 1, or with echo also 0")
         if body.best_of is not None and body.best_of != (body.n or 1):
             raise unsupported("best_of", f"no candidates are generated beyond n (got {quoted(body.best_of)})")
         guide, param = guide_of(body, body.nvext)

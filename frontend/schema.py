@@ -238,6 +238,10 @@ class CompletionBody(InferenceBody, kw_only=True):
     ]
     logprobs: Annotated[int, Meta(ge=0, le=LOGPROBS_PER_TOKEN_MAX)] | None = None
     echo: bool | None = None
+    max_tokens: (
+        Annotated[int, Meta(ge=0, le=U32_MAX), allowed("an integer from 1, or with echo also 0 for the prompt alone")]
+        | None
+    ) = None
     best_of: Any = None
     suffix: Any = None
     prompt_embeds: Any = None

@@ -16,6 +16,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from poolgrid.frontend.detokenization import Detokenizer
 from poolgrid.frontend.ports import InferenceRequest, StreamDelta, TokenStream
 from poolgrid.frontend.prompt_model import PromptModel
@@ -43,6 +45,7 @@ class SequenceOutput:
         "_min_tokens",
         "_model",
         "_prompt_logprobs_due",
+        "_prompt_only",
         "_simple",
         "_stop_token_ids",
         "_stops",
@@ -72,7 +75,9 @@ class SequenceOutput:
         *,
         collect: bool,
         echo: str = "",
+        prompt_only: bool = False,
     ) -> None:
+        """``echo`` is the prompt where the text repeats it; with ``prompt_only`` it has no token of the output."""
         self.index = index
         self.request = request
         self.stream: TokenStream | None = None
@@ -98,6 +103,7 @@ class SequenceOutput:
         self._logprobs = request.sampling.logprobs is not None
         self._model = model
         self._failed_here = False
+        self._prompt_only = prompt_only
         self._prompt_logprobs_due = request.sampling.prompt_logprobs is not None
         self._stops = StopStrings(stops) if stops else None
         self._detokenizer: Detokenizer = model.detokenizer(request.token_ids)
@@ -123,6 +129,8 @@ class SequenceOutput:
 
     def absorb(self, deltas: Sequence[StreamDelta]) -> int:
         """Take what arrived since the last call and return how many output tokens that was."""
+        if self._prompt_only:
+            deltas = [_without_output(delta) for delta in deltas]
         if self._simple and len(deltas) == 1:
             delta = deltas[0]
             if delta.finish_reason is None and delta.cached_tokens is None:
@@ -240,3 +248,9 @@ class SequenceOutput:
 
     def _ends_with_stop_token(self, packed: bytes) -> bool:
         return int.from_bytes(packed[-TOKEN_BYTES:], "little") in self._stop_token_ids
+
+
+def _without_output(delta: StreamDelta) -> StreamDelta:
+    """Return a delta without its tokens, as if none had been asked for."""
+    reason = "length" if delta.finish_reason == "stop" else delta.finish_reason
+    return msgspec.structs.replace(delta, token_ids=b"", logprobs=None, finish_reason=reason)

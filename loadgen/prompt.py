@@ -47,6 +47,20 @@ class PlannedRequest(msgspec.Struct, frozen=True):
     """Prompt tokens (words in text mode)."""
     osl: int
     """Tokens to generate."""
+    system_blocks: int = 0
+    """Leading blocks that are the system prompt of a conversation."""
+
+
+class WordScale(msgspec.Struct, frozen=True):
+    """How a length in tokens becomes a number of words, at one endpoint."""
+
+    tokens_per_word: float = 1.0
+    overhead_tokens: int = 0
+    """Tokens of the chat template around a message."""
+
+
+ONE_TOKEN_A_WORD = WordScale()
+"""Where the endpoint was not asked."""
 
 
 def block_symbols(block_id: int, count: int, base: int) -> list[int]:
@@ -82,10 +96,11 @@ def digits_of(block_id: int, base: int) -> int:
 class PromptMaker:
     """Renders planned requests as token ids, as JSON, or as words.
 
-    ``token_id_min`` and ``token_id_max`` bound the token ids (both included).
+    ``token_id_min`` and ``token_id_max`` bound the token ids (both included); ``scale`` says what a word is.
     """
 
-    def __init__(self, token_id_min: int, token_id_max: int) -> None:
+    def __init__(self, token_id_min: int, token_id_max: int, scale: WordScale = ONE_TOKEN_A_WORD) -> None:
+        self._scale = scale
         self._first = token_id_min
         self._base = token_id_max - token_id_min + 1
         if token_id_min < 0 or self._base < 2:
@@ -107,9 +122,24 @@ class PromptMaker:
         """Return the prompt as a JSON array of token ids."""
         return b"[" + b",".join([self._tokens_json(block_id, count) for block_id, count in _spans(request)]) + b"]"
 
-    def text(self, request: PlannedRequest) -> str:
-        """Return the prompt as words, ``request.isl`` of them, one space between two."""
-        return " ".join([self._words(block_id, count) for block_id, count in _spans(request)])
+    def text(self, request: PlannedRequest, overhead: bool = False) -> str:
+        """Return the prompt as words of ``request.isl`` tokens, one space between two.
+
+        With ``overhead`` they leave room for what a chat template adds. The system prompt is not among them.
+        """
+        spans = _spans(request)[request.system_blocks :]
+        if overhead:
+            block_id, count = spans[-1]
+            spans = [*spans[:-1], (block_id, max(1, count - self._scale.overhead_tokens))]
+        return self._written(spans)
+
+    def system_text(self, request: PlannedRequest) -> str:
+        """Return the system prompt as words; empty where there is none."""
+        return self._written(_spans(request)[: request.system_blocks])
+
+    def _written(self, spans: Sequence[tuple[int, int]]) -> str:
+        tokens = self._scale.tokens_per_word
+        return " ".join([self._words(block_id, max(1, round(count / tokens))) for block_id, count in spans])
 
     def _block(self, block_id: int, count: int) -> list[int]:
         first = self._first

@@ -127,6 +127,9 @@ class Outcome(msgspec.Struct):
     output_tokens: int
     usage_reported: bool = True
     worker: str | None = None
+    reusable_tokens: int | None = None
+    """Prompt tokens that were sent or generated before, in its conversation or as its system prompt; ``None`` = not
+    known."""
 
 
 class Measurements:
@@ -143,6 +146,8 @@ class Measurements:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.output_tokens = 0
+        self.reusable_tokens: int | None = None
+        """Sum over the requests of which it is known; ``None`` where it is of none."""
         self.ttft_ms = Distribution()
         self.itl_ms = Distribution()
         self.latency_ms = Distribution()
@@ -165,6 +170,8 @@ class Measurements:
         self.cached_tokens += outcome.cached_tokens
         self.output_tokens += outcome.output_tokens
         self.without_usage += not outcome.usage_reported
+        if outcome.reusable_tokens is not None:
+            self.reusable_tokens = (self.reusable_tokens or 0) + outcome.reusable_tokens
         if outcome.worker is not None:
             share = self._share(outcome.worker)
             share.requests += 1
@@ -186,6 +193,8 @@ class Measurements:
             "prompt_tokens", "cached_tokens", "output_tokens",
         ):  # fmt: skip
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        if other.reusable_tokens is not None:
+            self.reusable_tokens = (self.reusable_tokens or 0) + other.reusable_tokens
         self.ttft_ms.merge(other.ttft_ms)
         self.itl_ms.merge(other.itl_ms)
         self.latency_ms.merge(other.latency_ms)

@@ -2,15 +2,69 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from poolgrid.loadgen.series import Point
 from poolgrid.loadgen.statistics import Report, Summary
-from poolgrid.runtime.figures import counted, number, percent
+from poolgrid.runtime.figures import UNKNOWN, counted, number, percent
 from poolgrid.runtime.terminal_table import Heading, TerminalTable
 
 WORKERS_SHOWN_MAX = 32
 """Rows of the table by worker; the JSON report has all."""
+
+_FIGURES = ("at a time", "req/s", "tokens/s", "reused", "TTFT", "p99", "ITL", "errors")
+_RATIOS = {
+    "tokens/s": "output_tokens_per_s",
+    "reused": "cached_token_ratio",
+    "TTFT": "ttft_ms.mean",
+    "ITL": "itl_ms.mean",
+}
+"""Headings of the ratios, and which they are."""
+_SPREADS = ("TTFT", "reused", "ITL", "tokens/s")
+"""Ratios whose extremes are shown, as far as there is room."""
+
+
+def series_table(points: Sequence[Point]) -> RenderableType:
+    """Return the tables of several runs: figures, and ratios where endpoints are compared."""
+    rounds = max(len(point.rounds) for point in points)
+    first = points[0]
+    figures = TerminalTable(
+        [Heading("endpoint", numeric=False), *map(Heading, _FIGURES)],
+        f"{first.report.mode} loop, {first.report.model}, {counted(rounds, 'round')}; milliseconds",
+    )
+    ratios = TerminalTable(
+        [
+            Heading("endpoint", numeric=False),
+            Heading("at a time"),
+            *map(Heading, _RATIOS),
+            *(Heading(f"{name} from–to", optional=True) for name in _SPREADS),
+        ],
+        f"ratios to {first.name}" + (f", median of {rounds} rounds" if rounds > 1 else ""),
+    )
+    for point in points:
+        report = point.report
+        level = "" if point.concurrency is None else f"{point.concurrency:,}"
+        figures.add(
+            point.name,
+            level,
+            number(report.requests_per_s, 1),
+            number(report.output_tokens_per_s, 0),
+            percent(report.cached_token_ratio),
+            number(report.ttft_ms.mean, 1),
+            number(report.ttft_ms.p99, 0),
+            number(report.itl_ms.mean, 1),
+            f"{report.errors:,}",
+        )
+        if point.ratios is not None:
+            found = [point.ratios.get(place) for place in _RATIOS.values()]
+            medians = [UNKNOWN if ratio is None else f"× {ratio.median:.2f}" for ratio in found]
+            ranges = [point.ratios.get(_RATIOS[name]) for name in _SPREADS]
+            spreads = [UNKNOWN if ratio is None else f"{ratio.low:.2f}–{ratio.high:.2f}" for ratio in ranges]
+            ratios.add(point.name, level, *medians, *spreads)
+    return Group(figures, Text(), ratios) if ratios.rows else figures
 
 
 def report_table(report: Report) -> RenderableType:

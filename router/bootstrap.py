@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 import zmq
@@ -53,8 +54,12 @@ from poolgrid.runtime.http_server import open_server
 from poolgrid.runtime.planes import CurveKeys, MakeContext, PlaneContext, PlaneMetrics
 from poolgrid.runtime.process_group import GroupMember, GroupMetrics, GroupPlace
 from poolgrid.runtime.tasks import unless
+from poolgrid.wire.card import WorkerCard
 
 log = logging.getLogger(__name__)
+
+VOCABULARY_PADDING = 1.05
+"""How many more token ids than its tokenizer a model may have: matrices are padded to multiples of some hundred."""
 
 
 class Endpoints(NamedTuple):
@@ -95,7 +100,7 @@ async def serve(
         feed, embedded = _make_feed(settings, consolidator, registry, clock, awake, make_context)
         context = _open_context(opened, make_context)
         recorder = _open_recorder(opened, settings, consolidator, state, awake, registry)
-        service = _open_service(opened, settings, state, feed, metrics, awake, context, recorder)
+        service = _open_service(opened, settings, state, feed, metrics, awake, context, recorder, prompt_model)
         register_views(registry, service.view)
         plane = _open_select_plane(opened, settings, context, service, state, metrics, awake)
         member = GroupMember(place) if place is not None else None
@@ -133,6 +138,17 @@ async def serve(
         log.info("router at %s, policy %s, journal offset %d", server.url, state.selector.policy.name, offset)
         ready(Endpoints(server.url, embedded.ingest_endpoint if embedded is not None else "", plane.endpoint))
         await stop.wait()
+
+
+def vocabulary_objection(model: PromptModel, card: WorkerCard) -> str:
+    """Say why the output of a worker with this card could not be read with a model's tokenizer; empty = it can."""
+    if card.model != model.name or card.vocabulary_size <= model.vocab_size * VOCABULARY_PADDING:
+        return ""
+    return (
+        f"its card says that token ids are below {card.vocabulary_size}, the tokenizer of model {model.name!r} here "
+        f"has {model.vocab_size} tokens: most of its output would have no text. Start the worker with the vocabulary "
+        "of this model (simulated: --vocabulary-size, --tokenizer-path), or the router with the worker's (--model-path)"
+    )
 
 
 # -- made: nothing of it has to be closed ------------------------------------------------------------------------------
@@ -237,9 +253,11 @@ def _open_service(
     awake: Clock,
     context: zmq.Context[Any],
     recorder: DecisionRecorder | None,
+    model: PromptModel,
 ) -> RouterService:
     open_link = link_opener(context, settings, metrics, awake)
-    service = RouterService(settings, state, feed, metrics, awake, open_link, links_that_fit())
+    objection = partial(vocabulary_objection, model)
+    service = RouterService(settings, state, feed, metrics, awake, open_link, links_that_fit(), objection)
     opened.push_async_callback(service.stop)
     if recorder is not None:
         service.books.record = recorder

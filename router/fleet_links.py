@@ -6,7 +6,9 @@ Rules
        cannot be connected to is unreachable, is said to be so once, is tried again at each ``check``, and is nobody
        else's trouble.
     2. A worker is reachable while its link is up. Whoever is not is named, with the reason, in ``unreachable``.
-    3. ``version`` changes whenever somebody's reachability may have.
+    3. A worker whose card its router cannot serve (``objection``) gets no link: it is named in ``unreachable`` with the
+       reason, said to be so once, and never tried.
+    4. ``version`` changes whenever somebody's reachability may have.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from poolgrid.router.core.fleet import Worker
 from poolgrid.router.metrics import RouterMetrics
 from poolgrid.router.settings import RouterSettings
 from poolgrid.runtime.clock import Clock
+from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.identifiers import WorkerKey
 from poolgrid.wire.requests import TokenBatch
 
@@ -47,6 +50,10 @@ def link_opener(
     )
 
 
+Objection = Callable[[WorkerCard], str]
+"""Says why a router cannot serve a worker with this card; empty = it can."""
+
+
 class FleetLinks:
     """The links of one router."""
 
@@ -58,9 +65,10 @@ class FleetLinks:
         on_reachable: Callable[[], None],
         on_lost: Callable[[str, Happened, str], None],
         holds: Callable[[str], bool],
+        objection: Objection = lambda _: "",
     ) -> None:
         """``on_reachable`` is told when a link came up, ``on_lost`` of an endpoint that broke or left, and why;
-        ``holds`` tells whether requests are under way on an endpoint."""
+        ``holds`` tells whether requests are under way on an endpoint, ``objection`` why none may go to a worker."""
         self.unreachable: Mapping[WorkerKey, str] = {}
         """Workers that the pool knows and this router cannot talk to, and why."""
         self.away: frozenset[WorkerKey] = frozenset()
@@ -76,10 +84,20 @@ class FleetLinks:
         self._endpoint_of: dict[WorkerKey, str] = {}
         self._unlinked: dict[str, str] = {}
         """Endpoints that no link could be made to, and why."""
+        self._objection = objection
+        self._misfits: dict[WorkerKey, str] = {}
+        """Workers that this router cannot serve, and why."""
 
     def sync(self, workers: Mapping[WorkerKey, Worker]) -> None:
         """Have exactly one link per worker process of the fleet."""
-        self._endpoint_of = {key: worker.card.request_endpoint for key, worker in workers.items()}
+        misfits = {key: self._objection(worker.card) for key, worker in workers.items()}
+        for key, why in misfits.items():
+            if why and self._misfits.get(key) != why:
+                log.error("worker %s gets no requests: %s", key, why)
+        self._misfits = {key: why for key, why in misfits.items() if why}
+        self._endpoint_of = {
+            key: worker.card.request_endpoint for key, worker in workers.items() if key not in self._misfits
+        }
         wanted = set(self._endpoint_of.values())
         # What still comes over a link that is up needs no membership: it ends there, or the link does.
         gone = [each for each, link in self._links.items() if each not in wanted and not self._is_in_use(link)]
@@ -157,12 +175,13 @@ class FleetLinks:
         return link is not None and link.is_up
 
     def _note_reachability(self) -> None:
-        self.unreachable = {
+        down = {
             key: self._unlinked.get(endpoint, UNREACHABLE)
             for key, endpoint in self._endpoint_of.items()
             if not self._is_up(endpoint)
         }
-        self.away = frozenset(key for key in self.unreachable if self._endpoint_of[key] in self._links)
+        self.away = frozenset(key for key in down if self._endpoint_of[key] in self._links)
+        self.unreachable = {**down, **self._misfits}
         self.version += 1
 
     def _on_up(self, _: WorkerLink) -> None:

@@ -29,7 +29,7 @@ from poolgrid.router.catching_up import CatchingUp
 from poolgrid.router.choosing import Chooser, Chosen, Lack, NotPlaced, Routed
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.fleet_links import FleetLinks, OpenLink
+from poolgrid.router.fleet_links import FleetLinks, Objection, OpenLink
 from poolgrid.router.metrics import RouterMetrics
 from poolgrid.router.ports import JournalFeed
 from poolgrid.router.settings import RouterSettings
@@ -61,6 +61,7 @@ class RouterService:
         clock: Clock,
         open_link: OpenLink,
         links_max: int = LINKS_MAX,
+        objection: Objection = lambda _: "",
     ) -> None:
         self.projection = state.projection
         self.ready = False
@@ -83,6 +84,7 @@ class RouterService:
             self._on_reachable,
             self.in_flight.on_lost,
             self.in_flight.holds,
+            objection,
         )
         self.catching_up = CatchingUp(state, clock, self._on_applied, self._on_loaded, feed.resync)
         self.chooser = Chooser(settings, state, self.links, clock, lambda: self.behind_records)

@@ -62,8 +62,12 @@ class EngineSettings(Settings):
         None, ge=1, le=4096, description="Simulated workers; by default as many as were recorded, or 8 for a trace."
     )
     speed: float = Field(1.0, gt=0, le=10_000, description="How many times faster than recorded requests arrive.")
-    engine_speedup: float = Field(
-        1.0, gt=0, le=1e6, description="How many times faster than the published step times the engines are."
+    engine_speedup: float | None = Field(
+        None,
+        gt=0,
+        le=1e6,
+        description="How many times faster than the published step times the engines are; by default as fast as the "
+        "recorded ones were, where those were simulated.",
     )
     timing_table: Path | None = Field(
         None, description="JSON table of measured step times, instead of the published polynomials."

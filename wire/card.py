@@ -64,3 +64,5 @@ class WorkerCard(msgspec.Struct, array_like=True, frozen=True):
     """Media that it takes; the default takes none."""
     endpoint_name: Identifier = ""
     """``namespace.component.endpoint``: what the worker is called in a deployment; empty = it has no such name."""
+    simulated_speedup: float = 0.0
+    """How many times faster than real ones its simulated engine is; 0 = it is a real one, or does not say."""

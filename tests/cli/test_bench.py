@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import threading
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from pydantic import ValidationError
 from typer.core import TyperGroup
 
 from poolgrid.cli.bench import plan, run_bench
+from poolgrid.cli.bench_pools import settings_of
+from poolgrid.cli.local_pool import UpSettings
 from poolgrid.cli.main import app
 from poolgrid.loadgen.settings import BenchSettings
 from poolgrid.loadgen.trace import TraceError
@@ -61,12 +64,12 @@ def test_a_refused_connection_is_a_clear_error(capsys: pytest.CaptureFixture[str
     with serving(FakeEndpoint()) as endpoint:
         pass
 
-    assert run_bench(BenchSettings(url=endpoint.url)) == 1
-    assert run_bench(BenchSettings(url=endpoint.url, model="named")) == 1
+    assert run_bench(BenchSettings(url=endpoint.url, ready_timeout_s=0)) == 1
+    assert run_bench(BenchSettings(url=endpoint.url, ready_timeout_s=0.1, model="named")) == 1
 
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert f"asking {endpoint.url}/v1/models" in captured.err
+    assert f"asking {endpoint.url}/ready for 0 s" in captured.err
     assert "is the endpoint running" in captured.err
 
 
@@ -103,7 +106,7 @@ def test_ctrl_c_prints_what_was_measured_so_far(tmp_path: Path, capsys: pytest.C
     fingers = threading.Thread(target=press)
     with serving(endpoint):
         fingers.start()
-        code = run_bench(BenchSettings(url=endpoint.url, requests=50, concurrency=1, out=out))
+        code = run_bench(BenchSettings(url=endpoint.url, requests=50, concurrency=(1,), out=out))
         fingers.join(10)
 
     found = json.loads(out.read_text())
@@ -132,6 +135,119 @@ def test_json_goes_to_standard_output_in_place_of_the_tables(capsys: pytest.Capt
         assert run_bench(BenchSettings(url=endpoint.url, requests=2, isl=8, osl=2, as_json=True)) == 0
 
     assert json.loads(capsys.readouterr().out)["requests"] == 2
+
+
+def test_an_endpoint_that_is_not_ready_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(FakeEndpoint(unready=2)) as waited, serving(FakeEndpoint(unready=9)) as given_up:
+        assert run_bench(BenchSettings(url=waited.url, requests=1)) == 0
+        assert run_bench(BenchSettings(url=given_up.url, requests=1, ready_timeout_s=0)) == 1
+
+    assert waited.unready == -1
+    assert "status 503" in capsys.readouterr().err
+    assert not given_up.bodies
+
+
+def test_an_endpoint_that_knows_no_readiness_is_measured_at_once() -> None:
+    with serving(FakeEndpoint(ready_status=404)) as endpoint:
+        assert run_bench(BenchSettings(url=endpoint.url, requests=1, ready_timeout_s=0)) == 0
+
+
+def test_a_sweep_is_a_row_for_each_concurrency_each_with_prompts_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.json"
+
+    with serving(FakeEndpoint(ttft_s=0.05)) as endpoint:
+        settings = BenchSettings(url=endpoint.url, requests=6, isl=20, osl=2, concurrency=(1, 3), out=out)
+        code = run_bench(settings)
+
+    found = json.loads(out.read_text())
+    assert (code, endpoint.running_max) == (0, 3)
+    assert [(point["concurrency"], point["report"]["requests"]) for point in found["points"]] == [(1, 6), (3, 6)]
+    assert [point["ratios"] for point in found["points"]] == [None, None]
+    assert len({tuple(body["prompt"]) for body in endpoint.bodies}) == 12
+    table = capsys.readouterr().out
+    assert "endpoint" in table
+    assert "ratios" not in table
+
+
+def test_endpoints_are_compared_in_turns_on_the_same_prompts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.json"
+
+    with serving(FakeEndpoint()) as first, serving(FakeEndpoint(ttft_s=0.02)) as second:
+        settings = BenchSettings(
+            url=first.url, against=(second.url,), requests=3, isl=20, osl=2, warmup=2, rounds=2, out=out
+        )
+        code = run_bench(settings)
+
+    found = json.loads(out.read_text())["points"]
+    assert code == 0
+    assert [body["prompt"] for body in first.bodies] == [body["prompt"] for body in second.bodies]
+    assert len({tuple(body["prompt"]) for body in first.bodies}) == 8, "a warm-up of two, two rounds of three"
+    assert [(point["name"], point["report"]["requests"]) for point in found] == [(first.url, 6), (second.url, 6)]
+    assert [len(point["rounds"]) for point in found] == [2, 2]
+    assert found[1]["ratios"]["ttft_ms.mean"]["low"] > 1
+    assert f"ratios to {first.url}, median of 2 rounds" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_conversations_report_what_could_be_reused_and_leave_a_line_for_each_turn(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+
+    with serving(FakeEndpoint(overhead_tokens=3)) as endpoint:
+        settings = BenchSettings(
+            url=endpoint.url, turns=3, shared_prefix=40, isl=20, osl=4, requests=7, logs=logs, api_key="secret"
+        )
+        code = run_bench(settings)
+
+    report = json.loads((logs / "report.json").read_text())
+    told = json.loads((logs / "settings.json").read_text())
+    lines = [json.loads(line) for path in logs.glob("*-c8-r1.jsonl") for line in path.read_text().splitlines()]
+    assert (code, report["requests"]) == (0, 9), "whole conversations"
+    assert 0.5 < report["ideal_cached_token_ratio"] < 1
+    assert sorted(line["turn"] for line in lines) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert (told["turns"], "api_key" in told) == (3, False)
+    assert "TTFT" in (logs / "report.txt").read_text()
+
+
+def test_a_plot_without_matplotlib_is_refused_before_anything_is_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+
+    with serving(FakeEndpoint()) as endpoint:
+        code = run_bench(BenchSettings(url=endpoint.url, plot=tmp_path / "out.png"))
+
+    assert code == 1
+    assert "matplotlib is not installed" in capsys.readouterr().err
+    assert not endpoint.bodies
+
+
+def test_a_sweep_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "out.svg"
+
+    with serving(FakeEndpoint()) as endpoint:
+        assert run_bench(BenchSettings(url=endpoint.url, requests=4, concurrency=(1, 4), plot=out)) == 0
+
+    drawn = out.read_text()
+    assert "<svg" in drawn
+    assert "TTFT, mean [ms]" in drawn
+
+
+@pytest.mark.parametrize("options", ["--port 1", "--workers many", "--colour red", '"', "--workers 0", "--workers"])
+def test_options_that_pools_cannot_have_start_nothing(options: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_bench(BenchSettings(policies=("kv",), pool_options=options)) == 1
+    assert "--pool-options" in capsys.readouterr().err
+
+
+def test_options_of_pools_are_those_of_up() -> None:
+    told = settings_of("--workers 2 --block-size=16 --isolate-tenants")
+
+    assert (told.workers, told.block_size, told.isolate_tenants) == (2, 16, True)
+    assert settings_of("--no-isolate-tenants").isolate_tenants is False
+    assert settings_of("") == UpSettings()
 
 
 class TestPlan:
@@ -168,6 +284,15 @@ class TestSettings:
             {"trace": "t", "rate": 1},
             {"token_id_min": 9, "token_id_max": 9},
             {"concurrency": 0},
+            {"concurrency": ()},
+            {"concurrency": "1,x"},
+            {"concurrency": "1,4", "rate": 1},
+            {"turns": 2, "endpoint": "completions"},
+            {"turns": 2, "trace": "t"},
+            {"shared_prefix": 9, "trace": "t"},
+            {"policies": "kv", "against": "http://h"},
+            {"pool_options": "--workers 2"},
+            {"plot": "out.gif"},
             {"speed": 0},
             {"speed": float("inf")},
             {"endpoint": "embeddings"},
@@ -177,6 +302,15 @@ class TestSettings:
     def test_what_is_out_of_range_is_refused(self, options: dict[str, object]) -> None:
         with pytest.raises(ValidationError):
             BenchSettings(**options)
+
+    @pytest.mark.parametrize("given", [4, "4", (4,), ["4"], "4,", [4]])
+    def test_one_concurrency_may_be_written_in_any_way(self, given: object) -> None:
+        assert BenchSettings.model_validate({"concurrency": given}).concurrency == (4,)
+
+    def test_several_values_are_separated_by_commas(self) -> None:
+        told = BenchSettings.model_validate({"concurrency": "1, 4,16", "policies": ["kv,random"]})
+
+        assert (told.concurrency, told.policies, told.rounds_run) == ((1, 4, 16), ("kv", "random"), 3)
 
     @pytest.mark.parametrize("name", BenchSettings.model_fields)
     def test_every_setting_is_described_and_documented(self, name: str) -> None:

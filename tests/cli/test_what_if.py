@@ -19,12 +19,12 @@ from tests.router.recorded_router import NAMES, RecordedRouter
 TRACE = Path(__file__).parents[1] / "data" / "conversation_1000.jsonl"
 
 
-@pytest.fixture(scope="module")
-def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def recorded(directory: Path, simulated_speedup: float = 0.0) -> Path:
     """A data_dir with some hundred recorded requests."""
 
     async def record() -> RecordedRouter:
         router = RecordedRouter(seed=21, queue_weight=0.5)
+        router.simulated_speedup = simulated_speedup
         for name in NAMES:
             router.join(name)
         for _ in range(250):
@@ -32,7 +32,12 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
         await router.recorder.stop()
         return router
 
-    return asyncio.run(record()).save(tmp_path_factory.mktemp("recording"))
+    return asyncio.run(record()).save(directory)
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return recorded(tmp_path_factory.mktemp("recording"))
 
 
 def run(*arguments: object, status: int = 0) -> str:
@@ -64,6 +69,25 @@ def test_what_if_compares_variants_with_what_was_recorded_by_the_keys_of_simulat
     page = (tmp_path / "out.html").read_text()
     assert page.count("<svg") == 6
     assert "kv overlap-weight=0" in page
+
+
+def test_simulated_engines_are_played_as_fast_as_they_were_when_they_were_recorded(
+    recording: Path, tmp_path: Path
+) -> None:
+    def ttft_ms(directory: Path, *options: str, said: str) -> float:
+        result = CliRunner().invoke(app, ["what-if", str(directory), *options, "--out", str(tmp_path / "out.json")])
+        assert result.exit_code == 0, result.output
+        assert said in result.stderr
+        assert ("times as fast" in result.stderr) is bool(said)
+        report = json.loads((tmp_path / "out.json").read_text())
+        return float(report["policies"]["recorded"]["ttft_ms"]["mean"])
+
+    fast = recorded(tmp_path / "fast", simulated_speedup=20)
+
+    real = ttft_ms(recording, said="")
+    assert ttft_ms(fast, said="20 times as fast as real ones; so are these") < real / 10
+    assert ttft_ms(fast, "--engine-speedup", "1", said="and these are 1 times as fast") > real / 2
+    assert ttft_ms(recording, "--engine-speedup", "20", said="") < real / 10
 
 
 def test_what_if_is_a_function_of_its_arguments(recording: Path, tmp_path: Path) -> None:

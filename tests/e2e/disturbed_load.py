@@ -8,14 +8,15 @@ from collections.abc import Callable
 from poolgrid.cli.bench import bench
 from poolgrid.loadgen.settings import BenchSettings
 from poolgrid.loadgen.statistics import Report
-from tests.e2e.expectation import Verifier
+from poolgrid.workers.engines.simulated.core.next_token import Vocabulary
+from tests.e2e.expectation import SPOKEN, Verifier
 from tests.e2e.processes import eventually, metric
 
 
-def load_while(url: str, disturb: Callable[[], None], requests: int = 400) -> Report:
+def load_while(url: str, disturb: Callable[[], None], requests: int = 400, vocabulary: Vocabulary = SPOKEN) -> Report:
     """Run verified streaming load and disturb the pool in the middle of it."""
-    settings = BenchSettings(url=url, concurrency=16, isl=500, osl=100, requests=requests)
-    verify = Verifier(settings)
+    settings = BenchSettings(url=url, concurrency=(16,), isl=500, osl=100, requests=requests)
+    verify = Verifier(settings, vocabulary)
     tokens_before = metric(url, "poolgrid_frontend_output_tokens_total")
     disturbed = threading.Event()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.loadgen.prompt import PlannedRequest, PromptMaker
@@ -9,28 +11,34 @@ from poolgrid.loadgen.settings import BenchSettings
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.requests import Sampling
 from poolgrid.workers.engines.simulated.core.next_token import Vocabulary, expected_output
+from poolgrid.workers.engines.simulated.words import surviving_words
 
 MODEL = PromptModel.load(TINY_MODEL_PATH)
-VOCABULARY = Vocabulary(size=MODEL.vocab_size, first_token_id=3, eos_token_id=2)
+PLAIN = Vocabulary(size=MODEL.vocab_size, first_token_id=3, eos_token_id=2)
+"""Of workers that were not given the tokenizer."""
+SPOKEN = replace(PLAIN, words=surviving_words(TINY_MODEL_PATH))
+"""Of workers that were, as all of ``poolgrid up`` are."""
 
 
-def expected_text(prompt: bytes, max_tokens: int, seed: int | None = None) -> str:
-    """Return the text that must follow a prompt."""
-    tokens = expected_output(prompt, Sampling(max_tokens=max_tokens, seed=seed, ignore_eos=True), VOCABULARY)
+def expected_text(prompt: bytes, max_tokens: int, seed: int | None = None, vocabulary: Vocabulary = SPOKEN) -> str:
+    """Return the text that must follow a prompt, of an answer that does not end by itself before."""
+    tokens = expected_output(prompt, Sampling(max_tokens=max_tokens, seed=seed, ignore_eos=True), vocabulary)
     return MODEL.decode(pack_tokens(tokens))
 
 
 class Verifier:
     """Checks every response of a bench run."""
 
-    def __init__(self, settings: BenchSettings) -> None:
+    def __init__(self, settings: BenchSettings, vocabulary: Vocabulary = SPOKEN) -> None:
+        self._vocabulary = vocabulary
         self._prompts = PromptMaker(settings.token_id_min, settings.token_id_max)
         self.checked = 0
         self.wrong: list[int] = []
 
     def __call__(self, request: PlannedRequest, text: str) -> bool:
         self.checked += 1
-        right = text == expected_text(pack_tokens(self._prompts.token_ids(request)), request.osl)
+        prompt = pack_tokens(self._prompts.token_ids(request))
+        right = text == expected_text(prompt, request.osl, vocabulary=self._vocabulary)
         if not right:
             self.wrong.append(request.index)
         return right

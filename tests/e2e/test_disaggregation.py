@@ -12,7 +12,7 @@ import pytest
 from poolgrid.cli.bench import bench
 from poolgrid.loadgen.settings import BenchSettings
 from poolgrid.wire.hashing import pack_tokens
-from tests.e2e.expectation import Verifier, expected_text
+from tests.e2e.expectation import PLAIN, Verifier, expected_text
 from tests.e2e.processes import (
     Process,
     assert_decisions_replay,
@@ -94,7 +94,7 @@ def test_long_prompts_are_prefilled_elsewhere_and_short_ones_are_not(pool: Disag
         answer = httpx.post(
             f"{pool.url}/v1/completions", json={"model": "tiny", "prompt": prompt, "max_tokens": 40}, timeout=30
         )
-        assert answer.json()["choices"][0]["text"] == expected_text(pack_tokens(prompt), 40)
+        assert answer.json()["choices"][0]["text"] == expected_text(pack_tokens(prompt), 40, vocabulary=PLAIN)
         assert answer.headers["x-poolgrid-worker"].startswith("d")
 
     after = {stage: legs(pool.url, stage) - before[stage] for stage in before}
@@ -109,7 +109,7 @@ def test_a_prefill_that_finishes_the_request_needs_no_decode(pool: Disaggregated
         f"{pool.url}/v1/completions", json={"model": "tiny", "prompt": prompt, "max_tokens": 1}, timeout=30
     )
 
-    assert answer.json()["choices"][0]["text"] == expected_text(pack_tokens(prompt), 1)
+    assert answer.json()["choices"][0]["text"] == expected_text(pack_tokens(prompt), 1, vocabulary=PLAIN)
     assert answer.json()["choices"][0]["finish_reason"] == "length"
     assert legs(pool.url, "decode") == before
     eventually("every block is free", lambda: blocks_are_free(pool.url))
@@ -130,8 +130,8 @@ def test_both_legs_are_explained(pool: DisaggregatedPool) -> None:
 def test_mixed_load_with_cancels_and_kills_is_right_to_the_last_token_and_leaves_nothing(
     pool: DisaggregatedPool,
 ) -> None:
-    settings = BenchSettings(url=pool.url, concurrency=24, isl=700, osl=60, requests=1000)
-    verify = Verifier(settings)
+    settings = BenchSettings(url=pool.url, concurrency=(24,), isl=700, osl=60, requests=1000)
+    verify = Verifier(settings, PLAIN)
     tokens = metric(pool.url, "poolgrid_frontend_output_tokens_total")
     done = threading.Event()
 
@@ -163,7 +163,7 @@ def test_mixed_load_with_cancels_and_kills_is_right_to_the_last_token_and_leaves
 
 
 def leave_early(url: str) -> None:
-    body = {"model": "tiny", "prompt": list(range(50, 1250)), "max_tokens": 5000, "stream": True}
+    body = {"model": "tiny", "prompt": list(range(50, 1250)), "max_tokens": 5000, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as answer:
         next(answer.iter_raw())
 
@@ -186,7 +186,7 @@ def test_without_prefill_workers_the_decode_workers_do_it_all(pool: Disaggregate
         f"{pool.url}/v1/completions", json={"model": "tiny", "prompt": prompt, "max_tokens": 30}, timeout=30
     )
 
-    assert answer.json()["choices"][0]["text"] == expected_text(pack_tokens(prompt), 30)
+    assert answer.json()["choices"][0]["text"] == expected_text(pack_tokens(prompt), 30, vocabulary=PLAIN)
     for name in ("p0", "p1"):
         pool.restart(name)
     eventually("every worker is back", pool.is_whole)

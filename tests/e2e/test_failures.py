@@ -14,7 +14,7 @@ from poolgrid.cli.bench import bench
 from poolgrid.loadgen.settings import BenchSettings
 from poolgrid.loadgen.statistics import Report
 from tests.e2e.disturbed_load import assert_unharmed, load_while
-from tests.e2e.expectation import Verifier
+from tests.e2e.expectation import PLAIN, Verifier
 from tests.e2e.processes import (
     Process,
     eventually,
@@ -28,6 +28,8 @@ from tests.e2e.processes import (
 from tests.wire.test_guide_limits import chain, rules
 
 pytestmark = pytest.mark.e2e
+
+MAKER = ("--model", "tiny", "--vocabulary-size", "4096")
 
 TRACE = Path(__file__).parent.parent / "data" / "conversation_1000.jsonl"
 
@@ -122,8 +124,8 @@ def test_a_router_killed_and_restarted_knows_what_the_workers_hold_before_it_is_
         ) as worker:
             worker.wait_ready()
             eventually("the worker is reachable", lambda: ready_workers(first.url) == ["w"])
-            settings = BenchSettings(url=first.url, concurrency=8, isl=900, osl=40, requests=60)
-            assert_unharmed(bench(settings, verify=Verifier(settings)))
+            settings = BenchSettings(url=first.url, concurrency=(8,), isl=900, osl=40, requests=60)
+            assert_unharmed(bench(settings, verify=Verifier(settings, PLAIN)))
             eventually("the index is true", lambda: index_equals_workers(first.url))
             held = httpx.get(f"{first.url}/v1/workers/w/blocks").text
             assert held.count("\n") > 60 * 28
@@ -134,8 +136,8 @@ def test_a_router_killed_and_restarted_knows_what_the_workers_hold_before_it_is_
                 assert httpx.get(f"{second.url}/v1/workers/w/blocks").text == held
                 assert httpx.get(f"{second.url}/ready").status_code == 200
                 eventually("the worker is reachable", lambda: ready_workers(second.url) == ["w"])
-                again = BenchSettings(url=second.url, concurrency=8, isl=900, osl=40, requests=60)
-                report = bench(again, verify=Verifier(again))
+                again = BenchSettings(url=second.url, concurrency=(8,), isl=900, osl=40, requests=60)
+                report = bench(again, verify=Verifier(again, PLAIN))
 
                 assert_unharmed(report)
                 assert report.cached_token_ratio is not None
@@ -149,11 +151,11 @@ def test_requests_on_a_router_that_died_are_given_up_by_their_worker(tmp_path: P
     with Process("router", "--port", "0", "--data-dir", str(tmp_path)) as router:
         router.wait_ready()
         with Process(
-            *("worker", "--model", "tiny", "--consolidator", router.word("ingest"), "--peer-lease-ms", "500"),
+            *("worker", *MAKER, "--consolidator", router.word("ingest"), "--peer-lease-ms", "500"),
         ) as worker:
             worker.wait_ready()
             eventually("the worker is reachable", lambda: len(ready_workers(router.url)) == 1)
-            body = {"model": "tiny", "prompt": "long", "max_tokens": 100_000, "stream": True}
+            body = {"model": "tiny", "prompt": "long", "max_tokens": 100_000, "ignore_eos": True, "stream": True}
             with httpx.stream("POST", f"{router.url}/v1/completions", json=body) as answer:
                 next(answer.iter_raw())
                 router.kill()
@@ -165,13 +167,13 @@ def test_requests_on_a_router_that_died_are_given_up_by_their_worker(tmp_path: P
 def test_no_worker_is_503_and_too_many_requests_are_429_with_a_time_to_come_back(tmp_path: Path) -> None:
     with Process("router", "--port", "0", "--queue-limit", "2", "--worker-queue-factor", "1") as router:
         router.wait_ready()
-        body = {"model": "tiny", "prompt": "x", "max_tokens": 10_000}
+        body = {"model": "tiny", "prompt": "x", "max_tokens": 10_000, "ignore_eos": True}
         nobody = httpx.post(f"{router.url}/v1/completions", json=body)
         assert nobody.status_code == 503
         assert nobody.json()["error"]["code"] == "no_worker"
 
         with Process(
-            *("worker", "--model", "tiny", "--consolidator", router.word("ingest")),
+            *("worker", *MAKER, "--consolidator", router.word("ingest")),
             *("--max-batch-size", "1", "--max-num-tokens", "64"),
         ) as worker:
             worker.wait_ready()

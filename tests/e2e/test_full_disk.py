@@ -27,7 +27,7 @@ def let_files_grow(process: psutil.Process, to_bytes: int) -> None:
 
 
 def verified_load(url: str) -> None:
-    settings = BenchSettings(url=url, concurrency=8, isl=400, osl=20, requests=40)
+    settings = BenchSettings(url=url, concurrency=(8,), isl=400, osl=20, requests=40)
     assert_unharmed(bench(settings, verify=Verifier(settings)))
 
 

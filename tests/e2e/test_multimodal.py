@@ -14,7 +14,7 @@ from poolgrid.frontend.media.placeholders import place_media
 from poolgrid.wire.card import MediaSpec
 from poolgrid.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
 from poolgrid.workers.engines.simulated.core.media import key_of, mark_media
-from tests.e2e.expectation import expected_text
+from tests.e2e.expectation import PLAIN, expected_text
 from tests.e2e.processes import Process, eventually, index_equals_workers, metric, pool_is_quiet, ready_workers
 from tests.frontend.fake_backend import TINY
 from tests.frontend.media.samples import data_url, image, png, safetensors
@@ -108,7 +108,7 @@ def right_answer(text: str, *media: bytes, kind: MediaKind = MediaKind.IMAGE) ->
     prompt = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
     items = [MediaItem(kind, data, "image/png", digest_media(data)) for data in media]
     tokens, placed = place_media(prompt, items, SPEC, TINY.encode)
-    return expected_text(key_of(mark_media(MultimodalInput(prompt, placed))) + tokens, 12)
+    return expected_text(key_of(mark_media(MultimodalInput(prompt, placed))) + tokens, 12, vocabulary=PLAIN)
 
 
 def said(answer: httpx.Response) -> str:

@@ -65,6 +65,36 @@ def test_completions_take_strings_token_arrays_choices_and_stops(client: openai.
     assert stopped.choices[0].finish_reason == "stop"
 
 
+def test_a_chat_without_a_limit_ends_by_itself_and_its_text_is_the_tokens_that_it_was(client: openai.OpenAI) -> None:
+    messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Tell me everything."}]
+
+    answer = client.chat.completions.create(model="tiny", messages=messages)
+
+    content = answer.choices[0].message.content
+    assert answer.choices[0].finish_reason == "stop"
+    assert content is not None
+    assert answer.usage is not None
+    # The token that ended it is counted, and is no text.
+    assert answer.usage.completion_tokens == len(MODEL.encode(content)) // 4 + 1
+    assert 54 <= answer.usage.completion_tokens <= 1417
+
+
+def test_the_log_probability_of_a_text_is_what_it_was_when_the_engine_wrote_it(client: openai.OpenAI) -> None:
+    prompt = "Once upon a time there was"
+    written = client.completions.create(model="tiny", prompt=prompt, max_tokens=8, logprobs=1).choices[0]
+    read = client.completions.create(model="tiny", prompt=prompt + written.text, max_tokens=0, logprobs=1, echo=True)
+
+    assert read.choices[0].text == prompt + written.text
+    assert read.usage is not None
+    assert read.usage.completion_tokens == 0
+    assert written.logprobs is not None
+    assert read.choices[0].logprobs is not None
+    assert written.logprobs.token_logprobs is not None
+    assert read.choices[0].logprobs.token_logprobs is not None
+    assert read.choices[0].logprobs.token_logprobs[0] is None
+    assert read.choices[0].logprobs.token_logprobs[-8:] == written.logprobs.token_logprobs
+
+
 def test_a_repeated_prompt_is_served_from_the_same_workers_cache(client: openai.OpenAI, pool: Process) -> None:
     tokens = list(range(1000, 1640))
     first = client.completions.with_raw_response.create(model="tiny", prompt=tokens, max_tokens=2)
@@ -104,7 +134,7 @@ def test_metrics_tell_what_happened(client: openai.OpenAI, pool: Process) -> Non
 
 @pytest.mark.parametrize("streaming", [True, False])
 def test_a_client_that_leaves_frees_its_worker(pool: Process, streaming: bool) -> None:
-    body = {"model": "tiny", "prompt": "long", "max_tokens": 100_000, "stream": streaming}
+    body = {"model": "tiny", "prompt": "long", "max_tokens": 100_000, "ignore_eos": True, "stream": streaming}
     # The whole answer takes minutes; this client gives up long before.
     with (
         contextlib.suppress(httpx.ReadTimeout),

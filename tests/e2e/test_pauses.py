@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.disturbed_load import assert_unharmed, load_while
+from tests.e2e.expectation import PLAIN
 from tests.e2e.processes import Process, eventually, index_equals_workers, metric, pool_is_quiet, ready_workers
 
 pytestmark = pytest.mark.e2e
@@ -51,7 +52,7 @@ def stop_for(process: Process, seconds: float) -> None:
 
 def test_a_router_that_is_stopped_for_several_leases_throws_nobody_out_and_fails_no_request(tmp_path: Path) -> None:
     with pool_with_short_leases(tmp_path) as (router, _):
-        report = load_while(router.url, lambda: stop_for(router, PAUSE_S), requests=60)
+        report = load_while(router.url, lambda: stop_for(router, PAUSE_S), requests=60, vocabulary=PLAIN)
 
         assert_unharmed(report)
         assert metric(router.url, "poolgrid_consolidator_lease_expiries_total") == 0
@@ -60,7 +61,7 @@ def test_a_router_that_is_stopped_for_several_leases_throws_nobody_out_and_fails
 
 def test_a_worker_that_is_stopped_for_several_leases_costs_no_request_and_comes_back(tmp_path: Path) -> None:
     with pool_with_short_leases(tmp_path) as (router, workers):
-        report = load_while(router.url, lambda: stop_for(workers[0], PAUSE_S), requests=60)
+        report = load_while(router.url, lambda: stop_for(workers[0], PAUSE_S), requests=60, vocabulary=PLAIN)
 
         assert_unharmed(report)
         eventually("it is back", lambda: len(ready_workers(router.url)) == 2)

@@ -23,7 +23,7 @@ TIMEOUT_S = 2.0
 PROCESS_S = 3.0
 """What a process may take beyond its ``shutdown_timeout_ms`` to close its sockets and end, on a loaded machine."""
 
-LONG = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 4000}
+LONG = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 4000, "ignore_eos": True}
 
 
 class Client(threading.Thread):
@@ -92,6 +92,7 @@ def _timeout() -> tuple[str, str]:
 def slow_worker(ingest: str) -> Iterator[None]:
     with Process(
         *("worker", "--model", "tiny", "--consolidator", ingest, "--speedup", "0.2", "--max-batch-size", "2"),
+        *("--vocabulary-size", "4096"),
         *("--max-num-tokens", "64", "--drain-timeout-ms", "100"),
     ) as worker:
         worker.wait_ready()

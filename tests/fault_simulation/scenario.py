@@ -141,6 +141,8 @@ class Scenario:
     mode: Literal["aggregated", "disagg"]
     block_size: int
     eos_probability: float
+    answer_tokens: float
+    """Mean length of answers that end by themselves; 0 = none does."""
     local_prefill_max_tokens: int
     requests: tuple[RequestPlan, ...]
     faults: tuple[Fault, ...]
@@ -236,6 +238,8 @@ def make_scenario(seed: int, profile: str | None = None) -> Scenario:
         mode="disagg" if disaggregated else "aggregated",
         block_size=block_size,
         eos_probability=rng.choice((0.0, 0.02)),
+        # By a hand of its own: seeds that are known for what they do keep doing it.
+        answer_tokens=Random(f"{seed}/answers").choice((0.0, 0.0, 12.0)),
         local_prefill_max_tokens=rng.choice((0, 0, 16)),
         requests=requests,
         faults=tuple(sorted(faults, key=lambda fault: fault.at_s)),

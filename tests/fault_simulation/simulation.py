@@ -26,6 +26,7 @@ from poolgrid.frontend.ports import InferenceRequest, Refused, StreamDelta
 from poolgrid.global_router.core.document.reader import load_document
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.requests import Sampling
+from poolgrid.workers.engines.simulated.core.answer_lengths import AnswerLengths
 from poolgrid.workers.engines.simulated.core.next_token import Vocabulary, expected_reply
 from tests.fault_simulation import bounds, quiet
 from tests.fault_simulation.network import Network
@@ -109,7 +110,9 @@ class Simulation:
         self.network = Network(self.loop, Random(f"{scenario.seed}/network"), self.trace, scenario.network)
         self.network.on_send = self.watcher.on_send
         self.network.on_close = self.watcher.on_close
-        vocabulary = Vocabulary(VOCABULARY_SIZE, eos_probability=scenario.eos_probability)
+        mean = scenario.answer_tokens
+        answers = AnswerLengths(mean, mean / 2) if mean else None
+        vocabulary = Vocabulary(VOCABULARY_SIZE, eos_probability=scenario.eos_probability, answers=answers)
         self.world = World(scenario, self.loop, self.network, self.watcher, vocabulary)
         self.world.on_end = self._on_end
         self.processes: dict[str, Process] = {}

@@ -598,6 +598,53 @@ def test_a_repeated_prompt_has_log_probabilities_where_the_worker_reports_them(s
     assert values[1 : len(prompt)] == [-0.25] * (len(prompt) - 1)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("logprobs", [None, 0, 2])
+def test_with_echo_the_prompt_may_be_asked_for_alone(stream: bool, logprobs: int | None) -> None:
+    prompt = unpack_tokens(TINY.encode("Once upon a time"))
+
+    def script(request: InferenceRequest) -> list[Step]:
+        steps = speak(" unseen") if logprobs is None else with_logprobs(speak(" unseen"), logprobs)
+        assert isinstance(steps[0], list)
+        if logprobs is not None:
+            steps[0][0].prompt_logprobs = tuple(TokenLogprobs(token, -0.25, ()) for token in prompt[1:])
+        return steps
+
+    backend = FakeBackend(script)
+    body: dict[str, Any] = {"prompt": "Once upon a time", "echo": True, "max_tokens": 0, "logprobs": logprobs}
+    if stream:
+        answer = post(backend, COMPLETIONS, **body, stream=True, stream_options={"include_usage": True})
+        chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+        parts = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
+        usage = chunks[-1]["usage"]
+    else:
+        whole = post(backend, COMPLETIONS, **body).json()
+        parts, usage = whole["choices"], whole["usage"]
+
+    assert backend.requests[0].sampling.max_tokens == 1
+    assert "".join(part["text"] for part in parts) == "Once upon a time"
+    assert parts[-1]["finish_reason"] == "length"
+    assert usage["completion_tokens"] == 0
+    placed = [part["logprobs"] for part in parts if part["logprobs"]]
+    assert "".join(token for each in placed for token in each["tokens"]) == ("Once upon a time" if placed else "")
+    assert bool(placed) is (logprobs is not None)
+
+
+def test_nothing_to_generate_needs_a_prompt_to_repeat() -> None:
+    backend = FakeBackend()
+    answers = [
+        post(backend, COMPLETIONS, prompt="hi", max_tokens=0),
+        post(backend, COMPLETIONS, prompt="hi", max_tokens=-1, echo=True),
+        post(backend, CHAT, messages=[{"role": "user", "content": "hi"}], max_tokens=0),
+    ]
+
+    assert [answer.status_code for answer in answers] == [400, 400, 400]
+    assert [answer.json()["error"]["param"] for answer in answers] == ["max_tokens"] * 3
+    assert "with echo also 0" in answers[0].json()["error"]["message"]
+    assert "an integer from 1, or with echo also 0 for the prompt alone" in answers[1].json()["error"]["message"]
+    assert not backend.requests
+
+
 def test_a_worker_that_leaves_out_log_probabilities_of_the_prompt_fails_the_request() -> None:
     backend = FakeBackend(lambda _: with_logprobs(speak("Hello"), 0))
     answer = post(backend, COMPLETIONS, prompt="hi", echo=True, logprobs=0)

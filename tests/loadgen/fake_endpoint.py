@@ -28,7 +28,17 @@ class FakeEndpoint:
         workers: int = 2,
         line_end: bytes = b"\n",
         gate: int = 0,
+        tokens_per_word: float = 1.0,
+        overhead_tokens: int = 0,
+        unready: int = 0,
+        ready_status: int = 200,
     ) -> None:
+        self.tokens_per_word = tokens_per_word
+        self.overhead_tokens = overhead_tokens
+        """Of a chat template, for each message."""
+        self.unready = unready
+        """How often ``/ready`` says no first."""
+        self.ready_status = ready_status
         self.ttft_s = ttft_s
         self.itl_s = itl_s
         self.fault = fault
@@ -79,6 +89,11 @@ class FakeEndpoint:
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
             head = await reader.readuntil(b"\r\n\r\n")
+            if head.startswith(b"GET /ready"):
+                self.unready -= 1
+                status = 503 if self.unready >= 0 else self.ready_status
+                writer.write(b"HTTP/1.1 %d said\r\nContent-Length: 0\r\n\r\n" % status)
+                continue
             if head.startswith(b"GET"):
                 body = json.dumps({"object": "list", "data": [{"id": "fake-model"}]}).encode()
                 writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
@@ -113,7 +128,8 @@ class FakeEndpoint:
             self._gate_opened.set()
         await self._gate_opened.wait()
         chat = "messages" in request
-        prompt = request["messages"][0]["content"] if chat else request["prompt"]
+        messages = request.get("messages", ())
+        prompt = " ".join(message["content"] for message in messages) if chat else request["prompt"]
         await asyncio.sleep(self.ttft_s)
         writer.write(
             b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n"
@@ -137,7 +153,9 @@ class FakeEndpoint:
             self._event(writer, {"choices": [{"index": 0, **choice, "finish_reason": None}]})
         if fault not in ("end", "no-usage"):
             usage = {
-                "prompt_tokens": len(prompt) if isinstance(prompt, list) else len(prompt.split()),
+                "prompt_tokens": len(prompt)
+                if isinstance(prompt, list)
+                else round(len(prompt.split()) * self.tokens_per_word) + len(messages) * self.overhead_tokens,
                 "completion_tokens": request["max_tokens"],
                 "prompt_tokens_details": {"cached_tokens": self._cached(prompt)},
             }

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from poolgrid.loadgen.client import Client, Exchange, RequestFailed, Target
-from poolgrid.loadgen.prompt import PlannedRequest, PromptMaker
-from poolgrid.loadgen.runner import RequestShape, Result, run
+from poolgrid.loadgen.conversations import ConversationShape, PlannedConversation, plan_conversations
+from poolgrid.loadgen.prompt import PlannedRequest, PromptMaker, WordScale
+from poolgrid.loadgen.runner import Planned, RequestLine, RequestShape, Result, run
 from poolgrid.loadgen.schedule import fixed, synthetic
+from poolgrid.loadgen.word_scale import measure_word_scale
 from poolgrid.runtime.clock import SystemClock
 from tests.loadgen.fake_endpoint import FakeEndpoint, answer_of, serving
 
@@ -27,7 +29,7 @@ def requests(count: int, *, isl: int = 20, osl: int = 3, at_ms: Iterable[float |
 
 def drive(
     endpoint: FakeEndpoint,
-    planned: Iterable[PlannedRequest],
+    planned: Iterable[Planned],
     *,
     api: str = "completions",
     text: bool = False,
@@ -153,6 +155,102 @@ class TestWhatIsCounted:
             drive(endpoint, requests(3), concurrency=1, progress=lambda measured: told.append(measured.requests))
 
         assert told == [1, 2, 3]
+
+
+def conversations(count: int, **shape: Any) -> list[PlannedConversation]:
+    told = ConversationShape(**{"turns": 3, "isl": 10, "osl": 2, **shape})
+    return list(plan_conversations([None] * count, told, seed=0))
+
+
+class TestConversations:
+    def test_each_turn_is_sent_with_all_that_was_said_before(self) -> None:
+        planned = conversations(1, shared_prefix=20)
+
+        with serving(FakeEndpoint()) as endpoint:
+            measured = drive(endpoint, planned, api="chat", concurrency=1).measured
+
+        first, second, third = (body["messages"] for body in endpoint.bodies)
+        assert [message["role"] for message in third] == ["system", "user", "assistant", "user", "assistant", "user"]
+        assert [len(message["content"].split()) for message in first] == [20, 10]
+        assert second[:2] == first
+        assert third[:4] == second
+        said = [answer_of(" ".join(message["content"] for message in first), number) for number in range(2)]
+        assert second[2]["content"] == "".join(said)
+        assert measured.requests == 3
+        # Of the second and third turn all but their own question has been there before.
+        assert measured.reusable_tokens == sum(len(part) for part in ([], ["x"] * 32, ["x"] * 44))
+
+    def test_a_system_prompt_is_reusable_once_it_was_sent(self) -> None:
+        planned = conversations(4, turns=1, shared_prefix=20, shared_prefixes=1)
+
+        with serving(FakeEndpoint()) as endpoint:
+            measured = drive(endpoint, planned, concurrency=1).measured
+
+        assert {tuple(body["prompt"][:20]) for body in endpoint.bodies} == {tuple(endpoint.bodies[0]["prompt"][:20])}
+        assert len({tuple(body["prompt"]) for body in endpoint.bodies}) == 4
+        assert (measured.prompt_tokens, measured.reusable_tokens) == (120, 60)
+        assert measured.cached_tokens == 3 * 16, "whole blocks"
+
+    def test_a_turn_that_fails_ends_its_conversation_and_no_other(self) -> None:
+        with serving(FakeEndpoint(fault=lambda number: "busy" if number == 1 else None)) as endpoint:
+            measured = drive(endpoint, conversations(2), api="chat", concurrency=1).measured
+
+        assert (measured.succeeded, measured.errors) == (4, 1)
+        assert len(endpoint.bodies[2]["messages"]) == 1, "the next conversation began"
+
+    def test_conversations_come_at_their_times_and_their_users_think(self) -> None:
+        shape = ConversationShape(turns=2, isl=5, osl=1, think_time_s=0.02)
+        planned = list(plan_conversations([0.0, 30.0], shape, seed=0))
+        lines: list[RequestLine] = []
+
+        with serving(FakeEndpoint()) as endpoint:
+            result = drive(endpoint, planned, api="chat", on_line=lines.append)
+
+        assert result.measured.requests == 4
+        assert sorted((line.index, line.turn) for line in lines) == [(0, 0), (1, 1), (2, 0), (3, 1)]
+        sent = {line.index: line.sent_ms for line in lines}
+        assert (sent[0], sent[2]) == (0.0, 30.0)
+        for conversation in planned:
+            first, second = conversation.turns
+            assert sent[second.index] >= sent[first.index] + conversation.pauses_ms[1] - 1
+        assert all(line.prompt_tokens and line.output_tokens == 1 and line.worker for line in lines)
+
+    def test_the_log_names_what_failed(self) -> None:
+        lines: list[RequestLine] = []
+
+        with serving(FakeEndpoint(fault=lambda _: "busy")) as endpoint:
+            drive(endpoint, requests(1), concurrency=1, on_line=lines.append)
+
+        assert [(line.error, line.ttft_ms) for line in lines] == [("http-429", None)]
+
+
+class TestWordScale:
+    @pytest.mark.parametrize("isl", [40, 1000])
+    def test_words_are_as_many_as_make_the_tokens_that_were_asked_for(self, isl: int) -> None:
+        with serving(FakeEndpoint(tokens_per_word=1.9, overhead_tokens=7)) as endpoint:
+            client = Client(Target(endpoint.url), SystemClock())
+            shape = RequestShape("fake-model", "chat")
+
+            async def go() -> Result:
+                scale = await measure_word_scale(client, shape)
+                prompts = PromptMaker(16, 255, scale)
+                return await run(client, shape, prompts, requests(4, isl=isl), SystemClock(), concurrency=1)
+
+            measured = asyncio.run(go()).measured
+
+        assert measured.prompt_tokens / 4 == pytest.approx(isl, abs=2)
+
+    def test_an_endpoint_without_usage_is_taken_at_a_token_a_word(self) -> None:
+        with serving(FakeEndpoint(fault=lambda _: "no-usage", tokens_per_word=2)) as endpoint:
+            client = Client(Target(endpoint.url), SystemClock())
+
+            async def go() -> WordScale:
+                try:
+                    return await measure_word_scale(client, RequestShape("fake-model", "chat"))
+                finally:
+                    client.close()
+
+            assert asyncio.run(go()) == WordScale(1.0, 0)
 
 
 class TestSchedules:

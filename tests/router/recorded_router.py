@@ -7,6 +7,8 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from poolgrid.router.consolidator.journal.files import FileJournal, JournalSettings
 from poolgrid.router.core.approximate_index import ApproximateIndex
 from poolgrid.router.core.candidates import RoutingRequest
@@ -78,6 +80,8 @@ class RecordedRouter:
         self.decisions_disk = FakeDisk()
         self.journal = FileJournal(self.pool_disk, JournalSettings(segment_bytes=4000))
         self.chance = random.Random(seed)
+        self.simulated_speedup = 0.0
+        """What the cards of workers that join say of their engines."""
         self.joined: dict[WorkerKey, int] = {}
         self.open: list[tuple[WorkerKey, str]] = []
         self.requests = 0
@@ -146,7 +150,8 @@ class RecordedRouter:
         worker = worker_key(name)
         self.joined[worker] = self._epoch
         self.open = [each for each in self.open if each[0] != worker]
-        self.say(worker, WorkerJoined(make_card(max_batch_size=4)), source="consolidator")
+        card = msgspec.structs.replace(make_card(max_batch_size=4), simulated_speedup=self.simulated_speedup)
+        self.say(worker, WorkerJoined(card), source="consolidator")
 
     def crash(self, name: str) -> None:
         """End a worker's life without a word of its own."""

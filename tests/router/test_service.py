@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -15,7 +16,10 @@ from prometheus_client import CollectorRegistry
 from poolgrid.dispatch.link_budget import LINKS_MAX
 from poolgrid.dispatch.token_delivery import TokenDelivery
 from poolgrid.dispatch.worker_link import WorkerLink
+from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.frontend.ports import InferenceRequest, Refused
+from poolgrid.frontend.prompt_model import PromptModel
+from poolgrid.router.bootstrap import vocabulary_objection
 from poolgrid.router.consolidator.ports import PoolListener
 from poolgrid.router.core.candidates import Candidates, RoutingRequest
 from poolgrid.router.core.load_ledger import LoadLedger
@@ -24,6 +28,7 @@ from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.selector import Selector
+from poolgrid.router.fleet_links import Objection
 from poolgrid.router.metrics import RouterMetrics
 from poolgrid.router.service import RouterService
 from poolgrid.router.settings import RouterSettings
@@ -92,6 +97,7 @@ class Routed:
         context: zmq.Context[zmq.Socket[bytes]],
         policy: Policy | None = None,
         links_max: int = LINKS_MAX,
+        objection: Objection = lambda _: "",
         **settings_: Any,
     ) -> None:
         settings = RouterSettings.model_validate(settings_)
@@ -103,7 +109,9 @@ class Routed:
         self.sent: list[str] = []
         self.context = context
         self._clock = SystemClock()
-        self.service = RouterService(settings, state, self.feed, self.metrics, self._clock, self._open_link, links_max)
+        self.service = RouterService(
+            settings, state, self.feed, self.metrics, self._clock, self._open_link, links_max, objection
+        )
 
     def _open_link(
         self,
@@ -503,6 +511,48 @@ def test_a_request_that_only_such_a_worker_could_take_is_refused_at_once_with_th
             assert refused.value.status == 503
 
     asyncio.run(scenario())
+
+
+TINY = PromptModel.load(TINY_MODEL_PATH)
+
+
+def test_a_worker_of_another_vocabulary_gets_no_requests_and_is_named_with_the_reason(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def tiny(endpoint: str, vocabulary_size: int) -> WorkerCard:
+        return msgspec.structs.replace(card(endpoint), model="tiny", vocabulary_size=vocabulary_size)
+
+    async def scenario() -> None:
+        async with routed(objection=partial(vocabulary_objection, TINY)) as router:
+            links = router.service.links
+            router.feed.tell((OLD, WorkerJoined(tiny(BEFORE, 32_000))))
+            assert not router.links
+            with pytest.raises(Refused, match="token ids are below 32000, the tokenizer of model 'tiny' here has 4096"):
+                await router.service.submit(msgspec.structs.replace(REQUEST, model="tiny"))
+
+            router.feed.tell((NEW, WorkerJoined(tiny(AFTER, 4096))))
+            router.bring_up(AFTER)
+            await router.service.submit(msgspec.structs.replace(REQUEST, model="tiny"))
+            assert router.sent == [AFTER]
+            assert set(links.unreachable) == {OLD}
+
+            router.feed.tell((OLD, WorkerLeft("replaced")), (OLD, WorkerJoined(tiny(BEFORE, 4096))))
+            router.bring_up(BEFORE)
+            assert not links.unreachable
+
+    asyncio.run(scenario())
+    assert caplog.text.count("gets no requests") == 1
+
+
+def test_the_vocabularies_of_padded_models_and_of_workers_that_say_nothing_are_taken() -> None:
+    def objection(model: str, vocabulary_size: int) -> str:
+        return vocabulary_objection(
+            TINY, msgspec.structs.replace(card(BEFORE), model=model, vocabulary_size=vocabulary_size)
+        )
+
+    assert [objection("tiny", size) for size in (0, 4000, 4096, 4224)] == [""] * 4
+    assert objection("tiny", 5000)
+    assert not objection("another model, which has no tokenizer here", 5000)
 
 
 def test_cards_make_a_bounded_number_of_connections_and_a_worker_that_leaves_makes_room() -> None:

@@ -122,6 +122,7 @@ FULL_CARD = WorkerCard(
     vocabulary_size=128_256,
     media=MediaSpec(("image", "embeddings"), "<image>", 32_000, 576, U32_MAX),
     endpoint_name="poolgrid.decode.generate",
+    simulated_speedup=2.5,
 )
 LOAD = LoadReported(3, 1, 4096, 700, 900, 1024, steps=12_345_678_901)
 

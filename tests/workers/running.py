@@ -67,6 +67,7 @@ def make_settings(endpoint: str, **changes: object) -> SimulatedWorkerSettings:
         "max_num_tokens": 64,
         "max_sequence_length": 4096,
         "vocabulary_size": VOCABULARY.size,
+        "output_tokens_mean": 0,
         "first_token_id": VOCABULARY.first_token_id,
         "speedup": 50.0,
         "heartbeat_ms": 50,

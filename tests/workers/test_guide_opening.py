@@ -26,8 +26,12 @@ VOCABULARY = Vocabulary(4096, 3, 2)
 GUIDES = LazyGuides(TINY_MODEL_PATH, VOCABULARY)
 
 
+class Panic(BaseException):
+    """As compiled libraries raise it: no ``Exception``."""
+
+
 class SlowGuides:
-    """Opens no guide before it may; an expression of ``?`` is refused then."""
+    """Opens no guide before it may; an expression of ``?`` is refused then, at ``!`` the opening itself fails."""
 
     def __init__(self) -> None:
         self.may_open = threading.Event()
@@ -40,6 +44,8 @@ class SlowGuides:
         assert self.may_open.wait(PATIENCE_S)
         if sampling.guided_regex == "?":
             raise UnsupportedError("guided_regex is set, and it is none")
+        if sampling.guided_regex == "!":
+            raise Panic("a compiled library gave up")
         return GUIDES.open(sampling)
 
 
@@ -125,5 +131,20 @@ def test_a_guide_that_cannot_be_opened_ends_its_request_with_the_reason() -> Non
             assert (last.finish_reason, last.refusal) == (FinishReason.ERROR, RefusalKind.INVALID)
             assert last.error == "guided_regex is set, and it is none"
             assert scene.finished() == [("guided", FinishReason.ERROR)]
+
+    asyncio.run(scenario())
+
+
+def test_a_guide_whose_opening_fails_is_answered_as_broken_so_that_another_worker_may_try() -> None:
+    async def scenario() -> None:
+        async with stepping() as scene:
+            scene.guides.may_open.set()
+            scene.submit("guided", "!")
+            last = await scene.last("guided")
+            assert (last.finish_reason, last.refusal) == (FinishReason.ERROR, RefusalKind.BROKEN)
+            assert last.error == "guided_regex is set, and opening it failed here: Panic: a compiled library gave up"
+            assert scene.finished() == [("guided", FinishReason.ERROR)]
+            scene.submit("plain")
+            await scene.last("plain")
 
     asyncio.run(scenario())

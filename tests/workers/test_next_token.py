@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from poolgrid.wire.hashing import pack_tokens, unpack_tokens
 from poolgrid.wire.requests import Sampling
-from poolgrid.workers.engines.simulated.core.next_token import TokenStream, Vocabulary, expected_output, expected_reply
+from poolgrid.workers.engines.simulated.core.answer_lengths import AnswerLengths
+from poolgrid.workers.engines.simulated.core.next_token import (
+    TokenStream,
+    Vocabulary,
+    expected_output,
+    expected_reply,
+    prompt_logprobs,
+)
 from tests.workers.builders import VOCABULARY
 
 tokens = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=200)
@@ -114,6 +121,61 @@ def test_end_of_sequence_can_be_forbidden(sampling: Sampling) -> None:
     )
 
 
+CHAT = Vocabulary(size=1000, first_token_id=10, eos_token_id=2, answers=AnswerLengths(30, 12))
+
+
+@given(prompt=tokens, seed=st.none() | st.integers(0, 2**63 - 1), share=st.floats(0, 1), watched=st.booleans())
+def test_an_answer_that_goes_on_elsewhere_ends_at_the_same_place(
+    prompt: list[int], seed: int | None, share: float, watched: bool
+) -> None:
+    stops = (1,) if watched else ()
+    whole, reason = expected_reply(pack_tokens(prompt), Sampling(500, seed=seed), CHAT, stops)
+    emitted = int(share * (len(whole) - 1))
+    rest = expected_reply(
+        pack_tokens([*prompt, *whole[:emitted]]), Sampling(500 - emitted, seed=seed), CHAT, stops, emitted
+    )
+
+    assert (whole[:emitted] + rest[0], rest[1]) == (whole, reason)
+    assert (reason, whole[-1], whole.count(2)) == ("stop", 2, 1)
+
+
+@given(prompt=tokens, chunks=st.lists(st.integers(1, 20), min_size=1, max_size=12), watched=st.booleans())
+def test_an_answer_with_an_end_of_its_own_is_the_same_in_pieces(
+    prompt: list[int], chunks: list[int], watched: bool
+) -> None:
+    stops = (1,) if watched else ()
+    stream = TokenStream(CHAT, pack_tokens(prompt), Sampling(500), stops)
+    for count in [sum(chunks[: at + 1]) for at in range(len(chunks))] + [500]:
+        stream.generate_to(count)
+
+    whole, reason = expected_reply(pack_tokens(prompt), Sampling(500), CHAT)
+    assert (unpack_tokens(bytes(stream.output)), stream.finish_reason) == (whole, reason)
+    assert stream.final == len(whole)
+
+
+def test_an_answer_ends_by_itself_unless_told_otherwise() -> None:
+    prompt = pack_tokens([1])
+    end = len(expected_output(prompt, Sampling(500), CHAT))
+
+    assert expected_reply(prompt, Sampling(end - 1), CHAT)[1] == "length"
+    assert expected_reply(prompt, Sampling(end), CHAT)[1] == "stop"
+    assert len(expected_output(prompt, Sampling(500, ignore_eos=True), CHAT)) == 500
+    late = expected_output(prompt, Sampling(500, min_tokens=end + 20), CHAT)
+    assert (len(late), late[-1]) == (end + 21, 2)
+    moved, _ = expected_reply(
+        prompt + pack_tokens(late[:40]), Sampling(460, min_tokens=end + 20 - 40), CHAT, emitted=40
+    )
+    assert late[:40] + moved == late
+
+
+def test_words_are_all_that_is_generated_and_each_comes_about_as_often() -> None:
+    words = (11, 13, 17, 19)
+    output = expected_output(pack_tokens([5]), Sampling(4000), Vocabulary(1000, 10, words=words))
+
+    assert set(output) == set(words)
+    assert all(850 < output.count(word) < 1150 for word in words)
+
+
 def test_a_stop_token_of_the_request_ends_the_output() -> None:
     free = expected_output(pack_tokens([1]), Sampling(max_tokens=20), VOCABULARY)
     stopped, reason = expected_reply(pack_tokens([1]), Sampling(max_tokens=20), VOCABULARY, (free[7],))
@@ -140,14 +202,46 @@ def test_log_probabilities_are_those_of_a_distribution_led_by_the_chosen_token(a
     assert report == stream().logprobs(2, 5, alternatives)
 
 
+@pytest.mark.parametrize("words", [(), tuple(range(10, 1000, 3))])
+def test_a_prompt_that_the_engine_would_have_written_is_as_likely_as_when_it_did(words: tuple[int, ...]) -> None:
+    vocabulary = Vocabulary(1000, 10, words=words)
+    stream = TokenStream(vocabulary, pack_tokens([1, 2]), Sampling(max_tokens=6, seed=3, logprobs=4))
+    stream.generate_to(6)
+
+    report = prompt_logprobs(vocabulary, b"", pack_tokens([1, 2]) + bytes(stream.output), 3, 4)
+
+    assert report[1:] == stream.logprobs(0, 6, 4)
+    assert len(report) == 7
+
+
+@pytest.mark.parametrize("words", [(), (10, 12, 14, 16, 18)])
+def test_log_probabilities_of_all_that_could_follow_a_prompt_are_those_of_a_distribution(
+    words: tuple[int, ...],
+) -> None:
+    vocabulary = Vocabulary(20, 10, words=words)
+    found = {
+        token_id: prompt_logprobs(vocabulary, b"media", pack_tokens([7, token_id]), None, 2)[0]
+        for token_id in range(20)
+    }
+
+    best = max(found, key=lambda token_id: found[token_id].logprob)
+    assert [entry.token_id for entry in found.values()] == list(found)
+    assert {entry.alternatives for entry in found.values()} == {found[best].alternatives}
+    assert found[best].alternatives[0] == (best, found[best].logprob)
+    for token_id, logprob in found[best].alternatives:
+        assert found[token_id].logprob == pytest.approx(logprob)
+    assert 0.5 < sum(math.exp(entry.logprob) for entry in found.values()) <= 1.0
+
+
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
+        ({"size": 5, "first_token_id": 3, "words": (4, 5)}, "words are token ids 4 to 5, allowed are 0 to 4"),
         ({"size": 5, "first_token_id": 5}, "first_token_id is 5"),
         ({"eos_probability": 1.5}, "eos_probability is 1.5"),
         ({"eos_token_id": -1}, "eos_token_id is -1"),
     ],
 )
-def test_an_impossible_vocabulary_is_refused(fields: dict[str, float], named: str) -> None:
+def test_an_impossible_vocabulary_is_refused(fields: dict[str, object], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         Vocabulary(**fields)  # type: ignore[arg-type]

@@ -109,7 +109,7 @@ def test_a_second_request_with_an_active_id_is_refused_and_the_first_goes_on() -
         (Generate("r", ONE_TOKEN, Sampling(5), routing=Routing(lora_name="x")), "lora_name", RefusalKind.CANNOT_DO),
         (Generate("r", ONE_TOKEN, Sampling(5), routing=Routing(dp_rank=3)), "dp_rank is 3", None),
         (Generate("r", ONE_TOKEN, Sampling(5, guided_regex="a+")), "guided_regex is set", RefusalKind.CANNOT_DO),
-        (Generate("r", ONE_TOKEN, Sampling(5, prompt_logprobs=1)), "prompt_logprobs is set", RefusalKind.INVALID),
+        (Generate("r", ONE_TOKEN, Sampling(5), routing=Routing(emitted_tokens=2)), "emitted_tokens is 2", None),
     ],
 )
 def test_a_request_that_cannot_run_is_answered_with_the_reason(

@@ -15,14 +15,25 @@ from poolgrid.wire.events import PrefillCompleted, RequestFinished, RequestProgr
 from poolgrid.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes
 from poolgrid.wire.identifiers import Tier
 from poolgrid.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
-from poolgrid.wire.requests import Generate, RefusalKind, Routing, Sampling
+from poolgrid.wire.requests import Generate, KvOffered, RefusalKind, Routing, Sampling, TokenDelta
 from poolgrid.workers.core.event_translation import EventTranslator
 from poolgrid.workers.core.refusal import RefusedError
+from poolgrid.workers.engines.simulated.core.answer_lengths import AnswerLengths
 from poolgrid.workers.engines.simulated.core.cache_recorder import EngineRecorder, WireRecorder
 from poolgrid.workers.engines.simulated.core.engine import EngineLimits, SimulatedEngine, StepOutcome
+from poolgrid.workers.engines.simulated.core.kv_transfer import KvSource
 from poolgrid.workers.engines.simulated.core.next_token import Vocabulary, expected_output, expected_reply
 from poolgrid.workers.engines.simulated.core.timing import PolynomialTiming
-from tests.workers.builders import VOCABULARY, fold, make_request, outputs, run_to_end
+from tests.workers.builders import (
+    VOCABULARY,
+    fold,
+    make_request,
+    outputs,
+    prefill,
+    prefill_leg,
+    run_through,
+    run_to_end,
+)
 
 BLOCK_SIZE = 4
 
@@ -506,3 +517,62 @@ def test_a_request_with_media_that_moves_goes_on_with_the_same_output() -> None:
             routing=Routing(emitted_tokens=emitted),
         )
         assert answered(moved) == output[4 * emitted :]
+
+
+CHAT = Vocabulary(size=1000, first_token_id=10, answers=AnswerLengths(40, 15))
+
+
+def chat_engine() -> SimulatedEngine:
+    return SimulatedEngine(make_limits(), CHAT, source=KvSource("tcp://127.0.0.1:1", "w", 1))
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+def test_an_answer_ends_at_the_same_place_whole_in_two_legs_and_wherever_it_moves(seed: int | None) -> None:
+    request = make_request(prompt=range(20), max_tokens=150, seed=seed)
+    whole = chat_engine()
+    whole.submit(request, 0.0)
+    right = outputs(run_to_end(whole))["r"]
+    assert right == pack_tokens(expected_output(request.token_ids, request.sampling, CHAT))
+    assert right[-4:] == pack_tokens([CHAT.eos_token_id])
+
+    leg, offer, now_ms = prefill(chat_engine(), request)
+    decode = chat_engine()
+    decode.submit(leg, now_ms, offer=offer)
+    assert outputs(run_through(decode, now_ms))["r"] == right
+
+    for emitted in (1, 7, len(right) // 4 - 1):
+        moved = msgspec.structs.replace(
+            request,
+            token_ids=request.token_ids + right[: 4 * emitted],
+            sampling=msgspec.structs.replace(request.sampling, max_tokens=150 - emitted),
+            routing=Routing(emitted_tokens=emitted),
+        )
+        engine = chat_engine()
+        engine.submit(moved, 0.0)
+        outcomes = run_to_end(engine)
+        assert outputs(outcomes)["r"] == right[4 * emitted :]
+        assert last_of(outcomes).finish_reason == "stop"
+
+
+def last_of(outcomes: list[StepOutcome]) -> TokenDelta:
+    return [delta for outcome in outcomes for delta in outcome.deltas][-1]
+
+
+def test_log_probabilities_of_the_prompt_come_once_with_the_first_token() -> None:
+    request = make_request(prompt=range(1, 21), max_tokens=3)
+    asked = msgspec.structs.replace(request.sampling, prompt_logprobs=2, logprobs=2)
+    request = msgspec.structs.replace(request, sampling=asked)
+
+    def reported(engine: SimulatedEngine, request: Generate, offer: KvOffered | None = None) -> list[int]:
+        engine.submit(request, 0.0, offer=offer)
+        deltas = [delta for outcome in run_through(engine) for delta in outcome.deltas]
+        assert all(delta.prompt_logprobs is None for delta in deltas[1:])
+        return [entry.token_id for entry in deltas[0].prompt_logprobs or ()]
+
+    rest_of_prompt = list(range(2, 21))
+    assert reported(SimulatedEngine(make_limits(), VOCABULARY), request) == rest_of_prompt
+    assert reported(SimulatedEngine(make_limits(), VOCABULARY), prefill_leg(request)) == rest_of_prompt
+    leg, offer, _ = prefill(chat_engine(), request)
+    assert reported(chat_engine(), leg, offer) == []
+    moved = msgspec.structs.replace(request, routing=Routing(emitted_tokens=4))
+    assert reported(SimulatedEngine(make_limits(), VOCABULARY), moved) == []

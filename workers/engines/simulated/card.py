@@ -29,6 +29,7 @@ def make_card(settings: SimulatedWorkerSettings, request_port: int, http_port: i
         eos_token_ids=(settings.eos_token_id,),
         vocabulary_size=settings.vocabulary_size,
         media=media_spec(settings),
+        simulated_speedup=settings.speedup,
     )
 
 

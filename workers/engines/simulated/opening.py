@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 
@@ -15,6 +16,7 @@ from poolgrid.workers.engines.simulated.encode import EncodeLimits, SimulatedEnc
 from poolgrid.workers.engines.simulated.guides import LazyGuides
 from poolgrid.workers.engines.simulated.real_time import RealTimeSimulatedEngine
 from poolgrid.workers.engines.simulated.settings import SimulatedWorkerSettings
+from poolgrid.workers.engines.simulated.words import surviving_words
 from poolgrid.workers.kv_fetcher import KvFetcher
 from poolgrid.workers.tensor_transfer.metrics import TensorMetrics
 from poolgrid.workers.tensor_transfer.nixl_transfer import NixlTensorTransfer, make_agent
@@ -91,15 +93,19 @@ async def _open_whole(settings: SimulatedWorkerSettings, around: Surroundings) -
     Raises ``TableError`` when the timing table cannot be used, and what ``make_tensor_transfer`` raises.
     """
     card = make_card(settings, around.request_port, around.http_port)
+    path = settings.tokenizer_path
+    # In a thread: a large tokenizer takes a second, in which probes are answered.
+    words = () if path is None else await asyncio.to_thread(surviving_words, path)
+    vocabulary = settings.vocabulary(words)
     engine = RealTimeSimulatedEngine(
         settings.engine_limits(),
-        settings.vocabulary(),
+        vocabulary,
         make_timing(settings),
         around.clock,
         settings.transfer_model(),
         KvSource(card.request_endpoint, settings.worker_id, around.epoch),
         settings.modality == "multimodal",
-        None if settings.tokenizer_path is None else LazyGuides(settings.tokenizer_path, settings.vocabulary()),
+        None if path is None else LazyGuides(path, vocabulary),
     )
     fetches_max = settings.max_waiting_requests + settings.max_batch_size
     async with AsyncExitStack() as opened:

@@ -10,6 +10,7 @@ which the streams of others must not wait for. Its request is the engine's only 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -20,7 +21,7 @@ from poolgrid.wire.limits import TEXT_CHARS_MAX
 from poolgrid.wire.requests import FinishReason, Generate, KvOffered, TokenDelta
 from poolgrid.workers.core.event_translation import EventTranslator
 from poolgrid.workers.core.kv_fetches import KvWanted
-from poolgrid.workers.core.refusal import RefusedError
+from poolgrid.workers.core.refusal import BrokenError, RefusedError
 from poolgrid.workers.engines.protocol import EngineReport, RankReport
 from poolgrid.workers.engines.simulated.core.cache_recorder import EngineRecorder
 from poolgrid.workers.engines.simulated.core.engine import EngineLimits, SimulatedEngine
@@ -30,6 +31,8 @@ from poolgrid.workers.engines.simulated.core.media import Embeddings
 from poolgrid.workers.engines.simulated.core.next_token import Vocabulary
 from poolgrid.workers.engines.simulated.core.timing import TimingModel
 from poolgrid.workers.tensor_transfer.port import Tensor
+
+log = logging.getLogger(__name__)
 
 LAG_FORGIVEN_MS = 250.0
 """How far the engine may fall behind its deadlines before it stops trying to catch up."""
@@ -134,9 +137,17 @@ class RealTimeSimulatedEngine:
             del self._opening[request.request_id]
             now_ms = self._clock.monotonic_ms()
             self._core.submit(request, now_ms, offer=offer, embeddings=embeddings, guide=guide)
+        except asyncio.CancelledError:
+            raise
         except RefusedError as refusal:
             self._opening.pop(request.request_id, None)
             self._end(request.request_id, FinishReason.ERROR, refusal)
+        except BaseException as error:  # a panic in a compiled library is no Exception
+            # Another worker may succeed; unanswered, its client would wait until it gives up.
+            log.exception("request %s: %s could not be opened", request.request_id, request.sampling.guide)
+            self._opening.pop(request.request_id, None)
+            why = f"{request.sampling.guide} is set, and opening it failed here: {type(error).__name__}: {error}"
+            self._end(request.request_id, FinishReason.ERROR, BrokenError(why))
         self._wake.set()
 
     def _end(self, request_id: str, reason: FinishReason, refusal: RefusedError | None = None) -> None:

@@ -11,6 +11,12 @@ from pydantic import Field, model_validator
 
 from poolgrid.wire.identifiers import Role
 from poolgrid.wire.limits import BLOCKS_PER_EVENT_MAX, LORAS_PER_WORKER_MAX
+from poolgrid.workers.engines.simulated.core.answer_lengths import (
+    MEAN_DEFAULT,
+    STDDEV_DEFAULT,
+    TOKENS_MAX,
+    AnswerLengths,
+)
 from poolgrid.workers.engines.simulated.core.engine import EngineLimits
 from poolgrid.workers.engines.simulated.core.kv_transfer import (
     KEPT_TRANSFERS_MAX_DEFAULT,
@@ -58,13 +64,23 @@ class SimulatedWorkerSettings(WorkerProcessSettings):
     vocabulary_size: int = Field(32_000, ge=1, le=2**32, description="Generated token ids are below this.")
     first_token_id: int = Field(3, ge=0, le=2**32 - 1, description="Lowest token id that is generated.")
     eos_token_id: int = Field(2, ge=0, le=2**32 - 1, description="Token id that ends an output.")
+    output_tokens_mean: float = Field(
+        MEAN_DEFAULT,
+        ge=0.0,
+        le=TOKENS_MAX,
+        description="Mean length of answers that end by themselves, in tokens; the default is that of a published chat "
+        "trace. 0 = none ends by itself, as with ignore_eos.",
+    )
+    output_tokens_stddev: float = Field(
+        STDDEV_DEFAULT, ge=0.0, le=TOKENS_MAX, description="Standard deviation of these lengths; 0 = all are the mean."
+    )
     eos_probability: float = Field(
-        0.0, ge=0.0, le=1.0, description="Chance of the end-of-sequence token at each position."
+        0.0, ge=0.0, le=1.0, description="Chance of the end-of-sequence token at each position, beside these lengths."
     )
     tokenizer_path: Path | None = Field(
         None,
-        description="Model directory (or its tokenizer.json) whose tokens the engine knows, to keep to guides "
-        "(response_format, forced tool calls); empty = such requests are refused.",
+        description="Model directory (or its tokenizer.json) whose tokens the engine knows: answers are words, and "
+        "keep to guides (response_format, forced tool calls). Empty = any tokens, and guides are refused.",
     )
     speedup: float = Field(1.0, gt=0.0, le=SPEEDUP_MAX, description="Divides all simulated step times.")
     timing_table: Path | None = Field(
@@ -172,9 +188,17 @@ class SimulatedWorkerSettings(WorkerProcessSettings):
             max_waiting_requests=self.max_waiting_requests,
         )
 
-    def vocabulary(self) -> Vocabulary:
-        """Return the token ids that the simulated engine produces."""
-        return Vocabulary(self.vocabulary_size, self.first_token_id, self.eos_token_id, self.eos_probability)
+    def vocabulary(self, words: tuple[int, ...] = ()) -> Vocabulary:
+        """Return the token ids that the simulated engine produces; of ``words`` those that it may produce."""
+        mean = self.output_tokens_mean
+        return Vocabulary(
+            self.vocabulary_size,
+            self.first_token_id,
+            self.eos_token_id,
+            self.eos_probability,
+            AnswerLengths(mean, self.output_tokens_stddev) if mean else None,
+            tuple(word for word in words if word < self.vocabulary_size),
+        )
 
     def transfer_model(self) -> TransferModel:
         """Return how the simulated engine hands KV over."""

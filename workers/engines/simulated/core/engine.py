@@ -241,10 +241,9 @@ class SimulatedEngine:
                 f"{sampling.guide} is set, and this simulated engine cannot keep to a guide: it was not given the "
                 "model's tokenizer (tokenizer_path)"
             )
-        if sampling.prompt_logprobs is not None:
-            raise UnsupportedError(
-                "prompt_logprobs is set, and the simulated engine has none; a TensorRT-LLM worker reports them"
-            )
+        emitted = request.routing.emitted_tokens
+        if emitted > isl:
+            raise RefusedError(f"emitted_tokens is {emitted}, allowed are integers up to the prompt's {isl}")
         osl = 1 if request.stage is Stage.PREFILL else sampling.max_tokens
         length = isl + osl
         if length > limits.max_sequence_length:
@@ -594,6 +593,7 @@ class SimulatedEngine:
                     cached_tokens=sequence.cached_tokens,
                     logprobs=None if sequence.logprobs is None else stream.logprobs(0, 1, sequence.logprobs),
                     disaggregated_params=write_ticket(sequence, self._source, self._transfer.timeout_ms),
+                    prompt_logprobs=sequence.take_prompt_logprobs(),
                 )
             )
         self._facts.append(PrefillCompleted(sequence.request_id))
@@ -619,6 +619,7 @@ class SimulatedEngine:
                     logprobs=None
                     if sequence.logprobs is None
                     else stream.logprobs(position, position + 1, sequence.logprobs),
+                    prompt_logprobs=None if position else sequence.take_prompt_logprobs(),
                 )
             )
         if not position:

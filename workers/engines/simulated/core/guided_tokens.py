@@ -18,7 +18,7 @@ import numpy as np
 
 from poolgrid.wire.hashing import unpack_tokens
 from poolgrid.wire.requests import FinishReason, Generate, Sampling
-from poolgrid.workers.core.refusal import RefusedError, UnableError
+from poolgrid.workers.core.refusal import UnableError
 from poolgrid.workers.engines.simulated.core.next_token import STOP, TokenStream, Vocabulary, pack_token
 
 ERROR = FinishReason.ERROR
@@ -224,7 +224,7 @@ class GuidedTokenStream(TokenStream):
     """The tokens that follow one prompt under a guide, generated on demand.
 
     ``request`` may be the continuation of an answer: the last ``routing.emitted_tokens`` of its prompt belong to it.
-    Raises ``UnsupportedError`` for a guide that cannot be kept to, ``RefusedError`` when what was emitted breaks it.
+    Raises ``UnsupportedError`` for a guide that cannot be kept to, ``UnableError`` when what was emitted breaks it.
     """
 
     __slots__ = ("_budget", "_emitted", "_guide", "_last", "_name", "_run", "_texts")
@@ -232,17 +232,13 @@ class GuidedTokenStream(TokenStream):
     def __init__(
         self, vocabulary: Vocabulary, seen: bytes, request: Generate, guides: Guides, guide: TokenGuide | None = None
     ) -> None:
-        super().__init__(vocabulary, seen, request.sampling, request.stop_token_ids)
+        emitted = request.routing.emitted_tokens
+        super().__init__(vocabulary, seen, request.sampling, request.stop_token_ids, emitted)
         self._name = request.sampling.guide
         self._guide = guide or guides.open(request.sampling)
         self._texts = guides.texts
         self._last: int | None = None
         self._run = 0
-        emitted = request.routing.emitted_tokens
-        if emitted > len(request.token_ids) // 4:
-            raise RefusedError(
-                f"emitted_tokens is {emitted}, allowed are integers up to the prompt's {len(request.token_ids) // 4}"
-            )
         self._emitted = emitted
         self._budget = min(UNHURRIED_TOKENS, (emitted + request.sampling.max_tokens) // 2)
         for token_id in unpack_tokens(request.token_ids[len(request.token_ids) - 4 * emitted :]) if emitted else ():

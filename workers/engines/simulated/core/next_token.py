@@ -1,9 +1,11 @@
 """What the simulated engine generates: each next token is a function of every token before it.
 
 Rule: the next token is read from XXH3-64 over *all* tokens so far (prompt, then output; u32 little-endian), seeded by
-the request's sampling seed (0 when absent). Nothing else enters, so
+the request's sampling seed (0 when absent). Where the answer ends by itself is read from the same digest at its first
+token (``answer_lengths``). Nothing else enters, so
 
-* a prompt continued on another worker (prompt + tokens so far) goes on exactly where it stopped;
+* a prompt continued on another worker (prompt + tokens so far, and how many of them are output) goes on exactly where
+  it stopped, and ends at the same place;
 * a lost, doubled or swapped token changes everything after it, and a test sees it.
 
 The digest is streamed: a token costs one update of 4 bytes and one digest, however long the prompt is.
@@ -17,8 +19,10 @@ from dataclasses import dataclass
 
 import xxhash
 
-from poolgrid.wire.hashing import unpack_tokens
+from poolgrid.wire.hashing import TOKEN_BYTES, unpack_tokens
+from poolgrid.wire.limits import LOGPROBS_MAX
 from poolgrid.wire.requests import FinishReason, Sampling, TokenLogprobs
+from poolgrid.workers.engines.simulated.core.answer_lengths import AnswerLengths
 
 STOP = FinishReason.STOP
 LENGTH = FinishReason.LENGTH
@@ -29,19 +33,26 @@ pack_token = _u32.pack
 _U64 = 2**64
 _EOS_BITS = 24
 
+RANKED_MAX = LOGPROBS_MAX + 1
+"""Tokens that have a log probability of their own at each position: all that may be reported as alternatives."""
+
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
     """Which token ids the simulated model can produce.
 
-    Ordinary tokens are drawn evenly from ``[first_token_id, size)``. With ``eos_probability`` above 0 each token is
-    ``eos_token_id`` with that chance instead (resolution 2^-24); the request then stops.
+    Ordinary tokens are drawn evenly from ``words`` or, without any, from ``[first_token_id, size)``. An answer ends
+    with ``eos_token_id`` where its length, drawn from ``answers``, is reached; without ``answers`` none does. With
+    ``eos_probability`` above 0 each token is ``eos_token_id`` with that chance instead (resolution 2^-24).
     """
 
     size: int = 32_000
     first_token_id: int = 3
     eos_token_id: int = 2
     eos_probability: float = 0.0
+    answers: AnswerLengths | None = None
+    words: tuple[int, ...] = ()
+    """Token ids whose text is tokenized to themselves again, whichever of them follow each other."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.first_token_id < self.size <= 2**32:
@@ -57,6 +68,21 @@ class Vocabulary:
             raise ValueError(
                 f"describing a vocabulary: eos_token_id is {self.eos_token_id}, allowed are 0 to {2**32 - 1}"
             )
+        if self.words and not 0 <= min(self.words) <= max(self.words) < self.size:
+            raise ValueError(
+                f"describing a vocabulary: words are token ids {min(self.words)} to {max(self.words)}, "
+                f"allowed are 0 to {self.size - 1} (the size of the vocabulary)"
+            )
+
+    @property
+    def span(self) -> int:
+        """How many ordinary tokens there are."""
+        return len(self.words) or self.size - self.first_token_id
+
+    def token(self, draw: int) -> int:
+        """Return the ordinary token id that a number stands for; numbers wrap around."""
+        words = self.words
+        return words[draw % len(words)] if words else self.first_token_id + draw % (self.size - self.first_token_id)
 
 
 class TokenStream:
@@ -64,11 +90,12 @@ class TokenStream:
 
     ``output`` holds what was generated so far (u32 little-endian); ``final`` is its length in tokens once the last
     token exists, and ``finish_reason`` then says why it is the last: ``stop`` (an end-of-sequence or stop token, which
-    is part of the output) or ``length``.
+    is part of the output) or ``length``. The last ``emitted`` of ``token_ids`` are the beginning of the answer.
     """
 
     __slots__ = (
         "_digests",
+        "_eos_at",
         "_eos_threshold",
         "_hasher",
         "_max_tokens",
@@ -87,11 +114,23 @@ class TokenStream:
         token_ids: bytes,
         sampling: Sampling,
         stop_token_ids: tuple[int, ...] = (),
+        emitted: int = 0,
     ) -> None:
         self._vocabulary = vocabulary
-        self._hasher = xxhash.xxh3_64(token_ids, seed=(sampling.seed or 0) % _U64)
+        seed = (sampling.seed or 0) % _U64
         self._max_tokens = sampling.max_tokens
         self._min_tokens = sampling.min_tokens
+        self._eos_at: int | None = None
+        """Position of the end-of-sequence token in the output; ``None`` = the answer does not end by itself."""
+        if vocabulary.answers is None or sampling.ignore_eos:
+            self._hasher = xxhash.xxh3_64(token_ids, seed=seed)
+        else:
+            begin = len(token_ids) - TOKEN_BYTES * emitted
+            self._hasher = xxhash.xxh3_64(token_ids[:begin] if emitted else token_ids, seed=seed)
+            length = vocabulary.answers.tokens(self._hasher.intdigest())
+            if emitted:
+                self._hasher.update(token_ids[begin:])
+            self._eos_at = max(length - 1 - emitted, self._min_tokens, 0)
         self._stops = frozenset(stop_token_ids)
         self._eos_threshold = 0 if sampling.ignore_eos else int(vocabulary.eos_probability * 2**_EOS_BITS)
         self._digests: list[int] | None = None if sampling.logprobs is None else []
@@ -110,16 +149,7 @@ class TokenStream:
         if self._stops or self._eos_threshold or self._digests is not None:
             self._generate_watchfully(have, until)
         else:
-            first = self._vocabulary.first_token_id
-            span = self._vocabulary.size - first
-            update = self._hasher.update
-            digest = self._hasher.intdigest
-            pack = _u32.pack
-            output = self.output
-            for _ in range(until - have):
-                token = pack(first + digest() % span)
-                update(token)
-                output += token
+            self._generate_freely(have, until)
         self._end_at_length()
 
     def _end_at_length(self) -> None:
@@ -127,18 +157,43 @@ class TokenStream:
             self.final = self._max_tokens
             self.finish_reason = LENGTH
 
+    def _generate_freely(self, have: int, until: int) -> None:
+        """Generate where only the length that was drawn for the answer can end it."""
+        vocabulary = self._vocabulary
+        eos_at = self._eos_at
+        ordinary = until if eos_at is None else min(until, eos_at)
+        words = vocabulary.words
+        first = vocabulary.first_token_id
+        span = vocabulary.span
+        update = self._hasher.update
+        digest = self._hasher.intdigest
+        pack = _u32.pack
+        output = self.output
+        if words:
+            for _ in range(ordinary - have):
+                token = pack(words[digest() % span])
+                update(token)
+                output += token
+        else:
+            for _ in range(ordinary - have):
+                token = pack(first + digest() % span)
+                update(token)
+                output += token
+        if eos_at is not None and until > eos_at:
+            output += pack(vocabulary.eos_token_id)
+            self.final = eos_at + 1
+            self.finish_reason = STOP
+
     def _generate_watchfully(self, have: int, until: int) -> None:
         """Generate one by one, watching for a token that ends the output; keep digests when they are asked for."""
         vocabulary = self._vocabulary
-        first = vocabulary.first_token_id
-        span = vocabulary.size - first
         hasher = self._hasher
         for position in range(have, until):
             digest = hasher.intdigest()
-            token_id = first + digest % span
+            token_id = vocabulary.token(digest)
             may_stop = position >= self._min_tokens
             ends = False
-            if may_stop and digest >> (64 - _EOS_BITS) < self._eos_threshold:
+            if position == self._eos_at or (may_stop and digest >> (64 - _EOS_BITS) < self._eos_threshold):
                 token_id = vocabulary.eos_token_id
                 ends = True
             elif may_stop and token_id in self._stops:
@@ -160,21 +215,66 @@ class TokenStream:
         each further one takes half of what is left, so the probabilities never sum to more than 1.
         """
         assert self._digests is not None, "log probabilities were not asked for when the stream began"
-        first = self._vocabulary.first_token_id
-        span = self._vocabulary.size - first
-        report = []
         chosen = unpack_tokens(bytes(self.output[4 * start : 4 * end]))
-        for token_id, digest in zip(chosen, self._digests[start:end], strict=True):
-            probability = 0.5 + (digest >> 32) / 2**33
-            listed = [(token_id, math.log(probability))][:alternatives]
-            rest = 1.0 - probability
-            for place in range(1, min(alternatives, span)):
-                rest /= 2.0
-                other = first + (digest + place) % span
-                # A guide may have chosen one of these; then the token of the digest takes its place.
-                listed.append((first + digest % span if other == token_id else other, math.log(rest)))
-            report.append(TokenLogprobs(token_id, math.log(probability), tuple(listed)))
-        return tuple(report)
+        return tuple(
+            TokenLogprobs(
+                token_id, math.log(_likeliest(digest)), _best(self._vocabulary, digest, token_id, alternatives)
+            )
+            for token_id, digest in zip(chosen, self._digests[start:end], strict=True)
+        )
+
+
+def prompt_logprobs(
+    vocabulary: Vocabulary, before: bytes, token_ids: bytes, seed: int | None, alternatives: int
+) -> tuple[TokenLogprobs, ...]:
+    """Return the log probabilities of a prompt's tokens from the second on, as ``TokenStream`` would have them.
+
+    ``before`` is what the engine saw before the prompt; ``seed`` is the request's. A token that would have been
+    generated has the same log probability that it would have had then; of the others each takes half of what is left,
+    in the order of ``Vocabulary.token``, up to ``RANKED_MAX`` of them, and all further ones share the rest.
+    """
+    hasher = xxhash.xxh3_64(before, seed=(seed or 0) % _U64)
+    span = vocabulary.span
+    places = {token_id: place for place, token_id in enumerate(vocabulary.words)}
+    first = vocabulary.first_token_id
+    tokens = unpack_tokens(token_ids)
+    report = []
+    for position, token_id in enumerate(tokens):
+        if position:
+            digest = hasher.intdigest()
+            probability = _likeliest(digest)
+            if places:
+                place = places.get(token_id)
+            else:
+                place = token_id - first if first <= token_id < vocabulary.size else None
+            rank = RANKED_MAX if place is None else min((place - digest) % span, RANKED_MAX)
+            own = math.log(probability)
+            if rank:
+                own = math.log((1.0 - probability) / 2**rank)
+                if rank == RANKED_MAX:
+                    own -= math.log(vocabulary.size)
+            listed = _best(vocabulary, digest, vocabulary.token(digest), alternatives)
+            report.append(TokenLogprobs(token_id, own, listed))
+        hasher.update(token_ids[TOKEN_BYTES * position : TOKEN_BYTES * (position + 1)])
+    return tuple(report)
+
+
+def _likeliest(digest: int) -> float:
+    """Return the invented probability of the token that is chosen at a digest: 0.5 to 1, and never 1."""
+    return 0.5 + (digest >> 32) / 2**33
+
+
+def _best(vocabulary: Vocabulary, digest: int, chosen: int, count: int) -> tuple[tuple[int, float], ...]:
+    """Return the ``count`` likeliest tokens at a digest with their log probabilities, ``chosen`` first."""
+    probability = _likeliest(digest)
+    listed = [(chosen, math.log(probability))][:count]
+    rest = 1.0 - probability
+    for place in range(1, min(count, vocabulary.span)):
+        rest /= 2.0
+        other = vocabulary.token(digest + place)
+        # A guide may have chosen one of these; then the token of the digest takes its place.
+        listed.append((vocabulary.token(digest) if other == chosen else other, math.log(rest)))
+    return tuple(listed)
 
 
 def expected_reply(
@@ -182,9 +282,13 @@ def expected_reply(
     sampling: Sampling,
     vocabulary: Vocabulary,
     stop_token_ids: tuple[int, ...] = (),
+    emitted: int = 0,
 ) -> tuple[tuple[int, ...], str]:
-    """Return the output token ids that are right for a prompt (u32 little-endian bytes), and the finish reason."""
-    stream = TokenStream(vocabulary, token_ids, sampling, stop_token_ids)
+    """Return the output token ids that are right for a prompt (u32 little-endian bytes), and the finish reason.
+
+    The last ``emitted`` of ``token_ids`` are the beginning of the answer.
+    """
+    stream = TokenStream(vocabulary, token_ids, sampling, stop_token_ids, emitted)
     stream.generate_to(sampling.max_tokens)
     return unpack_tokens(bytes(stream.output)), stream.finish_reason or LENGTH
 

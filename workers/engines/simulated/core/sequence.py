@@ -15,10 +15,10 @@ from enum import Enum
 
 from poolgrid.wire.hashing import TOKEN_BYTES, block_hashes, hash_seed, sequence_hashes
 from poolgrid.wire.identifiers import Stage
-from poolgrid.wire.requests import Generate
+from poolgrid.wire.requests import Generate, TokenLogprobs
 from poolgrid.workers.engines.simulated.core.guided_tokens import GuidedTokenStream, Guides, TokenGuide
 from poolgrid.workers.engines.simulated.core.media import MediaMark, key_of, touched_blocks
-from poolgrid.workers.engines.simulated.core.next_token import TokenStream, Vocabulary
+from poolgrid.workers.engines.simulated.core.next_token import TokenStream, Vocabulary, prompt_logprobs
 
 
 class Phase(Enum):
@@ -36,6 +36,9 @@ class Sequence:
     """State of one request; the scheduler and the engine change it."""
 
     __slots__ = (
+        "_before",
+        "_sampling",
+        "_vocabulary",
         "arrival_ms",
         "base_emitted",
         "base_step",
@@ -51,6 +54,7 @@ class Sequence:
         "max_tokens",
         "moved_blocks",
         "order",
+        "owes_prompt_logprobs",
         "phase",
         "present_blocks",
         "private",
@@ -98,13 +102,23 @@ class Sequence:
         self.touched = touched_blocks(marks, block_size) if marks else {}
         """The media that touch each block, by the block's position."""
         # Before the prompt: a request that moves here has output behind its prompt, and goes on in the same way.
-        seen = key_of(marks) + self.prompt if marks else self.prompt
+        self._before = key_of(marks) if marks else b""
+        seen = self._before + self.prompt if marks else self.prompt
+        self._vocabulary = vocabulary
+        self._sampling = request.sampling
+        # Whoever was told tokens of the answer was told of the prompt before.
+        self.owes_prompt_logprobs = (
+            request.sampling.prompt_logprobs is not None
+            and request.stage is not Stage.DECODE
+            and not request.routing.emitted_tokens
+        )
         self.stream: TokenStream
         if request.sampling.guide:
             assert guides is not None, "the engine has refused a guide that it cannot keep to"
             self.stream = GuidedTokenStream(vocabulary, seen, request, guides, guide)
         else:
-            self.stream = TokenStream(vocabulary, seen, request.sampling, request.stop_token_ids)
+            emitted = request.routing.emitted_tokens
+            self.stream = TokenStream(vocabulary, seen, request.sampling, request.stop_token_ids, emitted)
         if prompt_hashes is None:
             prompt_hashes = sequence_hashes(block_hashes(self.prompt, block_size, self.seed, self.touched))
         self.hashes = prompt_hashes
@@ -133,6 +147,14 @@ class Sequence:
         self.transfer_ms = 0.0
         self.moved_blocks = 0
         self.present_blocks = 0
+
+    def take_prompt_logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+        """Return the log probabilities of the prompt, once, where the request asks for them."""
+        alternatives = self._sampling.prompt_logprobs
+        if alternatives is None or not self.owes_prompt_logprobs:
+            return None
+        self.owes_prompt_logprobs = False
+        return prompt_logprobs(self._vocabulary, self._before, self.prompt, self._sampling.seed, alternatives)
 
     @property
     def queued_tokens(self) -> int:
