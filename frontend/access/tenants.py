@@ -24,6 +24,8 @@ import hmac
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from poolgrid.frontend.access.cache_salt import cache_salt
 from poolgrid.frontend.access.key_file import FEATURES, HASH_PREFIX, Key, KeyDocument, Tenant
 from poolgrid.frontend.access.limit_headers import Standing
@@ -219,7 +221,7 @@ class Caller:
         self._prompt_tokens = prompt_tokens
         salt = cache_salt(self._secret, self.tenant, requests[0].cache_salt)
         return [
-            dataclasses.replace(
+            msgspec.structs.replace(
                 request,
                 cache_salt=salt,
                 cache_shares=self.account.cache_shares,
