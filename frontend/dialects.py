@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from poolgrid.frontend.errors import RequestError
+from poolgrid.frontend.errors import ContextOverflow, RequestError
 
 ErrorBody = Callable[[RequestError, str], bytes]
 """Returns the body of an answer that is an error, given the request's id."""
@@ -40,6 +40,16 @@ def _anthropic_error(error: RequestError, request_id: str) -> bytes:
     return msgspec.json.encode({"type": "error", "error": told, "request_id": str(request_id)})
 
 
+def _anthropic_overflow(error: ContextOverflow) -> str:
+    """Return what Anthropic says, by which its clients know that a conversation must be cut."""
+    if error.wanted is None:
+        return f"prompt is too long: {error.isl} tokens > {error.limit - 1} maximum. The request was not run."
+    return (
+        f"input length and `max_tokens` exceed context limit: {error.isl} + {error.wanted} > {error.limit}, "
+        "decrease input length or `max_tokens` and try again. The request was not run."
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Dialect:
     """One API's words."""
@@ -49,6 +59,8 @@ class Dialect:
     """How paths of chat's fields begin, and what they are called here."""
     words: tuple[tuple[str, str], ...] = ()
     """Other names that messages may have in them, and what is said here."""
+    overflow: Callable[[ContextOverflow], str] | None = None
+    """What is said of a request that does not fit into the context, where it is not said as OpenAI does."""
     id_header: bytes = b""
     """Header of an answer that has the request's id, beside ``x-request-id``."""
 
@@ -65,6 +77,8 @@ class Dialect:
                 break
         for word, said in self.words:
             error.message = error.message.replace(word, said)
+        if self.overflow is not None and isinstance(error, ContextOverflow):
+            error.message = self.overflow(error)
         return error
 
     def headers(self, request_id: str) -> tuple[tuple[bytes, bytes], ...]:
@@ -110,6 +124,7 @@ ANTHROPIC = Dialect(
         }
     ),
     words=(("max_completion_tokens", "max_tokens"),),
+    overflow=_anthropic_overflow,
     id_header=b"request-id",
 )
 

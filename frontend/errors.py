@@ -64,6 +64,21 @@ class RequestError(Exception):
         )
 
 
+class ContextOverflow(RequestError):
+    """A request that does not fit into the model's context: the 400 in OpenAI's words, and the figures for others.
+
+    litellm, LangChain, agents and test rigs know it by its words; they cut the conversation then, or ask another model.
+    """
+
+    def __init__(self, param: str, limit: int, isl: int, wanted: int | None, message: str) -> None:
+        super().__init__(400, "context_length_exceeded", message, param=param)
+        self.limit = limit
+        """Tokens of prompt and answer together."""
+        self.isl = isl
+        self.wanted = wanted
+        """Tokens of the answer that were asked for; ``None`` when the prompt alone is too long."""
+
+
 def invalid(param: str, message: str, code: str = "invalid_value") -> RequestError:
     """Return the 400 that names the field ``param``."""
     return RequestError(400, code, message, param=param)

@@ -15,7 +15,7 @@ import msgspec
 from poolgrid.frontend.answer_form import AnswerForm
 from poolgrid.frontend.call_ids import CallIds
 from poolgrid.frontend.chat_template import ChatTemplate, TemplateFailure, TemplateTooSlow
-from poolgrid.frontend.errors import RequestError, invalid, quoted, unsupported
+from poolgrid.frontend.errors import ContextOverflow, RequestError, invalid, quoted, unsupported
 from poolgrid.frontend.guides import Guide, guide_of
 from poolgrid.frontend.media.conversation import find_media, shape_message, with_media
 from poolgrid.frontend.media.references import MediaReference
@@ -372,20 +372,15 @@ class Job(msgspec.Struct):
         param = self.prompt_param
         return self._overflow(
             param,
+            tokens,
+            None,
             f"{param} has {tokens} tokens, and at least one must be left for the answer. Shorten it",
         )
 
-    def _overflow(self, param: str, however: str) -> RequestError:
-        """Return the refusal of what does not fit into the context.
-
-        It begins as OpenAI's does: litellm, agents and test rigs look for these words and cut the conversation then.
-        """
-        return invalid(
-            param,
-            f"This model's maximum context length is {self.max_sequence_length} tokens. However, {however}. "
-            "The request was not run.",
-            code="context_length_exceeded",
-        )
+    def _overflow(self, param: str, isl: int, wanted: int | None, however: str) -> ContextOverflow:
+        limit = self.max_sequence_length
+        message = f"This model's maximum context length is {limit} tokens. However, {however}. The request was not run."
+        return ContextOverflow(param, limit, isl, wanted, message)
 
     def _sampling(self, prompt: Prompt) -> Sampling:
         body = self.body
@@ -407,6 +402,8 @@ class Job(msgspec.Struct):
         if max_tokens > room:
             raise self._overflow(
                 name,
+                prompt.isl,
+                max_tokens,
                 f"you requested {prompt.isl + max_tokens} tokens ({prompt.isl} in the {self.prompt_param}, "
                 f"{max_tokens} in the completion): allowed for {name} is 1 to {room}",
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -247,6 +248,23 @@ def test_what_does_not_fit_is_refused_in_the_words_of_the_client(body: dict[str,
     assert "max_completion_tokens" not in answer["error"]["message"]
     assert answer["request_id"] == response.headers["request-id"] == response.headers["x-request-id"]
     assert not backend.requests
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (
+            {"max_tokens": 1, "messages": [{"role": "user", "content": "long " * 64}]},
+            r"prompt is too long: \d+ tokens > 63 maximum",
+        ),
+        ({"max_tokens": 100}, r"input length and `max_tokens` exceed context limit: \d+ \+ 100 > 64, decrease"),
+    ],
+)
+def test_what_does_not_fit_into_the_context_is_said_as_anthropic_does(body: dict[str, Any], said: str) -> None:
+    error = post(FakeBackend(script, served=[ServedModel("tiny", 0, 64)]), **body).json()["error"]
+
+    assert error["code"] == "context_length_exceeded"
+    assert re.match(said, error["message"]), error["message"]
 
 
 def test_the_client_raises_the_exceptions_that_it_has_for_errors(tmp_path: Path) -> None:

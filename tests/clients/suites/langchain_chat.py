@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from langchain_anthropic import ChatAnthropic
+from langchain_core.exceptions import ContextOverflowError
 from langchain_core.tools import tool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from langchain_openai import ChatOpenAI
@@ -79,3 +80,12 @@ def check_anthropic_invoke_and_tools(url):
 
 def check_anthropic_stream(url):
     assert list(_claude(url).stream("Hello"))
+
+
+def check_context_overflow_is_seen(url):
+    for model, question in ((_model(url, max_tokens=10_000_000), "Hello"), (_claude(url), "Hello " * 200_000)):
+        try:
+            model.invoke(question)
+        except ContextOverflowError:
+            continue
+        raise AssertionError(f"{type(model).__name__} did not see it")
