@@ -49,7 +49,10 @@ def greeting(what: str, url: str, model: str, keyed: bool, explained: str) -> st
     ``keyed``: requests need an API key.
     """
     command = program()
-    lines = [f"Model {model!r} is served at {url}/v1 by {what}. Ctrl-C ends it. In another terminal, try:"]
+    lines = [
+        f"Model {model!r} is served at {url}/v1",
+        f"by {what}. Ctrl-C ends it. In another terminal, try:",
+    ]
     if keyed:
         lines += ["", "0. Requests need a key; to look inside, an operator's", f"   export {API_KEY_VARIABLE}=pg-..."]
     lines += [

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -103,9 +102,8 @@ def test_an_answer_is_explained_by_the_id_in_its_body_with_and_without_its_index
     by_header = answer.headers["x-request-id"]
 
     def explained(name: str) -> list[str]:
-        command = [sys.executable, "-m", "poolgrid", "explain", name, "--url", pool.url, "--json"]
-        done = subprocess.run(command, env=pool.environment(), capture_output=True, text=True, timeout=60, check=False)
-        assert done.returncode == 0, done.stderr
+        done = CliRunner().invoke(app, ["explain", name, "--url", pool.url, "--json"], env=pool.environment())
+        assert done.exit_code == 0, done.output
         return [attempt["request_id"] for attempt in json.loads(done.stdout)["attempts"]]
 
     both = explained(answer.json()["id"])
