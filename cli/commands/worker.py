@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from poolgrid.cli.help_page import CommandLine
+from poolgrid.cli.help_page import CommandLine, HelpedCommand
 from poolgrid.cli.options import with_chosen_settings
 from poolgrid.cli.service_process import LogLevel, run_service, say_ready
 from poolgrid.workers.engines.registry import ENGINES, EngineChoice, engine_definition
@@ -15,8 +15,34 @@ from poolgrid.workers.settings import WorkerProcessSettings
 
 app = CommandLine()
 
+OF_ROUTERS = {
+    "--reasoning-parser": "--reasoning-parser",
+    "--tool-call-parser": "--tool-call-parser",
+    "--custom-jinja-template": "--chat-template",
+    "--allowed-local-media-path": "--allowed-local-media-path",
+    "--max-file-size-mb": "--max-file-size-mb",
+}
+"""Options that workers of other systems have, each with the option of our routers that does it."""
 
-@app.command()
+
+class WorkerCommand(HelpedCommand):
+    """The command, which says where options are that others look for here."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Refuse options of routers by the name that they have there; read the others."""
+        for word in args:
+            name = word.partition("=")[0]
+            if name in OF_ROUTERS:
+                typer.echo(
+                    f"{name}: a worker takes and gives token ids; templates, media and parsers are the routers': "
+                    f"give {OF_ROUTERS[name]} to poolgrid router",
+                    err=True,
+                )
+                raise typer.Exit(2)
+        return super().parse_args(ctx, args)
+
+
+@app.command(cls=WorkerCommand)
 @with_chosen_settings(EngineChoice, {name: engine_definition(name).settings for name in ENGINES})
 def worker(
     settings: WorkerProcessSettings,
