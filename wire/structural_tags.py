@@ -29,6 +29,17 @@ _ESCAPES = {"\n": r"\n", "/": r"\/", "\\": r"\\", "]": r"\]", "^": r"\^", "-": r
 _KINDS = "const_string, json_schema, any_text, sequence, or, tag, tags_with_separator, triggered_tags"
 
 
+def newer_form(text: str) -> str:
+    """Return a structural tag with a ``format``, also for one of the older form; what is neither stays as it is."""
+    try:
+        tag = json.loads(text)
+        if isinstance(tag, dict) and "structures" in tag and "format" not in tag:
+            return json.dumps({"type": "structural_tag", "format": _of_older_form(tag)}, ensure_ascii=False)
+    except (ValueError, RecursionError):
+        pass  # for the engine to say
+    return text
+
+
 def lark_grammar(text: str, *, terse: bool = False) -> str:
     """Return the grammar of a structural tag, given as JSON; raises ``ValueError`` for what cannot be said in one.
 
@@ -48,6 +59,8 @@ class _Grammar:
     def __init__(self, terse: bool) -> None:
         self._terse = terse
         self._has_text = False
+        self._schemas: dict[str, str] = {}
+        """Names of rules by the schema that they are of: the same one may come often."""
         self.rules: list[str] = []
 
     def part(self, part: Any) -> str:
@@ -79,7 +92,12 @@ class _Grammar:
             raise ValueError(f"json_schema is {_shown(schema)}: allowed is a JSON schema, an object")
         if self._terse:
             schema = {**schema, "x-guidance": {"whitespace_flexible": False}}
-        return f"%json {json.dumps(schema, ensure_ascii=False)}"
+        text = json.dumps(schema, ensure_ascii=False)
+        name = self._schemas.get(text)
+        if name is None:
+            name = self._schemas[text] = f"json_{len(self._schemas)}"
+            self.rules.append(f"{name}: %json {text}")
+        return name
 
     def _any_text(self) -> str:
         if not self._has_text:
@@ -148,7 +166,9 @@ def _of_older_form(tag: Any) -> dict[str, Any]:
         begin, schema, end = (known.get(name) for name in ("begin", "schema", "end"))
         if not isinstance(begin, str) or not isinstance(schema, dict) or not isinstance(end, str):
             raise ValueError(f"a structure is {structure!r}: allowed are a begin, a schema and an end")
-        tags.append({"begin": begin, "content": {"type": "json_schema", "json_schema": schema}, "end": end})
+        tags.append(
+            {"type": "tag", "begin": begin, "content": {"type": "json_schema", "json_schema": schema}, "end": end}
+        )
     return {"type": "triggered_tags", "triggers": triggers, "tags": tags}
 
 

@@ -1,8 +1,10 @@
 """Tool calls in a model's own form as parts of a structural tag: what an engine is told when calls are one of several
 things that it may write. For each form that ``tool_calls`` reads there is one here that it would read.
 
-Parts are those of ``poolgrid.wire.structural_tags``. Forms without a marker of their own (``llama3_json``) are JSON
-that the answer could be as well, so theirs is a schema, which goes together with the answer's own.
+Parts are those of ``poolgrid.wire.structural_tags``. XGrammar takes repetitions (``tags_with_separator``) neither
+beside other parts nor before them, and no empty text. So several calls are written out, and of arguments in tags that
+may be left out the later ones are left out first. Forms without a marker of their own (``llama3_json``) are JSON that
+the answer could be as well, so theirs is a schema, which goes together with the answer's own.
 """
 
 from __future__ import annotations
@@ -12,6 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from poolgrid.frontend.parsers.tagged_call import types_of
+
+CALLS_MAX = 4
+"""Most calls of one answer that is guided so: each is written out in the guide once more, with all its schemas."""
+
+WRITTEN_OUT_BYTES_MAX = 128 * 1024
+"""Where that would be more, fewer calls are allowed, at last one: a guide goes to a worker with every request."""
 
 Part = dict[str, Any]
 Schemas = Mapping[str, Mapping[str, Any]]
@@ -45,18 +53,15 @@ def _tag(begin: str, content: Part, end: str) -> Part:
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
-def _separated(tags: Sequence[Part], separator: str, several: bool) -> Part:
-    return {
-        "type": "tags_with_separator",
-        "tags": list(tags),
-        "separator": separator,
-        "at_least_one": True,
-        "stop_after_first": not several,
-    }
-
-
-def _optional(tag: Part) -> Part:
-    return {**_separated([tag], "\n", several=False), "at_least_one": False}
+def _calls(calls: Sequence[Part], separator: str, several: bool) -> Part:
+    """Return the part for one of some calls, or for as many as there may be."""
+    one = made = one_of(calls)
+    size = len(json.dumps(one))
+    # The first has one copy, each further one two.
+    further = min(CALLS_MAX - 1, (WRITTEN_OUT_BYTES_MAX // size - 1) // 2)
+    for _ in range(further if several else 0):
+        made = one_of([one, _sequence(one, const(separator), made)])
+    return made
 
 
 def _object(schema: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -77,7 +82,7 @@ def hermes(schemas: Schemas, several: bool, template: str) -> Part:
     tags = [
         _tag("<tool_call>\n" + _named(name), _arguments(schema), "}\n</tool_call>") for name, schema in schemas.items()
     ]
-    return _separated(tags, "\n", several)
+    return _calls(tags, "\n", several)
 
 
 def granite(schemas: Schemas, several: bool, template: str) -> Part:
@@ -95,7 +100,7 @@ def mistral(schemas: Schemas, several: bool, template: str) -> Part:
 
 def _listed(begin: str, schemas: Schemas, several: bool) -> Part:
     tags = [_tag(_named(name), _arguments(schema), "}") for name, schema in schemas.items()]
-    return _sequence(const(begin), _separated(tags, ", ", several), const("]"))
+    return _sequence(const(begin), _calls(tags, ", ", several), const("]"))
 
 
 def deepseek_v3(schemas: Schemas, several: bool, template: str) -> Part:
@@ -105,7 +110,7 @@ def deepseek_v3(schemas: Schemas, several: bool, template: str) -> Part:
     else:
         begin, end = "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
     tags = [_tag(begin.format(name), _arguments(schema), end) for name, schema in schemas.items()]
-    calls = _separated(tags, "\n", several)
+    calls = _calls(tags, "\n", several)
     return _sequence(const("<｜tool▁calls▁begin｜>"), calls, const("<｜tool▁calls▁end｜>"))
 
 
@@ -120,7 +125,7 @@ def kimi_k2(schemas: Schemas, several: bool, template: str) -> Part:
         )
         for name, schema in schemas.items()
     ]
-    calls = _separated(tags, "\n", several)
+    calls = _calls(tags, "\n", several)
     return _sequence(const("<|tool_calls_section_begin|>"), calls, const("<|tool_calls_section_end|>"))
 
 
@@ -145,18 +150,18 @@ def glm45(schemas: Schemas, several: bool, template: str) -> Part:
 
 
 def _tagged(schemas: Schemas, several: bool, *, call: tuple[str, str], value: tuple[str, str]) -> Part:
-    tags: list[Part] = []
+    calls: list[Part] = []
     for name, schema in schemas.items():
-        arguments: list[Part] = []
+        required: list[Part] = []
+        optional: list[Part] = []
         for key, inner in _properties(schema).items():
             argument = _tag(value[0].replace("{}", key), _bare_value(schema, key, inner), value[1])
-            arguments.append(argument if key in schema.get("required", ()) else _optional(argument))
-        begin = call[0].replace("{}", name)
-        if not arguments:
-            # A tag has a content: the end of its first line.
-            begin, arguments = begin[:-1], [const(begin[-1])]
-        tags.append(_tag(begin, _sequence(*arguments), call[1]))
-    return _separated(tags, "\n", several)
+            (required if key in schema.get("required", ()) else optional).append(argument)
+        rest = end = const(call[1])
+        for argument in reversed(optional):
+            rest = one_of([end, _sequence(argument, rest)])
+        calls.append(_sequence(const(call[0].replace("{}", name)), *required, rest))
+    return _calls(calls, "\n", several)
 
 
 def _bare_value(schema: Mapping[str, Any], key: str, inner: Any) -> Part:
@@ -184,7 +189,7 @@ def pythonic(schemas: Schemas, several: bool, template: str) -> Part:
                 parts.append(const(f", {key}="))
             parts.append(schema_part(_with_definitions(schema, properties[key])))
         tags.append(_tag(f"{name}({keys[0]}=", _sequence(*parts), ")"))
-    return _sequence(const("["), _separated(tags, ", ", several), const("]"))
+    return _sequence(const("["), _calls(tags, ", ", several), const("]"))
 
 
 def harmony(schemas: Schemas, several: bool, template: str) -> Part:
@@ -193,7 +198,7 @@ def harmony(schemas: Schemas, several: bool, template: str) -> Part:
         _tag(f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", _arguments(schema), "<|call|>")
         for name, schema in schemas.items()
     ]
-    return _separated(tags, "\n", several=False)
+    return one_of(tags)
 
 
 def llama3_json(schemas: Schemas) -> list[dict[str, Any]]:

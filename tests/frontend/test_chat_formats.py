@@ -310,7 +310,9 @@ async def test_a_model_that_may_call_is_guided_to_a_call_or_an_answer() -> None:
     assert told.guided_json is None
     answer, calls = json.loads(told.structural_tag or "")["format"]["elements"]
     assert answer == {"type": "json_schema", "json_schema": {"type": "integer"}}
-    assert calls["tags"][0]["content"]["json_schema"] == TOOL["function"]["parameters"]
+    one, _several = calls["elements"]
+    assert one["begin"].startswith('<tool_call>\n{"name": "get_weather"')
+    assert one["content"]["json_schema"] == TOOL["function"]["parameters"]
 
 
 @pytest.mark.anyio

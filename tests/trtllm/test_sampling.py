@@ -102,6 +102,15 @@ def test_llguidance_gets_a_structural_tag_as_a_grammar_for_tensorrt_llm_gives_it
         plan(backend="llguidance", structural_tag='{"format": {"type": "grammar"}}')
 
 
+def test_xgrammar_gets_a_structural_tag_of_the_older_form_in_the_newer_one() -> None:
+    older = {"structures": [{"begin": "<f>", "schema": {"type": "integer"}, "end": "</f>"}], "triggers": ["<f"]}
+    guide = plan(structural_tag=json.dumps(older)).guide
+    assert guide is not None
+    assert json.loads(guide["structural_tag"])["format"]["type"] == "triggered_tags"
+    for odd in ("[]", '{"structures": 3}', "{"):
+        assert plan(structural_tag=odd).guide == {"structural_tag": odd}
+
+
 def test_a_choice_matches_its_texts_and_nothing_else() -> None:
     guide = plan(guided_choice=("yes", "no (really)")).guide
     assert guide is not None

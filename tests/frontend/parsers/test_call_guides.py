@@ -73,6 +73,39 @@ def test_an_answer_beside_tools_is_calls_or_keeps_to_the_schema(form: str, templ
     assert found == {"answer", *TOOLS}, "each happens"
 
 
+@pytest.mark.parametrize(("form", "template"), VARIANTS)
+def test_a_guide_has_only_parts_that_xgrammar_takes_where_they_stand(form: str, template: str) -> None:
+    """As tried with XGrammar 0.1.25, that of TensorRT-LLM 1.2: repetitions stand alone, and texts are not empty."""
+    use = ToolUse(frozenset(TOOLS), schemas=TOOLS)
+    guide = beside_calls(json_guide(ANSWER, "p"), "p", use, OutputFormat("", form), template)
+    todo: list[Any] = [json.loads(guide["structural_tag"])["format"]] if "structural_tag" in guide else []
+    assert todo or form == "llama3_json"
+    while todo:
+        part = todo.pop()
+        kind = part["type"]
+        assert kind in ("const_string", "json_schema", "sequence", "or", "tag"), "free text only up to the end of a tag"
+        assert kind != "const_string" or part["value"]
+        assert kind != "tag" or (part["begin"] and part["end"])
+        todo += part.get("elements", [])
+        content = part.get("content")
+        assert kind == "tag" or content is None
+        if content is not None and content["type"] != "any_text":
+            todo.append(content)
+
+
+def test_many_tools_allow_fewer_calls_of_one_answer_and_no_huge_guide() -> None:
+    properties = {f"argument_{number}": {"type": "string"} for number in range(20)}
+    sizes = []
+    for count in (1, 30, 300):
+        tools = {f"f{number}": {"type": "object", "properties": properties} for number in range(count)}
+        use = ToolUse(frozenset(tools), schemas=tools)
+        guide = beside_calls(json_guide(ANSWER, "p"), "p", use, OutputFormat("", "hermes"), "")["structural_tag"]
+        sizes.append((guide.count('"f0'), len(guide) // count))
+    copies = [number for number, _ in sizes]
+    assert copies[0] > copies[1] > copies[2] == 1
+    assert sizes[2][1] < 2000
+
+
 def test_reasoning_is_not_looked_for_in_a_guided_call() -> None:
     use = ToolUse(frozenset(TOOLS), schemas=TOOLS)
     call = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'

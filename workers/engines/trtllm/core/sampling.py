@@ -22,7 +22,7 @@ from typing import Any
 from poolgrid.wire.hashing import stable_u64
 from poolgrid.wire.request_ids import name_of
 from poolgrid.wire.requests import Generate, Sampling
-from poolgrid.wire.structural_tags import lark_grammar
+from poolgrid.wire.structural_tags import lark_grammar, newer_form
 from poolgrid.workers.core.refusal import UnableError, UnsupportedError
 
 LLGUIDANCE = "llguidance"
@@ -141,7 +141,8 @@ def plan_guide(sampling: Sampling, backend: str | None) -> dict[str, Any] | None
         if backend == LLGUIDANCE and "grammar" not in guides:
             guides["grammar"] = _grammar(sampling.structural_tag)
         else:
-            guides["structural_tag"] = sampling.structural_tag
+            # XGrammar, as TensorRT-LLM calls it, takes a ``format`` only.
+            guides["structural_tag"] = newer_form(sampling.structural_tag)
     if not guides:
         return None
     if len(guides) > 1:
