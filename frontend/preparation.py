@@ -379,8 +379,11 @@ class Job(msgspec.Struct):
 
     def _overflow(self, param: str, isl: int, wanted: int | None, however: str) -> ContextOverflow:
         limit = self.max_sequence_length
-        message = f"This model's maximum context length is {limit} tokens. However, {however}. The request was not run."
-        return ContextOverflow(param, limit, isl, wanted, message)
+        begins = f"This model's maximum context length is {limit} tokens. However, {however}."
+        # litellm looks for how it begins. LangChain looks for the code, in what openai's client makes of the message.
+        return ContextOverflow(
+            param, limit, isl, wanted, f"{begins} The request was not run (context_length_exceeded)."
+        )
 
     def _sampling(self, prompt: Prompt) -> Sampling:
         body = self.body

@@ -306,7 +306,8 @@ def test_more_output_than_there_is_room_for_is_said_in_the_words_that_clients_kn
     error = error_of(post(path, body, backend=FakeBackend(served=[ServedModel("tiny", 0, 64)])))
 
     assert (error["param"], error["code"]) == (param, "context_length_exceeded")
-    # litellm looks for the words, LangChain for the code, agents for the numbers.
+    # litellm looks for the words, LangChain for the code in the text of openai's exception, agents for the numbers.
+    assert "context_length_exceeded" in error["message"]
     assert re.match(
         r"This model's maximum context length is 64 tokens\. However, you requested \d+ tokens \(\d+ ", error["message"]
     )
