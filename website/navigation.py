@@ -49,6 +49,7 @@ NAVIGATION: Mapping[str, Sequence[str]] = {
         "docs/journal",
         "docs/replay",
         "docs/worker",
+        "docs/engines",
         "docs/simulated_engine",
         "docs/simulation_testing",
         "docs/decisions/README",
