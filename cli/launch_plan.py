@@ -172,10 +172,11 @@ def simulated_limits(engine_args: Path) -> list[str]:
     return [f"--{name}={value}" for name, value in found.items() if value is not None]
 
 
-def describe(workers: Sequence[PlannedWorker], others: Mapping[str, tuple[str, Sequence[str]]]) -> str:
-    """Return a plan for people: each part with its GPUs and port, then the commands.
+def describe(workers: Sequence[PlannedWorker], others: Mapping[str, tuple[str, Sequence[str]]], ingest: str) -> str:
+    """Return a plan for people: each part with its GPUs and port, then the commands, as one could type them.
 
-    ``others`` are the parts that are no workers, by name, with their port and arguments.
+    ``others`` are the parts that are no workers, by name, with their port and arguments; ``ingest`` is where the
+    consolidator of the commands listens for workers.
     """
     rows = [("part", "GPUs", "", "port")]
     rows += [(name, "-", "", port) for name, (port, _) in others.items()]
@@ -191,7 +192,8 @@ def describe(workers: Sequence[PlannedWorker], others: Mapping[str, tuple[str, S
     commands += [(worker.environment(), worker.arguments) for worker in workers]
     for environment, arguments in commands:
         before = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
-        lines.append(" ".join([*before, "poolgrid", *(shlex.quote(each) for each in arguments)]))
+        words = [shlex.quote(each.replace(INGEST, ingest)) for each in arguments]
+        lines.append(" ".join([*before, "poolgrid", *words]))
     lines += [f"warning: {worker.name}: {warning}" for worker in workers for warning in worker.warnings]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 

@@ -52,6 +52,9 @@ WARM_UP_TIMEOUT_S = 600.0
 
 WARM_UP_TOKENS = 4
 
+TYPED_PORTS = (5701, 5702, 5703)
+"""Ports of the consolidator in the commands of a plan, for who types them; ``up`` itself takes any that are free."""
+
 WARM_UP_PROMPT = "poolgrid warms up " * 64
 """Longer than what is prefilled where it is decoded, whatever the tokenizer makes of it."""
 
@@ -482,11 +485,18 @@ def router_arguments(settings: UpSettings, port: str, select_port: str) -> list[
 
 def describe_plan(settings: UpSettings, workers: Sequence[PlannedWorker]) -> str:
     """Return what would be started, for people."""
+    address = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
+    ingest, feed, query = (f"tcp://{address}:{port}" for port in TYPED_PORTS)
+    planes = [f"--{name}-port={port}" for name, port in zip(("ingest", "feed", "query"), TYPED_PORTS, strict=True)]
+    router = [
+        *router_arguments(settings, str(settings.port), "0"),
+        *("--feed-endpoint", feed, "--query-endpoint", query),
+    ]
     others = {
-        "consolidator": (ANY, ["consolidator", "--host", settings.host]),
-        "router": (str(settings.port) if settings.port else ANY, router_arguments(settings, str(settings.port), "0")),
+        "consolidator": (ANY, ["consolidator", "--host", settings.host, *planes]),
+        "router": (str(settings.port) if settings.port else ANY, router),
     }
-    return describe(workers, others)
+    return describe(workers, others, ingest)
 
 
 async def warm_up(url: str, settings: UpSettings) -> None:

@@ -181,7 +181,12 @@ def test_a_dry_run_prints_processes_gpus_ports_and_commands() -> None:
         "prefill-0     0     (TP 1 x PP 1)  any free",
         "decode-0      1     (TP 1 x PP 1)  any free",
     ]
-    decode = commands.splitlines()[3]
+    consolidator, router, _, decode = commands.splitlines()
+    assert consolidator == (
+        "poolgrid consolidator --host 127.0.0.1 --ingest-port=5701 --feed-port=5702 --query-port=5703"
+    )
+    assert router.endswith("--feed-endpoint tcp://127.0.0.1:5702 --query-endpoint tcp://127.0.0.1:5703")
+    assert "--consolidator=tcp://127.0.0.1:5701" in decode, "the commands work when they are typed"
     assert decode.startswith("CUDA_VISIBLE_DEVICES=1 poolgrid worker --engine=trtllm --worker-id=decode-0")
     assert "--disaggregation-mode=decode" in decode
     assert f"--extra-engine-args={CONFIGS}/qwen3/decode.yaml" in decode
