@@ -140,13 +140,13 @@ def test_a_prefilled_leg_is_kept_until_its_router_says_that_it_is_over() -> None
     async def scenario() -> None:
         async with running_engine(Role.PREFILL) as prefill:
             request = make_request("r", range(10))
+            late = prefill.executor.late_aborts
             await prefilled(prefill, request)
             events = prefill.events_of("r")
             assert isinstance(events[0], RequestStarted)
             assert events[1:] == [PrefillCompleted("r")]
             assert prefill.reports[-1].kept_transfers == 1
             assert prefill.engine.load(0).running_requests == 0
-            late = prefill.executor.late_aborts
             prefill.engine.cancel("r")
             await prefill.until(lambda: prefill.released == ["r"])
             assert prefill.events_of("r")[-1] == RequestFinished("r", "prefilled")

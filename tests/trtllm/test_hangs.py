@@ -129,6 +129,8 @@ def test_a_build_that_cannot_say_whether_it_lives_counts_as_alive(monkeypatch: p
         async with running_engine(limits=QUICK) as told:
             await told.finish(make_request("r"))
             assert told.output("r") == expected(make_request("r"))
+            # It was asked for signs of life meanwhile.
+            await told.turned(lambda: (told.sample("health_checks_total", outcome="passed") or 0) > 1)
             assert told.running is not None
             assert not told.running.done()
 
@@ -155,9 +157,14 @@ def test_a_step_without_memory_moves_every_request(count: int) -> None:
     asyncio.run(scenario())
 
 
-def test_a_stall_is_seen_though_every_client_gives_up_and_a_cancellation_heals_nothing() -> None:
+def test_a_stall_is_seen_though_every_client_gives_up_and_a_cancellation_heals_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trtllm_engine, "CANCEL_TIMEOUT_MS", 20.0)
+
     async def scenario() -> None:
-        limits = EngineLimits(progress_timeout_ms=200.0, health_timeout_ms=100.0, health_interval_ms=60_000.0)
+        # Far longer than a client waits, also on a busy machine: only together they have waited so long.
+        limits = EngineLimits(progress_timeout_ms=2_000.0, health_timeout_ms=100.0, health_interval_ms=60_000.0)
         async with running_engine(Role.AGGREGATED, limits) as told:
             told.executor.leak(10_000)
             told.executor.flush()
