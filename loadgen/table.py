@@ -31,9 +31,16 @@ def series_table(points: Sequence[Point]) -> RenderableType:
     """Return the tables of several runs: figures, and ratios where endpoints are compared."""
     rounds = max(len(point.rounds) for point in points)
     first = points[0]
+    # What all rows have in common stands above them: a sweep of one endpoint fits a narrow terminal.
+    alone = all(point.name == first.name for point in points)
+    failed = any(point.report.errors for point in points)
     figures = TerminalTable(
-        [Heading("endpoint", numeric=False), *map(Heading, _FIGURES)],
-        f"{first.report.mode} loop, {first.report.model}, {counted(rounds, 'round')}; milliseconds",
+        [
+            *([] if alone else [Heading("endpoint", numeric=False)]),
+            *(Heading(name, optional=name == "errors" and not failed) for name in _FIGURES),
+        ],
+        f"{first.report.mode} loop, {first.report.model}{f' at {first.name}' if alone else ''}, "
+        f"{counted(rounds, 'round')}; milliseconds",
     )
     ratios = TerminalTable(
         [
@@ -48,7 +55,7 @@ def series_table(points: Sequence[Point]) -> RenderableType:
         report = point.report
         level = "" if point.concurrency is None else f"{point.concurrency:,}"
         figures.add(
-            point.name,
+            *([] if alone else [point.name]),
             level,
             number(report.requests_per_s, 1),
             number(report.output_tokens_per_s, 0),

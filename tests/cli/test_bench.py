@@ -167,7 +167,8 @@ def test_a_sweep_is_a_row_for_each_concurrency_each_with_prompts_of_its_own(
     assert [point["ratios"] for point in found["points"]] == [None, None]
     assert len({tuple(body["prompt"]) for body in endpoint.bodies}) == 12
     table = capsys.readouterr().out
-    assert "endpoint" in table
+    assert f" at {endpoint.url}, 1 round" in table
+    assert [line.split()[0] for line in table.splitlines()[3:]] == ["1", "3"]
     assert "ratios" not in table
 
 
