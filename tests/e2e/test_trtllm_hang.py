@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from poolgrid.wire.hashing import pack_tokens
-from tests.e2e.expectation import expected_text
+from tests.e2e.expectation import PLAIN, expected_text
 from tests.e2e.processes import Process, eventually, worker_rows
 from tests.fakes import FAKES_PATH
 
@@ -84,7 +84,7 @@ def test_a_stopped_engine_costs_no_client_anything_and_its_worker_comes_back(
             (tmp_path / name).touch()
             chunks = [chunk for chunk in [first, *lines] if chunk.startswith("data: {")]
         assert "".join(json.loads(chunk[6:])["choices"][0]["text"] for chunk in chunks) == expected_text(
-            pack_tokens(PROMPT), TOKENS
+            pack_tokens(PROMPT), TOKENS, vocabulary=PLAIN
         )
         eventually("it has left", lambda: states(router.url) == {other: "ready"})
         (tmp_path / name).unlink()
