@@ -70,7 +70,7 @@ class MockEngine:
         return 1
 
     @property
-    def ailment(self) -> str:
+    def unhealthy_reason(self) -> str:
         """It is always well."""
         return ""
 

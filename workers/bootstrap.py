@@ -22,7 +22,7 @@ from poolgrid.wire.card import WorkerCard
 from poolgrid.workers.adapters.http_api import HttpApi
 from poolgrid.workers.adapters.sockets import RequestSocket
 from poolgrid.workers.core.push_stream import PushStream, PushTiming
-from poolgrid.workers.engines.definition import Surroundings
+from poolgrid.workers.engines.definition import EngineHost
 from poolgrid.workers.engines.lifecycle.closing import close_in_order
 from poolgrid.workers.engines.registry import engine_definition
 from poolgrid.workers.metrics import WorkerMetrics
@@ -63,7 +63,7 @@ async def serve(
         publishers: list[EventPublisher] = []
         close_in_order(opened, partial(_close_publishers, publishers))
         requests = _open_requests(opened, settings, context)
-        around = Surroundings(context, registry, metrics, clock, awake, epoch, requests.port, http.port)
+        around = EngineHost(context, registry, metrics, clock, awake, epoch, requests.port, http.port)
         opening = opened.enter_async_context(definition.open(settings, around))
         engine = await unless(stop, opening, "start of the engine")
         if engine is None:
@@ -127,7 +127,7 @@ def _open_requests(opened: AsyncExitStack, settings: WorkerProcessSettings, cont
 def _open_publisher(
     publishers: list[EventPublisher],
     settings: WorkerProcessSettings,
-    around: Surroundings,
+    around: EngineHost,
     service: WorkerService,
     card: WorkerCard,
     dp_rank: int,

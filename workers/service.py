@@ -134,15 +134,15 @@ class WorkerService:
     @property
     def is_healthy(self) -> bool:
         """Whether the engine does its work."""
-        return not self._engine.ailment
+        return not self._engine.unhealthy_reason
 
     def describe(self) -> dict[str, object]:
         """Return the state for people and probes, as JSON values."""
         loads = [self._engine.load(dp_rank) for dp_rank in range(self._engine.dp_size)]
-        ailment = self._engine.ailment
+        unhealthy_reason = self._engine.unhealthy_reason
         state: dict[str, object] = {
             "status": "unhealthy"
-            if ailment
+            if unhealthy_reason
             else "draining"
             if self._draining
             else "ready"
@@ -163,8 +163,8 @@ class WorkerService:
             "total_blocks": sum(load.total_blocks for load in loads),
             "dp_size": len(loads),
         }
-        if ailment:
-            state["reason"] = ailment
+        if unhealthy_reason:
+            state["reason"] = unhealthy_reason
         return state | self._engine.describe()
 
     def blocks(self, dp_rank: int = 0) -> list[str]:
@@ -246,13 +246,14 @@ class WorkerService:
         if self._engine.is_silent:
             if self._membership.is_away or not self._membership.publishers:
                 return
-            reason = f"the engine of {self._worker_id} does not answer: {self._engine.ailment}"[:TEXT_CHARS_MAX]
+            why = self._engine.unhealthy_reason
+            reason = f"the engine of {self._worker_id} does not answer: {why}"[:TEXT_CHARS_MAX]
             log.error("leaving the pool until it is well again: %s", reason)
             ending = Ending(reason, FinishReason.ERROR, RefusalKind.BROKEN)
             for request_id in list(self._transfers.fetching):
                 self._end_elsewhere(request_id, ending)
             self._membership.leave(reason)
-        elif self._membership.is_away and not self._engine.ailment and not self._draining:
+        elif self._membership.is_away and not self._engine.unhealthy_reason and not self._draining:
             log.warning("the engine is well again: joining the pool in another life")
             self._membership.come_back()
 
@@ -308,8 +309,8 @@ class WorkerService:
             )
         if self._draining:
             raise DrainingError(f"worker {self._worker_id} is draining and takes no new requests")
-        if self._engine.ailment:
-            raise BrokenError(f"worker {self._worker_id} is not well: {self._engine.ailment}")
+        if self._engine.unhealthy_reason:
+            raise BrokenError(f"worker {self._worker_id} is not well: {self._engine.unhealthy_reason}")
         owners = self._peers.owners
         if request.request_id in self._kept and owners[request.request_id] == peer_id:
             # Nobody dispatches a leg again while its first result is of use.

@@ -43,7 +43,7 @@ MODES = {
 
 
 @dataclass
-class Told:
+class RunningEngine:
     """Everything an engine has told its worker."""
 
     engine: TrtllmEngine
@@ -115,7 +115,7 @@ class Told:
 @asynccontextmanager
 async def running_engine(
     role: Role = Role.AGGREGATED, limits: EngineLimits | None = None, runs: bool = True, **settings: Any
-) -> AsyncIterator[Told]:
+) -> AsyncIterator[RunningEngine]:
     install_tensorrt_llm()
     given = {
         "model_path": "m",
@@ -140,7 +140,7 @@ async def running_engine(
         takes_media=chosen.modality == "multimodal",
         encode_endpoint=chosen.encode_endpoint,
     ) as opened:
-        told = Told(opened.engine, opened.engine._llm, metrics)
+        told = RunningEngine(opened.engine, opened.engine._llm, metrics)
         if runs:
             told.running = asyncio.create_task(opened.engine.run(told.deliver))
         try:

@@ -30,7 +30,7 @@ from poolgrid.workers.engines.trtllm.logits import RequestProcessors
 from poolgrid.workers.engines.trtllm.settings import TrtllmWorkerSettings
 from tests.fakes import install_tensorrt_llm
 from tests.fakes.tensorrt_llm._fake import behaviour as behaviours
-from tests.trtllm.engines import BLOCK, PATIENCE_S, Told, expected, make_request, running_engine
+from tests.trtllm.engines import BLOCK, PATIENCE_S, RunningEngine, expected, make_request, running_engine
 
 
 class Unreadable(OutputCursor):
@@ -40,7 +40,7 @@ class Unreadable(OutputCursor):
         raise ZeroDivisionError
 
 
-def hold(told: Told) -> list[Any]:
+def hold(told: RunningEngine) -> list[Any]:
     """Note what ``generate_async`` is called with."""
     calls: list[Any] = []
     original = told.llm.generate_async

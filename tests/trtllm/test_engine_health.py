@@ -31,7 +31,7 @@ def test_an_idle_engine_generates_a_token_with_a_salt_of_its_own_on_every_rank()
             await told.turned(lambda: (told.sample("health_checks_total", outcome="passed") or 0) > 1)
             assert {call[0] for call in calls} == {0, 1}
             assert {call[1:] for call in calls} == {(HEALTH_SALT, 1)}
-            assert told.engine.ailment == ""
+            assert told.engine.unhealthy_reason == ""
             assert told.engine.restate(0) == [], "it leaves no block with a name"
             assert not told.deltas
 
@@ -42,11 +42,11 @@ def test_an_idle_engine_that_generates_nothing_is_not_well_until_it_does_again()
     async def scenario() -> None:
         async with running_engine(limits=QUICK) as told:
             told.executor.pause()
-            await told.turned(lambda: told.engine.ailment)
-            assert "one-token generation has not ended within 20 ms" in told.engine.ailment
+            await told.turned(lambda: told.engine.unhealthy_reason)
+            assert "one-token generation has not ended within 20 ms" in told.engine.unhealthy_reason
             assert told.sample("engine_healthy") == 0
             told.executor.resume()
-            await told.turned(lambda: not told.engine.ailment)
+            await told.turned(lambda: not told.engine.unhealthy_reason)
             assert told.sample("engine_healthy") == 1
 
     asyncio.run(scenario())
@@ -69,7 +69,7 @@ def test_a_wedged_transfer_makes_the_worker_unhealthy_and_its_end_heals_it() -> 
             assert decode.llm._check_health(), "alive all the while"
             assert (decode.sample("engine_silence_seconds") or 0) > 0.04
             decode.executor.open_transfers()
-            await decode.turned(lambda: not decode.engine.ailment)
+            await decode.turned(lambda: not decode.engine.unhealthy_reason)
             await decode.finish(decode_leg(make_request("r"), params))
 
     asyncio.run(scenario())
@@ -84,7 +84,7 @@ def test_an_engine_that_steps_no_more_is_unhealthy_while_it_lives() -> None:
             assert told.deltas["r"][-1].refusal is RefusalKind.BROKEN
             assert told.engine.is_silent
             told.executor.resume()
-            await told.turned(lambda: not told.engine.ailment)
+            await told.turned(lambda: not told.engine.unhealthy_reason)
             await told.finish(make_request("r"))
 
     asyncio.run(scenario())

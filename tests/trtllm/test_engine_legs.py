@@ -17,11 +17,13 @@ from poolgrid.wire.requests import Generate, RefusalKind
 from poolgrid.workers.core.refusal import RefusedError
 from poolgrid.workers.engines.trtllm.core import disaggregated_params as codec
 from poolgrid.workers.engines.trtllm.engine import EngineLimits
-from tests.trtllm.engines import Told, expected, make_request, running_engine
+from tests.trtllm.engines import RunningEngine, expected, make_request, running_engine
 
 
 @asynccontextmanager
-async def pair(limits: EngineLimits | None = None, **settings: Any) -> AsyncIterator[tuple[Told, Told]]:
+async def pair(
+    limits: EngineLimits | None = None, **settings: Any
+) -> AsyncIterator[tuple[RunningEngine, RunningEngine]]:
     async with (
         running_engine(Role.PREFILL, limits, **settings) as prefill,
         running_engine(Role.DECODE, limits, **settings, max_batch_size=64) as decode,
@@ -34,7 +36,7 @@ def decode_leg(request: Generate, params: bytes | None) -> Generate:
     return msgspec.structs.replace(request, stage=Stage.DECODE, disaggregated_params=params)
 
 
-async def the_leg(told: Told) -> Any:
+async def the_leg(told: RunningEngine) -> Any:
     """The only leg that the engine's thread has, once the engine has it."""
     legs = told.engine._generations._legs
     await told.turned(lambda: any(leg.result is not None for leg in legs.values()))
@@ -42,7 +44,7 @@ async def the_leg(told: Told) -> Any:
     return leg
 
 
-async def prefilled(prefill: Told, request: Generate) -> bytes:
+async def prefilled(prefill: RunningEngine, request: Generate) -> bytes:
     last = await prefill.finish(msgspec.structs.replace(request, stage=Stage.PREFILL))
     assert last.finish_reason == "prefilled", last
     assert last.disaggregated_params is not None

@@ -14,7 +14,7 @@ from poolgrid.wire.requests import RefusalKind
 from poolgrid.workers.engines.lifecycle.health import EngineBrokenError
 from poolgrid.workers.engines.trtllm import engine as trtllm_engine
 from poolgrid.workers.engines.trtllm.engine import EngineLimits
-from tests.trtllm.engines import Told, expected, make_request, running_engine
+from tests.trtllm.engines import RunningEngine, expected, make_request, running_engine
 from tests.trtllm.test_feed import behave
 from tests.workers.builders import fold
 
@@ -26,7 +26,7 @@ def rpc(monkeypatch: pytest.MonkeyPatch) -> None:
     behave(monkeypatch, rpc_proxy=True)
 
 
-async def knows_its_blocks(told: Told) -> None:
+async def knows_its_blocks(told: RunningEngine) -> None:
     """Wait until what the worker restates is what the engine holds."""
     await told.turned(lambda: fold(told.engine.restate(0)) == fold(told.engine.resident_blocks(0)))
 
@@ -35,7 +35,9 @@ def test_a_stopped_engine_process_loses_its_requests_to_others_and_comes_back_wi
     async def scenario() -> None:
         async with running_engine(limits=QUICK) as told:
             changes: list[tuple[bool, bool]] = []
-            told.engine.observe_health(lambda: changes.append((bool(told.engine.ailment), told.engine.is_silent)))
+            told.engine.observe_health(
+                lambda: changes.append((bool(told.engine.unhealthy_reason), told.engine.is_silent))
+            )
             await told.finish(make_request("before", range(20), 9))
             await asyncio.to_thread(told.executor.stop_process)
             told.engine.submit(make_request("r", range(30)))
@@ -48,7 +50,7 @@ def test_a_stopped_engine_process_loses_its_requests_to_others_and_comes_back_wi
             assert told.engine.is_silent
             assert told.engine.load(0).running_requests == 0
             told.executor.continue_process()
-            await told.turned(lambda: not told.engine.ailment)
+            await told.turned(lambda: not told.engine.unhealthy_reason)
             assert changes == [(True, True), (False, False)]
             await told.finish(make_request("after", range(20), 9))
             assert told.output("after") == expected(make_request("after", range(20), 9))
@@ -170,7 +172,7 @@ def test_a_stall_is_seen_though_every_client_gives_up_and_a_cancellation_heals_n
             told.executor.flush()
             at = 0
             async with asyncio.timeout(20):
-                while not told.engine.ailment:
+                while not told.engine.unhealthy_reason:
                     at += 1
                     told.engine.submit(make_request(f"r{at}", [at] * 9))
                     await asyncio.sleep(0.05)
@@ -181,6 +183,6 @@ def test_a_stall_is_seen_though_every_client_gives_up_and_a_cancellation_heals_n
             told.engine.submit(make_request("one more", [7] * 9))
             told.engine.cancel("one more")
             await told.until(lambda: told.finished("one more"))
-            assert told.engine.ailment, "that it can cancel says nothing of its work"
+            assert told.engine.unhealthy_reason, "that it can cancel says nothing of its work"
 
     asyncio.run(scenario())

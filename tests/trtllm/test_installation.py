@@ -80,7 +80,7 @@ def test_a_worker_drives_it() -> None:
                 return sum(len(unpack_hashes(chain.sequence_hashes)) for chain in chains)
 
             await told.until(lambda: stored() >= 2)
-            assert told.engine.ailment == ""
+            assert told.engine.unhealthy_reason == ""
 
     asyncio.run(scenario())
 

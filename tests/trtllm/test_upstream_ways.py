@@ -24,7 +24,15 @@ from poolgrid.workers.core.refusal import RefusedError
 from poolgrid.workers.engines.trtllm import library
 from poolgrid.workers.engines.trtllm.core.outputs import UNLIKELY
 from tests.fakes import tensorrt_llm_of
-from tests.trtllm.engines import BLOCK, HONEST_SAMPLER, Told, expected, fake_library, make_request, running_engine
+from tests.trtllm.engines import (
+    BLOCK,
+    HONEST_SAMPLER,
+    RunningEngine,
+    expected,
+    fake_library,
+    make_request,
+    running_engine,
+)
 from tests.trtllm.test_engine import hold
 from tests.trtllm.test_engine_legs import decode_leg, prefilled
 from tests.trtllm.test_engine_media import TEXT, item, picture, seen, text_request, with_media
@@ -158,11 +166,11 @@ def test_events_of_the_second_cache_manager_are_understood_with_their_salts(
     asyncio.run(scenario())
 
 
-def names(told: Told) -> set[int]:
+def names(told: RunningEngine) -> set[int]:
     return {each for chain in told.engine.restate(0) for each in unpack_hashes(chain.sequence_hashes)}
 
 
-def feed_of(told: Told) -> dict[str, Any]:
+def feed_of(told: RunningEngine) -> dict[str, Any]:
     feed: Any = told.engine.describe()["feed"]
     rank: dict[str, Any] = feed["ranks"][0]
     return rank

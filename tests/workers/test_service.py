@@ -424,7 +424,7 @@ class BreakingEngine:
     """An engine that accepts everything and then raises."""
 
     dp_size = 1
-    ailment = ""
+    unhealthy_reason = ""
     is_silent = False
     changed: Callable[[], None]
 
@@ -548,7 +548,7 @@ def test_an_engine_that_breaks_after_a_router_left_is_told_to_the_others_and_to_
 class SickEngine(BreakingEngine):
     """An engine that lives and does nothing."""
 
-    ailment = "nothing has moved for 60000 ms"
+    unhealthy_reason = "nothing has moved for 60000 ms"
 
 
 def test_an_engine_that_is_not_well_takes_no_requests_and_probes_hear_why() -> None:
@@ -579,12 +579,12 @@ def test_an_engine_that_is_not_well_takes_no_requests_and_probes_hear_why() -> N
                 assert "is not well: nothing has moved" in (last.error or "")
                 status, _, body = api.answer("GET", "/health", b"")
                 assert (status, json.loads(body)["status"]) == (503, "unhealthy")
-                assert json.loads(body)["reason"] == engine.ailment
+                assert json.loads(body)["reason"] == engine.unhealthy_reason
                 assert api.answer("GET", "/ready", b"")[0] == 503
                 assert api.answer("GET", "/live", b"")[0] == 200
                 for query, wanted in ((b"dp_rank=1", 400), (b"dp_rank=x", 400), (b"dp_rank=0", 200), (b"", 200)):
                     assert api.answer("GET", "/blocks", query)[0] == wanted
-                engine.ailment = ""
+                engine.unhealthy_reason = ""
                 assert service.is_ready
             stop.set()
             await running

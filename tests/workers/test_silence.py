@@ -34,7 +34,7 @@ class FallingSilent:
     dp_size = 1
 
     def __init__(self) -> None:
-        self.ailment = ""
+        self.unhealthy_reason = ""
         self.is_silent = False
         self.ends_requests = True
         self._requests: list[str] = []
@@ -62,7 +62,7 @@ class FallingSilent:
         """It does not answer."""
 
     def fall_silent(self) -> None:
-        self.ailment, self.is_silent = "nothing comes back", True
+        self.unhealthy_reason, self.is_silent = "nothing comes back", True
         deltas = [
             TokenDelta(name, 1, b"", FinishReason.ERROR, error="silent", refusal=RefusalKind.BROKEN)
             for name in self._requests
@@ -73,7 +73,7 @@ class FallingSilent:
         self._changed()
 
     def wake(self) -> None:
-        self.ailment, self.is_silent = "", False
+        self.unhealthy_reason, self.is_silent = "", False
         self._changed()
 
     def load(self, dp_rank: int) -> LoadReported:

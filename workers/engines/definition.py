@@ -23,7 +23,7 @@ S = TypeVar("S", bound=WorkerProcessSettings)
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class EngineHost:
     """What an engine may use of its process."""
 
     context: PlaneContext
@@ -68,7 +68,7 @@ class EngineDefinition(Generic[S]):
     title: str
     """What people call it, as in "with TITLE"."""
     settings: type[S]
-    open: Callable[[S, Surroundings], AbstractAsyncContextManager[OpenedEngine]]
+    open: Callable[[S, EngineHost], AbstractAsyncContextManager[OpenedEngine]]
     """Makes the engine ready for requests; it runs until the end of the block, and is gone after it, whatever ended
     it. May take minutes, and is cancelled when the worker is stopped meanwhile."""
     shortest_timeout_ms: Callable[[S], float]

@@ -65,18 +65,18 @@ class Engine(Protocol):
         ...
 
     @property
-    def ailment(self) -> str:
+    def unhealthy_reason(self) -> str:
         """Why it does not do its work though it has not broken; empty = it is well."""
         ...
 
     @property
     def is_silent(self) -> bool:
-        """Whether nothing can be expected of it any more, though it may come back. It has an ailment then, and has
-        ended its requests as broken in a report of its own."""
+        """Whether nothing can be expected of it any more, though it may come back. It has an ``unhealthy_reason`` then,
+        and has ended its requests as broken in a report of its own."""
         ...
 
     def observe_health(self, changed: Callable[[], None]) -> None:
-        """Call ``changed`` from now on when ``ailment`` begins or ends, or ``is_silent`` changes."""
+        """Call ``changed`` from now on when ``unhealthy_reason`` begins or ends, or ``is_silent`` changes."""
         ...
 
     def describe(self) -> dict[str, object]:

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from poolgrid.wire.card import WorkerCard, WorkerLimits
 from poolgrid.wire.identifiers import Role
-from poolgrid.workers.engines.definition import EngineDefinition, OpenedEngine, Surroundings
+from poolgrid.workers.engines.definition import EngineDefinition, EngineHost, OpenedEngine
 from poolgrid.workers.settings import WorkerProcessSettings
 from tests.workers.echo_engine.engine import EchoEngine
 
@@ -25,7 +25,7 @@ class EchoSettings(WorkerProcessSettings):
 
 
 @asynccontextmanager
-async def open_engine(settings: EchoSettings, around: Surroundings) -> AsyncIterator[OpenedEngine]:
+async def open_engine(settings: EchoSettings, around: EngineHost) -> AsyncIterator[OpenedEngine]:
     """Open the engine; there is nothing to load."""
     host = settings.advertised_host
     card = WorkerCard(

@@ -17,7 +17,7 @@ class EchoEngine:
     """``poolgrid.workers.engines.protocol.Engine`` that answers with the prompt."""
 
     dp_size = 1
-    ailment = ""
+    unhealthy_reason = ""
     is_silent = False
 
     def __init__(self, max_requests: int) -> None:

@@ -9,8 +9,8 @@ Rules:
    nobody but its worker.
 3. An engine that is idle proves itself by generating a token every now and then; one that is busy by its progress
    (``poolgrid.workers.engines.lifecycle.progress``). One that is ill is asked again and again.
-4. ``ailment`` says what is wrong; silence is an ailment. Progress and proofs heal it, but no proof counts while a call
-   is out.
+4. ``unhealthy_reason`` says what is wrong; silence is wrong too. Progress and proofs heal it, but no proof counts
+   while a call is out.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class EngineHealth:
         self._probe_failed = ""
         self._probing: asyncio.Task[None] | None = None
         self._changed: Callable[[], None] = _nobody
-        self.ailment = ""
+        self.unhealthy_reason = ""
         self.is_silent = False
         """Whether nothing can be expected of the engine."""
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -79,7 +79,7 @@ class EngineHealth:
         )
 
     def observe(self, changed: Callable[[], None]) -> None:
-        """Call ``changed`` from now on when ``ailment`` begins or ends, or ``is_silent`` changes."""
+        """Call ``changed`` from now on when ``unhealthy_reason`` begins or ends, or ``is_silent`` changes."""
         self._changed = changed
 
     # -- what requests tell --------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ class EngineHealth:
         """Note that the engine did something for somebody."""
         self._proved_ms = now_ms
         self._probe_failed = ""
-        if self.ailment and not self._unanswered(now_ms):
+        if self.unhealthy_reason and not self._unanswered(now_ms):
             self._set("", silent=False)
 
     def seen(self, alive: bool, error: BaseException | None = None) -> bool:
@@ -134,9 +134,9 @@ class EngineHealth:
         certain = next((stall for stall in stalls if stall.certain), None)
         if certain is not None:
             self._set(certain.reason, silent=certain.total)
-        elif not stalls and self.ailment and not self._probe_failed and (busy or self._generate_one is None):
+        elif not stalls and self.unhealthy_reason and not self._probe_failed and (busy or self._generate_one is None):
             self._set("", silent=False)
-        if stalls or self.ailment or (not busy and now_ms - self._proved_ms >= self._interval_ms):
+        if stalls or self.unhealthy_reason or (not busy and now_ms - self._proved_ms >= self._interval_ms):
             self._prove()
 
     async def generate_one(self, timeout_s: float) -> None:
@@ -199,16 +199,16 @@ class EngineHealth:
         if not self.broken.done():
             self._set(self._probe_failed, silent=True)
 
-    def _set(self, ailment: str, *, silent: bool) -> None:
-        if ailment and not self.ailment:
-            log.error("the engine is not well: %s; new requests are refused", ailment)
-        elif self.ailment and not ailment:
+    def _set(self, unhealthy_reason: str, *, silent: bool) -> None:
+        if unhealthy_reason and not self.unhealthy_reason:
+            log.error("the engine is not well: %s; new requests are refused", unhealthy_reason)
+        elif self.unhealthy_reason and not unhealthy_reason:
             log.warning("the engine is well again")
-        before = (bool(self.ailment), self.is_silent)
-        self.ailment = ailment
+        before = (bool(self.unhealthy_reason), self.is_silent)
+        self.unhealthy_reason = unhealthy_reason
         self.is_silent = silent
-        self._metrics.engine_healthy.set(not ailment)
-        if before != (bool(ailment), silent):
+        self._metrics.engine_healthy.set(not unhealthy_reason)
+        if before != (bool(unhealthy_reason), silent):
             self._changed()
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager
 
-from poolgrid.workers.engines.definition import EngineDefinition, OpenedEngine, Surroundings
+from poolgrid.workers.engines.definition import EngineDefinition, EngineHost, OpenedEngine
 from poolgrid.workers.engines.simulated.settings import SimulatedWorkerSettings
 
 
-def _open(settings: SimulatedWorkerSettings, around: Surroundings) -> AbstractAsyncContextManager[OpenedEngine]:
+def _open(settings: SimulatedWorkerSettings, around: EngineHost) -> AbstractAsyncContextManager[OpenedEngine]:
     from poolgrid.workers.engines.simulated.opening import open_engine
 
     return open_engine(settings, around)

@@ -91,7 +91,7 @@ class SimulatedEncodeEngine:
         return 1
 
     @property
-    def ailment(self) -> str:
+    def unhealthy_reason(self) -> str:
         """Nothing ever ails it."""
         return ""
 

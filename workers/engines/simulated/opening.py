@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 
 from poolgrid.workers.embedding_fetcher import EmbeddingFetcher
-from poolgrid.workers.engines.definition import OpenedEngine, Surroundings
+from poolgrid.workers.engines.definition import EngineHost, OpenedEngine
 from poolgrid.workers.engines.lifecycle.closing import close_in_order
 from poolgrid.workers.engines.simulated.card import make_card
 from poolgrid.workers.engines.simulated.core.kv_transfer import KvSource
@@ -26,7 +26,7 @@ from poolgrid.workers.tensor_transfer.zmq_transfer import ZmqTensorTransfer
 from poolgrid.workers.transfers import EmbeddingExchange, KvExchange
 
 
-def open_engine(settings: SimulatedWorkerSettings, around: Surroundings) -> AbstractAsyncContextManager[OpenedEngine]:
+def open_engine(settings: SimulatedWorkerSettings, around: EngineHost) -> AbstractAsyncContextManager[OpenedEngine]:
     """Open the engine of the worker's role.
 
     Raises ``TableError`` when the timing table cannot be used, ``OSError`` when a port cannot be bound, and
@@ -43,7 +43,7 @@ def make_timing(settings: SimulatedWorkerSettings) -> TimingModel:
     return model if settings.speedup == 1.0 else ScaledTiming(model, settings.speedup)
 
 
-def make_tensor_transfer(settings: SimulatedWorkerSettings, around: Surroundings) -> TensorTransfer | None:
+def make_tensor_transfer(settings: SimulatedWorkerSettings, around: EngineHost) -> TensorTransfer | None:
     """Return this worker's end of tensor transfers, ``None`` for a text-only one.
 
     Raises ``OSError`` when the port cannot be bound, ``NixlMissing``.
@@ -72,7 +72,7 @@ def make_tensor_transfer(settings: SimulatedWorkerSettings, around: Surroundings
 
 
 @asynccontextmanager
-async def _open_encode(settings: SimulatedWorkerSettings, around: Surroundings) -> AsyncIterator[OpenedEngine]:
+async def _open_encode(settings: SimulatedWorkerSettings, around: EngineHost) -> AsyncIterator[OpenedEngine]:
     """Open the simulated encode engine; raises what ``make_tensor_transfer`` raises."""
     tensors = make_tensor_transfer(settings, around)
     assert tensors is not None, "an encode worker is multimodal"
@@ -87,7 +87,7 @@ async def _open_encode(settings: SimulatedWorkerSettings, around: Surroundings) 
 
 
 @asynccontextmanager
-async def _open_whole(settings: SimulatedWorkerSettings, around: Surroundings) -> AsyncIterator[OpenedEngine]:
+async def _open_whole(settings: SimulatedWorkerSettings, around: EngineHost) -> AsyncIterator[OpenedEngine]:
     """Open the simulated engine.
 
     Raises ``TableError`` when the timing table cannot be used, and what ``make_tensor_transfer`` raises.

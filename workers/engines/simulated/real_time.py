@@ -81,7 +81,7 @@ class RealTimeSimulatedEngine:
         return 1
 
     @property
-    def ailment(self) -> str:
+    def unhealthy_reason(self) -> str:
         """It is always well."""
         return ""
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager
 
-from poolgrid.workers.engines.definition import EngineDefinition, OpenedEngine, StartPlan, Surroundings
+from poolgrid.workers.engines.definition import EngineDefinition, EngineHost, OpenedEngine, StartPlan
 from poolgrid.workers.engines.trtllm.settings import TrtllmSettings, TrtllmWorkerSettings
 
 
-def _open(settings: TrtllmWorkerSettings, around: Surroundings) -> AbstractAsyncContextManager[OpenedEngine]:
+def _open(settings: TrtllmWorkerSettings, around: EngineHost) -> AbstractAsyncContextManager[OpenedEngine]:
     from poolgrid.workers.engines.trtllm.opening import open_engine
 
     return open_engine(settings, around)

@@ -247,9 +247,9 @@ class TrtllmEngine:
         return self._dp_size
 
     @property
-    def ailment(self) -> str:
+    def unhealthy_reason(self) -> str:
         """Why the engine does not do its work; empty = it does."""
-        return self._health.ailment
+        return self._health.unhealthy_reason
 
     @property
     def is_silent(self) -> bool:
@@ -257,7 +257,7 @@ class TrtllmEngine:
         return self._health.is_silent
 
     def observe_health(self, changed: Callable[[], None]) -> None:
-        """Call ``changed`` from now on when ``ailment`` begins or ends, or ``is_silent`` changes."""
+        """Call ``changed`` from now on when ``unhealthy_reason`` begins or ends, or ``is_silent`` changes."""
         self._observer = changed
 
     def describe(self) -> dict[str, object]:
@@ -565,7 +565,7 @@ class TrtllmEngine:
                 if active.cancelled_ms is not None:
                     self._finish(active, delta, CANCELLED)
                 else:
-                    error = f"the engine is silent: {self._health.ailment}"
+                    error = f"the engine is silent: {self._health.unhealthy_reason}"
                     self._finish(active, delta, ERROR, error=error, refusal=BROKEN)
             # At once: what the worker says next is that it leaves.
             self._flush()

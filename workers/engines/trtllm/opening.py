@@ -6,7 +6,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from poolgrid.workers.engines.definition import OpenedEngine, Surroundings
+from poolgrid.workers.engines.definition import EngineHost, OpenedEngine
 from poolgrid.workers.engines.trtllm.arguments.engine_arguments import resolve_files
 from poolgrid.workers.engines.trtllm.arguments.engine_rules import look_up
 from poolgrid.workers.engines.trtllm.card import make_card
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
-async def open_engine(settings: TrtllmWorkerSettings, around: Surroundings) -> AsyncIterator[OpenedEngine]:
+async def open_engine(settings: TrtllmWorkerSettings, around: EngineHost) -> AsyncIterator[OpenedEngine]:
     """Load TensorRT-LLM; takes minutes. Raises ``ContractError`` for arguments that it would not take, before that."""
     arguments = resolve_files(settings)
     for warning in arguments.warnings:
