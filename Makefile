@@ -1,7 +1,7 @@
 PYTHON ?= .venv/bin/python
 export PYTHON
 
-.PHONY: check lint types test format docs site plots soak attack clients
+.PHONY: check lint types test format docs site plots soak attack clients schemathesis
 
 check: lint types test  ## everything CI runs, in the environment that is there
 
@@ -48,3 +48,8 @@ SUITES ?=
 
 clients:  ## unmodified client frameworks against a fresh pool, or those of SUITES="openai_agents"
 	$(PYTHON) -m tests.clients $(SUITES)
+
+CASES ?= 200
+
+schemathesis:  ## the HTTP API against its own description, CASES for each of some 26 operations: 5,000 in all
+	POOLGRID_SCHEMATHESIS_CASES=$(CASES) $(PYTHON) -m pytest -n 2 tests/frontend/test_openapi.py

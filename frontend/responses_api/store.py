@@ -96,7 +96,7 @@ class ResponseStore:
         self._executor = ThreadPoolExecutor(1, "responses")
         try:
             self._database = self._executor.submit(_open, path).result()
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             self._executor.shutdown()
             raise OSError(f"opening the responses that are kept at {path}: {error}") from error
 

@@ -54,6 +54,12 @@ def pools(url: str) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in httpx.get(f"{url}/v1/pools").json()["data"]}
 
 
+def active_requests(pool_url: str, worker_id: str) -> int:
+    """Return how many requests a worker of a pool has."""
+    workers = httpx.get(f"{pool_url}/v1/workers").json()["data"]
+    return sum(int(each["active_requests"]) for each in workers if each["worker_id"] == worker_id)
+
+
 def all_available(url: str) -> bool:
     return all(
         row["state"] == "available"
@@ -147,7 +153,13 @@ def test_a_bad_hint_is_the_clients_error_and_names_the_field(fleet: Process, nve
 def test_a_worker_killed_under_load_costs_no_request_and_no_wrong_text(fleet: Process) -> None:
     before = metric(fleet.url, "poolgrid_global_router_moves_total")
 
-    report = load_while(fleet.url, lambda: fleet.child("--worker-id", "batch-0").kill(), requests=200)
+    pool = pools(fleet.url)["batch"]["url"]
+
+    def kill_it_at_work() -> None:
+        eventually("it has requests", lambda: active_requests(pool, "batch-0") > 1)
+        fleet.child("--worker-id", "batch-0").kill()
+
+    report = load_while(fleet.url, kill_it_at_work, requests=200)
 
     assert_unharmed(report)
     assert metric(fleet.url, "poolgrid_global_router_moves_total") > before

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from poolgrid.cli.main import app
 from poolgrid.router.consolidator.journal.framing import FILE_HEADER, frame, payload_at, scan
+from poolgrid.runtime.figures import counted
 from tests.e2e.disturbed_load import assert_unharmed, load_while
 from tests.e2e.processes import eventually, metric, pool_is_quiet, ready_workers, running_pool
 
@@ -69,7 +70,8 @@ def test_a_request_is_explained_from_the_journal_as_the_router_would(recorded: P
     assert attempt["recorded"]["router"] == "router"
     assert attempt["recorded"]["settings"]["policy"] == "kv"
     assert attempt["realised_cached_tokens"] is not None
-    assert "really reused" in poolgrid("explain", EXPLAINED, "--journal", recorded)[1]
+    reused = attempt["realised_cached_tokens"]
+    assert f"there, {counted(reused, 'token')} reused" in poolgrid("explain", EXPLAINED, "--journal", recorded)[1]
     assert poolgrid("explain", "nobody", "--journal", recorded)[0] == 1
 
 

@@ -149,6 +149,14 @@ class SimulatedContext:
         """Close nothing: who terminates has closed its sockets."""
 
 
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """As much of ``zmq.Frame`` as the services use."""
+
+    bytes: bytes
+    more: bool
+
+
 class SimulatedSocket:
     """As much of ``zmq.Socket`` as the services use."""
 
@@ -167,6 +175,8 @@ class SimulatedSocket:
         """Connecting side; the services connect each socket once."""
         self.monitor: SimulatedSocket | None = None
         self._signalled = False
+        self._rest: list[bytes] = []
+        """Frames still to be read of the message whose first was read."""
 
     # -- options -------------------------------------------------------------------------------------------------------
 
@@ -255,10 +265,11 @@ class SimulatedSocket:
         elif not pipe.to_client.send(parts[1:]) and mandatory:
             raise zmq.Again
 
-    def recv(self, flags: int = 0) -> bytes:
-        """Return the next message, which has one frame."""
-        [frame] = self.recv_multipart(flags)
-        return frame
+    def recv(self, flags: int = 0, copy: bool = True) -> Any:
+        """Return the next frame; without ``copy`` with the word whether its message has more."""
+        frames = self._rest or self.recv_multipart(flags)
+        frame, self._rest = frames[0], frames[1:]
+        return frame if copy else Frame(frame, bool(self._rest))
 
     def recv_multipart(self, flags: int = 0) -> list[bytes]:
         """Return the next message, or raise ``Again``."""
