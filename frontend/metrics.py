@@ -68,118 +68,130 @@ class FrontendMetrics:
         self.registry = registry
         self.requests = Counter(
             "poolgrid_frontend_requests",
-            "Requests answered, by endpoint, HTTP status (499 = the client left) and streaming",
+            "Requests answered, by endpoint, HTTP status and streaming. Status 499 means that the client left, "
+            "and 500 also counts a stream that broke.",
             ["endpoint", "status", "streaming"],
             registry=registry,
         )
         self.guides = Counter(
             "poolgrid_frontend_guides",
-            "Guides of requests by what became of them before a worker saw them: known, accepted, refused, busy",
+            "Guides of requests by what became of them before a worker saw them: `known` (tried before for the "
+            "same tenant), `accepted`, `refused` or `busy`. If many are refused, the log names the tenant and "
+            "the reason.",
             ["outcome"],
             registry=registry,
         )
         self.kept_responses = Counter(
             "poolgrid_frontend_kept_responses",
-            "Responses that were to be kept, by outcome: kept, or lost because there was no room or no writing",
+            "Responses that were to be kept for `previous_response_id`, by outcome: `kept`, or `lost` because "
+            "there was no room or they could not be written. The log says which.",
             ["outcome"],
             registry=registry,
         )
         self.in_flight = Gauge(
             "poolgrid_frontend_in_flight_requests",
-            "Requests being served now",
+            "Requests being served now, waiting ones included.",
             ["endpoint"],
             across="sum",
             registry=registry,
         )
         self.ttft = Histogram(
             "poolgrid_frontend_time_to_first_token_seconds",
-            "From the arrival of a request's headers to its first output token",
+            "TTFT of each sequence: from the arrival of the request's headers to the first output token.",
             buckets=TTFT_BUCKETS_S,
             registry=registry,
         )
         self.itl = Histogram(
             "poolgrid_frontend_inter_token_latency_seconds",
-            "Time between two arrivals of tokens of one sequence, divided by the tokens of the later one",
+            "ITL at each arrival of tokens of a sequence: the time since the arrival before, divided by the "
+            "number of tokens that arrived.",
             buckets=ITL_BUCKETS_S,
             registry=registry,
         )
         self.isl = Histogram(
             "poolgrid_frontend_input_sequence_tokens",
-            "Prompt tokens of a dispatched request (ISL), each prompt once",
+            "Prompt tokens of a dispatched request (ISL), each prompt once. A shift here explains a shift of TTFT.",
             buckets=TOKEN_BUCKETS,
             registry=registry,
         )
         self.osl = Histogram(
             "poolgrid_frontend_output_sequence_tokens",
-            "Output tokens of a sequence (OSL), also of one that was given up",
+            "Output tokens of a sequence (OSL), also of one that was given up.",
             buckets=TOKEN_BUCKETS,
             registry=registry,
         )
         self.cached_tokens = Counter(
             "poolgrid_frontend_cached_tokens",
-            "Prompt tokens that workers reported as reused, over all sequences",
+            "Prompt tokens that workers reported as reused, over all sequences.",
             registry=registry,
         )
         self.prompt_tokens = Counter(
             "poolgrid_frontend_prompt_tokens",
-            "Prompt tokens dispatched, over all sequences: what cached tokens are a share of",
+            "Prompt tokens dispatched, over all sequences. Cached tokens are a share of these.",
             registry=registry,
         )
         self.output_tokens = Counter(
-            "poolgrid_frontend_output_tokens", "Output tokens received from workers", registry=registry
+            "poolgrid_frontend_output_tokens",
+            "Output tokens received from workers. The rate is the throughput of the pool through this process.",
+            registry=registry,
         )
         self.tokenization = Histogram(
             "poolgrid_frontend_tokenization_seconds",
-            "Rendering and tokenizing the prompts of a request, waiting for a tokenizer thread included",
+            "Time to render and tokenize the prompts of a request, waiting for a tokenizer thread included.",
             buckets=TOKENIZATION_BUCKETS_S,
             registry=registry,
         )
         self.tokenizations_pending = Gauge(
             "poolgrid_frontend_tokenizations_pending",
-            "Long prompts in tokenizer threads or waiting for one",
+            "Long prompts in tokenizer threads or waiting for one. At `tokenizer_queue` the next prompt is "
+            "answered 429.",
             across="sum",
             registry=registry,
         )
         self.disconnects = Counter(
             "poolgrid_frontend_client_disconnects",
-            "Clients that left before their answer was complete",
+            "Clients that left before their answer was complete. Often their timeout is shorter than the queue.",
             registry=registry,
         )
         self.refusals = Counter(
             "poolgrid_frontend_refusals",
-            "Requests refused with 401, 403, 413, 429 or 503, by reason code",
+            "Requests refused with 401, 403, 413, 429 or 503, by reason code.",
             ["code"],
             registry=registry,
         )
         self.key_reloads = Counter(
             "poolgrid_frontend_api_key_reloads",
-            "Changes of the file of API keys, by outcome",
+            "Changes of the file of API keys, by outcome: `loaded`, or `refused` because the file could not be used.",
             ["outcome"],
             registry=registry,
         )
         self.keys_stale = Gauge(
             "poolgrid_frontend_api_keys_stale",
-            "1 while the file of API keys cannot be used and an older one is in force",
+            "1 while the file of API keys cannot be used and an older one is in force. Alert on it.",
             across="largest",
             registry=registry,
         )
         self._tenant_requests = Counter(
-            "poolgrid_frontend_tenant_requests", "Requests let in, by tenant", ["tenant"], registry=registry
+            "poolgrid_frontend_tenant_requests",
+            "Requests let in, by tenant. The first 200 tenants have series of their own and later ones share "
+            "`other`. Without API keys there are no series by tenant.",
+            ["tenant"],
+            registry=registry,
         )
         self._tenant_refusals = Counter(
             "poolgrid_frontend_tenant_refusals",
-            "Requests refused, by tenant and reason code",
+            "Requests refused, by tenant and reason code. `rate_limited` shows who wants more than it may.",
             ["tenant", "code"],
             registry=registry,
         )
         self._tenant_prompt_tokens = Counter(
             "poolgrid_frontend_tenant_prompt_tokens",
-            "Prompt tokens of dispatched requests, by tenant",
+            "Prompt tokens of dispatched requests, by tenant, each prompt once.",
             ["tenant"],
             registry=registry,
         )
         self._tenant_output_tokens = Counter(
-            "poolgrid_frontend_tenant_output_tokens", "Output tokens, by tenant", ["tenant"], registry=registry
+            "poolgrid_frontend_tenant_output_tokens", "Output tokens, by tenant.", ["tenant"], registry=registry
         )
         self._tenants: dict[str, TenantSeries] = {}
         self.tokenizers = TokenizationCollector()
@@ -233,18 +245,20 @@ class TokenizationCollector(Collector):
         """Yield the counts per model."""
         tokens = CounterMetricFamily(
             "poolgrid_frontend_tokenized_tokens",
-            "Prompt tokens by whether they were computed or came from the cache of prompt segments.",
+            "Prompt tokens by whether they were `computed` or came from the `cache` of prompt segments and "
+            "were not tokenized again. If the share of `cache` is small under conversations, raise "
+            "`tokenization_cache_bytes`.",
             labels=["model", "source"],
         )
         used = GaugeFamily(
             "poolgrid_frontend_tokenization_cache_bytes",
-            "Bytes that the cache of segments uses.",
+            "Bytes that the cache of prompt segments uses.",
             labels=["model"],
             across="sum",
         )
         fast = GaugeFamily(
             "poolgrid_frontend_fast_tokenizer",
-            "1 when fastokens tokenizes prompts, 0 when tokenizers does (the log says why).",
+            "1 when `fastokens` tokenizes the prompts of the model, 0 when `tokenizers` does. The log says why.",
             labels=["model"],
             across="largest",
         )

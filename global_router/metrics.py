@@ -25,19 +25,21 @@ class GlobalRouterMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.dispatches = Counter(
             "poolgrid_global_router_dispatches_total",
-            "Dispatches by pool, stage and how the pool was found.",
+            "Dispatches by pool, stage and how the pool was found: by the grid, an override, a fallback, a "
+            "retry or a spill.",
             ["pool", "stage", "how"],
             registry=registry,
         )
         self.passed_over = Counter(
             "poolgrid_global_router_passed_over_total",
-            "Times a pool was wanted and could not be used, by the reason.",
+            "Times a pool was wanted and could not be used, by its state: it is down, draining or saturated.",
             ["pool", "state"],
             registry=registry,
         )
         self.select_seconds = Histogram(
             "poolgrid_global_router_select_seconds",
-            "Time of one select-and-reserve at a pool's router, there and back.",
+            "Time of one select-and-reserve at a pool's router, there and back. This is what the global router "
+            "adds to TTFT.",
             buckets=SELECT_SECONDS_BUCKETS,
             registry=registry,
         )
@@ -49,18 +51,19 @@ class GlobalRouterMetrics:
         ).set(1)
         self.queue_seconds = Histogram(
             "poolgrid_global_router_queue_seconds",
-            "Time requests waited for a pool with room.",
+            "Time requests waited for a pool with room. It is part of TTFT.",
             buckets=QUEUE_SECONDS_BUCKETS,
             registry=registry,
         )
         self.queue_evictions = Counter(
             "poolgrid_global_router_queue_evictions_total",
-            "Waiting requests that gave way in a full queue.",
+            "Waiting requests that gave way in a full queue to others of a higher priority, or of a tenant "
+            "with less in it.",
             registry=registry,
         )
         self.refused = Counter(
             "poolgrid_global_router_refused_requests_total",
-            "Requests not served, by code.",
+            "Requests not served, by reason code.",
             ["code"],
             registry=registry,
         )
@@ -72,7 +75,9 @@ class GlobalRouterMetrics:
         )
         self.poison_requests = Counter(
             "poolgrid_global_router_poison_requests_total",
-            "Requests ended because workers were lost one after another with them, before their first token.",
+            "Requests ended because two workers were lost one after another with them, before their first "
+            "token. If there are any, look in the log for the request, its tenant, and what the workers died "
+            "of.",
             registry=registry,
         )
         self.breaker_steps = Counter(
@@ -89,7 +94,8 @@ class GlobalRouterMetrics:
         )
         self.reloads = Counter(
             "poolgrid_global_router_reloads_total",
-            "Attempts to change the document, by outcome.",
+            "Attempts to change the document, by outcome. `refused` means that a document with problems was "
+            "left aside and the old one is in force.",
             ["outcome"],
             registry=registry,
         )
@@ -144,7 +150,7 @@ class StateCollector(Collector):
             for each in PoolStanding:
                 pools.add_metric([name, each.value], 1.0 if each is state else 0.0)
         dispatched = GaugeFamily(
-            "poolgrid_global_router_in_flight", "Dispatches under way by pool.", labels=["pool"], across="sum"
+            "poolgrid_global_router_in_flight", "Dispatches under way, by pool.", labels=["pool"], across="sum"
         )
         for name, count in dict(self._viewed.in_flight()).items():
             dispatched.add_metric([name], count)
@@ -152,13 +158,24 @@ class StateCollector(Collector):
         active, waiting = self._viewed.counts()
         for name, text, value in (
             ("active_requests", "Requests on workers, or on their way to one.", active),
-            ("queued_requests", "Requests waiting for a pool with room.", waiting),
-            ("queued_prompt_tokens", "Prompt tokens of the waiting requests.", self._viewed.queued_prompt_tokens),
+            (
+                "queued_requests",
+                "Requests waiting for a pool with room. If it grows, the pools are too small for the load.",
+                waiting,
+            ),
+            (
+                "queued_prompt_tokens",
+                (
+                    "Prompt tokens of the waiting requests. At `queue_prompt_tokens` the lowest priority is answered "
+                    "429."
+                ),
+                self._viewed.queued_prompt_tokens,
+            ),
         ):
             yield GaugeFamily(f"poolgrid_global_router_{name}", text, across="sum", value=value)
         yield GaugeFamily(
             "poolgrid_global_router_revision",
-            "Revision of the document in force.",
+            "Revision of the document in force. If it differs between replicas, one has not reloaded.",
             value=self._viewed.revision(),
             across="largest",
         )

@@ -29,11 +29,16 @@ class RouterMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.decisions = Counter(
-            "poolgrid_router_decisions_total", "Routing decisions.", ["policy", "reason"], registry=registry
+            "poolgrid_router_decisions_total",
+            'Routing decisions, migrations included. If many have `reason="tie"`, nothing tells the workers '
+            "apart: the caches are cold or the prompts short.",
+            ["policy", "reason"],
+            registry=registry,
         )
         self.decision_seconds = Histogram(
             "poolgrid_router_decision_seconds",
-            "Time of one decision: hashing the prompt, overlap, cost and record.",
+            "Time of one decision, from the start of hashing the prompt to the send. It grows with ISL and the "
+            "number of workers. Look here first when TTFT grows on idle workers.",
             buckets=DECISION_SECONDS_BUCKETS,
             registry=registry,
         )
@@ -43,7 +48,11 @@ class RouterMetrics:
             buckets=DECISION_SECONDS_BUCKETS,
             registry=registry,
         )
-        self.prompt_tokens = Counter("poolgrid_router_prompt_tokens_total", "Prompt tokens routed.", registry=registry)
+        self.prompt_tokens = Counter(
+            "poolgrid_router_prompt_tokens_total",
+            "Prompt tokens routed, each request once. The found and the realised overlap are shares of these.",
+            registry=registry,
+        )
         self.overlap_found_tokens = Counter(
             "poolgrid_router_overlap_found_tokens_total",
             "Prompt tokens that the index said the chosen worker holds.",
@@ -51,76 +60,94 @@ class RouterMetrics:
         )
         self.overlap_realised_tokens = Counter(
             "poolgrid_router_overlap_realised_tokens_total",
-            "Prompt tokens that the worker then really reused.",
+            "Prompt tokens that the worker then really reused. If they are well below the overlap found, "
+            "blocks are evicted before requests start (too little cache, long queues) or events are late.",
             registry=registry,
         )
         Gauge(
             "poolgrid_router_http_workers",
-            "HTTP processes whose figures are in this answer.",
+            "HTTP processes whose figures are in this answer. If there are fewer than `http_workers`, one is "
+            "restarting or stuck.",
             across="sum",
             registry=registry,
         ).set(1)
         self.queue_seconds = Histogram(
             "poolgrid_router_queue_seconds",
-            "Time requests waited for a worker with room.",
+            "Time requests waited for a worker with room. Only those that had to wait count.",
             buckets=QUEUE_SECONDS_BUCKETS,
             registry=registry,
         )
         self.queue_evictions = Counter(
             "poolgrid_router_queue_evictions_total",
-            "Waiting requests that gave way in a full queue.",
+            "Waiting requests that gave way in a full queue to a higher priority, or to a tenant with less in "
+            "it. They count as refused too.",
             registry=registry,
         )
         self.refused = Counter(
             "poolgrid_router_refused_requests_total",
-            "Requests not served, by reason code.",
+            "Requests not served, by reason code. `busy` is answered 429, `no_worker` and `not_ready` 503, "
+            "`duplicate_request` 409.",
             ["code"],
             registry=registry,
         )
         self.legs = Counter(
             "poolgrid_router_legs_total",
-            "Dispatches by what the worker was asked to do, and why.",
+            "Dispatches by what the worker was asked to do (`whole`, `encode`, `prefill`, `decode`) and why "
+            "(`aggregated`, `local_prefill`, `no_prefill_worker`, `disaggregated`, `media`). If many have "
+            "`no_prefill_worker`, prefill workers are missing.",
             ["stage", "reason"],
             registry=registry,
         )
         self.migrations = Counter(
             "poolgrid_router_migrations_total",
-            "Requests moved to another worker before or amid their output.",
+            "Requests moved to another worker `before_output` or `amid_output`. Each costs a prefill. A steady "
+            "rate means that workers die or refuse.",
             ["cause"],
             registry=registry,
         )
         self.poison_requests = Counter(
             "poolgrid_router_poison_requests_total",
-            "Requests ended because workers were lost one after another with them, before their first token.",
+            "Requests ended with `workers_lost`, because two workers were lost one after another with them, "
+            "before their first token. If there are any, look in the log for the request, its tenant, and what "
+            "the workers died of.",
             registry=registry,
         )
         self.crowded = Counter(
             "poolgrid_router_crowded_choices_total",
-            "Choices that a worker refused because other routers had sent it more than this one knew.",
+            "Choices that a worker refused because other routers had sent it more than this one knew. A worker "
+            "was then chosen anew. With one router there are none.",
             registry=registry,
         )
         self.stream_faults = Counter(
             "poolgrid_router_stream_faults_total",
-            "Worker output that was dropped: a hole or overlap in a stream, an unknown request, an undecodable frame.",
+            "Worker output that was dropped, by kind. `position`: a hole or overlap in a stream. "
+            "`unknown_request`: output after the end of a request, of which a few after cancels are normal. "
+            "`undecodable`: a frame that does not decode.",
             ["kind"],
             registry=registry,
         )
         self.select_asks = Counter(
             "poolgrid_router_select_asks_total",
-            "Messages of global routers on the select plane, by kind and outcome.",
+            "Messages of global routers on the select plane, by kind (select, probe, release, status) and outcome.",
             ["kind", "outcome"],
             registry=registry,
         )
         self.records_applied = Counter(
-            "poolgrid_router_records_applied_total", "Journal records applied.", registry=registry
+            "poolgrid_router_records_applied_total",
+            "Journal records applied. If it is flat while workers work, the feed is broken.",
+            registry=registry,
         )
         self.decisions_behind = Counter(
             "poolgrid_router_decisions_behind_total",
-            "Choices made while the pool's journal was known to hold more than was applied.",
+            "Choices made while the pool's journal was known to hold more than was applied. Their reason code "
+            "ends in `-behind`.",
             registry=registry,
         )
         self.snapshots_loaded = Counter(
-            "poolgrid_router_snapshots_loaded_total", "Snapshots that replaced the router's state.", registry=registry
+            "poolgrid_router_snapshots_loaded_total",
+            "Snapshots that replaced the router's state. There is one at the start. More mean that the router "
+            "fell too far behind or the consolidator restarted.",
+            registry=registry,
         )
 
 
@@ -178,46 +205,97 @@ class StateCollector(Collector):
         index = projection.index
         active, waiting = self._viewed.counts()
         gauges: tuple[tuple[str, str, float, Across], ...] = (
-            ("active_requests", "Requests on workers.", active, "sum"),
-            ("queued_requests", "Requests waiting for a worker with room.", waiting, "sum"),
+            ("active_requests", "Requests on workers now.", active, "sum"),
+            (
+                "queued_requests",
+                "Requests waiting for a worker with room. At `queue_limit` the next one is refused.",
+                waiting,
+                "sum",
+            ),
             (
                 "queued_prompt_tokens",
-                "Prompt tokens of the waiting requests.",
+                "Prompt tokens of the waiting requests. At `queue_prompt_tokens` a request is refused.",
                 self._viewed.queued_prompt_tokens,
                 "sum",
             ),
             (
                 "behind_records",
-                "Records that the pool's journal is known to hold and that are not applied.",
+                "Records that the pool's journal is known to hold and that are not applied yet. There may be "
+                "more. It is 0 while the router is level with the journal.",
                 self._viewed.behind_records,
                 "largest",
             ),
-            ("index_blocks", "Blocks in the index.", len(index), "largest"),
-            ("index_bytes", "Bytes that the index uses.", index.size_bytes(), "sum"),
+            (
+                "index_blocks",
+                "Blocks in the prefix index. One that some workers hold without its ancestors counts twice.",
+                len(index),
+                "largest",
+            ),
+            (
+                "index_bytes",
+                "Bytes that the prefix index uses. Compare with `index_budget_bytes`.",
+                index.size_bytes(),
+                "sum",
+            ),
             ("ledger_requests", "Requests in the load ledger.", len(projection.ledger), "largest"),
-            ("ledger_bytes", "Bytes that the load ledger uses.", projection.ledger.size_bytes(), "sum"),
-            ("decision_log_bytes", "Bytes that the kept decisions use.", self._viewed.decisions.size_bytes, "sum"),
+            (
+                "ledger_bytes",
+                "Bytes that the requests in the load ledger use, at most `ledger_budget_bytes`.",
+                projection.ledger.size_bytes(),
+                "sum",
+            ),
+            (
+                "decision_log_bytes",
+                "Bytes that the decisions kept for `/v1/decisions` use, at most `decision_log_bytes`.",
+                self._viewed.decisions.size_bytes,
+                "sum",
+            ),
             ("journal_offset", "Next journal offset to apply.", projection.next_offset, "largest"),
             (
                 "journal_trouble",
-                "1 while the journal's state may not be current.",
+                "1 while what the router knows may not be current, because the consolidator is silent or "
+                "cannot write. Alert on it. `/health` and `/v1/pool` say why.",
                 int(bool(self._viewed.trouble)),
                 "largest",
             ),
-            ("path_cache_bytes", "Bytes that the hashes of prompt parts use.", self._viewed.paths.used_bytes, "sum"),
+            (
+                "path_cache_bytes",
+                "Bytes that the sequence hashes of prompt parts use, at most `path_cache_bytes`.",
+                self._viewed.paths.used_bytes,
+                "sum",
+            ),
         )
         for name, text, value, across in gauges:
             yield GaugeFamily(f"poolgrid_router_{name}", text, across=across, value=value)
         ledger, trust = projection.ledger, projection.trust
         for name, text, count in (
-            ("index_evicted_blocks", "Blocks cut to stay in the byte budget.", index.counters.evicted_blocks),
-            ("index_contradictions", "Events that contradicted the index.", index.counters.contradictions),
+            (
+                "index_evicted_blocks",
+                (
+                    "Blocks cut from the index to stay in its budget. If it grows, raise `index_budget_bytes`, or "
+                    "accept that the oldest prefixes are forgotten."
+                ),
+                index.counters.evicted_blocks,
+            ),
+            (
+                "index_contradictions",
+                "Events that contradicted the index. More than 0 is a bug in an engine or in poolgrid: report it.",
+                index.counters.contradictions,
+            ),
             (
                 "path_cache_reused_blocks",
-                "Prompt blocks whose hashes were not computed again.",
+                "Prompt blocks whose hashes were not computed again. If it is flat under conversations, raise "
+                "`path_cache_bytes`.",
                 self._viewed.paths.reused_blocks,
             ),
-            ("expired_reservations", "Predictions that no worker confirmed in time.", ledger.expired_reservations),
+            (
+                "expired_reservations",
+                (
+                    "Predictions that no worker confirmed in time. Events are missing, or `reservation_ttl_ms` is "
+                    "shorter than the queues."
+                ),
+                ledger.expired_reservations,
+            ),
             (
                 "ledger_refused_entries",
                 "Requests that do not count as load, because the ledger was at its budget.",
@@ -239,7 +317,7 @@ class StateCollector(Collector):
         )
         disagreement = GaugeFamily(
             "poolgrid_router_overlap_disagreement_ratio",
-            "Share of tokens that the index and the worker disagree about, over its last requests.",
+            "Share of tokens that the index and the worker disagree about, over its last 64 requests.",
             labels=["worker"],
             across="largest",
         )
@@ -250,13 +328,14 @@ class StateCollector(Collector):
         further = dict.fromkeys((state.name.lower() for state in StreamState), 0)
         lag = GaugeFamily(
             "poolgrid_router_event_lag_seconds",
-            "Age of a worker's last batch when recorded.",
+            "Age of a worker's last batch when the consolidator recorded it. The wall clocks of two machines "
+            "are compared, and negative values show as 0.",
             labels=["worker"],
             across="largest",
         )
         held = GaugeFamily(
             "poolgrid_router_worker_blocks",
-            "Blocks that the index says a worker holds.",
+            "Blocks that the index says a worker holds. Compare with `poolgrid_worker_cached_blocks` of that worker.",
             labels=["worker"],
             across="largest",
         )
@@ -271,17 +350,26 @@ class StateCollector(Collector):
             if worker.last_event_ms:
                 lag.add_metric([str(key)], max(0, worker.last_recorded_ms - worker.last_event_ms) / 1000)
             held.add_metric([str(key)], index.held_blocks(key))
-        workers = GaugeFamily("poolgrid_router_workers", "Workers by state.", labels=["state"], across="largest")
+        workers = GaugeFamily(
+            "poolgrid_router_workers",
+            "Workers that are `ready`, `draining` or `unreachable`.",
+            labels=["state"],
+            across="largest",
+        )
         for state, count in states.items():
             workers.add_metric([state], count)
         stream_states = GaugeFamily(
-            "poolgrid_router_streams", "Workers by the state of their event stream.", labels=["state"], across="largest"
+            "poolgrid_router_streams",
+            "Workers by the state of their own event stream: syncing, live, replaying, snapshotting or stale.",
+            labels=["state"],
+            across="largest",
         )
         for state, count in streams.items():
             stream_states.add_metric([state], count)
         further_states = GaugeFamily(
             "poolgrid_router_further_sources",
-            "Further sources of workers by the state of their event stream.",
+            "Further sources of workers by the state of their event stream: syncing, live, replaying, "
+            "snapshotting, stale, absent or former.",
             labels=["state"],
             across="largest",
         )
@@ -306,10 +394,15 @@ class DecisionRecordCollector(Collector):
         recorder = self._recorder
         counters = recorder.counters
         for name, text, count in (
-            ("recorded_decisions", "Decisions written to the decision journal.", counters.written_decisions),
+            (
+                "recorded_decisions",
+                "Decisions written to the decision journal, which exists only with a `data_dir`.",
+                counters.written_decisions,
+            ),
             (
                 "unrecorded_decisions",
-                "Decisions the decision journal lacks, and says so.",
+                "Decisions that the decision journal lacks, which it notes. If it grows, the disk fails or is "
+                "too slow.",
                 counters.lost_decisions,
             ),
             ("decision_journal_errors", "Writes to the decision journal that failed.", counters.failed_writes),
@@ -318,12 +411,23 @@ class DecisionRecordCollector(Collector):
         gauges: tuple[tuple[str, str, float, Across], ...] = (
             (
                 "decision_journal_failing",
-                "1 while the decision journal cannot be written.",
+                "1 while the decision journal cannot be written. Routing goes on, but decisions of that time "
+                "cannot be replayed.",
                 bool(recorder.failing),
                 "largest",
             ),
-            ("decision_journal_bytes", "Size of the decision journal.", recorder.segments.sizes()[1], "sum"),
-            ("decision_journal_pending", "Inputs of decisions that wait to be written.", recorder.pending, "sum"),
+            (
+                "decision_journal_bytes",
+                "Size of the decision journal, which `retention_bytes` bounds.",
+                recorder.segments.sizes()[1],
+                "sum",
+            ),
+            (
+                "decision_journal_pending",
+                "Inputs of decisions that wait to be written. At `decision_queue_limit` they are dropped.",
+                recorder.pending,
+                "sum",
+            ),
         )
         for name, text, value, across in gauges:
             yield GaugeFamily(f"poolgrid_router_{name}", text, across=across, value=float(value))

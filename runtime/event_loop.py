@@ -15,7 +15,11 @@ class LoopMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         loop = asyncio.get_running_loop()
         tasks = Gauge(
-            "poolgrid_event_loop_tasks", "Tasks of the event loop that have not ended.", across="sum", registry=registry
+            "poolgrid_event_loop_tasks",
+            "Tasks of the event loop that have not ended: some dozen, and one for each HTTP request in flight. "
+            "If it grows without load, that is a leak: report it.",
+            across="sum",
+            registry=registry,
         )
         # Scrapes run in other threads, which ``all_tasks`` allows for.
         tasks.set_function(lambda: float(len(asyncio.all_tasks(loop))))

@@ -100,7 +100,9 @@ class HttpConnections:
         self._count = 0
         self._refused = Counter(
             "poolgrid_http_refused_total",
-            "Connections and requests that the HTTP server refused before any endpoint saw them, by reason.",
+            "Connections and requests that the HTTP server refused before any endpoint saw them, by reason. If "
+            "it grows, somebody attacks, or a limit is too small for honest clients. The log says where they "
+            "come from, each reason at most once a minute.",
             ("reason",),
             registry=registry,
         )
@@ -108,14 +110,15 @@ class HttpConnections:
         self._say_at_s: dict[str, float] = {}
         opened = Gauge(
             "poolgrid_http_connections",
-            "Connections of the HTTP server that are open.",
+            "Open connections of the HTTP server. The limit is `http_connections`.",
             across="sum",
             registry=registry,
         )
         opened.set_function(lambda: float(self._count))
         unfinished = Gauge(
             "poolgrid_http_unfinished_bytes",
-            "Memory that requests hold which are not whole yet.",
+            "Memory held for requests that are not whole yet, and for those behind a request in work. The "
+            "limit is `http_unfinished_bytes`.",
             across="sum",
             registry=registry,
         )
@@ -240,7 +243,9 @@ class InvalidRequests:
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self._count = Counter(
             "poolgrid_http_invalid_requests_total",
-            "Requests that were not HTTP, or broken beyond reading; answered 400.",
+            "Requests that were not HTTP, or broken beyond reading. They are answered 400. The cause is a port "
+            "scan, or a client that speaks TLS to a server without it. The log says their number at most once "
+            "a minute.",
             registry=registry,
         )
         self._unsaid = 0

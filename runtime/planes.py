@@ -146,7 +146,10 @@ class PlaneMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._refused = Counter(
             "poolgrid_plane_refused_peers_total",
-            "Peers that were refused on a ZMQ plane: without CURVE, with a wrong server key, or not allowed.",
+            "Peers that CURVE kept out, by reason. `key_not_allowed`: the key is not among the allowed ones. "
+            "`handshake_failed`: no CURVE, a wrong server key, or a connection that said nothing, such as a "
+            "port scan. A peer tries again several times a second, so one misconfigured worker makes this grow "
+            "steadily. The log names its address.",
             ["plane", "reason"],
             registry=registry,
         )

@@ -54,7 +54,8 @@ class Tls:
         """Return what the settings name; ``None`` without a certificate. Raises ``TlsError``."""
         stale = Gauge(
             "poolgrid_http_certificate_stale",
-            "1 while the files of the HTTP server's certificate cannot be used and an older one is in use.",
+            "1 while the files of the HTTP server's certificate cannot be used and an older certificate is in "
+            "use. Mend the files before it expires.",
             across="largest",
             registry=registry,
         )

@@ -14,7 +14,12 @@ from typing import Any
 
 import pytest
 import typer
-from prometheus_client.metrics_core import GaugeMetricFamily, HistogramMetricFamily, Metric  # noqa: TID251
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,  # noqa: TID251
+    HistogramMetricFamily,
+    Metric,
+)
 from typer.core import TyperGroup
 
 from poolgrid.cli.configuration_page import SECTIONS, command_options, pages, table
@@ -29,8 +34,8 @@ from poolgrid.runtime.settings import Settings
 from poolgrid.wire.events import RequestStarted
 from tests.exported_metrics import Exported, exported
 from tests.router.fleet_builder import BLOCK_SIZE, Pool, decided, stored, worker_key
-from website.metrics_tables import PAGE as METRICS_PAGE
-from website.metrics_tables import with_tables
+from website.metrics_tables import EVERY_METRIC, FURTHER, with_tables, without_table
+from website.metrics_tables import PAGES as METRICS_PAGES
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -145,17 +150,33 @@ def test_every_printed_command_parses(where: str, line: str) -> None:
 # -- metrics -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_page_of_metrics_has_every_metric_with_its_type_and_labels_and_no_other() -> None:
-    page = METRICS_PAGE.read_text()
-    named = re.findall(r"^\| `(poolgrid_\w+)` \|", page, re.MULTILINE)
+@pytest.mark.parametrize("name", METRICS_PAGES)
+def test_the_tables_of_metrics_are_what_the_code_says_and_name_no_metric_twice(name: str) -> None:
+    page = (DOCS / name).read_text()
+    named = re.findall(r"^\| `(poolgrid_\w+)`", page, re.MULTILINE)
 
-    assert len(named) == len(set(named)), "docs/metrics.md has a metric twice"
-    assert set(named) == {each.name for each in exported()}, "run: make docs"
     assert with_tables(page, exported()) == page, "run: make docs"
+    assert named, f"docs/{name} has no table of metrics"
+    assert len(named) == len(set(named)), f"docs/{name} has a metric twice"
+    assert re.findall(r"^\| `(poolgrid_\w+)`", with_tables(page, []), re.MULTILINE) == [], "a table has no marks"
+
+
+def test_the_page_of_metrics_has_a_table_for_every_metric() -> None:
+    assert without_table((DOCS / EVERY_METRIC).read_text(), exported()) == []
+
+
+def test_no_other_page_has_a_table_of_metrics_kept_by_hand() -> None:
+    by_hand = [path.name for path in PAGES if re.search(r"^\| `poolgrid_\w+` \|", path.read_text(), re.MULTILINE)]
+
+    assert sorted(by_hand) == sorted(METRICS_PAGES), "put the table between marks and the page into PAGES"
+
+
+def test_what_is_said_further_is_said_of_metrics_that_exist() -> None:
+    assert set(FURTHER) <= {each.name for each in exported()}
 
 
 def test_a_metric_that_is_new_gets_a_row_beside_its_like_and_one_that_is_gone_loses_it() -> None:
-    page = METRICS_PAGE.read_text()
+    page = (DOCS / EVERY_METRIC).read_text()
     gone, new = exported()[0], Exported(GaugeMetricFamily("poolgrid_worker_queue_age_seconds", "Its age."), ("tier",))
 
     written = with_tables(page, [*exported()[1:], new])
@@ -164,9 +185,19 @@ def test_a_metric_that_is_new_gets_a_row_beside_its_like_and_one_that_is_gone_lo
     row = "| `poolgrid_worker_queue_age_seconds` | gauge | `tier` | Its age. |"
     assert row in written
     above = written[: written.index(row)].splitlines()[-1]
-    assert above.startswith("| `poolgrid_worker_")
-    with pytest.raises(ValueError, match="no table for other_blocks"):
-        with_tables(page, [Exported(GaugeMetricFamily("other_blocks", "Blocks."), ())])
+    assert above.startswith("| `poolgrid_worker_queue_seconds` |")
+    other = Exported(GaugeMetricFamily("other_blocks", "Blocks."), ())
+    assert without_table(page, [*exported(), other]) == ["other_blocks"]
+
+
+def test_a_help_that_changes_makes_every_table_with_it_stale() -> None:
+    said = next(each for each in exported() if each.name == "poolgrid_worker_requests_total")
+    family = CounterMetricFamily("poolgrid_worker_requests", "Other words.")
+    changed = [*(each for each in exported() if each is not said), Exported(family, said.labels)]
+
+    for name in (EVERY_METRIC, "worker.md"):
+        page = (DOCS / name).read_text()
+        assert with_tables(page, changed) == page.replace(f" {said.family.documentation} |", " Other words. |")
 
 
 def test_metrics_that_pages_speak_of_exist() -> None:

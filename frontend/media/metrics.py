@@ -17,31 +17,39 @@ class MediaMetrics:
         self.registry = registry
         self.loaded = Counter(
             "poolgrid_frontend_media_loaded",
-            "Media taken, by where they came from (http, https, data, file) and kind",
+            "Media taken, by where they came from (`http`, `https`, `data`, `file`) and kind (`image`, `embeddings`).",
             ["source", "kind"],
             registry=registry,
         )
         self.loaded_bytes = Counter(
-            "poolgrid_frontend_media_loaded_bytes", "Bytes of media taken", ["source"], registry=registry
+            "poolgrid_frontend_media_loaded_bytes", "Bytes of media taken.", ["source"], registry=registry
         )
         self.refused = Counter(
-            "poolgrid_frontend_media_refused", "Media not taken, by reason code", ["reason"], registry=registry
+            "poolgrid_frontend_media_refused",
+            "Media not taken, by the reason code that the client saw. If `media_address_not_allowed` or "
+            "`media_path_not_allowed` grows, somebody tries to reach what clients may not.",
+            ["reason"],
+            registry=registry,
         )
         self.fetch_seconds = Histogram(
             "poolgrid_frontend_media_fetch_seconds",
-            "One URL from name lookup to last byte, redirects included; only those that were fetched",
+            "Time to fetch one URL, from name lookup to last byte, redirects included. Only media that were "
+            "fetched count. It is part of TTFT.",
             buckets=FETCH_BUCKETS_S,
             registry=registry,
         )
         self.held_bytes = Gauge(
-            "poolgrid_frontend_media_held_bytes", "Media of requests in flight", across="sum", registry=registry
+            "poolgrid_frontend_media_held_bytes",
+            "Bytes of the media of requests in flight. At `media_memory_mb` the next request is answered 429.",
+            across="sum",
+            registry=registry,
         )
         self.cached_bytes = Gauge(
-            "poolgrid_frontend_media_cached_bytes", "Media kept by URL", across="sum", registry=registry
+            "poolgrid_frontend_media_cached_bytes", "Bytes of the media kept by URL.", across="sum", registry=registry
         )
         self.cache_lookups = Counter(
             "poolgrid_frontend_media_cache_lookups",
-            "URLs asked for: hit, miss (fetched), shared (a fetch under way was joined)",
+            "URLs asked for: `hit`, `miss` (fetched) or `shared` (a fetch under way was joined).",
             ["outcome"],
             registry=registry,
         )

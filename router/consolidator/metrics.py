@@ -17,28 +17,34 @@ PREFIX = "poolgrid_consolidator_"
 COUNTERS: dict[str, str] = {
     "batches": "Batches taken in from sources.",
     "events": "Events in those batches.",
-    "duplicates": "Batches dropped because they had been taken in before.",
+    "duplicates": "Batches dropped because they had been taken in before. This is normal after a reconnect.",
     "gaps": "Holes found in the sequence of a source.",
     "resends": "Requests to a worker to send missing batches again.",
-    "restatements": "Caches restated by their worker because missing batches were gone.",
-    "refused": "Registrations and batches refused.",
+    "restatements": (
+        "Caches restated by their worker because missing batches were gone. The outbox was too small for the outage."
+    ),
+    "refused": "Registrations and batches refused. The worker's log has the reason.",
     "unknown": "Messages of workers that must say Hello first.",
     "ignored_events": "Events in batches that only the consolidator may write.",
     "joined": "Worker ranks that joined.",
     "left": "Worker ranks that left, for any reason.",
-    "lease_expiries": "Worker ranks that left because they were silent for the lease.",
+    "lease_expiries": (
+        "Worker ranks that left because they were silent for the lease: killed, cut off, or starved of CPU."
+    ),
     "lost_requests": "Requests closed because their end was lost with a gap.",
     "stale": "Worker ranks whose blocks were not trusted any more, because a gap stayed open.",
     "undecodable_frames": "Frames that did not decode and were dropped.",
-    "journal_append_errors": "Appends to the journal that failed and were tried again.",
-    "journal_snapshot_errors": "Journal snapshots that could not be written.",
+    "journal_append_errors": "Appends to the journal that failed and were tried again. Look at the disk.",
+    "journal_snapshot_errors": "Journal snapshots that could not be written. Restarts get slower.",
     "journal_read_errors": "Requests for records that a damaged or unreadable segment left to a snapshot.",
-    "journal_lost_segments": "Journal segments that somebody deleted or cut while the consolidator ran.",
+    "journal_lost_segments": (
+        "Journal segments that somebody deleted or cut while the consolidator ran. A snapshot stands in for them."
+    ),
     "feed_records": "Records published on the live feed.",
-    "feed_replays": "Replay requests answered.",
-    "feed_snapshots": "Snapshot requests answered.",
+    "feed_replays": "Replay requests of routers answered. If it grows steadily, routers cannot keep up with the feed.",
+    "feed_snapshots": "Snapshot requests of routers answered.",
     "feed_answers_dropped": "Parts of answers dropped because the asking router did not take them.",
-    "feed_subscribers_refused": "Connections to the feed that were ended because they named too many topics.",
+    "feed_subscribers_refused": "Connections to the feed that were ended because they named more than 16 topics.",
 }
 """Counter (without prefix and ``_total``) and help."""
 
@@ -46,30 +52,44 @@ GAUGES: dict[str, str] = {
     "offset": "Offset of the next journal record.",
     "oldest_offset": "Offset of the oldest journal record still kept.",
     "workers": "Worker ranks in the pool.",
-    "blocks": "Blocks held in the pool by tier.",
-    "refused_blocks": "Blocks not taken in because a worker is beyond its limit.",
+    "blocks": "Blocks held in the pool, by tier.",
+    "refused_blocks": (
+        "Blocks not taken in because a worker is beyond `blocks_per_worker_max`. Such a worker is known in part only."
+    ),
     "event_lag_seconds": "Age of the newest batch of a worker rank when it was taken in.",
     "journal_bytes": "Size of the journal's segments.",
     "journal_segments": "Number of journal segments.",
-    "stalled": "1 while the journal cannot be written and nothing is acknowledged.",
-    "journal_slow_write_seconds": "How long a write of the journal takes while that is long, else 0.",
+    "stalled": "1 while the journal cannot be written and nothing is acknowledged. Alert on it.",
+    "journal_slow_write_seconds": (
+        "How long a write of the journal takes while that is more than half a second, else 0. Nothing "
+        "fails meanwhile, but routers learn what workers say that much later."
+    ),
 }
 """Gauge (without prefix) and help."""
 
 SOURCE_GAUGES: dict[str, str] = {
-    "source_degraded": "1 while a PUB source's blocks are known in part only (a gap was not filled) or not at all.",
+    "source_degraded": (
+        "1 while a PUB source's blocks are known in part only (a gap was not filled) or not at all. Alert "
+        "on it: reuse is less than it could be."
+    ),
     "source_blocks": "Blocks that a PUB source says its worker holds, each tier counted.",
 }
 
-SOURCE_STATE = "1 for the state that the stream of a PUB source is in; waiting = its worker has not joined."
+SOURCE_STATE = (
+    "1 for the state that the stream of a PUB source is in. `waiting` means that its worker has not "
+    "joined. The source is the worker, or `w0:kvbm` for a further source of worker `w0`."
+)
 
 SOURCE_STATES = (*(state.name.lower() for state in StreamState), WAITING)
 
 SOURCE_COUNTERS: dict[str, str] = {
     "source_gaps": "Holes in the sequence of a PUB source.",
     "source_replays": "Replay requests to a PUB source.",
-    "source_losses": "Times what a PUB source had said was dropped because batches were lost for good.",
-    "source_restarts": "New lives of a PUB source.",
+    "source_losses": (
+        "Times what a PUB source had said was dropped because batches were lost for good. Enlarge the "
+        "engine's replay buffer."
+    ),
+    "source_restarts": "New lives of the engine of a PUB source.",
     "source_undecodable": "Messages of a PUB source that did not decode.",
     "source_ignored_blocks": "Blocks of a PUB source that could not be placed (unknown parent, partial, other medium).",
 }

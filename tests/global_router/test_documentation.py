@@ -1,4 +1,4 @@
-"""Every setting, metric and endpoint of the global router is described where people look."""
+"""Every setting and endpoint of the global router is described where people look."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 from fastapi import FastAPI
-from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
 from poolgrid.global_router.configuration_group import ConfigurationGroup
 from poolgrid.global_router.core.choice.fallback import PoolStanding
 from poolgrid.global_router.http_api import add_global_router_endpoints
-from poolgrid.global_router.metrics import GlobalRouterMetrics, register_views
 from poolgrid.global_router.settings import GlobalRouterSettings
 from tests.global_router.documents import ROOT, aggregated
 from tests.global_router.fake_fleet import FakeFleet
@@ -25,17 +23,6 @@ def test_every_setting_is_documented_with_its_description() -> None:
         assert f"| `{name}` |" in PAGE, f"docs/global_router.md does not name the setting {name}"
         assert field.description
         assert field.description in PAGE, f"docs/global_router.md describes the setting {name} differently"
-
-
-def test_every_metric_is_documented_with_its_help() -> None:
-    registry = CollectorRegistry()
-    GlobalRouterMetrics(registry)
-    register_views(registry, FakeFleet(aggregated()).service.view)
-
-    for metric in registry.collect():
-        name = metric.name + ("_total" if metric.type == "counter" else "")
-        assert name.startswith("poolgrid_global_router_")
-        assert f"| `{name}` | {metric.type} | {metric.documentation} |" in PAGE, f"docs/global_router.md lacks {name}"
 
 
 def test_every_endpoint_and_state_is_documented() -> None:

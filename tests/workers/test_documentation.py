@@ -1,15 +1,13 @@
-"""Every setting and every metric of a worker is described where people look."""
+"""Every setting of a worker is described where people look."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
 from poolgrid.workers.engines.simulated.settings import SimulatedWorkerSettings
-from poolgrid.workers.metrics import WorkerMetrics
 
 PAGE = Path(__file__).parents[2] / "docs" / "worker.md"
 
@@ -21,17 +19,6 @@ def test_every_setting_is_documented_with_its_description() -> None:
         assert f"| `{name}` |" in page, f"docs/worker.md does not name the setting {name}"
         assert field.description
         assert field.description in page, f"docs/worker.md describes the setting {name} differently"
-
-
-def test_every_metric_is_documented_with_its_help() -> None:
-    page = PAGE.read_text()
-    registry = CollectorRegistry()
-    WorkerMetrics(registry)
-
-    for metric in registry.collect():
-        name = metric.name + ("_total" if metric.type == "counter" else "")
-        assert name.startswith("poolgrid_worker_")
-        assert f"| `{name}` | {metric.type} | {metric.documentation} |" in page, f"docs/worker.md lacks {name}"
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,16 @@ class TensorMetrics:
 
     def __init__(self, registry: CollectorRegistry, transport: str = "zmq") -> None:
         self.transport = Gauge(
-            "poolgrid_worker_tensor_transport", "1 for the transport in use.", ["transport"], registry=registry
+            "poolgrid_worker_tensor_transport",
+            "1 for the transport of embeddings in use: `zmq` or `nixl`.",
+            ["transport"],
+            registry=registry,
         )
         self.transport.labels(transport).set(1)
         self.fetched = Counter(
             "poolgrid_worker_tensor_fetches",
-            "Tensors asked for, by how they travelled and what became of it (fetched, failed).",
+            "Tensors asked for, by transport and outcome (`fetched`, `failed`). Fetches fail when encode "
+            "workers die or are out of reach, or when the lease is shorter than the queues.",
             ["transport", "outcome"],
             registry=registry,
         )
@@ -26,15 +30,19 @@ class TensorMetrics:
         )
         self.fetch_seconds = Histogram(
             "poolgrid_worker_tensor_fetch_seconds",
-            "Duration of one fetch.",
+            "Duration of one fetch of tensors. It is part of TTFT.",
             ["transport"],
             buckets=FETCH_SECONDS_BUCKETS,
             registry=registry,
         )
-        self.kept = Gauge("poolgrid_worker_tensors_kept", "Tensors offered and not taken yet.", registry=registry)
-        self.kept_bytes = Gauge("poolgrid_worker_tensor_kept_bytes", "Bytes of them.", registry=registry)
+        self.kept = Gauge("poolgrid_worker_tensors_kept", "Embeddings offered and not taken yet.", registry=registry)
+        self.kept_bytes = Gauge(
+            "poolgrid_worker_tensor_kept_bytes",
+            "Bytes of the embeddings offered and not taken yet. At `tensor_store_mb` encode legs are refused.",
+            registry=registry,
+        )
         self.expired = Counter(
             "poolgrid_worker_tensor_lease_expiries",
-            "Tensors that nobody came for within their lease.",
+            "Embeddings that nobody came for within their lease. Routers lost interest, or prefill workers are full.",
             registry=registry,
         )

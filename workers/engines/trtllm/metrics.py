@@ -24,31 +24,68 @@ class TrtllmMetrics:
         def gauge(name: str, text: str) -> Gauge:
             return Gauge(f"poolgrid_trtllm_{name}", text, ("dp_rank",), registry=registry)
 
-        self._kv_blocks_used = gauge("kv_blocks_used", "Device blocks that requests hold, as the engine says.")
+        self._kv_blocks_used = gauge(
+            "kv_blocks_used",
+            "Device blocks that requests hold, as the engine says. Reusable content that nobody holds is not "
+            "among them.",
+        )
         self._kv_blocks = gauge("kv_blocks", "Device blocks of the engine.")
-        self._kv_hit_ratio = gauge("kv_hit_ratio", "Share of looked-up blocks that were reused since the engine began.")
-        self._active = gauge("active_requests", "Requests in the engine's batch.")
-        self._queued = gauge("queued_requests", "Requests that the engine has not begun.")
-        self._paused = gauge("paused_requests", "Requests that gave up their blocks and wait to go on.")
+        self._kv_hit_ratio = gauge(
+            "kv_hit_ratio", "Share of looked-up blocks that were reused since the engine began, its warm-up included."
+        )
+        self._active = gauge(
+            "active_requests",
+            "Requests in the engine's batch, as of its last iteration. An idle engine reports nothing, and "
+            "neither does one that hangs.",
+        )
+        self._queued = gauge("queued_requests", "Requests that the engine has not begun, as of its last iteration.")
+        self._paused = gauge(
+            "paused_requests",
+            "Requests that gave up their blocks and wait to go on. The cache is too small for the batch.",
+        )
         self._iteration_seconds = Histogram(
             "poolgrid_trtllm_iteration_seconds",
-            "Duration of an engine iteration.",
+            "Duration of an engine iteration, which is a floor under ITL.",
             ("dp_rank",),
             buckets=ITERATION_SECONDS_BUCKETS,
             registry=registry,
         )
-        self._events = counter("kv_events_total", "KV cache events read.", "dp_rank")
-        self._lost = counter("kv_events_lost_total", "KV cache events that the engine dropped unread.", "dp_rank")
-        self._gaps = counter("kv_event_gaps_total", "Times that events were lost and the rank was cleared.", "dp_rank")
+        self._events = counter(
+            "kv_events_total",
+            "KV cache events read. If it is flat while the engine works, events are off or the reader fails.",
+            "dp_rank",
+        )
+        self._lost = counter(
+            "kv_events_lost_total",
+            "KV cache events that the engine dropped unread. If there are any, raise `event_buffer_max_size`.",
+            "dp_rank",
+        )
+        self._gaps = counter(
+            "kv_event_gaps_total",
+            "Times that events were lost, or could not be read for long, and the index of the rank was cleared.",
+            "dp_rank",
+        )
         self._restarts = counter("engine_restarts_total", "Times that the event numbers began again.", "dp_rank")
         self._recalled = counter(
-            "recalled_blocks_total", "Blocks that the engine proved to be there after a loss.", "dp_rank"
+            "recalled_blocks_total", "Blocks from before a loss that the engine proved to be there.", "dp_rank"
         )
         self._unnamed = counter(
-            "unnamed_blocks_total", "Blocks that routers are not told of, by reason.", "dp_rank", "reason"
+            "unnamed_blocks_total",
+            "Blocks that routers are not told of, by reason: `partial` (not full, which is normal), `orphaned` "
+            "(after a loss), `multimodal`, or `foreign` (of an adapter or salt that the worker was not told "
+            "of).",
+            "dp_rank",
+            "reason",
         )
-        self._incomplete = gauge("incomplete", "1 while blocks may be missing from the index because events were lost.")
-        self._remembered = gauge("remembered_blocks", "Blocks from before a loss, not known to be there still.")
+        self._incomplete = gauge(
+            "incomplete",
+            "1 from a loss of events until the cache has turned over. Meanwhile blocks may be missing from the "
+            "index, but none in it is wrong.",
+        )
+        self._remembered = gauge(
+            "remembered_blocks",
+            "Blocks from before a loss that the engine has neither proved nor disproved to be there.",
+        )
         self._blocks = Gauge(
             "poolgrid_trtllm_indexed_blocks",
             "Blocks that routers are told of, by tier.",
@@ -57,13 +94,25 @@ class TrtllmMetrics:
         )
         self.lag_seconds = Histogram(
             "poolgrid_trtllm_kv_event_lag_seconds",
-            "Longest that the events of one reading can have waited to be read.",
+            "Longest that the events of one reading can have waited to be read. It grows when the worker's "
+            "event loop is busy.",
             buckets=LAG_SECONDS_BUCKETS,
             registry=registry,
         )
-        self.reader_errors = counter("reader_errors_total", "Readings that failed.", "reader")
-        self.undecodable = counter("undecodable_items_total", "Events and statistics of a wrong shape.", "reader")
-        self.own_metrics_errors = counter("own_metrics_errors_total", "Failures of TensorRT-LLM's own metrics.")
+        self.reader_errors = counter(
+            "reader_errors_total",
+            "Readings of `events` or `statistics` that failed. `/health` has the text of the error.",
+            "reader",
+        )
+        self.undecodable = counter(
+            "undecodable_items_total",
+            "Events and statistics of a shape that is not known. The engine is another version of TensorRT-LLM.",
+            "reader",
+        )
+        self.own_metrics_errors = counter(
+            "own_metrics_errors_total",
+            "Failures of TensorRT-LLM's own metrics (`trtllm_*`, in the same answer), which are shown as they come.",
+        )
         self._counted: dict[int, Counts] = {}
 
     def observe_events(self, rank: int, events: int, translator: EventTranslator) -> None:
