@@ -75,9 +75,9 @@ class GlobalRouterMetrics:
         )
         self.poison_requests = Counter(
             "poolgrid_global_router_poison_requests_total",
-            "Requests ended because two workers were lost one after another with them, before their first "
-            "token. If there are any, look in the log for the request, its tenant, and what the workers died "
-            "of.",
+            "Requests ended with `workers_lost`, because two workers were lost one after another with them, "
+            "before their first token. If there are any, look in the log for the request, its tenant, and what "
+            "the workers died of.",
             registry=registry,
         )
         self.breaker_steps = Counter(
