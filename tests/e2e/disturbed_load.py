@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable
+
+import httpx
+import psutil
 
 from poolgrid.cli.bench import bench
 from poolgrid.loadgen.settings import BenchSettings
@@ -34,6 +38,19 @@ def load_while(url: str, disturb: Callable[[], None], requests: int = 400, vocab
     assert disturbed.is_set(), "nothing was disturbed"
     assert verify.checked == requests
     return report
+
+
+def kill_at_work(router_url: str, worker_id: str, worker: psutil.Process) -> None:
+    """Kill a worker that has requests: it is stopped first, so that those which it has stay with it until then."""
+    worker.send_signal(signal.SIGSTOP)
+    eventually("it has requests", lambda: active_requests(router_url, worker_id) > 0)
+    worker.kill()
+
+
+def active_requests(router_url: str, worker_id: str) -> int:
+    """Return how many requests a worker of a pool has, as its router knows it."""
+    workers = httpx.get(f"{router_url}/v1/workers").json()["data"]
+    return sum(int(each["active_requests"]) for each in workers if each["worker_id"] == worker_id)
 
 
 def assert_unharmed(report: Report) -> None:

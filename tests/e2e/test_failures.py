@@ -13,7 +13,7 @@ import pytest
 from poolgrid.cli.bench import bench
 from poolgrid.loadgen.settings import BenchSettings
 from poolgrid.loadgen.statistics import Report
-from tests.e2e.disturbed_load import assert_unharmed, load_while
+from tests.e2e.disturbed_load import assert_unharmed, kill_at_work, load_while
 from tests.e2e.expectation import PLAIN, Verifier
 from tests.e2e.processes import (
     Process,
@@ -63,7 +63,7 @@ def test_a_worker_killed_under_load_costs_no_request_and_no_wrong_text(pool: Pro
     eventually("all workers are there", lambda: len(ready_workers(pool.url)) == 3)
     before = metric(pool.url, "poolgrid_router_migrations_total")
 
-    report = load_while(pool.url, lambda: pool.child("--worker-id", "worker-1").kill())
+    report = load_while(pool.url, lambda: kill_at_work(pool.url, "worker-1", pool.child("--worker-id", "worker-1")))
 
     assert_unharmed(report)
     assert metric(pool.url, "poolgrid_router_migrations_total") > before

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from poolgrid.cli.main import app
 from poolgrid.wire.hashing import pack_tokens
-from tests.e2e.disturbed_load import assert_unharmed, load_while
+from tests.e2e.disturbed_load import assert_unharmed, kill_at_work, load_while
 from tests.e2e.expectation import MODEL, expected_text
 from tests.e2e.processes import Process, assert_decisions_replay, eventually, metric, pool_is_quiet
 
@@ -52,12 +52,6 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
 
 def pools(url: str) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in httpx.get(f"{url}/v1/pools").json()["data"]}
-
-
-def active_requests(pool_url: str, worker_id: str) -> int:
-    """Return how many requests a worker of a pool has."""
-    workers = httpx.get(f"{pool_url}/v1/workers").json()["data"]
-    return sum(int(each["active_requests"]) for each in workers if each["worker_id"] == worker_id)
 
 
 def all_available(url: str) -> bool:
@@ -155,11 +149,9 @@ def test_a_worker_killed_under_load_costs_no_request_and_no_wrong_text(fleet: Pr
 
     pool = pools(fleet.url)["batch"]["url"]
 
-    def kill_it_at_work() -> None:
-        eventually("it has requests", lambda: active_requests(pool, "batch-0") > 1)
-        fleet.child("--worker-id", "batch-0").kill()
-
-    report = load_while(fleet.url, kill_it_at_work, requests=200)
+    report = load_while(
+        fleet.url, lambda: kill_at_work(pool, "batch-0", fleet.child("--worker-id", "batch-0")), requests=200
+    )
 
     assert_unharmed(report)
     assert metric(fleet.url, "poolgrid_global_router_moves_total") > before

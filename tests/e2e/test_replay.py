@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from poolgrid.cli.main import app
 from poolgrid.router.consolidator.journal.framing import FILE_HEADER, frame, payload_at, scan
 from poolgrid.runtime.figures import counted
-from tests.e2e.disturbed_load import assert_unharmed, load_while
+from tests.e2e.disturbed_load import assert_unharmed, kill_at_work, load_while
 from tests.e2e.processes import eventually, metric, pool_is_quiet, ready_workers, running_pool
 
 pytestmark = pytest.mark.e2e
@@ -27,7 +27,9 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The data_dir of a pool that lost a worker under load and got it back."""
     directory = tmp_path_factory.mktemp("recorded")
     with running_pool("--data-dir", str(directory), workers=3) as up:
-        report = load_while(up.url, lambda: up.child("--worker-id", "worker-1").kill(), requests=REQUESTS)
+        report = load_while(
+            up.url, lambda: kill_at_work(up.url, "worker-1", up.child("--worker-id", "worker-1")), requests=REQUESTS
+        )
         assert_unharmed(report)
         assert metric(up.url, "poolgrid_router_migrations_total") > 0
         eventually("the worker is back", lambda: len(ready_workers(up.url)) == 3)
