@@ -37,6 +37,7 @@ from poolgrid.wire.identifiers import Role
 from poolgrid.wire.requests import FinishReason, Generate, TokenDelta
 from poolgrid.workers.adapters.sockets import RequestSocket
 from poolgrid.workers.core.push_stream import PushStream, PushTiming
+from poolgrid.workers.engines.lifecycle.always_well import AlwaysWell
 from poolgrid.workers.engines.protocol import EngineReport, RankReport
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.publisher import EventPublisher
@@ -53,7 +54,7 @@ class _Running:
     produced: int = 0
 
 
-class MockEngine:
+class MockEngine(AlwaysWell):
     """``poolgrid.workers.engines.protocol.Engine`` that computes nothing."""
 
     def __init__(self, block_size: int) -> None:
@@ -68,19 +69,6 @@ class MockEngine:
     def dp_size(self) -> int:
         """One rank."""
         return 1
-
-    @property
-    def unhealthy_reason(self) -> str:
-        """It is always well."""
-        return ""
-
-    @property
-    def is_silent(self) -> bool:
-        """It always answers."""
-        return False
-
-    def observe_health(self, changed: Callable[[], None]) -> None:
-        """Nothing ever changes."""
 
     def describe(self) -> dict[str, object]:
         """Nothing is special about it."""

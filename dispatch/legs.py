@@ -21,9 +21,6 @@ TOKENS_TOGETHER = 32
 a few tenths of a second's work, and a message's cost is spread so thin that more would gain nothing."""
 
 
-_WHOLE = Stage.WHOLE
-
-
 class Dispatch(msgspec.Struct):
     """One leg of a request on one worker."""
 
@@ -132,9 +129,7 @@ class LegPlan:
         self.dispatches += 1
         self.current = dispatch
         emitted = len(output) // 4
-        if stage is _WHOLE:
-            pass  # as nearly always
-        elif stage is Stage.DECODE:
+        if stage is Stage.DECODE:
             # It continues the prompt that the prefill leg was given, whose first token is out already.
             emitted -= 1
             dispatch.repeated = bytes(output[-4:])

@@ -551,9 +551,7 @@ class RequestMachine:
         finish = delta.finish_reason
         if delta.position != dispatch.position or finish in NO_END_OF_A_LEG:
             return None
-        if finish in LAST_WORDS and dispatch.stage is not _ENCODE:
-            pass  # any leg that makes tokens may end so
-        elif dispatch.stage is _ENCODE:
+        if dispatch.stage is _ENCODE:
             # It makes no tokens, and ends well in one way only, which is no other leg's.
             if tokens or finish not in (None, FinishReason.ENCODED, FinishReason.ERROR):
                 return None

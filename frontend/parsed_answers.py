@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from poolgrid.frontend.call_ids import CallIds
-from poolgrid.frontend.parsers.pieces import Kind, OutputParser, Piece
+from poolgrid.frontend.parsers.pieces import Kind, OutputParser, Piece, taken_apart
 from poolgrid.frontend.responses import AnswerEncoder, encode_text
 from poolgrid.frontend.sequence_output import PlacedLogprobs, SequenceOutput
 
@@ -32,8 +32,7 @@ class Reading:
 
     def read(self, text: str, ended: bool) -> list[Piece]:
         """Take new text and return its pieces."""
-        pieces = self.parser.feed(text) if text else []
-        return [*pieces, *self.parser.finish()] if ended else pieces
+        return taken_apart(self.parser, text, ended)
 
 
 def final_reason(finish_reason: str, calls: int) -> str:

@@ -34,7 +34,7 @@ from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import AnyEvent, RequestFinished, SnapshotEnded, WorkerDraining
 from poolgrid.wire.hashing import unpack_hashes
-from poolgrid.wire.identifiers import Role, Stage
+from poolgrid.wire.identifiers import STAGE_WORD, Role, Stage
 from poolgrid.wire.limits import TEXT_CHARS_MAX
 from poolgrid.wire.requests import (
     Cancel,
@@ -305,7 +305,7 @@ class WorkerService:
         if request.stage not in STAGES[self._card.role]:
             raise BrokenError(
                 f"worker {self._worker_id} has the role {self._card.role.name.lower()}, it does not take the stage "
-                f"{request.stage.name.lower()}"
+                f"{STAGE_WORD[request.stage]}"
             )
         if self._draining:
             raise DrainingError(f"worker {self._worker_id} is draining and takes no new requests")

@@ -18,9 +18,9 @@ from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.messages_api.conversation import parsed_input
 from poolgrid.frontend.messages_api.schema import MessagesBody
 from poolgrid.frontend.parsers.pieces import Kind, OutputParser, Piece
+from poolgrid.frontend.piece_encoder import PieceEncoder
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.responses import AnswerEncoder, escape_line_ends
-from poolgrid.frontend.sequence_output import PlacedLogprobs, SequenceOutput
 from poolgrid.wire.request_ids import name_of
 
 _encode = msgspec.json.Encoder().encode
@@ -71,7 +71,7 @@ class _Block:
 Event = dict[str, Any]
 
 
-class MessagesEncoder(AnswerEncoder):
+class MessagesEncoder(PieceEncoder[Event]):
     """Encodes one answer. ``parser``: what takes its text apart; ``None`` = all of it is text."""
 
     def __init__(
@@ -84,18 +84,14 @@ class MessagesEncoder(AnswerEncoder):
         parser: OutputParser | None,
         call_ids: CallIds,
     ) -> None:
-        super().__init__(
-            chat=True, request_id=request_id, model_name=body.model, created_s=0, model=model, include_usage=True
-        )
+        super().__init__(parser=parser, request_id=request_id, model_name=body.model, created_s=0, model=model)
         self._request_id = request_id
         self._isl = isl
-        self._parser = parser
         self._call_ids = call_ids
         self._shows_thinking = body.thinking is None or body.thinking.display != "omitted"
         self._blocks: list[dict[str, Any]] = []
         self._block: _Block | None = None
         self._calls = 0
-        self._finish_reason = "stop"
         self._message: dict[str, Any] = {
             "id": f"msg_{request_id}",
             "type": "message",
@@ -110,16 +106,6 @@ class MessagesEncoder(AnswerEncoder):
     def begin(self) -> bytes:
         """Return the event of a message that has begun."""
         return self._events([{"type": "message_start", "message": self._message}])
-
-    def role(self, index: int) -> bytes:
-        """Return nothing: the message says its role when it starts."""
-        return b""
-
-    def chunk(
-        self, index: int, text: str, logprobs: Sequence[PlacedLogprobs] = (), finish_reason: str | None = None
-    ) -> bytes:
-        """Return the events of new text."""
-        return self._events(self._take(text, finish_reason))
 
     def end(self, counts: dict[str, Any]) -> bytes:
         """Return the events of the complete message."""
@@ -136,14 +122,7 @@ class MessagesEncoder(AnswerEncoder):
         """Return the event that ends a stream in which something went wrong."""
         return b"event: error\ndata: %s\n\n" % escape_line_ends(ANTHROPIC.error_body(error, self._request_id))
 
-    def whole(self, outputs: Sequence[SequenceOutput], counts: dict[str, Any]) -> bytes:
-        """Return the message as one object."""
-        (output,) = outputs
-        self._take(output.take_text(), output.finish_reason or "stop")
-        self._complete(counts)
-        return _encode(self._message)
-
-    def _complete(self, counts: dict[str, Any]) -> None:
+    def _complete(self, counts: dict[str, Any]) -> dict[str, Any]:
         message = self._message
         reason = _STOP_REASONS.get(self._finish_reason, "end_turn")
         if self._finish_reason == "stop":
@@ -155,23 +134,10 @@ class MessagesEncoder(AnswerEncoder):
         message["stop_reason"] = reason
         cached = counts["prompt_tokens_details"]["cached_tokens"]
         message["usage"] = _usage(counts["prompt_tokens"], counts["completion_tokens"], cached)
+        return message
 
-    def _take(self, text: str, finish_reason: str | None) -> list[Event]:
-        pieces: list[Piece] = []
-        if self._parser is None:
-            if text:
-                pieces.append(Piece(Kind.CONTENT, text))
-        else:
-            pieces += self._parser.feed(text) if text else []
-            if finish_reason is not None:
-                pieces += self._parser.finish()
-        events: list[Event] = []
-        for piece in pieces:
-            events += self._add(piece)
-        if finish_reason is not None:
-            self._finish_reason = finish_reason
-            events += self._stop_block()
-        return events
+    def _finish(self) -> list[Event]:
+        return self._stop_block()
 
     def _add(self, piece: Piece) -> list[Event]:
         kind, text = piece

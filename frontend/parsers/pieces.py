@@ -37,6 +37,17 @@ class OutputParser(Protocol):
         ...
 
 
+def taken_apart(parser: OutputParser | None, text: str, ended: bool) -> list[Piece]:
+    """Return the pieces that new text makes certain, all that is left with them once it has ``ended``.
+
+    Without a parser all of it is content.
+    """
+    if parser is None:
+        return [Piece(Kind.CONTENT, text)] if text else []
+    pieces = parser.feed(text) if text else []
+    return [*pieces, *parser.finish()] if ended else pieces
+
+
 def joined_pieces(pieces: Iterable[Piece]) -> list[Piece]:
     """Join neighbours of one kind and leave out empty ones; a call is never joined with another."""
     result: list[Piece] = []

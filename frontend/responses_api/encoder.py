@@ -14,10 +14,10 @@ import msgspec
 from poolgrid.frontend.call_ids import CallIds
 from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.parsers.pieces import Kind, OutputParser, Piece
+from poolgrid.frontend.piece_encoder import PieceEncoder
 from poolgrid.frontend.prompt_model import PromptModel
-from poolgrid.frontend.responses import AnswerEncoder, escape_line_ends
+from poolgrid.frontend.responses import escape_line_ends
 from poolgrid.frontend.responses_api.schema import ResponsesBody
-from poolgrid.frontend.sequence_output import PlacedLogprobs, SequenceOutput
 from poolgrid.wire.hashing import TOKEN_BYTES
 
 _encode = msgspec.json.Encoder().encode
@@ -36,7 +36,7 @@ class _Item:
         self.texts: list[str] = []
 
 
-class ResponsesEncoder(AnswerEncoder):
+class ResponsesEncoder(PieceEncoder[Event]):
     """Encodes one answer, ``response``. ``parser``: what takes its text apart; ``None`` = all of it is the message."""
 
     def __init__(
@@ -51,22 +51,13 @@ class ResponsesEncoder(AnswerEncoder):
         parser: OutputParser | None,
         call_ids: CallIds,
     ) -> None:
-        super().__init__(
-            chat=True,
-            request_id=request_id,
-            model_name=body.model,
-            created_s=created_s,
-            model=model,
-            include_usage=True,
-        )
+        super().__init__(parser=parser, request_id=request_id, model_name=body.model, created_s=created_s, model=model)
         self._request_id = request_id
-        self._parser = parser
         self._call_ids = call_ids
         self._items: list[dict[str, Any]] = []
         self._item: _Item | None = None
         self._calls = 0
         self._reasoning: list[str] = []
-        self._finish_reason = "stop"
         self._sequence_number = 0
         self.response: dict[str, Any] = {
             "id": response_id,
@@ -101,16 +92,6 @@ class ResponsesEncoder(AnswerEncoder):
             [("response.created", {"response": self.response}), ("response.in_progress", {"response": self.response})]
         )
 
-    def role(self, index: int) -> bytes:
-        """Return nothing: an item says its role when it is added."""
-        return b""
-
-    def chunk(
-        self, index: int, text: str, logprobs: Sequence[PlacedLogprobs] = (), finish_reason: str | None = None
-    ) -> bytes:
-        """Return the events of new text."""
-        return self._events(self._take(text, finish_reason))
-
     def end(self, counts: dict[str, Any]) -> bytes:
         """Return the event of the complete response."""
         self._complete(counts)
@@ -123,14 +104,7 @@ class ResponsesEncoder(AnswerEncoder):
         self.response["error"] = {"code": "server_error", "message": error.message}
         return self._events([("response.failed", {"response": self.response})])
 
-    def whole(self, outputs: Sequence[SequenceOutput], counts: dict[str, Any]) -> bytes:
-        """Return the response as one object."""
-        (output,) = outputs
-        self._take(output.take_text(), output.finish_reason or "stop")
-        self._complete(counts)
-        return _encode(self.response)
-
-    def _complete(self, counts: dict[str, Any]) -> None:
+    def _complete(self, counts: dict[str, Any]) -> dict[str, Any]:
         response = self.response
         response["status"] = "completed"
         if self._finish_reason == "length":
@@ -147,25 +121,11 @@ class ResponsesEncoder(AnswerEncoder):
             },
             "total_tokens": counts["total_tokens"],
         }
+        return response
 
-    def _take(self, text: str, finish_reason: str | None) -> list[Event]:
-        pieces: list[Piece] = []
-        if self._parser is None:
-            if text:
-                pieces.append(Piece(Kind.CONTENT, text))
-        else:
-            pieces += self._parser.feed(text) if text else []
-            if finish_reason is not None:
-                pieces += self._parser.finish()
-        events: list[Event] = []
-        for piece in pieces:
-            events += self._add(piece)
-        if finish_reason is not None:
-            self._finish_reason = finish_reason
-            if not self._items and self._item is None:
-                events += self._open(Kind.CONTENT, "")
-            events += self._close_item()
-        return events
+    def _finish(self) -> list[Event]:
+        opened = self._open(Kind.CONTENT, "") if not self._items and self._item is None else []
+        return [*opened, *self._close_item()]
 
     def _add(self, piece: Piece) -> list[Event]:
         kind, text = piece

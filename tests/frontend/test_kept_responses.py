@@ -18,21 +18,11 @@ from poolgrid.frontend.access.key_file import Key, KeyDocument, Tenant
 from poolgrid.frontend.responses_api.store import ENTRY_BYTES, KeptResponse, Owner, ResponseStore
 from tests.frontend.fake_backend import TINY, FakeBackend, speak
 from tests.frontend.server import application, in_process, served_in_thread
+from tests.frontend.weather_tool import TOOL
 
 ALICE = Owner("alice", 2)
 BOB = Owner("bob", 2)
 CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Rome"}}</tool_call>'
-TOOL: Any = {
-    "type": "function",
-    "name": "get_weather",
-    "strict": True,
-    "parameters": {
-        "type": "object",
-        "properties": {"city": {"type": "string"}},
-        "required": ["city"],
-        "additionalProperties": False,
-    },
-}
 
 
 def prompt_of(backend: FakeBackend, number: int = -1) -> str:

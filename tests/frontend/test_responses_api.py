@@ -17,21 +17,11 @@ from poolgrid.frontend.ports import InferenceRequest
 from poolgrid.frontend.prompt_model import PromptModel
 from tests.frontend.fake_backend import TINY, FakeBackend, Step, speak
 from tests.frontend.server import application, in_process, served_in_thread
+from tests.frontend.weather_tool import TOOL
 
 ARGUMENTS = '{"city": "Pärïs\u2028"}'
 CALL = f'<tool_call>{{"name": "get_weather", "arguments": {ARGUMENTS}}}</tool_call>'
 ANSWER = f"<think>\nLook it up.\n</think>\n\nLet me look.\n{CALL}"
-TOOL: Any = {
-    "type": "function",
-    "name": "get_weather",
-    "strict": True,
-    "parameters": {
-        "type": "object",
-        "properties": {"city": {"type": "string"}},
-        "required": ["city"],
-        "additionalProperties": False,
-    },
-}
 
 
 class Weather(pydantic.BaseModel):

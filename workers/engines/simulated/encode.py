@@ -20,6 +20,7 @@ from poolgrid.wire.hashing import TOKEN_BYTES
 from poolgrid.wire.requests import FinishReason, Generate, TokenDelta
 from poolgrid.wire.tensors import TensorList
 from poolgrid.workers.core.refusal import BusyError, RefusedError
+from poolgrid.workers.engines.lifecycle.always_well import AlwaysWell
 from poolgrid.workers.engines.protocol import EngineReport, RankReport
 from poolgrid.workers.engines.simulated.core.media import embed, images_of, read_media
 from poolgrid.workers.tensor_transfer.port import TensorTransfer
@@ -38,7 +39,7 @@ class EncodeLimits:
     """A vision transformer of 300 M parameters on one image of 576 patches takes about as long."""
 
 
-class SimulatedEncodeEngine:
+class SimulatedEncodeEngine(AlwaysWell):
     """``poolgrid.workers.engines.protocol.Engine`` of an encode worker."""
 
     def __init__(self, limits: EncodeLimits, transfer: TensorTransfer, clock: Clock) -> None:
@@ -89,19 +90,6 @@ class SimulatedEncodeEngine:
     def dp_size(self) -> int:
         """One rank."""
         return 1
-
-    @property
-    def unhealthy_reason(self) -> str:
-        """Nothing ever ails it."""
-        return ""
-
-    @property
-    def is_silent(self) -> bool:
-        """It always answers."""
-        return False
-
-    def observe_health(self, changed: Callable[[], None]) -> None:
-        """Nothing ever changes."""
 
     def describe(self) -> dict[str, object]:
         """Return what is on offer."""

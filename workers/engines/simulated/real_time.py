@@ -22,6 +22,7 @@ from poolgrid.wire.requests import FinishReason, Generate, KvOffered, TokenDelta
 from poolgrid.workers.core.event_translation import EventTranslator
 from poolgrid.workers.core.kv_fetches import KvWanted
 from poolgrid.workers.core.refusal import BrokenError, RefusedError
+from poolgrid.workers.engines.lifecycle.always_well import AlwaysWell
 from poolgrid.workers.engines.protocol import EngineReport, RankReport
 from poolgrid.workers.engines.simulated.core.cache_recorder import EngineRecorder
 from poolgrid.workers.engines.simulated.core.engine import EngineLimits, SimulatedEngine
@@ -38,7 +39,7 @@ LAG_FORGIVEN_MS = 250.0
 """How far the engine may fall behind its deadlines before it stops trying to catch up."""
 
 
-class RealTimeSimulatedEngine:
+class RealTimeSimulatedEngine(AlwaysWell):
     """``poolgrid.workers.engines.protocol.Engine`` of one rank over the pure core; its events go a real engine's path.
 
     It is a ``KvHandover`` too: ``source`` is what tickets for decode workers say of this worker.
@@ -79,19 +80,6 @@ class RealTimeSimulatedEngine:
     def dp_size(self) -> int:
         """One rank."""
         return 1
-
-    @property
-    def unhealthy_reason(self) -> str:
-        """It is always well."""
-        return ""
-
-    @property
-    def is_silent(self) -> bool:
-        """It always answers."""
-        return False
-
-    def observe_health(self, changed: Callable[[], None]) -> None:
-        """Nothing ever changes."""
 
     def describe(self) -> dict[str, object]:
         """Nothing is special about it."""

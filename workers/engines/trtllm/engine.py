@@ -46,7 +46,7 @@ from poolgrid.wire.events import (
     RequestProgressed,
     RequestStarted,
 )
-from poolgrid.wire.identifiers import Role, Stage
+from poolgrid.wire.identifiers import STAGE_WORD, Role, Stage
 from poolgrid.wire.limits import TEXT_CHARS_MAX
 from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, TokenDelta
 from poolgrid.workers.core.refusal import BrokenError, BusyError, RefusedError, UnableError
@@ -339,11 +339,11 @@ class TrtllmEngine:
             raise RefusedError(f"request id {request.request_id!r} is already active on this worker")
         if stage in (Stage.PREFILL, Stage.DECODE) and not self._transfers_kv:
             raise BrokenError(
-                f"the stage {stage.name.lower()} needs cache_transceiver_config, which this engine was started without"
+                f"the stage {STAGE_WORD[stage]} needs cache_transceiver_config, which this engine was started without"
             )
         if (stage is Stage.ENCODE) != (self._role is Role.ENCODE):
             raise BrokenError(
-                f"this worker has the role {self._role.name.lower()}, it does not take the stage {stage.name.lower()}"
+                f"this worker has the role {self._role.name.lower()}, it does not take the stage {STAGE_WORD[stage]}"
             )
         prompt_tokens = len(request.token_ids) // 4
         if stage is not Stage.ENCODE and prompt_tokens < 1:
