@@ -42,6 +42,12 @@ STOP_TOKENS_MAX = 1024
 LORAS_PER_WORKER_MAX = 4096
 """Adapters that one worker card may list."""
 
+TRACEPARENT_CHARS_MAX = 55
+"""The span that a message was sent from, as version 00 of W3C's Trace Context writes it."""
+
+TRACE_STATE_CHARS_MAX = 512
+"""What tracing systems give on beside it: as much as W3C has everybody give on."""
+
 OPAQUE_BYTES_MAX = 16 * 1024 * 1024
 """Disaggregation parameters, opaque to everyone but the two engines."""
 

@@ -24,6 +24,7 @@ from poolgrid.wire.limits import (
     TOKEN_DELTAS_PER_BATCH_MAX,
     TOKENS_TOGETHER_MAX,
 )
+from poolgrid.wire.trace_context import TraceContext
 
 Guide = Annotated[str, Meta(max_length=GUIDE_BYTES_MAX)]
 """What an output must keep to, in a language of the engine's guided decoding."""
@@ -112,6 +113,8 @@ class Generate(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False)
     multimodal: Media | None = None
     """An encoded ``poolgrid.wire.multimodal.MultimodalInput``; never with a decode leg."""
     stage: Stage = Stage.WHOLE
+    trace: TraceContext | None = None
+    """The router's span of this leg, for a request that is traced; ``None`` where nobody traces."""
 
 
 class Cancel(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):

@@ -30,6 +30,7 @@ from poolgrid.wire.limits import (
     RENEWALS_MAX,
     WORKERS_EXCLUDED_MAX,
 )
+from poolgrid.wire.trace_context import TraceContext
 
 
 class WorkerRank(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -60,6 +61,8 @@ class Select(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
     """u64 hashes of the request's media, in order."""
     media_kinds: Annotated[tuple[Identifier, ...], Meta(max_length=MEDIA_KINDS_MAX)] = ()
     """Kinds of media that the worker must take."""
+    trace: TraceContext | None = None
+    """The asker's span of this question, for a request that is traced; ``None`` where nobody traces."""
 
 
 class Probe(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):

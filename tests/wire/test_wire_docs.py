@@ -21,6 +21,7 @@ from poolgrid.wire import (
     requests,
     selection,
     tensors,
+    trace_context,
 )
 
 PAGE = (Path(__file__).parents[2] / "docs" / "wire.md").read_text()
@@ -28,7 +29,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "wire.md").read_text()
 # By what they are called on the wire.
 STRUCTS = {
     str(value.__struct_config__.tag or value.__name__): value
-    for module in (card, events, feed, ingest, multimodal, requests, selection, tensors)
+    for module in (card, events, feed, ingest, multimodal, requests, selection, tensors, trace_context)
     for value in vars(module).values()
     if isinstance(value, type) and issubclass(value, msgspec.Struct) and value is not events.Event
 }

@@ -19,7 +19,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolgrid.wire import codec, events, feed, feed_frames, ingest, limits, multimodal, requests, selection, tensors
+from poolgrid.wire import (
+    codec,
+    events,
+    feed,
+    feed_frames,
+    ingest,
+    limits,
+    multimodal,
+    requests,
+    selection,
+    tensors,
+    trace_context,
+)
 from poolgrid.wire.card import MediaSpec, WorkerCard, WorkerLimits
 from poolgrid.wire.codec import Codec
 from poolgrid.wire.errors import DecodeError, LimitError
@@ -102,6 +114,7 @@ from poolgrid.wire.tensors import (
     TensorList,
     TensorUnknown,
 )
+from poolgrid.wire.trace_context import TraceContext
 
 GOLDEN_FILE = Path(__file__).with_name("golden_frames.txt")
 
@@ -197,6 +210,7 @@ GOLDEN: dict[tuple[str, str], Any] = {
         disaggregated_params=b"\x00\xff",
         multimodal=b"\x01",
         stage=Stage.DECODE,
+        trace=TraceContext("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", "vendor=1"),
     ),
     ("to_worker", "generate, media of a request to encode"): Generate(
         "r-3", pack_tokens([1]), Sampling(1), multimodal=b"\x00" * 8, stage=Stage.ENCODE
@@ -277,6 +291,7 @@ GOLDEN: dict[tuple[str, str], Any] = {
         30_000,
         pack_hashes([7, U64_MAX]),
         ("embeddings", "image"),
+        TraceContext("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-00"),
     ),
     ("to_pool", "probe"): Probe(3, "tiny", Stage.PREFILL, 100, pack_hashes([5])),
     ("to_pool", "renew"): Renew((Reservation("r-1", WorkerRank("w1")), Reservation("r-2", WorkerRank("w2", 1)))),
@@ -372,7 +387,7 @@ class TestGoldenFrames:
         visit(list(GOLDEN.values()))
         defined = {
             value
-            for module in (events, feed, ingest, multimodal, requests, selection, tensors)
+            for module in (events, feed, ingest, multimodal, requests, selection, tensors, trace_context)
             for value in vars(module).values()
             if isinstance(value, type) and issubclass(value, msgspec.Struct) and value is not events.Event
         }
@@ -466,7 +481,7 @@ class TestEvolution:
         ("name", "value", "dropped"),
         [
             ("event_batch", _batch(CacheCleared()), 1),
-            ("to_worker", Generate("r-1", b"", Sampling(1)), 5),
+            ("to_worker", Generate("r-1", b"", Sampling(1)), 6),
             ("from_worker", Pong(1, 2), 1),
             ("from_worker", KvOffered("t", True), 2),
             ("journal_record", JournalRecord(0, "w1", 0, 0, 0, 0, 0, []), 1),
