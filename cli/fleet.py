@@ -87,13 +87,13 @@ class LocalFleet:
 
     def _worker_arguments(self, stage: StageName, pool: Pool, name: str) -> list[str]:
         simulate = pool.simulate or PoolSimulation()
-        table = []
+        timing = ["--timing", self._settings.timing]
         if simulate.timing_table is not None:
-            table = ["--timing-table", str(self._path.parent / simulate.timing_table)]
+            timing = ["--timing-table", str(self._path.parent / simulate.timing_table)]
         # Workers that know roles are given the one of their stage; those that do not serve every stage.
         role = [] if stage == "aggregated" or "role" not in SimulatedWorkerSettings.model_fields else ["--role", stage]
         return [
-            *("worker", "--worker-id", name, "--model", self._model.name, *table, *role),
+            *("worker", "--worker-id", name, "--model", self._model.name, *timing, *role),
             *("--consolidator", self._routers[pool.name].word("ingest")),
             *("--speedup", str(simulate.speedup * self._settings.speedup)),
             *("--block-size", str(simulate.block_size), "--total-kv-blocks", str(simulate.total_kv_blocks)),

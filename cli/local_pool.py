@@ -44,6 +44,7 @@ from poolgrid.runtime.figures import counted
 from poolgrid.runtime.settings import Settings
 from poolgrid.runtime.tasks import cancel_all, owned
 from poolgrid.workers.engines.simulated.core.answer_lengths import MEAN_DEFAULT, STDDEV_DEFAULT, TOKENS_MAX
+from poolgrid.workers.engines.simulated.core.shipped_timing import PUBLISHED, TIMING_TEXT, TimingName
 
 DEFAULT_LOG_DIR = Path("poolgrid-logs")
 
@@ -71,6 +72,7 @@ REAL_RESTARTS_MAX = 3
 
 _OF_SIMULATED = (
     "speedup",
+    "timing",
     "blocks_per_worker",
     "max_sequence_length",
     "output_tokens_mean",
@@ -115,6 +117,7 @@ class UpSettings(Settings):
         le=1e6,
         description="How many times faster than real engines the workers are; with --pools, times the pool's own.",
     )
+    timing: TimingName = Field(PUBLISHED, description=f"{TIMING_TEXT} With --pools, of pools without a timing_table.")
     data_dir: Path | None = Field(
         None,
         description="Directory of the journal and of the recorded decisions; by default a temporary one that ends with "
@@ -363,7 +366,7 @@ def simulated_arguments(settings: UpSettings, model: PromptModel, name: str, rol
             settings.host,
         ),
         *("--modality", "multimodal" if settings.multimodal else "text"),
-        *("--consolidator", INGEST, "--speedup", str(settings.speedup)),
+        *("--consolidator", INGEST, "--timing", settings.timing, "--speedup", str(settings.speedup)),
         *("--block-size", str(settings.block_size), "--total-kv-blocks", str(settings.blocks_per_worker)),
         *("--max-sequence-length", str(settings.max_sequence_length)),
         *output_arguments(settings, model),

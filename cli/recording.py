@@ -21,12 +21,11 @@ from poolgrid.simulation.variants import roomy_limits
 from poolgrid.simulation.workload import Workload, build_workload
 from poolgrid.wire.identifiers import Role
 from poolgrid.workers.engines.simulated.core.engine import EngineLimits
+from poolgrid.workers.engines.simulated.core.shipped_timing import timing_model
 from poolgrid.workers.engines.simulated.core.timing import (
     SPEEDUP_MAX,
-    PolynomialTiming,
     ScaledTiming,
     TableError,
-    TableTiming,
     TimingModel,
 )
 
@@ -52,9 +51,7 @@ class Stage:
 def timing_of(settings: EngineSettings, recorded_speedup: float = 0.0) -> TimingModel:
     """Return the step times of the engines; ``recorded_speedup`` is that of recorded simulated ones, 0 = none were."""
     try:
-        base: TimingModel = (
-            PolynomialTiming() if settings.timing_table is None else TableTiming.from_file(settings.timing_table)
-        )
+        base = timing_model(settings.timing, settings.timing_table)
     except (TableError, OSError) as error:
         raise UsageError(str(error)) from None
     speedup = settings.engine_speedup or recorded_speedup or 1.0

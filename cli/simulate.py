@@ -21,7 +21,8 @@ from poolgrid.simulation.report import policy_report
 from poolgrid.simulation.settings import SimulationSettings
 from poolgrid.simulation.workload import build_workload
 from poolgrid.workers.engines.simulated.core.engine import EngineLimits
-from poolgrid.workers.engines.simulated.core.timing import PolynomialTiming, TableError, TableTiming
+from poolgrid.workers.engines.simulated.core.shipped_timing import timing_model
+from poolgrid.workers.engines.simulated.core.timing import TableError
 
 
 def run_simulation(trace: Path, settings: SimulationSettings) -> int:
@@ -36,7 +37,7 @@ def run_simulation(trace: Path, settings: SimulationSettings) -> int:
             return 2
     try:
         rows = read_trace(trace, settings.requests)
-        timing = PolynomialTiming() if settings.timing_table is None else TableTiming.from_file(settings.timing_table)
+        timing = timing_model(settings.timing, settings.timing_table)
     except (TraceError, TableError, OSError) as error:
         errors.print(f"simulating: {error}", markup=False)
         return 2

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from poolgrid.router.core.load_ledger import CROWDING_RETRIES
 from poolgrid.runtime.settings import Settings
+from poolgrid.workers.engines.simulated.core.shipped_timing import PUBLISHED, TIMING_TEXT, TimingName
 
 
 class SimulationSettings(Settings):
@@ -48,8 +49,9 @@ class SimulationSettings(Settings):
         0.0, ge=0.0, le=60_000.0, description="How long a worker's events take to reach the routers."
     )
     temperature: float = Field(0.0, ge=0, le=1000, description="Above 0, workers are sampled by cost.")
+    timing: TimingName = Field(PUBLISHED, description=TIMING_TEXT)
     timing_table: Path | None = Field(
-        None, description="JSON table of measured step times, instead of the published polynomials."
+        None, description="JSON table of measured step times of your own, instead of those that timing names."
     )
     as_json: bool = Field(False, description="Print the figures to standard output as JSON, and no table.")
     out: Path | None = Field(None, description="Write the figures to this file too, as JSON.")
@@ -66,11 +68,12 @@ class EngineSettings(Settings):
         None,
         gt=0,
         le=1e6,
-        description="How many times faster than the published step times the engines are; by default as fast as the "
+        description="How many times faster than these step times the engines are; by default as fast as the "
         "recorded ones were, where those were simulated.",
     )
+    timing: TimingName = Field(PUBLISHED, description=TIMING_TEXT)
     timing_table: Path | None = Field(
-        None, description="JSON table of measured step times, instead of the published polynomials."
+        None, description="JSON table of measured step times of your own, instead of those that timing names."
     )
     blocks_per_worker: int | None = Field(
         None, ge=1, description="KV blocks of each worker; by default as recorded, or enough for everything of a trace."

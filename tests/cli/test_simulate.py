@@ -77,11 +77,13 @@ def test_options_reach_the_policy_and_the_engines(tmp_path: Path) -> None:
     table = tmp_path / "slow.json"
     table.write_text('{"prefill": [[512, 500], [8192, 4000]], "decode": [[0, 50]]}')
     slow = report(tmp_path, *base, "--timing-table", str(table))
+    measured = report(tmp_path, *base, "--timing", "h100-qwen3-8b")
 
     assert blind["policies"]["kv"]["cached_token_ratio"] < plain["policies"]["kv"]["cached_token_ratio"]
     assert small["policies"]["kv"]["cached_token_ratio"] < plain["policies"]["kv"]["cached_token_ratio"]
     assert small["blocks_per_worker"] == 2200
     assert slow["policies"]["kv"]["itl_ms"]["p50"] >= 50.0
+    assert measured["policies"]["kv"]["ttft_ms"]["mean"] != plain["policies"]["kv"]["ttft_ms"]["mean"]
 
 
 def test_the_table_names_every_policy() -> None:
@@ -100,6 +102,8 @@ def test_the_table_names_every_policy() -> None:
         ((CONVERSATION, "--policy", ""), "is unknown"),
         ((CONVERSATION, "--requests", "5", "--blocks-per-worker", "3"), "blocks_per_worker is 3, the longest request"),
         ((CONVERSATION, "--requests", "5", "--timing-table", "none.json"), "none.json"),
+        ((CONVERSATION, "--timing", "h200"), "--timing: Input should be 'published' or 'h100-qwen3-8b' (got 'h200')"),
+        ((CONVERSATION, "--timing", "h100-qwen3-8b", "--timing-table", "own.json"), "timing is 'h100-qwen3-8b' and"),
         ((CONVERSATION, "--requests", "5", "--max-batch-size", "9000"), "max_num_tokens is 8192"),
         ((CONVERSATION, "--workers", "0"), "--workers"),
         ((CONVERSATION, "--speed", "0"), "--speed"),

@@ -7,6 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from poolgrid.workers.engines.simulated.core.shipped_timing import (
+    DIRECTORY,
+    MEASURED,
+    TIMING_TEXT,
+    shipped_timing,
+    timing_model,
+)
 from poolgrid.workers.engines.simulated.core.timing import PolynomialTiming, ScaledTiming, TableError, TableTiming
 
 
@@ -57,6 +64,37 @@ def test_a_wrong_table_is_refused_naming_the_place(table: object, place: str) ->
 def test_a_missing_table_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(TableError, match=r"nothing\.json: No such file"):
         TableTiming.from_file(tmp_path / "nothing.json")
+
+
+def test_every_shipped_measurement_has_a_name_and_says_where_it_is_from() -> None:
+    assert {path.stem for path in DIRECTORY.glob("*.json")} == set(MEASURED)
+    for name in MEASURED:
+        timing = shipped_timing(name)
+        assert name in TIMING_TEXT
+        assert "vLLM" in timing.source
+        assert 0 < timing.prefill_ms(1000) < timing.prefill_ms(16_000)
+        assert 0 < timing.decode_ms(0.1) < timing.decode_ms(0.9)
+
+
+def test_the_measured_h100_times_are_those_of_the_table() -> None:
+    timing = timing_model("h100-qwen3-8b")
+
+    assert timing.prefill_ms(8192) == 220.72
+    assert timing.decode_ms(0.4379) == 13.664
+
+
+def test_an_unknown_name_is_refused_with_the_names_there_are() -> None:
+    with pytest.raises(TableError, match="'h200' is unknown, there are published, h100-qwen3-8b"):
+        shipped_timing("h200")
+
+
+def test_a_name_and_a_table_at_once_are_refused(tmp_path: Path) -> None:
+    table = tmp_path / "own.json"
+    table.write_text('{"prefill": [[1, 2]], "decode": [[0, 3]], "source": "here"}')
+
+    assert timing_model(table=table).prefill_ms(1) == 2
+    with pytest.raises(TableError, match=r"timing is 'h100-qwen3-8b' and timing_table is .*own\.json', give one"):
+        timing_model("h100-qwen3-8b", table)
 
 
 def test_a_speedup_divides_every_time() -> None:

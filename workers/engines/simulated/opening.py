@@ -11,7 +11,8 @@ from poolgrid.workers.engines.definition import EngineHost, OpenedEngine
 from poolgrid.workers.engines.lifecycle.closing import close_in_order
 from poolgrid.workers.engines.simulated.card import make_card
 from poolgrid.workers.engines.simulated.core.kv_transfer import KvSource
-from poolgrid.workers.engines.simulated.core.timing import PolynomialTiming, ScaledTiming, TableTiming, TimingModel
+from poolgrid.workers.engines.simulated.core.shipped_timing import timing_model
+from poolgrid.workers.engines.simulated.core.timing import ScaledTiming, TimingModel
 from poolgrid.workers.engines.simulated.encode import EncodeLimits, SimulatedEncodeEngine
 from poolgrid.workers.engines.simulated.guides import LazyGuides
 from poolgrid.workers.engines.simulated.real_time import RealTimeSimulatedEngine
@@ -37,9 +38,7 @@ def open_engine(settings: SimulatedWorkerSettings, around: EngineHost) -> Abstra
 
 def make_timing(settings: SimulatedWorkerSettings) -> TimingModel:
     """Return the step times; raises ``TableError`` when the table cannot be used."""
-    model: TimingModel = PolynomialTiming()
-    if settings.timing_table is not None:
-        model = TableTiming.from_file(settings.timing_table)
+    model = timing_model(settings.timing, settings.timing_table)
     return model if settings.speedup == 1.0 else ScaledTiming(model, settings.speedup)
 
 

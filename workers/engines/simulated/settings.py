@@ -28,6 +28,7 @@ from poolgrid.workers.engines.simulated.core.kv_transfer import (
     TransferModel,
 )
 from poolgrid.workers.engines.simulated.core.next_token import Vocabulary
+from poolgrid.workers.engines.simulated.core.shipped_timing import PUBLISHED, TIMING_TEXT, TimingName
 from poolgrid.workers.engines.simulated.core.timing import SPEEDUP_MAX
 from poolgrid.workers.settings import Name, WorkerProcessSettings
 
@@ -83,8 +84,9 @@ class SimulatedWorkerSettings(WorkerProcessSettings):
         "keep to guides (response_format, forced tool calls). Empty = any tokens, and guides are refused.",
     )
     speedup: float = Field(1.0, gt=0.0, le=SPEEDUP_MAX, description="Divides all simulated step times.")
+    timing: TimingName = Field(PUBLISHED, description=TIMING_TEXT)
     timing_table: Path | None = Field(
-        None, description="JSON file of measured step times, instead of the built-in formulas."
+        None, description="JSON file of measured step times of your own, instead of those that timing names."
     )
     kv_bytes_per_token: int = Field(
         KV_BYTES_PER_TOKEN_DEFAULT,

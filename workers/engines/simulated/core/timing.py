@@ -56,6 +56,7 @@ class TableError(ValueError):
 class _Table(msgspec.Struct, forbid_unknown_fields=True):
     prefill: list[tuple[float, float]]
     decode: list[tuple[float, float]]
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +101,19 @@ class TableTiming:
     """Step times interpolated from measured points.
 
     The JSON form is ``{"prefill": [[tokens, ms], ...], "decode": [[used_share, ms], ...]}``, each list by increasing
-    first value. Prefill beyond the last point continues its last slope; decode outside keeps the nearest value.
+    first value, and ``source`` beside them, which is free text. Prefill beyond the last point continues its last slope;
+    decode outside keeps the nearest value.
     """
 
     def __init__(
-        self, prefill: Sequence[tuple[float, float]], decode: Sequence[tuple[float, float]], where: str = "the table"
+        self,
+        prefill: Sequence[tuple[float, float]],
+        decode: Sequence[tuple[float, float]],
+        where: str = "the table",
+        source: str = "",
     ) -> None:
+        self.source = source
+        """What was measured, and how; empty = the table does not say."""
         self._prefill = _curve(prefill, f"{where}: prefill", "tokens", 1e9, extrapolates=True)
         self._decode = _curve(decode, f"{where}: decode", "used_share", 1.0, extrapolates=False)
 
@@ -116,7 +124,7 @@ class TableTiming:
             table = msgspec.json.decode(data, type=_Table)
         except msgspec.MsgspecError as error:
             raise TableError(f"reading a timing table: {where}: {error}") from None
-        return cls(table.prefill, table.decode, where)
+        return cls(table.prefill, table.decode, where, table.source)
 
     @classmethod
     def from_file(cls, path: Path) -> TableTiming:
