@@ -167,7 +167,11 @@ class Bystanders:
         """Start it."""
         self._path.write_bytes(msgspec.json.encode(self.spec))
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "attacks.bystanders", str(self._path)), stdin=PIPE, stdout=PIPE, cwd=ROOT
+            *(sys.executable, "-m", "attacks.bystanders", str(self._path)),
+            stdin=PIPE,
+            stdout=PIPE,
+            cwd=ROOT,
+            start_new_session=True,  # they do not give way with the attacker, see `AttackerThread`
         )
 
     async def _say(self, word: str) -> bytes:

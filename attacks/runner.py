@@ -43,6 +43,10 @@ HANG_MARGIN_S = 60.0
 ATTACKER_NICENESS = 15
 """What the pool and the bystanders leave over is plenty for an attacker."""
 
+AUTOGROUPS = Path("/proc/sys/kernel/sched_autogroup_enabled")
+OWN_AUTOGROUP = Path("/proc/self/autogroup")
+"""How the processor is shared out among sessions, see sched(7)."""
+
 THREAD_END_TIMEOUT_S = 10.0
 
 WINDOW_MIN_S = 1.5
@@ -72,10 +76,13 @@ class Options:
 class AttackerThread:
     """An event loop in a thread of its own that gives way: an attacker elsewhere takes no CPU from the pool's machine.
 
-    Threads and processes that are started from it give way as well.
+    Threads and processes that are started from it give way as well. Where Linux shares the processor out by sessions
+    (autogroups), a thread's niceness says nothing to the pool's processes, which have sessions of their own: then the
+    harness's whole session gives way, until the end.
     """
 
     def __init__(self) -> None:
+        self._group_nice = session_nice(ATTACKER_NICENESS)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="attacker", daemon=True)
         self._thread.start()
@@ -96,6 +103,24 @@ class AttackerThread:
         """End it."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(THREAD_END_TIMEOUT_S)
+        if self._group_nice is not None:
+            session_nice(self._group_nice)
+
+
+def session_nice(nice: int) -> int | None:
+    """Set how far this session's processes give way to other sessions', and return what it was before.
+
+    ``None`` where the kernel does not share the processor out by sessions (``sched_autogroup_enabled``), or where this
+    may not be said.
+    """
+    try:
+        if AUTOGROUPS.read_text().strip() != "1":
+            return None
+        before = int(OWN_AUTOGROUP.read_text().rsplit(maxsplit=1)[1])
+        OWN_AUTOGROUP.write_text(str(nice))
+    except (OSError, ValueError, IndexError):
+        return None
+    return before
 
 
 class Stage:
