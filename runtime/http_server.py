@@ -17,12 +17,12 @@ from typing import Any
 import uvicorn
 from prometheus_client import CollectorRegistry
 
+from poolgrid.runtime.fair_listener import FairListener
 from poolgrid.runtime.http_connections import connections_that_fit
 from poolgrid.runtime.http_protocol import SERVER_ENDS, DirectProtocol
 from poolgrid.runtime.http_settings import HttpLimits, ServerSettings
 from poolgrid.runtime.tasks import Restart, cancel_all, supervised
 from poolgrid.runtime.tls import Tls
-from poolgrid.runtime.tls_listener import TlsListener
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class _Server(uvicorn.Server):
         self._protocol = protocol
         self._tls = tls
         self._listener = listener
-        self._accepting: TlsListener | None = None
+        self._accepting: FairListener | None = None
         self._ticked_s: float | None = None
         self.end_requests: Callable[[], None] = _nothing
         self.ends_s = 0.0
@@ -68,13 +68,11 @@ class _Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to accept: uvicorn does it, but not with TLS."""
-        if self._tls is None:
-            await super().startup(sockets)
-            return
+        """Begin to accept, in uvicorn's place."""
         await super().startup([])
         make = partial(self._protocol, self.config, self.server_state, self.lifespan.state)
-        self._accepting = TlsListener(self._listener, self._tls.context, self._protocol.table, make)
+        context = None if self._tls is None else self._tls.context
+        self._accepting = FairListener(self._listener, context, self._protocol.table, make)
 
     async def on_tick(self, counter: int) -> bool:
         """End what has run out of time; uvicorn calls ten times a second."""

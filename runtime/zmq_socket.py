@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from time import monotonic
 from typing import Any
 
 import zmq
@@ -31,6 +32,10 @@ the rest is read until the socket says that there is none, which costs one excep
 MESSAGES_PER_WAKEUP_MAX = 64
 """Messages handled before the loop gets its turn again; the rest follow in the next turn. A flood on one plane costs
 the others a few milliseconds a turn."""
+
+WAKEUP_S = 0.001
+"""Time after which the loop gets its turn, however few messages that were: a frame of a worker may hold the tokens of
+hundreds of requests."""
 
 
 BATCH_MESSAGES_MAX = 64
@@ -129,6 +134,7 @@ class _MessageSocket(_LoopSocket):
 
     def _drain(self) -> None:
         socket, receive = self.socket, self._receive
+        ends_s = 0.0
         for number in range(MESSAGES_PER_WAKEUP_MAX):
             if self._loop is None:
                 return
@@ -146,6 +152,11 @@ class _MessageSocket(_LoopSocket):
                 self._handle(message)
             except Exception:  # as in ``_hand_over``, which would be a call more for every frame of tokens
                 log.exception("handling a message failed; it was dropped")
+            if number >= LOOKS:  # mostly there are fewer, and nobody asks for the time
+                if number == LOOKS:
+                    ends_s = monotonic() + WAKEUP_S
+                elif monotonic() > ends_s:
+                    break
         self.check()
 
     _on_signal = _drain

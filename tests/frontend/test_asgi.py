@@ -158,3 +158,15 @@ def test_tokens_after_a_stop_string_in_the_same_arrival_are_not_counted(n: int) 
         assert TINY.decode(token_ids[: 4 * counted]).endswith("two")
 
     asyncio.run(go())
+
+
+def test_one_request_goes_between_the_many_choices_of_another() -> None:
+    async def go() -> list[int]:
+        backend = FakeBackend(lambda request: speak("hello"))
+        app = application(backend)
+        await asyncio.gather(Exchange(app, prompt="many", n=64, best_of=64).run(), Exchange(app, prompt="one").run())
+        lone = TINY.encode("one")
+        return [place for place, request in enumerate(backend.requests) if request.token_ids == lone]
+
+    (place,) = asyncio.run(go())
+    assert 0 < place < 32

@@ -13,6 +13,8 @@ import zmq
 from poolgrid.runtime.zmq_socket import (
     BATCH_BYTES_MAX,
     BATCH_MESSAGES_MAX,
+    LOOKS,
+    WAKEUP_S,
     BatchSocket,
     CallbackSocket,
     bind,
@@ -134,3 +136,38 @@ def test_a_socket_is_bound_on_either_family_and_a_port_in_use_is_said_by_its_set
         assert second.closed
     finally:
         context.destroy(linger=0)
+
+
+def test_messages_that_take_long_to_handle_leave_others_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr("poolgrid.runtime.zmq_socket.monotonic", lambda: now_s)
+
+    async def scenario() -> None:
+        nonlocal now_s
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        turns = 0
+        turns_at: list[int] = []
+
+        def handle(frames: list[bytes]) -> None:
+            nonlocal now_s
+            now_s += WAKEUP_S
+            turns_at.append(turns)
+
+        sender, receiver = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+        receiver.bind("inproc://long")
+        sender.connect("inproc://long")
+        for _ in range(16):
+            sender.send(b"tokens of many")
+        inbox = CallbackSocket(receiver, handle)
+        try:
+            async with asyncio.timeout(10):
+                while len(turns_at) < 16:
+                    turns += 1
+                    await asyncio.sleep(0)
+        finally:
+            inbox.stop()
+            context.destroy(linger=0)
+        # A signal and a look that was due may fall into one turn.
+        assert max(turns_at.count(turn) for turn in turns_at) <= 2 * (LOOKS + 3)
+
+    asyncio.run(scenario())
