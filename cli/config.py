@@ -18,7 +18,7 @@ from poolgrid.cli.json_output import print_json
 from poolgrid.global_router.core.builder.grid_builder import build_grid
 from poolgrid.global_router.core.builder.pool_profiles import load_profiles
 from poolgrid.global_router.core.document.canonical_text import document_text, json_text
-from poolgrid.global_router.core.document.grid_document import GridDocument
+from poolgrid.global_router.core.document.grid_document import GridDocument, Stage
 from poolgrid.global_router.core.document.problems import GridDocumentError, Problem
 from poolgrid.global_router.core.document.reader import LoadedDocument, load_document
 from poolgrid.global_router.document_file import read_bytes, read_document_file
@@ -31,6 +31,14 @@ SCHEMA_ID = "https://poolgrid.dev/schemas/pool_grid.schema.json"
 
 def _print(text: str, to_stderr: bool = False) -> None:
     Console(stderr=to_stderr, soft_wrap=True).print(text, markup=False, highlight=False, emoji=False)
+
+
+def _refused(error: GridDocumentError, as_json: bool = False) -> int:
+    """Say why a document cannot be used; return the exit status."""
+    if as_json:
+        print_json(_row(error.problems, error.warnings, error.left_off))
+        return 1
+    return _print_problems(error)
 
 
 def _print_problems(error: GridDocumentError, place: str = "") -> int:
@@ -84,14 +92,17 @@ def _summary(loaded: LoadedDocument) -> str:
     return f"ok, {stages}{form}"
 
 
-def show(path: Path, png: Path | None = None) -> int:
+def show(path: Path, png: Path | None = None, as_json: bool = False) -> int:
     """Draw the grids of a document as heat maps in the terminal and, if asked, as PNG."""
     try:
         loaded = read_document_file(path)
     except GridDocumentError as error:
-        return _print_problems(error)
-    console = terminal()
-    console.print(terminal_map(loaded.document, console.width))
+        return _refused(error, as_json)
+    if as_json:
+        print_json({name: _grid_row(stage) for name, stage in loaded.document.stages.items()})
+    else:
+        console = terminal()
+        console.print(terminal_map(loaded.document, console.width))
     if png is None:
         return 0
     try:
@@ -103,6 +114,17 @@ def show(path: Path, png: Path | None = None) -> int:
         _print(f"drawing {png}: cannot write: {error.strerror or error}", to_stderr=True)
         return 1
     return 0
+
+
+def _grid_row(stage: Stage) -> dict[str, Any]:
+    """Return what a heat map shows of a grid: the bounds of its cells, and the pool of each."""
+    axes = [
+        {"name": axis.name, "unit": axis.unit, "bounds": [axis.bounds(index) for index in range(axis.resolution)]}
+        for axis in stage.axes
+    ]
+    ranks = stage.speed_ranks()
+    pools = [{"name": pool.name, "speed_rank": ranks[pool.name], "url": pool.url} for pool in stage.pools]
+    return {"axes": axes, "pools": pools, "cells": stage.mapping}
 
 
 def convert(path: Path, out: Path | None = None) -> int:
@@ -121,12 +143,12 @@ def convert(path: Path, out: Path | None = None) -> int:
     return _write(out, text)
 
 
-def build(profiles: Path, out: Path, strict: bool = False, evidence: Path | None = None) -> int:
+def build(profiles: Path, out: Path, strict: bool = False, evidence: Path | None = None, as_json: bool = False) -> int:
     """Build a grid from pool profiles into ``out``, with the evidence beside it (``out`` with ``.evidence.json``)."""
     try:
         built = build_grid(load_profiles(read_bytes(profiles), str(profiles)), strict)
     except GridDocumentError as error:
-        return _print_problems(error)
+        return _refused(error, as_json)
     beside = evidence or out.with_name(f"{out.stem}.evidence.json")
     status = _write(beside, json_text(built.evidence) + "\n") or _write(out, built.text)
     if status == 0:
@@ -136,6 +158,9 @@ def build(profiles: Path, out: Path, strict: bool = False, evidence: Path | None
             _print(f"{profiles}: pool {name} is left out, no cell needs it", to_stderr=True)
         missed = f", {built.missed} of them with a target that no pool meets" if built.missed else ""
         _print(f"{out}: {counted(built.cells, 'cell')}{missed}; evidence in {beside}", to_stderr=True)
+    if as_json:
+        files = {"out": str(out), "evidence": str(beside), "written": status == 0}
+        print_json({**files, "cells": built.cells, "missed": built.missed, "left_out": built.left_out})
     return status
 
 

@@ -109,13 +109,14 @@ def _commands(group: TyperGroup, context: Any, width: int) -> str:
         command = group.get_command(context, name)
         if command is None or command.hidden:
             continue
-        text = _first_sentence((command.help or "").split("\n\n")[0])
+        text = first_sentence((command.help or "").split("\n\n")[0])
         described = filled(text, width, column)
         lines.append(f"{' ' * INDENT}{name}".ljust(column) + described[column:])
     return "\n".join(lines)
 
 
-def _first_sentence(text: str) -> str:
+def first_sentence(text: str) -> str:
+    """Return a text up to the first stop outside brackets, on one line."""
     text = " ".join(text.split())
     for end in re.finditer(r"[.;:](?=\s|$)", text):
         before = text[: end.start()]
@@ -127,6 +128,10 @@ def _first_sentence(text: str) -> str:
 class HelpedCommand(TyperCommand):
     """A command whose help is a :func:`help_page`."""
 
+    def get_short_help_str(self, limit: int = 0) -> str:
+        """Return what it does, whole: shells show it beside the name."""
+        return first_sentence(self.help or "")
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the page."""
         formatter.write(help_page(self, ctx, formatter.width))
@@ -134,6 +139,10 @@ class HelpedCommand(TyperCommand):
 
 class HelpedGroup(TyperGroup):
     """A group of commands whose help is a :func:`help_page`."""
+
+    def get_short_help_str(self, limit: int = 0) -> str:
+        """Return what its commands are for."""
+        return first_sentence(self.help or "")
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the page."""

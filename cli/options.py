@@ -241,12 +241,20 @@ def _parameter(
             show_envvar=False,
             show_default=_shown(default) if shown_default is None else shown_default,
             rich_help_panel=panel,
-            autocompletion=(lambda incomplete: [each for each in choices if each.startswith(incomplete)])
-            if choices
-            else None,
+            autocompletion=_completer((*choices, *map(str, field.examples or ()))),
         ),
     ]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _completer(words: tuple[str, ...]) -> Callable[[str], list[str]] | None:
+    """Return what completes a value that has names, also the last of several that commas part."""
+
+    def complete(incomplete: str) -> list[str]:
+        before, comma, last = incomplete.rpartition(",")
+        return [before + comma + word for word in words if word.startswith(last)]
+
+    return complete if words else None
 
 
 def _shown(default: Any) -> str | bool:

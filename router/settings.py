@@ -40,6 +40,7 @@ class RouterSettings(ServerSettings):
     )
     policy: str = Field(
         "kv",
+        examples=["kv", "approximate", "round-robin", "random", "least-loaded"],
         description="How a worker is chosen: kv, approximate, round-robin, random, least-loaded, or module:Class of "
         "your own.",
     )

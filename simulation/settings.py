@@ -16,7 +16,11 @@ class SimulationSettings(Settings):
     """A trace, a pool, and the policies to compare on them."""
 
     workers: int = Field(8, ge=1, le=4096, description="Simulated workers.")
-    policy: str = Field("kv,round-robin,least-loaded", description="Policies to compare, separated by commas.")
+    policy: str = Field(
+        "kv,round-robin,least-loaded",
+        examples=["kv", "round-robin", "random", "least-loaded"],
+        description="Policies to compare, separated by commas.",
+    )
     speed: float = Field(1.0, gt=0, le=10_000, description="How many times faster than recorded the trace arrives.")
     requests: int | None = Field(None, ge=1, description="Only the first N requests of the trace.")
     block_size: int = Field(64, ge=1, le=65_536, description="Tokens in a KV block.")
@@ -84,7 +88,11 @@ class EngineSettings(Settings):
 class WhatIfSettings(EngineSettings):
     """Other settings of the router to try on recorded traffic; several values, separated by commas, make variants."""
 
-    policy: str | None = Field(None, description="Policies; by default the recorded one.")
+    policy: str | None = Field(
+        None,
+        examples=["kv", "round-robin", "random", "least-loaded"],
+        description="Policies; by default the recorded one.",
+    )
     overlap_weight: str | None = Field(
         None, description="Credit for reusable blocks, as a multiple of the recorded one; 0 ignores caches."
     )

@@ -21,6 +21,7 @@ BOUNDED = {
     "jinja2": "contexts and macros (frontend/template_sandbox.py)",
     "msgspec": "the words of its validation errors (frontend/schema.py)",
     "pydantic": "the types and words of its validation errors (global_router/core/document/model_validation.py)",
+    "typer": "how shells are answered (cli/shell_answers.py)",
     "uvicorn": "what a connection does (runtime/held_connection.py)",
 }
 """Libraries of which we use more than they promise, and what."""

@@ -31,11 +31,12 @@ def check(
 def show(
     file: Document,
     png: Annotated[Path | None, typer.Option(help="Also draw to this PNG (needs the `plots` extra).")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Draw each grid as a heat map: which pool serves which cell."""
     from poolgrid.cli.config import show as run
 
-    raise typer.Exit(run(file, png))
+    raise typer.Exit(run(file, png, as_json))
 
 
 @app.command()
@@ -54,18 +55,19 @@ def build(
     profiles: Annotated[
         Path, typer.Argument(help="Pool profiles: TTFT by ISL and load, ITL by context and load, cost.")
     ],
-    out: Annotated[Path, typer.Argument(help="Document to write.")],
+    out: Annotated[Path, typer.Option(help="Document to write.")],
     strict: Annotated[
         bool, typer.Option("--strict", help="A cell stands for its longest length and tightest target, not its middle.")
     ] = False,
     evidence: Annotated[
         Path | None, typer.Option(help="Where the evidence goes (default: beside the document).")
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Derive a grid from profiles: each cell gets the cheapest pool that meets its target, with the evidence."""
     from poolgrid.cli.config import build as run
 
-    raise typer.Exit(run(profiles, out, strict, evidence))
+    raise typer.Exit(run(profiles, out, strict, evidence, as_json))
 
 
 @app.command(epilog=KEY_NOTE)

@@ -266,6 +266,7 @@ def compact(
     retention_ms: Annotated[
         int, typer.Option(min=0, help="Keep segments that are younger than this (milliseconds).")
     ] = _SETTINGS.retention_ms,
+    as_json: AsJson = False,
 ) -> None:
     """Write a snapshot at the end, check it, and drop what it covers beyond retention; refuses a journal in use."""
     with journal_errors():
@@ -296,23 +297,38 @@ def compact(
         finally:
             disk.close()
         after = survey_bytes(ReadOnlyDirectory(directory))
+    if as_json:
+        sizes = {"bytes_before": before, "bytes_after": after}
+        print_json({"directory": str(directory), "segments_removed": removed, **sizes, "offset": pool.offset})
+        return
     typer.echo(
         f"{counted(removed, 'segment')} removed, {size(before)} before, {size(after)} after, offset {pool.offset}"
     )
 
 
+FORMATS = ("jsonl", "parquet")
+
+
+def _formats(incomplete: str) -> list[str]:
+    return [name for name in FORMATS if name.startswith(incomplete)]
+
+
 @app.command()
 def export(
     directory: Directory,
-    out: Annotated[Path, typer.Argument(help="File to write.")],
-    format_: Annotated[str, typer.Option("--format", help="jsonl (a record a line) or parquet (an event a row).")],
+    out: Annotated[Path, typer.Option(help="File to write.")],
+    format_: Annotated[
+        str,
+        typer.Option("--format", help="jsonl (a record a line) or parquet (an event a row).", autocompletion=_formats),
+    ],
     first: From = None,
     to: To = None,
     worker: WorkerOption = None,
+    as_json: AsJson = False,
 ) -> None:
     """Write records to a file for other tools; the file appears when it is whole."""
-    if format_ not in ("jsonl", "parquet"):
-        typer.echo(f"--format: {format_!r} is unknown, allowed are jsonl and parquet", err=True)
+    if format_ not in FORMATS:
+        typer.echo(f"--format: {format_!r} is unknown, allowed are {' and '.join(FORMATS)}", err=True)
         raise typer.Exit(2)
     unfinished = out.with_name(out.name + ".unfinished")
     with journal_errors():
@@ -321,13 +337,17 @@ def export(
             with progress_bar("exporting", survey_bytes(disk)) as on_progress:
                 stored = _told(_chosen(disk, first, to, worker), on_progress)
                 if format_ == "parquet":
-                    what = counted(write_parquet(stored, unfinished), "event")
+                    count, what = write_parquet(stored, unfinished), "event"
                 else:
-                    what = counted(_write_lines(stored, unfinished), "record")
+                    count, what = _write_lines(stored, unfinished), "record"
             os.replace(unfinished, out)
         finally:
             unfinished.unlink(missing_ok=True)
-    typer.echo(f"{what} in {out}, {size(out.stat().st_size)}")
+    written = out.stat().st_size
+    if as_json:
+        print_json({"out": str(out), "format": format_, f"{what}s": count, "bytes": written})
+        return
+    typer.echo(f"{counted(count, what)} in {out}, {size(written)}")
 
 
 def _told(stored: Iterable[StoredRecord], on_progress: Callable[[int], None]) -> Iterator[StoredRecord]:

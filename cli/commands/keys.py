@@ -68,6 +68,7 @@ def create(
     operator: Annotated[
         bool | None, typer.Option("--operator/--no-operator", help="Whether it may see and change the router.")
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Add a new key to a tenant and print it, once: the file keeps its hash only. Options change the tenant."""
     document = _read(file) if file.exists() else key_file.new_document()
@@ -99,7 +100,10 @@ def create(
     except OSError as error:
         typer.echo(f"writing {file}: {error.strerror}; nothing was written", err=True)
         raise typer.Exit(1) from None
-    typer.echo(f"{key}")
+    if as_json:
+        print_json({"key": key, "id": changed.keys[-1].id, "tenant": tenant, "file": str(file)})
+    else:
+        typer.echo(f"{key}")
     typer.echo(f"key {changed.keys[-1].id} of tenant {tenant} is in {file}; it is not shown again", err=True)
 
 
@@ -193,6 +197,7 @@ def check(
 def curve(
     directory: Annotated[Path, typer.Argument(help="Where the two files go; it is made if it is not there.")],
     name: Annotated[str, typer.Option(help="Name of the key pair.")] = "poolgrid",
+    as_json: AsJson = False,
 ) -> None:
     """Make a CURVE key pair for the ZMQ planes: NAME.key_secret for --curve-key, NAME.key for everybody."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
@@ -214,5 +219,8 @@ def curve(
     except OSError as error:
         typer.echo(f"writing to {directory}: {error.strerror}", err=True)
         raise typer.Exit(1) from None
+    if as_json:
+        print_json({"secret": str(secret), "public": str(public)})
+        return
     typer.echo(f"{secret}")
     typer.echo(f"public key: {public}", err=True)

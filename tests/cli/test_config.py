@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -58,6 +59,33 @@ def test_show_draws_every_grid_with_units(capsys: pytest.CaptureFixture[str]) ->
     out = capsys.readouterr().out
     for words in ("TTFT (ms)", "ITL (ms)", "ISL (tokens) ≥\u00a096,000", "medium", "16 / h"):
         assert words in out
+
+
+def test_show_tells_programs_the_bounds_and_the_pool_of_every_cell(capsys: pytest.CaptureFixture[str]) -> None:
+    document = load_document(EXAMPLE.read_bytes()).document
+    assert config.show(EXAMPLE, as_json=True) == 0
+    (name, grid), *others = json.loads(capsys.readouterr().out).items()
+
+    stage = document.stages[name]
+    assert not others
+    assert [(axis["name"], axis["unit"], len(axis["bounds"])) for axis in grid["axes"]] == [
+        (axis.name, axis.unit, axis.resolution) for axis in stage.axes
+    ]
+    assert tuple(grid["axes"][0]["bounds"][0]) == stage.axes[0].bounds(0)
+    assert {pool["name"] for pool in grid["pools"]} == {pool.name for pool in stage.pools}
+    assert grid["cells"][0][1][1] == stage.pool_at((0, 1, 1))
+
+
+def test_build_tells_programs_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "grid.json"
+    assert config.build(PROFILES, out, as_json=True) == 0
+    told = json.loads(capsys.readouterr().out)
+
+    assert load_document(Path(told["out"]).read_bytes()).document
+    assert told["cells"] == len(re.findall('"met":', Path(told["evidence"]).read_text()))
+    assert told["written"]
+    assert config.build(tmp_path / "none.json", out, as_json=True) == 1
+    assert not json.loads(capsys.readouterr().out)["usable"]
 
 
 def test_show_draws_a_large_grid_with_every_kth_cell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,6 +48,34 @@ def test_no_name_is_cut(path: tuple[str, ...], columns: str | None) -> None:
             assert (command.help or "").split()[0] in line
 
 
+OTHERWISE = {
+    **dict.fromkeys(["up", "router", "global-router", "worker", "consolidator"], "it serves until it is stopped"),
+    "completion": "a script",
+    "journal cat": "JSON lines",
+    "config schema": "JSON",
+    "config convert": "a document, which is JSON",
+    "engine-config convert": "a configuration, which is YAML",
+    "keys hash": "one word",
+    "keys revoke": "nothing",
+}
+"""What commands print that have nothing to say in two ways."""
+
+
+@pytest.mark.parametrize(
+    "path", [path for path, made in COMMANDS.items() if not isinstance(made, TyperGroup)], ids=" ".join
+)
+def test_every_report_is_printed_as_json_on_demand_and_files_are_written_where_out_says(path: tuple[str, ...]) -> None:
+    parameters = {name: each for each in COMMANDS[path].params for name in each.opts}
+
+    if " ".join(path) in OTHERWISE:
+        assert "--json" not in parameters
+    else:
+        assert parameters["--json"].is_flag
+    assert "out" not in parameters, "a file to write is named with --out, everywhere"
+    if "--out" in parameters:
+        assert not parameters["--out"].is_flag
+
+
 def test_help_says_defaults_environment_and_where_the_key_goes() -> None:
     router = " ".join(helped(("router",), "80").split())
 

@@ -106,8 +106,11 @@ def test_compact_drops_what_a_snapshot_covers_and_refuses_a_journal_in_use(direc
     disk.close()
     before = json.loads(run("state", directory, "--json"))
 
-    run("compact", directory, "--retention-bytes", 0)
+    segments = [path.stat().st_size for path in directory.glob("*.segment")]
+    told = json.loads(run("compact", directory, "--retention-bytes", 0, "--json"))
 
+    assert (told["segments_removed"], told["offset"]) == (len(segments) - 1, 40)
+    assert told["bytes_before"] >= sum(segments) > told["bytes_after"]
     assert len(list(directory.glob("*.segment"))) == 1
     assert [path.name for path in directory.glob("*.snapshot")] == [f"{40:020d}.snapshot"]
     assert json.loads(run("state", directory, "--json")) == before
@@ -135,13 +138,20 @@ def test_state_at_an_offset_and_at_a_time(directory: Path) -> None:
     assert "ends before" in run("state", directory, "--at", 41, status=1)
 
 
-def test_export_writes_json_lines_and_parquet(directory: Path, tmp_path: Path) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
-    run("export", directory, tmp_path / "out.jsonl", "--format", "jsonl")
-    run("export", directory, tmp_path / "out.parquet", "--format", "parquet", "--from", 1)
+def test_export_writes_json_lines_and_says_what_it_wrote(directory: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    told = json.loads(run("export", directory, "--out", out, "--format", "jsonl", "--json"))
 
-    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert rows == lines("cat", directory)
+    assert [json.loads(line) for line in out.read_text().splitlines()] == lines("cat", directory)
+    assert told == {"out": str(out), "format": "jsonl", "records": 40, "bytes": out.stat().st_size}
+    assert run("export", directory, "--out", out, "--format", "jsonl").startswith(f"40 records in {out}, ")
+    assert "allowed are jsonl and parquet" in run("export", directory, "--out", out, "--format", "csv", status=2)
+
+
+def test_export_writes_parquet(directory: Path, tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    run("export", directory, "--out", tmp_path / "out.parquet", "--format", "parquet", "--from", 1)
+
     table = parquet.read_table(tmp_path / "out.parquet")
     assert table.num_rows == 39
     assert table.column("sequence_hashes")[0].as_py() == [2, 3]
@@ -153,7 +163,7 @@ def test_export_without_pyarrow_says_what_to_install_and_writes_nothing(
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
 
-    assert "pip install pyarrow" in run("export", directory, tmp_path / "x", "--format", "parquet", status=1)
+    assert "pip install pyarrow" in run("export", directory, "--out", tmp_path / "x", "--format", "parquet", status=1)
     assert not list(tmp_path.glob("x*"))
 
 

@@ -80,6 +80,18 @@ def test_check_names_every_problem_and_create_leaves_a_broken_file_alone(tmp_pat
     assert keys("hash", typed="\n").exit_code == 1
 
 
+def test_what_was_made_is_told_as_json_too(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+
+    made = json.loads(keys("create", str(path), "acme", "--json").stdout)
+    (key,) = key_file.read(path).tenants["acme"].keys
+    assert (made["id"], made["tenant"], made["file"]) == (key.id, "acme", str(path))
+    assert keys("hash", typed=made["key"]).stdout.strip() == key.hash
+    pair = json.loads(keys("curve", str(tmp_path), "--name", "plane", "--json").stdout)
+    assert pair == {"secret": str(tmp_path / "plane.key_secret"), "public": str(tmp_path / "plane.key")}
+    assert all(Path(file).is_file() for file in pair.values())
+
+
 def test_list_and_check_print_json_and_check_takes_several_files(tmp_path: Path) -> None:
     path, broken = tmp_path / "keys.json", tmp_path / "broken.json"
     keys("create", str(path), "acme", "--name", "ci", "--expires", "2001-01-01")
