@@ -253,6 +253,7 @@ def create_app(
         body = parse_responses(raw)
         whose = owner_of(caller)
         form = kept.form(body, whose)
+        await kept.dereference(body, whose)
         return preparation.responses(body, await kept.earlier(body, whose), form)
 
     prepares: tuple[tuple[str, str, Prepare], ...] = (

@@ -52,7 +52,8 @@ class ResponsesEncoder(PieceEncoder[Event]):
         call_ids: CallIds,
     ) -> None:
         super().__init__(parser=parser, request_id=request_id, model_name=body.model, created_s=created_s, model=model)
-        self._request_id = request_id
+        # Of a response that is kept, its own secret is in the ids of its items: they are found by it.
+        self._name = response_id.removeprefix("resp_")
         self._call_ids = call_ids
         self._items: list[dict[str, Any]] = []
         self._item: _Item | None = None
@@ -159,7 +160,7 @@ class ResponsesEncoder(PieceEncoder[Event]):
             data = {"type": "reasoning", "summary": [], "content": []}
         else:
             data = {"type": "message", "role": "assistant", "content": []}
-        data = {"id": f"{_PREFIXES[kind]}_{self._request_id}_{number}", "status": "in_progress", **data}
+        data = {"id": f"{_PREFIXES[kind]}_{self._name}_{number}", "status": "in_progress", **data}
         item = self._item = _Item(kind, data)
         events: list[Event] = [("response.output_item.added", {"output_index": number, "item": dict(data)})]
         if kind is not Kind.ARGUMENTS:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +18,14 @@ from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.responses import AnswerEncoder
 from poolgrid.frontend.responses_api.encoder import ResponsesEncoder
 from poolgrid.frontend.responses_api.schema import ITEMS_MAX, ResponsesBody
-from poolgrid.frontend.responses_api.store import KeptResponse, Owner, ResponseStore
+from poolgrid.frontend.responses_api.store import KeptResponse, Owner, Part, ResponseStore
 from poolgrid.wire.request_ids import SECRET_BYTES, name_of
 
 Item = dict[str, Any]
 _items_decoder = msgspec.json.Decoder(list[dict[str, Any]])
+_raw_items_decoder = msgspec.json.Decoder(list[msgspec.Raw])
+
+REFERENCE = "item_reference"
 
 
 def owner(caller: Caller | None, isolated: bool) -> Owner | None:
@@ -71,6 +74,48 @@ class KeptResponses:
                 f"{ITEMS_MAX}. The request was not run.",
             )
         return items
+
+    async def dereference(self, body: ResponsesBody, owner: Owner | None) -> None:
+        """Put the items that a request refers to in the places of its references; raises ``RequestError``.
+
+        What is kept of the request then has the items themselves: it does not depend on the responses they are from.
+        """
+        references = {} if isinstance(body.input, str) else dict(_references(body.input))
+        if not references:
+            return
+        if self.store is None or owner is None:
+            raise unsupported(next(iter(references)), f"{self._why_not(owner)}; send the item itself")
+        items = body.input.copy()
+        read: dict[tuple[str, Part], dict[str, msgspec.Raw]] = {}
+        read_bytes = taken_bytes = 0
+        for where, (index, identity) in references.items():
+            for place in _places(identity):
+                if place not in read:
+                    kept = await self.store.items(owner, *place)
+                    read_bytes += len(kept)
+                    read[place] = _by_id(kept)
+                raw = read[place].get(identity)
+                if raw is not None:
+                    items[index] = msgspec.json.decode(raw)
+                    taken_bytes += len(raw)
+                    break
+            else:
+                raise RequestError(
+                    404,
+                    "item_not_found",
+                    f"{where} is {quoted(identity)}: no such item of a response is kept here (any more); send the item "
+                    "itself. The request was not run.",
+                    param=where,
+                )
+            # Before the next: a few bytes of references may mean very much.
+            if max(read_bytes, taken_bytes) > self.conversation_bytes_max:
+                raise invalid(
+                    where,
+                    f"{where} is {quoted(identity)}: with it the items that are referred to, or the responses that "
+                    f"they are from, have more than {self.conversation_bytes_max} bytes, the limit (setting "
+                    "max_body_bytes). The request was not run.",
+                )
+        body.input = items
 
     def form(self, body: ResponsesBody, owner: Owner | None) -> AnswerForm:
         """Return the form of the answer, which keeps it if it may; raises ``RequestError``."""
@@ -138,13 +183,50 @@ class ResponsesForm:
         self.kept.count("kept" if await self.kept.store.keep(self.owner, entry) else "lost")
 
 
+def _references(items: Sequence[Item]) -> Iterator[tuple[str, tuple[int, str]]]:
+    """Yield the place of each reference, with its index and the id of the item that it means."""
+    for index, item in enumerate(items):
+        # OpenAI's own schema lets the type be absent.
+        if item.get("type") == REFERENCE or (item.get("type") is None and item.keys() <= {"type", "id"}):
+            where, identity = f"input[{index}].id", item.get("id")
+            if not isinstance(identity, str):
+                raise invalid(
+                    where,
+                    f"{where} is {quoted(identity)}: allowed is the id of an item. The request was not run.",
+                    "invalid_type",
+                )
+            yield where, (index, identity)
+
+
+def _places(identity: str) -> Iterator[tuple[str, Part]]:
+    """Yield the response, and the list of it, in which an item of this id is, if it is kept."""
+    name = identity.partition("_")[2].rpartition("_")[0]
+    if name:
+        yield f"resp_{name}", "output"
+    if name.startswith(_INPUT):
+        yield f"resp_{name.removeprefix(_INPUT)}", "input"
+
+
+class _Identified(msgspec.Struct):
+    id: Any = None
+    """What the client that sent the item put there: perhaps no string."""
+
+
+_decode_identified = msgspec.json.Decoder(_Identified).decode
+
+
+def _by_id(items: bytes) -> dict[str, msgspec.Raw]:
+    named = ((_decode_identified(raw).id, raw) for raw in _raw_items_decoder.decode(items))
+    return {identity: raw for identity, raw in named if isinstance(identity, str)}
+
+
 def input_items(body: ResponsesBody, response_id: str) -> list[Item]:
     """Return what a request brought, as items with ids."""
     given = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     items: list[Item] = []
     for number, item in enumerate(given):
         kind = item.get("type", "message")
-        named: Item = {"id": f"{_PREFIXES.get(kind, 'item')}_in_{response_id.removeprefix('resp_')}_{number}"}
+        named: Item = {"id": f"{_PREFIXES.get(kind, 'item')}_{_INPUT}{response_id.removeprefix('resp_')}_{number}"}
         named.update({"type": kind, **{key: value for key, value in item.items() if key != "id" or value}})
         if kind == "message" and isinstance(item.get("content"), str):
             text = "output_text" if item.get("role") == "assistant" else "input_text"
@@ -159,4 +241,5 @@ def decoded(items: bytes) -> list[Item]:
     return _items_decoder.decode(items)
 
 
+_INPUT = "in_"
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}

@@ -1,7 +1,7 @@
 """The body of ``/v1/responses`` and what is refused in it.
 
-Responses are kept (``store``) and may be gone on from (``previous_response_id``) where the server keeps any. Other
-things that would have to be kept (``conversation``, references to items) are refused by name.
+Responses are kept (``store``) and may be gone on from (``previous_response_id``), and their items referred to, where
+the server keeps any. Other things that would have to be kept (``conversation``) are refused by name.
 """
 
 from __future__ import annotations

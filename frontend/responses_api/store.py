@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from poolgrid.frontend.ports import Refused
 from poolgrid.runtime.clock import Clock
@@ -56,6 +56,8 @@ CREATE INDEX conversation ON responses (owner, root);
 """
 
 T = TypeVar("T")
+
+Part = Literal["input", "output"]
 
 
 class Owner(NamedTuple):
@@ -111,6 +113,10 @@ class ResponseStore:
     async def conversation(self, owner: Owner, response_id: str) -> list[KeptResponse] | None:
         """Return a response and all before it, the first one first; ``None`` when one of them is not kept."""
         return await self._asked(partial(self._conversation, owner.name, response_id))
+
+    async def items(self, owner: Owner, response_id: str, part: Part) -> bytes:
+        """Return the items that a response was asked with, or its answer's; an empty list of one that is not kept."""
+        return await self._asked(partial(self._items, owner.name, response_id, part))
 
     async def response(self, owner: Owner, response_id: str) -> bytes | None:
         """Return a response as its client got it."""
@@ -212,6 +218,17 @@ class ResponseStore:
                 (int(self._clock.wall_ms()), owner, found[-1].id),
             )
         return found[::-1]
+
+    def _items(self, owner: str, response_id: str, part: Part) -> bytes:
+        kept = self._find(owner, response_id)
+        if kept is None:
+            return b"[]"
+        with self._database:
+            self._database.execute(
+                "UPDATE conversations SET used_ms = ? WHERE owner = ? AND root = ?",
+                (int(self._clock.wall_ms()), owner, self._root(owner, response_id)),
+            )
+        return kept.input if part == "input" else kept.output
 
     def _forget(self, owner: str, response_id: str) -> bool:
         with self._database:

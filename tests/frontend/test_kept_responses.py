@@ -71,6 +71,31 @@ def test_a_conversation_goes_on_from_the_response_that_is_named(client: openai.O
     assert branch.output_text == "Fine."
 
 
+def test_references_are_served_with_the_items_that_they_mean(client: openai.OpenAI, backend: FakeBackend) -> None:
+    first = client.responses.create(
+        model="tiny", input="The weather", tools=[TOOL], extra_headers={"x-request-id": "in_5"}
+    )
+    [call] = first.output
+    assert call.type == "function_call"
+    [question] = client.responses.input_items.list(first.id)
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    conversation: list[Any] = [{"id": question.id}, {"type": "item_reference", "id": call.id}, result]
+    second = client.responses.create(model="tiny", input=conversation, tools=[TOOL])
+
+    turns = [turn.split("<|im_end|>")[0] for turn in prompt_of(backend).split("<|im_start|>")[1:]]
+    assert turns[0] == "user\nThe weather"
+    assert '<tool_call>{"name": "get_weather", "arguments": {"city": "Rome"}}' in turns[1]
+    assert turns[2] == "tool\nrain"
+
+    client.responses.delete(first.id)
+    items = client.responses.input_items.list(second.id, order="asc").data
+    assert [item.id for item in items][:2] == [question.id, call.id], "what is kept is whole by itself"
+    for missing in (call.id, "msg_1", "x", ""):
+        with pytest.raises(openai.NotFoundError, match="no such item") as gone:
+            client.responses.create(model="tiny", input=[result, {"type": "item_reference", "id": missing}])
+        assert (gone.value.code, gone.value.param) == ("item_not_found", "input[1].id")
+
+
 def test_a_response_that_is_kept_is_shown_listed_and_forgotten(client: openai.OpenAI) -> None:
     first = client.responses.create(model="tiny", input="Hello")
     second = client.responses.create(
@@ -151,9 +176,11 @@ def test_tenants_find_their_own_responses_only_and_isolated_clients_without_keys
                 body = {"model": "tiny", "input": "hi", **more}
                 return await http.post("/v1/responses", json=body, headers={"x-api-key": key})
 
-            kept = (await ask("pg-alice")).json()["id"]
+            response = (await ask("pg-alice")).json()
+            kept, reference = response["id"], {"type": "item_reference", "id": response["output"][0]["id"]}
             for key, status in (("pg-bob", 404), ("pg-alice", 200)):
                 headers = {"x-api-key": key}
+                assert (await ask(key, input=[reference])).status_code == status
                 for path in (f"/v1/responses/{kept}", f"/v1/responses/{kept}/input_items"):
                     assert (await http.get(path, headers=headers)).status_code == status
                 assert (await ask(key, previous_response_id=kept)).status_code == (200 if status == 200 else 400)
@@ -168,9 +195,14 @@ def test_tenants_find_their_own_responses_only_and_isolated_clients_without_keys
                 plain = (await http.post("/v1/responses", json=body)).json()
                 assert plain["store"] is False
                 assert (await http.get(f"/v1/responses/{plain['id']}")).status_code == 404
-                for more in ({"store": True}, {"previous_response_id": "resp_x"}):
+                refused: dict[str, dict[str, Any]] = {
+                    "store": {"store": True},
+                    "previous_response_id": {"previous_response_id": "resp_x"},
+                    "input[0].id": {"input": [reference]},
+                }
+                for param, more in refused.items():
                     error = (await http.post("/v1/responses", json={**body, **more})).json()["error"]
-                    assert (error["code"], error["param"]) == ("unsupported_parameter", next(iter(more)))
+                    assert (error["code"], error["param"]) == ("unsupported_parameter", param)
                     assert words in error["message"]
 
     asyncio.run(go())
@@ -184,6 +216,11 @@ def test_a_conversation_that_is_too_long_to_go_on_is_refused_before_it_is_read()
             second = (await http.post("/v1/responses", json={**body, "previous_response_id": first})).json()["id"]
             error = (await http.post("/v1/responses", json={**body, "previous_response_id": second})).json()["error"]
             assert (error["param"], error["code"]) == ("previous_response_id", "invalid_value")
+            listed = await http.get(f"/v1/responses/{first}/input_items")
+            reference = {"id": listed.json()["data"][0]["id"]}
+            assert (await http.post("/v1/responses", json={**body, "input": [reference]})).status_code == 200
+            error = (await http.post("/v1/responses", json={**body, "input": [reference] * 20})).json()["error"]
+            assert (error["param"], error["code"]) == ("input[1].id", "invalid_value"), "a few bytes mean much"
 
     asyncio.run(go())
 
