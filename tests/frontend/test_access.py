@@ -533,7 +533,7 @@ def test_every_refusal_in_the_code_is_in_the_table_and_no_other() -> None:
     }
     raised |= {(status, code) for code, status in STATUS_BY_CODE.items() if status in REFUSAL_STATUSES}
     page = (ROOT / "docs" / "http_api.md").read_text()
-    table = page[page.index("### Refusals") : page.index("What fails after a stream began")]
+    table = page[page.index("### Refusals") : page.index("**After a stream began**")]
     told = {
         (int(status), code)
         for status, codes in re.findall(r"^\| (\d+) \| ([^|]*) \|", table, re.MULTILINE)
