@@ -61,62 +61,69 @@ def _engine_section(name: str) -> Section:
 
 
 SECTIONS = (
-    Section("A whole pool on one machine", "up", (UpSettings,), "Everything else keeps its default."),
-    Section("Router", "router", (ServerSettings, RouterSettings), "Selection, admission, dispatch and HTTP."),
-    Section("OpenAI surface", "router", (FrontendSettings,), "Options of `poolgrid router` too."),
+    Section("A whole pool on one machine", "up", (UpSettings,), "All other settings of the parts keep their defaults."),
+    Section(
+        "Router",
+        "router",
+        (ServerSettings, RouterSettings),
+        "How workers are chosen, how requests wait, and where the server listens.",
+    ),
+    Section(
+        "HTTP API",
+        "router",
+        (FrontendSettings,),
+        "Options of `poolgrid router` and `poolgrid global-router`. What they do: [HTTP API](http_api.md).",
+    ),
     Section(
         "Media of chat messages",
         "router",
         (MediaSettings,),
-        "Options of `poolgrid router` and `poolgrid global-router` too; what they guard against: "
-        "[multimodal.md](multimodal.md).",
+        "Options of `poolgrid router` and `poolgrid global-router`. What they guard against: [media](multimodal.md).",
     ),
     Section(
         "Global router",
         "global-router",
         (ServerSettings, GlobalRouterSettings),
-        "The document that `--config` names: [pool_grids.md](pool_grids.md). The options of the OpenAI surface are "
-        "options here too.",
+        "`--config` names a document: [pool grids](pool_grids.md). The options of the HTTP API are options here too.",
     ),
     Section(
         "Consolidator",
         "consolidator",
         (ConsolidatorSettings, ConsolidatorProcessSettings),
-        "All but `--http-port` are also options of `poolgrid router`, for the consolidator that runs inside it when "
-        "there is no `--feed-endpoint`; `--host` is then the router's own.",
+        "All but `--http-port` are also options of `poolgrid router`. They are for the consolidator that runs inside "
+        "it when there is no `--feed-endpoint`; `--host` is then the router's own.",
     ),
     Section(
         "Worker",
         "worker",
         (EngineChoice, WorkerProcessSettings),
-        "What every worker has. The engine decides which of the tables below applies besides; an option of another "
-        "one is an error, its variable is ignored. Names that several have may differ in default and range.",
+        "Every worker has these. The engine decides which of the tables below applies besides. An option of another "
+        "engine is an error, and its variable is ignored. An option of several engines may differ in default and "
+        "range.",
     ),
     *map(_engine_section, ENGINES),
     Section(
         "Closing the sockets",
         "router",
         (SecuritySettings,),
-        "The same options of `router`, `global-router`, `worker` and `consolidator`: [security.md](security.md).",
+        "`router`, `global-router`, `worker` and `consolidator` have the same options: [security](security.md).",
     ),
     Section(
         "What HTTP takes from anybody",
         "router",
         (HttpSettings,),
-        "The same options of `router`, `global-router`, `worker` and `consolidator`, for one process each: "
-        "[security.md](security.md#before-a-request-is-whole).",
+        "`router`, `global-router`, `worker` and `consolidator` have the same options, which hold for one process: "
+        "[security](security.md#before-a-request-is-whole).",
     ),
-    Section("Load generator", "bench", (BenchSettings,), "What the modes mean: [bench.md](bench.md)."),
-    Section("Simulator", "simulate", (SimulationSettings,), "What it prints: [simulate.md](simulate.md)."),
+    Section("Load generator", "bench", (BenchSettings,), "What the modes mean: [bench](bench.md)."),
+    Section("Simulator", "simulate", (SimulationSettings,), "What it prints: [simulate](simulate.md)."),
     Section(
         "Recorded traffic under other settings",
         "what-if",
         (EngineSettings, WhatIfSettings),
-        "How it works: [what_if.md](what_if.md).",
+        "How it works: [what-if](what_if.md).",
     ),
-    Section(
-        "Search for weights", "tune", (EngineSettings, TuneSettings), "How it works: [what_if.md](what_if.md#tune)."
-    ),
+    Section("Search for weights", "tune", (EngineSettings, TuneSettings), "How it works: [tune](what_if.md#tune)."),
 )
 
 MODELS: Mapping[str, type[Settings]] = {model.__name__: model for section in SECTIONS for model in section.models}
@@ -126,16 +133,21 @@ HEAD = """\
 
 <!-- Generated: python -m poolgrid.cli.configuration_page -->
 
-Every setting is declared once and has an option and an environment variable. The command line wins over the
-environment, the environment over the default; `poolgrid router` also takes `--settings-file` (TOML, settings by name),
-which wins over the default alone, and `poolgrid up` hands one on to its routers. A value out of range ends the command
-with exit status 2 and a line that names the option. `poolgrid COMMAND --help` lists the same options. A variable is
-`POOLGRID_` and the option's name in capitals. It is the same for every command that has the setting, so set
-`POOLGRID_HOST` for one process, not for a machine.
+These are the settings of every command, made from the code that reads them. `poolgrid COMMAND --help` lists the same
+options.
 
-`up`, `router`, `global-router`, `worker` and `consolidator` write one line that begins with `ready` to standard output
-once they answer, and their log to standard error. `--log-level` (`POOLGRID_LOG_LEVEL`: debug, info, warning, error) is
-an option of each; the default is info, for `up` warning.
+**Where a value comes from.** Each setting has an option and an environment variable. The command line wins over the
+environment, and the environment wins over the default. `poolgrid router` also takes `--settings-file` (TOML, settings
+by name), which wins over the default alone; `poolgrid up` hands one on to its routers.
+
+**Environment variables.** A variable is `POOLGRID_` and the option's name in capitals. It is the same for every command
+that has the setting. So set `POOLGRID_HOST` for one process, not for a machine.
+
+**Wrong values.** A value out of range ends the command with exit status 2 and a line that names the option.
+
+**What services write.** `up`, `router`, `global-router`, `worker` and `consolidator` write one line that begins with
+`ready` to standard output once they answer, and their log to standard error. Each has `--log-level`
+(`POOLGRID_LOG_LEVEL`: debug, info, warning, error). Its default is info, and warning for `up`.
 """
 
 
