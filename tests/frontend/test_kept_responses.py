@@ -83,9 +83,9 @@ def test_references_are_served_with_the_items_that_they_mean(client: openai.Open
     second = client.responses.create(model="tiny", input=conversation, tools=[TOOL])
 
     turns = [turn.split("<|im_end|>")[0] for turn in prompt_of(backend).split("<|im_start|>")[1:]]
-    assert turns[0] == "user\nThe weather"
-    assert '<tool_call>{"name": "get_weather", "arguments": {"city": "Rome"}}' in turns[1]
-    assert turns[2] == "tool\nrain"
+    assert turns[1] == "user\nThe weather"
+    assert '<tool_call>{"name": "get_weather", "arguments": {"city": "Rome"}}' in turns[2]
+    assert turns[3] == "tool\nrain"
 
     client.responses.delete(first.id)
     items = client.responses.input_items.list(second.id, order="asc").data
