@@ -51,4 +51,4 @@ def register() -> None:
     """Have Typer answer shells with these."""
     of_typer.completion_init()
     for shell, answers in (("bash", ForBash), ("zsh", ForZsh), ("fish", ForFish)):
-        of_typer.add_completion_class(answers, shell)
+        of_typer.add_completion_class(answers, shell)  # type: ignore[attr-defined]

@@ -80,12 +80,12 @@ class KeptResponses:
 
         What is kept of the request then has the items themselves: it does not depend on the responses they are from.
         """
-        references = {} if isinstance(body.input, str) else dict(_references(body.input))
+        items = [] if isinstance(body.input, str) else body.input.copy()
+        references = dict(_references(items))
         if not references:
             return
         if self.store is None or owner is None:
             raise unsupported(next(iter(references)), f"{self._why_not(owner)}; send the item itself")
-        items = body.input.copy()
         read: dict[tuple[str, Part], dict[str, msgspec.Raw]] = {}
         read_bytes = taken_bytes = 0
         for where, (index, identity) in references.items():

@@ -91,8 +91,9 @@ def test_references_are_served_with_the_items_that_they_mean(client: openai.Open
     items = client.responses.input_items.list(second.id, order="asc").data
     assert [item.id for item in items][:2] == [question.id, call.id], "what is kept is whole by itself"
     for missing in (call.id, "msg_1", "x", ""):
+        reference: Any = {"type": "item_reference", "id": missing}
         with pytest.raises(openai.NotFoundError, match="no such item") as gone:
-            client.responses.create(model="tiny", input=[result, {"type": "item_reference", "id": missing}])
+            client.responses.create(model="tiny", input=[result, reference])
         assert (gone.value.code, gone.value.param) == ("item_not_found", "input[1].id")
 
 
