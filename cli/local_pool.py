@@ -36,6 +36,7 @@ from poolgrid.cli.launch_plan import (
     plan_real,
     simulated_limits,
 )
+from poolgrid.cli.options import environment_name
 from poolgrid.cli.part import START_TIMEOUT_S, STOP_TIMEOUT_S, Part, PartFailed, part_environment, stop_parts
 from poolgrid.cli.pool_status import until_workers_are_ready
 from poolgrid.frontend.models import TINY_MODEL_PATH
@@ -79,6 +80,10 @@ _OF_SIMULATED = (
     "output_tokens_stddev",
     "pools",
 )
+_OF_OWN_WORKERS = (
+    *("engine", "workers", "prefill", "decode", "encode", "modality", "pools", "dry_run", "block_size"),
+    *("engine_args", "prefill_engine_args", "decode_engine_args", "encode_engine_args", "encode_option"),
+)
 _OF_REAL = ("gpus", "worker_gpus", "prefill_gpus", "decode_gpus", "encode_gpus")
 
 
@@ -91,6 +96,21 @@ class UpSettings(Settings):
         "simulated, the same topology without them.",
     )
 
+    front: tuple[Option, ...] = Field(
+        (),
+        max_length=256,
+        description="URL of an engine's own server that runs already, as http://gpu1:8000; may be repeated. Which "
+        "engine it is, its model and its block size are asked of it; a worker goes in front of each.",
+    )
+    front_prefill: tuple[Option, ...] = Field(
+        (), max_length=256, description="The same for servers that compute prompts for those of front_decode."
+    )
+    front_decode: tuple[Option, ...] = Field(
+        (), max_length=256, description="The same for servers that go on where those of front_prefill end."
+    )
+    engine_api_key: str = Field(
+        "", max_length=4096, description="API key that these servers ask for; better given in the environment."
+    )
     pools: Path | None = Field(
         None,
         description="Pool-grid document: run a whole fleet from it instead of one pool, each pool with a router and "
@@ -224,6 +244,8 @@ class UpSettings(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.has_fronts:
+            return self._check_front()
         wrong = _OF_SIMULATED if self.real else _OF_REAL
         for name in wrong:
             if name in self.model_fields_set and getattr(self, name) != type(self).model_fields[name].default:
@@ -240,6 +262,26 @@ class UpSettings(Settings):
         if not self.whole_workers + self.decode:
             raise ValueError("workers and decode are 0: nobody would generate tokens")
         return self
+
+    def _check_front(self) -> Self:
+        """Refuse what says of workers what servers that run already have settled."""
+        for name in (*_OF_SIMULATED, *_OF_REAL, *_OF_OWN_WORKERS):
+            if name in self.model_fields_set and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r} with front: the servers run already, and have theirs"
+                )
+        if self.front_prefill and not self.front_decode:
+            raise ValueError("front_prefill is given without front_decode: what is computed there goes on nowhere")
+        return self
+
+    @property
+    def has_fronts(self) -> bool:
+        """Return whether the pool is in front of servers that run already."""
+        return bool(self.front or self.front_prefill or self.front_decode)
+
+    def fronts(self) -> dict[str, tuple[str, ...]]:
+        """Return the servers' URLs by what their workers do."""
+        return {"aggregated": self.front, "prefill": self.front_prefill, "decode": self.front_decode}
 
     @property
     def real(self) -> bool:
@@ -381,13 +423,23 @@ class LocalPool:
     """All parts of a pool on this machine."""
 
     def __init__(
-        self, settings: UpSettings, data_dir: Path, model: PromptModel, workers: Sequence[PlannedWorker]
+        self,
+        settings: UpSettings,
+        data_dir: Path,
+        model: PromptModel,
+        workers: Sequence[PlannedWorker],
+        what: str = "",
     ) -> None:
+        """``what`` is what serves, for people; empty = workers with the engine of the settings."""
+        self._what = what or counted(len(workers), f"{settings.engine} worker")
         self._settings = settings
         self._data_dir = data_dir
         self._model = model
         self._planned = workers
         self._environment = part_environment()
+        if settings.engine_api_key:
+            # Not among the arguments, which everybody on the machine may read.
+            self._environment[environment_name("engine_api_key")] = settings.engine_api_key
         self._consolidator: Part | None = None
         self._router: Part | None = None
         self._workers: list[Part] = []
@@ -432,9 +484,9 @@ class LocalPool:
     def greeting(self, url: str) -> str:
         """Return what a newcomer should know."""
         settings = self._settings
-        what = counted(len(self._planned), f"{settings.engine} worker")
-        shown = ": one worker computed the prompt, another one goes on" if settings.prefill else ""
-        return greeting(what, url, settings.model_name, settings.api_keys is not None, shown)
+        apart = settings.prefill or settings.front_prefill
+        shown = ": one worker computed the prompt, another one goes on" if apart else ""
+        return greeting(self._what, url, settings.model_name, settings.api_keys is not None, shown)
 
     async def _start_worker(self, planned: PlannedWorker) -> Part:
         settings = self._settings

@@ -29,6 +29,8 @@ def run_up(settings: UpSettings) -> int:
     """Run a pool until SIGINT or SIGTERM; return the exit status."""
     try:
         logs.configure("up", settings.log_level)
+        if settings.has_fronts:
+            return run_front(settings)
         # A plan with a real engine needs no model: it may be on another machine.
         model = None if settings.dry_run and settings.real else PromptModel.load(settings.model_path)
         if settings.pools is not None and model is not None:
@@ -44,6 +46,19 @@ def run_up(settings: UpSettings) -> int:
         for warning in worker.warnings:
             log.warning("%s: %s", worker.name, warning)
     return _run(lambda directory: LocalPool(settings, settings.data_dir or directory, model, workers))
+
+
+def run_front(settings: UpSettings) -> int:
+    """Run a pool in front of servers that run already; return the exit status. Raises ``ValueError``."""
+    from poolgrid.cli.front import plan_front
+
+    front = plan_front(settings)
+    model = PromptModel.load(front.settings.model_path)
+    for note in front.notes:
+        log.warning("%s", note)
+    return _run(
+        lambda directory: LocalPool(front.settings, settings.data_dir or directory, model, front.workers, front.what)
+    )
 
 
 def run_fleet(settings: UpSettings, path: Path, model: PromptModel) -> int:

@@ -54,6 +54,8 @@ class LegPlan:
         """The encode leg whose embeddings are kept until the leg that computes the prompt has them."""
         self.prefill_params: bytes | None = None
         """What the prefill leg returned, for the decode leg."""
+        self.prefill_emitted = True
+        """Whether it gave the first token out."""
         self.encode_params: bytes | None = None
         """What the encode leg returned, for the leg that computes the prompt."""
         self.encodes_itself = False
@@ -130,9 +132,11 @@ class LegPlan:
         self.current = dispatch
         emitted = len(output) // 4
         if stage is Stage.DECODE:
-            # It continues the prompt that the prefill leg was given, whose first token is out already.
-            emitted -= 1
-            dispatch.repeated = bytes(output[-4:])
+            # It continues the prompt that the prefill leg was given, whose first token is out already. Some engines
+            # leave that token to whoever decodes.
+            if self.prefill_emitted:
+                emitted -= 1
+                dispatch.repeated = bytes(output[-4:])
         elif stage is Stage.ENCODE:
             self.encode_legs += 1
             emitted = 0

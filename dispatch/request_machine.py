@@ -604,6 +604,7 @@ def _keep_kv(machine: RequestMachine, event: _Event) -> None:
     plan = machine.plan
     plan.kept, plan.current = event.dispatch, None
     plan.prefill_params = event.word.disaggregated_params or b""
+    plan.prefill_emitted = bool(plan.kept.position)
 
 
 def _keep_embeddings(machine: RequestMachine, event: _Event) -> None:

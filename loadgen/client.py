@@ -1,21 +1,21 @@
-"""A lean HTTP/1.1 client for streamed completions: asyncio protocols, httptools, a keep-alive pool, typed SSE parsing.
+"""Streamed completions as a load generator wants them: typed SSE parsing on the lean client of ``runtime``.
 
-One ``Connection`` carries one ``Exchange`` at a time. Everything the network does wrong becomes ``RequestFailed`` with
-a kind that a report can count. A response without an end (no ``[DONE]``, no finish reason) is a failure, never a short
-answer. Times are read once per arrival of bytes; chunks that arrive together share the gap before them evenly.
+A response without an end (no ``[DONE]``, no finish reason) is a failure, never a short answer. Times are read once per
+arrival of bytes; chunks that arrive together share the gap before them evenly.
 """
 
 from __future__ import annotations
 
-import asyncio
-import ssl
 from typing import Any
-from urllib.parse import urlsplit
 
-import httptools
 import msgspec
 
+from poolgrid.runtime import http_client
 from poolgrid.runtime.clock import Clock
+from poolgrid.runtime.http_client import HttpClient, RequestFailed, bearer, excerpt
+from poolgrid.runtime.http_target import Target
+
+__all__ = ["Client", "Exchange", "RequestFailed", "Target", "Usage"]
 
 ERROR_BODY_BYTES_MAX = 2048
 """How much of an error answer is kept for the report."""
@@ -23,39 +23,8 @@ ERROR_BODY_BYTES_MAX = 2048
 EVENT_BYTES_MAX = 8 * 1024 * 1024
 """Longest single SSE line: a chunk with the log probabilities of a long prompt stays below."""
 
-HEADERS_BYTES_MAX = 64 * 1024
-"""Response headers beyond this end the connection; servers in use stay below 16 KiB."""
-
 ANSWER_CHARS_MAX = 64 * 1024 * 1024
 """Text kept of one answer; a longer one is a failure, for it is no answer to the tokens asked for."""
-
-
-class RequestFailed(Exception):
-    """One request did not succeed; ``kind`` is what reports count by."""
-
-    def __init__(self, kind: str, detail: str) -> None:
-        self.kind = kind
-        self.detail = detail
-        super().__init__(f"{kind}: {detail}")
-
-
-class Target:
-    """Where requests go: the parts of an endpoint's URL, with or without a trailing ``/v1``."""
-
-    def __init__(self, url: str) -> None:
-        try:
-            parts = urlsplit(url)
-            port = parts.port
-        except ValueError as error:
-            raise ValueError(f"reading the URL {url!r}: {error}") from None
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"reading the URL {url!r}: allowed are http://HOST[:PORT] and https://HOST[:PORT]")
-        self.secure = parts.scheme == "https"
-        self.host = parts.hostname
-        self.port = port or (443 if self.secure else 80)
-        self.authority = parts.netloc.rpartition("@")[2]
-        self.path = parts.path.rstrip("/").removesuffix("/v1")
-        self.url = f"{parts.scheme}://{self.authority}{self.path}"
 
 
 class _Delta(msgspec.Struct, gc=False):
@@ -96,7 +65,7 @@ class _Chunk(msgspec.Struct, gc=False):
 _decode_chunk = msgspec.json.Decoder(_Chunk).decode
 
 
-class Exchange:
+class Exchange(http_client.Exchange):
     """One request and what its answer has brought so far."""
 
     __slots__ = (
@@ -110,9 +79,7 @@ class Exchange:
         "first_ms",
         "gaps_ms",
         "last_ms",
-        "now_ms",
         "retry_after",
-        "status",
         "texts",
         "texts_chars",
         "usage",
@@ -120,10 +87,9 @@ class Exchange:
     )
 
     def __init__(self) -> None:
-        self.status = 0
+        super().__init__()
         self.worker: str | None = None
         self.retry_after: str | None = None
-        self.now_ms = 0.0
         self.first_ms: float | None = None
         """When the first text arrived."""
         self.last_ms = 0.0
@@ -143,6 +109,13 @@ class Exchange:
     def text(self) -> str:
         """The whole answer."""
         return "".join(self.texts)
+
+    def take_header(self, name: bytes, value: bytes) -> None:
+        """Keep the headers that a report needs."""
+        if name == b"x-poolgrid-worker":
+            self.worker = value.decode(errors="replace")
+        elif name == b"retry-after":
+            self.retry_after = value.decode(errors="replace")
 
     def take_body(self, data: bytes) -> None:
         """Take a piece of the response body."""
@@ -166,9 +139,9 @@ class Exchange:
         try:
             chunk = _decode_chunk(data)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise RequestFailed("protocol", f"a chunk does not decode ({error}): {_excerpt(data)}") from None
+            raise RequestFailed("protocol", f"a chunk does not decode ({error}): {excerpt(data)}") from None
         if chunk.error is not None:
-            raise RequestFailed("stream-error", _excerpt(msgspec.json.encode(chunk.error)))
+            raise RequestFailed("stream-error", excerpt(msgspec.json.encode(chunk.error)))
         if chunk.usage is not None:
             self.usage = chunk.usage
         for choice in chunk.choices:
@@ -203,154 +176,15 @@ class Exchange:
         self.finished_ms = self.now_ms
         if self.status != 200:
             retry = f" (Retry-After: {self.retry_after})" if self.retry_after is not None else ""
-            raise RequestFailed(f"http-{self.status}", f"{_excerpt(self._body)}{retry}")
+            raise RequestFailed(f"http-{self.status}", f"{excerpt(self._body)}{retry}")
         if not self.done and self.finish_reason is None:
             raise RequestFailed("stream-cut", f"the stream ended after {self.chunks} chunks without an end mark")
 
-
-def _excerpt(data: bytes) -> str:
-    return data[:300].decode(errors="replace")
-
-
-class Connection(asyncio.Protocol):
-    """One keep-alive connection; carries one exchange at a time."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._parser = httptools.HttpResponseParser(self)
-        self._exchange: Exchange | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self._complete = False
-        self._fault: RequestFailed | None = None
-        self._keep = False
-        self._headers_bytes = 0
-        self._transport: asyncio.Transport | None = None
-        self.usable = False
-        """Whether another request may follow on this connection."""
-        self.used = False
-        """Whether an exchange ended well on it before: then an early end may be the server's idle timeout."""
-
-    async def send(self, head_and_body: tuple[bytes, bytes], exchange: Exchange) -> None:
-        """Send a request and fill ``exchange`` from the answer, to its end."""
-        assert self._transport is not None
-        assert self._exchange is None, "one exchange at a time"
-        self._exchange = exchange
-        self._complete = False
-        self._headers_bytes = 0
-        self._waiter = asyncio.get_running_loop().create_future()
-        self._transport.writelines(head_and_body)
-        try:
-            await self._waiter
-        except BaseException:
-            self.close()
-            raise
-        finally:
-            self._exchange = None
-            self._waiter = None
-        self.used = True
-
-    def close(self) -> None:
-        """End the connection at once."""
-        self.usable = False
-        if self._transport is not None:
-            self._transport.abort()
-
-    # asyncio.Protocol
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Take the transport."""
-        assert isinstance(transport, asyncio.Transport) or hasattr(transport, "writelines")
-        self._transport = transport  # type: ignore[assignment]
-        self.usable = True
-
-    def data_received(self, data: bytes) -> None:
-        """Parse what arrived, with one look at the clock."""
-        exchange = self._exchange
-        if exchange is None:
-            self.close()  # nobody asked
-            return
-        exchange.now_ms = self._clock.monotonic_ms()
-        try:
-            self._parser.feed_data(data)
-            exchange.end_of_read()
-            if self._fault is not None:
-                raise self._fault
-            if self._complete:
-                self.usable = self.usable and self._keep
-                exchange.conclude()
-                self._settle(None)
-        except httptools.HttpParserError as error:
-            self._settle(RequestFailed("protocol", f"not an HTTP response ({error}): {_excerpt(data)}"))
-        except RequestFailed as error:
-            self._settle(error)
-
-    def eof_received(self) -> bool:
-        """Close when the server does."""
-        return False
-
-    def connection_lost(self, error: Exception | None) -> None:
-        """End the exchange: an answer without a length ends here, too."""
-        self.usable = False
-        exchange = self._exchange
-        if exchange is None:
-            return
-        if exchange.status == 0:
-            self._settle(RequestFailed("disconnect", f"the server closed the connection without an answer ({error})"))
-        elif exchange.status == 200 and exchange.done:
-            exchange.finished_ms = exchange.now_ms
-            self._settle(None)
-        else:
-            self._settle(
-                RequestFailed(
-                    "disconnect", f"the server closed the connection after {exchange.chunks} chunks ({error})"
-                )
-            )
-
-    def _settle(self, error: RequestFailed | None) -> None:
-        if error is not None and not error.kind.startswith("http-"):
-            self.usable = False
-        waiter = self._waiter
-        if waiter is None or waiter.done():
-            return
-        if error is None:
-            waiter.set_result(None)
-        else:
-            waiter.set_exception(error)
-
-    # httptools
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep the headers that a report needs."""
-        self._headers_bytes += len(name) + len(value)
-        if self._headers_bytes > HEADERS_BYTES_MAX:
-            self._fault = RequestFailed("protocol", f"response headers exceed {HEADERS_BYTES_MAX} bytes")
-            return
-        exchange = self._exchange
-        assert exchange is not None
-        key = name.lower()
-        if key == b"x-poolgrid-worker":
-            exchange.worker = value.decode(errors="replace")
-        elif key == b"retry-after":
-            exchange.retry_after = value.decode(errors="replace")
-
-    def on_headers_complete(self) -> None:
-        """Learn the status before the body comes."""
-        assert self._exchange is not None
-        self._exchange.status = self._parser.get_status_code()
-        self._keep = self._parser.should_keep_alive()
-
-    def on_body(self, data: bytes) -> None:
-        """Hand the body to the exchange."""
-        assert self._exchange is not None
-        if self._fault is None:
-            try:
-                self._exchange.take_body(data)
-            except RequestFailed as error:
-                self._fault = error  # raised through the parser it would lose its kind
-
-    def on_message_complete(self) -> None:
-        """The answer is whole."""
-        self._complete = True
+    def cut_off(self, error: Exception | None) -> None:
+        """Take an answer without a length, which ends with its connection."""
+        if self.status != 200 or not self.done:
+            raise RequestFailed("disconnect", f"the server closed the connection after {self.chunks} chunks ({error})")
+        self.finished_ms = self.now_ms
 
 
 class Client:
@@ -365,75 +199,18 @@ class Client:
         connect_timeout_s: float = 10.0,
         request_timeout_s: float = 600.0,
     ) -> None:
-        self._target = target
-        self._clock = clock
-        self._connect_timeout_s = connect_timeout_s
         self._request_timeout_s = request_timeout_s
-        self._idle: list[Connection] = []
-        self._ssl = ssl.create_default_context() if target.secure else None
-        lines = [
-            f"Host: {target.authority}",
-            "Content-Type: application/json",
-            "Accept: text/event-stream",
-            "User-Agent: poolgrid-bench",
-        ]
+        headers = ["Content-Type: application/json", "Accept: text/event-stream", "User-Agent: poolgrid-bench"]
         if api_key:
-            if not api_key.isprintable() or not api_key.isascii():
-                raise ValueError("reading the API key: it holds characters that an HTTP header cannot carry")
-            lines.append(f"Authorization: Bearer {api_key}")
-        self._headers = "\r\n".join(lines)
+            headers.append(bearer(api_key))
+        self._http = HttpClient(target, clock, headers, connect_timeout_s=connect_timeout_s)
 
     async def post(self, path: str, body: bytes) -> Exchange:
-        """Send one request and return its finished exchange, or raise ``RequestFailed``.
-
-        A reused connection that the server closed before it answered is replaced, once, by a new one.
-        """
-        head = (
-            f"POST {self._target.path}{path} HTTP/1.1\r\n{self._headers}\r\nContent-Length: {len(body)}\r\n\r\n"
-        ).encode()
-        try:
-            async with asyncio.timeout(self._request_timeout_s):
-                while True:
-                    connection = await self._acquire()
-                    exchange = Exchange()
-                    reused = connection.used
-                    try:
-                        await connection.send((head, body), exchange)
-                    except RequestFailed as error:
-                        if reused and error.kind == "disconnect" and exchange.status == 0:
-                            continue
-                        raise
-                    finally:
-                        self._release(connection)
-                    return exchange
-        except TimeoutError:
-            raise RequestFailed("timeout", f"no whole answer within {self._request_timeout_s} s") from None
+        """Send one request and return its finished exchange, or raise ``RequestFailed``."""
+        exchange = Exchange()
+        await self._http.send("POST", path, body, exchange, timeout_s=self._request_timeout_s)
+        return exchange
 
     def close(self) -> None:
         """Close the idle connections."""
-        for connection in self._idle:
-            connection.close()
-        self._idle.clear()
-
-    def _release(self, connection: Connection) -> None:
-        if connection.usable:
-            self._idle.append(connection)
-        else:
-            connection.close()
-
-    async def _acquire(self) -> Connection:
-        while self._idle:
-            connection = self._idle.pop()
-            if connection.usable:
-                return connection
-        target = self._target
-        try:
-            async with asyncio.timeout(self._connect_timeout_s):
-                _, made = await asyncio.get_running_loop().create_connection(
-                    lambda: Connection(self._clock), target.host, target.port, ssl=self._ssl
-                )
-        except TimeoutError:
-            raise RequestFailed("connect", f"{target.url}: no connection within {self._connect_timeout_s} s") from None
-        except OSError as error:
-            raise RequestFailed("connect", f"{target.url}: {error}") from None
-        return made
+        self._http.close()

@@ -66,11 +66,11 @@ class RequestBooks:
             self.record.realised(decision.request.request_id, decision.attempt, cached_tokens)
 
     def heard(self, machine: RequestMachine, heard: Heard) -> None:
-        """Take note of a leg's first output: how much of the prompt its worker reused."""
+        """Take note of how much of the prompt a leg's worker reused: at its first output, or at its end."""
         cached_tokens = heard.delta.cached_tokens
         if cached_tokens is not None:
             self.realised(heard.dispatch.id, cached_tokens)
-            if heard.first and heard.dispatch.number == machine.plan.encode_legs + machine.crowded:
+            if heard.dispatch.number == machine.plan.encode_legs + machine.crowded:
                 self._metrics.overlap_realised_tokens.value += cached_tokens
 
     def release(self, machine: RequestMachine, dispatch: Dispatch) -> None:

@@ -37,7 +37,7 @@ from poolgrid.router.view import RouterView
 from poolgrid.router.waiting import WaitingLine
 from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.tasks import Restart, cancel_all, supervised
-from poolgrid.wire.events import JournalRecord, RequestStarted
+from poolgrid.wire.events import JournalRecord, RequestFinished, RequestStarted
 from poolgrid.wire.identifiers import Stage
 
 log = logging.getLogger(__name__)
@@ -149,7 +149,10 @@ class RouterService:
         for record in records:
             for event in record.events:
                 # Also of requests that were only placed here, and whose tokens go past this router.
-                if isinstance(event, RequestStarted):
+                if type(event) is RequestStarted:
+                    if not event.cached_later:
+                        self.books.realised(event.request_id, event.cached_tokens)
+                elif type(event) is RequestFinished and event.cached_tokens is not None:
                     self.books.realised(event.request_id, event.cached_tokens)
         self._metrics.records_applied.inc(len(records))
         self._after_records()

@@ -36,6 +36,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "workers.core": ("wire",),
     "workers.engines.simulated.core": ("wire", "workers.core"),
     "workers.engines.trtllm.core": ("wire", "workers.core"),
+    "workers.engines.server.core": ("wire", "workers.core"),
+    "workers.engines.vllm.core": ("wire", "workers.core", "workers.engines.server.core"),
     "workers": ("wire", "runtime"),
     "simulation": (
         "wire",
@@ -66,6 +68,8 @@ PURE = (
     "workers.core",
     "workers.engines.simulated.core",
     "workers.engines.trtllm.core",
+    "workers.engines.server.core",
+    "workers.engines.vllm.core",
 )
 
 BANNED_IN_PURE = {
@@ -88,6 +92,7 @@ REGISTRY = "workers.engines.registry"
 WORDS_OF_ENGINES = {
     "simulated": ("simulated", "simulation"),
     "trtllm": ("trtllm", "tensorrt"),
+    "vllm": ("vllm",),
 }
 """By the directory of each engine: words that no module of ``workers`` has that is in no
 engine's directory, the registry excepted."""

@@ -25,6 +25,7 @@ NAVIGATION: Mapping[str, Sequence[str]] = {
         "docs/metrics",
         "docs/security",
         "docs/attacks",
+        "docs/stock_engines",
         "docs/disaggregation",
         "docs/global_router",
         "docs/pool_grids",

@@ -77,6 +77,9 @@ class RequestStarted(Event, frozen=True):
     cached_tokens: U32
     active_blocks: U32
     """Blocks that the request occupies now, shared ones included."""
+    cached_later: bool = False
+    """Whether ``cached_tokens`` is an estimate: the engine says only at the end how much it reused
+    (``RequestFinished.cached_tokens``)."""
 
 
 @final
@@ -101,6 +104,8 @@ class RequestFinished(Event, frozen=True):
     request_id: Identifier
     reason: Text
     """``stop``, ``length``, ``cancelled``, ``error`` or ``migrated``."""
+    cached_tokens: U32 | None = None
+    """Prompt tokens that were reused, where the engine says so only at the end."""
 
 
 @final

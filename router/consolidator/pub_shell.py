@@ -1,54 +1,40 @@
-"""The sockets of one publisher: a subscription, its monitor, and a DEALER for replays.
+"""The publishers that a consolidator follows: what their followers say becomes turns of the core.
 
-``PubShell`` holds the sockets and hands what comes to whoever follows the publisher. Two kinds of them: ``EngineShell``
-for an engine that is a worker by itself, ``FurtherShell`` for a further source of a worker that joins by itself.
+``PubShell`` owns the sockets of one (``poolgrid.runtime.publisher_sockets``). Two kinds of them: ``EngineShell`` for an
+engine that is a worker by itself, ``FurtherShell`` for a further source of a worker that joins by itself.
 """
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import logging
-import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from poolgrid.router.consolidator.core.consolidator import Consolidator, MemberJoined, MemberLeft, Turn
 from poolgrid.router.consolidator.core.further_source import FollowerLimits, FurtherSource
 from poolgrid.router.consolidator.core.pool_state import PoolState
-from poolgrid.router.consolidator.core.pub_source import AskReplay, Leave, NewLife, PubEffect, PubFollower, SourceState
 from poolgrid.router.consolidator.sources_file import FurtherPub, Publisher, PubSource
+from poolgrid.runtime import publisher_sockets
 from poolgrid.runtime.clock import Clock
-from poolgrid.runtime.planes import leave_plain
-from poolgrid.runtime.zmq_socket import BatchSocket
+from poolgrid.runtime.publisher_sockets import PublisherSockets
 from poolgrid.wire.events import EventBatch
 from poolgrid.wire.identifiers import StreamState, WorkerKey
-from poolgrid.wire.limits import FRAME_BYTES_MAX
+from poolgrid.wire.publishers.follower import AskReplay, Leave, NewLife, PubEffect, PubFollower, SourceState
 from poolgrid.wire.streams import WORKER_SOURCE
 
 log = logging.getLogger(__name__)
 
 TakeTurn = Callable[[Callable[[Consolidator, Turn], None]], None]
 
-seq_frame = struct.Struct(">Q")
-"""The frame in which a PUB engine numbers its messages, u64 big-endian (vLLM's `ZmqEventPublisher`)."""
-
-SUBSCRIPTION_QUEUE_MAX = 20_000
-"""Frames that ZMQ keeps while we are busy; beyond it they are lost, which the follower sees as a hole."""
-
-_monitors = itertools.count()
-"""Numbers the sockets that tell of connections: their addresses are names in this process."""
-
 WAITING = "waiting"
 """What is shown of a further source whose worker is no member."""
 
 
-class Followed(Protocol):
-    """Who follows a publisher: inputs in order, effects out."""
+class Followed(publisher_sockets.Followed, Protocol):
+    """Who follows a publisher for the pool: its inputs and effects, and what is shown of it."""
 
     @property
     def counts(self) -> dict[str, int]:
@@ -58,34 +44,6 @@ class Followed(Protocol):
     @property
     def health(self) -> tuple[StreamState, str]:
         """Return how far the stream can be trusted, and why."""
-        ...
-
-    def connected(self, now_ms: float, wall_ms: int) -> Sequence[PubEffect]:
-        """The subscription reached the publisher (again)."""
-        ...
-
-    def disconnected(self, now_ms: float) -> Sequence[PubEffect]:
-        """The connection is gone."""
-        ...
-
-    def live(self, seq: int, payload: bytes, now_ms: float, wall_ms: int) -> Sequence[PubEffect]:
-        """A frame of the subscription."""
-        ...
-
-    def replayed(self, seq: int, payload: bytes, now_ms: float, wall_ms: int) -> Sequence[PubEffect]:
-        """A frame of the replay socket."""
-        ...
-
-    def tick(self, now_ms: float, wall_ms: int) -> Sequence[PubEffect]:
-        """Time has passed."""
-        ...
-
-    def due_ms(self) -> float | None:
-        """Return when ``tick`` has something to do."""
-        ...
-
-    def count_undecodable(self) -> None:
-        """Count a message that is none."""
         ...
 
 
@@ -106,22 +64,13 @@ class PubShell(ABC):
         self.source = source
         self.refused: str | None = None
         """Why the pool does not take this publisher, if so."""
-        self._context = context
         self._take_turn = take_turn
         self._clock = clock
         self._pool = pool
-        self._lease_ms = lease_ms
         self._followed = followed
-        self._timer: asyncio.TimerHandle | None = None
-        self._paused = False
         self._told = StreamState.SYNCING
         """What the pool was last told of the stream."""
-        self._subscription: zmq.Socket[bytes] | None = None
-        self._monitor: zmq.Socket[bytes] | None = None
-        self._replay: zmq.Socket[bytes] | None = None
-        self._replay_inbox: BatchSocket | None = None
-        self._inboxes: list[BatchSocket] = []
-        """Of the subscription and its monitor."""
+        self._sockets = PublisherSockets(self.name, source, context, clock, lease_ms, followed, self._carry_out)
 
     @property
     @abstractmethod
@@ -177,144 +126,33 @@ class PubShell(ABC):
 
     def pause(self) -> None:
         """Take nothing in: the journal does not take it."""
-        self._paused = True
-        for inbox in (*self._inboxes, self._replay_inbox):
-            if inbox is not None:
-                inbox.pause()
+        self._sockets.pause()
 
     def resume(self) -> None:
         """Go on."""
-        self._paused = False
-        for inbox in (*self._inboxes, self._replay_inbox):
-            if inbox is not None:
-                inbox.resume()
-        self._arm()
+        self._sockets.resume()
 
     def close(self) -> None:
         """Close the sockets."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        for inbox in self._inboxes:
-            inbox.stop()
-        self._inboxes = []
-        if self._subscription is not None:
-            self._subscription.monitor(None, 0)
-            if self._monitor is not None:
-                self._monitor.close()  # not before: see ``_monitored``
-            self._subscription.close()
-            self._subscription = self._monitor = None
-        self._close_replay()
-
-    def _close_replay(self) -> None:
-        if self._replay_inbox is not None:
-            self._replay_inbox.stop()
-            self._replay_inbox = None
-        if self._replay is not None:
-            self._replay.close()
-            self._replay = None
+        self._sockets.close()
 
     def _open(self) -> None:
         """Subscribe, or say why that fails: one publisher is no reason for the others' events to stay away."""
         try:
-            self._subscribe()
+            self._sockets.open()
         except zmq.ZMQError as error:
             self.refused = f"connecting to its endpoint {self.source.endpoint!r} failed: {error}"
             log.error("PUB source %s is not followed: %s", self.name, self.refused)
             self.close()
-
-    def _subscribe(self) -> None:
-        """Subscribe. A publisher that says nothing for the lease, not even its socket, has lost its connection."""
-        subscription: zmq.Socket[bytes] = self._context.socket(zmq.SUB)
-        self._subscription = subscription
-        leave_plain(subscription)  # engines publish without CURVE
-        subscription.setsockopt(zmq.LINGER, 0)
-        subscription.setsockopt(zmq.RCVHWM, SUBSCRIPTION_QUEUE_MAX)
-        subscription.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
-        subscription.setsockopt(zmq.SUBSCRIBE, self.source.topic.encode())
-        subscription.setsockopt(zmq.RECONNECT_IVL, 50)
-        subscription.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        # ZMQ's own sign of life: one whose machine vanished, or that stands still, never ends its connection.
-        subscription.setsockopt(zmq.HEARTBEAT_IVL, max(1, self._lease_ms // 3))
-        subscription.setsockopt(zmq.HEARTBEAT_TIMEOUT, self._lease_ms)
-        self._monitor = self._monitored(subscription)
-        self._inboxes = [BatchSocket(self._monitor, self._on_monitor), BatchSocket(subscription, self._on_live)]
-        for inbox in self._inboxes:
-            if self._paused:
-                inbox.pause()
-            inbox.start()
-        subscription.connect(self.source.endpoint)
-
-    def _monitored(self, subscription: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
-        """Return a socket that tells of the subscription's connection.
-
-        ZMQ's thread waits when it cannot tell: with the subscription's lock, so that whoever closes it waits for ever.
-        The queue has no bound therefore (two events a connection), and the socket outlives the monitoring.
-        """
-        address = f"inproc://pub-monitor-{next(_monitors)}"
-        subscription.monitor(address, zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        monitor: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
-        monitor.setsockopt(zmq.LINGER, 0)
-        monitor.setsockopt(zmq.RCVHWM, 0)
-        monitor.connect(address)
-        return monitor
-
-    # Inputs
-
-    def _on_monitor(self, messages: list[list[bytes]]) -> None:
-        effects: list[PubEffect] = []
-        for frames in messages:
-            event = parse_monitor_message(frames)["event"]
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                log.info("PUB source %s: connected to %s", self.name, self.source.endpoint)
-                effects += self._followed.connected(self._clock.monotonic_ms(), self._clock.wall_ms())
-            elif event == zmq.EVENT_DISCONNECTED:
-                log.warning("PUB source %s: connection lost", self.name)
-                effects += self._followed.disconnected(self._clock.monotonic_ms())
-        self._carry_out(effects)
-
-    def _on_live(self, messages: list[list[bytes]]) -> None:
-        now_ms, wall_ms = self._clock.monotonic_ms(), self._clock.wall_ms()
-        effects: list[PubEffect] = []
-        for frames in messages:
-            if len(frames) < 2 or len(frames[-2]) != 8:
-                self._followed.count_undecodable()
-                continue
-            effects += self._followed.live(seq_frame.unpack(frames[-2])[0], frames[-1], now_ms, wall_ms)
-        self._carry_out(effects)
-
-    def _on_replay(self, messages: list[list[bytes]]) -> None:
-        now_ms, wall_ms = self._clock.monotonic_ms(), self._clock.wall_ms()
-        effects: list[PubEffect] = []
-        for frames in messages:
-            if len(frames) < 2 or len(frames[-2]) != 8:
-                self._followed.count_undecodable()
-                continue
-            effects += self._followed.replayed(seq_frame.unpack(frames[-2])[0], frames[-1], now_ms, wall_ms)
-            if any(isinstance(effect, AskReplay) for effect in effects):
-                break  # the rest answers a question that no longer stands
-        self._carry_out(effects)
-
-    def _on_timer(self) -> None:
-        self._timer = None
-        if not self._paused:
-            self._carry_out(self._followed.tick(self._clock.monotonic_ms(), self._clock.wall_ms()))
-
-    # Effects
 
     @abstractmethod
     def _apply(self, effect: PubEffect, core: Consolidator, turn: Turn) -> None:
         """Carry out what concerns the pool."""
 
     def _carry_out(self, effects: Sequence[PubEffect]) -> None:
-        asked: AskReplay | None = None
-
         def work(core: Consolidator, turn: Turn) -> None:
-            nonlocal asked
             for effect in effects:
-                if isinstance(effect, AskReplay):
-                    asked = effect
-                else:
+                if not isinstance(effect, AskReplay):
                     self._apply(effect, core, turn)
             state, reason = self._followed.health
             core.note_stream(self.key, self.source_name, state, reason, turn)
@@ -322,40 +160,6 @@ class PubShell(ABC):
         if effects or self._followed.health[0] is not self._told:
             self._told = self._followed.health[0]
             self._take_turn(work)
-        if asked is not None:
-            self._ask(asked)
-        self._arm()
-
-    def _ask(self, ask: AskReplay) -> None:
-        # A socket of its own for each request: what still comes on the old one answers a question of the past.
-        self._close_replay()
-        self._replay = self._context.socket(zmq.DEALER)
-        leave_plain(self._replay)
-        self._replay.setsockopt(zmq.LINGER, 0)
-        self._replay.setsockopt(zmq.RCVHWM, 0)  # the engine's own buffer is the bound; dropping would be a hole
-        self._replay.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
-        try:
-            self._replay.connect(self.source.replay_endpoint)
-            self._replay.send_multipart([b"", seq_frame.pack(ask.from_seq)], zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            # Like an answer that does not come: asked again when it is due, and a loss in the end.
-            log.error("PUB source %s: asking %s for a replay failed: %s", self.name, self.source.replay_endpoint, error)
-            self._close_replay()
-            return
-        self._replay_inbox = BatchSocket(self._replay, self._on_replay)
-        if self._paused:
-            self._replay_inbox.pause()
-        self._replay_inbox.start()
-        log.info("PUB source %s: asked for a replay from frame %d", self.name, ask.from_seq)
-
-    def _arm(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        due_ms = self._followed.due_ms()
-        if due_ms is not None and not self._paused:
-            wait_ms = max(1.0, due_ms - self._clock.monotonic_ms())
-            self._timer = asyncio.get_running_loop().call_later(wait_ms / 1000, self._on_timer)
 
 
 class EngineShell(PubShell):
@@ -480,6 +284,7 @@ class FurtherShell(PubShell):
         self.refused = None
         self._open()
         self._carry_out([])
+        self._sockets.arm()
 
     def _apply(self, effect: PubEffect, core: Consolidator, turn: Turn) -> None:
         if isinstance(effect, EventBatch) and not core.take(effect, turn) and self.refused is None:

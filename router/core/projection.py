@@ -135,13 +135,16 @@ class Projection:
                 )
                 if worker is not None:
                     worker.requests_total += 1
-                self.trust.started(key, event.request_id, event.cached_tokens)
+                if not event.cached_later:
+                    self.trust.started(key, event.request_id, event.cached_tokens)
             elif type(event) is PrefillCompleted:
                 self.ledger.prefill_completed(key, event.request_id)
             elif type(event) is RequestProgressed:
                 self.ledger.progressed(key, event.request_id, event.active_blocks)
             elif type(event) is RequestFinished:
                 self.ledger.finished(key, event.request_id)
+                if event.cached_tokens is not None:
+                    self.trust.started(key, event.request_id, event.cached_tokens)
                 self.trust.not_started(key, event.request_id)
             elif type(event) is LoadReported:
                 if worker is not None:

@@ -83,6 +83,9 @@ class StreamTrust:
 
         The index is asked at the choice and now, and the number in between that is nearest to the truth counts: a batch
         may tell of the request's own blocks before it tells of its start, and others may have come since the choice.
+
+        Engines that say only at the end what they reused are compared then: what they hold and the index does not is
+        not stored again meanwhile, so it is still missed.
         """
         pending = self._pending.pop((worker, request_id), None)
         if pending is None:

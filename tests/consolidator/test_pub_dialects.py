@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolgrid.router.consolidator.core.pub_translation import EngineTranslator
 from poolgrid.wire.dialects.pub import EngineCleared, EngineRemoved, EngineStored, decode_pub
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import BlocksRemoved, BlocksStored, CacheCleared
 from poolgrid.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes, unpack_hashes
 from poolgrid.wire.identifiers import Tier
+from poolgrid.wire.publishers.translation import EngineTranslator
 from tests.consolidator.pub_engine import BLOCK, Cache, all_cleared, block_removed, block_stored, frame_of
 
 DIALECTS = ["vllm", "trtllm"]
@@ -108,11 +108,41 @@ def test_the_whole_blocks_before_a_partial_one_count() -> None:
 
 
 def test_blocks_that_cover_more_than_tokens_are_ignored() -> None:
-    image = {**block_stored("trtllm", [1], None, [1] * 4), "extra_keys": [["image-hash"]]}
+    image = {**block_stored("trtllm", [1], None, [1] * 4), "extra_keys": [[["image-hash", 0]]]}
+    old = {**block_stored("trtllm", [1, 2], None, [1] * 8), "extra_keys": [["image-hash"], ["image-hash"]]}
+    later = {**block_stored("trtllm", [2], 1, [1] * 4), "extra_keys": [["image-hash"]]}
     lora = {**block_stored("trtllm", [1], None, [1] * 4, lora="a"), "extra_keys": [["a"]]}
 
     assert translated([image]) == []
+    assert translated([old]) == []
+    assert translated([block_stored("trtllm", [1], None, [1] * 4), later])[1:] == []
     assert len(translated([lora])) == 1
+
+
+def test_a_text_among_the_keys_of_the_first_block_alone_is_the_salt() -> None:
+    tokens = list(range(12))
+    first = {**block_stored("trtllm", [1, 2], None, tokens[:8]), "extra_keys": [["tenant-a"], None]}
+    adapted = {
+        **block_stored("trtllm", [11, 12], None, tokens[:8], lora="poet"),
+        "extra_keys": [["poet", "tenant-a"], ["poet"]],
+    }
+    rest = {**block_stored("trtllm", [13], 12, tokens[8:], lora="poet"), "extra_keys": [["poet"]]}
+
+    salted, both, continued = translated([first, adapted, rest])
+
+    assert list(unpack_hashes(salted.sequence_hashes)) == names(tokens[:8], salt="tenant-a")
+    found = [*unpack_hashes(both.sequence_hashes), *unpack_hashes(continued.sequence_hashes)]
+    assert found == names(tokens, "poet", "tenant-a")
+
+
+def test_a_block_that_is_held_several_times_is_gone_with_its_last_copy() -> None:
+    stored = block_stored("trtllm", [1, 2], None, list(range(8)))
+    removed = block_removed("trtllm", [2])
+
+    out = translated([stored, stored, removed, stored, removed, removed])
+
+    assert [type(event) for event in out] == [BlocksStored, BlocksStored, BlocksStored, BlocksRemoved]
+    assert list(unpack_hashes(out[3].sequence_hashes)) == names(list(range(8)))[1:]
 
 
 def test_other_groups_of_a_hybrid_model_neither_store_nor_remove() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from poolgrid.router.consolidator.core.pub_source import (
+from poolgrid.wire.events import EventBatch
+from poolgrid.wire.identifiers import WorkerId, WorkerKey
+from poolgrid.wire.publishers.follower import (
     END_OF_REPLAY,
     REPLAY_ATTEMPTS_MAX,
     AskReplay,
@@ -14,8 +16,6 @@ from poolgrid.router.consolidator.core.pub_source import (
     PubFollower,
     SourceState,
 )
-from poolgrid.wire.events import EventBatch
-from poolgrid.wire.identifiers import WorkerId, WorkerKey
 from tests.consolidator.pub_engine import BLOCK, Cache, frame_of
 
 

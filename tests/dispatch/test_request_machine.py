@@ -102,6 +102,21 @@ def test_the_first_output_of_a_decode_leg_lets_go_of_what_the_prefill_worker_kep
     assert list(unpack_tokens(bytes(made.delivery.output))) == [100], "the repeated token is swallowed"
 
 
+def test_a_prefill_leg_may_leave_the_first_token_to_the_decode_leg() -> None:
+    made = machine()
+    prefill = place(made, Stage.PREFILL, "p")
+    made.on_delta(delta(prefill, finish_reason=FinishReason.PREFILLED, disaggregated_params=b"kv"))
+
+    generate = made.begin(WorkerKey(WorkerId("d")), "tcp://d", Stage.DECODE)
+    decode = made.plan.current
+    assert decode is not None
+    made.on_delta(delta(decode, 100, 101))
+
+    assert list(unpack_tokens(generate.token_ids)) == list(range(8))
+    assert generate.sampling.max_tokens == MAX_TOKENS
+    assert list(unpack_tokens(bytes(made.delivery.output))) == [100, 101]
+
+
 def test_losing_who_keeps_the_blocks_does_not_move_the_request() -> None:
     made = machine()
     prefill, decode = to_decode(made)

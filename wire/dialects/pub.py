@@ -80,7 +80,7 @@ class EngineStored:
     token_bytes: bytes
     block_size: int
     seed: int | None
-    """Hash seed when the event names a LoRA adapter or a salt, else the parent's counts."""
+    """Hash seed when the event begins a chain under a LoRA adapter or a salt, else the parent's counts."""
     tier: Tier
     group: int | None = None
     full_attention: bool = True
@@ -201,8 +201,9 @@ def _stored(fields: dict[Any, Any]) -> EngineStored | None:
     if fields.get("lora_id") is not None and not lora:
         # A number says nothing about which adapter it is on another worker.
         return None
-    _check_extra_keys(fields.get("extra_keys"), lora, salt)
-    seed = hash_seed(lora, salt) if lora or salt else None
+    salt = _salt_of_keys(fields.get("extra_keys"), lora, salt, parent is None)
+    # What goes on from a parent has the parent's adapter and salt, of which the event may name the first alone.
+    seed = hash_seed(lora, salt) if parent is None and (lora or salt) else None
     return EngineStored(hashes, None if parent is None else _hash(parent), token_bytes, block_size, seed, tier, group)
 
 
@@ -245,17 +246,30 @@ def _name(value: Any) -> str:
     return value
 
 
-def _check_extra_keys(keys: Any, lora: str, salt: str) -> None:
-    """Refuse blocks whose engine hash covers more than tokens, adapter and salt (images, embeddings)."""
+def _salt_of_keys(keys: Any, lora: str, salt: str, is_root: bool) -> str:
+    """Return the salt of a chain; refuse blocks whose engine hash covers more than tokens, adapter and salt.
+
+    The keys of a block are untagged: adapter, media as pairs, the salt in the first block of a prompt only, embeddings.
+    So one text that nobody has named, in the first block and in no other, is a salt. Should it be a medium of an old
+    version, which wrote them as texts, nobody's prompt has the name that comes of it.
+    """
     if not keys:
-        return
+        return salt
     if not isinstance(keys, list):
         raise _Senseless("extra_keys")
-    for entry in keys:
+    named = (None, lora, salt)
+    for position, entry in enumerate(keys):
         if entry is None:
             continue
-        if not isinstance(entry, list) or any(key is not None and key not in (lora, salt) for key in entry):
+        if not isinstance(entry, list):
             raise _Senseless("extra_keys")
+        for key in entry:
+            if key in named:
+                continue
+            if position or not is_root or salt or not isinstance(key, str):
+                raise _Senseless("extra_keys")
+            salt = _name(key)
+    return salt
 
 
 def _hashes(raw: Any) -> list[int]:

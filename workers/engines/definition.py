@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from prometheus_client import CollectorRegistry
 
@@ -18,6 +18,9 @@ from poolgrid.workers.engines.protocol import Engine
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.settings import WorkerProcessSettings
 from poolgrid.workers.transfers import EmbeddingExchange, KvExchange
+
+if TYPE_CHECKING:
+    from poolgrid.workers.engines.server.kinds import ServerKind
 
 S = TypeVar("S", bound=WorkerProcessSettings)
 
@@ -77,5 +80,7 @@ class EngineDefinition(Generic[S]):
     """What the page of settings says above its table."""
     tables: tuple[type[Settings], ...] = ()
     """The settings classes of that table, where it is more than ``settings``."""
+    server_kind: Callable[[], ServerKind] | None = None
+    """How its server is recognised, where it runs in one that is asked over HTTP."""
     start_plan: Callable[[S], StartPlan] | None = None
     """What ``--print-engine-args`` prints; raises ``ValueError`` saying what is wrong. ``None`` = there are none."""

@@ -14,10 +14,12 @@ from poolgrid.runtime.settings import Settings
 
 if TYPE_CHECKING:
     from poolgrid.workers.engines.definition import EngineDefinition
+    from poolgrid.workers.engines.server.kinds import ServerKind
 
 ENGINES = {
     "simulated": "poolgrid.workers.engines.simulated.definition",
     "trtllm": "poolgrid.workers.engines.trtllm.definition",
+    "vllm": "poolgrid.workers.engines.vllm.definition",
 }
 """Module that defines each engine, as ``ENGINE``. The first is the default."""
 
@@ -32,7 +34,8 @@ class EngineChoice(Settings):
 
     engine: EngineName = Field(
         next(iter(ENGINES)),
-        description="Engine of the worker: simulated needs nothing, trtllm needs TensorRT-LLM and GPUs.",
+        description="Engine of the worker: simulated needs nothing, trtllm needs TensorRT-LLM and GPUs; vllm is vLLM's "
+        "own server, asked over HTTP.",
     )
 
 
@@ -40,3 +43,13 @@ def engine_definition(name: str) -> EngineDefinition[Any]:
     """Return the definition of an engine; raises ``KeyError`` when there is none of that name."""
     definition: EngineDefinition[Any] = importlib.import_module(ENGINES[name]).ENGINE
     return definition
+
+
+def server_kinds() -> dict[str, ServerKind]:
+    """Return the kinds of engine servers there are, by the name of their engine."""
+    found = {}
+    for name in ENGINES:
+        server_kind = engine_definition(name).server_kind
+        if server_kind is not None:
+            found[name] = server_kind()
+    return found

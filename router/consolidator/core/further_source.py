@@ -1,8 +1,8 @@
 """A further source of a worker that joins by itself: a KV block manager or an engine that publishes about it.
 
 The worker pushes, and its own stream says who it is and whether it lives. A further source only says which blocks are
-held beside. Its frames are followed as those of any PUB engine (``pub_source``); this file decides for which life of
-the worker they count. Rules:
+held beside. Its frames are followed as those of any PUB engine (``wire.publishers``); this file decides for which life
+of the worker they count. Rules:
 
 1. A source is followed while its worker is a member. Before the worker joins, and after it left, nothing is taken in.
 2. What a source says counts for the life of the worker that is a member when it is heard, and goes with that life.
@@ -36,7 +36,9 @@ from typing import NamedTuple
 
 from poolgrid.router.consolidator.core.consolidator import EVENTS_TO_SPLIT_MAX, MemberJoined, MemberLeft
 from poolgrid.router.consolidator.core.pool_state import WorkerRank
-from poolgrid.router.consolidator.core.pub_source import (
+from poolgrid.wire.events import AnyEvent, CacheCleared, EventBatch
+from poolgrid.wire.identifiers import StreamState, WorkerKey
+from poolgrid.wire.publishers.follower import (
     COUNTED,
     NOWHERE,
     AskReplay,
@@ -47,8 +49,6 @@ from poolgrid.router.consolidator.core.pub_source import (
     PubFollower,
     SourceState,
 )
-from poolgrid.wire.events import AnyEvent, CacheCleared, EventBatch
-from poolgrid.wire.identifiers import StreamState, WorkerKey
 
 
 class FollowerLimits(NamedTuple):

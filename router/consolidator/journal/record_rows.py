@@ -97,6 +97,7 @@ _COLUMNS = {
     "of_source": "text",
     "state": "text",
     "card": "text",
+    "cached_later": "bool",
 }
 """Columns for the fields of events, with their types; those of the first versions first. A card is JSON."""
 
@@ -148,7 +149,7 @@ def write_parquet(stored: Iterable[StoredRecord], out: Path) -> int:
             "--format jsonl; nothing was written"
         ) from None
     u64, u32, text = pyarrow.uint64(), pyarrow.uint32(), pyarrow.string()
-    types = {"u64": u64, "u32": u32, "text": text, "u64s": pyarrow.list_(u64)}
+    types = {"u64": u64, "u32": u32, "text": text, "u64s": pyarrow.list_(u64), "bool": pyarrow.bool_()}
     schema = pyarrow.schema(
         [
             ("offset", u64),

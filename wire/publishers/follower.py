@@ -40,12 +40,12 @@ from enum import Enum
 
 from xxhash import xxh3_64_intdigest
 
-from poolgrid.router.consolidator.core.pub_translation import EngineTranslator
 from poolgrid.wire.dialects.pub import EngineCleared, EngineEvent, decode_pub
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import CacheCleared, EventBatch
 from poolgrid.wire.identifiers import StreamState, WorkerKey
 from poolgrid.wire.limits import EVENTS_PER_BATCH_MAX
+from poolgrid.wire.publishers.translation import EngineTranslator
 
 PENDING_FRAMES_MAX = 20_000
 """Live frames kept during a replay: twice what engines keep for replay by default."""

@@ -5,6 +5,10 @@ parent, partial block, other block size, keys that enter the engine's hash and n
 is all that hangs on it. A hybrid model has groups of layers with caches of their own. Only full attention stands for
 prefixes; which groups are others is learned from their stored events, because removed events carry the group's number
 alone.
+
+An engine may hold a block several times: requests that compute the same prefix at the same time each fill blocks of
+their own, and each of them is stored, and later removed, under the same hash. So copies are counted, and a block is
+gone when its last copy is.
 """
 
 from __future__ import annotations
@@ -26,7 +30,8 @@ class EngineTranslator:
         self._known: dict[int, int] = {}
         self._seeds: dict[int, int] = {}
         """Seed by engine hash, where it is not the base seed."""
-        self._on: tuple[set[int], set[int], set[int]] = (set(), set(), set())
+        self._on: tuple[dict[int, int], dict[int, int], dict[int, int]] = ({}, {}, {})
+        """By tier: copies of each engine hash."""
         self._other_groups: set[int] = set()
         self.ignored_blocks = 0
 
@@ -80,22 +85,33 @@ class EngineTranslator:
         self._known.update(zip(hashes, names, strict=True))
         if seed is not None:
             self._seeds.update(dict.fromkeys(hashes, seed))
-        self._on[event.tier].update(hashes)
-        out.append(BlocksStored(parent, pack_hashes(names), event.tier))
+        tier = event.tier
+        on = self._on[tier]
+        if on.keys().isdisjoint(hashes):
+            on.update(dict.fromkeys(hashes, 1))
+        else:
+            for engine_hash in hashes:
+                on[engine_hash] = on.get(engine_hash, 0) + 1
+        out.append(BlocksStored(parent, pack_hashes(names), tier))
 
     def _remove(self, event: EngineRemoved, out: list[AnyEvent]) -> None:
         if event.group in self._other_groups:
             return
-        on = self._on[event.tier]
-        others = [held for tier, held in enumerate(self._on) if tier != event.tier]
+        tier = event.tier
+        on = self._on[tier]
+        others = [held for other, held in enumerate(self._on) if other != tier]
         gone: list[int] = []
         for engine_hash in event.hashes:
-            if engine_hash not in on:
+            copies = on.get(engine_hash)
+            if copies is None:
                 continue
-            on.discard(engine_hash)
+            if copies > 1:
+                on[engine_hash] = copies - 1
+                continue
+            del on[engine_hash]
             gone.append(self._known[engine_hash])
-            if not any(engine_hash in held for held in others):
+            if not any(engine_hash in other for other in others):
                 del self._known[engine_hash]
                 self._seeds.pop(engine_hash, None)
         if gone:
-            out.append(BlocksRemoved(pack_hashes(gone), event.tier))
+            out.append(BlocksRemoved(pack_hashes(gone), tier))

@@ -1,0 +1,333 @@
+"""vLLM's server: ``/v1/completions`` with token ids, its facts, and its publisher of cache events.
+
+Shapes are those of real servers of 0.25 and 0.32. The model is greedy: the next token depends on the tokens before it
+and on nothing else, so a request that goes on elsewhere must give the same answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq.asyncio
+from xxhash import xxh3_64_intdigest
+
+from poolgrid.wire.hashing import pack_tokens
+from tests.consolidator.pub_engine import PubEngine
+from tests.fakes.engine_server.cache import PagedCache, Running
+from tests.fakes.engine_server.http import Cut, HttpServer, Reply, Request
+
+VOCABULARY = 4096
+
+
+def next_token(tokens: list[int]) -> int:
+    return 3 + xxh3_64_intdigest(pack_tokens(tokens[-24:])) % (VOCABULARY - 3)
+
+
+def answer_of(prompt: list[int], count: int) -> list[int]:
+    """What an undisturbed server answers."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class Faults:
+    """What goes wrong; each is used up by the request that it befalls."""
+
+    statuses: deque[tuple[int, Any]] = field(default_factory=deque)
+    """Answers instead of completions."""
+    errors_after: deque[int] = field(default_factory=deque)
+    """An error event after so many tokens."""
+    cuts_after: deque[int] = field(default_factory=deque)
+    """The connection ends after so many tokens."""
+    stalls_after: deque[int] = field(default_factory=deque)
+    """Nothing more comes after so many tokens."""
+
+
+@dataclass
+class Options:
+    block_size: int = 4
+    blocks: int = 512
+    model: str = "tiny"
+    adapters: tuple[str, ...] = ()
+    max_model_len: int = 4096
+    tokens_per_chunk: int = 1
+    torn: bool = False
+    details: bool = True
+    """``--enable-prompt-tokens-details``."""
+    token_ids: bool = True
+    """Whether it knows ``return_token_ids``."""
+    lists_sources: bool = True
+    """``/kv_event_sources``, which old versions lack."""
+    sources_as_list: bool = False
+    replays: bool = True
+    publishes: bool = True
+    connects: bool = False
+    """The publisher's endpoint has no wildcard: it connects, and nobody hears it."""
+    arrays: bool = False
+    """Events as arrays, as old versions write them."""
+    ranks: int = 1
+    step_s: float = 0.0
+    kv_connector: bool = False
+
+
+ARRAY_FIELDS = {
+    "BlockStored": (
+        "block_hashes",
+        "parent_block_hash",
+        "token_ids",
+        "block_size",
+        "lora_id",
+        "medium",
+        "lora_name",
+        "extra_keys",
+    ),
+    "BlockRemoved": ("block_hashes", "medium"),
+    "AllBlocksCleared": (),
+}
+
+
+class VllmServer:
+    """One server with its ranks, in the test's own loop."""
+
+    def __init__(self, context: zmq.asyncio.Context, options: Options | None = None) -> None:
+        self.options = options or Options()
+        self.faults = Faults()
+        self.lose: Callable[[int], bool] = lambda seq: False
+        """Says of an event frame's number whether it is lost on the way."""
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.running = 0
+        self.aborted = asyncio.Event()
+        """Set when somebody left amid an answer."""
+        self._context = context
+        self._life = 0
+        self._http = HttpServer(self._handle)
+        self._endpoints: list[tuple[str, str]] = []
+        self._outbox: list[tuple[int, dict[str, Any]]] = []
+        self._transfers: dict[str, list[int]] = {}
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._http.port}"
+
+    async def start(self) -> None:
+        """Begin a life; after ``stop`` at the same addresses."""
+        self._life += 1
+        options = self.options
+        self.publishers: list[PubEngine] = []
+        self.caches: list[PagedCache] = []
+        self._answering: list[asyncio.Task[None]] = []
+        for rank in range(options.ranks):
+            known = self._endpoints[rank] if rank < len(self._endpoints) else ("tcp://127.0.0.1:*", "")
+            publisher = PubEngine(self._context, known[0], replay=known[1])
+            self.publishers.append(publisher)
+            if rank >= len(self._endpoints):
+                self._endpoints.append((publisher.endpoint, publisher.replay_endpoint))
+            self._answering.append(asyncio.ensure_future(publisher.answer_replays("trtllm")))
+            self.caches.append(
+                PagedCache(options.block_size, options.blocks, self._published(rank), self._life * 100 + rank)
+            )
+        await self._http.start(self._http.port)
+
+    async def stop(self) -> None:
+        """End at once, as a process that is killed."""
+        await self._http.stop()
+        for task in self._answering:
+            task.cancel()
+        await asyncio.gather(*self._answering, return_exceptions=True)
+        for publisher in self.publishers:
+            publisher.close()
+
+    async def reset_prefix_cache(self) -> None:
+        for cache in self.caches:
+            cache.reset()
+        await self._publish()
+
+    def _published(self, rank: int) -> Callable[[dict[str, Any]], None]:
+        return lambda event: self._outbox.append((rank, event))
+
+    async def _publish(self) -> None:
+        """Send the events of a step, one frame a rank."""
+        outbox, self._outbox = self._outbox, []
+        if not self.options.publishes:
+            return
+        for rank, publisher in enumerate(self.publishers):
+            events: list[Any] = [event for at, event in outbox if at == rank]
+            if self.options.arrays:
+                events = [[each["type"], *(each.get(name) for name in ARRAY_FIELDS[each["type"]])] for each in events]
+            if events:
+                await publisher.publish(events, lose=self.lose(publisher.seq))
+
+    # -- HTTP ----------------------------------------------------------------------------------------------------------
+
+    async def _handle(self, request: Request, reply: Reply) -> None:
+        path = request.path
+        options = self.options
+        if path == "/health":
+            await reply.whole(200, b"")
+        elif path == "/version":
+            await reply.whole(200, {"version": "0.32.0"})
+        elif path == "/v1/models":
+            base = {"id": options.model, "owned_by": "vllm", "root": "/models/tiny", "parent": None}
+            adapters = [
+                {"id": each, "owned_by": "vllm", "root": f"/loras/{each}", "parent": options.model}
+                for each in options.adapters
+            ]
+            listed = [{**base, "max_model_len": options.max_model_len}, *adapters]
+            await reply.whole(200, {"object": "list", "data": listed})
+        elif path == "/metrics":
+            await reply.whole(200, self._metrics().encode(), "text/plain")
+        elif path == "/kv_event_sources" and options.lists_sources:
+            await reply.whole(200, self._sources())
+        elif path == "/v1/completions":
+            await self._complete(request, reply)
+        else:
+            await reply.whole(404, {"detail": "Not Found"})
+
+    def _metrics(self) -> str:
+        options = self.options
+        lines = [
+            f'vllm:cache_config_info{{block_size="{options.block_size}",cache_dtype="auto",engine="{rank}",'
+            f'num_gpu_blocks="{options.blocks}"}} 1.0'
+            for rank in range(options.ranks)
+        ]
+        return "\n".join(["# HELP vllm:cache_config_info Info.", "# TYPE vllm:cache_config_info gauge", *lines, ""])
+
+    def _sources(self) -> Any:
+        if not self.options.publishes:
+            return {}
+        found = {}
+        for rank, (endpoint, replay) in enumerate(self._endpoints):
+            shown = endpoint if self.options.connects else endpoint.replace("127.0.0.1", "*")
+            found[str(rank)] = {
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
+                "endpoint": shown,
+                "replay_endpoint": replay.replace("127.0.0.1", "*") if self.options.replays else None,
+                "topic": "",
+            }
+        if not self.options.sources_as_list:
+            return found
+        return [
+            {"data_parallel_rank": int(rank), **{name: each[name] for name in ("endpoint", "replay_endpoint", "topic")}}
+            for rank, each in found.items()
+        ]
+
+    async def _complete(self, request: Request, reply: Reply) -> None:
+        body = request.json()
+        self.bodies.append(body)
+        self.headers.append(request.headers)
+        if self.faults.statuses:
+            await reply.whole(*self.faults.statuses.popleft())
+            return
+        options = self.options
+        prompt, count = body["prompt"], body["max_tokens"]
+        if len(prompt) + count > options.max_model_len:
+            message = f"This model's maximum context length is {options.max_model_len} tokens."
+            await reply.whole(400, {"error": {"message": message, "type": "BadRequestError", "code": 400}})
+            return
+        if body["model"] not in (options.model, *options.adapters):
+            message = f"The model `{body['model']}` does not exist."
+            await reply.whole(404, {"error": {"message": message, "type": "NotFoundError", "code": 404}})
+            return
+        rank = int(request.headers.get("x-data-parallel-rank", "0"))
+        lora = body["model"] if body["model"] in options.adapters else ""
+        sequence, cached = self.caches[rank].begin(prompt, lora, body.get("cache_salt") or "")
+        self.running += 1
+        try:
+            await self._generate(body, reply, rank, sequence, cached)
+        except asyncio.CancelledError:
+            self.aborted.set()
+            raise
+        finally:
+            self.running -= 1
+            self.caches[rank].end(sequence)
+
+    async def _generate(self, body: dict[str, Any], reply: Reply, rank: int, sequence: Running, cached: int) -> None:
+        options = self.options
+        prompt_tokens, count = len(sequence.tokens), body["max_tokens"]
+        error_after = self.faults.errors_after.popleft() if self.faults.errors_after else None
+        cut_after = self.faults.cuts_after.popleft() if self.faults.cuts_after else None
+        stall_after = self.faults.stalls_after.popleft() if self.faults.stalls_after else None
+        params = body.get("kv_transfer_params") or {}
+        left: dict[str, Any] | None = None
+        if params.get("do_remote_decode") and options.kv_connector:
+            left = {
+                "do_remote_prefill": True,
+                "do_remote_decode": False,
+                "remote_engine_id": f"engine-{self._http.port}",
+                "remote_block_ids": [1, 2],
+                "remote_host": "127.0.0.1",
+                "remote_port": 5600,
+            }
+        if body["stream"]:
+            await reply.begin()
+        pending: list[int] = []
+        made: list[int] = []
+        first = True
+        for number in range(count):
+            await asyncio.sleep(options.step_s)
+            self.caches[rank].fill(sequence, len(sequence.tokens))
+            token = next_token(sequence.tokens)
+            sequence.tokens.append(token)
+            made.append(token)
+            pending.append(token)
+            await self._publish()
+            if number + 1 == error_after:
+                error = {"message": "EngineCore encountered an issue.", "type": "InternalServerError", "code": 500}
+                await reply.event({"error": error})
+                await reply.event(b"[DONE]")
+                await reply.end()
+                return
+            last = number + 1 == count
+            if body["stream"] and (last or len(pending) == options.tokens_per_chunk):
+                choice = self._choice(body, pending, "length" if last else None)
+                choice["prompt_token_ids"] = sequence.tokens[:prompt_tokens] if first else None
+                await reply.event({"id": "cmpl-1", "choices": [choice]}, options.torn)
+                pending, first = [], False
+            if number + 1 == cut_after:
+                raise Cut
+            if number + 1 == stall_after:
+                await asyncio.Event().wait()
+        usage: dict[str, Any] = {"prompt_tokens": prompt_tokens, "completion_tokens": count}
+        if options.details:
+            usage["prompt_tokens_details"] = {"cached_tokens": cached}
+        if body["stream"]:
+            await reply.event({"id": "cmpl-1", "choices": [], "usage": usage}, options.torn)
+            await reply.event(b"[DONE]")
+            await reply.end()
+            return
+        choice = self._choice(body, made, "length")
+        if body.get("prompt_logprobs") is not None:
+            prompt = sequence.tokens[:prompt_tokens]
+            choice["prompt_logprobs"] = [
+                None,
+                *(
+                    {str(token): {"logprob": -1.5, "rank": 3}, "9": {"logprob": -0.5, "rank": 1}}
+                    for token in prompt[1:]
+                ),
+            ]
+        await reply.whole(200, {"id": "cmpl-1", "choices": [choice], "usage": usage, "kv_transfer_params": left})
+
+    def _choice(self, body: dict[str, Any], tokens: list[int], finish: str | None) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": 0, "text": "?" * len(tokens), "finish_reason": finish, "logprobs": None}
+        if self.options.token_ids:
+            choice["token_ids"] = list(tokens)
+        wanted = body.get("logprobs")
+        if wanted is not None:
+            choice["logprobs"] = {
+                "text_offset": [0] * len(tokens),
+                "tokens": [f"token_id:{token}" for token in tokens],
+                "token_logprobs": [-0.25] * len(tokens),
+                "top_logprobs": [
+                    {f"token_id:{token}": -0.25, **{f"token_id:{each}": -1.0 - each for each in range(wanted)}}
+                    for token in tokens
+                ],
+            }
+        return choice

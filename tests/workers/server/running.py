@@ -1,0 +1,88 @@
+"""A worker in front of an engine server of ours, with its consolidator and one router connection."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import zmq.asyncio
+
+from poolgrid.wire.events import AnyEvent, BlocksRemoved, BlocksStored, CacheCleared, SnapshotBegan
+from poolgrid.wire.hashing import unpack_hashes
+from poolgrid.workers import bootstrap
+from poolgrid.workers.engines.registry import engine_definition
+from tests.fakes.engine_server.vllm import Options, VllmServer
+from tests.workers.fakes import PATIENCE_S, FakeConsolidator, FakeRouter, Journal, fake_router
+
+
+def index_of(events: Iterable[AnyEvent]) -> set[int]:
+    """What a router holds of a worker after its events."""
+    held: set[int] = set()
+    for event in events:
+        if isinstance(event, BlocksStored):
+            held.update(unpack_hashes(event.sequence_hashes))
+        elif isinstance(event, BlocksRemoved):
+            held.difference_update(unpack_hashes(event.sequence_hashes))
+        elif isinstance(event, CacheCleared | SnapshotBegan):
+            held.clear()
+    return held
+
+
+@dataclass
+class Front:
+    """A worker in front of a server."""
+
+    server: VllmServer
+    journal: Journal
+    consolidator: FakeConsolidator
+    router: FakeRouter
+    http_url: str
+    task: asyncio.Task[None]
+
+    async def settled(self) -> None:
+        """Wait until the worker has told exactly what the server holds."""
+        await self.consolidator.until(lambda journal: index_of(journal.events) == self.server.caches[0].names())
+
+
+@asynccontextmanager
+async def engine_server(options: Options | None = None) -> AsyncIterator[VllmServer]:
+    context = zmq.asyncio.Context()
+    server = VllmServer(context, options)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop()
+        context.destroy(linger=0)
+
+
+@asynccontextmanager
+async def worker_before(server: VllmServer, engine: str = "vllm", **changes: Any) -> AsyncIterator[Front]:
+    journal = Journal()
+    async with FakeConsolidator(journal) as consolidator:
+        settings = engine_definition(engine).settings.model_validate(
+            {
+                "consolidator": consolidator.endpoint,
+                "engine_url": server.url,
+                "heartbeat_ms": 50,
+                "health_interval_ms": 50,
+                **changes,
+            }
+        )
+        stop = asyncio.Event()
+        ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(bootstrap.serve(settings, stop, ready.set_result))
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                either: set[asyncio.Future[Any]] = {task, ready}
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()
+            async with fake_router(journal.cards[0].request_endpoint) as router:
+                yield Front(server, journal, consolidator, router, ready.result(), task)
+        finally:
+            task.cancel()
+            await asyncio.wait({task})

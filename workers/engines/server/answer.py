@@ -1,0 +1,75 @@
+"""The answer to one request, as it arrives: chunks read by the server's dialect, pieces handed over at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from poolgrid.runtime.http_client import Exchange, RequestFailed
+from poolgrid.wire.errors import DecodeError
+from poolgrid.workers.engines.server.core.calls import Call, Piece
+from poolgrid.workers.engines.server.core.event_stream import EventStream, LineTooLong
+
+WHOLE_BYTES_MAX = 256 * 1024 * 1024
+"""Largest whole answer: the log probabilities of a long prompt."""
+
+ERROR_BYTES_MAX = 64 * 1024
+"""How much of an error answer is read: validation errors repeat the prompt."""
+
+
+class Answer(Exchange):
+    """Carries pieces from the connection to the engine, in the turn in which they arrive."""
+
+    __slots__ = ("_body", "_call", "_on_piece", "_size", "_stream", "ended", "error_body")
+
+    def __init__(self, call: Call, on_piece: Callable[[Piece], None]) -> None:
+        super().__init__()
+        self._call = call
+        self._on_piece = on_piece
+        self._stream = EventStream()
+        self._body: list[bytes] = []
+        self._size = 0
+        self.ended = False
+        """Whether a piece with a finish reason or a failure has come."""
+        self.error_body = b""
+        """Of an answer with another status than 200."""
+
+    def take_body(self, data: bytes) -> None:
+        """Read what is whole."""
+        if self.status != 200:
+            self.error_body = (self.error_body + data)[:ERROR_BYTES_MAX]
+        elif self._call.streams:
+            try:
+                for event in self._stream.take(data):
+                    self._read(event)
+            except LineTooLong as error:
+                raise RequestFailed("protocol", str(error)) from None
+        else:
+            self._size += len(data)
+            if self._size > WHOLE_BYTES_MAX:
+                raise RequestFailed("protocol", f"the answer exceeds {WHOLE_BYTES_MAX} bytes")
+            self._body.append(data)
+
+    def conclude(self) -> None:
+        """Read a whole answer; a stream must have come to its end."""
+        if self.status != 200:
+            raise RequestFailed(f"http-{self.status}", "the server refuses the request")
+        if not self._call.streams:
+            self._read(b"".join(self._body))
+        if not self.ended:
+            raise RequestFailed("stream-cut", "the stream ended without a finish reason")
+
+    def cut_off(self, error: Exception | None) -> None:
+        """Take a stream that was over, whatever became of its connection."""
+        if self.status == 200 and self.ended:
+            return
+        super().cut_off(error)
+
+    def _read(self, data: bytes) -> None:
+        try:
+            piece = self._call.read(data)
+        except DecodeError as error:
+            raise RequestFailed("protocol", str(error)) from None
+        if piece is not None:
+            if piece.finish is not None or piece.failure is not None:
+                self.ended = True
+            self._on_piece(piece)

@@ -1,0 +1,69 @@
+"""A request as an engine server is asked, and its answer in pieces: what every dialect translates into and from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, TokenLogprobs
+
+
+class Failure(msgspec.Struct, frozen=True, gc=False):
+    """Why the server does not go on with a request."""
+
+    reason: str
+    kind: RefusalKind | None
+    """What the router may do next; ``None`` = nothing."""
+
+
+class Piece(msgspec.Struct, gc=False):
+    """What one chunk of an answer says, or a whole answer."""
+
+    tokens: list[int] = []
+    finish: FinishReason | None = None
+    """Set in the last piece that has tokens; more may follow that only counts."""
+    cached_tokens: int | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    params: bytes | None = None
+    """What a leg that computed a prompt leaves for the leg after it."""
+    failure: Failure | None = None
+
+
+class Call(msgspec.Struct, frozen=True, gc=False):
+    """One HTTP request."""
+
+    path: str
+    body: bytes
+    read: Callable[[bytes], Piece | None]
+    """Read a chunk of a stream, or a whole answer; ``None`` = it says nothing. Raises ``DecodeError``."""
+    streams: bool = True
+    """Whether the answer comes in chunks."""
+    headers: tuple[str, ...] = ()
+    left_at_once: bytes | None = None
+    """Of a prefill leg that goes on beside its decode leg: what the decode leg is told. The leg counts as prefilled as
+    soon as the server has it."""
+
+
+class Dialect(Protocol):
+    """How requests are put to one kind of server. Pure."""
+
+    @property
+    def health_path(self) -> str:
+        """Path that answers 200 while the server does its work."""
+        ...
+
+    @property
+    def tells_reuse_first(self) -> bool:
+        """Whether the first piece of an answer says how much of the prompt was reused; else the last does."""
+        ...
+
+    def call(self, request: Generate) -> Call:
+        """Return how to ask for a request; raises ``RefusedError`` for what the server cannot do."""
+        ...
+
+    def refusal(self, status: int, body: bytes) -> Failure:
+        """Return what an answer with another status than 200 means."""
+        ...

@@ -1,0 +1,133 @@
+"""What is known of an engine server: which engine it is, what it serves, and where it publishes its cache events.
+
+A fact is ``None``, or empty, where the server does not tell and nobody said: who needs it then names the option.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+
+@dataclass(frozen=True, slots=True)
+class EventSource:
+    """Where one rank's cache events are published."""
+
+    dp_rank: int
+    endpoint: str
+    """As one connects to it; empty = it cannot be followed."""
+    replay_endpoint: str = ""
+    """Empty = it has none: frames that are lost stay lost."""
+    topic: str = ""
+    problem: str = ""
+    """Why it cannot be followed, and what to set."""
+    doubt: str = ""
+    """What is probably wrong should it never be reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """What an engine server says of itself."""
+
+    kind: str
+    """Name of its engine, as ``--engine`` takes it."""
+    version: str = ""
+    model: str = ""
+    """Served model name, as clients write it."""
+    model_path: str = ""
+    """What the server loaded: a directory on its machine, or a name on a model hub."""
+    block_size: int | None = None
+    max_sequence_length: int | None = None
+    total_blocks: int | None = None
+    """Device blocks of one rank."""
+    max_batch_size: int | None = None
+    """Requests in one step of a rank."""
+    max_num_tokens: int | None = None
+    """Tokens in one step of a rank."""
+    loras: tuple[str, ...] = ()
+    ranks: int = 1
+    """Data-parallel ranks behind the one URL."""
+    sources: tuple[EventSource, ...] = ()
+    """Of the ranks that publish."""
+    events_missing: str = ""
+    """Why the cache events of some rank cannot be followed, and what to set; empty = those of all ranks can be."""
+    drained_events: str = ""
+    """Path that hands its cache events out over HTTP, to one reader; empty = it has none."""
+    extra: Mapping[str, Any] | None = None
+    """What only the server's dialect knows what to do with."""
+
+    def differs_from(self, before: ServerFacts) -> str:
+        """Say in what a server that came back is another one than before; empty = in nothing that a pool relies on."""
+        for name in ("kind", "model", "block_size", "max_sequence_length", "ranks"):
+            was, now = getattr(before, name), getattr(self, name)
+            if was is not None and now is not None and was != now:
+                return f"its {name} is {now}, it was {was}"
+        if self.sources != before.sources:
+            return f"it publishes at {_addresses(self)}, it did at {_addresses(before)}"
+        return ""
+
+
+def _addresses(facts: ServerFacts) -> str:
+    return ", ".join(each.endpoint for each in facts.sources) or "no address"
+
+
+class ListedModel(msgspec.Struct, gc=False):
+    """One entry of ``/v1/models``."""
+
+    id: str
+    owned_by: str = ""
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: int | None = None
+
+
+class ModelList(msgspec.Struct, gc=False):
+    """What ``/v1/models`` answers."""
+
+    data: list[ListedModel] = []
+
+
+def choose_model(listed: ModelList, wanted: str) -> ListedModel:
+    """Return the model that is served under a name, or the first that is no adapter; raises ``ValueError``."""
+    models = [each for each in listed.data if each.parent is None]
+    if not models:
+        raise ValueError("reading /v1/models: it lists no model")
+    if not wanted:
+        return models[0]
+    for each in models:
+        if each.id == wanted:
+            return each
+    raise ValueError(
+        f"served_model_name is {wanted!r}, the server has {', '.join(repr(each.id) for each in models[:20])}"
+    )
+
+
+def adapters_of(listed: ModelList, model: ListedModel) -> tuple[str, ...]:
+    """Return the names of the adapters of a model, as the server lists them."""
+    return tuple(each.id for each in listed.data if each.parent in (model.id, model.root) and each.parent is not None)
+
+
+def reachable(endpoint: str, server_host: str) -> str:
+    """Return a publisher's endpoint as one connects to it: a wildcard stands for the server's host.
+
+    Raises ``ValueError`` for one that nobody can connect to.
+    """
+    if not endpoint.startswith("tcp://"):
+        if endpoint.startswith("ipc://"):
+            return endpoint
+        raise ValueError(f"its endpoint is {endpoint!r}, allowed are tcp://*:PORT and ipc://PATH")
+    parts = urlsplit(endpoint.replace("*", "0.0.0.0", 1))
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    if not port:
+        raise ValueError(f"its endpoint is {endpoint!r}, which has no port that could be connected to")
+    host = parts.hostname or ""
+    if host in ("0.0.0.0", "::"):
+        host = server_host
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

@@ -1,0 +1,539 @@
+"""An engine server as a worker's engine: its requests are HTTP streams, its cache is what its events say.
+
+Rules:
+
+1. A request is one HTTP exchange. What arrives in one turn of the loop, of all streams, is one report. Nothing waits
+   but the task that owns the exchange.
+2. A request is cancelled by closing its connection; it is over at once, whatever the server does meanwhile.
+3. A request's last delta goes out when its answer is whole: how much was reused may come after the last token.
+4. What the server refuses, another worker may be able to do (``CANNOT_DO``). A connection that ends, a stream without
+   an end, and an error amid an answer are the server's fault: the request moves (``BROKEN``), and the server is asked
+   how it is.
+5. A server that is silent has its requests taken away, each ending as broken.
+6. A prefill leg whose KV stays is *kept* until its router says that it is over, or for ``kv_transfer_timeout_ms``.
+   Nobody can give such KV up: the server lets go of it by its own time-out. Where both legs run at the same time
+   (``Call.left_at_once``), the leg is kept while its exchange goes on.
+7. Loads are the worker's own books (``lifecycle.rank_load``): what others send to the server is not in them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from poolgrid.runtime.clock import Clock
+from poolgrid.runtime.http_client import RequestFailed
+from poolgrid.runtime.tasks import cancel_all, owned
+from poolgrid.wire.events import (
+    AnyEvent,
+    BlocksStored,
+    LoadReported,
+    PrefillCompleted,
+    RequestFinished,
+    RequestProgressed,
+    RequestStarted,
+)
+from poolgrid.wire.hashing import pack_tokens
+from poolgrid.wire.identifiers import Stage
+from poolgrid.wire.limits import TEXT_CHARS_MAX
+from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, TokenDelta
+from poolgrid.workers.core.refusal import BrokenError, BusyError, RefusedError
+from poolgrid.workers.engines.lifecycle.progress import ProgressMonitor
+from poolgrid.workers.engines.lifecycle.rank_load import RankLoad
+from poolgrid.workers.engines.protocol import EngineReport, RankReport
+from poolgrid.workers.engines.server.answer import Answer
+from poolgrid.workers.engines.server.core.calls import Call, Dialect, Failure, Piece
+from poolgrid.workers.engines.server.health import ServerHealth
+from poolgrid.workers.engines.server.pending_report import PendingReport
+from poolgrid.workers.engines.server.server_client import ServerClient
+from poolgrid.workers.metrics import WorkerMetrics
+
+log = logging.getLogger(__name__)
+
+PREFILLED = FinishReason.PREFILLED
+CANCELLED = FinishReason.CANCELLED
+EXPIRED = FinishReason.EXPIRED
+ERROR = FinishReason.ERROR
+BROKEN = RefusalKind.BROKEN
+
+EXPIRY_CHECK_S = 1.0
+"""Time between two looks at kept prefill legs."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLimits:
+    """Times and bounds; all of them are settings of the worker."""
+
+    max_requests: int
+    kept_transfers_max: int
+    kv_transfer_timeout_ms: float
+    health_interval_ms: float
+    health_timeout_ms: float
+    progress_timeout_ms: float
+
+
+class CacheEvents:
+    """What follows the cache of every rank; this one follows nothing."""
+
+    def cached_blocks(self, dp_rank: int) -> int:
+        """Return how many device blocks of a rank are claimed."""
+        return 0
+
+    def restate(self, dp_rank: int) -> list[BlocksStored]:
+        """Return what was told of a rank's cache."""
+        return []
+
+    def is_current(self) -> bool:
+        """Whether all that was published has been read."""
+        return True
+
+    def describe(self) -> dict[str, object]:
+        """Return the state for people."""
+        return {}
+
+    def open(self, tell: Callable[[int, list[AnyEvent]], None]) -> None:
+        """Begin to follow."""
+
+    def close(self) -> None:
+        """Stop following."""
+
+
+@dataclass(slots=True, eq=False)
+class _Active:
+    """A request that the server has, or is about to get."""
+
+    request: Generate
+    call: Call
+    prompt_tokens: int
+    answer: Answer | None = None
+    exchange: asyncio.Task[None] | None = None
+    taken: int = 0
+    """Tokens that were reported."""
+    began: bool = False
+    held: Piece | None = None
+    """The piece with the finish reason: it goes out with the request's last delta."""
+    failure: Failure | None = None
+    cached_tokens: int | None = None
+    told_cached: bool = False
+    deadline_ms: float = 0.0
+    """When its kept KV is given up."""
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def rank(self) -> int:
+        return self.request.routing.dp_rank
+
+    @property
+    def transfers(self) -> bool:
+        return self.request.stage is Stage.DECODE
+
+
+class ServerEngine:
+    """``poolgrid.workers.engines.protocol.Engine`` over an engine server."""
+
+    def __init__(
+        self,
+        client: ServerClient,
+        dialect: Dialect,
+        dp_size: int,
+        block_size: int,
+        total_blocks: int,
+        limits: ServerLimits,
+        events: CacheEvents,
+        confirm: Callable[[], Awaitable[str]],
+        about: dict[str, object],
+        clock: Clock,
+        metrics: WorkerMetrics,
+    ) -> None:
+        """``confirm`` says in what a server that came back differs from before; ``about`` is for people."""
+        self._client = client
+        self._dialect = dialect
+        self._dp_size = dp_size
+        self._limits = limits
+        self._events = events
+        self._about = about
+        self._clock = clock
+        self._metrics = metrics
+        self._loads = [RankLoad(block_size) for _ in range(dp_size)]
+        for load in self._loads:
+            load.assume_total_blocks(total_blocks)
+        self._progress = [ProgressMonitor(limits.progress_timeout_ms) for _ in range(dp_size)]
+        self._health = ServerHealth(
+            client,
+            dialect.health_path,
+            confirm,
+            events.is_current,
+            self._stalled,
+            limits.health_interval_ms,
+            limits.health_timeout_ms,
+            clock,
+            metrics,
+        )
+        self._health.observe(self._on_health)
+        self._observer: Callable[[], None] | None = None
+        self._active: dict[str, _Active] = {}
+        self._kept: dict[str, _Active] = {}
+        """In order of their deadlines: all wait equally long."""
+        self._exchanges: set[asyncio.Task[None]] = set()
+        self._watching: list[asyncio.Task[None]] = []
+        self._pending = PendingReport()
+        self._flushing: asyncio.Handle | None = None
+        self._deliver: Callable[[EngineReport], None] | None = None
+        self._loop = asyncio.get_running_loop()
+
+    # -- what the worker sees ------------------------------------------------------------------------------------------
+
+    @property
+    def dp_size(self) -> int:
+        """How many ranks the server has."""
+        return self._dp_size
+
+    @property
+    def unhealthy_reason(self) -> str:
+        """Why the server does not do its work; empty = it does."""
+        return self._health.unhealthy_reason
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether nothing can be expected of the server."""
+        return self._health.is_silent
+
+    def observe_health(self, changed: Callable[[], None]) -> None:
+        """Call ``changed`` from now on when the server falls silent, or is well again."""
+        self._observer = changed
+
+    def describe(self) -> dict[str, object]:
+        """Return where the server is, what it is, and how following its events goes."""
+        return {"engine_server": {**self._about, **self._events.describe()}}
+
+    def load(self, dp_rank: int) -> LoadReported:
+        """Return a rank's load by the worker's own books."""
+        return self._loads[dp_rank].report(self._events.cached_blocks(dp_rank))
+
+    def resident_blocks(self, dp_rank: int) -> list[BlocksStored]:
+        """Raise ``NotImplementedError``: a server cannot be asked what its cache holds."""
+        raise NotImplementedError("an engine server cannot say what its cache holds; only its events tell")
+
+    def restate(self, dp_rank: int) -> list[BlocksStored]:
+        """Return everything in a rank's cache, as reports have told it."""
+        return self._events.restate(dp_rank)
+
+    async def run(self, deliver: Callable[[EngineReport], None]) -> None:
+        """Hand over reports until cancelled; raises ``EngineBrokenError`` when the server came back as another."""
+        self._deliver = deliver
+        self._events.open(self._on_cache)
+        self._flush()
+        self._watching = [owned(self._health.run(), "health of the server"), owned(self._expire(), "kept legs")]
+        done, _ = await asyncio.wait(self._watching, return_when=asyncio.FIRST_COMPLETED)
+        for each in done:
+            each.result()
+
+    # -- requests in ---------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Generate) -> None:
+        """Ask the server, or raise ``RefusedError`` and change nothing. What it answers comes as deltas."""
+        prompt_tokens = self._admit(request)
+        call = self._dialect.call(request)
+        active = _Active(request, call, prompt_tokens)
+        active.answer = Answer(call, lambda piece: self._on_piece(active, piece))
+        request_id = request.request_id
+        self._active[request_id] = active
+        self._loads[active.rank].entered(request_id, prompt_tokens, computes=not active.transfers)
+        self._progress[active.rank].entered(request_id, active.transfers, self._clock.monotonic_ms())
+        active.exchange = exchange = owned(self._ask(active), "request to the server")
+        self._exchanges.add(exchange)
+        exchange.add_done_callback(self._exchanges.discard)
+        if call.left_at_once is not None:
+            self._leave(active, call.left_at_once)
+
+    def cancel(self, request_id: str) -> None:
+        """Stop a request by closing its connection; kept KV is given up."""
+        kept = self._kept.get(request_id)
+        if kept is not None:
+            # The usual way for a leg to end: its router says so when the decode worker has the KV.
+            self._release(kept, PREFILLED)
+            return
+        active = self._active.get(request_id)
+        if active is not None:
+            self._close(active)
+            self._finish(active, CANCELLED)
+
+    def _admit(self, request: Generate) -> int:
+        """Refuse what the adapter itself cannot take; return the tokens of the prompt."""
+        if self._health.is_silent:
+            raise BrokenError(f"the engine server is silent: {self._health.unhealthy_reason}")
+        if request.request_id in self._active or request.request_id in self._kept:
+            raise RefusedError(f"request id {request.request_id!r} is already active on this worker")
+        prompt_tokens = len(request.token_ids) // 4
+        if prompt_tokens < 1:
+            raise RefusedError("the prompt has 0 tokens, allowed are integers from 1")
+        if request.sampling.max_tokens < 1:
+            raise RefusedError("max_tokens is 0, allowed are integers from 1")
+        if len(self._active) >= self._limits.max_requests:
+            raise BusyError(
+                f"{len(self._active)} requests are in the engine server, allowed are at most "
+                f"{self._limits.max_requests} (max_requests)"
+            )
+        if request.stage is Stage.PREFILL:
+            kept = len(self._kept) + sum(each.request.stage is Stage.PREFILL for each in self._active.values())
+            if kept >= self._limits.kept_transfers_max:
+                raise BusyError(
+                    f"{kept} prefill legs run or are kept for decode workers, allowed are at most "
+                    f"{self._limits.kept_transfers_max} (kept_transfers_max)"
+                )
+        return prompt_tokens
+
+    async def _ask(self, active: _Active) -> None:
+        """Carry out a request's exchange, and take its end."""
+        answer = active.answer
+        assert answer is not None, "it was made with the request"
+        call = active.call
+        failure: Failure | None = None
+        try:
+            await self._client.http.send("POST", call.path, call.body, answer, call.headers)
+        except RequestFailed as failed:
+            if failed.kind.startswith("http-"):
+                failure = self._dialect.refusal(answer.status, answer.error_body)
+            else:
+                failure = Failure(f"the engine server failed: {failed.detail}", BROKEN)
+                if failed.kind in ("connect", "disconnect"):
+                    self._health.doubt()
+        except Exception as error:
+            log.exception("request %s failed", active.request_id)
+            failure = Failure(repr(error), BROKEN)
+        self._on_end(active, failure)
+
+    # -- answers -------------------------------------------------------------------------------------------------------
+
+    def _on_piece(self, active: _Active, piece: Piece) -> None:
+        """Take what arrived of one answer."""
+        if self._active.get(active.request_id) is not active:
+            return  # it was taken away; or its decode leg has it all
+        if piece.cached_tokens is not None:
+            active.cached_tokens = piece.cached_tokens
+        if piece.failure is not None:
+            active.failure = piece.failure
+            return
+        if piece.finish is not None:
+            active.held = piece
+            return
+        if piece.tokens:
+            self._grow(active, piece, None)
+            self._flush_soon()
+
+    def _grow(self, active: _Active, piece: Piece, finish: FinishReason | None, params: bytes | None = None) -> None:
+        """Report a piece's tokens, the last ones with the finish reason."""
+        request_id = active.request_id
+        cached = None
+        if not active.told_cached and active.cached_tokens is not None:
+            active.told_cached = True
+            cached = active.cached_tokens
+        position = active.taken
+        if piece.tokens or finish is PREFILLED:
+            self._book(active, len(piece.tokens))
+        self._pending.deltas.append(
+            TokenDelta(
+                request_id,
+                position,
+                pack_tokens(piece.tokens),
+                finish,
+                cached,
+                logprobs=piece.logprobs,
+                disaggregated_params=params,
+                prompt_logprobs=piece.prompt_logprobs,
+            )
+        )
+
+    def _book(self, active: _Active, fresh: int) -> None:
+        """Note that a request has grown, in the books and for the event stream."""
+        request_id = active.request_id
+        active.taken += fresh
+        self._progress[active.rank].moved(request_id, self._clock.monotonic_ms())
+        began, blocks = self._loads[active.rank].grew(request_id, active.prompt_tokens + max(1, active.taken))
+        events = self._pending.of_rank(active.rank)
+        if began:
+            active.began = True
+            known = active.cached_tokens
+            # What the router expects stands in for what only the end of the answer tells.
+            cached = min(active.request.routing.overlap_tokens, active.prompt_tokens) if known is None else known
+            events.append(
+                RequestStarted(request_id, active.prompt_tokens, cached, blocks or 0, cached_later=known is None)
+            )
+            events.append(PrefillCompleted(request_id))
+            if not active.transfers:
+                self._pending.prefill_tokens += active.prompt_tokens - cached
+            fresh -= 1
+        elif blocks is not None:
+            events.append(RequestProgressed(request_id, blocks))
+        self._pending.decode_tokens += max(0, fresh)
+
+    def _on_end(self, active: _Active, failure: Failure | None) -> None:
+        """Take the end of an exchange."""
+        request_id = active.request_id
+        if self._kept.get(request_id) is active:
+            if failure is not None or active.failure is not None:
+                why = failure or active.failure
+                assert why is not None, "one of them is"
+                log.warning("prefill leg %s failed beside its decode leg: %s", request_id, why.reason)
+            return
+        if self._active.get(request_id) is not active:
+            return
+        failure = active.failure or failure
+        if failure is not None:
+            kind = failure.kind
+            if kind is RefusalKind.CANNOT_DO and active.taken:
+                kind = BROKEN  # it could, up to here
+            self._finish(active, ERROR, error=failure.reason, refusal=kind)
+            return
+        held = active.held
+        assert held is not None, "an answer without an end is a failure"
+        self._finish(active, held.finish or ERROR, held)
+
+    def _leave(self, active: _Active, params: bytes) -> None:
+        """Tell the router that another worker may go on, while the server still computes the prompt."""
+        self._loop.call_soon(self._left, active, params)
+
+    def _left(self, active: _Active, params: bytes) -> None:
+        if self._active.get(active.request_id) is active:
+            self._finish(active, PREFILLED, Piece(finish=PREFILLED, params=params))
+
+    def _finish(
+        self,
+        active: _Active,
+        reason: FinishReason,
+        piece: Piece | None = None,
+        *,
+        error: str | None = None,
+        refusal: RefusalKind | None = None,
+    ) -> None:
+        """Give out a request's last delta, and take it off the books, or keep it."""
+        request_id = active.request_id
+        now_ms = self._clock.monotonic_ms()
+        del self._active[request_id]
+        if piece is not None:
+            self._grow(active, piece, reason, piece.params)
+            self._progress[active.rank].ended(request_id, now_ms)
+        else:
+            self._progress[active.rank].given_up(request_id, now_ms)
+            self._pending.deltas.append(
+                TokenDelta(
+                    request_id,
+                    active.taken,
+                    b"",
+                    reason,
+                    error=None if error is None else error[:TEXT_CHARS_MAX],
+                    refusal=refusal,
+                )
+            )
+        if reason == PREFILLED:
+            active.deadline_ms = now_ms + self._limits.kv_transfer_timeout_ms
+            self._kept[request_id] = active
+            self._loads[active.rank].keep(request_id)
+            self._pending.of_rank(active.rank)
+        else:
+            self._loads[active.rank].left(request_id)
+            # An estimate stood in for it at the beginning.
+            later = None if piece is None or self._dialect.tells_reuse_first else active.cached_tokens
+            self._pending.of_rank(active.rank).append(RequestFinished(request_id, reason, later))
+        self._flush_soon()
+
+    def _release(self, active: _Active, reason: FinishReason) -> None:
+        """Take a kept prefill leg off the books; the server lets go of its KV by itself."""
+        request_id = active.request_id
+        del self._kept[request_id]
+        self._close(active)
+        self._loads[active.rank].left(request_id)
+        self._pending.released.append(request_id)
+        self._pending.expired += reason is EXPIRED
+        self._pending.of_rank(active.rank).append(RequestFinished(request_id, reason, active.cached_tokens))
+        self._flush_soon()
+
+    def _close(self, active: _Active) -> None:
+        """Close a request's connection, if it has one."""
+        if active.exchange is not None and active.exchange is not asyncio.current_task():
+            active.exchange.cancel()
+
+    # -- reports -------------------------------------------------------------------------------------------------------
+
+    def _flush_soon(self) -> None:
+        if self._flushing is None and self._deliver is not None:
+            # In the next turn: whatever else this turn brings is in the same report.
+            self._flushing = self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        if self._flushing is not None:
+            self._flushing.cancel()
+            self._flushing = None
+        pending = self._pending
+        if self._deliver is None or not pending:
+            return
+        self._pending = PendingReport()
+        self._deliver(
+            EngineReport(
+                deltas=pending.deltas,
+                ranks={rank: RankReport(events, self.load(rank)) for rank, events in pending.events.items()},
+                prefill_tokens=pending.prefill_tokens,
+                decode_tokens=pending.decode_tokens,
+                released=pending.released,
+                expired=pending.expired,
+                kept_transfers=len(self._kept),
+            )
+        )
+
+    def _on_cache(self, dp_rank: int, events: Sequence[AnyEvent]) -> None:
+        self._pending.of_rank(dp_rank).extend(events)
+        # At once: a restatement must not know more than the reports have told.
+        self._flush()
+
+    # -- its life ------------------------------------------------------------------------------------------------------
+
+    def _stalled(self, now_ms: float) -> str:
+        """Return what has not moved for too long; empty = nothing."""
+        silent_ms = max(each.silent_ms(now_ms) for each in self._progress)
+        self._metrics.engine_silence_seconds.set(silent_ms / 1e3)
+        for monitor in self._progress:
+            stall = monitor.stall(now_ms)
+            if stall is not None and stall.certain:
+                return stall.reason
+        return ""
+
+    def _on_health(self) -> None:
+        """Take the requests away from a server that has become silent; tell the worker."""
+        if self._health.is_silent:
+            error = f"the engine server is silent: {self._health.unhealthy_reason}"
+            for active in list(self._active.values()):
+                self._close(active)
+                self._finish(active, ERROR, error=error, refusal=BROKEN)
+            for active in list(self._kept.values()):
+                self._release(active, EXPIRED)
+            # At once: what the worker says next is that it leaves.
+            self._flush()
+        if self._observer is not None:
+            self._observer()
+
+    async def _expire(self) -> None:
+        """Give up kept KV that nobody came for."""
+        while True:
+            await asyncio.sleep(EXPIRY_CHECK_S)
+            now_ms = self._clock.monotonic_ms()
+            for active in list(self._kept.values()):
+                if active.deadline_ms > now_ms:
+                    break
+                log.warning(
+                    "nobody said within %.0f ms that the KV of prefill leg %s was fetched: giving it up",
+                    self._limits.kv_transfer_timeout_ms,
+                    active.request_id,
+                )
+                self._release(active, EXPIRED)
+
+    async def close(self) -> None:
+        """End every exchange, and stop following."""
+        if self._flushing is not None:
+            self._flushing.cancel()
+        self._events.close()
+        await cancel_all([*self._watching, *self._exchanges])

@@ -1,0 +1,127 @@
+"""Whether an engine server does its work: asked at intervals, and at once when a request says otherwise.
+
+Rules:
+
+1. A server that cannot be reached, or says that it is not well, is *silent*: nothing can be expected of it. One that
+   does not answer in time is too.
+2. A silent server is asked again and again. It is well when it answers, is the same server as before (``confirm``), and
+   its cache events are read up to date (``is_current``): until then nobody knows what it holds.
+3. A server that comes back as another one, with another model or block size, is broken: what the worker said of itself
+   is not true any more, so it ends and is started again.
+4. Requests that are in it and do not move for ``progress_timeout_ms`` make it silent as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from poolgrid.runtime.clock import Clock
+from poolgrid.wire.errors import DecodeError
+from poolgrid.wire.limits import TEXT_CHARS_MAX
+from poolgrid.workers.engines.lifecycle.health import EngineBrokenError
+from poolgrid.workers.engines.server.server_client import ServerClient, ServerError
+from poolgrid.workers.metrics import WorkerMetrics
+
+log = logging.getLogger(__name__)
+
+RETRY_INTERVAL_S = 0.5
+"""Time between two questions to a server that is silent: a restart takes a minute, coming back should cost no more."""
+
+
+class ServerHealth:
+    """What is known of a server's health."""
+
+    def __init__(
+        self,
+        client: ServerClient,
+        path: str,
+        confirm: Callable[[], Awaitable[str]],
+        is_current: Callable[[], bool],
+        stalled: Callable[[float], str],
+        interval_ms: float,
+        timeout_ms: float,
+        clock: Clock,
+        metrics: WorkerMetrics,
+    ) -> None:
+        """``confirm`` says in what a server that came back differs; ``stalled`` what has not moved for too long."""
+        self._client = client
+        self._path = path
+        self._confirm = confirm
+        self._is_current = is_current
+        self._stalled = stalled
+        self._interval_s = interval_ms / 1e3
+        self._timeout_s = timeout_ms / 1e3
+        self._clock = clock
+        self._metrics = metrics
+        self._changed: Callable[[], None] = _nobody
+        self._doubted = asyncio.Event()
+        self.unhealthy_reason = ""
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether nothing can be expected of the server; it may come back."""
+        return bool(self.unhealthy_reason)
+
+    def observe(self, changed: Callable[[], None]) -> None:
+        """Call ``changed`` from now on when the server falls silent or is well again."""
+        self._changed = changed
+
+    def doubt(self) -> None:
+        """Ask the server at once: something that it should have done has failed."""
+        self._doubted.set()
+
+    async def run(self) -> None:
+        """Look after the server until cancelled; raises ``EngineBrokenError`` when it came back as another."""
+        while True:
+            await self._look()
+            wait_s = RETRY_INTERVAL_S if self.is_silent else self._interval_s
+            try:
+                async with asyncio.timeout(wait_s):
+                    await self._doubted.wait()
+            except TimeoutError:
+                pass
+            self._doubted.clear()
+
+    async def _look(self) -> None:
+        try:
+            await self._client.ask(self._path, timeout_s=self._timeout_s)
+        except ServerError as error:
+            self._metrics.health_checks.labels("failed").inc()
+            self._set(str(error)[:TEXT_CHARS_MAX])
+            return
+        stalled = self._stalled(self._clock.monotonic_ms())
+        if stalled:
+            self._metrics.health_checks.labels("failed").inc()
+            self._set(stalled)
+            return
+        self._metrics.health_checks.labels("passed").inc()
+        if not self.is_silent:
+            return
+        try:
+            other = await self._confirm()
+        except (ServerError, DecodeError, ValueError) as error:
+            self._set(str(error)[:TEXT_CHARS_MAX])
+            return
+        if other:
+            raise EngineBrokenError(f"the server came back as another one: {other}")
+        if self._is_current():
+            self._set("")
+
+    def _set(self, reason: str) -> None:
+        if reason == self.unhealthy_reason:
+            return
+        before, self.unhealthy_reason = self.unhealthy_reason, reason
+        if bool(before) is bool(reason):
+            return
+        self._metrics.engine_healthy.set(0 if reason else 1)
+        if reason:
+            log.error("the engine server does not do its work: %s", reason)
+        else:
+            log.warning("the engine server is well again")
+        self._changed()
+
+
+def _nobody() -> None:
+    """Tell nobody."""

@@ -1,0 +1,159 @@
+"""Opens an engine server as the engine of a worker: asked what it is, followed, and described by a card."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+from poolgrid.wire.card import WorkerCard, WorkerLimits
+from poolgrid.wire.errors import DecodeError
+from poolgrid.wire.limits import PROMPT_TOKENS_MAX
+from poolgrid.workers.engines.definition import EngineHost, OpenedEngine
+from poolgrid.workers.engines.server.core.calls import Dialect
+from poolgrid.workers.engines.server.core.server_facts import EventSource, ServerFacts
+from poolgrid.workers.engines.server.engine import CacheEvents, ServerEngine, ServerLimits
+from poolgrid.workers.engines.server.following import FollowedEvents
+from poolgrid.workers.engines.server.kinds import ServerKind, learn
+from poolgrid.workers.engines.server.server_client import ServerClient, ServerError
+from poolgrid.workers.engines.server.settings import ROLES, EngineServerSettings
+
+log = logging.getLogger(__name__)
+
+ASK_AGAIN_S = 1.0
+"""Time between two questions to a server that is not there yet: loading a model takes minutes."""
+
+MakeDialect = Callable[[ServerFacts, EngineServerSettings], Dialect]
+
+
+@asynccontextmanager
+async def open_server(
+    settings: EngineServerSettings, around: EngineHost, kind: ServerKind, make_dialect: MakeDialect
+) -> AsyncIterator[OpenedEngine]:
+    """Ask a server that runs, or that is about to; waits for it until cancelled.
+
+    Raises ``ValueError`` naming the option for what the server does not tell.
+    """
+    client = ServerClient(settings.engine_url, around.clock, settings.engine_api_key)
+    try:
+        facts = completed(await _first_facts(client, kind, settings), settings, kind)
+        assert facts.block_size is not None, "completed has seen to it"
+        events = CacheEvents()
+        if not settings.follow_events:
+            log.warning("the cache events of %s are not followed (follow_events)", client.target.url)
+        elif facts.events_missing:
+            log.warning(
+                "the cache events of %s cannot be followed: %s. Routers know of it what they sent; give them --policy "
+                "approximate",
+                client.target.url,
+                facts.events_missing,
+            )
+        else:
+            events = FollowedEvents(facts.sources, facts.block_size, around.context, around.awake)
+
+        async def confirm() -> str:
+            again = completed(await learn(client, {kind.name: kind}, kind.name, facts.model), settings, kind)
+            return again.differs_from(facts)
+
+        engine = ServerEngine(
+            client,
+            make_dialect(facts, settings),
+            facts.ranks,
+            facts.block_size,
+            facts.total_blocks or 0,
+            _limits(settings),
+            events,
+            confirm,
+            {"url": client.target.url, "kind": facts.kind, "version": facts.version, "model_path": facts.model_path},
+            around.awake,
+            around.metrics,
+        )
+        around.metrics.engine_healthy.set(1)
+        try:
+            yield OpenedEngine(engine, make_card(settings, facts, kind, around.request_port, around.http_port))
+        finally:
+            await engine.close()
+    finally:
+        client.close()
+
+
+async def _first_facts(client: ServerClient, kind: ServerKind, settings: EngineServerSettings) -> ServerFacts:
+    """Ask until the server answers."""
+    said = ""
+    while True:
+        try:
+            return await learn(client, {kind.name: kind}, kind.name, settings.served_model_name)
+        except (ServerError, DecodeError) as error:
+            if str(error) != said:
+                said = str(error)
+                log.warning("waiting for the engine server: %s", said)
+        await asyncio.sleep(ASK_AGAIN_S)
+
+
+def completed(facts: ServerFacts, settings: EngineServerSettings, kind: ServerKind) -> ServerFacts:
+    """Return what a server says with what was said of it; raises ``ValueError`` for what nobody said."""
+    facts = replace(
+        facts,
+        block_size=settings.kv_block_size or facts.block_size,
+        max_sequence_length=settings.max_seq_len or facts.max_sequence_length,
+        ranks=settings.data_parallel_size or len(settings.kv_events_endpoint) or facts.ranks,
+    )
+    if settings.kv_events_endpoint:
+        replays = settings.kv_events_replay_endpoint or ("",) * len(settings.kv_events_endpoint)
+        facts = replace(
+            facts,
+            sources=tuple(
+                EventSource(rank, endpoint, replay, settings.kv_events_topic)
+                for rank, (endpoint, replay) in enumerate(zip(settings.kv_events_endpoint, replays, strict=True))
+            ),
+            events_missing="",
+            drained_events="",
+        )
+    elif not facts.events_missing and not facts.drained_events and len(facts.sources) != facts.ranks:
+        facts = replace(
+            facts,
+            events_missing=f"{len(facts.sources)} publishers are known and {facts.ranks} ranks: give "
+            "kv_events_endpoint for each rank",
+        )
+    if facts.block_size is None:
+        raise ValueError(
+            f"{kind.title} at {settings.engine_url} does not say how many tokens a KV block has: give kv_block_size"
+        )
+    return facts
+
+
+def make_card(
+    settings: EngineServerSettings, facts: ServerFacts, kind: ServerKind, request_port: int, http_port: int
+) -> WorkerCard:
+    """Return what a worker in front of a server says of itself."""
+    assert facts.block_size is not None, "nobody joins without"
+    return WorkerCard(
+        model=facts.model,
+        role=ROLES[settings.role],
+        block_size=facts.block_size,
+        limits=WorkerLimits(
+            max_batch_size=facts.max_batch_size or settings.max_batch_size,
+            max_num_tokens=facts.max_num_tokens or settings.max_num_tokens,
+            total_kv_blocks=facts.total_blocks or 0,
+            # Where nobody says, the server itself refuses what is too long for it.
+            max_sequence_length=facts.max_sequence_length or PROMPT_TOKENS_MAX,
+        ),
+        request_endpoint=f"tcp://{settings.advertised_host}:{request_port}",
+        http_endpoint=f"{settings.http_scheme}://{settings.advertised_host}:{http_port}",
+        loras=facts.loras,
+        dp_size=facts.ranks,
+        engine=f"{kind.title} {facts.version}".strip(),
+    )
+
+
+def _limits(settings: EngineServerSettings) -> ServerLimits:
+    return ServerLimits(
+        settings.max_requests,
+        settings.kept_transfers_max,
+        settings.kv_transfer_timeout_ms,
+        settings.health_interval_ms,
+        settings.health_timeout_ms,
+        settings.progress_timeout_ms,
+    )

@@ -1,0 +1,96 @@
+"""One engine server over HTTP: what it is asked now and then, and the streams of its requests."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+from poolgrid.runtime.clock import Clock
+from poolgrid.runtime.http_client import Exchange, HttpClient, RequestFailed, bearer
+from poolgrid.runtime.http_target import Target
+from poolgrid.wire.errors import DecodeError
+
+ANSWER_BYTES_MAX = 64 * 1024 * 1024
+"""Largest answer to a question; a page of metrics has some 200 KB."""
+
+QUESTION_TIMEOUT_S = 10.0
+"""How long an answer to a question may take: servers under load answer late, dead ones never."""
+
+T = TypeVar("T")
+
+
+class ServerError(Exception):
+    """The server did not answer a question as it should have."""
+
+    def __init__(self, reason: str, status: int = 0) -> None:
+        self.status = status
+        """Of the answer; 0 = none came."""
+        super().__init__(reason)
+
+
+class _Answer(Exchange):
+    """A whole answer in memory."""
+
+    __slots__ = ("body",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = b""
+
+    def take_body(self, data: bytes) -> None:
+        """Keep it."""
+        if len(self.body) + len(data) > ANSWER_BYTES_MAX:
+            raise RequestFailed("protocol", f"the answer exceeds {ANSWER_BYTES_MAX} bytes")
+        self.body += data
+
+    def cut_off(self, error: Exception | None) -> None:
+        """Take an answer without a length, which ends with its connection."""
+
+
+class ServerClient:
+    """Asks one server; ``url`` may end in ``/v1``. Raises ``ValueError`` for a URL or key that is none."""
+
+    def __init__(self, url: str, clock: Clock, api_key: str = "") -> None:
+        self.target = Target(url)
+        headers = ["Content-Type: application/json", "User-Agent: poolgrid"]
+        if api_key:
+            headers.append(bearer(api_key))
+        self.http = HttpClient(self.target, clock, headers)
+
+    async def ask(
+        self, path: str, method: str = "GET", body: bytes = b"", timeout_s: float = QUESTION_TIMEOUT_S
+    ) -> bytes:
+        """Return the answer's body; raises ``ServerError`` for any but a 200."""
+        answer = _Answer()
+        try:
+            await self.http.send(method, path, body, answer, timeout_s=timeout_s)
+        except RequestFailed as failure:
+            raise ServerError(f"asking {self.target.url}{path}: {failure.detail}") from None
+        if answer.status != 200:
+            said = answer.body[:300].decode(errors="replace")
+            raise ServerError(f"asking {self.target.url}{path}: status {answer.status}: {said}", answer.status)
+        return answer.body
+
+    async def ask_for(self, path: str, form: type[T]) -> T:
+        """Return the answer as a JSON value of a type; raises ``ServerError``, ``DecodeError``."""
+        body = await self.ask(path)
+        try:
+            return msgspec.json.decode(body, type=form, strict=False)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise DecodeError(f"the answer to {path}", str(error)) from None
+
+    async def ask_if_there(self, path: str, form: type[T]) -> T | None:
+        """Return the same, or ``None`` where the server has no such path or does not say it in that form."""
+        try:
+            return await self.ask_for(path, form)
+        except DecodeError:
+            return None
+        except ServerError as error:
+            if error.status:
+                return None
+            raise
+
+    def close(self) -> None:
+        """Close the connections that are idle."""
+        self.http.close()

@@ -1,0 +1,1 @@
+"""vLLM's own server, ``vllm serve``, as an engine."""

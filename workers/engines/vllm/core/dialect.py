@@ -1,0 +1,296 @@
+"""Requests as vLLM's ``/v1/completions`` takes them, and its answers. Pure.
+
+Rules:
+
+1. Token ids go in (``prompt``) and come out (``return_token_ids``): nothing is tokenized twice. Text is not read.
+2. What a request leaves open is left open: the server's own defaults count, as for everybody who asks it.
+3. How much was reused is told with the usage, after the last token (``--enable-prompt-tokens-details``).
+4. A prefill leg is an ordinary request for one token whose KV stays (``kv_transfer_params``), answered whole. The
+   token is left out: the decode leg's server samples the first token itself.
+5. Log probabilities come by token id (``return_tokens_as_token_ids``). Those of prompts come in whole answers only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from poolgrid.wire.errors import DecodeError
+from poolgrid.wire.identifiers import Stage
+from poolgrid.wire.limits import OPAQUE_BYTES_MAX
+from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, Sampling, TokenLogprobs
+from poolgrid.workers.core.refusal import BrokenError, RefusedError
+from poolgrid.workers.engines.server.core.calls import Call, Failure, Piece
+from poolgrid.workers.engines.server.core.openai_words import (
+    FINISH_REASONS,
+    UNLIKELY,
+    ErrorInfo,
+    best_of,
+    bias_of,
+    failure_amid,
+    guide_text,
+    prompt_of,
+    refusal_of,
+    refuse_what_nobody_has,
+)
+
+TITLE = "vLLM"
+COMPLETIONS = "/v1/completions"
+TOKEN_ID = "token_id:"
+"""How a token is written among log probabilities when asked for by id."""
+
+ENDS = {**FINISH_REASONS, "repetition": FinishReason.STOP}
+
+KEEP_KV = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""What a prefill leg asks of the server's KV connector."""
+
+
+class _Logprobs(msgspec.Struct, gc=False):
+    tokens: list[str] = []
+    token_logprobs: list[float | None] = []
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+
+class _PromptLogprob(msgspec.Struct, gc=False):
+    logprob: float
+
+
+class _Choice(msgspec.Struct, gc=False):
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    logprobs: _Logprobs | None = None
+    prompt_logprobs: list[dict[str, _PromptLogprob] | None] | None = None
+
+
+class _PromptDetails(msgspec.Struct, gc=False):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct, gc=False):
+    prompt_tokens_details: _PromptDetails | None = None
+
+
+class _Chunk(msgspec.Struct, gc=False):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: ErrorInfo | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+_decode = msgspec.json.Decoder(_Chunk).decode
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class VllmDialect:
+    """``poolgrid.workers.engines.server.core.calls.Dialect`` for vLLM."""
+
+    model: str
+    """Served model name."""
+    ranks: Sequence[int] = (0,)
+    """Global number of each data-parallel rank; with more than one, requests name theirs."""
+    priorities: bool = False
+    """Whether the server schedules by priority; one that does not refuses requests that have any."""
+    health_path: str = "/health"
+    tells_reuse_first: bool = False
+
+    def call(self, request: Generate) -> Call:
+        """Return how to ask for a request; raises ``RefusedError`` for what vLLM cannot do."""
+        refuse_what_nobody_has(TITLE, request)
+        sampling = request.sampling
+        routing = request.routing
+        whole = sampling.prompt_logprobs is not None
+        body: dict[str, Any] = {
+            "model": routing.lora_name or self.model,
+            "prompt": prompt_of(request),
+            "max_tokens": sampling.max_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+            "add_special_tokens": False,
+            **_sampling(sampling),
+        }
+        if request.stop_token_ids:
+            body["stop_token_ids"] = list(request.stop_token_ids)
+        if routing.cache_salt:
+            body["cache_salt"] = routing.cache_salt
+        if self.priorities and routing.priority:
+            body["priority"] = -routing.priority  # lower is earlier there
+        leaves_kv = request.stage is Stage.PREFILL and sampling.max_tokens > 1
+        if leaves_kv:
+            whole = True
+            body["max_tokens"] = 1
+            body["min_tokens"] = min(1, sampling.min_tokens)
+            body["kv_transfer_params"] = KEEP_KV
+        elif request.stage is Stage.DECODE:
+            body["kv_transfer_params"] = _params(request)
+        if whole:
+            body["stream"] = False
+            del body["stream_options"]
+        headers = [f"X-Request-Id: {_header_text(request.request_id)}"]
+        if len(self.ranks) > 1:
+            headers.append(f"X-data-parallel-rank: {self.ranks[routing.dp_rank]}")
+        if request.trace is not None:
+            headers += [f"{name}: {value}" for name, value in request.trace.headers.items()]
+        reader = _Reader(sampling.logprobs, sampling.prompt_logprobs, leaves_kv)
+        return Call(COMPLETIONS, _encode(body), reader.read, not whole, tuple(headers))
+
+    def refusal(self, status: int, body: bytes) -> Failure:
+        """Return what an answer with another status than 200 means."""
+        return refusal_of(TITLE, status, body)
+
+
+def _header_text(text: str) -> str:
+    return "".join(each if each.isprintable() and each.isascii() else "_" for each in text)
+
+
+def _sampling(sampling: Sampling) -> dict[str, Any]:
+    """Return what was asked of sampling, in vLLM's names."""
+    given: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "seed": sampling.seed,
+        "frequency_penalty": sampling.frequency_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
+        "min_tokens": sampling.min_tokens or None,
+        "ignore_eos": sampling.ignore_eos or None,
+        "logit_bias": bias_of(sampling),
+        "structured_outputs": _guide(sampling),
+        "logprobs": sampling.logprobs,
+        "return_tokens_as_token_ids": None if sampling.logprobs is None else True,
+        "prompt_logprobs": sampling.prompt_logprobs,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _guide(sampling: Sampling) -> dict[str, Any] | None:
+    if sampling.guided_json is not None:
+        return {"json": guide_text(sampling.guided_json)}
+    if sampling.guided_regex is not None:
+        return {"regex": sampling.guided_regex}
+    if sampling.guided_grammar is not None:
+        return {"grammar": sampling.guided_grammar}
+    if sampling.guided_choice is not None:
+        return {"choice": list(sampling.guided_choice)}
+    if sampling.structural_tag is not None:
+        return {"structural_tag": sampling.structural_tag}
+    return None
+
+
+def _params(request: Generate) -> dict[str, Any]:
+    """Return what the prefill leg left."""
+    if request.disaggregated_params is None:
+        raise RefusedError("a decode leg comes without disaggregated_params: nothing says where its KV is")
+    try:
+        return msgspec.json.decode(request.disaggregated_params, type=dict[str, Any])
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise BrokenError(f"the KV of the prefill leg is not {TITLE}'s: {error}") from None
+
+
+class _Reader:
+    """Reads the answer to one request."""
+
+    __slots__ = ("_alternatives", "_has_output", "_leaves_kv", "_of_prompt")
+
+    def __init__(self, alternatives: int | None, of_prompt: int | None, leaves_kv: bool) -> None:
+        self._alternatives = alternatives
+        self._of_prompt = of_prompt
+        self._leaves_kv = leaves_kv
+        self._has_output = False
+
+    def read(self, data: bytes) -> Piece | None:
+        """Return what a chunk, or a whole answer, says."""
+        try:
+            chunk = _decode(data)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise DecodeError(f"an answer of {TITLE}", str(error)) from None
+        if chunk.error is not None:
+            return Piece(failure=failure_amid(TITLE, chunk.error, self._has_output))
+        cached: int | None = None
+        if chunk.usage is not None and chunk.usage.prompt_tokens_details is not None:
+            cached = chunk.usage.prompt_tokens_details.cached_tokens
+        if not chunk.choices:
+            return None if cached is None else Piece(cached_tokens=cached)
+        choice = chunk.choices[0]
+        tokens = choice.token_ids
+        if tokens is None:
+            return Piece(
+                failure=Failure(
+                    f"{TITLE} gave no token ids: return_token_ids needs version 0.10.2 or newer", RefusalKind.BROKEN
+                )
+            )
+        self._has_output = self._has_output or bool(tokens)
+        piece = Piece(tokens, cached_tokens=cached)
+        if self._alternatives is not None and choice.logprobs is not None:
+            piece.logprobs = _logprobs(tokens, choice.logprobs, self._alternatives)
+        if self._of_prompt is not None and choice.prompt_logprobs:
+            piece.prompt_logprobs = _prompt_logprobs(choice.prompt_logprobs, self._of_prompt)
+        if choice.finish_reason is not None:
+            self._end(piece, choice.finish_reason, chunk.kv_transfer_params)
+        return piece
+
+    def _end(self, piece: Piece, reason: str, params: dict[str, Any] | None) -> None:
+        if reason not in ENDS:
+            # "abort" and "error": the server ended it, and not of the request's own accord.
+            piece.failure = Failure(f"{TITLE} ended the request with {reason!r}", RefusalKind.BROKEN)
+            return
+        piece.finish = ENDS[reason]
+        if not self._leaves_kv or reason != "length":
+            return
+        if params is None:
+            piece.failure = Failure(
+                f"{TITLE} kept no KV for a decode leg: its server needs --kv-transfer-config", RefusalKind.CANNOT_DO
+            )
+            return
+        left = _encode(params)
+        if len(left) > OPAQUE_BYTES_MAX:
+            piece.failure = Failure(
+                f"kv_transfer_params have {len(left)} bytes, allowed are {OPAQUE_BYTES_MAX}", RefusalKind.BROKEN
+            )
+            return
+        piece.finish = FinishReason.PREFILLED
+        piece.params = left
+        piece.tokens = []
+        piece.logprobs = None
+
+
+def _token_id(text: str) -> int:
+    try:
+        return int(text.removeprefix(TOKEN_ID))
+    except ValueError:
+        raise DecodeError(f"log probabilities of {TITLE}", f"a token is {text[:40]!r}, not {TOKEN_ID}N") from None
+
+
+def _logprobs(tokens: Sequence[int], said: _Logprobs, alternatives: int) -> tuple[TokenLogprobs, ...]:
+    tops = said.top_logprobs or [None] * len(tokens)
+    if len(said.token_logprobs) != len(tokens) or len(tops) != len(tokens):
+        raise DecodeError(f"log probabilities of {TITLE}", f"{len(said.token_logprobs)} come with {len(tokens)} tokens")
+    return tuple(
+        best_of(token_id, own, {_token_id(text): value for text, value in (top or {}).items()}, alternatives)
+        for token_id, own, top in zip(tokens, said.token_logprobs, tops, strict=True)
+    )
+
+
+def _prompt_logprobs(rows: Sequence[dict[str, _PromptLogprob] | None], alternatives: int) -> tuple[TokenLogprobs, ...]:
+    """Return the log probabilities of the prompt's tokens from the second on; a row begins with the token's own."""
+    report = []
+    for row in rows[1:]:
+        if not row:
+            continue
+        values = {_token_id(text): max(each.logprob, UNLIKELY) for text, each in row.items()}
+        own = next(iter(values))
+        report.append(best_of(own, values[own], values, alternatives))
+    return tuple(report)
