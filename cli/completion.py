@@ -60,7 +60,7 @@ FISH = r"""function __poolgrid_complete
     set program (string replace --regex '^~(?=/)' $HOME -- $program)
     set -l told (env _POOLGRID_COMPLETE=complete_fish _TYPER_COMPLETE_FISH_ACTION=get-args \
         _TYPER_COMPLETE_ARGS="$line" $program)
-    if set -q told[1]
+    if test -n "$told"
         printf '%s\n' $told
     else
         __fish_complete_path (commandline -ct)

@@ -40,6 +40,9 @@ LINES = {
 SHELL_LINES = {"poolgrid rou": "router", "poolgrid bench --endpoint ch": "chat", "poolgrid bench --endpoint=ch": "chat"}
 """Each is a process in each shell: what else the words are does not depend on the shell."""
 
+FILE_LINE, FILE = "poolgrid router --settings-file tun", "tuned.toml"
+"""What we know no words for is completed with what lies there, by the shell."""
+
 DESCRIBED = "poolgrid journal "
 DESCRIPTIONS = {"compact": "Write a snapshot at the end, check it, and drop what it covers beyond retention"}
 
@@ -55,6 +58,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         program.parent.mkdir()
         program.write_text(f'#!/bin/sh\nexec {sys.executable} -m poolgrid "$@"\n')
         program.chmod(0o755)
+    (home / FILE).touch()
     return home
 
 
@@ -90,8 +94,8 @@ def test_fish_completes_commands_options_and_values_and_says_what_they_are(home:
     kept = home / ".config/fish/completions/poolgrid.fish"
     kept.parent.mkdir(parents=True)
     kept.write_text(script("fish"))
-    lines = told(["fish", "-c", "\n".join(f"complete -C'{line}'" for line in SHELL_LINES)], home)
-    assert [line.rpartition("=")[2] for line in lines] == list(SHELL_LINES.values())
+    lines = told(["fish", "-c", "\n".join(f"complete -C'{line}'" for line in (*SHELL_LINES, FILE_LINE))], home)
+    assert [line.rpartition("=")[2].strip() for line in lines] == [*SHELL_LINES.values(), FILE]
 
     # By its path, after a variable of its own.
     described = told(["fish", "-c", f"complete -C'POOLGRID_URL=x ~/bin/{DESCRIBED}'"], home)
@@ -133,14 +137,14 @@ def test_zsh_completes_at_the_first_tab_and_at_each_further_one_and_says_what_it
     with zsh(home) as terminal:
         # What stands in the line when it is sent is what the function prints.
         start = [
-            "stty rows 60 cols 200; PS1=''",
+            "cd; stty rows 60 cols 200; PS1=''",
             "fpath+=~/.zfunc; autoload -Uz compinit; compinit -u -D",
             "poolgrid() { print -r -- 'li''ne:' ${*##*=} }",
             "print rea''dy",
         ]
         os.write(terminal, ("; ".join(start) + "\n").encode())
         shown(terminal, "(ready)")
-        for line, completed in SHELL_LINES.items():
+        for line, completed in {**SHELL_LINES, FILE_LINE: FILE}.items():
             os.write(terminal, f"{line}\t\n".encode())
             assert shown(terminal, r"line: (.*?)\r?\n").split()[-1] == completed, line
 
