@@ -1,7 +1,7 @@
 PYTHON ?= .venv/bin/python
 export PYTHON
 
-.PHONY: check lint types test format docs site plots soak attack clients schemathesis
+.PHONY: check lint types test format docs boards proof site plots soak attack clients schemathesis
 
 check: lint types test  ## everything CI runs, in the environment that is there
 
@@ -23,6 +23,12 @@ docs:  ## write what is generated
 	$(PYTHON) -m poolgrid.cli.request_life_page > docs/request_life.md
 	$(PYTHON) -m attacks.page
 	$(PYTHON) -m website.metrics_tables
+
+boards:  ## write Grafana's dashboards in deploy/grafana from their code
+	$(PYTHON) -m poolgrid.observability.dashboards
+
+proof:  ## a live fleet, Prometheus and Alertmanager: every panel shows something, every alert fires in its drill
+	$(PYTHON) -m tests.observability_proof
 
 site:  ## the pages as HTML in build/site, which needs no network; needs the extra `docs`. Ends at the first bad link
 	$(PYTHON) -m sphinx -W -q -b html -d build/doctrees -c website . build/site

@@ -19,3 +19,9 @@ class QueueView:
     """When a client that is refused now should come back; ``None`` while no rate is known."""
     refused: Mapping[str, int]
     """Requests that the router refused since it started, by reason code."""
+
+    @property
+    def fill(self) -> float:
+        """Return how full it is, from 0 to 1: the larger share of its two bounds."""
+        bounds = ((self.requests, self.requests_max), (self.prompt_tokens, self.prompt_tokens_max))
+        return max(min(1.0, used / bound) if bound else float(used > 0) for used, bound in bounds)

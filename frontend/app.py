@@ -217,7 +217,7 @@ def create_app(
         summary="OpenAI API of a KV-cache-aware router",
         version=__version__,
     )
-    metrics = FrontendMetrics(registry)
+    metrics = FrontendMetrics(registry, settings.ttft_target_ms, settings.itl_target_ms)
     metrics.tokenizers.show(backend, models)
     metrics.tokenizations_pending.set_function(lambda: tokenization.pending)
     media = MediaLoader(settings, MediaMetrics(registry), clock)

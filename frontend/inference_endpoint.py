@@ -36,7 +36,7 @@ from poolgrid.frontend.inflation import BodyInflation
 from poolgrid.frontend.keep_alive import KeepAlive
 from poolgrid.frontend.media.loader import MediaLoader
 from poolgrid.frontend.media.memory_budget import MediaLease
-from poolgrid.frontend.metrics import FrontendMetrics
+from poolgrid.frontend.metrics import FrontendMetrics, ModelSeries
 from poolgrid.frontend.ports import HINT_HEADERS, InferenceBackend, Refused, StreamDelta
 from poolgrid.frontend.preparation import Job, Prompt
 from poolgrid.frontend.request_body import check_announced, receive_body
@@ -179,6 +179,8 @@ class _Exchange:
         self.status = CLIENT_LEFT
         self.streaming = False
         self.model = ""
+        self._series: ModelSeries | None = None
+        """The instruments of its model, once there is a token."""
         """What was asked for, once the body is read."""
         self.error = ""
         """Code of the error that it was answered with."""
@@ -514,11 +516,19 @@ class _Exchange:
             return
         now_ms = self._clock.monotonic_ms()
         previous_ms = output.last_token_at_ms
+        series = self._series
         if previous_ms is None:
-            self._metrics.ttft.observe((now_ms - self._arrived_ms) / 1000)
+            if series is None:
+                series = self._series = self._metrics.of_model(self.model)
+            ttft_ms = now_ms - self._arrived_ms
+            series.ttft.observe(ttft_ms / 1000)
+            (series.ttft_met if ttft_ms <= self._metrics.ttft_target_ms else series.ttft_missed).value += 1
             self.first_token_ms = self.first_token_ms or now_ms
+            output.first_tokens = tokens
+            output.first_token_at_ms = now_ms
         else:
-            self._metrics.itl.observe((now_ms - previous_ms) / 1000 / tokens)
+            assert series is not None, "the first tokens came before these"
+            series.itl.observe((now_ms - previous_ms) / 1000 / tokens)
         output.last_token_at_ms = now_ms
 
     def _usage(self, job: Job, prompts: Sequence[Prompt]) -> dict[str, Any]:
@@ -629,6 +639,12 @@ class _Exchange:
             metrics.cached_tokens.value += output.cached_tokens or 0
             metrics.output_tokens.value += completion_tokens
             metrics.osl.observe(completion_tokens)
+            # Of the tokens that came after the first ones: those came together.
+            later_tokens = completion_tokens - output.first_tokens
+            if self._series is not None and output.last_token_at_ms is not None and later_tokens > 0:
+                itl_ms = (output.last_token_at_ms - output.first_token_at_ms) / later_tokens
+                met = itl_ms <= metrics.itl_target_ms
+                (self._series.itl_met if met else self._series.itl_missed).value += 1
         if self._caller is not None:
             self._caller.generated(sum(output.completion_tokens for output in self._outputs))
             if all(output.stream is None for output in self._outputs):

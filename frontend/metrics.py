@@ -14,7 +14,8 @@ from prometheus_client.registry import Collector
 
 from poolgrid.frontend.ports import InferenceBackend
 from poolgrid.frontend.prompt_model import PromptModels
-from poolgrid.runtime.instruments import Counter, Gauge, GaugeFamily, Histogram
+from poolgrid.frontend.settings import ITL_TARGET_MS, TTFT_TARGET_MS
+from poolgrid.runtime.instruments import OTHER, Counter, Gauge, GaugeFamily, Histogram
 
 TTFT_BUCKETS_S = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.15, 0.25, 0.4, 0.6, 1.0, 1.6, 2.5, 4.0, 6.0, 10.0, 30.0, 120.0,
@@ -50,7 +51,21 @@ TENANT_LABELS_MAX = 200
 """Tenants with series of their own; later ones share ``other``. Names come from the operator's file, never from
 clients, and 200 times five series are what a Prometheus server does not notice."""
 
-OTHER_TENANTS = "other"
+
+MODEL_LABELS_MAX = 100
+"""Models with series of their own; later ones share ``other``. Names are those of served models and adapters, of which
+a pool may have thousands, and each has 40 series of latencies."""
+
+
+class ModelSeries(NamedTuple):
+    """The instruments of one model."""
+
+    ttft: Histogram
+    itl: Histogram
+    ttft_met: Counter
+    ttft_missed: Counter
+    itl_met: Counter
+    itl_missed: Counter
 
 
 class TenantSeries(NamedTuple):
@@ -64,8 +79,15 @@ class TenantSeries(NamedTuple):
 class FrontendMetrics:
     """The instruments of one front end, registered in ``registry``."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        ttft_target_ms: float = TTFT_TARGET_MS,
+        itl_target_ms: float = ITL_TARGET_MS,
+    ) -> None:
         self.registry = registry
+        self.ttft_target_ms = ttft_target_ms
+        self.itl_target_ms = itl_target_ms
         self.requests = Counter(
             "poolgrid_frontend_requests",
             "Requests answered, by endpoint, HTTP status and streaming. Status 499 means that the client left, "
@@ -97,17 +119,35 @@ class FrontendMetrics:
         )
         self.ttft = Histogram(
             "poolgrid_frontend_time_to_first_token_seconds",
-            "TTFT of each sequence: from the arrival of the request's headers to the first output token.",
+            "TTFT of each sequence, by model: from the arrival of the request's headers to the first output token.",
+            ["model"],
             buckets=TTFT_BUCKETS_S,
             registry=registry,
         )
         self.itl = Histogram(
             "poolgrid_frontend_inter_token_latency_seconds",
-            "ITL at each arrival of tokens of a sequence: the time since the arrival before, divided by the "
+            "ITL at each arrival of tokens of a sequence, by model: the time since the arrival before, divided by the "
             "number of tokens that arrived.",
+            ["model"],
             buckets=ITL_BUCKETS_S,
             registry=registry,
         )
+        self.target_judgements = Counter(
+            "poolgrid_frontend_target_judgements",
+            "Sequences by whether they `met` or `missed` the target of this front end: `ttft` at the first token, "
+            "`itl` (the mean over the sequence) at the last one. What a service promises is a share of these.",
+            ["model", "target", "outcome"],
+            registry=registry,
+        )
+        target = Gauge(
+            "poolgrid_frontend_target_seconds",
+            "The targets that sequences are judged by: `ttft_target_ms` and `itl_target_ms`.",
+            ["target"],
+            across="largest",
+            registry=registry,
+        )
+        target.labels("ttft").set(ttft_target_ms / 1000)
+        target.labels("itl").set(itl_target_ms / 1000)
         self.isl = Histogram(
             "poolgrid_frontend_input_sequence_tokens",
             "Prompt tokens of a dispatched request (ISL), each prompt once. A shift here explains a shift of TTFT.",
@@ -194,9 +234,25 @@ class FrontendMetrics:
             "poolgrid_frontend_tenant_output_tokens", "Output tokens, by tenant.", ["tenant"], registry=registry
         )
         self._tenants: dict[str, TenantSeries] = {}
+        self._models: dict[str, ModelSeries] = {}
         self.tokenizers = TokenizationCollector()
         registry.register(self.tokenizers)
         self._requests_by_labels: dict[tuple[str, int, bool], Counter] = {}
+
+    def of_model(self, name: str) -> ModelSeries:
+        """Return the instruments of a model, or those that late models share."""
+        series = self._models.get(name)
+        if series is None:
+            label = name if len(self._models) < MODEL_LABELS_MAX else OTHER
+            judged = self.target_judgements.labels
+            series = ModelSeries(
+                self.ttft.labels(label),
+                self.itl.labels(label),
+                *(judged(label, target, outcome) for target in ("ttft", "itl") for outcome in ("met", "missed")),
+            )
+            if label == name:
+                self._models[name] = series
+        return series
 
     def answered(self, endpoint: str, status: int, streaming: bool) -> None:
         """Count one answer; the label lookup is remembered."""
@@ -223,12 +279,12 @@ class FrontendMetrics:
                 self._tenant_prompt_tokens.labels(label),
                 self._tenant_output_tokens.labels(label),
             )
-            if label != OTHER_TENANTS:
+            if label != OTHER:
                 self._tenants[name] = series
         return series
 
     def _tenant_label(self, name: str) -> str:
-        return name if name in self._tenants or len(self._tenants) < TENANT_LABELS_MAX else OTHER_TENANTS
+        return name if name in self._tenants or len(self._tenants) < TENANT_LABELS_MAX else OTHER
 
 
 class TokenizationCollector(Collector):

@@ -53,6 +53,8 @@ class SequenceOutput:
         "completion_tokens",
         "error",
         "finish_reason",
+        "first_token_at_ms",
+        "first_tokens",
         "index",
         "last_token_at_ms",
         "new_logprobs",
@@ -98,6 +100,9 @@ class SequenceOutput:
         self.started = False
         """Whether a chunk of this choice has been written."""
         self.last_token_at_ms: float | None = None
+        self.first_token_at_ms = 0.0
+        self.first_tokens = 0
+        """Tokens that came first, all at once."""
         self._stop_token_ids = request.stop_token_ids
         self._min_tokens = request.sampling.min_tokens
         self._logprobs = request.sampling.logprobs is not None

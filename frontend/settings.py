@@ -11,6 +11,12 @@ from poolgrid.frontend.media.settings import MediaSettings
 from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.frontend.prompt_encoder import CACHE_BYTES_DEFAULT
 
+TTFT_TARGET_MS = 2000.0
+"""What people wait for a first word before they doubt that anything happens."""
+
+ITL_TARGET_MS = 50.0
+"""20 tokens a second: three times as fast as people read."""
+
 
 class FrontendSettings(MediaSettings):
     """Settings of the OpenAI surface; the router's own settings include them."""
@@ -106,6 +112,19 @@ class FrontendSettings(MediaSettings):
         le=4096,
         description="Guides that may wait to be tried, 16 of one tenant; 503 beyond. A hundred usual ones take a "
         "second.",
+    )
+    ttft_target_ms: float = Field(
+        default=TTFT_TARGET_MS,
+        gt=0,
+        le=86_400_000,
+        description="TTFT that sequences are to have; poolgrid_frontend_target_judgements_total says how many do, and "
+        "alerts on the error budget count them.",
+    )
+    itl_target_ms: float = Field(
+        default=ITL_TARGET_MS,
+        gt=0,
+        le=86_400_000,
+        description="Mean time between tokens that a sequence is to have; judged and counted in the same way.",
     )
     access_log: bool = Field(
         default=False,

@@ -58,6 +58,7 @@ class FlightBooks:
         """Take note of a leg's first output, and of its end."""
         flight = self._flight(machine)
         now_ms = self._clock.monotonic_ms()
+        self._metrics.leg_times.heard(flight.watch, heard, now_ms)
         leg = flight.legs.get(heard.dispatch.id)
         if leg is not None and leg.ticket is not None:
             # Its first output: the worker has it, its events count from here, and the pool has done its part.
@@ -82,6 +83,7 @@ class FlightBooks:
     def avoid(self, machine: RequestMachine, dispatch: Dispatch, why: str) -> None:
         """Have a leg's worker excluded when its pool is asked again."""
         flight = self._flight(machine)
+        self._metrics.leg_times.withdrawn(flight.watch, self._clock.monotonic_ms())
         leg = flight.legs[dispatch.id]
         flight.excluded.setdefault(leg.pool.name, []).append(leg.reservation.worker)
 
@@ -156,6 +158,8 @@ class FlightBooks:
 
     def _observe(self, flight: Flight, served: Served | None, metric: str, value_ms: float, now_ms: float) -> None:
         if served is not None:
+            selection = flight.destinations[served.cell.stage].selection
+            self._metrics.targets.judged(selection, served, metric, value_ms, flight.config.revision)
             for step in flight.config.loop.observe(served.cell, metric, value_ms, now_ms, served.pool):
                 self._note_loop(step)
 

@@ -116,7 +116,9 @@ async def serve(
 
         def on_reload(outcome: Reload) -> None:
             metrics.reloads.labels(outcome.outcome).inc()
-            pools.use(configuration.active.document)
+            document = configuration.active.document
+            pools.use(document)
+            metrics.keep_pools({pool.name for stage in document.stages.values() for pool in stage.pools})
 
         configuration.listen(on_reload)
         member = GroupMember(place) if place is not None else None

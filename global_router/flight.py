@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+from poolgrid.dispatch.leg_times import LegWatch
 from poolgrid.dispatch.request_machine import RequestMachine
 from poolgrid.global_router.configuration import Active
 from poolgrid.global_router.core.choice.attribution import Attribution
@@ -41,6 +42,8 @@ class Flight:
     expected: ExpectedOutput
     record: RequestDecision
     arrived_ms: float
+    watch: LegWatch
+    """Where it stands among the times of its legs."""
     destinations: dict[StageName, Destination] = field(default_factory=dict)
     """By stage, once it is known."""
     legs: dict[str, ReservedLeg] = field(default_factory=dict)

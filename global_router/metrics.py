@@ -5,14 +5,16 @@ Counters move where things happen; gauges that mirror state are read at scrape t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from poolgrid.dispatch.leg_times import LegTimes
 from poolgrid.global_router.core.choice.fallback import PoolStanding
+from poolgrid.global_router.target_board import TargetBoard
 from poolgrid.runtime.instruments import Counter, Gauge, GaugeFamily, Histogram
 
 SELECT_SECONDS_BUCKETS = (100e-6, 250e-6, 500e-6, 750e-6, 1e-3, 1.5e-3, 2.5e-3, 5e-3, 10e-3, 50e-3, 0.25, 1.0)
@@ -36,6 +38,8 @@ class GlobalRouterMetrics:
             ["pool", "state"],
             registry=registry,
         )
+        self.targets = TargetBoard(registry)
+        self.leg_times = LegTimes("poolgrid_global_router_leg_seconds", registry)
         self.select_seconds = Histogram(
             "poolgrid_global_router_select_seconds",
             "Time of one select-and-reserve at a pool's router, there and back. This is what the global router "
@@ -51,7 +55,9 @@ class GlobalRouterMetrics:
         ).set(1)
         self.queue_seconds = Histogram(
             "poolgrid_global_router_queue_seconds",
-            "Time requests waited for a pool with room. It is part of TTFT.",
+            "Time requests waited for a pool with room, by cause: `pools_full`, `behind_others`, or, of requests whose "
+            "clients are being served already, `next_leg_or_move`. It is part of TTFT.",
+            ["cause"],
             buckets=QUEUE_SECONDS_BUCKETS,
             registry=registry,
         )
@@ -106,6 +112,12 @@ class GlobalRouterMetrics:
             registry=registry,
         )
 
+    def keep_pools(self, names: Collection[str]) -> None:
+        """Forget the series of all other pools: a frozen series would look like one of a pool that is there."""
+        for counter in (self.dispatches, self.passed_over, self.breaker_steps, self.loop_steps):
+            counter.retain(lambda labels: labels[0] in names)
+        self.targets.keep(names)
+
 
 class Viewed(Protocol):
     """What the state metrics are read from."""
@@ -125,6 +137,11 @@ class Viewed(Protocol):
     @property
     def queued_prompt_tokens(self) -> int:
         """Return the prompt tokens of the waiting requests."""
+        ...
+
+    @property
+    def queue_fill(self) -> float:
+        """Return how full the queue is, from 0 to 1."""
         ...
 
     def revision(self) -> int:
@@ -173,6 +190,13 @@ class StateCollector(Collector):
             ),
         ):
             yield GaugeFamily(f"poolgrid_global_router_{name}", text, across="sum", value=value)
+        yield GaugeFamily(
+            "poolgrid_global_router_queue_fill_ratio",
+            "How full the queue is: the larger share of `queue_limit` and of `queue_prompt_tokens` that is used. "
+            "At 1 the lowest priority is answered 429.",
+            value=self._viewed.queue_fill,
+            across="largest",
+        )
         yield GaugeFamily(
             "poolgrid_global_router_revision",
             "Revision of the document in force. If it differs between replicas, one has not reloaded.",

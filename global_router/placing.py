@@ -154,6 +154,8 @@ class Placing:
         if work is not Stage.ENCODE:
             fresh = machine.plan.dispatches - machine.plan.encode_legs == 1
             flight.attribution.placed(where, pool.name, work, fresh, machine.migrations > 0)
+            if not machine.migrations:
+                self._metrics.targets.placed(where.selection, pool.name, flight.config.revision)
         flight.record.placements.append(
             Placement(
                 stage,
@@ -325,6 +327,7 @@ class Placing:
                 if link.generate(generate):
                     now_ms = self._clock.monotonic_ms()
                     flight.legs[generate.request_id] = ReservedLeg(pool, reservation, ticket, answer.lease_ms, now_ms)
+                    self._metrics.leg_times.sent(flight.watch, machine.plan.dispatches - 1, now_ms)
                     self._in_flight.sent(machine)
                     return Placed(answer, generate.request_id, str(worker), select_ms)
                 machine.not_sent()

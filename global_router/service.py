@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from poolgrid.admission.admission_queue import QueuedRequest
 from poolgrid.dispatch.in_flight import InFlight
+from poolgrid.dispatch.leg_times import LegWatch
 from poolgrid.dispatch.request_machine import Happened, PlaceNext, RequestMachine
 from poolgrid.dispatch.token_delivery import TokenDelivery
 from poolgrid.dispatch.worker_links import Link, Links
@@ -152,7 +153,8 @@ class GlobalRouterService:
         )
         delivery = TokenDelivery(request.request_id, self._on_client_left)
         machine = RequestMachine(request, delivery, self._settings.migration_limit)
-        return Flight(machine, config, hints, expected, record, self._clock.monotonic_ms())
+        now_ms = self._clock.monotonic_ms()
+        return Flight(machine, config, hints, expected, record, now_ms, LegWatch(now_ms))
 
     def _place_in_line(self, flight: Flight, attempt: Attempt, kind: object) -> Place:
         request = flight.machine.request

@@ -99,6 +99,11 @@ class GlobalRouterView:
         """Return the prompt tokens of the waiting requests."""
         return self._service.waiting_room.prompt_tokens
 
+    @property
+    def queue_fill(self) -> float:
+        """Return how full the queue is, from 0 to 1."""
+        return self._service.waiting_room.view().fill
+
     def revision(self) -> int:
         """Return the revision of the document in force."""
         return self._service.configuration.active.revision

@@ -108,8 +108,11 @@ class WaitingRoom:
 
     async def admit(self, place: Place) -> None:
         """Place a request, now or when its turn comes; raises ``Refused``."""
-        if not self._queue.waiting(place.lane) and await self._succeeds(place.item):
-            return
+        cause = "behind_others"
+        if not self._queue.waiting(place.lane):
+            if await self._succeeds(place.item):
+                return
+            cause = "pools_full"
         for victim in self._queue.enter(place):
             refusal = self._busy(
                 f"{len(self._queue)} requests with {self._queue.prompt_tokens} prompt tokens are waiting, allowed are "
@@ -123,7 +126,7 @@ class WaitingRoom:
                 victim.item.placed.set_exception(refusal)
         timeout_ms = self._settings.queue_timeout_ms
         try:
-            await self._wait(place, timeout_ms)
+            await self._wait(place, timeout_ms, cause)
         except TimeoutError:
             raise self._busy(f"no pool had room within {timeout_ms:.0f} ms", place.item.refusal) from None
 
@@ -134,11 +137,11 @@ class WaitingRoom:
             return
         self._queue.enter(place)
         try:
-            await self._wait(place, timeout_ms)
+            await self._wait(place, timeout_ms, "next_leg_or_move")
         except TimeoutError:
             raise place.item.refusal or self._busy("no pool had room in time", None) from None
 
-    async def _wait(self, place: Place, timeout_ms: float) -> None:
+    async def _wait(self, place: Place, timeout_ms: float, cause: str) -> None:
         """Wait until a place is served; raises ``Refused``, or ``TimeoutError``."""
         began_ms = self._clock.monotonic_ms()
         placed = place.item.placed
@@ -154,7 +157,7 @@ class WaitingRoom:
             self._queue.leave(place)
             lane.wake.set()  # it may have been the last one
             place.item.waited_ms = self._clock.monotonic_ms() - began_ms
-            self._metrics.queue_seconds.observe(place.item.waited_ms / 1000)
+            self._metrics.queue_seconds.labels(cause).observe(place.item.waited_ms / 1000)
 
     # -- turns -----------------------------------------------------------------------------------------------------
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from poolgrid.dispatch.legs import Dispatch
 from poolgrid.dispatch.request_machine import End, Heard, RequestMachine
+from poolgrid.dispatch.reuse_sketch import ReuseSketch
 from poolgrid.router.choosing import Chosen, Routed
-from poolgrid.router.core.decision import DecisionLog
+from poolgrid.router.core.decision import Decision, DecisionLog
 from poolgrid.router.core.inputs import Booked, Released
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.metrics import RouterMetrics
@@ -16,6 +17,10 @@ from poolgrid.router.reservations import Reservations
 from poolgrid.router.settings import RouterSettings
 from poolgrid.runtime.clock import Clock
 from poolgrid.wire.identifiers import STAGE_WORD, Stage
+from poolgrid.wire.request_ids import dispatch_of
+
+PROMPT_STAGES = (Stage.WHOLE, Stage.PREFILL)
+"""Legs that compute a prompt."""
 
 
 class RequestBooks:
@@ -33,6 +38,8 @@ class RequestBooks:
         self.active: dict[str, Routed] = {}
         """Requests that have been on a worker, by id."""
         self.decisions = DecisionLog(settings.decision_log_length, settings.decision_log_bytes)
+        self.sketch = ReuseSketch(settings.reuse_sketch_bytes)
+        """What prompts were seen, of requests with a worker."""
         self.record: DecisionRecord | None = None
         """Where decisions are kept beyond ``decisions``; whoever sets it also makes it the log of the state."""
         self._state = state
@@ -51,22 +58,58 @@ class RequestBooks:
         self.decisions.add(decision)
         self.active[plan.request.request_id] = routed
         metrics = self._metrics
+        metrics.leg_times.sent(routed.watch, decision.attempt, chosen.now_ms)
         metrics.decisions.labels(decision.policy, chosen.reason).value += 1
         if decision.behind_records:
             metrics.decisions_behind.inc()
         metrics.legs.labels(STAGE_WORD[leg.stage], leg.reason).value += 1
         if leg.stage is not Stage.ENCODE and decision.attempt == plan.encode_legs:
-            metrics.prompt_tokens.value += decision.request.isl
-            metrics.overlap_found_tokens.value += chosen.overlap_tokens
+            self._count_prompt(decision, routed.path)
+
+    def reserved(self, decision: Decision, path: Sequence[int]) -> None:
+        """Keep and count what was chosen for a global router."""
+        decision.is_reservation = True
+        self.decisions.add(decision)
+        metrics = self._metrics
+        metrics.decisions.labels(decision.policy, decision.reason).inc()
+        if decision.behind_records:
+            metrics.decisions_behind.inc()
+        if decision.request.stage in PROMPT_STAGES and _is_first(decision):
+            self._count_prompt(decision, path)
+
+    def _count_prompt(self, decision: Decision, path: Sequence[int]) -> None:
+        metrics, request = self._metrics, decision.request
+        found_tokens = decision.overlap_blocks * request.block_size
+        # Others than this router may have shown a prompt to the pool: what is there was achieved.
+        seen_tokens = self.sketch.note(path) * request.block_size
+        metrics.prompt_tokens.value += request.isl
+        metrics.overlap_found_tokens.value += min(request.isl, found_tokens)
+        metrics.achievable_tokens.value += min(request.isl, max(seen_tokens, found_tokens))
 
     def realised(self, dispatch_id: str, cached_tokens: int) -> None:
         """Note what the chosen worker really reused."""
         decision = self.decisions.realised(dispatch_id, cached_tokens)
-        if decision is not None and self.record is not None:
-            self.record.realised(decision.request.request_id, decision.attempt, cached_tokens)
+        if decision is None:
+            return
+        request = decision.request
+        if request.stage in PROMPT_STAGES and request.isl:
+            metrics = self._metrics
+            error = cached_tokens - min(request.isl, decision.overlap_blocks * request.block_size)
+            if error > 0:
+                metrics.reused_more.value += error
+            else:
+                metrics.reused_less.value -= error
+            metrics.prediction_error.observe(abs(error) / request.isl)
+            if decision.is_reservation and _is_first(decision):
+                metrics.overlap_realised_tokens.value += cached_tokens
+        if self.record is not None:
+            self.record.realised(request.request_id, decision.attempt, cached_tokens)
 
     def heard(self, machine: RequestMachine, heard: Heard) -> None:
         """Take note of how much of the prompt a leg's worker reused: at its first output, or at its end."""
+        routed = self.active.get(machine.request.request_id)
+        if routed is not None:
+            self._metrics.leg_times.heard(routed.watch, heard, self._clock.monotonic_ms())
         cached_tokens = heard.delta.cached_tokens
         if cached_tokens is not None:
             self.realised(heard.dispatch.id, cached_tokens)
@@ -79,7 +122,9 @@ class RequestBooks:
 
     def avoid(self, machine: RequestMachine, dispatch: Dispatch, why: str) -> None:
         """Have a leg's worker come last when the request is placed again."""
-        self.active[machine.request.request_id].tried[dispatch.worker] = why
+        routed = self.active[machine.request.request_id]
+        routed.tried[dispatch.worker] = why
+        self._metrics.leg_times.withdrawn(routed.watch, self._clock.monotonic_ms())
 
     def blame(self, machine: RequestMachine, dispatch: Dispatch) -> None:
         """Hold nothing against a worker beyond this request: links and events say whether it lives."""
@@ -105,3 +150,9 @@ class RequestBooks:
 
     def _under_way(self) -> set[str]:
         return {leg.id for routed in self.active.values() for leg in routed.machine.plan.legs}
+
+
+def _is_first(decision: Decision) -> bool:
+    """Tell whether a reservation is for the first leg that computes a prompt; its request has a dispatch's name."""
+    number = dispatch_of(decision.request.request_id)[1]
+    return number == 0 or (number == 1 and bool(decision.request.media))

@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from enum import Enum, auto
+from enum import Enum, StrEnum, auto
 
 import msgspec
 
 from poolgrid.admission.admission_queue import QueuedRequest
+from poolgrid.dispatch.leg_times import LegWatch
 from poolgrid.dispatch.legs import LegPlan
 from poolgrid.dispatch.media_path import media_hashes, media_kinds, prompt_path
 from poolgrid.dispatch.request_machine import RequestMachine
@@ -53,16 +54,30 @@ STRETCHES_PER_TURN = 8
 """Stretches of a long prompt that are hashed before others have their turn: about 0.15 ms."""
 
 
+class WaitCause(StrEnum):
+    """Why a request waits, as metrics say it."""
+
+    WORKERS_FULL = "workers_full"
+    UNREACHABLE = "unreachable"
+    BEHIND_OTHERS = "behind_others"
+    WORKER_LOST = "worker_lost"
+    NEXT_LEG = "next_leg"
+
+
 class Routed(msgspec.Struct, eq=False):
     """A request at this router, from its arrival to its end."""
 
     machine: RequestMachine
     path: list[int]
     """Sequence hashes of the prompt's whole blocks."""
+    watch: LegWatch
+    """Where it stands among the times of its legs."""
     tried: dict[WorkerKey, str] = {}
     """Workers that failed this request or refused it, and how: they come last."""
     queued: QueuedRequest[Routed] | None = None
     """Its place in the queue, while it waits."""
+    resumed_for: WaitCause = WaitCause.WORKER_LOST
+    """Why it waits, while its client is being served already."""
     dispatched: asyncio.Future[None] | None = None
     """Resolved when a waiting request is on a worker; ``None`` for one whose client reads its stream already."""
 
@@ -83,6 +98,12 @@ class NotPlaced(msgspec.Struct, frozen=True):
 
     lack: Lack
     none: NoWorker | PolicyFailed
+
+    @property
+    def wait_cause(self) -> WaitCause:
+        """Return for what a request waits that may wait."""
+        full = isinstance(self.none, NoWorker) and self.none.busy
+        return WaitCause.WORKERS_FULL if full else WaitCause.UNREACHABLE
 
     def __str__(self) -> str:
         return str(self.none)

@@ -12,6 +12,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from poolgrid.dispatch.leg_times import LegTimes
+from poolgrid.dispatch.reuse_sketch import ReuseSketch
 from poolgrid.dispatch.tenant_paths import TenantPaths
 from poolgrid.router.core.decision import DecisionLog
 from poolgrid.router.core.projection import Projection
@@ -22,6 +24,8 @@ from poolgrid.wire.streams import OWN_STATES, WORKER_SOURCE
 
 DECISION_SECONDS_BUCKETS = (10e-6, 25e-6, 50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 50e-3)
 QUEUE_SECONDS_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+ERROR_BUCKETS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
+"""Shares of a prompt: fine where an index is nearly right, which is where it should be."""
 
 
 class RouterMetrics:
@@ -50,7 +54,8 @@ class RouterMetrics:
         )
         self.prompt_tokens = Counter(
             "poolgrid_router_prompt_tokens_total",
-            "Prompt tokens routed, each request once. The found and the realised overlap are shares of these.",
+            "Prompt tokens routed, each request once, those of requests that a global router has a worker reserved for "
+            "too. The found, the realised and the achievable overlap are shares of these.",
             registry=registry,
         )
         self.overlap_found_tokens = Counter(
@@ -64,6 +69,30 @@ class RouterMetrics:
             "blocks are evicted before requests start (too little cache, long queues) or events are late.",
             registry=registry,
         )
+        self.achievable_tokens = Counter(
+            "poolgrid_router_achievable_tokens_total",
+            "Prompt tokens that an infinite cache shared by all workers would have reused: leading blocks that this "
+            "router was asked for before, as far as `reuse_sketch_bytes` remembers. What lies between this and the "
+            "overlap found was evicted, or lies on other workers than the chosen ones.",
+            registry=registry,
+        )
+        self.prediction_error_tokens = Counter(
+            "poolgrid_router_prediction_error_tokens_total",
+            "Prompt tokens by which workers reused `less` or `more` than the index said of them when they were chosen. "
+            "Less: blocks went between choice and start, or events are late. More: events are missing.",
+            ["direction"],
+            registry=registry,
+        )
+        self.reused_less = self.prediction_error_tokens.labels("less")
+        self.reused_more = self.prediction_error_tokens.labels("more")
+        self.prediction_error = Histogram(
+            "poolgrid_router_prediction_error_ratio",
+            "How far the overlap that a worker was chosen for was from what it then reused, either way, as a share of "
+            "the prompt. Once for each prompt that a worker computed.",
+            buckets=ERROR_BUCKETS,
+            registry=registry,
+        )
+        self.leg_times = LegTimes("poolgrid_router_leg_seconds", registry)
         Gauge(
             "poolgrid_router_http_workers",
             "HTTP processes whose figures are in this answer. If there are fewer than `http_workers`, one is "
@@ -73,7 +102,10 @@ class RouterMetrics:
         ).set(1)
         self.queue_seconds = Histogram(
             "poolgrid_router_queue_seconds",
-            "Time requests waited for a worker with room. Only those that had to wait count.",
+            "Time requests waited for a worker with room, by cause: `workers_full`, `unreachable` (who could serve it "
+            "cannot be reached), `behind_others`, or, of requests whose clients are being served already, "
+            "`worker_lost` and `next_leg`. Only those that had to wait count.",
+            ["cause"],
             buckets=QUEUE_SECONDS_BUCKETS,
             registry=registry,
         )
@@ -170,6 +202,11 @@ class Viewed(Protocol):
         ...
 
     @property
+    def sketch(self) -> ReuseSketch:
+        """Return what is remembered of prompts."""
+        ...
+
+    @property
     def trouble(self) -> str:
         """Return why the state may not be current."""
         ...
@@ -190,6 +227,11 @@ class Viewed(Protocol):
     @property
     def queued_prompt_tokens(self) -> int:
         """Return the prompt tokens of the waiting requests."""
+        ...
+
+    @property
+    def queue_fill(self) -> float:
+        """Return how full the queue is, from 0 to 1."""
         ...
 
 
@@ -217,6 +259,13 @@ class StateCollector(Collector):
                 "Prompt tokens of the waiting requests. At `queue_prompt_tokens` a request is refused.",
                 self._viewed.queued_prompt_tokens,
                 "sum",
+            ),
+            (
+                "queue_fill_ratio",
+                "How full the queue is: the larger share of `queue_limit` and of `queue_prompt_tokens` that is used. "
+                "At 1 the next request is refused.",
+                self._viewed.queue_fill,
+                "largest",
             ),
             (
                 "behind_records",
@@ -262,6 +311,13 @@ class StateCollector(Collector):
                 "path_cache_bytes",
                 "Bytes that the sequence hashes of prompt parts use, at most `path_cache_bytes`.",
                 self._viewed.paths.used_bytes,
+                "sum",
+            ),
+            (
+                "reuse_sketch_bytes",
+                "Bytes that the memory of seen prompts uses, at most `reuse_sketch_bytes`. At its bound it forgets, "
+                "and `poolgrid_router_achievable_tokens_total` is a lower bound.",
+                self._viewed.sketch.used_bytes,
                 "sum",
             ),
         )
@@ -339,14 +395,20 @@ class StateCollector(Collector):
             labels=["worker"],
             across="largest",
         )
+        by_role: dict[tuple[str, str, str], int] = {}
         # A copy: scrapes run beside the loop that owns the fleet.
         for key, worker in list(projection.fleet.workers.items()):
             reachable = self._viewed.is_reachable(key)
+            role = worker.card.role.name.lower()
+            state = "draining" if worker.draining else "ready" if reachable else "unreachable"
+            for each in states:
+                by_role.setdefault((worker.card.model, role, each), 0)
+            by_role[worker.card.model, role, state] += 1
             streams[trust.stream(key)[0].name.lower()] += 1
             for source, stream in list(worker.streams.items()):
                 if source != WORKER_SOURCE:
                     further[stream.state.name.lower()] += 1
-            states["draining" if worker.draining else "ready" if reachable else "unreachable"] += 1
+            states[state] += 1
             if worker.last_event_ms:
                 lag.add_metric([str(key)], max(0, worker.last_recorded_ms - worker.last_event_ms) / 1000)
             held.add_metric([str(key)], index.held_blocks(key))
@@ -358,6 +420,16 @@ class StateCollector(Collector):
         )
         for state, count in states.items():
             workers.add_metric([state], count)
+        role_workers = GaugeFamily(
+            "poolgrid_router_role_workers",
+            "Workers of each model and role (`aggregated`, `prefill`, `decode`, `encode`) that are `ready`, `draining` "
+            "or `unreachable`. A role that had workers and has no ready one cannot serve its leg.",
+            labels=["model", "role", "state"],
+            across="largest",
+        )
+        for labels, count in by_role.items():
+            role_workers.add_metric(labels, count)
+        yield role_workers
         stream_states = GaugeFamily(
             "poolgrid_router_streams",
             "Workers by the state of their own event stream: syncing, live, replaying, snapshotting or stale.",

@@ -13,13 +13,13 @@ Rules
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import zmq
 
 from poolgrid.router.core.candidates import RoutingRequest
-from poolgrid.router.core.decision import Decision, DecisionLog
+from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.fleet import media_of
 from poolgrid.router.core.inputs import Booked, Released, Renewed, WorkerWanted
 from poolgrid.router.core.projection import Projection
@@ -78,9 +78,8 @@ class PoolView(Protocol):
         """Return the router's state."""
         ...
 
-    @property
-    def decisions(self) -> DecisionLog:
-        """Return the last decisions."""
+    def reserved(self, decision: Decision, path: Sequence[int]) -> None:
+        """Keep and count a decision that reserved a worker."""
         ...
 
     @property
@@ -207,10 +206,7 @@ class SelectPlane:
             return self._refusal(message.ask, decision)
         lease_ms = self._pool.projection.ledger.lease_ms(message.lease_ms)
         self._state.apply(Booked(decision, path, message.request_id, now_ms, lease_ms))
-        self._pool.decisions.add(decision)
-        self._metrics.decisions.labels(decision.policy, decision.reason).inc()
-        if decision.behind_records:
-            self._metrics.decisions_behind.inc()
+        self._pool.reserved(decision, path)
         worker = self._pool.projection.fleet.workers[decision.worker]
         return Selected(
             message.ask,

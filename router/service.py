@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from time import perf_counter
 
 from poolgrid.dispatch.in_flight import InFlight
+from poolgrid.dispatch.leg_times import LegWatch
 from poolgrid.dispatch.link_budget import LINKS_MAX
 from poolgrid.dispatch.request_machine import Happened, PlaceNext, RequestMachine
 from poolgrid.dispatch.token_delivery import TokenDelivery
@@ -26,7 +27,7 @@ from poolgrid.dispatch.worker_links import Link
 from poolgrid.frontend.ports import InferenceRequest, Refused, ServedModel
 from poolgrid.router.books import RequestBooks
 from poolgrid.router.catching_up import CatchingUp
-from poolgrid.router.choosing import Chooser, Chosen, Lack, NotPlaced, Routed
+from poolgrid.router.choosing import Chooser, Chosen, Lack, NotPlaced, Routed, WaitCause
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.fleet_links import FleetLinks, Objection, OpenLink
@@ -173,19 +174,22 @@ class RouterService:
         if request.request_id in self.books.active:
             self._metrics.refused.labels("duplicate_request").inc()
             raise Refused(409, "duplicate_request", f"request {request.request_id!r} is already being served")
+        watch = LegWatch(self._clock.monotonic_ms())
         started = perf_counter()
         path = await self.chooser.path(request)
         self._metrics.hash_seconds.observe(perf_counter() - started)
         delivery = TokenDelivery(request.request_id, self._on_client_left)
-        routed = Routed(RequestMachine(request, delivery, self._settings.migration_limit), path)
+        routed = Routed(RequestMachine(request, delivery, self._settings.migration_limit), path, watch)
+        cause = WaitCause.BEHIND_OTHERS
         if not self.line.is_before(request.model):
             missing = self._dispatch(routed)
             if missing is None:
                 return delivery
             if missing.lack is not Lack.BUSY:
                 raise self.line.refusal(missing)
+            cause = missing.wait_cause
         try:
-            await self.line.wait(routed)
+            await self.line.wait(routed, cause)
         except asyncio.CancelledError:
             self._end(routed.machine, Happened.CLIENT_LEFT)
             raise
@@ -241,7 +245,7 @@ class RouterService:
         if missing is None:
             return
         if missing.lack is Lack.BUSY:
-            self.line.resume(routed)
+            self.line.resume(routed, WaitCause.WORKER_LOST if place.moved else WaitCause.NEXT_LEG)
         else:
             self._give_up(routed, f"{place.why}; {missing}")
 

@@ -7,6 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from poolgrid.dispatch.prompt_paths import BUDGET_BYTES
+from poolgrid.dispatch.reuse_sketch import SKETCH_BYTES
 from poolgrid.router.core.cost import CostWeights
 from poolgrid.router.core.decision import DECISION_LOG_BYTES
 from poolgrid.router.core.load_ledger import CROWDING_RETRIES, LEDGER_BYTES
@@ -68,6 +69,13 @@ class RouterSettings(ServerSettings):
         ge=0,
         le=1024**4,
         description="Memory for the sequence hashes of prompt parts that come again; 0 computes all of them each time.",
+    )
+    reuse_sketch_bytes: int = Field(
+        SKETCH_BYTES,
+        ge=0,
+        le=1024**4,
+        description="Memory for what prompts were seen, from which poolgrid_router_achievable_tokens_total says what "
+        "an infinite shared cache would have reused; 100 bytes a block, and 0 leaves the metric at 0.",
     )
     decision_log_bytes: int = Field(
         DECISION_LOG_BYTES,

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from poolgrid.admission.queue_view import QueueView
+from poolgrid.dispatch.reuse_sketch import ReuseSketch
 from poolgrid.dispatch.tenant_paths import TenantPaths
 from poolgrid.frontend.ports import ServedModel
 from poolgrid.router.books import RequestBooks
 from poolgrid.router.choosing import Chooser
-from poolgrid.router.core.decision import DecisionLog
+from poolgrid.router.core.decision import Decision, DecisionLog
 from poolgrid.router.core.fleet import media_of
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.fleet_links import FleetLinks
@@ -74,6 +75,11 @@ class RouterView:
         return self._service.chooser.paths
 
     @property
+    def sketch(self) -> ReuseSketch:
+        """Return what is remembered of prompts."""
+        return self._service.books.sketch
+
+    @property
     def trouble(self) -> str:
         """Return why the router's state may not be current, in words; empty when all is well."""
         return self._service.trouble
@@ -118,6 +124,11 @@ class RouterView:
         """Return the prompt tokens of the waiting requests."""
         return self._service.line.prompt_tokens
 
+    @property
+    def queue_fill(self) -> float:
+        """Return how full the queue is, from 0 to 1."""
+        return self._service.line.view().fill
+
     def queue(self) -> QueueView:
         """Return what operators are shown of the queue."""
         return self._service.line.view()
@@ -125,6 +136,10 @@ class RouterView:
     def retry_after_s(self) -> float:
         """Return when a refused asker should come back."""
         return self._service.line.retry_after_s()
+
+    def reserved(self, decision: Decision, path: Sequence[int]) -> None:
+        """Keep and count a decision that reserved a worker for a global router."""
+        self._service.books.reserved(decision, path)
 
     def load_changed(self) -> None:
         """Look whether waiting requests have room now; for whoever changed the ledger beside the router."""

@@ -17,7 +17,7 @@ from poolgrid.admission.admission_queue import AdmissionQueue, QueuedRequest, Qu
 from poolgrid.admission.drain_rate import DrainRate
 from poolgrid.admission.queue_view import QueueView
 from poolgrid.frontend.ports import Refused
-from poolgrid.router.choosing import Chooser, Lack, NotPlaced, Routed
+from poolgrid.router.choosing import Chooser, Lack, NotPlaced, Routed, WaitCause
 from poolgrid.router.metrics import RouterMetrics
 from poolgrid.router.settings import RouterSettings
 from poolgrid.runtime.awake_clock import within
@@ -61,7 +61,7 @@ class WaitingLine:
         """Tell whether others wait in a model's lane already."""
         return self._queue.waiting(model)
 
-    async def wait(self, routed: Routed) -> None:
+    async def wait(self, routed: Routed, cause: WaitCause) -> None:
         """Wait until a new request is on a worker; raises ``Refused``."""
         now_ms = self._clock.monotonic_ms()
         dispatched = routed.dispatched = asyncio.get_running_loop().create_future()
@@ -76,10 +76,11 @@ class WaitingLine:
             if routed.dispatched is dispatched:
                 self.leave(routed)
                 routed.dispatched = None
-            self._metrics.queue_seconds.observe((self._clock.monotonic_ms() - now_ms) / 1000)
+            self._waited(now_ms, cause)
 
-    def resume(self, routed: Routed) -> None:
+    def resume(self, routed: Routed, cause: WaitCause) -> None:
         """Have a request whose client is being served already wait for its next worker."""
+        routed.resumed_for = cause
         self._queue.enter(self._queued(routed, self._clock.monotonic_ms()))
 
     def leave(self, routed: Routed) -> None:
@@ -87,6 +88,11 @@ class WaitingLine:
         queued, routed.queued = routed.queued, None
         if queued is not None:
             self._queue.leave(queued)
+            if queued.resumed:
+                self._waited(queued.entered_ms, routed.resumed_for)
+
+    def _waited(self, since_ms: float, cause: WaitCause) -> None:
+        self._metrics.queue_seconds.labels(cause.value).observe((self._clock.monotonic_ms() - since_ms) / 1000)
 
     def close(self, refusal: Refused) -> None:
         """Place nobody any more, and refuse those that wait."""
@@ -183,6 +189,8 @@ class WaitingLine:
         if missing is None:
             routed.queued = None
             self._queue.leave(queued, dispatched=True)
+            if queued.resumed:
+                self._waited(queued.entered_ms, routed.resumed_for)
             if dispatched is not None:
                 routed.dispatched = None
                 dispatched.set_result(None)

@@ -1,11 +1,14 @@
-"""What a process's event loop has on its hands, for whoever looks for leaks."""
+"""What every process says of itself: its version, its clock, what its event loop has on its hands, CPU and memory."""
 
 from __future__ import annotations
 
 import asyncio
+import platform
+import time
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 
+from poolgrid import __version__
 from poolgrid.runtime.instruments import Gauge
 
 
@@ -21,5 +24,21 @@ class LoopMetrics:
             across="sum",
             registry=registry,
         )
+        Gauge(
+            "poolgrid_build_info",
+            "1, with the versions of poolgrid and of Python that the process runs. Two versions at a time mean that "
+            "an upgrade is under way, or was left half done.",
+            ["version", "python"],
+            across="largest",
+            registry=registry,
+        ).labels(__version__, platform.python_version()).set(1)
+        Gauge(
+            "poolgrid_wall_clock_seconds",
+            "Unix time by the clock of the process's host, at the scrape. Less the time of the scrape, as Prometheus "
+            "knows it, it is by how much that clock is off; between hosts it should be some milliseconds.",
+            across="largest",
+            registry=registry,
+        ).set_function(time.time)
+        ProcessCollector(registry=registry)
         # Scrapes run in other threads, which ``all_tasks`` allows for.
         tasks.set_function(lambda: float(len(asyncio.all_tasks(loop))))

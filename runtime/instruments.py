@@ -25,6 +25,9 @@ DEFAULT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2
 """Seconds: what ``prometheus_client`` takes when nothing is said."""
 
 
+OTHER = "other"
+"""The value of a label for all that have no series of their own any more."""
+
 Across = Literal["sum", "largest"]
 """What several processes that share a port say together of a gauge: *sum*, what each has for itself adds up; *largest*,
 each mirrors the same thing (the pool, a file), and one that is late or unwell must be seen."""
@@ -59,6 +62,22 @@ class _Instrument(Collector):
                 raise ValueError(f"labelling {self._name}: got {len(values)} values for {self._labelnames}")
             child = self._children[values] = self._child()
         return child
+
+    def first_or_other(self, most: int, *values: str) -> Self:
+        """Return the child with these label values, of which the last comes from requests.
+
+        The first ``most`` combinations have children of their own; later ones share the one whose last value is
+        ``OTHER``, and the series stay bounded whatever clients send.
+        """
+        child = self._children.get(values)
+        if child is None:
+            child = self.labels(*(values if len(self._children) < most else (*values[:-1], OTHER)))
+        return child
+
+    def retain(self, stays: Callable[[tuple[str, ...]], bool]) -> None:
+        """Drop the children whose label values are not to stay: what they stand for is gone."""
+        for values in [values for values in self._children if not stays(values)]:
+            del self._children[values]
 
     def _child(self) -> Self:
         raise NotImplementedError

@@ -11,10 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
+from math import nan
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
+from poolgrid.runtime.certificate_dates import expires_at_s
 from poolgrid.runtime.instruments import Gauge
 from poolgrid.runtime.security import SecuritySettings
 
@@ -42,6 +44,8 @@ class Tls:
         self._seen = self._signature()
         self.context = _context(certificate, key)
         """What the server uses; it is changed in place."""
+        self.expires_s = _expiry(certificate)
+        """Unix time after which what is in use is not valid; NaN when that cannot be read."""
         if client_ca is not None:
             try:
                 self.context.load_verify_locations(cafile=client_ca)
@@ -59,10 +63,20 @@ class Tls:
             across="largest",
             registry=registry,
         )
+        expiry = Gauge(
+            "poolgrid_http_certificate_expiry_timestamp_seconds",
+            "Unix time after which the HTTP server's certificate in use is not valid any more, by its file. "
+            "Without TLS there is no series. Replace the files some weeks before; they are read again while the "
+            "process runs.",
+            ["file"],
+            across="largest",
+            registry=registry,
+        )
         if settings.tls_certificate is None or settings.tls_key is None:
             return None
         tls = cls(settings.tls_certificate, settings.tls_key, settings.tls_client_ca)
         stale.set_function(lambda: float(tls.stale))
+        expiry.labels(settings.tls_certificate.name).set_function(lambda: tls.expires_s)
         return tls
 
     async def watch(self) -> None:
@@ -86,6 +100,7 @@ class Tls:
             log.error("reading a new certificate: %s. The one before stays in use: mend the files", error)
             return False
         self.stale = False
+        self.expires_s = _expiry(self._certificate)
         log.info("a new certificate from %s is in use", self._certificate)
         return True
 
@@ -95,6 +110,14 @@ class Tls:
         except OSError:
             return None
         return tuple((stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in stats)
+
+
+def _expiry(certificate: Path) -> float:
+    try:
+        return expires_at_s(certificate)
+    except (OSError, ValueError) as error:
+        log.warning("%s; its metric says nothing", error)
+        return nan
 
 
 def _context(certificate: Path, key: Path) -> ssl.SSLContext:

@@ -7,7 +7,7 @@ from functools import cache
 from typing import NamedTuple
 
 import zmq
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.metrics_core import Metric
 
 from poolgrid.frontend.media.metrics import MediaMetrics
@@ -64,6 +64,8 @@ def exported() -> tuple[Exported, ...]:
 def _of(registry: CollectorRegistry) -> list[Exported]:
     found = []
     for collector in list(registry._collector_to_names):
+        if isinstance(collector, ProcessCollector):
+            continue  # of every Python process, and described by prometheus_client
         for family in collector.collect():
             declared = getattr(collector, "_labelnames", ()) or getattr(family, "_labelnames", ())
             told = {name: None for sample in family.samples for name in sample.labels if name != "le"}
@@ -84,6 +86,7 @@ class NoPools:
         return 0, 0
 
     queued_prompt_tokens = 0
+    queue_fill = 0.0
 
     def revision(self) -> int:
         return 1

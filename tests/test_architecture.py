@@ -49,6 +49,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "loadgen.trace",
     ),
     "loadgen": ("wire", "runtime"),
+    "observability": (),
     "cli": ANYTHING,
 }
 """What a package may import besides itself. The longest name that matches a module counts."""

@@ -235,12 +235,19 @@ OTHER_UNITS = {
 }
 
 
+def text_says_one(metric: Metric) -> bool:
+    """Tell whether it is always 1, and says what it says with its labels: such a gauge is called ``_info``."""
+    return metric.documentation.startswith("1, with ")
+
+
 def _unconventional(metric: Metric) -> str | None:
     """What is wrong with a metric by https://prometheus.io/docs/practices/naming/ and the rules of this project."""
     name, kind = metric.name, metric.type
     words = name.split("_")
     if not re.fullmatch(r"poolgrid(_[a-z0-9]+)+", name):
         return "is not poolgrid_ and lower-case words"
+    if name.endswith("_info") and kind == "gauge" and text_says_one(metric):
+        return None
     if name.endswith(COUNT_ENDINGS):
         return f"is a {kind} and ends like what Prometheus adds itself"
     if kind not in ("counter", "gauge", "histogram"):

@@ -23,6 +23,8 @@ NAVIGATION: Mapping[str, Sequence[str]] = {
         "docs/command_line",
         "docs/configuration",
         "docs/metrics",
+        "docs/observability",
+        "docs/runbooks/README",
         "docs/security",
         "docs/attacks",
         "docs/stock_engines",
@@ -59,7 +61,7 @@ NAVIGATION: Mapping[str, Sequence[str]] = {
 }
 """Pages by heading, as paths from the root of the repository, without the ``.md``."""
 
-BELOW: Mapping[str, str] = {"docs/decisions/README": "docs/decisions"}
+BELOW: Mapping[str, str] = {"docs/decisions/README": "docs/decisions", "docs/runbooks/README": "docs/runbooks"}
 """Pages that list all others of a directory."""
 
 

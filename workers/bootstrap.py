@@ -70,6 +70,7 @@ async def serve(
             log.info("worker %s was stopped before its engine was ready", settings.worker_id)
             return
         card = engine.card
+        metrics.info.labels(settings.worker_id, card.model, card.role.name.lower(), settings.engine_name).set(1)
         service = WorkerService(
             settings.worker_id,
             epoch,

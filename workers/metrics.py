@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from poolgrid.wire.events import LoadReported
-from poolgrid.workers.core.push_stream import PushStream
+from poolgrid.wire.events import AnyEvent, BlocksRemoved, BlocksStored, LoadReported
+from poolgrid.workers.core.push_stream import HASH_BYTES, PushStream
 from poolgrid.workers.engines.protocol import EngineReport
 
 STEP_SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+TRANSFER_BYTES_BUCKETS = tuple(2.0**exponent for exponent in range(16, 36, 2))
+"""64 KiB (one block of a small model) to 32 GiB (a million tokens of a large one)."""
 TRANSFER_SECONDS_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 QUEUE_SECONDS_BUCKETS = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
@@ -127,6 +130,24 @@ class WorkerMetrics:
             buckets=TRANSFER_SECONDS_BUCKETS,
             registry=registry,
         )
+        self.transfer_bytes = Histogram(
+            "poolgrid_worker_kv_transfer_bytes",
+            "Bytes of KV that one transfer moved here; what was here already is not among them.",
+            buckets=TRANSFER_BYTES_BUCKETS,
+            registry=registry,
+        )
+        self.stored_blocks = counter("stored_blocks_total", "Blocks that came into the cache, on any tier.")
+        self.evicted_blocks = counter(
+            "evicted_blocks_total",
+            "Blocks that left a tier of the cache to make room. As many as are stored is normal for a full cache; it "
+            "is too small if prompts come again that were evicted, which "
+            "`poolgrid_router_achievable_tokens_total` tells.",
+        )
+        self.info = gauge(
+            "info",
+            "1, with the worker's name, its model, role and engine: what series of this process belong to.",
+            ("worker", "model", "role", "engine"),
+        )
         self.engine_load_seconds = gauge("engine_load_seconds", "Time from the start of loading to the first token.")
         self.engine_healthy = gauge(
             "engine_healthy",
@@ -187,9 +208,18 @@ class WorkerMetrics:
             self.kv_moved_bytes.inc(arrival.moved_bytes)
             self.kv_present_blocks.inc(arrival.present_blocks)
             self.transfer_seconds.observe(arrival.duration_ms / 1e3)
+            self.transfer_bytes.observe(arrival.moved_bytes)
         if report.expired:
             self.transfer_timeouts.inc(report.expired)
         self.kept_transfers.set(report.kept_transfers)
+
+    def observe_events(self, events: Sequence[AnyEvent]) -> None:
+        """Count what a rank's step stored and evicted."""
+        for event in events:
+            if type(event) is BlocksStored:
+                self.stored_blocks.inc(len(event.sequence_hashes) // HASH_BYTES)
+            elif type(event) is BlocksRemoved:
+                self.evicted_blocks.inc(len(event.sequence_hashes) // HASH_BYTES)
 
     def stream(self, dp_rank: int) -> StreamMetrics:
         """Return the series of a rank's event stream."""

@@ -430,6 +430,8 @@ class WorkerService:
         for dp_rank, rank in report.ranks.items():
             self._books[dp_rank].observe(rank.events)
             self._membership.publishers[dp_rank].publish(rank.events, rank.load)
+            if rank.events:
+                self._metrics.observe_events(rank.events)
             self._metrics.observe_load(dp_rank, rank.load)
         self._metrics.observe_report(report)
         # Last, so that a drain finds everything published.

@@ -55,6 +55,9 @@ class Decision:
     behind_records: int = 0
     """Records that the pool's journal was known to hold beyond ``offset``; above 0 the router was catching up."""
 
+    is_reservation: bool = False
+    """Whether it was made for a global router, past which the tokens do not come here."""
+
     worker: WorkerKey = field(init=False)
     """The chosen worker."""
     overlap_blocks: int = field(init=False)

@@ -31,8 +31,9 @@ from poolgrid.frontend.access.tenants import Tenants
 from poolgrid.frontend.access.token_bucket import Bucket
 from poolgrid.frontend.errors import REFUSAL_STATUSES
 from poolgrid.frontend.media.refusals import STATUS_BY_CODE
-from poolgrid.frontend.metrics import OTHER_TENANTS, TENANT_LABELS_MAX, FrontendMetrics
+from poolgrid.frontend.metrics import MODEL_LABELS_MAX, TENANT_LABELS_MAX, FrontendMetrics
 from poolgrid.frontend.ports import Refused, ServedModel
+from poolgrid.runtime import instruments
 from poolgrid.runtime.http_server import HttpServer
 from tests.frontend.fake_backend import FakeBackend, speak
 from tests.frontend.server import application
@@ -453,7 +454,19 @@ def test_series_by_tenant_are_bounded() -> None:
     assert len({sample.labels["tenant"] for sample in samples}) == TENANT_LABELS_MAX + 1
     name = "poolgrid_frontend_tenant_requests_total"
     assert registry.get_sample_value(name, {"tenant": "t0"}) == 2
-    assert registry.get_sample_value(name, {"tenant": OTHER_TENANTS}) == 2 * TENANT_LABELS_MAX
+    assert registry.get_sample_value(name, {"tenant": instruments.OTHER}) == 2 * TENANT_LABELS_MAX
+
+
+def test_series_by_model_are_bounded() -> None:
+    registry = CollectorRegistry()
+    metrics = FrontendMetrics(registry)
+    for number in range(3 * MODEL_LABELS_MAX):
+        metrics.of_model(f"m{number}").ttft.observe(0.1)
+    metrics.of_model("m0").ttft.observe(0.1)
+
+    name = "poolgrid_frontend_time_to_first_token_seconds_count"
+    counts = {model: registry.get_sample_value(name, {"model": model}) for model in ("m0", "m1", instruments.OTHER)}
+    assert counts == {"m0": 2, "m1": 1, instruments.OTHER: 2 * MODEL_LABELS_MAX}
 
 
 # -- buckets -----------------------------------------------------------------------------------------------------------

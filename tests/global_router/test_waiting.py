@@ -101,7 +101,8 @@ def test_requests_wait_and_go_by_priority_then_by_arrival() -> None:
             assert (tokens, last.finish_reason) == (right_answer(), "length"), name
 
         assert scene.order == ["first", "high", "x", "y", "z", "low"]
-        assert scene.count("queue_seconds_count") == 5
+        assert scene.count("queue_seconds_count", cause="pools_full") == 1
+        assert scene.count("queue_seconds_count", cause="behind_others") == 4
         assert 1 <= scene.count("passed_over_total", pool="b", state="saturated") <= 6, "not with each attempt"
         assert len(scene.fleet.pool("a").selects) <= selects + 2 * 5, "a freed place is asked for, and once too often"
         record = scene.fleet.service.decisions.get("low")

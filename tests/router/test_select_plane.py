@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
@@ -12,7 +12,7 @@ import zmq.asyncio
 from prometheus_client import CollectorRegistry
 
 from poolgrid.router.core.cost import CostWeights
-from poolgrid.router.core.decision import DecisionLog
+from poolgrid.router.core.decision import Decision, DecisionLog
 from poolgrid.router.core.policy import make_policy
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.metrics import RouterMetrics
@@ -53,6 +53,9 @@ class View:
         self.out_of_reach: dict[WorkerKey, str] = {}
         self.load_changes = 0
         self.behind_records = 0
+
+    def reserved(self, decision: Decision, path: Sequence[int]) -> None:
+        self.decisions.add(decision)
 
     @property
     def unreachable(self) -> Mapping[WorkerKey, str]:

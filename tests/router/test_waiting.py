@@ -7,10 +7,11 @@ from typing import cast
 
 from prometheus_client import CollectorRegistry
 
+from poolgrid.dispatch.leg_times import LegWatch
 from poolgrid.dispatch.request_machine import RequestMachine
 from poolgrid.dispatch.token_delivery import TokenDelivery
 from poolgrid.frontend.ports import InferenceRequest
-from poolgrid.router.choosing import Chooser, Lack, NotPlaced, Routed
+from poolgrid.router.choosing import Chooser, Lack, NotPlaced, Routed, WaitCause
 from poolgrid.router.core.selector import NoWorker
 from poolgrid.router.metrics import RouterMetrics
 from poolgrid.router.settings import RouterSettings
@@ -27,10 +28,11 @@ class Scene:
         self.room = False
         self.placed = 0
         self.given_up: list[str] = []
+        self.registry = CollectorRegistry()
         self.line = WaitingLine(
             RouterSettings(),
             cast("Chooser", None),  # asked for nothing in this order of the queue
-            RouterMetrics(CollectorRegistry()),
+            RouterMetrics(self.registry),
             SystemClock(),
             self._place,
             lambda routed, why: self.given_up.append(why),
@@ -45,20 +47,20 @@ class Scene:
 
 def routed() -> Routed:
     request = InferenceRequest("r", "m", pack_tokens(range(20)), Sampling(max_tokens=4))
-    return Routed(RequestMachine(request, TokenDelivery("r", lambda delivery: None), 3), [])
+    return Routed(RequestMachine(request, TokenDelivery("r", lambda delivery: None), 3), [], LegWatch(0.0))
 
 
 def test_a_request_whose_worker_is_lost_in_the_turn_in_which_it_was_placed_waits_for_the_next_one() -> None:
     async def scenario() -> None:
         scene, request = Scene(), routed()
-        waiting = asyncio.ensure_future(scene.line.wait(request))
+        waiting = asyncio.ensure_future(scene.line.wait(request, WaitCause.WORKERS_FULL))
         await asyncio.sleep(0)
         assert len(scene.line) == 1
 
         scene.room = True
         scene.line.pump()
         scene.room = False
-        scene.line.resume(request)  # before the task that waited has its turn
+        scene.line.resume(request, WaitCause.WORKER_LOST)  # before the task that waited has its turn
         await waiting
 
         assert scene.line.resumed() == [request]
@@ -67,5 +69,8 @@ def test_a_request_whose_worker_is_lost_in_the_turn_in_which_it_was_placed_waits
         assert scene.placed == 2
         assert len(scene.line) == 0
         assert scene.given_up == []
+        for cause in (WaitCause.WORKERS_FULL, WaitCause.WORKER_LOST):
+            labels = {"cause": cause.value}
+            assert scene.registry.get_sample_value("poolgrid_router_queue_seconds_count", labels) == 1
 
     asyncio.run(scenario())

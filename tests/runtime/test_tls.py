@@ -14,6 +14,7 @@ import pytest
 import trustme
 from prometheus_client import CollectorRegistry
 
+from poolgrid.runtime.certificate_dates import expires_at_s
 from poolgrid.runtime.http_server import HttpServer
 from poolgrid.runtime.security import SecuritySettings
 from poolgrid.runtime.tls import Tls, TlsError, client_context
@@ -110,6 +111,11 @@ def test_a_new_certificate_is_used_from_the_next_connection_on(tmp_path: Path) -
             assert tls.check()
             second = await shown_certificate(server, files.trusting())
             assert second != first
+
+            expiry = registry.get_sample_value(
+                "poolgrid_http_certificate_expiry_timestamp_seconds", {"file": files.certificate.name}
+            )
+            assert expiry == expires_at_s(files.certificate)
 
             files.key.write_text("half a renewal")
             assert not tls.check()
