@@ -115,10 +115,10 @@ def _commands(group: TyperGroup, context: Any, width: int) -> str:
     return "\n".join(lines)
 
 
-def first_sentence(text: str) -> str:
-    """Return a text up to the first stop outside brackets, on one line."""
+def first_sentence(text: str, stops: str = ".;:") -> str:
+    """Return a text up to the first of some stops outside brackets, on one line."""
     text = " ".join(text.split())
-    for end in re.finditer(r"[.;:](?=\s|$)", text):
+    for end in re.finditer(rf"[{stops}](?=\s|$)", text):
         before = text[: end.start()]
         if before.count("(") == before.count(")"):
             return before

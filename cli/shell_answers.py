@@ -10,6 +10,11 @@ from typer import _completion_classes as of_typer
 from poolgrid.cli.help_page import first_sentence
 
 
+def described(item: Any) -> str:
+    """Return what a completion is, on one line; a colon may stand after a condition."""
+    return first_sentence(item.help, ".;")
+
+
 class ForBash(of_typer.BashComplete):
     """Values alone."""
 
@@ -25,7 +30,7 @@ class ForZsh(of_typer.ZshComplete):
     def format_completion(self, item: Any) -> str:
         """Return the line of a completion."""
         value = str(item.value).replace("\\", "\\\\").replace(":", "\\:")
-        return f"{value}:{first_sentence(item.help)}" if item.help else value
+        return f"{value}:{described(item)}" if item.help else value
 
     def complete(self) -> str:
         """Return a line for each completion; none where the shell knows better."""
@@ -37,7 +42,7 @@ class ForFish(of_typer.FishComplete):
 
     def format_completion(self, item: Any) -> str:
         """Return the line of a completion."""
-        return f"{item.value}\t{first_sentence(item.help)}" if item.help else str(item.value)
+        return f"{item.value}\t{described(item)}" if item.help else str(item.value)
 
     def complete(self) -> str:
         """Return a line for each completion; of ``--option=value`` fish completes the whole."""
