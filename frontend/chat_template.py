@@ -9,6 +9,7 @@ controls and ``{% generation %}``.
 from __future__ import annotations
 
 import json
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
@@ -117,18 +118,33 @@ class ChatTemplate:
                 if length > max_chars:
                     raise TemplateFailure(f"rendering the chat template: more than {max_chars} characters, the limit")
                 pieces.append(piece)
-        except TimeOver as error:
-            raise TemplateTooSlow(f"rendering the chat template: {error.message}") from error
-        except TemplateError as error:
-            raise TemplateFailure(f"rendering the chat template: {error.message or type(error).__name__}") from error
-        except (
-            TypeError,
-            ValueError,
-            ArithmeticError,
-            LookupError,
-            AttributeError,
-            RecursionError,
-            MemoryError,
-        ) as error:
-            raise TemplateFailure(f"rendering the chat template: {type(error).__name__}: {error}") from error
+        except _FAILURES as error:
+            raise _failure(error) from None
         return "".join(pieces)
+
+
+_FAILURES = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    AttributeError,
+    RecursionError,
+    MemoryError,
+)
+"""What a rendering raises, besides ``TemplateFailure``: a template may do with its values what these forbid."""
+
+
+def _failure(error: BaseException) -> TemplateFailure:
+    """Return a template's error in our words, and let go of what the template had made.
+
+    Frames of templates are in circles with Jinja's contexts: what they hold would wait for the collector, which runs
+    seldom, and may be tens of megabytes.
+    """
+    traceback.clear_frames(error.__traceback__)
+    if isinstance(error, TimeOver):
+        return TemplateTooSlow(f"rendering the chat template: {error.message}")
+    if isinstance(error, TemplateError):
+        return TemplateFailure(f"rendering the chat template: {error.message or type(error).__name__}")
+    return TemplateFailure(f"rendering the chat template: {type(error).__name__}: {error}")

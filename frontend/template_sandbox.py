@@ -22,7 +22,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from jinja2 import Environment, nodes
 from jinja2.exceptions import SecurityError
@@ -189,6 +189,14 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     def begin(self, max_chars: int, limit_s: float) -> None:
         """Begin a rendering in this thread."""
         self._local.spent = _Spent(max_chars * PRODUCED_FACTOR, self._monotonic() + limit_s, self._monotonic)
+
+    def handle_exception(self, source: str | None = None) -> NoReturn:
+        """Raise the error that is handled as it is.
+
+        Jinja would show lines of the template in its traceback, which nobody sees here, by frames in a circle with the
+        error: whatever the template had made would wait for the collector.
+        """
+        raise  # noqa: PLE0704 - Jinja calls this where it handles an error
 
     def bounded(self, function: Callable[..., T], slow: bool = False) -> Callable[..., T]:
         """Return a filter that counts, and takes no number that is too large, nor a long text if it is ``slow``."""

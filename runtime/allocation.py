@@ -29,8 +29,9 @@ LARGE_BLOCK_BYTES = 2 * 1024 * 1024
 KEPT_BYTES = 16 * 1024 * 1024
 """What may stay free at the end of the heap: a busy process would otherwise ask for the same pages again and again."""
 
-HOLES_BYTES_MAX = 24 * 1024 * 1024
-"""Holes, and growth since the last look that found too many of them, from which on they are given back."""
+HOLES_BYTES_MAX = 12 * 1024 * 1024
+"""Holes, and growth since the last look that found too many of them, from which on they are given back: a tenth of
+what a router holds when nothing has happened yet."""
 
 LOOK_INTERVAL_S = 5.0
 """Between two looks. A look costs some microseconds; to give 150 MB back takes this thread about ten milliseconds."""

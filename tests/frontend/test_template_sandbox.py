@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -210,3 +212,28 @@ def test_a_file_can_replace_the_models_own_template(tmp_path: Path) -> None:
     file.write_text("{% if %}")
     with pytest.raises(ModelDirectoryError, match="compiling"):
         PromptModel.load(TINY_MODEL_PATH, chat_template=file)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for message in messages %}{{ raise_exception('no') }}{% endfor %}",
+        "{% set l = messages * 2 %}{% for _ in range(26) %}{% set l = [l, l] %}{{ l }}{% endfor %}{{ 1 / 0 }}",
+        "{% macro show(m) %}{{ m + 1 }}{% endmacro %}{% for message in messages %}{{ show(message) }}{% endfor %}",
+    ],
+)
+def test_nothing_of_a_rendering_that_failed_waits_for_the_collector(source: str) -> None:
+    class Message(dict[str, str]):
+        pass
+
+    message = Message(role="user", content="hi")
+    seen = weakref.ref(message)
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(TemplateFailure):
+            ChatTemplate(source).render([message])
+        del message
+        assert seen() is None
+    finally:
+        gc.enable()
