@@ -1,7 +1,7 @@
 PYTHON ?= .venv/bin/python
 export PYTHON
 
-.PHONY: check lint types test format docs boards proof site plots soak attack clients schemathesis
+.PHONY: check lint types test format docs boards proof site plots soak attack clients schemathesis ui
 
 check: lint types test  ## everything CI runs, in the environment that is there
 
@@ -59,3 +59,6 @@ CASES ?= 200
 
 schemathesis:  ## the HTTP API against its own description, CASES for each of some 26 operations: 5,000 in all
 	POOLGRID_SCHEMATHESIS_CASES=$(CASES) $(PYTHON) -m pytest -n 2 tests/frontend/test_openapi.py
+
+ui:  ## the fleet page in Chromium: keyboard, phone, a large pool with frame times, pictures for docs/images
+	$(PYTHON) -m tests.ui

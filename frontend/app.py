@@ -63,6 +63,9 @@ log = logging.getLogger(__name__)
 NAME = "poolgrid.request_id"
 """Key of a request's name in the ASGI scope, on all paths but those of the inference endpoints."""
 
+BODILESS = "poolgrid.bodiless"
+"""Key of the ASGI scope of a ``HEAD``, which is served as a ``GET`` whose body nobody gets."""
+
 EXPOSED_HEADERS = (
     "x-request-id",
     "x-poolgrid-worker",
@@ -145,7 +148,7 @@ class Application(FastAPI):
         bodiless = scope["method"] == "HEAD"
         wanted = next((value for name, value in scope["headers"] if name == REQUEST_ID), None)
         request_id = str(self._request_ids.wanted(wanted))
-        scope = {**scope, NAME: request_id, **({"method": "GET"} if bodiless else {})}
+        scope = {**scope, NAME: request_id, **({"method": "GET", BODILESS: True} if bodiless else {})}
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":

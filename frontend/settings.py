@@ -131,6 +131,25 @@ class FrontendSettings(MediaSettings):
         description="Log a line for each inference request when it ends: its id, status, model, tenant, token counts, "
         "times and worker, never its text. It is written whatever the log level.",
     )
+    fleet_page: bool = Field(
+        default=True,
+        description="Serve the fleet page at /ui: the pool live, for a browser. It only shows; what it shows needs an "
+        "operator's key where there are keys. It costs nothing while nobody looks.",
+    )
+    fleet_page_interval_ms: float = Field(
+        default=250.0,
+        ge=50,
+        le=60_000,
+        description="Least time between two changes that the viewers of the fleet page are sent; a pool so large that "
+        "putting one together takes more than a fifth of it is shown less often.",
+    )
+    fleet_page_viewers: int = Field(
+        default=16,
+        ge=1,
+        le=1024,
+        description="Viewers of the fleet page at a time, of one process; one more is answered 503. A change is made "
+        "once for all of them.",
+    )
     tokenizer_threads: int = Field(
         default=2,
         ge=1,

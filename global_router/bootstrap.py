@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 from poolgrid.dispatch.link_budget import links_that_fit
 from poolgrid.dispatch.worker_links import WorkerLinks
 from poolgrid.frontend.app import create_app
+from poolgrid.frontend.fleet_page.endpoints import open_fleet_page
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.traffic import open_report
@@ -27,6 +28,7 @@ from poolgrid.global_router.core.document.history import Reload
 from poolgrid.global_router.core.document.problems import GridDocumentError
 from poolgrid.global_router.core.document.reader import LoadedDocument
 from poolgrid.global_router.document_file import read_document_file
+from poolgrid.global_router.fleet_source import GlobalFleetSource
 from poolgrid.global_router.http_api import add_global_router_endpoints
 from poolgrid.global_router.metrics import GlobalRouterMetrics, register_views
 from poolgrid.global_router.pools import Discover, Pools, select_endpoint
@@ -141,6 +143,9 @@ async def serve(
         background: list[asyncio.Task[None]] = []
         opened.push_async_callback(cancel_all, background)
         server = open_server(opened, settings, registry, app, service.stop, reuse_port=place is not None)
+        if frontend.fleet_page:
+            source = GlobalFleetSource(service, client, awake, place)
+            open_fleet_page(opened, app, source, frontend, clock)
         hang_up = _take_hang_ups(opened, group)
         if member is not None and group_metrics is not None:
             await _join_group(opened, member, group_metrics, group)

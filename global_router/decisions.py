@@ -155,9 +155,12 @@ class RequestDecisions:
         self._records: OrderedDict[str, RequestDecision] = OrderedDict()
         self._latest: dict[str, str] = {}
         """The latest request that clients called by a name."""
+        self.added = 0
+        """Records so far, forgotten ones included."""
 
     def add(self, record: RequestDecision) -> None:
         """Keep a record, forgetting the oldest beyond the capacity; a second one of the same id replaces the first."""
+        self.added += 1
         self._records.pop(record.request_id, None)
         self._records[record.request_id] = record
         self._latest[name_of(record.request_id)] = record.request_id

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from poolgrid.dispatch.link_budget import links_that_fit
 from poolgrid.frontend.app import Application, create_app
+from poolgrid.frontend.fleet_page.endpoints import open_fleet_page
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.traffic import open_report
@@ -32,6 +33,8 @@ from poolgrid.router.decision_journal.recorder import DecisionRecorder
 from poolgrid.router.dry_run import add_route_endpoint
 from poolgrid.router.feeds import EmbeddedFeed, RemoteFeed
 from poolgrid.router.fleet_links import link_opener
+from poolgrid.router.fleet_source import RouterFleetSource
+from poolgrid.router.fleet_watch import FleetWatch
 from poolgrid.router.health import Completeness
 from poolgrid.router.http_api import (
     add_index_endpoint,
@@ -42,6 +45,7 @@ from poolgrid.router.http_api import (
     troubles,
 )
 from poolgrid.router.metrics import DecisionRecordCollector, RouterMetrics, register_views
+from poolgrid.router.playback.player import Player
 from poolgrid.router.policy_loading import load_policy
 from poolgrid.router.ports import JournalFeed
 from poolgrid.router.select_plane import SelectPlane
@@ -123,6 +127,10 @@ async def serve(
         _add_endpoints(app, service, clock, plane, recorder)
         open_report(opened, app.traffic, lambda: service.view.queue().requests, clock)
         server = open_server(opened, settings, registry, app, service.end_requests, reuse_port=place is not None)
+        if frontend.fleet_page:
+            player = _make_player(consolidator, embedded)
+            source = RouterFleetSource(settings, service.view, FleetWatch(state), player, place)
+            open_fleet_page(opened, app, source, frontend, clock)
         if member is not None and group_metrics is not None:
             await _join_group(opened, member, group_metrics)
         # HTTP answers /live and /ready while the state is still being rebuilt; requests are refused until then.
@@ -198,6 +206,11 @@ def _make_feed(
         return RemoteFeed(settings.feed_endpoint, settings.query_endpoint, awake, make_context), None
     embedded = create_consolidator(consolidator, registry, clock, make_context)
     return EmbeddedFeed(embedded), embedded
+
+
+def _make_player(consolidator: ConsolidatorSettings, embedded: ConsolidatorService | None) -> Player:
+    kept = embedded.kept_records if embedded is not None and consolidator.data_dir is None else None
+    return Player(consolidator.data_dir, kept, consolidator.blocks_per_worker_max)
 
 
 def _add_endpoints(

@@ -20,6 +20,7 @@ NAVIGATION: Mapping[str, Sequence[str]] = {
     ),
     "Run": (
         "docs/operations",
+        "docs/fleet_page",
         "docs/command_line",
         "docs/configuration",
         "docs/metrics",

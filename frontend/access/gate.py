@@ -35,6 +35,10 @@ class PathClass(Enum):
 
 
 OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/ping", "/version", "/openapi.json"})
+PAGE_PATH = "/ui"
+"""The files of the fleet page, with everything below. A browser that follows a link carries no key; what the page shows
+comes from paths that need one."""
+
 METRICS_PATH = "/metrics"
 TENANT_PATHS = (
     "/v1/chat/completions",
@@ -62,6 +66,8 @@ def path_class(path: str, metrics_need_key: bool) -> PathClass:
         return PathClass.OPEN
     if path.startswith(TENANT_PATHS) and any(path == each or path.startswith(each + "/") for each in TENANT_PATHS):
         return PathClass.TENANT
+    if path == PAGE_PATH or path.startswith(PAGE_PATH + "/"):
+        return PathClass.OPEN
     return PathClass.OPERATOR
 
 

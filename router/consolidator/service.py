@@ -403,6 +403,18 @@ class ConsolidatorService:
 
         return unsubscribe
 
+    def kept_records(self, from_offset: int, limit: int, bytes_max: int) -> tuple[int, list[bytes]]:
+        """Return encoded records of a journal in memory, from an offset or the oldest kept, and the first's offset.
+
+        At once and without a disk; of a journal on disk, and before ``start``, there are none.
+        """
+        if self._core is None or not self._journal.in_memory:
+            return from_offset, []
+        first = max(from_offset, self._journal.oldest_offset)
+        if first >= self._journal.next_offset:
+            return first, []
+        return first, self._journal.read(first, limit, bytes_max)
+
     def sources(self) -> Sequence[PubShell]:
         """Return the publishers of the sources file with their health: engines, and further sources of workers."""
         return self._sources

@@ -183,9 +183,12 @@ class DecisionLog:
         self._decisions: OrderedDict[tuple[str, int], Decision] = OrderedDict()
         self._latest: dict[str, str] = {}
         """The latest request that clients called by a name."""
+        self.added = 0
+        """Decisions so far, forgotten ones included."""
 
     def add(self, decision: Decision) -> None:
         """Keep a decision, forgetting the oldest beyond the capacity."""
+        self.added += 1
         key = (decision.request.request_id, decision.attempt)
         replaced = self._decisions.pop(key, None)
         if replaced is not None:

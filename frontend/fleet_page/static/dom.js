@@ -1,0 +1,68 @@
+// Elements without markup: text stays text, whatever a worker or a request is called.
+
+export function el(tag, attributes = {}, ...children) {
+  const node = document.createElement(tag);
+  fill(node, attributes, children);
+  return node;
+}
+
+export function svg(tag, attributes = {}, ...children) {
+  const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  fill(node, attributes, children);
+  return node;
+}
+
+function fill(node, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name === "class") node.setAttribute("class", value);
+    else if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else if (name === "style") Object.assign(node.style, value);
+    else node.setAttribute(name, value === true ? "" : value);
+  }
+  for (const child of children.flat(Infinity)) {
+    if (child !== null && child !== undefined && child !== false) node.append(child);
+  }
+}
+
+export const byId = (id) => document.getElementById(id);
+
+// Only what differs is written: a browser lays out again for each text that is set, also for an equal one.
+export function setText(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}
+
+export function setAttribute(node, name, value) {
+  if (node.getAttribute(name) !== value) node.setAttribute(name, value);
+}
+
+// An address that others chose becomes a link only when it is one of the web.
+export function webAddress(text) {
+  try {
+    const url = new URL(text);
+    return url.protocol === "http:" || url.protocol === "https:" ? url.href : "";
+  } catch {
+    return "";
+  }
+}
+
+// Everything that draws asks here for the next frame; while nothing changes and nothing moves, no frame is asked for.
+const waiting = new Set();
+let asked = false;
+
+export function onNextFrame(draw) {
+  waiting.add(draw);
+  if (!asked) {
+    asked = true;
+    requestAnimationFrame((now) => {
+      asked = false;
+      const drawing = [...waiting];
+      waiting.clear();
+      for (const each of drawing) each(now);
+    });
+  }
+}
+
+export function say(words) {
+  setText(byId("told"), words);
+}

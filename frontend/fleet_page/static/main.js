@@ -1,0 +1,510 @@
+// The fleet page: follows the router's stream, and shows what it says.
+
+import { onTheme, readColours, startTheme, strong } from "./colours.js";
+import { ConversationList } from "./conversations.js";
+import { byId, el, onNextFrame, say, setAttribute, setText } from "./dom.js";
+import { clock, count, counted, hueOfName, milliseconds, nameOf, percent, rate, short } from "./format.js";
+import { PoolGrids, PoolList } from "./grids.js";
+import { Playback } from "./playback.js";
+import { RequestList } from "./requests.js";
+import { ask, hasKey, Stream, useKey } from "./server.js";
+import { faultBody, keysBody, legendOf, requestBody, Sheet, waitingBody, workerBody } from "./sheet.js";
+import { Store } from "./store.js";
+import { Strip } from "./strip.js";
+import { streamWords, toneOf, WorkerGrid } from "./workers.js";
+
+const LATELY_S = 10;
+const CELL_SPAN_MS = 60000;
+const FLOW_MS = 5000;
+const SORTS = {
+  name: (one, other) => compare(one.key, other.key),
+  busy: (one, other) => other.running + other.waiting - one.running - one.waiting || compare(one.key, other.key),
+  full: (one, other) => ratio(other) - ratio(one) || compare(one.key, other.key),
+  trouble: (one, other) => rank(other) - rank(one) || compare(one.key, other.key),
+};
+const collator = new Intl.Collator("en", { numeric: true });
+const compare = (one, other) => collator.compare(one, other);
+const ratio = (worker) => (worker.total ? worker.held / worker.total : 0);
+const rank = (worker) => ({ bad: 2, warn: 1 })[toneOf(worker)] ?? 0;
+
+class Page {
+  constructor() {
+    this.store = new Store();
+    this.sheet = new Sheet();
+    this.kind = null;
+    this.past = null;
+    this.order = [];
+    this.sort = "name";
+    this.flows = new Map(); // worker -> [[time, stored, removed], …]
+    this.linkState = "connecting";
+    this.linkWords = "";
+    this.heardMs = 0;
+    this.strip = new Strip((ms) => this.openMoment(ms));
+    byId("strip").append(this.strip.canvas);
+    this.playback = new Playback(
+      () => this.store.now(),
+      (state) => {
+        this.past = state;
+        this.showLink();
+        this.render();
+      },
+    );
+    this.stream = new Stream(
+      (kind, data) => this.onEvent(kind, data),
+      (state, words) => this.onLink(state, words),
+    );
+    this.drawn = () => this.render();
+  }
+
+  start() {
+    startTheme(byId("theme"));
+    onTheme(() => {
+      this.legend?.replaceChildren();
+      this.renderSoon();
+    });
+    byId("help").addEventListener("click", () => this.sheet.open("keys", "Keys of this page", "Everything here works without a mouse.", keysBody()));
+    byId("key-button").addEventListener("click", () => this.askForKey(""));
+    byId("key-form").addEventListener("submit", (event) => this.onKeyForm(event));
+    document.addEventListener("keydown", (event) => this.onKey(event));
+    setInterval(() => this.renderSoon(), 1000);
+    this.showKeyButton();
+    this.stream.start();
+  }
+
+  // -- the stream ------------------------------------------------------------------------------------------------------
+
+  onEvent(kind, data) {
+    if (kind === "bye") return;
+    this.store.apply(kind, data);
+    this.heardMs = this.store.now();
+    const about = this.store.values.about;
+    if (about && about.kind !== this.kind) this.build(about);
+    const first = this.store.wholes === 1 && kind === "whole";
+    for (const key of this.store.fresh) {
+      const request = this.store.requests.get(key);
+      if (!first && !this.past) this.flash(request);
+    }
+    this.countRequests(kind, data);
+    this.noteFlows();
+    this.renderSoon();
+  }
+
+  countRequests(kind, data) {
+    const table = data.tables.requests;
+    if (!table) return;
+    for (const row of table.rows) {
+      const request = this.store.requests.get(row[0]);
+      if (!request || request.stage === "decode") continue;
+      this.strip.count(request, request.reused_tokens ?? request.found_tokens ?? 0);
+    }
+    this.strip.changed = true;
+  }
+
+  flash(request) {
+    if (this.kind === "router") this.workers.flash(request.worker, request.conversation ? hueOfName(request.conversation) : null);
+    else this.grids.flash(request);
+  }
+
+  noteFlows() {
+    const now = this.store.now();
+    for (const worker of this.store.table("workers").values()) {
+      let flow = this.flows.get(worker.key);
+      if (!flow) this.flows.set(worker.key, (flow = []));
+      flow.push([now, worker.stored, worker.removed]);
+      while (flow.length > 2 && flow[1][0] < now - FLOW_MS) flow.shift();
+    }
+    if (this.flows.size > this.store.table("workers").size + 64) {
+      for (const key of this.flows.keys()) if (!this.store.table("workers").has(key)) this.flows.delete(key);
+    }
+  }
+
+  flowOf(key) {
+    const flow = this.flows.get(key);
+    if (!flow || flow.length < 2) return { stored: 0, removed: 0 };
+    const [from, to] = [flow[0], flow.at(-1)];
+    const seconds = Math.max(0.001, (to[0] - from[0]) / 1000);
+    return { stored: Math.max(0, to[1] - from[1]) / seconds, removed: Math.max(0, to[2] - from[2]) / seconds };
+  }
+
+  onLink(state, words) {
+    if (state === "key") {
+      this.wantsKey = true;
+      this.askForKey(hasKey() ? words : "");
+      state = "lost";
+      words = "waiting for a key";
+    }
+    if (state !== this.linkState && (state === "lost" || this.linkState === "lost")) say(state === "live" ? "Connected again" : state === "lost" ? `Not connected: ${words}` : "");
+    this.linkState = state;
+    this.linkWords = words;
+    this.showLink();
+    this.showKeyButton();
+  }
+
+  showLink() {
+    const node = byId("link");
+    const words = byId("link-words");
+    if (this.past) {
+      setAttribute(node, "data-state", "past");
+      setText(words, `as of ${clock(this.past.frame.time_ms)}, journal record ${count(this.past.frame.offset)}`);
+      return;
+    }
+    setAttribute(node, "data-state", this.linkState);
+    const seen = this.heardMs ? `; what you see is of ${clock(this.heardMs)}` : "";
+    if (this.linkState === "live") setText(words, "live");
+    else if (this.linkState === "lost") setText(words, `${this.linkWords}${seen}`);
+    else setText(words, `connecting${seen}`);
+  }
+
+  // -- the key ---------------------------------------------------------------------------------------------------------
+
+  showKeyButton() {
+    byId("key-button").hidden = !hasKey() && !this.wantsKey;
+    setText(byId("key-button"), hasKey() ? "Key ✓" : "Sign in");
+  }
+
+  askForKey(fault) {
+    const dialog = byId("key");
+    setText(byId("key-fault"), fault);
+    byId("key-value").value = "";
+    if (!dialog.open) dialog.showModal();
+    byId("key-value").focus();
+  }
+
+  onKeyForm(event) {
+    event.preventDefault();
+    useKey(byId("key-value").value.trim(), byId("key-keep").checked);
+    byId("key-value").value = "";
+    byId("key").close();
+    this.showKeyButton();
+    this.stream.start();
+  }
+
+  // -- what is on the page ---------------------------------------------------------------------------------------------
+
+  build(about) {
+    this.kind = about.kind;
+    const main = byId("main-column");
+    const side = byId("side-column");
+    this.requests = new RequestList(this.kind === "router" ? "router" : "global", (request) => this.openRequest(request));
+    if (this.kind === "router") {
+      this.workers = new WorkerGrid((key) => this.openWorker(key));
+      this.workerCount = el("span", { class: "count" });
+      this.noWorkers = el("p", { class: "empty", hidden: true }, "No worker has joined this pool yet. Start one: ", el("code", {}, "poolgrid worker --consolidator tcp://HOST:PORT"));
+      this.legend = el("div", { class: "legend" });
+      const sorts = Object.entries({ name: "by name", busy: "busiest", full: "fullest", trouble: "in trouble" }).map(([name, words]) =>
+        el("button", { type: "button", "aria-pressed": String(name === this.sort), onclick: (event) => this.sortBy(name, event.target) }, words),
+      );
+      this.sorts = el("div", { class: "sorts", role: "group", "aria-label": "Order of the workers" }, sorts);
+      const panel = el("section", { class: "panel", "aria-labelledby": "workers-title" }, el("div", { class: "bar" }, el("h2", { id: "workers-title" }, "Workers and their caches"), this.workerCount, this.sorts), el("div", { class: "canvas-box" }, this.workers.node), this.noWorkers, this.legend);
+      this.conversations = new ConversationList((key) => this.openWorker(key));
+      main.replaceChildren(panel, this.conversations.node);
+      side.replaceChildren(this.requests.node);
+    } else {
+      this.grids = new PoolGrids((stage, cell) => this.openCell(stage, cell));
+      this.pools = new PoolList();
+      main.replaceChildren(this.grids.node);
+      side.replaceChildren(this.pools.node, this.requests.node);
+    }
+    document.title = `poolgrid ${about.name === "router" ? "fleet" : about.name}`;
+    const processes = about.processes > 1 ? ` · process ${about.process + 1} of ${about.processes}: its own requests and queue` : "";
+    setText(byId("name"), `${about.kind === "router" ? about.name : "global router"}${about.policy ? `, policy ${about.policy}` : ""}`);
+    setText(byId("foot"), `poolgrid ${about.version}${processes} · this page only shows, it changes nothing`);
+    if (this.kind !== "router") setText(byId("strip-hint"), "click a moment to see the grid as it was then; each pool's own page plays its pool back");
+    else if (about.no_playback) setText(byId("strip-hint"), about.no_playback);
+  }
+
+  sortBy(name, button) {
+    this.sort = name;
+    for (const each of this.sorts.children) each.setAttribute("aria-pressed", String(each === button));
+    this.order = [];
+    this.render();
+  }
+
+  renderSoon() {
+    onNextFrame(this.drawn);
+  }
+
+  render() {
+    if (!this.kind) return;
+    const now = this.store.now();
+    if (this.kind === "router") this.renderRouter(now);
+    else this.renderGlobal(now);
+    this.strip.show(now, this.past ? this.past.frame.time_ms : null);
+    this.strip.changed = false;
+    this.renderTrouble();
+    this.refreshSheet(now);
+  }
+
+  renderTrouble() {
+    const totals = this.store.values.totals ?? {};
+    const words = totals.trouble || (totals.behind ? `the router is catching up: ${counted(totals.behind, "record")} of the journal are not applied yet` : "");
+    const node = byId("trouble");
+    node.hidden = !words || this.past !== null;
+    setText(node, words);
+  }
+
+  renderRouter(now) {
+    const models = this.past ? this.pastWorkers() : this.liveWorkers();
+    const conversations = this.past ? this.pastConversations() : this.liveConversations();
+    const ticks = new Map();
+    for (const each of [...conversations].sort((one, other) => compare(one.name, other.name))) {
+      for (const [worker, blocks] of each.holders) {
+        if (!blocks) continue;
+        let of = ticks.get(worker);
+        if (!of) ticks.set(worker, (of = []));
+        of.unshift({ hue: hueOfName(each.name), share: each.blocks ? blocks / each.blocks : 0 });
+      }
+    }
+    for (const worker of models) worker.ticks = ticks.get(worker.key) ?? [];
+    this.workers.show(this.inOrder(models));
+    this.noWorkers.hidden = models.length > 0;
+    this.workers.node.hidden = models.length === 0;
+    this.conversations.show(conversations);
+    const requests = this.past ? this.pastRequests() : this.store.newest(64);
+    this.requests.show(requests, this.past ? 0 : this.store.values.totals?.decisions, this.past ? 0 : this.store.missed, this.past !== null);
+    this.renderTiles(models, now);
+    const streams = new Map();
+    for (const worker of models) streams.set(worker.stream, (streams.get(worker.stream) ?? 0) + 1);
+    const others = [...streams].filter(([state]) => state !== "live").map(([state, number]) => `${count(number)} ${streamWords(state)}`);
+    setText(this.workerCount, `${counted(models.length, "worker")}, event streams ${others.length ? others.join(", ") : "all live"}`);
+    if (!this.legend.firstChild) this.legend.append(...this.legendParts());
+  }
+
+  legendParts() {
+    return [
+      ...legendOf().map(([colour, words]) => el("span", {}, el("i", { style: { background: colour } }), words)),
+      el("span", {}, el("i", { style: { background: strong(20) } }), "bars below: how much of each conversation it holds"),
+    ];
+  }
+
+  liveWorkers() {
+    return [...this.store.table("workers").values()].map((row) => ({ ...row, running: Math.max(0, row.active - row.waiting), held: row.held_blocks, total: row.total_blocks }));
+  }
+
+  liveConversations() {
+    return [...this.store.table("conversations").values()].map((row) => ({ ...row, name: row.key })).sort((one, other) => other.last_ms - one.last_ms);
+  }
+
+  pastWorkers() {
+    return [...this.past.workers.values()].map((worker) => ({ ...worker, running: Math.max(0, worker.requests - worker.waiting), trusted: worker.stream !== "stale", note: "" }));
+  }
+
+  // Conversations as they were: those that had begun, as long as their last prompt was by then.
+  pastConversations() {
+    const at = this.past.frame.time_ms;
+    const before = new Map();
+    for (const request of this.store.requests.values()) {
+      if (!request.conversation || request.time_ms > at) continue;
+      const known = before.get(request.conversation);
+      if (known) {
+        known.turns += 1;
+        if (request.time_ms >= known.last_ms) Object.assign(known, { last_ms: request.time_ms, isl: request.isl });
+      } else before.set(request.conversation, { turns: 1, last_ms: request.time_ms, isl: request.isl });
+    }
+    const found = [];
+    for (const [name, blocks, blockSize] of this.past.reel.conversations) {
+      const known = before.get(name);
+      if (!known) continue;
+      const then = Math.max(1, Math.min(blocks, Math.floor(known.isl / blockSize)));
+      const holders = (this.past.holders.get(name) ?? []).map(([worker, held]) => [worker, Math.min(held, then), 0]);
+      found.push({ name, blocks: then, turns: known.turns, last_ms: known.last_ms, holders });
+    }
+    return found.sort((one, other) => other.last_ms - one.last_ms).slice(0, 24);
+  }
+
+  // What was on workers at the moment, and before it what had come lately, each as it stood then.
+  pastRequests() {
+    const at = this.past.frame.time_ms;
+    const { active } = this.past;
+    const lately = this.store.newest(64, (request) => request.time_ms <= at).map((request) => {
+      const ended = request.ended_ms !== null && request.ended_ms <= at;
+      const status = ended ? request.status : request.prefilled_ms !== null && request.prefilled_ms <= at ? "output" : "under way";
+      return active.has(request.key) || ended ? { ...request, status } : { ...request, status: request.ended_ms === null ? request.status : status };
+    });
+    const known = new Set(lately.map((request) => request.key));
+    const others = [...active.values()].filter(([id]) => !known.has(id)).map(([id, worker, isl, reused]) => ({
+      key: id, request_id: id, worker, isl, reused_tokens: reused, found_tokens: reused, time_ms: at, stage: "whole", status: "under way", conversation: "",
+    }));
+    return [...others, ...lately].slice(0, 64);
+  }
+
+  // Workers stay where they are while figures move; a new order is made when somebody asks or when workers come and go.
+  inOrder(models) {
+    const known = new Set(this.order);
+    if (models.length !== known.size || models.some((worker) => !known.has(worker.key))) this.order = [...models].sort(SORTS[this.sort]).map((worker) => worker.key);
+    const byKey = new Map(models.map((worker) => [worker.key, worker]));
+    return this.order.map((key) => byKey.get(key)).filter(Boolean);
+  }
+
+  renderTiles(models, now) {
+    const { queue, totals } = this.store.values;
+    const ready = models.filter((worker) => worker.state === "ready").length;
+    const running = models.reduce((sum, worker) => sum + worker.running, 0);
+    const waiting = models.reduce((sum, worker) => sum + worker.waiting, 0);
+    const held = models.reduce((sum, worker) => sum + worker.held, 0);
+    const total = models.reduce((sum, worker) => sum + worker.total, 0);
+    const lately = this.strip.lately(this.past ? this.past.frame.time_ms : now, LATELY_S);
+    const bad = models.filter((worker) => toneOf(worker) === "bad").length;
+    const flow = this.past ? null : this.flowOfAll(models);
+    this.tiles([
+      ["workers", count(ready), ` of ${count(models.length)} ready`, bad ? `${count(bad)} unreachable or not believed` : "", bad ? "bad" : ""],
+      ["running", count(running), "", waiting ? `${count(waiting)} wait in engines` : "none waits in an engine", ""],
+      ["requests", rate(lately.perSecond), " /s", `of the last ${LATELY_S} seconds`, ""],
+      ["found in caches", percent(lately.share), "", "of the prompt tokens", ""],
+      ["caches", percent(total ? held / total : NaN), " full", flow ? `+${rate(flow.stored)} −${rate(flow.removed)} blocks/s` : `${short(held)} blocks`, ""],
+      this.past ? ["journal", short(this.past.frame.offset), "", "records folded", ""] : queueTile(queue, totals),
+    ]);
+  }
+
+  flowOfAll(models) {
+    const sum = { stored: 0, removed: 0 };
+    for (const worker of models) {
+      const flow = this.flowOf(worker.key);
+      sum.stored += flow.stored;
+      sum.removed += flow.removed;
+    }
+    return sum;
+  }
+
+  tiles(list) {
+    const node = byId("tiles");
+    while (node.children.length < list.length) node.append(el("div", { class: "tile" }, el("dt"), el("dd", {}, "", el("small")), el("p")));
+    list.forEach(([name, value, unit, under, tone], at) => {
+      const [title, figure, note] = node.children[at].children;
+      setText(title, name);
+      if (!figure.firstChild || figure.firstChild.nodeType !== Node.TEXT_NODE) figure.prepend(document.createTextNode(""));
+      if (figure.firstChild.data !== value) figure.firstChild.data = value;
+      setText(figure.lastChild, unit);
+      setText(note, under);
+      setAttribute(note, "class", tone);
+    });
+  }
+
+  // -- a global router -------------------------------------------------------------------------------------------------
+
+  renderGlobal(now) {
+    const { grids, queue, totals } = this.store.values;
+    this.grids.use(grids);
+    const atMs = this.past ? this.past.frame.time_ms : now;
+    const within = this.store.newest(4000, (request) => request.time_ms > atMs - CELL_SPAN_MS && request.time_ms <= atMs).reverse();
+    this.grids.show(within);
+    const pools = [...this.store.table("pools").values()];
+    this.pools.show(pools);
+    this.requests.show(this.past ? [...within].reverse() : this.store.newest(64), this.past ? 0 : totals?.decisions, this.past ? 0 : this.store.missed, this.past !== null);
+    const lately = this.strip.lately(atMs, LATELY_S);
+    const firsts = within.map((request) => request.ttft_ms).filter((value) => value !== null).sort((one, other) => one - other);
+    const spilled = within.filter((request) => request.places.some((place) => place[4] !== "grid")).length;
+    const up = pools.filter((pool) => pool.state === "available" || pool.state === "saturated").length;
+    this.tiles([
+      ["pools", count(up), ` of ${count(pools.length)} up`, `document revision ${count(grids.revision)}`, ""],
+      ["under way", count(totals?.active), "", `${count(totals?.waiting)} wait for a pool with room`, totals?.waiting ? "warn" : ""],
+      ["requests", rate(lately.perSecond), " /s", `of the last ${LATELY_S} seconds`, ""],
+      ["TTFT, median", firsts.length ? milliseconds(firsts[firsts.length >> 1]) : "–", "", firsts.length ? `p95 ${milliseconds(firsts[Math.floor(firsts.length * 0.95)])}` : "of the last minute", ""],
+      ["elsewhere than the grid", percent(within.length ? spilled / within.length : NaN), "", "spilled, overridden or fallen back", ""],
+      queueTile(queue, totals),
+    ]);
+  }
+
+  openCell(stage, cell) {
+    const found = this.store.newest(40, (request) => request.places.some((place) => place[0] === stage.stage && place[5].join() === cell.join()));
+    const rows = found.map((request) => el("li", {}, el("a", { href: "#", onclick: (event) => (event.preventDefault(), this.openRequest(request)) }, nameOf(request.request_id)), ` · ${clock(request.time_ms, true)} · ${counted(request.isl, "token")} · TTFT ${milliseconds(request.ttft_ms)} · ${request.places.map((place) => `${place[2]} by ${place[4]}`).join(", ")}`));
+    this.sheet.open(`cell ${cell.join()}`, `Cell [${cell.join("][")}] of the ${stage.stage} grid`, rows.length ? "its last requests, newest first" : "", rows.length ? el("ul", { class: "tree" }, rows) : el("p", { class: "quiet" }, "No request fell into this cell lately. Its lengths and targets are on the axes."));
+  }
+
+  // -- sheets ----------------------------------------------------------------------------------------------------------
+
+  async openRequest(request) {
+    const { sheet } = this;
+    const key = `request ${request.key}`;
+    sheet.open(key, nameOf(request.request_id), request.key === nameOf(request.request_id) ? "" : request.key, waitingBody("asking the router…"));
+    const signal = sheet.signal();
+    try {
+      const found = await ask(`v1/fleet/requests/${encodeURIComponent(request.request_id)}`, signal);
+      if (sheet.key === key) sheet.set(...requestBody(found, this.store.requests.get(request.key) ?? request, this.store.now(), (worker) => this.openWorker(worker)));
+    } catch (error) {
+      if (sheet.key === key && error.name !== "AbortError") sheet.set(...faultBody(error.message));
+    }
+  }
+
+  openWorker(key) {
+    if (this.kind !== "router") return;
+    const make = () => this.workerParts(key);
+    this.sheet.open(`worker ${key}`, key, "", make() ?? faultBody(`${key} is not in the pool ${this.past ? "at this moment" : "any more"}.`));
+    this.sheet.refresh = make;
+    this.refreshedMs = this.store.now();
+  }
+
+  workerParts(key) {
+    const worker = (this.past ? this.pastWorkers() : this.liveWorkers()).find((each) => each.key === key);
+    if (!worker) return null;
+    const flow = this.past ? { stored: worker.stored / this.frameSeconds(), removed: worker.removed / this.frameSeconds() } : this.flowOf(key);
+    return workerBody(worker, {
+      conversations: this.past ? this.pastConversations() : this.liveConversations(),
+      requests: (this.past ? this.pastRequests() : this.store.newest(4000)).filter((request) => request.worker === key).slice(0, 12),
+      flow,
+      nowMs: this.store.now(),
+      past: this.past !== null,
+      openRequest: (request) => this.openRequest(request),
+    });
+  }
+
+  frameSeconds() {
+    const { frames } = this.past.reel;
+    return frames.length > 1 ? Math.max(0.001, (frames[1].time_ms - frames[0].time_ms) / 1000) : 1;
+  }
+
+  refreshSheet(now) {
+    const { sheet } = this;
+    // Once a second is enough to read, and not while somebody is at a link in it.
+    if (!sheet.refresh || now - this.refreshedMs < 1000 || sheet.body.contains(document.activeElement)) return;
+    this.refreshedMs = now;
+    const parts = sheet.refresh();
+    if (parts) sheet.set(...parts);
+  }
+
+  // -- the past --------------------------------------------------------------------------------------------------------
+
+  openMoment(ms) {
+    if (this.kind === "router") {
+      this.playback.open(ms);
+      return;
+    }
+    this.past = ms >= this.store.now() - 1500 ? null : { frame: { time_ms: ms } };
+    this.showMoment();
+  }
+
+  showMoment() {
+    const bar = byId("playback");
+    bar.hidden = this.past === null;
+    bar.replaceChildren(el("button", { type: "button", class: "live", onclick: () => this.toNow() }, "Back to now"));
+    byId("strip-hint").hidden = this.past !== null;
+    this.render();
+    setAttribute(byId("link"), "data-state", this.past ? "past" : this.linkState);
+    if (this.past) setText(byId("link-words"), `the minute before ${clock(this.past.frame.time_ms)}`);
+    else this.showLink();
+  }
+
+  toNow() {
+    if (this.kind === "router") this.playback.end();
+    else {
+      this.past = null;
+      this.showMoment();
+    }
+  }
+
+  onKey(event) {
+    if (event.defaultPrevented || document.querySelector("dialog[open]")) return;
+    if (this.playback.onKey(event)) return;
+    if (event.key === "Escape" && (this.past || this.playback.turn)) this.toNow();
+  }
+}
+
+function queueTile(queue, totals) {
+  const full = queue.requests_max > 0 && queue.requests >= queue.requests_max;
+  const refused = Object.values(queue.refused).reduce((sum, each) => sum + each, 0);
+  const under = refused ? `${count(refused)} refused so far` : totals?.waiting ? "wait for a worker with room" : "nobody waits, none refused";
+  return ["queue", count(queue.requests), ` of ${short(queue.requests_max)}`, under, full ? "bad" : refused ? "warn" : ""];
+}
+
+readColours();
+new Page().start();

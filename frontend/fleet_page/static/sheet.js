@@ -1,0 +1,296 @@
+// The sheet at the side: one request with its decision and its legs, one worker with its cache, or the keys of the page.
+
+import { colours, strong } from "./colours.js";
+import { gauge } from "./conversations.js";
+import { byId, el, webAddress } from "./dom.js";
+import { clock, count, counted, hueOfName, milliseconds, nameOf, percent, rate, tone } from "./format.js";
+import { statusWords } from "./requests.js";
+import { timeline } from "./timeline.js";
+
+const CANDIDATES = 32;
+
+export class Sheet {
+  constructor() {
+    this.dialog = byId("sheet");
+    this.refresh = null;
+    this.key = null;
+    this.dialog.addEventListener("close", () => {
+      this.refresh = null;
+      this.key = null;
+      this.controller?.abort();
+    });
+    this.dialog.addEventListener("click", (event) => {
+      if (event.target === this.dialog) this.dialog.close();
+    });
+  }
+
+  open(key, title, under, body) {
+    this.key = key;
+    const close = el("button", { type: "button", class: "tool", "aria-label": "Close", onclick: () => this.dialog.close() }, "Close");
+    this.under = el("p", { class: "quiet" }, under);
+    this.body = el("div", { class: "sheet-body" }, body);
+    this.dialog.replaceChildren(el("div", { class: "sheet-head" }, el("div", {}, el("h2", { id: "sheet-title" }, title), this.under), close), this.body);
+    if (!this.dialog.open) this.dialog.showModal();
+    this.dialog.scrollTop = 0;
+    close.focus();
+  }
+
+  // A new signal for what this sheet asks for; what the one before it asked for is given up.
+  signal() {
+    this.controller?.abort();
+    this.controller = new AbortController();
+    return this.controller.signal;
+  }
+
+  set(...body) {
+    this.body.replaceChildren(...body.filter(Boolean));
+  }
+}
+
+export function facts(pairs) {
+  return el("dl", { class: "facts" }, pairs.filter(Boolean).map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
+}
+
+export function statusMark(status) {
+  return el("span", { class: "status", "data-tone": tone(status) }, el("i", { "aria-hidden": "true" }), statusWords(status));
+}
+
+const section = (title, ...body) => el("section", {}, el("h3", {}, title), ...body);
+
+// -- one request -------------------------------------------------------------------------------------------------------
+
+export function requestBody(found, row, nowMs, openWorker) {
+  const { explanation, legs } = found;
+  const isGlobal = "placements" in explanation;
+  const first = isGlobal ? explanation : explanation.attempts[0];
+  const reused = isGlobal ? null : first.realised_cached_tokens;
+  const whole = legs.length ? legs[0].placed_ms : null;
+  const firstToken = Math.min(...legs.map((leg) => leg.prefilled_ms ?? Infinity));
+  const pairs = [
+    ["status", statusMark(row?.status ?? (isGlobal ? explanation.outcome : legs.at(-1)?.end ?? ""))],
+    ["arrived", clock(first.time_ms, true)],
+    ["prompt", counted(first.isl, "token")],
+    reused !== null && ["reused", `${count(reused)} tokens, ${percent(first.isl ? reused / first.isl : NaN)}`],
+    isGlobal && ["output", counted(explanation.output_tokens, "token")],
+    isGlobal ? ["TTFT", milliseconds(explanation.ttft_ms)] : Number.isFinite(firstToken) && whole !== null && ["first token after", milliseconds(firstToken - whole)],
+    isGlobal && ["ITL", milliseconds(explanation.itl_ms)],
+    isGlobal && ["waited for room", milliseconds(explanation.queued_ms)],
+    row?.conversation && ["conversation", el("span", {}, el("i", { class: "chip", style: { background: strong(hueOfName(row.conversation)) } }), row.conversation)],
+  ];
+  return [
+    section("In short", facts(pairs)),
+    section(legs.length > 1 ? `Its ${legs.length} legs` : "Its leg", timeline(legs, nowMs), el("p", { class: "quiet" }, legsNote(found.legs_from))),
+    section("Why it went there", isGlobal ? placements(explanation, found.pools ?? {}, openWorker) : attempts(explanation.attempts, openWorker)),
+  ];
+}
+
+function legsNote(source) {
+  if (source === "journal") return "Read in the pool's journal. The choice is timed by the router's clock, the rest by the worker's.";
+  if (source === "unknown") return "Nobody looked when it ran, and there is no journal to read here.";
+  return "The choice is timed by the router's clock, the rest by the worker's.";
+}
+
+function placements(explanation, pools, openWorker) {
+  const items = explanation.placements.map((placement) => {
+    const inside = [
+      el("li", {}, "grid", mapping(placement.selection)),
+      placement.spill ? el("li", {}, "closed loop", mapping(placement.spill)) : null,
+      el("li", {}, "fallback", mapping(placement.fallback)),
+      ...placement.refusals.map((refusal) => el("li", {}, el("span", { class: "mark" }, `refused by ${refusal.pool}`), `: ${refusal.state}, ${refusal.message}`)),
+      el("li", {}, `reserved in ${milliseconds(placement.select_ms)}: ${placement.pool_reason}, overlap ${counted(placement.overlap_blocks, "block")} of ${counted(placement.block_size, "token")}`),
+    ];
+    const told = pools[placement.dispatch_id];
+    return el(
+      "li",
+      {},
+      el(
+        "details",
+        { open: true },
+        el("summary", {}, `${placement.work} (${placement.cause}): pool ${placement.pool} by ${placement.how}, worker ${placement.worker}`),
+        el("ul", {}, inside, told ? el("li", {}, `what the router of ${placement.pool} says`, attempts(told.attempts, openWorker)) : null),
+      ),
+    );
+  });
+  const hints = Object.entries(explanation.hints).filter(([, value]) => value !== null);
+  return el(
+    "ul",
+    { class: "tree" },
+    el("li", {}, `model ${explanation.model}, document revision ${explanation.revision}`),
+    el("li", {}, `hints: ${hints.map(([name, value]) => `${name} ${value}`).join(", ") || "none given"}; expected output ${counted(explanation.expected_output.tokens, "token")} (${explanation.expected_output.source})`),
+    items,
+    explanation.notes.map((note) => el("li", {}, note)),
+  );
+}
+
+function mapping(values) {
+  return el(
+    "ul",
+    {},
+    Object.entries(values ?? {}).map(([name, value]) => {
+      if (value === null || value === "" || (Array.isArray(value) && !value.length)) return null;
+      if (Array.isArray(value) && value.some((each) => each !== null && typeof each === "object")) {
+        return el("li", {}, name, el("ul", {}, value.map((each) => el("li", {}, oneLine(each)))));
+      }
+      if (typeof value === "object" && !Array.isArray(value)) return el("li", {}, name, mapping(value));
+      return el("li", {}, `${name}: ${Array.isArray(value) ? value.join(", ") : value}`);
+    }),
+  );
+}
+
+const oneLine = (value) => (value !== null && typeof value === "object" ? Object.entries(value).map(([name, each]) => `${name} ${typeof each === "object" ? JSON.stringify(each) : each}`).join(", ") : String(value));
+
+function attempts(list, openWorker) {
+  return el("ul", { class: "tree" }, list.map((attempt) => attemptItem(attempt, openWorker)));
+}
+
+function attemptItem(attempt, openWorker) {
+  const reused = attempt.realised_cached_tokens;
+  const inside = [
+    el("li", {}, `${counted(attempt.isl, "prompt token")} = ${counted(attempt.isl_blocks, "block")}; ${count(attempt.overlap_blocks)} believed to be there, ${reused === null ? "not known yet how much was reused" : `${counted(reused, "token")} reused`}`),
+    attempt.behind_records ? el("li", {}, el("span", { class: "mark" }, "the router was catching up"), `: ${counted(attempt.behind_records, "record")} or more of the journal were not applied yet`) : null,
+    attempt.margin !== null ? el("li", {}, `the runner-up, ${attempt.runner_up ?? "not named"}, would have cost ${number(attempt.margin)} more`) : null,
+    el("li", {}, candidates(attempt, openWorker)),
+    ...Object.entries(attempt.filtered).map(([worker, why]) => el("li", {}, el("span", { class: "mark" }, `not ${worker}`), `: ${why}`)),
+    ...Object.entries(attempt.untrusted).map(([worker, why]) => el("li", {}, el("span", { class: "mark" }, `overlap of ${worker} predicted by the router's own choices`), `: ${why}`)),
+  ];
+  return el(
+    "li",
+    {},
+    el(
+      "details",
+      { open: true },
+      el("summary", {}, `${attempt.stage === "whole" ? "" : `${attempt.stage}: `}${attempt.worker}, ${attempt.reason} by policy ${attempt.policy}`),
+      el("ul", {}, inside, el("li", { class: "quiet" }, `attempt ${attempt.attempt}, decided at journal record ${count(attempt.offset)} · ${nameOf(attempt.request_id)}`)),
+    ),
+  );
+}
+
+const number = (value) => (value === null || value === undefined ? "–" : Math.abs(value) >= 100 ? count(value) : Number(value.toPrecision(3)).toString());
+
+function candidates(attempt, openWorker) {
+  const terms = [...new Set(attempt.rows.flatMap((row) => Object.keys(row.terms)))];
+  const ordered = [...attempt.rows].sort((one, other) => other.chosen - one.chosen || (one.cost ?? 0) - (other.cost ?? 0) || (one.worker < other.worker ? -1 : 1));
+  const shown = ordered.slice(0, CANDIDATES);
+  const most = Math.max(1e-9, ...shown.map((row) => row.cost ?? 0));
+  const rows = shown.map((row) =>
+    el(
+      "tr",
+      { class: row.chosen ? "chosen" : null },
+      el("td", {}, el("a", { href: "#", onclick: (event) => follow(event, () => openWorker(row.worker)) }, row.worker)),
+      el("td", {}, count(row.device_overlap_blocks + row.host_overlap_blocks + row.disk_overlap_blocks)),
+      el("td", {}, count(row.active_prefill_tokens)),
+      el("td", {}, count(row.active_blocks)),
+      el("td", {}, count(row.requests)),
+      terms.map((name) => el("td", {}, number(row.terms[name]))),
+      el("td", { class: "cost" }, row.cost === null ? "–" : [el("i", { "aria-hidden": "true" }, el("b", { style: { width: `${(100 * Math.max(0, row.cost)) / most}%` } })), number(row.cost)]),
+    ),
+  );
+  const head = ["candidate", "found blocks", "prefill tokens", "active blocks", "requests", ...terms.map((name) => name.replaceAll("_", " ")), "cost"];
+  const rest = ordered.length - shown.length;
+  return el(
+    "div",
+    { class: "scroll" },
+    el("table", {}, el("thead", {}, el("tr", {}, head.map((name) => el("th", { scope: "col" }, name)))), el("tbody", {}, rows)),
+    rest > 0 ? el("p", { class: "quiet" }, `and ${counted(rest, "more candidate")}, at a higher cost`) : null,
+  );
+}
+
+function follow(event, go) {
+  event.preventDefault();
+  go();
+}
+
+// -- one worker --------------------------------------------------------------------------------------------------------
+
+export function workerBody(worker, { conversations, requests, flow, nowMs, past, openRequest }) {
+  const full = worker.total ? worker.held / worker.total : NaN;
+  const pairs = [
+    ["state", worker.state],
+    ["role", worker.role],
+    worker.model && ["model", worker.model],
+    ["requests", `${count(worker.running)} running, ${count(worker.waiting)} waiting`],
+    worker.prefill_tokens !== undefined && ["still to prefill", counted(worker.prefill_tokens, "token")],
+    ["cache", `${count(worker.held)} of ${counted(worker.total, "block")}, ${percent(full)}`],
+    ["stored", `${rate(flow.stored)} blocks/s`],
+    ["evicted", `${rate(flow.removed)} blocks/s`],
+    worker.requests_total !== undefined && ["requests so far", count(worker.requests_total)],
+  ];
+  const address = webAddress(worker.http_endpoint ?? "");
+  const held = conversations
+    .map((each) => ({ ...each, holder: each.holders.find(([name]) => name === worker.key) }))
+    .filter((each) => each.holder);
+  const rows = held.map((each) => {
+    const [, blocks, lost] = each.holder;
+    const share = each.blocks ? blocks / each.blocks : 0;
+    return el(
+      "tr",
+      {},
+      el("td", {}, gauge(share, hueOfName(each.name)), " ", each.name),
+      el("td", {}, percent(share)),
+      el("td", {}, `${count(blocks)} of ${count(each.blocks)}`),
+      el("td", {}, lost ? count(lost) : "–"),
+    );
+  });
+  return [
+    section("Now", facts(pairs), past ? el("p", { class: "quiet" }, "As it was at the moment that is shown.") : null),
+    past
+      ? null
+      : section(
+          "Its event stream",
+          facts([
+            ["state", worker.stream],
+            ["believed", worker.trusted ? "yes" : "no: its cache is what the router's own choices predict"],
+            ["lag", worker.lag_ms === null ? "–" : milliseconds(worker.lag_ms)],
+            ["last heard", worker.recorded_ms ? `${milliseconds(Math.max(0, nowMs - worker.recorded_ms))} ago` : "not yet"],
+          ]),
+          worker.note ? el("p", { class: "note" }, worker.note) : null,
+        ),
+    section(
+      "What it holds of the latest conversations",
+      rows.length
+        ? el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, ["conversation", "share", "blocks", "lost again"].map((name) => el("th", { scope: "col" }, name)))), el("tbody", {}, rows)))
+        : el("p", { class: "quiet" }, "Nothing of the conversations that came since this page was opened."),
+    ),
+    section(
+      "Its last requests",
+      requests.length
+        ? el(
+            "ul",
+            { class: "tree" },
+            requests.map((request) => el("li", {}, el("a", { href: "#", onclick: (event) => follow(event, () => openRequest(request)) }, nameOf(request.request_id)), ` · ${clock(request.time_ms, true)} · ${counted(request.isl, "token")} · `, statusMark(request.status))),
+          )
+        : el("p", { class: "quiet" }, "None of the last requests went there."),
+    ),
+    address && !past ? section("The worker itself", el("p", {}, el("a", { href: address, target: "_blank", rel: "noreferrer" }, address))) : null,
+  ].filter(Boolean);
+}
+
+// -- keys --------------------------------------------------------------------------------------------------------------
+
+const KEYS = [
+  ["Tab", "from one part of the page to the next"],
+  ["← ↑ → ↓", "from worker to worker, request to request, cell to cell, second to second"],
+  ["Home  End", "to the first, to the last"],
+  ["Enter", "open what is marked; on the strip of times: the pool at that moment"],
+  ["Space", "while playing back: go on, or pause"],
+  [",  .", "while playing back: one frame back, one frame on"],
+  ["Escape", "close what is open; then back to now"],
+];
+
+export function keysBody() {
+  return [el("dl", { class: "keys" }, KEYS.flatMap(([keys, what]) => [el("dt", {}, keys.split("  ").map((each) => el("kbd", {}, each)).flatMap((each, at) => (at ? [" ", each] : [each]))), el("dd", {}, what)]))];
+}
+
+export function waitingBody(words) {
+  return [el("p", { class: "quiet", role: "status" }, words)];
+}
+
+export function faultBody(words) {
+  return [el("p", { class: "note bad", role: "alert" }, words)];
+}
+
+export const legendOf = () => [
+  [colours.accent, "cache in use"],
+  [colours.warn, "draining, or its stream is catching up"],
+  [colours.bad, "unreachable, or not believed"],
+];

@@ -1,0 +1,198 @@
+// Requests by time: a bar for each second, what of their prompts was found in caches in the accent's colour. A click, or
+// Enter, opens the moment.
+
+import { colours, onTheme } from "./colours.js";
+import { el, onNextFrame, setAttribute } from "./dom.js";
+import { clock, counted, percent } from "./format.js";
+
+const SPAN_S = 300;
+const HEIGHT = 76;
+const FOOT = 16;
+const FONT = "10.5px system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', sans-serif";
+
+export class Strip {
+  constructor(open) {
+    this.open = open;
+    this.canvas = el("canvas", {
+      tabindex: "0",
+      role: "slider",
+      "aria-label": "A moment of the last five minutes",
+      "aria-valuemin": "0",
+      "aria-valuemax": String(SPAN_S),
+      "aria-valuenow": String(SPAN_S),
+    });
+    this.context = this.canvas.getContext("2d", { alpha: false });
+    this.seconds = new Map(); // second -> [requests, prompt tokens, tokens found in caches]
+    this.counted = new Map(); // request -> what was counted of it
+    this.endS = 0;
+    this.cursorS = null;
+    this.hoverS = null;
+    this.past = null;
+    this.width = 0;
+    this.draw = () => this.paint();
+    new ResizeObserver(() => this.layOut()).observe(this.canvas);
+    onTheme(() => onNextFrame(this.draw));
+    this.canvas.addEventListener("pointermove", (event) => this.hover(this.timeAt(event)));
+    this.canvas.addEventListener("pointerleave", () => this.hover(null));
+    this.canvas.addEventListener("click", (event) => this.choose(this.timeAt(event)));
+    this.canvas.addEventListener("keydown", (event) => this.onKey(event));
+    this.canvas.addEventListener("blur", () => this.hover(null));
+  }
+
+  count(request, found) {
+    const before = this.counted.get(request.key);
+    const second = Math.floor(request.time_ms / 1000);
+    let slot = this.seconds.get(second);
+    if (!slot) {
+      slot = [0, 0, 0];
+      this.seconds.set(second, slot);
+      this.forget();
+    }
+    if (before === undefined) {
+      slot[0] += 1;
+      slot[1] += request.isl;
+    }
+    slot[2] += found - (before ?? 0);
+    this.counted.set(request.key, found);
+  }
+
+  forget() {
+    const oldest = this.endS - 2 * SPAN_S;
+    for (const second of this.seconds.keys()) if (second < oldest) this.seconds.delete(second);
+    if (this.counted.size > 8000) {
+      let over = this.counted.size - 6000;
+      for (const key of this.counted.keys()) {
+        if (over-- <= 0) break;
+        this.counted.delete(key);
+      }
+    }
+  }
+
+  // Sums over the last seconds before ``now``: requests a second, and the share of prompt tokens found in caches.
+  lately(nowMs, spanS) {
+    const end = Math.floor(nowMs / 1000);
+    let requests = 0;
+    let tokens = 0;
+    let found = 0;
+    for (let second = end - spanS; second < end; second += 1) {
+      const slot = this.seconds.get(second);
+      if (slot) {
+        requests += slot[0];
+        tokens += slot[1];
+        found += slot[2];
+      }
+    }
+    return { perSecond: requests / spanS, share: tokens ? found / tokens : NaN };
+  }
+
+  show(nowMs, pastMs) {
+    const end = Math.floor(nowMs / 1000) + 1;
+    this.past = pastMs;
+    if (end !== this.endS || this.changed) {
+      this.endS = end;
+      onNextFrame(this.draw);
+    }
+    this.sayValue();
+  }
+
+  layOut() {
+    const width = Math.floor(this.canvas.clientWidth);
+    if (!width || width === this.width) return;
+    const ratio = Math.min(2, devicePixelRatio || 1);
+    this.width = width;
+    this.canvas.width = Math.round(width * ratio);
+    this.canvas.height = Math.round(HEIGHT * ratio);
+    this.canvas.style.height = `${HEIGHT}px`;
+    this.context.setTransform(ratio, 0, 0, ratio, 0, 0);
+    onNextFrame(this.draw);
+  }
+
+  timeAt(event) {
+    return this.endS - SPAN_S + (event.offsetX / this.width) * SPAN_S;
+  }
+
+  hover(second) {
+    this.hoverS = second;
+    if (second !== null) {
+      const slot = this.seconds.get(Math.floor(second));
+      this.canvas.title = `${clock(second * 1000)}: ${this.words(slot)}`;
+    }
+    onNextFrame(this.draw);
+  }
+
+  words(slot) {
+    return slot ? `${counted(slot[0], "request")}, ${percent(slot[1] ? slot[2] / slot[1] : NaN)} of their tokens found in caches` : "no requests";
+  }
+
+  onKey(event) {
+    const steps = { ArrowLeft: -1, ArrowRight: 1, ArrowDown: -1, ArrowUp: 1, PageDown: -15, PageUp: 15 };
+    const from = this.cursorS ?? this.endS - 1;
+    if (event.key in steps) this.cursorS = Math.min(this.endS - 1, Math.max(this.endS - SPAN_S, from + steps[event.key]));
+    else if (event.key === "Home") this.cursorS = this.endS - SPAN_S;
+    else if (event.key === "End") this.cursorS = this.endS - 1;
+    else if (event.key === "Enter" || event.key === " ") this.choose(from);
+    else return;
+    event.preventDefault();
+    this.hover(this.cursorS);
+    this.sayValue();
+  }
+
+  choose(second) {
+    this.cursorS = Math.floor(second);
+    this.open(Math.round(second * 1000));
+  }
+
+  sayValue() {
+    const at = this.cursorS ?? this.endS - 1;
+    setAttribute(this.canvas, "aria-valuenow", String(Math.max(0, Math.round(at - this.endS + SPAN_S))));
+    setAttribute(this.canvas, "aria-valuetext", `${clock(at * 1000)}, ${this.words(this.seconds.get(Math.floor(at)))}`);
+  }
+
+  paint() {
+    const { context, width } = this;
+    if (!width) return;
+    const start = this.endS - SPAN_S;
+    const floor = HEIGHT - FOOT;
+    context.fillStyle = colours.surface;
+    context.fillRect(0, 0, width, HEIGHT);
+    let most = 4;
+    for (let second = start; second < this.endS; second += 1) most = Math.max(most, this.seconds.get(second)?.[0] ?? 0);
+    context.fillStyle = colours.line;
+    context.fillRect(0, floor, width, 1);
+    context.font = FONT;
+    context.fillStyle = colours.quiet;
+    context.textAlign = "center";
+    const every = width < 420 ? 120 : 60;
+    for (let second = Math.ceil(start / every) * every; second < this.endS; second += every) {
+      const x = ((second - start) / SPAN_S) * width;
+      context.fillRect(x, floor, 1, 4);
+      if (x > 24 && x < width - 24) context.fillText(clock(second * 1000).slice(0, 5), x, HEIGHT - 2);
+    }
+    context.textAlign = "left";
+    context.fillText(`${most}/s`, 2, 9);
+    const step = width / SPAN_S;
+    const bar = Math.max(1, step - (step > 3 ? 1 : 0));
+    for (let second = start; second < this.endS; second += 1) {
+      const slot = this.seconds.get(second);
+      if (!slot) continue;
+      const x = (second - start) * step;
+      const height = Math.max(1.5, (slot[0] / most) * (floor - 14));
+      const found = slot[1] ? height * Math.min(1, slot[2] / slot[1]) : 0;
+      context.fillStyle = colours.fill;
+      context.globalAlpha = 0.55;
+      context.fillRect(x, floor - height, bar, height - found);
+      context.globalAlpha = 1;
+      context.fillStyle = colours.accent;
+      context.fillRect(x, floor - found, bar, found);
+    }
+    this.line(this.past === null ? null : this.past / 1000, start, colours.ink, 2);
+    this.line(this.hoverS, start, colours.quiet, 1);
+  }
+
+  line(second, start, colour, thickness) {
+    if (second === null || second < start) return;
+    const x = ((second - start) / SPAN_S) * this.width;
+    this.context.fillStyle = colour;
+    this.context.fillRect(x - thickness / 2, 0, thickness, HEIGHT - FOOT);
+  }
+}

@@ -1,0 +1,248 @@
+"""What the fleet page shows of a global router: its grids, its pools, its requests and the cells they fell into."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import msgspec
+
+from poolgrid import __version__
+from poolgrid.frontend.errors import RequestError
+from poolgrid.frontend.fleet_page.ports import Picture, Row
+from poolgrid.global_router.configuration import Active
+from poolgrid.global_router.decisions import Placement, RequestDecision
+from poolgrid.global_router.pools import PoolConnection
+from poolgrid.global_router.service import GlobalRouterService
+from poolgrid.runtime.clock import Clock
+from poolgrid.runtime.process_group import GroupPlace
+from poolgrid.wire.answers import QueueRow
+from poolgrid.wire.selection import PoolStatus
+
+log = logging.getLogger(__name__)
+
+REQUESTS_SHOWN = 240
+"""Of the last requests, how many are watched for changes."""
+
+STEPS_SHOWN = 20
+"""Last steps of the closed loop."""
+
+ANSWER_BYTES_MAX = 8 * 1024 * 1024
+"""Largest answer of a pool's router about one request: a decision over thousands of workers."""
+
+COLUMNS: Mapping[str, Sequence[str]] = {
+    "pools": (
+        "stage",
+        "pool",
+        "url",
+        "rank",
+        "state",
+        "reason",
+        "breaker",
+        "in_flight",
+        "saturation",
+        "waiting",
+        "ready",
+        "draining",
+        "unreachable",
+        "requests",
+        "capacity",
+    ),
+    "requests": (
+        "time_ms",
+        "request_id",
+        "model",
+        "isl",
+        "status",
+        "queued_ms",
+        "ttft_ms",
+        "itl_ms",
+        "output_tokens",
+        "places",
+    ),
+}
+
+
+class GlobalFleetSource:
+    """Implements ``poolgrid.frontend.fleet_page.ports.FleetSource``."""
+
+    columns = COLUMNS
+
+    def __init__(
+        self,
+        service: GlobalRouterService,
+        client: httpx.AsyncClient,
+        clock: Clock,
+        place: GroupPlace | None = None,
+    ) -> None:
+        """``client`` asks the pools' routers, with their key where they have keys."""
+        self._service = service
+        self._client = client
+        self._clock = clock
+        self._about = {
+            "kind": "global-router",
+            "name": "global router",
+            "version": __version__,
+            "process": 0 if place is None else place.index,
+            "processes": 1 if place is None else place.size,
+            "no_playback": "a global router has no journal: each pool's own page plays its pool back",
+        }
+        self._grids: tuple[Active, dict[str, Any]] | None = None
+
+    def begin(self) -> None:
+        """Begin: all that is shown is kept anyway."""
+
+    def end(self) -> None:
+        """Let go of what was made for showing."""
+        self._grids = None
+
+    async def look(self) -> Picture:
+        """Return what there is to see now."""
+        service = self._service
+        active = service.configuration.active
+        if self._grids is None or self._grids[0] is not active:
+            self._grids = (active, await asyncio.to_thread(grids, active))
+        in_flight = service.view.in_flight()
+        pools: dict[str, Row] = {}
+        now_ms = self._clock.monotonic_ms()
+        for name, stage in active.document.stages.items():
+            ranks = stage.speed_ranks()
+            for each in stage.pools:
+                pool = service.pools.get(each.name)
+                if pool is not None:
+                    shown = in_flight.get(each.name, 0)
+                    pools[f"{name}/{each.name}"] = (name, *_pool(pool, ranks[each.name], shown, now_ms))
+        served, waiting = service.view.counts()
+        values = {
+            "about": self._about,
+            "grids": self._grids[1],
+            "queue": msgspec.convert(service.waiting_room.view(), QueueRow, from_attributes=True).to_json(),
+            "totals": {
+                "ready": service.view.missing() is None,
+                "trouble": service.view.missing() or "",
+                "active": served,
+                "waiting": waiting,
+                "decisions": service.decisions.added,
+            },
+            "loop_steps": [step.explanation().to_json() for step in service.books.loop_steps[-STEPS_SHOWN:]],
+        }
+        records = service.decisions.newest(REQUESTS_SHOWN)
+        requests = {record.request_id: _request(record) for record in reversed(records)}
+        return Picture(values, {"pools": pools, "requests": requests})
+
+    async def request(self, request_id: str) -> dict[str, Any] | None:
+        """Return a request's record, with what the pools' own routers say of each of its dispatches."""
+        record = self._service.decisions.get(request_id)
+        if record is None:
+            return None
+        asked = [placement for placement in record.placements if self._service.pools.get(placement.pool) is not None]
+        told = await asyncio.gather(*(self._ask(placement) for placement in asked))
+        of_pools = {
+            placement.dispatch_id: answer for placement, answer in zip(asked, told, strict=True) if answer is not None
+        }
+        legs = [leg for answer in of_pools.values() for leg in answer.get("legs", ())]
+        return {
+            "explanation": record.explanation().to_json(),
+            "pools": {name: answer.get("explanation") for name, answer in of_pools.items()},
+            "legs": legs,
+            "legs_from": "pools" if legs else "unknown",
+        }
+
+    async def reel(self, from_ms: int, to_ms: int, frames: int) -> bytes:
+        """Raise ``RequestError`` 409: the past of a pool is with its own router."""
+        raise RequestError(409, "no_journal", f"playing back: {self._about['no_playback']}")
+
+    async def _ask(self, placement: Placement) -> dict[str, Any] | None:
+        """Return what a pool's router says of a dispatch; ``None`` when it keeps nothing, or does not answer."""
+        pool = self._service.pools.get(placement.pool)
+        if pool is None or not pool.url:
+            return None
+        url = f"{pool.url}/v1/fleet/requests/{quote(placement.dispatch_id, safe='')}"
+        try:
+            answer = await self._client.get(url)
+            if answer.status_code == 200 and len(answer.content) <= ANSWER_BYTES_MAX:
+                return msgspec.json.decode(answer.content, type=dict[str, Any])
+        except (httpx.HTTPError, msgspec.MsgspecError, ValueError) as error:
+            log.info("asking pool %s about %s: %s", placement.pool, placement.dispatch_id, error)
+        return None
+
+
+def grids(active: Active) -> dict[str, Any]:
+    """Return the grids of a revision: axes, pools by speed, and the pool of every cell as runs of (pool, cells)."""
+    stages = []
+    for name, stage in active.document.stages.items():
+        order = {pool.name: index for index, pool in enumerate(stage.pools)}
+        ranks = stage.speed_ranks()
+        cells = (order[pool] for pool in _cells(stage.mapping))
+        stages.append(
+            {
+                "stage": name,
+                "axes": [
+                    {
+                        "name": axis.name,
+                        "unit": axis.unit,
+                        "minimum": axis.minimum,
+                        "maximum": axis.maximum,
+                        "resolution": axis.resolution,
+                    }
+                    for axis in stage.axes
+                ],
+                "pools": [{"name": pool.name, "rank": ranks[pool.name], "url": pool.url} for pool in stage.pools],
+                "cells": [(pool, sum(1 for _ in run)) for pool, run in groupby(cells)],
+                "overrides": [each.model_dump(mode="json") for each in stage.priority_overrides],
+            }
+        )
+    return {"revision": active.revision, "source": active.source, "stages": stages}
+
+
+def _cells(rows: Any) -> Iterator[str]:
+    if isinstance(rows, str):
+        yield rows
+    else:
+        for row in rows:
+            yield from _cells(row)
+
+
+def _pool(pool: PoolConnection, rank: int, in_flight: int, now_ms: float) -> Row:
+    state = pool.overall_state(now_ms)
+    status: PoolStatus | None = pool.status
+    roles = [role for model in status.models for role in model.roles] if status is not None else []
+    return (
+        pool.name,
+        pool.url,
+        rank,
+        state.value,
+        pool.last_error if status is None else "",
+        pool.breaker.state.value,
+        in_flight,
+        None if status is None else status.saturation,
+        None if status is None else status.waiting_requests,
+        sum(role.ready for role in roles),
+        sum(role.draining for role in roles),
+        sum(role.unreachable for role in roles),
+        sum(role.requests for role in roles),
+        sum(role.capacity for role in roles),
+    )
+
+
+def _request(record: RequestDecision) -> Row:
+    return (
+        record.time_ms,
+        record.request_id,
+        record.model,
+        record.isl,
+        record.outcome,
+        round(record.queued_ms, 3),
+        None if record.ttft_ms is None else round(record.ttft_ms, 3),
+        None if record.itl_ms is None else round(record.itl_ms, 3),
+        record.output_tokens,
+        [
+            (placed.stage, placed.work, placed.pool, placed.worker, placed.how, placed.selection.cell)
+            for placed in record.placements
+        ],
+    )

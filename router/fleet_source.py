@@ -1,0 +1,303 @@
+"""What the fleet page shows of a router: its workers and their caches, its requests, its conversations, its queue."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from poolgrid import __version__
+from poolgrid.admission.queue_view import QueueView
+from poolgrid.frontend.fleet_page.ports import Picture, Row
+from poolgrid.router.core.decision import Decision, DecisionLog
+from poolgrid.router.core.fleet import Worker
+from poolgrid.router.core.projection import Projection
+from poolgrid.router.fleet_watch import FleetWatch
+from poolgrid.router.playback.leg_times import Leg
+from poolgrid.router.playback.player import Player
+from poolgrid.router.settings import RouterSettings
+from poolgrid.runtime.process_group import GroupPlace
+from poolgrid.wire.answers import QueueRow, RequestExplanation
+from poolgrid.wire.hashing import pack_hashes
+from poolgrid.wire.identifiers import STAGE_WORD, StreamState, WorkerKey
+from poolgrid.wire.request_ids import dispatch_id
+
+REQUESTS_SHOWN = 240
+"""Of the last decisions, how many are watched for changes: what came of one that is older is seen when it is opened."""
+
+CONVERSATIONS_SHOWN = 24
+
+CONVERSATIONS_PLAYED = 128
+"""Of the latest, how many are looked for in a pool's past: those that were the latest then have mostly gone on."""
+
+CONVERSATIONS_EVERY = 4
+"""Pictures between two looks at who holds which conversation: that asks the index for each of them."""
+
+WORKERS_PER_TURN = 64
+"""Rows made between two turns of the event loop: a quarter of a millisecond."""
+
+COLUMNS: Mapping[str, Sequence[str]] = {
+    "workers": (
+        "state",
+        "role",
+        "model",
+        "running",
+        "waiting",
+        "active",
+        "capacity",
+        "prefill_tokens",
+        "active_blocks",
+        "held_blocks",
+        "total_blocks",
+        "requests_total",
+        "stored",
+        "removed",
+        "lag_ms",
+        "recorded_ms",
+        "stream",
+        "trusted",
+        "note",
+        "http_endpoint",
+    ),
+    "requests": (
+        "time_ms",
+        "request_id",
+        "worker",
+        "stage",
+        "isl",
+        "found_tokens",
+        "reused_tokens",
+        "reason",
+        "status",
+        "conversation",
+        "started_ms",
+        "prefilled_ms",
+        "ended_ms",
+    ),
+    "conversations": ("turns", "blocks", "isl", "last_ms", "request_id", "holders"),
+}
+
+
+class Viewed(Protocol):
+    """What the page reads of a router: ``poolgrid.router.view.RouterView``."""
+
+    @property
+    def ready(self) -> bool:
+        """Tell whether the router's state is that of the pool."""
+        ...
+
+    @property
+    def projection(self) -> Projection:
+        """Return the router's state."""
+        ...
+
+    @property
+    def decisions(self) -> DecisionLog:
+        """Return the last decisions."""
+        ...
+
+    @property
+    def trouble(self) -> str:
+        """Return why the router's state may not be current, in words; empty when all is well."""
+        ...
+
+    @property
+    def behind_records(self) -> int:
+        """Return how many records the pool's journal is known to hold beyond those applied."""
+        ...
+
+    @property
+    def unreachable(self) -> Mapping[WorkerKey, str]:
+        """Return the workers that the pool knows and this router cannot talk to, and why."""
+        ...
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many requests are active and how many wait."""
+        ...
+
+    def queue(self) -> QueueView:
+        """Return what operators are shown of the queue."""
+        ...
+
+
+class RouterFleetSource:
+    """Implements ``poolgrid.frontend.fleet_page.ports.FleetSource``."""
+
+    columns = COLUMNS
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        view: Viewed,
+        watch: FleetWatch,
+        player: Player,
+        place: GroupPlace | None = None,
+    ) -> None:
+        self._view = view
+        self._watch = watch
+        self._player = player
+        self._looks = 0
+        self._conversations: dict[str, Row] = {}
+        self._about = {
+            "kind": "router",
+            "name": settings.router_id,
+            "version": __version__,
+            "policy": settings.policy,
+            "process": 0 if place is None else place.index,
+            "processes": 1 if place is None else place.size,
+            "queue_factor": settings.worker_queue_factor,
+            "no_playback": player.unavailable,
+        }
+
+    def begin(self) -> None:
+        """Begin to watch what is not kept anyway."""
+        self._watch.begin()
+
+    def end(self) -> None:
+        """Watch no more."""
+        self._watch.end()
+
+    async def look(self) -> Picture:
+        """Return what there is to see now."""
+        view, projection = self._view, self._view.projection
+        fleet, unreachable = projection.fleet.workers, view.unreachable
+        workers: dict[str, Row] = {}
+        for number, key in enumerate(sorted(fleet)):
+            worker = fleet.get(key)
+            if worker is not None:
+                workers[str(key)] = self._worker(worker, unreachable.get(key, ""))
+            if number % WORKERS_PER_TURN == WORKERS_PER_TURN - 1:
+                await asyncio.sleep(0)
+        if self._looks % CONVERSATIONS_EVERY == 0:
+            await self._look_at_conversations()
+        self._looks += 1
+        active, waiting = view.counts()
+        values = {
+            "about": self._about,
+            "queue": msgspec.convert(view.queue(), QueueRow, from_attributes=True).to_json(),
+            "totals": {
+                "ready": view.ready,
+                "active": active,
+                "waiting": waiting,
+                "offset": projection.next_offset,
+                "behind": view.behind_records,
+                "trouble": view.trouble,
+                "decisions": view.decisions.added,
+                "records": self._watch.records,
+            },
+        }
+        decisions = view.decisions.newest(REQUESTS_SHOWN)
+        requests = dict(self._request(decision) for decision in reversed(decisions))
+        tables = {"workers": workers, "requests": requests, "conversations": self._conversations}
+        return Picture(values, tables)
+
+    def _worker(self, worker: Worker, unreachable: str) -> Row:
+        projection = self._view.projection
+        key, load, card = worker.key, worker.load, worker.card
+        slot = projection.index.slot(key)
+        ledger = projection.ledger
+        ledger.ensure_slot(slot)
+        stream, reason = projection.trust.stream(key)
+        untrusted = projection.trust.untrusted.get(key)
+        flow = self._watch.flows.get(key)
+        state = "draining" if worker.draining else "unreachable" if unreachable else "ready"
+        return (
+            state,
+            card.role.name.lower(),
+            card.model,
+            load.running_requests if load else 0,
+            load.waiting_requests if load else 0,
+            int(ledger.requests[slot]),
+            card.limits.max_batch_size,
+            int(ledger.prefill_tokens[slot]),
+            int(ledger.active_blocks[slot]),
+            projection.index.held_blocks(key),
+            card.limits.total_kv_blocks,
+            worker.requests_total,
+            flow.stored if flow else 0,
+            flow.removed if flow else 0,
+            max(0, worker.last_recorded_ms - worker.last_event_ms) if worker.last_event_ms else None,
+            worker.last_recorded_ms,
+            _STREAM_WORDS[stream],
+            untrusted is None,
+            unreachable or untrusted or ("" if stream is StreamState.LIVE else reason),
+            card.http_endpoint,
+        )
+
+    def _request(self, decision: Decision) -> tuple[str, Row]:
+        request = decision.request
+        name = dispatch_id(request.request_id, decision.attempt)
+        leg = self._watch.legs.get(name) or _UNWATCHED
+        return name, (
+            decision.time_ms,
+            request.request_id,
+            str(decision.worker),
+            STAGE_WORD[request.stage],
+            request.isl,
+            min(request.isl, decision.overlap_blocks * request.block_size),
+            decision.realised_cached_tokens,
+            decision.reason,
+            leg.status if leg is not _UNWATCHED else "",
+            leg.conversation,
+            leg.started_ms,
+            leg.prefilled_ms,
+            leg.ended_ms,
+        )
+
+    async def _look_at_conversations(self) -> None:
+        index = self._view.projection.index
+        found: dict[str, Row] = {}
+        for conversation in self._watch.conversations.latest(CONVERSATIONS_SHOWN):
+            holders = [(str(worker), blocks, lost) for worker, blocks, lost in conversation.holders(index)]
+            found[conversation.name] = (
+                conversation.turns,
+                len(conversation.path),
+                conversation.isl,
+                conversation.last_ms,
+                conversation.request_id,
+                holders,
+            )
+            await asyncio.sleep(0)
+        self._conversations = found
+
+    # -- one request ---------------------------------------------------------------------------------------------------
+
+    async def request(self, request_id: str) -> dict[str, Any] | None:
+        """Return a request's decisions and the times of its legs: watched, else read in the journal."""
+        decisions = self._view.decisions.of_request(request_id)
+        if not decisions:
+            return None
+        attempts = [decision.explanation() for decision in decisions]
+        legs: list[Leg] = []
+        unknown: list[Leg] = []
+        for decision in decisions:
+            request = decision.request
+            name = dispatch_id(request.request_id, decision.attempt)
+            leg = self._watch.legs.get(name)
+            if leg is None:
+                leg = Leg(name, str(decision.worker), STAGE_WORD[request.stage], decision.time_ms)
+                unknown.append(leg)
+            legs.append(leg)
+        source = "watched"
+        if unknown and not self._player.unavailable:
+            await self._player.fill(unknown, min(decision.offset for decision in decisions))
+            source = "journal"
+        elif unknown:
+            source = "unknown"
+        return {
+            "explanation": RequestExplanation(request_id=request_id, attempts=attempts).to_json(),
+            "legs": msgspec.to_builtins(legs),
+            "legs_from": source,
+        }
+
+    async def reel(self, from_ms: int, to_ms: int, frames: int) -> bytes:
+        """Return the pool between two times, from its journal."""
+        latest = self._watch.conversations.latest(CONVERSATIONS_PLAYED)
+        paths = [(each.name, pack_hashes(each.path), each.block_size) for each in latest]
+        return await self._player.reel(from_ms, to_ms, frames, paths)
+
+
+_STREAM_WORDS = {state: state.name.lower() for state in StreamState}
+_UNWATCHED = Leg("", "", "")

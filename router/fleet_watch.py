@@ -1,0 +1,133 @@
+"""What the fleet page shows beyond what a router keeps anyway, collected from its inputs while somebody looks.
+
+It stands in the place of the log of the router's state and hands everything on to the log that was there. So nothing on
+the way of a request knows of it, and while nobody looks it is not there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+
+import msgspec
+
+from poolgrid.router.core.conversations import Conversations
+from poolgrid.router.core.decision import Decision
+from poolgrid.router.core.inputs import Booked, Input, RecordsArrived, Released
+from poolgrid.router.core.router_state import InputLog, RouterState
+from poolgrid.router.playback.leg_times import Leg, note_event
+from poolgrid.wire.events import (
+    BlocksRemoved,
+    BlocksStored,
+    JournalRecord,
+    PrefillCompleted,
+    RequestFinished,
+    RequestStarted,
+)
+from poolgrid.wire.identifiers import STAGE_WORD, Stage, WorkerKey
+from poolgrid.wire.request_ids import dispatch_of
+
+log = logging.getLogger(__name__)
+
+LEGS_MAX = 8192
+"""Legs whose times are kept; a minute of a pool that serves a hundred requests a second. The oldest go first."""
+
+HASH_BYTES = 8
+
+
+class CacheFlow(msgspec.Struct):
+    """Blocks that came to a worker and left it since somebody looks."""
+
+    stored: int = 0
+    removed: int = 0
+
+
+class FleetWatch:
+    """Implements ``poolgrid.router.core.router_state.InputLog``, in front of another one."""
+
+    def __init__(self, state: RouterState) -> None:
+        self.conversations = Conversations()
+        self.legs: OrderedDict[str, Leg] = OrderedDict()
+        """By dispatch id, in the order in which they were placed."""
+        self.flows: dict[WorkerKey, CacheFlow] = {}
+        self.records = 0
+        """Records of the journal since somebody looks."""
+        self._of_request: OrderedDict[str, str] = OrderedDict()
+        """The conversations of requests, for their later legs."""
+        self._state = state
+        self._next: InputLog | None = None
+        self._broken = False
+
+    def begin(self) -> None:
+        """Stand before the log of the state."""
+        self._next, self._state.log = self._state.log, self
+
+    def end(self) -> None:
+        """Be there no more."""
+        if self._state.log is self:
+            self._state.log = self._next
+
+    def note(self, given: Input, decision: Decision | None = None) -> None:
+        """Hand an input on, and look at it."""
+        if self._next is not None:
+            self._next.note(given, decision)
+        if self._broken:
+            return
+        try:
+            if type(given) is RecordsArrived:
+                for record in given.records:
+                    self._record(record)
+            elif type(given) is Booked:
+                self._booked(given)
+            elif type(given) is Released:
+                leg = self.legs.get(given.dispatch_id)
+                if leg is not None:
+                    leg.released = True
+        except Exception:
+            # Whoever only looks on must not end what it looks at.
+            self._broken = True
+            log.exception("the fleet page no longer sees requests and caches: this is a bug")
+
+    def _record(self, record: JournalRecord) -> None:
+        self.records += 1
+        flow: CacheFlow | None = None
+        for event in record.events:
+            kind = type(event)
+            if kind is BlocksStored or kind is BlocksRemoved:
+                if flow is None:
+                    flow = self.flows.get(record.worker)
+                    if flow is None:
+                        flow = self.flows[record.worker] = CacheFlow()
+                blocks = len(event.sequence_hashes) // HASH_BYTES  # type: ignore[union-attr]
+                if kind is BlocksStored:
+                    flow.stored += blocks
+                else:
+                    flow.removed += blocks
+            elif kind is RequestStarted or kind is PrefillCompleted or kind is RequestFinished:
+                leg = self.legs.get(event.request_id)  # type: ignore[union-attr]
+                if leg is not None:
+                    note_event(leg, event, record.time_ms)
+
+    def _booked(self, given: Booked) -> None:
+        decision = given.decision
+        request = decision.request
+        request_id = dispatch_of(request.request_id)[0]
+        name = self._of_request.get(request_id, "")
+        if request.stage is Stage.WHOLE or request.stage is Stage.PREFILL:
+            found = self.conversations.turn(
+                given.path, given.dispatch_id, request.isl, request.block_size, decision.time_ms
+            )
+            if found is not None:
+                name = found.name
+                self._of_request[request_id] = name
+                while len(self._of_request) > LEGS_MAX:
+                    self._of_request.popitem(last=False)
+        self.legs[given.dispatch_id] = Leg(
+            given.dispatch_id,
+            str(decision.worker),
+            STAGE_WORD[request.stage],
+            decision.time_ms,
+            conversation=name,
+        )
+        while len(self.legs) > LEGS_MAX:
+            self.legs.popitem(last=False)

@@ -1,0 +1,34 @@
+"""The fleet page over a real pool in a real browser. ``make ui`` does more: large pools, frame times, screenshots."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from tests.e2e.processes import running_pool
+from tests.ui.browser import Browser, missing
+from tests.ui.checks import (
+    everything_has_a_name,
+    fits_a_phone,
+    no_complaints,
+    open_live,
+    request_opens_by_keyboard,
+    worker_grid_works_by_keyboard,
+)
+
+pytestmark = [pytest.mark.e2e, pytest.mark.skipif(bool(missing()), reason=missing() or "all is here")]
+
+
+def test_the_page_shows_a_pool_live_and_works_by_keyboard_and_on_a_phone() -> None:
+    with running_pool(workers=2) as up:
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "Hello " * 100}], "max_tokens": 8}
+        for _ in range(3):
+            assert httpx.post(f"{up.url}/v1/chat/completions", json=body, timeout=60).status_code == 200
+        with Browser() as browser:
+            open_live(browser, up.url)
+            browser.wait("both workers", "return document.querySelector('#tiles dd').textContent.startsWith('2 of 2')")
+            everything_has_a_name(browser)
+            worker_grid_works_by_keyboard(browser)
+            request_opens_by_keyboard(browser)
+            fits_a_phone(browser)
+            no_complaints(browser)

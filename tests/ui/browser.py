@@ -1,0 +1,170 @@
+"""Chromium without a screen, driven by Selenium; nothing that it does leaves this machine."""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+BINARIES = ("chromium", "chromium-browser", "google-chrome")
+DRIVER = "chromedriver"
+
+OPTIONS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-default-apps",
+    "--disable-extensions",
+    "--disable-dev-shm-usage",
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+)
+
+WAIT_S = 60.0
+
+FRAME_RECORDER = """
+window.frameGaps = [];
+let before = performance.now();
+const tick = (now) => { window.frameGaps.push(now - before); before = now; requestAnimationFrame(tick); };
+requestAnimationFrame((now) => { before = now; requestAnimationFrame(tick); });
+"""
+
+LONG_TASKS = """
+window.longTasks = [];
+new PerformanceObserver((list) => { for (const each of list.getEntries()) window.longTasks.push(each.duration); })
+  .observe({ type: "longtask" });
+"""
+
+
+def missing() -> str:
+    """Return what is not here to run a browser with; empty when all is."""
+    if importlib.util.find_spec("selenium") is None:
+        return "selenium is not installed (pip install -e '.[dev]')"
+    if not _binary():
+        return "there is no Chromium (apt-get install chromium)"
+    if shutil.which(DRIVER) is None:
+        return "there is no chromedriver (apt-get install chromium-driver)"
+    return ""
+
+
+def _binary() -> str:
+    return next((found for name in BINARIES if (found := shutil.which(name))), "")
+
+
+class Browser:
+    """One browser with one page."""
+
+    def __init__(self, width: int = 1440, height: int = 1000) -> None:
+        from selenium import webdriver
+        from selenium.webdriver.chrome.service import Service
+
+        self._profile = tempfile.TemporaryDirectory(prefix="poolgrid-ui-")
+        options = webdriver.ChromeOptions()
+        options.binary_location = _binary()
+        for option in (*OPTIONS, f"--user-data-dir={self._profile.name}"):
+            options.add_argument(option)
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+        self.driver = webdriver.Chrome(options=options, service=Service(shutil.which(DRIVER)))
+        self.driver.set_page_load_timeout(WAIT_S)
+        self.driver.set_script_timeout(WAIT_S)
+        self.size(width, height)
+
+    def size(self, width: int, height: int, mobile: bool = False) -> None:
+        """Make the page so large; a phone has more pixels to a point."""
+        self.driver.execute_cdp_cmd(
+            "Emulation.setDeviceMetricsOverride",
+            {"width": width, "height": height, "deviceScaleFactor": 2 if mobile else 1, "mobile": mobile},
+        )
+
+    def scheme(self, name: str) -> None:
+        """Prefer ``dark`` or ``light``."""
+        features = [{"name": "prefers-color-scheme", "value": name}]
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+
+    def open(self, url: str) -> None:
+        """Go to an address."""
+        self.driver.get(url)
+
+    def run(self, script: str, *arguments: Any) -> Any:
+        """Run a script in the page; it returns with ``return``."""
+        return self.driver.execute_script(script, *arguments)
+
+    def wait(self, what: str, script: str, *arguments: Any, timeout_s: float = WAIT_S) -> Any:
+        """Wait until a script returns something true, and return it."""
+        from selenium.common.exceptions import TimeoutException
+        from selenium.webdriver.support.ui import WebDriverWait
+
+        try:
+            return WebDriverWait(self.driver, timeout_s, 0.05).until(
+                lambda driver: driver.execute_script(script, *arguments)
+            )
+        except TimeoutException:
+            raise AssertionError(f"never came true in the page: {what}; {self.complaints()}") from None
+
+    def press(self, *keys: str) -> None:
+        """Press keys, one after the other, wherever the focus is."""
+        from selenium.webdriver.common.action_chains import ActionChains
+
+        actions = ActionChains(self.driver)
+        for key in keys:
+            actions.send_keys(key)
+        actions.perform()
+
+    def focus(self) -> str:
+        """Return what has the focus: tag, role and name."""
+        found: str = self.run(
+            "const at = document.activeElement; return [at.tagName.toLowerCase(), at.id, at.getAttribute('role'),"
+            " at.getAttribute('aria-label') || at.textContent.slice(0, 60)].filter(Boolean).join(' ')"
+        )
+        return found
+
+    def complaints(self) -> list[str]:
+        """Return what the console said that is an error, and forget it."""
+        said = self.driver.get_log("browser")  # type: ignore[no-untyped-call]
+        return [str(entry["message"]) for entry in said if entry["level"] in ("SEVERE", "ERROR")]
+
+    def screenshot(self, path: Path, whole: bool = False) -> None:
+        """Write what is to be seen as PNG; ``whole`` takes the page down to its end."""
+        asked: dict[str, Any] = {"format": "png", "captureBeyondViewport": whole}
+        if whole:
+            size = self.run("return [document.documentElement.clientWidth, document.documentElement.scrollHeight]")
+            asked["clip"] = {"x": 0, "y": 0, "width": size[0], "height": size[1], "scale": 1}
+        found = self.driver.execute_cdp_cmd("Page.captureScreenshot", asked)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(base64.b64decode(found["data"]))
+
+    def record_frames(self) -> None:
+        """Begin to record the time between frames, and tasks of more than 50 ms."""
+        self.run(LONG_TASKS + FRAME_RECORDER)
+
+    def frame_gaps_ms(self) -> list[float]:
+        """Return the times between frames so far."""
+        found: list[float] = json.loads(self.run("return JSON.stringify(window.frameGaps)"))
+        return found
+
+    def long_tasks_ms(self) -> list[float]:
+        """Return how long tasks took that took more than 50 ms."""
+        found: list[float] = json.loads(self.run("return JSON.stringify(window.longTasks)"))
+        return found
+
+    def close(self) -> None:
+        """End the browser and forget its profile."""
+        self.driver.quit()
+        self._profile.cleanup()
+
+    def __enter__(self) -> Browser:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

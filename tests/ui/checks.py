@@ -1,0 +1,121 @@
+"""What must hold of the page in a browser, whatever pool is behind it."""
+
+from __future__ import annotations
+
+from tests.ui.browser import Browser
+
+LIVE = "return document.getElementById('link').dataset.state === 'live'"
+
+OVERFLOW = """
+const wide = [];
+const clipped = (each) => {
+  for (let at = each.parentElement; at; at = at.parentElement)
+    if (getComputedStyle(at).overflowX !== 'visible' && at !== document.body && at !== document.documentElement)
+      return at.getBoundingClientRect().right <= document.documentElement.clientWidth + 1;
+  return false;
+};
+for (const each of document.querySelectorAll('main *, header *')) {
+  const box = each.getBoundingClientRect();
+  if (box.width && box.right > document.documentElement.clientWidth + 1 && !clipped(each))
+    wide.push(each.tagName + '.' + each.className + ' ' + Math.round(box.right));
+}
+return { page: document.documentElement.scrollWidth - document.documentElement.clientWidth, wide: wide.slice(0, 5) };
+"""
+
+UNNAMED = """
+const unnamed = [];
+for (const each of document.querySelectorAll('button, a[href], input, select, [tabindex="0"], [role=grid]')) {
+  const name = each.getAttribute('aria-label') || each.textContent.trim() || each.getAttribute('title')
+    || each.labels?.[0]?.textContent;
+  if (!name && each.offsetParent !== null) unnamed.push(each.outerHTML.slice(0, 120));
+}
+return unnamed;
+"""
+
+TAB = "\ue004"
+ENTER = "\ue007"
+ESCAPE = "\ue00c"
+SPACE = " "
+RIGHT, DOWN, LEFT, END = "\ue014", "\ue015", "\ue012", "\ue010"
+
+
+def open_live(browser: Browser, url: str) -> None:
+    """Open the page of a router and wait until it is live."""
+    browser.open(f"{url}/ui")
+    browser.wait("the page is live", LIVE)
+
+
+def no_complaints(browser: Browser) -> None:
+    """Nothing was said on the console that is an error."""
+    complaints = browser.complaints()
+    assert not complaints, complaints
+
+
+def fits_a_phone(browser: Browser) -> None:
+    """Nothing is wider than a phone of 390 points, and nothing has to be scrolled sideways."""
+    browser.size(390, 844, mobile=True)
+    browser.wait("the page has a phone's width", "return document.documentElement.clientWidth === 390")
+    browser.run("return new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    found = browser.run(OVERFLOW)
+    assert found["page"] <= 0, found
+    assert not found["wide"], found
+
+
+def everything_has_a_name(browser: Browser) -> None:
+    """Whatever takes the focus says what it is."""
+    unnamed = browser.run(UNNAMED)
+    assert not unnamed, unnamed
+
+
+def stops_of_tab(browser: Browser, limit: int = 40) -> list[str]:
+    """Return what the focus goes through from the beginning of the page, up to the first stop that comes again."""
+    # The order begins at the top of the page again.
+    browser.run("document.querySelector('.skip').focus(); document.activeElement.blur(); scrollTo(0, 0)")
+    stops: list[str] = []
+    for _ in range(limit):
+        browser.press(TAB)
+        at = browser.focus()
+        if at in stops or at.startswith("body"):
+            break
+        stops.append(at)
+    return stops
+
+
+def worker_grid_works_by_keyboard(browser: Browser) -> None:
+    """Arrows go from worker to worker, Enter opens one, Escape closes it and gives the focus back."""
+    browser.run("document.querySelector('.grid[aria-label=Workers]').focus()")
+    first = browser.run("return document.getElementById('worker-cell').textContent")
+    browser.press(RIGHT)
+    name = "return document.getElementById('worker-cell').textContent.split(',')[0]"
+    browser.wait("the next worker is marked", f"{name} !== arguments[0]", first.split(",")[0])
+    browser.press(ENTER)
+    browser.wait("the worker's sheet is open", "return document.getElementById('sheet').open")
+    browser.press(ESCAPE)
+    browser.wait("the sheet is closed", "return !document.getElementById('sheet').open")
+    assert "Workers" in browser.focus(), "the focus is where it was"
+
+
+def request_opens_by_keyboard(browser: Browser) -> None:
+    """Enter on a row opens the request: its decision, its candidates, its legs as a timeline."""
+    row = "document.querySelector('.requests .row[tabindex=\"0\"]:not([hidden])')"
+    browser.wait("there are requests", f"return !!{row}")
+    browser.run(f"{row}.focus()")
+    browser.press(DOWN, ENTER)
+    browser.wait("its decision is shown", "return !!document.querySelector('#sheet .tree details')")
+    browser.wait("its legs are shown", "return !!document.querySelector('#sheet svg.timeline rect')")
+    browser.press(ESCAPE)
+    browser.wait("the sheet is closed", "return !document.getElementById('sheet').open")
+
+
+def plays_the_past_back(browser: Browser) -> None:
+    """Enter on the strip shows the pool as of a moment; it plays, and Escape leads back to now."""
+    browser.run("document.querySelector('#strip canvas').focus()")
+    browser.press(LEFT, LEFT, LEFT, ENTER)
+    browser.wait("the pool is shown as it was", "return document.getElementById('link').dataset.state === 'past'")
+    assert "as of" in browser.run("return document.getElementById('link-words').textContent")
+    at = "return Number(document.querySelector('#playback input[type=range]').value)"
+    before = browser.run(at)
+    browser.press(",")
+    browser.wait("one frame back", f"{at} === arguments[0]", max(0, before - 1))
+    browser.press(ESCAPE)
+    browser.wait("it is now again", LIVE)

@@ -1,0 +1,196 @@
+"""``python -m tests.ui.large_pool WORKERS RATE``: the page over a pool that no two cores could run.
+
+The router's core is real (its fold, index, ledger, selector, decisions), and so are the page's source, its hub and the
+HTTP server. The workers are not processes: records of a journal, as such workers would have written them, come from a
+seeded hand at the rate of a real pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import random
+import sys
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+
+from poolgrid.admission.queue_view import QueueView
+from poolgrid.frontend.fleet_page.endpoints import add_fleet_page
+from poolgrid.frontend.fleet_page.hub import FleetHub
+from poolgrid.router.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
+from poolgrid.router.core.candidates import RoutingRequest
+from poolgrid.router.core.decision import Decision, DecisionLog
+from poolgrid.router.core.inputs import Booked, RecordsArrived, Released, WorkerWanted
+from poolgrid.router.core.load_ledger import LoadLedger
+from poolgrid.router.core.prefix_index import PrefixIndex
+from poolgrid.router.core.projection import Projection
+from poolgrid.router.core.router_state import RouterState
+from poolgrid.router.core.selector import Selector
+from poolgrid.router.fleet_source import RouterFleetSource
+from poolgrid.router.fleet_watch import FleetWatch
+from poolgrid.router.playback.player import Player
+from poolgrid.router.policy_loading import load_policy
+from poolgrid.router.settings import RouterSettings
+from poolgrid.runtime.clock import SystemClock
+from poolgrid.runtime.http_server import HttpServer
+from poolgrid.wire import codec
+from poolgrid.wire.card import WorkerCard, WorkerLimits
+from poolgrid.wire.events import (
+    AnyEvent,
+    BlocksRemoved,
+    BlocksStored,
+    JournalRecord,
+    LoadReported,
+    PrefillCompleted,
+    RequestFinished,
+    RequestStarted,
+    WorkerJoined,
+)
+from poolgrid.wire.hashing import pack_hashes
+from poolgrid.wire.identifiers import Role, WorkerId, WorkerKey
+from tests.frontend.fake_backend import FakeBackend
+from tests.frontend.server import application
+
+BLOCK_SIZE = 32
+BLOCKS = 4096
+CONVERSATIONS = 400
+TICK_S = 0.02
+
+
+class LargePool:
+    """A pool of workers that exist in the journal alone; implements ``poolgrid.router.fleet_source.Viewed``."""
+
+    ready = True
+    trouble = ""
+    behind_records = 0
+    unreachable: Mapping[WorkerKey, str] = {}
+
+    def __init__(self, workers: int, rate: float) -> None:
+        self.projection = Projection(PrefixIndex(), LoadLedger())
+        settings = RouterSettings()
+        self.settings = settings
+        self.state = RouterState(Selector(self.projection, load_policy(settings), settings.worker_queue_factor))
+        self.decisions = DecisionLog(10_000)
+        self.journal: list[bytes] = []
+        self._clock = SystemClock()
+        self._rate = rate
+        self._draw = random.Random(1)
+        self._seqs: dict[WorkerKey, int] = {}
+        self._running: dict[WorkerKey, int] = {}
+        self._held: dict[WorkerKey, OrderedDict[int, None]] = {}
+        self._paths: list[list[int]] = [[1, 2, 3, 4] for _ in range(CONVERSATIONS)]
+        self._hashes = 1000
+        self._later: list[tuple[float, int, WorkerKey, list[AnyEvent]]] = []
+        self._count = 0
+        for number in range(workers):
+            key = WorkerKey(WorkerId(f"worker-{number}"))
+            card = WorkerCard(
+                "tiny", Role.AGGREGATED, BLOCK_SIZE, WorkerLimits(64, 8192, BLOCKS, 131_072), "tcp://127.0.0.1:1"
+            )
+            self._held[key], self._running[key] = OrderedDict(), 0
+            self._say(key, [WorkerJoined(card)])
+
+    def counts(self) -> tuple[int, int]:
+        return sum(self._running.values()), 0
+
+    def queue(self) -> QueueView:
+        return QueueView(0, 1024, 0, 4_194_304, None, {})
+
+    def kept(self, from_offset: int, limit: int, bytes_max: int) -> tuple[int, list[bytes]]:
+        return from_offset, self.journal[from_offset : from_offset + limit]
+
+    def _say(self, worker: WorkerKey, events: Sequence[AnyEvent]) -> None:
+        now_ms = self._clock.wall_ms()
+        seq = self._seqs[worker] = self._seqs.get(worker, -1) + 1
+        record = JournalRecord(len(self.journal), worker.worker_id, 0, 1, seq, now_ms, now_ms, list(events))
+        self.journal.append(codec.journal_record.encode(record))
+        self.state.apply(RecordsArrived([record], self._clock.monotonic_ms()))
+
+    def _load(self, worker: WorkerKey) -> LoadReported:
+        held = len(self._held[worker])
+        return LoadReported(self._running[worker], 0, 0, 12 * self._running[worker], held, BLOCKS)
+
+    def _request(self) -> None:
+        draw = self._draw
+        self._count += 1
+        name = f"r{self._count}"
+        at = int(draw.random() ** 2 * CONVERSATIONS)
+        path = self._paths[at]
+        grown = [*path, *range(self._hashes, self._hashes + draw.randint(2, 40))]
+        self._hashes += 64
+        self._paths[at] = grown if len(grown) < 600 else [1, 2, 3, 4]
+        isl = len(grown) * BLOCK_SIZE + 7
+        now_ms, wall_ms = self._clock.monotonic_ms(), self._clock.wall_ms()
+        request = RoutingRequest(name, "tiny", isl, BLOCK_SIZE, len(grown) + 1)
+        found = self.state.apply(WorkerWanted(request, grown, now_ms, wall_ms))
+        assert isinstance(found, Decision), str(found)
+        self.state.apply(Booked(found, grown, name, now_ms))
+        self.decisions.add(found)
+        worker, overlap = found.worker, found.overlap_blocks
+        self._running[worker] += 1
+        reused = overlap * BLOCK_SIZE
+        self.decisions.realised(name, reused)
+        self._say(worker, [RequestStarted(name, isl, reused, len(grown)), self._load(worker)])
+        held = self._held[worker]
+        new = [each for each in grown if each not in held]
+        events: list[AnyEvent] = [PrefillCompleted(name)]
+        if new:
+            parent = grown[len(grown) - len(new) - 1] if len(new) < len(grown) else None
+            events.append(BlocksStored(parent, pack_hashes(new)))
+        self._after(0.05 + 0.001 * len(new), worker, events)
+        self._after(draw.uniform(0.5, 4.0), worker, [RequestFinished(name, "stop")])
+
+    def _after(self, seconds: float, worker: WorkerKey, events: list[AnyEvent]) -> None:
+        self._hashes += 1
+        due_ms = self._clock.monotonic_ms() + 1000 * seconds
+        heapq.heappush(self._later, (due_ms, self._hashes, worker, events))
+
+    def _due(self) -> None:
+        now_ms = self._clock.monotonic_ms()
+        while self._later and self._later[0][0] <= now_ms:
+            _, _, worker, events = heapq.heappop(self._later)
+            for event in list(events):
+                if isinstance(event, RequestFinished):
+                    self._running[worker] -= 1
+                    self.state.apply(Released(worker, event.request_id))
+                elif isinstance(event, BlocksStored):
+                    events += self._store(worker, event)
+            self._say(worker, [*events, self._load(worker)])
+
+    def _store(self, worker: WorkerKey, event: BlocksStored) -> list[AnyEvent]:
+        held = self._held[worker]
+        held.update(dict.fromkeys(memoryview(event.sequence_hashes).cast("Q")))
+        gone = []
+        while len(held) > BLOCKS * 0.92:
+            gone.append(held.popitem(last=False)[0])
+        return [BlocksRemoved(pack_hashes(gone))] if gone else []
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        due_s = loop.time()
+        while True:
+            now_s = loop.time()
+            due_s = max(due_s, now_s - 1.0)
+            while due_s <= now_s:
+                self._request()
+                due_s += self._draw.expovariate(self._rate)
+            self._due()
+            await asyncio.sleep(TICK_S)
+
+
+async def main(workers: int, rate: float) -> None:
+    """Serve until somebody ends this process."""
+    pool = LargePool(workers, rate)
+    app = application(FakeBackend())
+    player = Player(None, pool.kept, BLOCKS_PER_WORKER_MAX)
+    source = RouterFleetSource(pool.settings, pool, FleetWatch(pool.state), player)
+    add_fleet_page(app, FleetHub(source, SystemClock(), 250.0, 16), source)
+    server = HttpServer(app, "127.0.0.1", 0, "port")
+    server.start()
+    sys.stdout.write(f"ready {server.url}\n")
+    sys.stdout.flush()
+    await pool.run()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(int(sys.argv[1]), float(sys.argv[2])))
