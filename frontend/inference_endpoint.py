@@ -179,9 +179,9 @@ class _Exchange:
         self.status = CLIENT_LEFT
         self.streaming = False
         self.model = ""
+        """What was asked for, once the body is read."""
         self._series: ModelSeries | None = None
         """The instruments of its model, once there is a token."""
-        """What was asked for, once the body is read."""
         self.error = ""
         """Code of the error that it was answered with."""
         self.first_token_ms: float | None = None
