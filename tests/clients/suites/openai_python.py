@@ -109,6 +109,15 @@ def check_previous_response(url):
     raise AssertionError("it is still there")
 
 
+def check_item_reference(url):
+    client = _client(url)
+    first = client.responses.create(model=MODEL, input="Hello")
+    items = [*(item.id for item in client.responses.input_items.list(first.id)), *(item.id for item in first.output)]
+    references = [{"type": "item_reference", "id": each} for each in items]
+    second = client.responses.create(model=MODEL, input=[*references, {"role": "user", "content": "And?"}])
+    assert second.usage.input_tokens > first.usage.input_tokens + first.usage.output_tokens
+
+
 async def check_async(url):
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         stream = await client.chat.completions.create(model=MODEL, messages=HI, max_tokens=20, stream=True)
