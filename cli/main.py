@@ -12,6 +12,7 @@ from poolgrid import __version__
 from poolgrid.cli.completion import COMPLETE_VARIABLE, answer_shells
 from poolgrid.cli.help_page import CommandLine
 from poolgrid.cli.late_group import LateGroup
+from poolgrid.runtime import garbage
 
 
 class Commands(LateGroup):
@@ -67,6 +68,7 @@ def poolgrid(
 
 def run() -> None:
     """Run the command line, or answer a shell that completes one."""
+    garbage.collect_rarely()
     if COMPLETE_VARIABLE in os.environ:
         answer_shells()
     app(prog_name=PROGRAM)

@@ -6,10 +6,11 @@ Signals belong to ``poolgrid.runtime.lifecycle``, which decides in what order th
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,8 +27,11 @@ from poolgrid.runtime.tls import Tls
 
 log = logging.getLogger(__name__)
 
+TICK_S = 0.1
+"""Between two looks at what has run out of time; uvicorn's own interval."""
+
 STOOD_STILL_S = 1.0
-"""Ticks are a tenth of a second apart; one that comes later than this comes from a process that stood still."""
+"""A tick that comes so late comes from a process that stood still."""
 
 LAST_WORDS_S = 1.0
 """Part of the time for the end that is kept for telling clients whose answers did not finish; half of it at most."""
@@ -56,6 +60,7 @@ class _Server(uvicorn.Server):
         self._listener = listener
         self._accepting: FairListener | None = None
         self._ticked_s: float | None = None
+        self._ending = asyncio.Event()
         self.end_requests: Callable[[], None] = _nothing
         self.ends_s = 0.0
         """When the last connection is cut, in the loop's time."""
@@ -74,8 +79,22 @@ class _Server(uvicorn.Server):
         context = None if self._tls is None else self._tls.context
         self._accepting = FairListener(self._listener, context, self._protocol.table, make)
 
+    def end(self) -> None:
+        """Have ``serve`` end now."""
+        self.should_exit = True
+        self._ending.set()
+
+    async def main_loop(self) -> None:
+        """Tick until the end, which uvicorn would notice only at its next tick."""
+        for counter in itertools.count():
+            if await self.on_tick(counter):
+                return
+            with suppress(TimeoutError):
+                async with asyncio.timeout(TICK_S):
+                    await self._ending.wait()
+
     async def on_tick(self, counter: int) -> bool:
-        """End what has run out of time; uvicorn calls ten times a second."""
+        """End what has run out of time."""
         table = self._protocol.table
         now_s = asyncio.get_running_loop().time()
         if self._ticked_s is not None and now_s - self._ticked_s > STOOD_STILL_S:
@@ -190,7 +209,7 @@ class HttpServer:
         server.end_requests = end_requests
         server.ends_s = asyncio.get_running_loop().time() + self._stop_timeout_s
         server.last_words_s = min(LAST_WORDS_S, self._stop_timeout_s / 2)
-        server.should_exit = True
+        server.end()
         tasks = [task for task in (self._watch, self._task) if task is not None]
         try:
             if self._task is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import subprocess
 import sys
@@ -13,7 +14,8 @@ from typer.core import TyperGroup
 from typer.testing import CliRunner
 
 from poolgrid.cli.late_group import LateCommands
-from poolgrid.cli.main import Commands, app
+from poolgrid.cli.main import Commands, app, run
+from poolgrid.runtime import garbage
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,6 +65,18 @@ def test_a_process_imports_only_what_its_command_needs(command: str, module: str
     imported = set(answer.stdout.decode().split())
     assert module in imported
     assert not NOT_NEEDED[command, module] & imported
+
+
+def test_the_collector_runs_rarely_before_a_command_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = gc.get_threshold()
+    monkeypatch.setattr(sys, "argv", ["poolgrid", "--version"])
+    try:
+        with pytest.raises(SystemExit) as ended:
+            run()
+        assert gc.get_threshold()[0] == garbage.YOUNG_OBJECTS
+    finally:
+        gc.set_threshold(*before)
+    assert ended.value.code == 0
 
 
 def test_every_command_is_made_when_asked_for_and_only_then() -> None:

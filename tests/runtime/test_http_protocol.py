@@ -11,6 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from starlette.types import Receive, Scope, Send
 
+from poolgrid.runtime import http_server
 from poolgrid.runtime.http_connections import SAID_EVERY_S, InvalidRequests
 from poolgrid.runtime.http_protocol import CONNECTION, Connection, _DirectCycle
 from poolgrid.runtime.http_server import HttpServer
@@ -312,4 +313,21 @@ def test_nothing_of_an_answered_request_waits_for_the_collector(header: bytes) -
             finally:
                 gc.enable()
 
+    asyncio.run(scenario())
+
+
+def test_a_server_that_is_told_to_end_does_not_wait_for_its_next_tick(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        server = HttpServer(Application(), "127.0.0.1", 0, "port", stop_timeout_ms=3_600_000)
+        server.start()
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        client = Client(reader, writer)
+        writer.write(post(b"abc"))
+        assert (await client.response())[0] == 200
+        async with asyncio.timeout(60):
+            await server.stop()
+            assert await reader.read() == b""
+        writer.close()
+
+    monkeypatch.setattr(http_server, "TICK_S", 3600.0)
     asyncio.run(scenario())
