@@ -22,6 +22,9 @@ from tests.wire.test_guide_limits import chain, rules
 
 SHARES = CacheShares(4, 1)
 
+AMPLE_MS = 20_000.0
+"""Of CPU time, which a busy machine's other work makes longer too: for guides that are not to run into the limit."""
+
 PATTERNS = {"allOf": [{"type": "string", "pattern": f"^.*a{{{number}}}.*$"} for number in range(50)]}
 """Compiles for ever: ``llguidance`` looks for a text that all of them match."""
 
@@ -39,14 +42,14 @@ def run(scenario: Callable[[GuideCheck], Awaitable[None]], **options: Any) -> li
     outcomes: list[str] = []
 
     async def whole() -> None:
-        limits = GuideLimits(options.get("limit_ms", 250), options.get("step_limit_ms", 1000))
+        limits = GuideLimits(options.get("limit_ms", AMPLE_MS), options.get("step_limit_ms", AMPLE_MS))
         check = GuideCheck(limits, options.get("queue", 64), outcomes.append)
         try:
             await scenario(check)
         finally:
             check.close()
 
-    asyncio.run(asyncio.wait_for(whole(), 60))
+    asyncio.run(asyncio.wait_for(whole(), 600))
     return outcomes
 
 
@@ -101,17 +104,17 @@ def test_what_every_client_sends_starts_no_process() -> None:
 
 
 @pytest.mark.parametrize(
-    ("guide", "reason", "dies"),
+    ("guide", "reason", "dies", "limit_ms"),
     [
-        ({"guided_json": json.dumps(chain(1000)).encode()}, "references followed", False),
-        ({"guided_grammar": rules(4000)}, "4002 rules", False),
-        ({"guided_json": json.dumps(chain(160)).encode()}, "overflows the stack", True),
-        ({"guided_json": json.dumps(PATTERNS).encode()}, "takes more than 250 ms of CPU time", True),
-        ({"guided_grammar": 'start: "no" B\nA: "a"~1000..1000\nB: A~1000..1000'}, "takes more than 250 ms", True),
+        ({"guided_json": json.dumps(chain(1000)).encode()}, "references followed", False, AMPLE_MS),
+        ({"guided_grammar": rules(4000)}, "4002 rules", False, AMPLE_MS),
+        ({"guided_json": json.dumps(chain(160)).encode()}, "overflows the stack", True, AMPLE_MS),
+        ({"guided_json": json.dumps(PATTERNS).encode()}, "takes more than 250 ms of CPU time", True, 250),
+        ({"guided_grammar": 'start: "no" B\nA: "a"~1000..1000\nB: A~1000..1000'}, "takes more than 250 ms", True, 250),
     ],
 )
 def test_what_a_compiler_would_die_of_or_never_end_with_is_refused_and_the_next_guide_is_tried(
-    guide: Guide, reason: str, dies: bool
+    guide: Guide, reason: str, dies: bool, limit_ms: float
 ) -> None:
     async def scenario(check: GuideCheck) -> None:
         for _ in range(2):
@@ -122,7 +125,7 @@ def test_what_a_compiler_would_die_of_or_never_end_with_is_refused_and_the_next_
         await check.check(integer_up_to(9), "guided_json", EVERYBODY)
         assert check._compiler.starts == 1 + dies, "a verdict is kept: the same guide costs a process once"
 
-    assert run(scenario) == ["refused", "known", "accepted"]
+    assert run(scenario, limit_ms=limit_ms) == ["refused", "known", "accepted"]
 
 
 def test_a_guide_that_the_library_does_not_take_is_for_the_workers_engine_to_judge() -> None:

@@ -33,6 +33,7 @@ from poolgrid.workers.adapters.sockets import RequestSocket
 from poolgrid.workers.core.push_stream import PushStream
 from poolgrid.workers.engines.protocol import EngineReport
 from poolgrid.workers.engines.simulated.card import make_card
+from poolgrid.workers.engines.simulated.real_time import RealTimeSimulatedEngine
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.publisher import EventPublisher
 from poolgrid.workers.service import ServiceLimits, WorkerService
@@ -659,15 +660,43 @@ async def known(router: FakeRouter) -> None:
     await router.pong()
 
 
-def test_of_several_routers_one_that_knows_too_little_is_told_and_asked_to_choose_again() -> None:
+def hold_engines(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Have engines take requests, and compute nothing until the event is set."""
+    go_on = asyncio.Event()
+    step_on = RealTimeSimulatedEngine._step_on
+
+    async def held(engine: RealTimeSimulatedEngine, deliver: Callable[[EngineReport], None]) -> None:
+        await go_on.wait()
+        await step_on(engine, deliver)
+
+    monkeypatch.setattr(RealTimeSimulatedEngine, "_step_on", held)
+    return go_on
+
+
+async def were_taken(router: FakeRouter, go_on: asyncio.Event, *request_ids: str) -> None:
+    """Cancel requests that a held engine has, let it go on, and see that it gave them up, not the worker."""
+    for request_id in request_ids:
+        await router.send(Cancel(request_id))
+    await known(router)
+    assert not set(request_ids) & set(router.deltas)
+    go_on.set()
+    await router.until_finished(*request_ids)
+    assert [router.last(request_id).finish_reason for request_id in request_ids] == ["cancelled"] * len(request_ids)
+
+
+def test_of_several_routers_one_that_knows_too_little_is_told_and_asked_to_choose_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    go_on = hold_engines(monkeypatch)
+
     async def scenario() -> None:
         async with (
-            running_worker(speedup=0.01, total_kv_blocks=1024) as worker,
+            running_worker(total_kv_blocks=1024) as worker,
             fake_router(worker.request_endpoint) as other,
         ):
             belief = Routing(overlap_tokens=0, expected_prefill_tokens=0)
-            await known(worker.router)
             await worker.router.send(routed("long", range(2000), belief))
+            await known(worker.router)
             await known(other)
             await other.send(routed("late", range(40), belief))
             await other.until_finished("late")
@@ -678,24 +707,20 @@ def test_of_several_routers_one_that_knows_too_little_is_told_and_asked_to_choos
 
             await other.send(routed("knows", range(40), Routing(expected_prefill_tokens=2000)))
             await other.send(routed("insists", range(40), Routing()))
-            for request_id in ("knows", "insists"):
-                await other.send(Cancel(request_id))
-                await other.until_finished(request_id)
-                assert other.last(request_id).finish_reason == "cancelled", "it was taken"
+            await were_taken(other, go_on, "knows", "insists")
 
     asyncio.run(scenario())
 
 
-def test_a_lone_router_is_never_told_to_choose_again() -> None:
+def test_a_lone_router_is_never_told_to_choose_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = hold_engines(monkeypatch)
+
     async def scenario() -> None:
-        async with running_worker(speedup=0.01, total_kv_blocks=1024) as worker:
+        async with running_worker(total_kv_blocks=1024) as worker:
             await known(worker.router)
             for name in ("first", "second"):
                 await worker.router.send(routed(name, range(2000), Routing(expected_prefill_tokens=0)))
-            for name in ("first", "second"):
-                await worker.router.send(Cancel(name))
-                await worker.router.until_finished(name)
-                assert worker.router.last(name).finish_reason == "cancelled"
+            await were_taken(worker.router, go_on, "first", "second")
 
     asyncio.run(scenario())
 
