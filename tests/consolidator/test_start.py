@@ -36,8 +36,16 @@ def starting(
     return serve
 
 
-def test_one_that_is_stopped_leaves_nothing(tmp_path: Path) -> None:
-    ended_leaving_nothing(starting(tmp_path))
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory in which one has begun and ended, so that every other one finds what it left there."""
+    directory = tmp_path_factory.mktemp("used")
+    ended_leaving_nothing(starting(directory))
+    return directory
+
+
+def test_one_that_is_stopped_leaves_nothing(directory: Path) -> None:
+    ended_leaving_nothing(starting(directory))
 
 
 def _with(port: str, number: int) -> dict[str, Any]:
@@ -45,28 +53,28 @@ def _with(port: str, number: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("port", ["ingest_port", "feed_port", "query_port", "http_port"])
-def test_one_whose_port_is_taken_leaves_nothing(port: str, tmp_path: Path) -> None:
+def test_one_whose_port_is_taken_leaves_nothing(port: str, directory: Path) -> None:
     holder, number = taken_port()
     with holder:
-        ended_leaving_nothing(starting(tmp_path, **_with(port, number)), OSError, f"binding {port}:")
+        ended_leaving_nothing(starting(directory, **_with(port, number)), OSError, f"binding {port}:")
 
 
 @pytest.mark.parametrize("step", [name for name in vars(bootstrap) if name.startswith("_open_")])
 def test_one_whose_start_fails_at_any_step_leaves_nothing(
-    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    step: str, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bootstrap, step, breaks)
 
-    ended_leaving_nothing(starting(tmp_path), Broken)
+    ended_leaving_nothing(starting(directory), Broken)
 
 
 @pytest.mark.parametrize("name", ["JournalWriter", "Consolidator", "BatchSocket", "load_sources"])
 def test_one_whose_service_breaks_anywhere_leaves_nothing(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service_module, name, breaks)
 
-    ended_leaving_nothing(starting(tmp_path), Broken)
+    ended_leaving_nothing(starting(directory), Broken)
 
 
 def test_one_whose_journal_is_corrupt_leaves_nothing(tmp_path: Path) -> None:
@@ -76,8 +84,8 @@ def test_one_whose_journal_is_corrupt_leaves_nothing(tmp_path: Path) -> None:
     ended_leaving_nothing(starting(tmp_path), JournalCorrupt)
 
 
-def test_one_that_cannot_say_that_it_is_ready_leaves_nothing(tmp_path: Path) -> None:
-    ended_leaving_nothing(starting(tmp_path, ready=breaks), Broken)
+def test_one_that_cannot_say_that_it_is_ready_leaves_nothing(directory: Path) -> None:
+    ended_leaving_nothing(starting(directory, ready=breaks), Broken)
 
 
 def test_one_that_is_given_up_while_a_thread_opens_its_journal_closes_it(

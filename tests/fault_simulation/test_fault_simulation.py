@@ -1,4 +1,4 @@
-"""A few hundred seeds, the seeds that failed once, and whether the simulation finds bugs that are there."""
+"""Some hundred seeds, the seeds that failed once, and whether the simulation finds bugs that are there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from tests.fault_simulation.scenario import PROFILES, make_scenario
 from tests.fault_simulation.seeds import KeptSeed, kept_seeds
 from tests.fault_simulation.simulation import play
 
-SEEDS_PER_PROFILE = 32
+SEEDS_PER_PROFILE = 16
+"""``make soak`` plays thousands."""
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -14,7 +14,7 @@ import uvicorn
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
-from poolgrid.frontend.app import create_app
+from poolgrid.frontend.app import Application, create_app
 from poolgrid.frontend.ports import InferenceBackend
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.settings import FrontendSettings
@@ -36,7 +36,7 @@ def application(
     endpoints: Callable[[], Sequence[EndpointRow]] = tuple,
     troubles: Callable[[], Sequence[str]] = tuple,
     **settings: Any,
-) -> FastAPI:
+) -> Application:
     return create_app(
         backend,
         {"tiny": TINY} if models is None else models,
@@ -49,22 +49,50 @@ def application(
     )
 
 
-def in_process(app: FastAPI) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+@asynccontextmanager
+async def in_process(app: Application) -> AsyncIterator[httpx.AsyncClient]:
+    """Yield a client that needs no server; at the end the application is closed, as whoever serves it does."""
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        try:
+            yield client
+        finally:
+            await app.close()
 
 
 class _Server(uvicorn.Server):
-    """Tells when it answers, so that nothing has to poll for it."""
+    """Tells when it answers, and ends when it is told to and what is open has ended: nothing polls for either."""
 
     def __init__(self, app: FastAPI, http: Http) -> None:
         if not isinstance(http, str):
             http = http.serving(HttpLimits(), None)
         super().__init__(uvicorn.Config(app, log_level="warning", http=http, access_log=False))
         self.answering = threading.Event()
+        self._ending = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        self._loop = asyncio.get_running_loop()
         self.answering.set()
+
+    def end(self) -> None:
+        """Have it end, from any thread."""
+        self.should_exit = True
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._ending.set)
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)
+        await self._ending.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        while self.server_state.connections or self.server_state.tasks:  # noqa: ASYNC110 - uvicorn tells nobody
+            await asyncio.sleep(0.002)
+        await self.lifespan.shutdown()
 
 
 def _bound_socket() -> socket.socket:
@@ -84,7 +112,7 @@ async def served(app: FastAPI, http: Http = DirectProtocol) -> AsyncIterator[int
             # Connections wait in the socket's backlog until the server accepts them.
             yield bound.getsockname()[1]
         finally:
-            server.should_exit = True
+            server.end()
             await task
 
 
@@ -99,6 +127,6 @@ def served_in_thread(app: FastAPI) -> Iterator[str]:
             assert server.answering.wait(10), "the server did not start"
             yield f"http://127.0.0.1:{bound.getsockname()[1]}"
         finally:
-            server.should_exit = True
+            server.end()
             thread.join(10)
             assert not thread.is_alive(), "the server did not stop"

@@ -91,10 +91,11 @@ async def running(path: Path | None, backend: FakeBackend | None = None, **setti
     server = HttpServer(app, "127.0.0.1", 0, "port")
     server.start()
     try:
-        async with httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=30) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=30) as client:
             yield Served(client, registry, backend)
     finally:
         await server.stop()
+        await app.close()
 
 
 @pytest.fixture

@@ -98,9 +98,9 @@ def test_a_silent_stream_carries_comments_and_a_talking_one_none() -> None:
             receive,
             send,
         )
-        quiet = await in_process(application(FakeBackend())).post(
-            "/v1/completions", json={**json.loads(BODY), "stream": True}
-        )
+        await app.close()
+        async with in_process(application(FakeBackend())) as client:
+            quiet = await client.post("/v1/completions", json={**json.loads(BODY), "stream": True})
         return sent, quiet.content
 
     sent, quiet = asyncio.run(asyncio.wait_for(go(), 30))

@@ -46,8 +46,16 @@ def starting(
     return serve
 
 
-def test_one_that_is_stopped_leaves_nothing(tmp_path: Path) -> None:
-    ended_leaving_nothing(starting(tmp_path))
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory in which one has begun and ended, so that every other one finds what it left there."""
+    directory = tmp_path_factory.mktemp("used")
+    ended_leaving_nothing(starting(directory))
+    return directory
+
+
+def test_one_that_is_stopped_leaves_nothing(directory: Path) -> None:
+    ended_leaving_nothing(starting(directory))
 
 
 def _with(port: str, number: int) -> dict[str, Any]:
@@ -55,19 +63,19 @@ def _with(port: str, number: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("port", ["port", "select_port", "ingest_port", "query_port"])
-def test_one_whose_port_is_taken_leaves_nothing(port: str, tmp_path: Path) -> None:
+def test_one_whose_port_is_taken_leaves_nothing(port: str, directory: Path) -> None:
     holder, number = taken_port()
     with holder:
-        ended_leaving_nothing(starting(tmp_path, **_with(port, number)), OSError, f"binding {port}:")
+        ended_leaving_nothing(starting(directory, **_with(port, number)), OSError, f"binding {port}:")
 
 
 @pytest.mark.parametrize("step", [name for name in vars(bootstrap) if name.startswith(("_open_", "_make_", "_add_"))])
 def test_one_whose_start_fails_at_any_step_leaves_nothing(
-    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    step: str, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bootstrap, step, breaks)
 
-    ended_leaving_nothing(starting(tmp_path), Broken)
+    ended_leaving_nothing(starting(directory), Broken)
 
 
 def test_one_whose_journal_cannot_be_opened_leaves_nothing(tmp_path: Path) -> None:
@@ -82,8 +90,8 @@ def test_one_that_cannot_join_its_group_leaves_nothing(tmp_path: Path) -> None:
     ended_leaving_nothing(starting(tmp_path, place, ready=breaks), OSError)
 
 
-def test_one_that_cannot_say_that_it_is_ready_leaves_nothing(tmp_path: Path) -> None:
-    ended_leaving_nothing(starting(tmp_path, ready=breaks), Broken)
+def test_one_that_cannot_say_that_it_is_ready_leaves_nothing(directory: Path) -> None:
+    ended_leaving_nothing(starting(directory, ready=breaks), Broken)
 
 
 def test_one_that_is_stopped_before_it_knows_its_pool_leaves_nothing() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+
 import pytest
 
 from poolgrid.loadgen.trace import read_trace
@@ -18,41 +21,49 @@ def conversations() -> Workload:
     return build_workload(read_trace(CONVERSATION, 500), 1.0, 64)
 
 
-def play(workload: Workload, fleet: RouterFleet) -> RunResult:
-    pool = SimulatedPool(workload, make_policy("kv"), 8, limits(workload), routers=fleet)
-    result = pool.run()
-    if not fleet.separate:  # which know nothing of what engines hold
-        assert_books_balance(workload, pool, result)
-    return result
+Play = Callable[[RouterFleet], RunResult]
+
+
+@pytest.fixture(scope="module")
+def play(conversations: Workload) -> Play:
+    """Each fleet plays once, and what came of it is looked at by several tests."""
+
+    @cache
+    def played(fleet: RouterFleet) -> RunResult:
+        pool = SimulatedPool(conversations, make_policy("kv"), 8, limits(conversations), routers=fleet)
+        result = pool.run()
+        if not fleet.separate:  # which know nothing of what engines hold
+            assert_books_balance(conversations, pool, result)
+        return result
+
+    return played
 
 
 def mean_ttft_ms(result: RunResult) -> float:
     return sum(result.ttft_ms) / len(result.ttft_ms)
 
 
-def test_eight_routers_on_one_stream_reuse_as_much_as_one_and_far_more_than_separate_ones(
-    conversations: Workload,
-) -> None:
-    one = play(conversations, RouterFleet(1, 5.0))
-    eight = play(conversations, RouterFleet(8, 5.0))
-    separate = play(conversations, RouterFleet(8, 5.0, separate=True))
+def test_eight_routers_on_one_stream_reuse_as_much_as_one_and_far_more_than_separate_ones(play: Play) -> None:
+    one = play(RouterFleet(1, 5.0))
+    eight = play(RouterFleet(8, 5.0))
+    separate = play(RouterFleet(8, 5.0, separate=True))
 
     assert eight.cached_tokens > 0.97 * one.cached_tokens
     assert eight.cached_tokens > 1.3 * separate.cached_tokens
 
 
-def test_a_burst_over_eight_routers_is_not_sent_to_the_same_idle_workers(conversations: Workload) -> None:
-    one = play(conversations, RouterFleet(1, 5.0))
-    herd = play(conversations, RouterFleet(8, 5.0, crowding_retries=0))
-    bounded = play(conversations, RouterFleet(8, 5.0))
+def test_a_burst_over_eight_routers_is_not_sent_to_the_same_idle_workers(play: Play) -> None:
+    one = play(RouterFleet(1, 5.0))
+    herd = play(RouterFleet(8, 5.0, crowding_retries=0))
+    bounded = play(RouterFleet(8, 5.0))
 
     assert mean_ttft_ms(herd) > 1.3 * mean_ttft_ms(one), "without the mechanism there are herds to speak of"
     assert mean_ttft_ms(bounded) < mean_ttft_ms(one) + 0.4 * (mean_ttft_ms(herd) - mean_ttft_ms(one))
     assert bounded.crowded <= 4 * bounded.requests
 
 
-def test_a_lone_router_is_never_refused(conversations: Workload) -> None:
-    assert play(conversations, RouterFleet(1, 5.0)).crowded == 0
+def test_a_lone_router_is_never_refused(play: Play) -> None:
+    assert play(RouterFleet(1, 5.0)).crowded == 0
 
 
 def test_all_routers_end_with_the_same_index(conversations: Workload) -> None:
