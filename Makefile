@@ -1,7 +1,7 @@
 PYTHON ?= .venv/bin/python
 export PYTHON
 
-.PHONY: check lint types test format docs boards proof site plots soak attack clients schemathesis ui
+.PHONY: check lint types test format docs boards proof site plots soak long attack clients schemathesis ui
 
 check: lint types test  ## everything CI runs, in the environment that is there
 
@@ -44,6 +44,9 @@ INDEX_EXAMPLES ?= 5000
 soak:  ## thousands of seeds of the fault simulation, each under every profile, and of programs for the index
 	INDEX_EXAMPLES=$(INDEX_EXAMPLES) $(PYTHON) -m pytest tests/router/test_prefix_index.py
 	$(PYTHON) -m tests.fault_simulation --seeds $(SEEDS) --all-profiles --jobs $(JOBS) --keep
+
+long:  ## what CI does in short: the whole recorded trace on two pools, 10,000 mutated bodies at a global router
+	POOLGRID_TRACE_REQUESTS=1000 POOLGRID_FUZZ_BODIES=10000 $(PYTHON) -m pytest -n 2 --dist loadfile tests/e2e/test_failures.py tests/e2e/test_body_fuzz.py
 
 PARTS ?=
 

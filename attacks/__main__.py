@@ -32,7 +32,7 @@ from attacks.catalogue import PARTS
 from attacks.runner import Options, loopback_allows, run_parts
 from attacks.table import Row, show, status, write
 
-SHORT = Options(seconds=2.0, idle_s=1.0, share=0.05, settle_s=15.0, judge_latency=False)
+SHORT = Options(seconds=1.0, idle_s=1.0, window_min_s=1.0, share=0.05, settle_s=15.0, judge_latency=False)
 """The short form: small attacks, and no judgement of times, which say nothing on cores that others use too."""
 
 
@@ -80,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; by default all")
     made.add_argument("--only", action="append", default=[], metavar="NAME", help="only this attack; may be repeated")
     made.add_argument("--short", action="store_true", help="small attacks only, no judgement of times: what CI runs")
-    made.add_argument("--seconds", type=float, help="how long each attack goes on; default 10, short 2")
+    made.add_argument("--seconds", type=float, help="how long each attack goes on; default 10, short 1")
     made.add_argument("--share", type=float, help="of the full size of each attack, 0 to 1; default 1, short 0.05")
     made.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
     made.add_argument("--no-latency", action="store_true", help="do not judge times: other work shares the cores")

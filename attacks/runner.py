@@ -49,10 +49,6 @@ OWN_AUTOGROUP = Path("/proc/self/autogroup")
 
 THREAD_END_TIMEOUT_S = 10.0
 
-WINDOW_MIN_S = 1.5
-"""Bystanders go on for so long at least, also when the attack is over at once; as long as before it where their times
-are judged."""
-
 BOOKS_SETTLE_S = 10.0
 """How long the requests of a warm-up may take to be off all books."""
 
@@ -65,6 +61,9 @@ class Options:
     """How long each attack goes on."""
     idle_s: float = 4.0
     """How long the bystanders are measured before."""
+    window_min_s: float = 1.5
+    """Bystanders go on for so long at least, also when the attack is over at once; as long as before it where their
+    times are judged."""
     share: float = 1.0
     """Of the full size of each attack."""
     seed: int = 0
@@ -254,7 +253,7 @@ async def _run(
         watching.cancel()
     during = Window()
     if not attack.alone:
-        window_s = max(WINDOW_MIN_S, options.idle_s if judge_latency else 0.0)
+        window_s = max(options.window_min_s, options.idle_s if judge_latency else 0.0)
         await asyncio.sleep(max(0.0, window_s - (time.monotonic() - began)))
         during = await stage.bystanders.close()
     if outcome.skipped:

@@ -15,13 +15,13 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.processes import Process
+from tests.e2e.fleet import POOL_CONFIGS, running_fleet
 
 pytestmark = pytest.mark.e2e
 
 BODIES = int(os.environ.get("POOLGRID_FUZZ_BODIES", "600"))
 SEED = int(os.environ.get("POOLGRID_FUZZ_SEED", "1"))
-DOCUMENT = Path(__file__).parents[2] / "pool_configs" / "agents_with_priorities.json"
+DOCUMENT = POOL_CONFIGS / "agents_with_priorities.json"
 
 SEEDS: tuple[tuple[str, dict[str, Any]], ...] = (
     (
@@ -139,30 +139,25 @@ def test_no_mutated_body_is_a_server_error_and_every_refusal_says_what_is_wrong(
     document = short_contexts(tmp_path / "pools.json")
     randomness = random.Random(SEED)
     answered = refused = 0
-    with Process("up", "--pools", str(document), "--port", "0", "--speedup", "1000") as up:
-        up.wait_ready()
-        with httpx.Client(base_url=up.url, timeout=60) as client:
-            for number in range(BODIES):
-                path, body = randomness.choice(SEEDS)
-                for _ in range(randomness.choice((1, 1, 2, 3))):
-                    body = mutate(randomness, body)
-                if not isinstance(body, dict):
-                    continue
-                data = encode(randomness, body)
-                answer = client.post(path, content=data, headers={"content-type": "application/json"})
-                where = f"body {number} of seed {SEED}: {data!r} -> {answer.status_code} {answer.text[:300]}"
-                assert answer.status_code < 500, where
-                if answer.status_code == 200:
-                    answered += 1
-                    continue
-                refused += 1
-                error = answer.json()["error"]
-                assert error["message"], where
-                assert error["code"], where
-                assert error["param"] is not None or error["code"] in ("invalid_json", "invalid_body"), where
-            assert client.get("/live").status_code == 200
-        status, errors = up.stop()
-    assert status == 0
-    assert "Traceback" not in errors, errors
+    with running_fleet(document, speedup=1000) as up, httpx.Client(base_url=up.url, timeout=60) as client:
+        for number in range(BODIES):
+            path, body = randomness.choice(SEEDS)
+            for _ in range(randomness.choice((1, 1, 2, 3))):
+                body = mutate(randomness, body)
+            if not isinstance(body, dict):
+                continue
+            data = encode(randomness, body)
+            answer = client.post(path, content=data, headers={"content-type": "application/json"})
+            where = f"body {number} of seed {SEED}: {data!r} -> {answer.status_code} {answer.text[:300]}"
+            assert answer.status_code < 500, where
+            if answer.status_code == 200:
+                answered += 1
+                continue
+            refused += 1
+            error = answer.json()["error"]
+            assert error["message"], where
+            assert error["code"], where
+            assert error["param"] is not None or error["code"] in ("invalid_json", "invalid_body"), where
+        assert client.get("/live").status_code == 200
     assert answered > BODIES // 20
     assert refused > BODIES // 4

@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,11 +19,11 @@ from poolgrid.cli.top import Frame, fetch, usage_bar
 from poolgrid.runtime.figures import milliseconds
 from poolgrid.wire.answers import PlacedExplanation, RequestExplanation
 from poolgrid.wire.request_ids import name_of
-from tests.e2e.processes import Process, eventually, pool_is_quiet, running_pool
+from tests.e2e.fleet import POOL_CONFIGS, running_fleet
+from tests.e2e.processes import eventually, pool_is_quiet, running_pool
 
 pytestmark = pytest.mark.e2e
 
-POOLS = Path(__file__).parents[2] / "pool_configs" / "disagg_two_by_two.json"
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "why there? " * 40}], "max_tokens": 4}
 MOVING = ("last_event_ms_ago", "event_lag_ms", "offset", "saturation", "retry_after_ms")
 """What may differ between two looks at a pool that nobody uses."""
@@ -42,12 +41,9 @@ def router() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def global_router() -> Iterator[str]:
-    with Process("up", "--pools", str(POOLS), "--port", "0", "--speedup", "50") as up:
-        up.wait_ready()
+    with running_fleet(POOL_CONFIGS / "disagg_two_by_two.json", speedup=50) as up:
         httpx.post(f"{up.url}/v1/chat/completions", json=BODY, headers={"x-request-id": "first"}).raise_for_status()
         yield up.url
-        status, errors = up.stop()
-        assert status == 0, errors
 
 
 def asked(url: str, path: str) -> Any:

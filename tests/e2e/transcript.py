@@ -113,10 +113,14 @@ class Terminal:
                 self.shown += part.decode()
         return missing
 
-    def close(self) -> None:
-        """End it as Ctrl-C does, and by force when it does not."""
+    def interrupt(self) -> None:
+        """Press Ctrl-C."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGINT)
+
+    def close(self) -> None:
+        """Wait until it has ended, and end it by force when it does not."""
+        if self._process.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.communicate(timeout=30)
         with contextlib.suppress(ProcessLookupError):
@@ -160,6 +164,8 @@ class Transcript:
     def close(self) -> None:
         """End what is still there, the last first."""
         for terminal in reversed(self.terminals.values()):
+            terminal.interrupt()
+        for terminal in self.terminals.values():
             terminal.close()
 
     def _run(self, commands: str, language: str) -> str:
