@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+import trustme
 import zmq
+from hypothesis import HealthCheck, settings
 
 
 def _leave(context: zmq.Context[zmq.Socket[bytes]]) -> None:
@@ -14,3 +22,42 @@ def _leave(context: zmq.Context[zmq.Socket[bytes]]) -> None:
 
 
 zmq.Context.__del__ = _leave  # type: ignore[method-assign]
+
+gc.set_threshold(10_000, 20, 10)
+"""Tests that look for what is left behind collect by themselves; for all others it is some percent of the CPU."""
+
+# How long an example takes says nothing on a machine that others use too.
+settings.register_profile("poolgrid", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("poolgrid")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let files come in our order, and clients trust one authority, which nobody is, instead of all of the world's.
+
+    Every client reads them when it is made, also one that never speaks TLS: 20 ms of CPU, for each ``httpx.get``. What
+    tests do with TLS brings its own authority. Processes that tests start inherit this one.
+    """
+    if hasattr(config, "workerinput"):
+        return  # told by the process that started this one
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False  # pytest-xdist: files in the order in which we put them
+    directory = tempfile.TemporaryDirectory(prefix="poolgrid-tests-")
+    config.add_cleanup(directory.cleanup)
+    path = Path(directory.name) / "authority.pem"
+    trustme.CA().cert_pem.write_to_path(str(path))
+    os.environ["SSL_CERT_FILE"] = str(path)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put files that start processes first: one that takes half a minute and comes last leaves a core idle."""
+    with_processes = {item.path for item in items if item.get_closest_marker("e2e") is not None}
+    items.sort(key=lambda item: item.path not in with_processes)
+
+
+def pytest_collection_finish() -> None:
+    """Take what was imported and collected out of the collector's sight: it lives as long as the process.
+
+    A full collection takes a second otherwise, and the tests that look for what is left behind need dozens.
+    """
+    gc.collect()
+    gc.freeze()

@@ -83,7 +83,7 @@ def test_ci_runs_the_readmes_test_command(tmp_path: Path) -> None:
         "python -m pytest -n 2 --dist loadfile",
         "python -m ruff check .",
         "python -m ruff format --check .",
-        "python -m mypy",
+        "python -m mypy --num-workers 2",
     ]
     assert f"$ {marked('test-command')}" in done.stdout
 
