@@ -28,6 +28,7 @@ from poolgrid.router.settings import RouterSettings
 from poolgrid.runtime.http_settings import HttpSettings, ServerSettings
 from poolgrid.runtime.security import SecuritySettings
 from poolgrid.runtime.settings import Settings
+from poolgrid.runtime.tracing.settings import TraceSettings
 from poolgrid.simulation.settings import EngineSettings, SimulationSettings, TuneSettings, WhatIfSettings
 from poolgrid.workers.engines.registry import ENGINES, EngineChoice, engine_definition
 from poolgrid.workers.settings import WorkerProcessSettings
@@ -109,6 +110,12 @@ SECTIONS = (
         "`router`, `global-router`, `worker` and `consolidator` have the same options: [security](security.md).",
     ),
     Section(
+        "Traces",
+        "router",
+        (TraceSettings,),
+        "The same options of `router`, `global-router` and `worker`: [observability.md](observability.md#traces).",
+    ),
+    Section(
         "What HTTP takes from anybody",
         "router",
         (HttpSettings,),
@@ -147,7 +154,9 @@ that has the setting. So set `POOLGRID_HOST` for one process, not for a machine.
 
 **What services write.** `up`, `router`, `global-router`, `worker` and `consolidator` write one line that begins with
 `ready` to standard output once they answer, and their log to standard error. Each has `--log-level`
-(`POOLGRID_LOG_LEVEL`: debug, info, warning, error). Its default is info, and warning for `up`.
+(`POOLGRID_LOG_LEVEL`: debug, info, warning, error, and others for some loggers, as in `info,router=debug`) and
+`--log-format` (`POOLGRID_LOG_FORMAT`: text, json). The default level is info, and warning for `up`.
+[Logs](observability.md#logs) says more.
 """
 
 

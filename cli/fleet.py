@@ -48,7 +48,7 @@ class LocalFleet:
         """Start everything; return the URL of the OpenAI API once every pool can be used."""
         settings = self._settings
         pools = [(stage, pool) for stage, found in self._document.stages.items() for pool in found.pools]
-        level = ["--log-level", settings.log_level]
+        level = settings.log_choice.arguments
         common = ["--host", self._host, *level]
         model = ["--model-path", str(settings.model_path)]
         for _, pool in pools:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from poolgrid.cli.http_group import member, run_group
+from poolgrid.cli.log_options import LogChoice
 from poolgrid.cli.options import arguments_of
 from poolgrid.cli.part import Part, stop_parts
 from poolgrid.frontend.settings import FrontendSettings
@@ -24,7 +25,7 @@ from poolgrid.runtime.process_group import GroupPlace
 async def serve_global_group(
     settings: GlobalRouterSettings,
     frontend: FrontendSettings,
-    log_level: str,
+    log: LogChoice,
     stop: asyncio.Event,
     ready: Callable[..., None],
 ) -> None:
@@ -32,7 +33,7 @@ async def serve_global_group(
 
     def make_group(port: int, directory: Path) -> _Group:
         own = settings.model_copy(update={"http_workers": 1, "port": port})
-        arguments = ["global-router", *arguments_of(own, frontend), "--log-level", log_level]
+        arguments = ["global-router", *arguments_of(own, frontend), *log.arguments]
         places = [GroupPlace(directory, index, settings.http_workers) for index in range(settings.http_workers)]
         return _Group([member("global router", arguments, place, settings.shutdown_timeout_ms) for place in places])
 

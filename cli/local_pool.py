@@ -36,6 +36,7 @@ from poolgrid.cli.launch_plan import (
     plan_real,
     simulated_limits,
 )
+from poolgrid.cli.log_options import FORMAT_HELP, LEVEL_HELP, LogChoice
 from poolgrid.cli.options import environment_name
 from poolgrid.cli.part import START_TIMEOUT_S, STOP_TIMEOUT_S, Part, PartFailed, part_environment, stop_parts
 from poolgrid.cli.pool_status import until_workers_are_ready
@@ -178,7 +179,8 @@ class UpSettings(Settings):
         description="Clients share cached work only where they send the same cache_salt; see poolgrid router --help.",
     )
     access_log: bool = Field(False, description="Log a line for each request when it ends; see poolgrid router --help.")
-    log_level: str = Field("warning", description="Least severe log lines shown: debug, info, warning or error.")
+    log_level: str = Field("warning", description=LEVEL_HELP)
+    log_format: Literal["text", "json"] | None = Field(None, description=FORMAT_HELP)
     served_model_name: str = Field(
         "", max_length=256, description="Model name as clients write it; empty = the name of the model's directory."
     )
@@ -324,6 +326,11 @@ class UpSettings(Settings):
             if role in names.values()
         ]
 
+    @property
+    def log_choice(self) -> LogChoice:
+        """How this command and its parts write their logs."""
+        return LogChoice(self.log_level, self.log_format, default="warning")
+
     def router_arguments(self) -> list[str]:
         """Return what a pool's router is told of choosing workers, and of clients."""
         file = [] if self.settings_file is None else ["--settings-file", str(self.settings_file)]
@@ -380,8 +387,7 @@ def plan(
         if "block_size" in settings.model_fields_set:
             common["kv-block-size"] = str(settings.block_size)
         planned = plan_real(settings.engine, settings.groups(), common, usable(settings.gpus), os.environ)
-        level = ("--log-level", settings.log_level)
-        return [replace(each, arguments=(*each.arguments, *level)) for each in planned]
+        return [replace(each, arguments=(*each.arguments, *settings.log_choice.arguments)) for each in planned]
     assert model is not None, "simulated workers have a model's vocabulary"
     roles = settings.workers_by_name()
     return [
@@ -412,7 +418,7 @@ def simulated_arguments(settings: UpSettings, model: PromptModel, name: str, rol
         *("--block-size", str(settings.block_size), "--total-kv-blocks", str(settings.blocks_per_worker)),
         *("--max-sequence-length", str(settings.max_sequence_length)),
         *output_arguments(settings, model),
-        *("--drain-timeout-ms", "2000", "--log-level", settings.log_level),
+        *("--drain-timeout-ms", "2000", *settings.log_choice.arguments),
         # What the command line says last wins.
         *([] if group.engine_args is None else simulated_limits(group.engine_args)),
         *options_as_arguments(group.options),
@@ -448,7 +454,7 @@ class LocalPool:
     async def start(self) -> str:
         """Start everything; return the URL of the OpenAI API."""
         settings = self._settings
-        common = ["--log-level", settings.log_level]
+        common = settings.log_choice.arguments
         planes = [f"--{key}-port={self._ports.hold()}" for key in ("ingest", "feed", "query")]
         consolidator = ["consolidator", "--host", settings.host, "--data-dir", str(self._data_dir), *planes, *common]
         self._consolidator = await self._start_part("consolidator", consolidator)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from poolgrid.cli.http_group import member, run_group
+from poolgrid.cli.log_options import LogChoice
 from poolgrid.cli.options import arguments_of
 from poolgrid.cli.part import Part, part_environment, stop_parts
 from poolgrid.frontend.settings import FrontendSettings
@@ -26,7 +27,7 @@ async def serve_group(
     settings: RouterSettings,
     frontend: FrontendSettings,
     consolidator: ConsolidatorSettings,
-    log_level: str,
+    log: LogChoice,
     stop: asyncio.Event,
     ready: Callable[..., None],
 ) -> None:
@@ -36,7 +37,7 @@ async def serve_group(
     """
 
     def make_group(port: int, directory: Path) -> _Group:
-        return _Group(settings, frontend, consolidator, log_level, port, directory)
+        return _Group(settings, frontend, consolidator, log, port, directory)
 
     await run_group(settings.host, settings.port, make_group, stop, ready)
 
@@ -47,14 +48,14 @@ class _Group:
         settings: RouterSettings,
         frontend: FrontendSettings,
         consolidator: ConsolidatorSettings,
-        log_level: str,
+        log: LogChoice,
         port: int,
         directory: Path,
     ) -> None:
         self._settings = settings
         self._frontend = frontend
         self._consolidator_settings = consolidator
-        self._log_level_arguments = ["--log-level", log_level]
+        self._log_arguments = log.arguments
         self._port = port
         self._directory = directory
         self._consolidator: Part | None = None
@@ -66,9 +67,7 @@ class _Group:
         words: list[str] = []
         if settings.feed_endpoint is None:
             arguments = ["consolidator", "--host", settings.host, *arguments_of(self._consolidator_settings)]
-            part = self._consolidator = Part(
-                "consolidator", [*arguments, *self._log_level_arguments], part_environment()
-            )
+            part = self._consolidator = Part("consolidator", [*arguments, *self._log_arguments], part_environment())
             await part.start()
             for key in ("ingest", "feed", "query"):
                 part.arguments += [f"--{key}-port", part.word(key).rpartition(":")[2]]
@@ -95,7 +94,7 @@ class _Group:
         arguments = [
             "router",
             *arguments_of(settings.model_copy(update=own), self._frontend, self._consolidator_settings),
-            *self._log_level_arguments,
+            *self._log_arguments,
         ]
         place = GroupPlace(self._directory, index, settings.http_workers)
         return member("router", arguments, place, settings.shutdown_timeout_ms)

@@ -13,19 +13,15 @@ import os
 import sys
 import threading
 from collections.abc import Awaitable, Callable
-from typing import Annotated
 
 import typer
 from prometheus_client import disable_created_metrics
 
-from poolgrid.runtime import allocation, garbage, lifecycle, logs
+from poolgrid.cli.log_options import LogChoice
+from poolgrid.runtime import allocation, garbage, lifecycle
+from poolgrid.runtime.log_lines import Field
 
 log = logging.getLogger(__name__)
-
-LogLevel = Annotated[
-    str, typer.Option(help="Least severe log lines shown: debug, info, warning or error.", envvar="POOLGRID_LOG_LEVEL")
-]
-"""Option of every long-running command."""
 
 THREAD_SWITCH_S = 0.001
 """How long a thread that looks at media or tokenizes keeps the interpreter from the event loop, which passes tokens on;
@@ -43,10 +39,12 @@ def say_ready(*parts: str) -> None:
     sys.stdout.flush()
 
 
-def run_service(name: str, log_level: str, main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
-    """Run ``main(stop)`` as this process's only job."""
+def run_service(
+    name: str, chosen: LogChoice, main: Callable[[asyncio.Event], Awaitable[None]], **fields: Field
+) -> None:
+    """Run ``main(stop)`` as this process's only job; ``fields`` are of every log line in JSON."""
     try:
-        logs.configure(name, log_level)
+        chosen.configure(name, fields)
     except ValueError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None

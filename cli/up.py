@@ -19,7 +19,7 @@ from poolgrid.cli.local_pool import LocalPool, UpSettings, describe_plan, plan
 from poolgrid.cli.part import PartFailed
 from poolgrid.cli.service_process import say_ready
 from poolgrid.frontend.prompt_model import ModelDirectoryError, PromptModel
-from poolgrid.runtime import lifecycle, logs
+from poolgrid.runtime import lifecycle
 from poolgrid.runtime.tasks import unless
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 def run_up(settings: UpSettings) -> int:
     """Run a pool until SIGINT or SIGTERM; return the exit status."""
     try:
-        logs.configure("up", settings.log_level)
+        settings.log_choice.configure("up")
         if settings.has_fronts:
             return run_front(settings)
         # A plan with a real engine needs no model: it may be on another machine.

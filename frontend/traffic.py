@@ -16,6 +16,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.figures import counted, number, percent
+from poolgrid.runtime.log_lines import Field, about
 from poolgrid.runtime.logs import EVERY_LINE
 from poolgrid.runtime.tasks import Restart, cancel_all, supervised
 
@@ -62,6 +63,8 @@ class EndedRequest(NamedTuple):
     ttft_ms: float | None
     duration_ms: float
     workers: str
+    trace_id: str = ""
+    """Of a request whose trace is kept."""
 
 
 class Traffic(Generic[R]):
@@ -91,7 +94,8 @@ class Traffic(Generic[R]):
         self._output_tokens += output_tokens
         self._ended += 1
         if self._each:
-            log.info("%s", request_line(self._line_of(request)), extra=EVERY_LINE)
+            ended = self._line_of(request)
+            log.info("%s", request_line(ended), extra=EVERY_LINE | about(**fields_of(ended)))
 
     def totals(self) -> Totals:
         """Return what was served until now, of requests under way too."""
@@ -100,21 +104,30 @@ class Traffic(Generic[R]):
         return Totals(self._ended, len(self.running), Account(*map(sum, zip(*accounts, strict=True))))
 
 
-def request_line(ended: EndedRequest) -> str:
-    """Return the line of a request that is over, ``key=value`` after its name, endpoint and status."""
+def fields_of(ended: EndedRequest) -> dict[str, Field]:
+    """Return all that is told of a request that is over; what is empty is not told."""
+    return {"request_id": ended.name, "endpoint": ended.endpoint, "status": ended.status, **_further(ended)}
+
+
+def _further(ended: EndedRequest) -> dict[str, Field]:
     account = ended.account
-    fields: dict[str, object] = {
+    return {
         "error": ended.error,
         "model": ended.model,
         "tenant": ended.tenant,
         "isl": account.prompt_tokens,
         "cached": account.cached_tokens,
         "osl": account.output_tokens,
-        "ttft_ms": "" if ended.ttft_ms is None else f"{ended.ttft_ms:.0f}",
-        "total_ms": f"{ended.duration_ms:.0f}",
+        "ttft_ms": "" if ended.ttft_ms is None else round(ended.ttft_ms),
+        "total_ms": round(ended.duration_ms),
         "worker": ended.workers,
+        "trace_id": ended.trace_id,
     }
-    told = " ".join(f"{key}={_word(str(value))}" for key, value in fields.items() if value != "")
+
+
+def request_line(ended: EndedRequest) -> str:
+    """Return the line of a request that is over, ``key=value`` after its name, endpoint and status."""
+    told = " ".join(f"{key}={_word(str(value))}" for key, value in _further(ended).items() if value != "")
     return f"request {ended.name} {ended.endpoint} {ended.status}{' stream' if ended.streaming else ''} {told}"
 
 

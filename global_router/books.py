@@ -21,6 +21,7 @@ from poolgrid.global_router.flight import Flight
 from poolgrid.global_router.metrics import GlobalRouterMetrics
 from poolgrid.global_router.pools import PoolConnection
 from poolgrid.runtime.clock import Clock
+from poolgrid.runtime.log_lines import about
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import FinishReason
 from poolgrid.wire.selection import Reservation
@@ -141,7 +142,8 @@ class FlightBooks:
         for step in steps:
             self._metrics.breaker_steps.labels(pool.name, step.after.value).inc()
             pool.breaker_steps = [*pool.breaker_steps, step][-BREAKER_STEPS_KEPT:]
-            log.warning("circuit breaker of pool %s: %s, %s", pool.name, step.after.value, step.reason)
+            pool_name = about(pool=pool.name)
+            log.warning("circuit breaker of pool %s: %s, %s", pool.name, step.after.value, step.reason, extra=pool_name)
 
     def _settle(
         self, pool: PoolConnection, ticket: Ticket | None, result: Callable[[Ticket, float], list[BreakerStep]]

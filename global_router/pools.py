@@ -32,6 +32,7 @@ from poolgrid.global_router.pool_status import state_for
 from poolgrid.runtime.awake_clock import within
 from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.complaints import Complaints
+from poolgrid.runtime.log_lines import about
 from poolgrid.runtime.tasks import Restart, supervised
 from poolgrid.runtime.zmq_socket import CallbackSocket
 from poolgrid.wire import codec
@@ -159,12 +160,16 @@ class PoolConnection:
                 await self._stay_connected()
             except (OSError, ValueError, zmq.ZMQError) as error:
                 self.last_error = str(error) or type(error).__name__
-                log.debug("pool %s: %s", self.name, self.last_error)
+                log.debug("pool %s: %s", self.name, self.last_error, extra=about(pool=self.name))
             except Exception as error:
                 # A pool whose looking-for ended would be down until the process is started again.
                 why = f"{type(error).__name__}: {error}"
                 if why != self.last_error:
-                    log.exception("looking for pool %s failed as it should not; it is tried again", self.name)
+                    log.exception(
+                        "looking for pool %s failed as it should not; it is tried again",
+                        self.name,
+                        extra=about(pool=self.name),
+                    )
                 self.last_error = why
             if self._socket is not None:
                 pause_s = RETRY_MIN_S
@@ -210,7 +215,7 @@ class PoolConnection:
     def _disconnect(self, why: str, expected: bool = False) -> None:
         if self._socket is not None and self._monitor is not None:
             if self.status is not None and not expected:
-                log.warning("pool %s at %s is lost: %s", self.name, self.url, why)
+                log.warning("pool %s at %s is lost: %s", self.name, self.url, why, extra=about(pool=self.name))
             self._socket.socket.disable_monitor()
             self._monitor.close()
             self._socket.close()
@@ -242,7 +247,7 @@ class PoolConnection:
         self._heard_ms = self._clock.monotonic_ms()
         if isinstance(message, PoolStatus):
             if self.status is None and message.ready:
-                log.info("pool %s at %s is there", self.name, self.url)
+                log.info("pool %s at %s is there", self.name, self.url, extra=about(pool=self.name))
             self.status = message
             self.last_error = ""
             self.reached.set()

@@ -24,6 +24,7 @@ from poolgrid.router.core.fleet import Worker
 from poolgrid.router.metrics import RouterMetrics
 from poolgrid.router.settings import RouterSettings
 from poolgrid.runtime.clock import Clock
+from poolgrid.runtime.log_lines import about
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.identifiers import WorkerKey
 from poolgrid.wire.requests import TokenBatch
@@ -93,7 +94,7 @@ class FleetLinks:
         misfits = {key: self._objection(worker.card) for key, worker in workers.items()}
         for key, why in misfits.items():
             if why and self._misfits.get(key) != why:
-                log.error("worker %s gets no requests: %s", key, why)
+                log.error("worker %s gets no requests: %s", key, why, extra=about(worker=str(key)))
         self._misfits = {key: why for key, why in misfits.items() if why}
         self._endpoint_of = {
             key: worker.card.request_endpoint for key, worker in workers.items() if key not in self._misfits

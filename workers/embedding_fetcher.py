@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
+from poolgrid.runtime.log_lines import about
 from poolgrid.runtime.tasks import cancel_all, detached
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
@@ -70,7 +71,8 @@ class EmbeddingFetcher:
         except* TensorUnavailable as unavailable:
             self._failed(request_id, str(unavailable.exceptions[0]))
         except* Exception as bug:
-            log.exception("fetching the embeddings of request %s failed: this is a bug", request_id)
+            named = about(request_id=request_id)
+            log.exception("fetching the embeddings of request %s failed: this is a bug", request_id, extra=named)
             self._failed(request_id, f"fetching embeddings failed: {bug.exceptions[0]!r}")
         else:
             if self._is_awaited(request_id):
@@ -78,7 +80,7 @@ class EmbeddingFetcher:
 
     def _failed(self, request_id: str, why: str) -> None:
         if self._is_awaited(request_id):
-            log.warning("request %s: %s", request_id, why)
+            log.warning("request %s: %s", request_id, why, extra=about(request_id=request_id))
             self._on_failed(request_id, why)
 
     def _is_awaited(self, request_id: str) -> bool:

@@ -15,6 +15,7 @@ import zmq
 
 from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.complaints import Complaints
+from poolgrid.runtime.log_lines import about
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.requests import FetchKv, KvOffered, ReleaseKv
@@ -157,7 +158,7 @@ class KvFetcher:
 
     def _fail(self, failed: Failed) -> None:
         self._metrics.kv_fetch_failures.labels(failed.cause).inc()
-        log.warning("request %s: %s", failed.request_id, failed.reason)
+        log.warning("request %s: %s", failed.request_id, failed.reason, extra=about(request_id=failed.request_id))
         self._on_failed(failed.request_id, failed.reason)
 
     def _send(self, endpoint: str, frame: bytes) -> None:

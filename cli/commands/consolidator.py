@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from poolgrid.cli.help_page import CommandLine
+from poolgrid.cli.log_options import LogChoice, LogFormat, LogLevel
 from poolgrid.cli.options import with_settings
-from poolgrid.cli.service_process import LogLevel, run_service, say_ready
+from poolgrid.cli.service_process import run_service, say_ready
 from poolgrid.router.consolidator.settings import ConsolidatorProcessSettings
 
 app = CommandLine()
@@ -14,7 +15,9 @@ app = CommandLine()
 
 @app.command()
 @with_settings(ConsolidatorProcessSettings)
-def consolidator(settings: ConsolidatorProcessSettings, log_level: LogLevel = "info") -> None:
+def consolidator(
+    settings: ConsolidatorProcessSettings, log_level: LogLevel = "info", log_format: LogFormat = None
+) -> None:
     """Run a consolidator alone, for several routers or for one that may restart."""
     from poolgrid.router.consolidator.bootstrap import Endpoints, serve
 
@@ -24,4 +27,4 @@ def consolidator(settings: ConsolidatorProcessSettings, log_level: LogLevel = "i
     async def main(stop: asyncio.Event) -> None:
         await serve(settings, stop, ready)
 
-    run_service("consolidator", log_level, main)
+    run_service("consolidator", LogChoice(log_level, log_format), main)

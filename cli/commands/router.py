@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from poolgrid.cli.help_page import CommandLine
+from poolgrid.cli.log_options import LogChoice, LogFormat, LogLevel
 from poolgrid.cli.options import with_settings
 from poolgrid.cli.router_group import serve_group
-from poolgrid.cli.service_process import LogLevel, run_service, say_ready
+from poolgrid.cli.service_process import run_service, say_ready
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.router.consolidator.settings import ConsolidatorSettings
 from poolgrid.router.settings import RouterSettings
@@ -23,6 +24,7 @@ def router(
     frontend: FrontendSettings,
     consolidator: ConsolidatorSettings,
     log_level: LogLevel = "info",
+    log_format: LogFormat = None,
 ) -> None:
     """Run a router with an OpenAI HTTP API; without --feed-endpoint, the consolidator runs inside it."""
     from poolgrid.router.bootstrap import Endpoints, serve
@@ -31,10 +33,12 @@ def router(
         ingest = [f"ingest={endpoints.ingest}"] if endpoints.ingest else []
         say_ready(endpoints.http, *ingest, f"select={endpoints.select}")
 
+    chosen = LogChoice(log_level, log_format)
+
     async def main(stop: asyncio.Event) -> None:
         if settings.http_workers > 1:
-            await serve_group(settings, frontend, consolidator, log_level, stop, say_ready)
+            await serve_group(settings, frontend, consolidator, chosen, stop, say_ready)
         else:
             await serve(settings, frontend, consolidator, stop, ready, GroupPlace.from_environment())
 
-    run_service("router", log_level, main)
+    run_service("router", chosen, main, router=settings.router_id)

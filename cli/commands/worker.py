@@ -8,8 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from poolgrid.cli.help_page import CommandLine, HelpedCommand
+from poolgrid.cli.log_options import LogChoice, LogFormat, LogLevel
 from poolgrid.cli.options import with_chosen_settings
-from poolgrid.cli.service_process import LogLevel, run_service, say_ready
+from poolgrid.cli.service_process import run_service, say_ready
 from poolgrid.workers.engines.registry import ENGINES, EngineChoice, engine_definition
 from poolgrid.workers.settings import WorkerProcessSettings
 
@@ -54,6 +55,7 @@ def worker(
         ),
     ] = False,
     log_level: LogLevel = "info",
+    log_format: LogFormat = None,
 ) -> None:
     """Run one worker, with the simulated engine or with TensorRT-LLM (--engine trtllm)."""
     from poolgrid.workers.bootstrap import serve
@@ -64,7 +66,7 @@ def worker(
     async def main(stop: asyncio.Event) -> None:
         await serve(settings, stop, say_ready)
 
-    run_service(settings.worker_id, log_level, main)
+    run_service(settings.worker_id, LogChoice(log_level, log_format), main, worker=settings.worker_id)
 
 
 def show_engine_arguments(settings: WorkerProcessSettings) -> int:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from poolgrid.runtime.clock import Clock
+from poolgrid.runtime.log_lines import about
 from poolgrid.runtime.tasks import detached
 from poolgrid.wire.events import AnyEvent, BlocksStored, LoadReported, RequestFinished
 from poolgrid.wire.limits import TEXT_CHARS_MAX
@@ -132,7 +133,8 @@ class RealTimeSimulatedEngine(AlwaysWell):
             self._end(request.request_id, FinishReason.ERROR, refusal)
         except BaseException as error:  # a panic in a compiled library is no Exception
             # Another worker may succeed; unanswered, its client would wait until it gives up.
-            log.exception("request %s: %s could not be opened", request.request_id, request.sampling.guide)
+            named = about(request_id=request.request_id)
+            log.exception("request %s: %s could not be opened", request.request_id, request.sampling.guide, extra=named)
             self._opening.pop(request.request_id, None)
             why = f"{request.sampling.guide} is set, and opening it failed here: {type(error).__name__}: {error}"
             self._end(request.request_id, FinishReason.ERROR, BrokenError(why))
