@@ -38,6 +38,7 @@ from poolgrid.runtime.planes import PlaneMetrics
 from poolgrid.runtime.security import SecuritySettings
 from poolgrid.runtime.tls import Tls
 from poolgrid.workers.engines.trtllm.metrics import TrtllmMetrics
+from poolgrid.workers.gpus.metrics import GpuCollector
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.tensor_transfer.metrics import TensorMetrics
 from tests.consolidator.journal_builder import FakeDisk
@@ -103,6 +104,7 @@ async def _registered() -> list[Exported]:
     HttpConnections(HttpLimits(), registry)
     Tls.load(SecuritySettings(), registry)
     TrtllmMetrics(registry)
+    registry.register(GpuCollector(lambda: None))
     FrontendMetrics(registry)
     MediaMetrics(registry)
     metrics = RouterMetrics(registry)
