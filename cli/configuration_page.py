@@ -113,7 +113,7 @@ SECTIONS = (
         "Traces",
         "router",
         (TraceSettings,),
-        "The same options of `router`, `global-router` and `worker`: [observability.md](observability.md#traces).",
+        "The same options of `router`, `global-router` and `worker`: [traces_and_logs.md](traces_and_logs.md#traces).",
     ),
     Section(
         "What HTTP takes from anybody",
@@ -156,7 +156,7 @@ that has the setting. So set `POOLGRID_HOST` for one process, not for a machine.
 `ready` to standard output once they answer, and their log to standard error. Each has `--log-level`
 (`POOLGRID_LOG_LEVEL`: debug, info, warning, error, and others for some loggers, as in `info,router=debug`) and
 `--log-format` (`POOLGRID_LOG_FORMAT`: text, json). The default level is info, and warning for `up`.
-[Logs](observability.md#logs) says more.
+[Logs](traces_and_logs.md#logs) says more.
 """
 
 

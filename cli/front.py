@@ -141,7 +141,7 @@ def worker_arguments(settings: UpSettings, server: FrontServer, name: str) -> li
     return [
         *("worker", "--engine", server.facts.kind, "--worker-id", name, "--engine-url", server.url),
         *("--served-model-name", server.facts.model, "--role", server.role),
-        *("--host", settings.host, "--consolidator", INGEST, "--log-level", settings.log_level),
+        *("--host", settings.host, "--consolidator", INGEST, *settings.log_choice.arguments),
         *options_as_arguments(settings.worker_option),
         *options_as_arguments(settings.prefill_option if server.role == "prefill" else ()),
         *options_as_arguments(settings.decode_option if server.role == "decode" else ()),

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable
 from typing import Protocol, assert_never
 
+from poolgrid.dispatch.leg_spans import follow_legs
 from poolgrid.dispatch.legs import Dispatch
 from poolgrid.dispatch.request_machine import (
     Avoid,
@@ -117,6 +118,9 @@ class InFlight:
     def carry_out(self, machine: RequestMachine, effects: tuple[Effect, ...]) -> None:
         """Carry out what follows from an event."""
         books = self._books
+        trace = machine.request.trace
+        if trace is not None:
+            follow_legs(trace, machine, effects)  # first: what is placed next is linked to what was lost
         for effect in effects:
             if isinstance(effect, Heard):
                 books.heard(machine, effect)
@@ -132,7 +136,9 @@ class InFlight:
             elif isinstance(effect, Blame):
                 if effect.happened is Happened.OUT_OF_PLACE:
                     self._on_fault("position")
-                    log.warning("request %s: output of %s is out of place", effect.dispatch.id, effect.dispatch.worker)
+                    worker = str(effect.dispatch.worker)
+                    named = machine.request.named(worker=worker)
+                    log.warning("request %s: output of %s is out of place", effect.dispatch.id, worker, extra=named)
                 books.blame(machine, effect.dispatch)
             elif isinstance(effect, Crowded):
                 books.crowded(machine, effect.dispatch, effect.booked_tokens)
@@ -140,7 +146,13 @@ class InFlight:
                 self._place_next(machine, effect)
             elif isinstance(effect, End):
                 if effect.last.poison:
-                    log.error("request %s is not moved again: %s", machine.request.request_id, effect.last.error)
+                    request = machine.request
+                    log.error(
+                        "request %s is not moved again: %s",
+                        request.request_id,
+                        effect.last.error,
+                        extra=request.named(),
+                    )
                 books.ended(machine, effect)
             else:
                 assert_never(effect)

@@ -15,6 +15,7 @@ from poolgrid.wire.identifiers import Stage, WorkerKey
 from poolgrid.wire.multimodal import MediaKind, MultimodalInput
 from poolgrid.wire.request_ids import dispatch_id
 from poolgrid.wire.requests import Generate, Routing, Sampling
+from poolgrid.wire.trace_context import TraceContext
 
 TOKENS_TOGETHER = 32
 """Tokens that come together where the answer is read whole: a worker that dies takes at most so many with it, which is
@@ -119,11 +120,12 @@ class LegPlan:
         output: bytearray,
         overlap_tokens: int = 0,
         expected_prefill_tokens: int | None = None,
+        trace: TraceContext | None = None,
     ) -> Generate:
         """Start the next dispatch and return the message for its worker: prompt plus what was already generated.
 
         ``overlap_tokens`` and ``expected_prefill_tokens`` are what the choice was made on
-        (``poolgrid.wire.requests.Routing``).
+        (``poolgrid.wire.requests.Routing``), ``trace`` is what the worker is told of the request's trace.
         """
         request = self.request
         may_be_crowded = expected_prefill_tokens is not None
@@ -158,6 +160,7 @@ class LegPlan:
             disaggregated_params=self._params_for(stage),
             multimodal=None if request.multimodal is None else self._media_for(stage),
             stage=stage,
+            trace=trace,
         )
 
     def _params_for(self, stage: Stage) -> bytes | None:

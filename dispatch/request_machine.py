@@ -30,6 +30,7 @@ from poolgrid.dispatch.token_delivery import TokenDelivery
 from poolgrid.frontend.ports import InferenceRequest, StreamDelta
 from poolgrid.wire.identifiers import Stage, WorkerKey
 from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, TokenDelta
+from poolgrid.wire.trace_context import TraceContext
 
 
 class Standing(StrEnum):
@@ -417,12 +418,14 @@ class RequestMachine:
         stage: Stage,
         overlap_tokens: int = 0,
         expected_prefill_tokens: int | None = None,
+        trace: TraceContext | None = None,
     ) -> Generate:
         """Start the next leg on a worker and return the message for it."""
         assert not self.ended, "nothing is sent for an ended request"
         self.cannot_do = False
         self.delivery.worker = str(worker)
-        return self.plan.begin(worker, endpoint, stage, self.delivery.output, overlap_tokens, expected_prefill_tokens)
+        output = self.delivery.output
+        return self.plan.begin(worker, endpoint, stage, output, overlap_tokens, expected_prefill_tokens, trace)
 
     def not_sent(self) -> None:
         """Take back the leg that was begun last: its message could not be sent."""

@@ -56,6 +56,7 @@ from poolgrid.frontend.tokenizer_endpoints import add_tokenizer_endpoints
 from poolgrid.frontend.traffic import Traffic
 from poolgrid.runtime.clock import Clock, SystemClock
 from poolgrid.runtime.process_group import GroupPlace
+from poolgrid.runtime.tracing.tracing import Tracing
 from poolgrid.wire.answers import EndpointRow
 
 log = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ EXPOSED_HEADERS = (
     "x-poolgrid-decision",
     "x-poolgrid-pool",
     "x-poolgrid-refusal",
+    "traceresponse",
     "retry-after",
     *LIMIT_HEADERS,
 )
@@ -189,6 +191,7 @@ def create_app(
     exposed: Exposed | None = None,
     place: GroupPlace | None = None,
     data_dir: Path | None = None,
+    tracing: Tracing | None = None,
 ) -> Application:
     """Return the application.
 
@@ -196,7 +199,8 @@ def create_app(
     what ``/metrics`` answers with, unless ``exposed`` is (the metrics of several processes); ``troubles`` says in
     ``/health`` what is wrong while requests are served; ``id_prefix`` makes request ids unique among processes, and is
     random by default; ``place`` is this process's among those that share the port, for all of which the limits of
-    tenants then hold; ``data_dir`` is where responses are kept that outlive the process.
+    tenants then hold; ``data_dir`` is where responses are kept that outlive the process; ``tracing`` keeps traces of
+    inference requests.
     """
     tokenization = TokenizationPool(
         settings.tokenizer_threads, settings.tokenizer_queue, settings.tokenizer_inline_bytes
@@ -281,6 +285,7 @@ def create_app(
             domains=domains,
             dialect=dialect_of(path),
             traffic=app.traffic,
+            tracing=tracing,
         )
         app.router.routes.insert(0, Route(path, endpoint, methods=["POST"], name=endpoint.name))
         app.direct[path] = endpoint if keys is None else AccessGate(endpoint, keys)

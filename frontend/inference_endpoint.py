@@ -21,6 +21,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
 from starlette.types import Receive, Scope, Send
 
 from poolgrid.frontend.access.cache_domains import CacheDomains
@@ -41,6 +42,7 @@ from poolgrid.frontend.ports import HINT_HEADERS, InferenceBackend, Refused, Str
 from poolgrid.frontend.preparation import Job, Prompt
 from poolgrid.frontend.request_body import check_announced, receive_body
 from poolgrid.frontend.request_ids import RequestIds
+from poolgrid.frontend.request_span import tell_request
 from poolgrid.frontend.responses import AnswerEncoder, counts_so_far, usage
 from poolgrid.frontend.sequence_output import SequenceOutput
 from poolgrid.frontend.settings import FrontendSettings
@@ -50,7 +52,10 @@ from poolgrid.frontend.traffic import Account, EndedRequest, Traffic
 from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.http_protocol import CONNECTION, SERVER_ENDS
 from poolgrid.runtime.http_protocol import Connection as DirectConnection
+from poolgrid.runtime.log_lines import about
 from poolgrid.runtime.tasks import detached
+from poolgrid.runtime.tracing.record import TraceRecord
+from poolgrid.runtime.tracing.tracing import Tracing
 from poolgrid.wire.hashing import TOKEN_BYTES
 
 log = logging.getLogger(__name__)
@@ -108,6 +113,7 @@ class InferenceEndpoint:
         domains: CacheDomains,
         traffic: Traffic[_Exchange],
         dialect: Dialect = OPENAI,
+        tracing: Tracing | None = None,
     ) -> None:
         self.name = name
         """Value of the metrics' ``endpoint`` label."""
@@ -125,6 +131,7 @@ class InferenceEndpoint:
         self._guides = guides
         self._domains = domains
         self._traffic = traffic
+        self._tracing = tracing
         self._gzip_bytes = settings.gzip_response_bytes or sys.maxsize
         """Shortest answer that is compressed."""
         self.body_bytes_max = settings.max_body_bytes
@@ -138,6 +145,8 @@ class InferenceEndpoint:
         extensions = scope.get("extensions")
         direct = extensions.get(CONNECTION) if extensions else None
         exchange = _Exchange(self, wanted_id, headers, arrived_ms, caller_of(scope), receive, send, direct)
+        if self._tracing is not None:
+            exchange.trace = self._tracing.begin_request(self.name, headers.all, arrived_ms)
         self._in_flight.value += 1
         self._traffic.running.add(exchange)
         try:
@@ -146,6 +155,8 @@ class InferenceEndpoint:
             self._traffic.end(exchange)
             self._in_flight.value -= 1
             self._metrics.answered(self.name, exchange.status, exchange.streaming)
+            if exchange.trace is not None and self._tracing is not None:
+                self._tracing.end(exchange.trace, tell(exchange.trace, exchange))
 
 
 class _Exchange:
@@ -185,6 +196,8 @@ class _Exchange:
         self.error = ""
         """Code of the error that it was answered with."""
         self.first_token_ms: float | None = None
+        self.trace: TraceRecord | None = None
+        """What happens to it, where its trace is kept."""
 
     async def run(self) -> None:
         """Answer; raises only what is a bug or the end of the process."""
@@ -197,6 +210,8 @@ class _Exchange:
             if body is None:
                 self._left()
                 return
+            if self.trace is not None:
+                self.trace.add("receive", self._arrived_ms)
             if self._direct is None:
                 watcher = detached(_watch(self._receive, connection, task), f"client of {self._wanted_id}")
             else:
@@ -240,7 +255,9 @@ class _Exchange:
             # Servers that tell a writer of a closed connection do it with OSError (ASGI 2.4).
             self._left()
         except Exception:
-            log.exception("serving request %s failed: this is a bug", self._wanted_id)
+            trace_id = "" if self.trace is None else self.trace.trace_id
+            named = about(request_id=str(self._wanted_id), trace_id=trace_id)
+            log.exception("serving request %s failed: this is a bug", self._wanted_id, extra=named)
             message = "serving the request failed inside the router; its log says where"
             await self._answer_error(RequestError(500, "internal_error", message))
         finally:
@@ -298,11 +315,15 @@ class _Exchange:
             else:
                 prompts = await pool.run_in_thread(job.tokenize)
         job.forget_prompt()
+        if self.trace is not None:
+            self.trace.add("render and tokenize", began_ms)
         self._metrics.tokenization.observe((self._clock.monotonic_ms() - began_ms) / 1000)
         return prompts
 
     async def _serve(self, job: Job, prompts: Sequence[Prompt], request_ids: list[str]) -> None:
         requests = job.requests(prompts, request_ids, self._headers.hints)
+        if self.trace is not None:
+            requests = [msgspec.structs.replace(request, trace=self.trace) for request in requests]
         if self._caller is not None:
             isl = sum(prompt.isl for prompt in prompts)
             requests = self._caller.admit(requests, isl, self._clock.monotonic_ms())
@@ -521,7 +542,8 @@ class _Exchange:
             if series is None:
                 series = self._series = self._metrics.of_model(self.model)
             ttft_ms = now_ms - self._arrived_ms
-            series.ttft.observe(ttft_ms / 1000)
+            trace_id = "" if self.trace is None else self.trace.trace_id
+            series.ttft.observe(ttft_ms / 1000, trace_id)
             (series.ttft_met if ttft_ms <= self._metrics.ttft_target_ms else series.ttft_missed).value += 1
             self.first_token_ms = self.first_token_ms or now_ms
             output.first_tokens = tokens
@@ -562,6 +584,8 @@ class _Exchange:
         ]
         if any(pools):
             headers.append((b"x-poolgrid-pool", _header_value(pools)))
+        if self.trace is not None:
+            headers.append((b"traceresponse", self.trace.root.place.traceparent.encode()))
         return headers
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
@@ -678,7 +702,25 @@ def line_of(exchange: _Exchange) -> EndedRequest:
         ttft_ms=None if first_ms is None else first_ms - arrived_ms,
         duration_ms=exchange._clock.monotonic_ms() - arrived_ms,
         workers=",".join(dict.fromkeys(stream.worker for stream in streams)),
+        trace_id=exchange.trace.trace_id if exchange.trace is not None else "",
     )
+
+
+def tell(trace: TraceRecord, exchange: _Exchange) -> str:
+    """Put what is known of a request that is over on its span; return its error in a word, for one that failed here."""
+    tell_request(
+        trace,
+        endpoint=exchange._endpoint.name,
+        name=str(exchange._wanted_id),
+        model=exchange.model,
+        status=exchange.status,
+        error=exchange.error or ("client_left" if exchange.status == CLIENT_LEFT else ""),
+        streaming=exchange.streaming,
+        tenant=exchange._caller.tenant if exchange._caller is not None else "",
+        outputs=[output for output in exchange._outputs if output.stream is not None],
+        first_token_ms=exchange.first_token_ms,
+    )
+    return exchange.error if exchange.status >= 500 else ""
 
 
 class _Pumps:
@@ -708,7 +750,10 @@ class _Pumps:
             try:
                 deltas = await stream.next(output.waits_for_end)
             except Exception as error:
-                log.exception("reading the tokens of %s failed: this is a bug", output.request.request_id)
+                request = output.request
+                log.exception(
+                    "reading the tokens of %s failed: this is a bug", request.request_id, extra=request.named()
+                )
                 deltas = [StreamDelta(b"", finish_reason="error", error=f"reading tokens failed: {error}")]
             self._arrived.append((output, deltas))
             self._news.set()

@@ -12,7 +12,9 @@ from typing import Any, Protocol
 
 import msgspec
 
+from poolgrid.runtime.log_lines import Field, about
 from poolgrid.runtime.tenant_caches import WHOLE, CacheShares
+from poolgrid.runtime.tracing.record import TraceRecord
 from poolgrid.wire.card import MediaSpec
 from poolgrid.wire.multimodal import MultimodalInput
 from poolgrid.wire.requests import Sampling, TokenLogprobs
@@ -47,6 +49,12 @@ class InferenceRequest(msgspec.Struct, frozen=True):
     hints: Mapping[str, Any] = {}
     """What the client asked of routing, as it came: ``nvext`` (the parts ``router`` and ``agent_hints``) and
     ``headers`` (those of ``HINT_HEADERS``, by name in lower case). Either may be absent."""
+    trace: TraceRecord | None = None
+    """What happens to the client's request, for one whose trace is kept; shared by all its sequences."""
+
+    def named(self, **more: Field) -> dict[str, Any]:
+        """Return the ``extra`` of a log line about this request, and what else the line is about."""
+        return about(request_id=self.request_id, trace_id="" if self.trace is None else self.trace.trace_id, **more)
 
 
 class StreamDelta(msgspec.Struct):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -42,6 +43,8 @@ from poolgrid.runtime.planes import CurveKeys, PlaneContext, PlaneMetrics
 from poolgrid.runtime.process_group import GroupMember, GroupMetrics, GroupPlace
 from poolgrid.runtime.tasks import Restart, cancel_all, supervised, unless
 from poolgrid.runtime.tls import client_context
+from poolgrid.runtime.tracing.opening import open_tracing
+from poolgrid.runtime.tracing.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -99,8 +102,6 @@ async def serve(
     async with AsyncExitStack() as opened:
         opened.callback(log.info, "global router has ended")
         clock = SystemClock()
-        logging.getLogger("httpx").setLevel(logging.WARNING)  # it reports each look for a pool
-        logging.getLogger("httpcore").setLevel(logging.WARNING)
         loaded = _read_document(settings)
         prompt_model = _load_prompt_model(frontend)
         registry = CollectorRegistry()
@@ -113,7 +114,8 @@ async def serve(
         configuration = Configuration(loaded, settings.config, awake)
         pools = _open_pools(opened, settings, context, client, awake)
         links = _open_links(opened, settings, context, awake, metrics)
-        service = _open_service(opened, settings, configuration, pools, links, metrics, awake)
+        tracing = open_tracing(opened, settings, clock, "poolgrid-global-router", f"pid-{os.getpid()}")
+        service = _open_service(opened, settings, configuration, pools, links, metrics, awake, tracing)
         register_views(registry, service.view)
 
         def on_reload(outcome: Reload) -> None:
@@ -136,6 +138,7 @@ async def serve(
             clock=clock,
             exposed=group_metrics,
             place=place,
+            tracing=tracing,
         )
         opened.push_async_callback(app.close)
         add_global_router_endpoints(app, service, awake, group)
@@ -260,8 +263,10 @@ def _open_service(
     links: WorkerLinks,
     metrics: GlobalRouterMetrics,
     awake: Clock,
+    tracing: Tracing | None,
 ) -> GlobalRouterService:
-    service = GlobalRouterService(settings, configuration, pools, links, metrics, awake)
+    not_kept = None if tracing is None else tracing.not_kept
+    service = GlobalRouterService(settings, configuration, pools, links, metrics, awake, not_kept)
     opened.callback(service.stop)
     links.attach(service)
     return service

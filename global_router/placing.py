@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from poolgrid.dispatch.in_flight import InFlight
+from poolgrid.dispatch.leg_spans import begin_leg
 from poolgrid.dispatch.media_path import media_hashes, media_kinds, prompt_path
 from poolgrid.dispatch.tenant_paths import TenantPaths
 from poolgrid.dispatch.worker_links import Links
@@ -33,10 +34,12 @@ from poolgrid.global_router.pool_status import model_status
 from poolgrid.global_router.pools import PoolConnection, PoolLost, Pools
 from poolgrid.global_router.settings import GlobalRouterSettings
 from poolgrid.runtime.clock import Clock
+from poolgrid.runtime.tracing.record import SpanKind, SpanRecord, TraceRecord
 from poolgrid.wire.hashing import HASH_SPEC, pack_hashes, stable_u64
 from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey
 from poolgrid.wire.limits import BLOCKS_PER_EVENT_MAX, WORKERS_EXCLUDED_MAX
 from poolgrid.wire.selection import Probe, Reservation, Select, Selected, SelectRefusal, SelectRefused
+from poolgrid.wire.trace_context import TraceContext
 
 WORKERS_TRIED_PER_POOL_MAX = 4
 """Workers of one pool that may turn out to be out of reach before the next pool is asked."""
@@ -69,7 +72,10 @@ class Placing:
         in_flight: InFlight,
         metrics: GlobalRouterMetrics,
         clock: Clock,
+        not_kept: TraceContext | None = None,
     ) -> None:
+        """``not_kept`` is what workers are told of requests whose traces are not kept, where any are."""
+        self._not_kept = not_kept
         self._settings = settings
         self._pools = pools
         self._links = links
@@ -296,12 +302,19 @@ class Placing:
         machine = flight.machine
         request = machine.request
         for _ in range(WORKERS_TRIED_PER_POOL_MAX):
-            select = self._question(flight, pool, work)
+            trace = request.trace
+            asking = None if trace is None else trace.begin("select", SpanKind.CLIENT)
+            context = None if trace is None or asking is None else trace.context(asking)
+            select = self._question(flight, pool, work, context)
             asked_ms = self._clock.monotonic_ms()
             asked = pool.note_asked(request.model, work)
             try:
                 answer = await pool.select(select, self._settings.select_timeout_ms / 1000)
+                if trace is not None and asking is not None:
+                    _tell_answer(trace, asking, pool.name, answer)
             except PoolLost as lost:
+                if trace is not None and asking is not None:
+                    asking.end(trace.now_ms(), "pool lost")
                 return Refusal(pool.name, PoolStanding.DOWN.value, str(lost), blames_pool=True)
             select_ms = self._clock.monotonic_ms() - asked_ms
             self._metrics.select_seconds.observe(select_ms / 1000)
@@ -323,7 +336,9 @@ class Placing:
                 return Refusal(pool.name, PoolStanding.SATURATED.value, "the client left")
             if link is not None:
                 worker = WorkerKey(WorkerId(answer.worker.worker_id), answer.worker.dp_rank)
-                generate = machine.begin(worker, link.endpoint, work, answer.overlap_blocks * answer.block_size)
+                context = self._not_kept if trace is None else begin_leg(trace, machine, worker, work, pool.name)
+                overlap_tokens = answer.overlap_blocks * answer.block_size
+                generate = machine.begin(worker, link.endpoint, work, overlap_tokens, trace=context)
                 if link.generate(generate):
                     now_ms = self._clock.monotonic_ms()
                     flight.legs[generate.request_id] = ReservedLeg(pool, reservation, ticket, answer.lease_ms, now_ms)
@@ -331,12 +346,14 @@ class Placing:
                     self._in_flight.sent(machine)
                     return Placed(answer, generate.request_id, str(worker), select_ms)
                 machine.not_sent()
+                if trace is not None:
+                    trace.close(generate.request_id, "not sent")
             pool.release(reservation)
             flight.excluded.setdefault(pool.name, []).append(answer.worker)
             flight.record.note(f"worker {answer.worker.worker_id} of {pool.name} could not be reached")
         return Refusal(pool.name, PoolStanding.DOWN.value, "no worker that it chose could be reached", blames_pool=True)
 
-    def _question(self, flight: Flight, pool: PoolConnection, work: Stage) -> Select:
+    def _question(self, flight: Flight, pool: PoolConnection, work: Stage, trace: TraceContext | None) -> Select:
         machine = flight.machine
         request = machine.request
         return Select(
@@ -350,7 +367,21 @@ class Placing:
             request.priority,
             media_hashes=pack_hashes(media_hashes(request)),
             media_kinds=() if work is Stage.DECODE else media_kinds(request),
+            trace=trace,
         )
+
+
+def _tell_answer(trace: TraceRecord, span: SpanRecord, pool: str, answer: Selected | SelectRefused) -> None:
+    """Put a pool's answer on the span of the question."""
+    span.attributes["poolgrid.pool"] = pool
+    if isinstance(answer, Selected):
+        span.attributes |= {
+            "poolgrid.worker": answer.worker.worker_id,
+            "poolgrid.decision.reason": answer.reason,
+            "poolgrid.overlap_blocks": answer.overlap_blocks,
+            "poolgrid.block_size": answer.block_size,
+        }
+    span.end(trace.now_ms(), answer.code.value if isinstance(answer, SelectRefused) else "")
 
 
 STATE_OF = {

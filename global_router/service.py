@@ -40,6 +40,7 @@ from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.tasks import detached
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import TokenBatch
+from poolgrid.wire.trace_context import TraceContext
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +64,9 @@ class GlobalRouterService:
         links: Links,
         metrics: GlobalRouterMetrics,
         clock: Clock,
+        not_kept: TraceContext | None = None,
     ) -> None:
+        """``not_kept`` is what workers are told of requests whose traces are not kept, where any are."""
         self.configuration = configuration
         self.pools = pools
         self.decisions = RequestDecisions(settings.decision_log_length)
@@ -76,7 +79,7 @@ class GlobalRouterService:
         self.in_flight = InFlight(
             self.books, self._place_next, links.get, lambda fault: metrics.stream_faults.labels(fault).inc()
         )
-        self.placing = Placing(settings, pools, links, self.books, self.in_flight, metrics, clock)
+        self.placing = Placing(settings, pools, links, self.books, self.in_flight, metrics, clock, not_kept)
         self.view = GlobalRouterView(self, clock)
         self._stopping = False
         pools.listen(self.waiting_room.changed)
@@ -122,6 +125,8 @@ class GlobalRouterService:
         flight = self._flight(request, hints)
         self.books.flights[request.request_id] = flight
         self.decisions.add(flight.record)
+        trace = request.trace
+        began_ms = 0.0 if trace is None else trace.now_ms()
         try:
             await self.placing.destination(flight, flight.admitted_by)
             place = self._place_in_line(flight, lambda: self._attempt_first(flight), NEW)
@@ -129,6 +134,8 @@ class GlobalRouterService:
                 await self.waiting_room.admit(place)
             finally:
                 flight.record.queued_ms = place.item.waited_ms
+                if trace is not None and place.item.waited_ms:
+                    trace.add("queue", began_ms, began_ms + place.item.waited_ms)
         except Refused as refusal:
             self._metrics.refused.labels(refusal.code).inc()
             self._end(flight, Happened.CLIENT_LEFT)  # an attempt may be under way
@@ -263,7 +270,8 @@ class GlobalRouterService:
         except Refused as refusal:
             self._end(flight, Happened.NOWHERE, f"{why}; {refusal}")
         except Exception as error:
-            log.exception("moving request %s failed: this is a bug", flight.record.request_id)
+            request = flight.machine.request
+            log.exception("moving request %s failed: this is a bug", request.request_id, extra=request.named())
             self._end(flight, Happened.NOWHERE, f"{why}; moving it failed: {type(error).__name__}")
         finally:
             if flight.moving is asyncio.current_task():

@@ -7,10 +7,11 @@ from pathlib import Path
 from pydantic import Field, field_validator
 
 from poolgrid.runtime.http_settings import ServerSettings
+from poolgrid.runtime.tracing.settings import TraceSettings
 from poolgrid.wire.addresses import http_url_problem
 
 
-class GlobalRouterSettings(ServerSettings):
+class GlobalRouterSettings(ServerSettings, TraceSettings):
     """Pools' health, dispatch, reload and HTTP of one global router."""
 
     config: Path = Field(

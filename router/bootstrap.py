@@ -58,6 +58,8 @@ from poolgrid.runtime.http_server import open_server
 from poolgrid.runtime.planes import CurveKeys, MakeContext, PlaneContext, PlaneMetrics
 from poolgrid.runtime.process_group import GroupMember, GroupMetrics, GroupPlace
 from poolgrid.runtime.tasks import unless
+from poolgrid.runtime.tracing.opening import open_tracing
+from poolgrid.runtime.tracing.tracing import Tracing
 from poolgrid.wire.card import WorkerCard
 
 log = logging.getLogger(__name__)
@@ -104,9 +106,10 @@ async def serve(
         feed, embedded = _make_feed(settings, consolidator, registry, clock, awake, make_context)
         context = _open_context(opened, make_context)
         recorder = _open_recorder(opened, settings, consolidator, state, awake, registry)
-        service = _open_service(opened, settings, state, feed, metrics, awake, context, recorder, prompt_model)
+        tracing = open_tracing(opened, settings, clock, "poolgrid-router", settings.router_id)
+        service = _open_service(opened, settings, state, feed, metrics, awake, context, recorder, prompt_model, tracing)
         register_views(registry, service.view)
-        plane = _open_select_plane(opened, settings, context, service, state, metrics, awake)
+        plane = _open_select_plane(opened, settings, context, service, state, metrics, awake, tracing)
         member = GroupMember(place) if place is not None else None
         group_metrics = GroupMetrics(registry, member) if member is not None else None
         completeness = Completeness()
@@ -122,6 +125,7 @@ async def serve(
             exposed=group_metrics,
             place=place,
             data_dir=consolidator.data_dir,
+            tracing=tracing,
         )
         opened.push_async_callback(app.close)
         _add_endpoints(app, service, clock, plane, recorder)
@@ -267,10 +271,12 @@ def _open_service(
     context: zmq.Context[Any],
     recorder: DecisionRecorder | None,
     model: PromptModel,
+    tracing: Tracing | None,
 ) -> RouterService:
     open_link = link_opener(context, settings, metrics, awake)
     objection = partial(vocabulary_objection, model)
-    service = RouterService(settings, state, feed, metrics, awake, open_link, links_that_fit(), objection)
+    not_kept = None if tracing is None else tracing.not_kept
+    service = RouterService(settings, state, feed, metrics, awake, open_link, links_that_fit(), objection, not_kept)
     opened.push_async_callback(service.stop)
     if recorder is not None:
         service.books.record = recorder
@@ -285,8 +291,9 @@ def _open_select_plane(
     state: RouterState,
     metrics: RouterMetrics,
     awake: Clock,
+    tracing: Tracing | None,
 ) -> SelectPlane:
-    plane = SelectPlane(context, settings.host, settings.select_port, service.view, state, metrics, awake)
+    plane = SelectPlane(context, settings.host, settings.select_port, service.view, state, metrics, awake, tracing)
     opened.callback(plane.close)
     return plane
 

@@ -216,7 +216,13 @@ class Chooser:
                     return None
                 routed.tried[found.worker] = "its connection is full"
             elif isinstance(found, PolicyFailed):
-                log.error("choosing a worker for request %s: %s", request.request_id, found, exc_info=found.error)
+                log.error(
+                    "choosing a worker for request %s: %s",
+                    request.request_id,
+                    found,
+                    exc_info=found.error,
+                    extra=request.named(),
+                )
                 return NotPlaced(Lack.POLICY_FAILED, found)
             elif leg.stage is Stage.ENCODE and not found.busy:
                 machine.plan.encodes_itself = True

@@ -26,10 +26,13 @@ from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.selector import Found, NoWorker, PolicyFailed
 from poolgrid.router.core.stage_plan import DECODE_ROLES, ENCODE_ROLES, PREFILL_ROLES, WHOLE_ROLES
+from poolgrid.router.decision_span import tell_decision
 from poolgrid.router.metrics import RouterMetrics
 from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.complaints import Complaints, shown_peer
 from poolgrid.runtime.planes import name_plane
+from poolgrid.runtime.tracing.record import SpanRecord
+from poolgrid.runtime.tracing.tracing import Tracing
 from poolgrid.runtime.zmq_socket import CallbackSocket, bind
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
@@ -117,6 +120,7 @@ class SelectPlane:
         state: RouterState,
         metrics: RouterMetrics,
         clock: Clock,
+        tracing: Tracing | None = None,
     ) -> None:
         """Bind ``host:port`` (0 = any free port); raises ``OSError`` that names the setting."""
         self._pool = pool
@@ -124,6 +128,7 @@ class SelectPlane:
         self._selector = state.selector
         self._metrics = metrics
         self._clock = clock
+        self._tracing = tracing
         self._complaints = Complaints(log, clock)
         socket = context.socket(zmq.ROUTER)
         name_plane(socket, "select")
@@ -147,7 +152,7 @@ class SelectPlane:
             return
         answer: FromPool
         if isinstance(message, Select):
-            answer = self.select(message)
+            answer = self._select_traced(message)
             outcome = answer.code.value if isinstance(answer, SelectRefused) else "selected"
             self._metrics.select_asks.labels("select", outcome).inc()
         elif isinstance(message, Probe):
@@ -182,8 +187,19 @@ class SelectPlane:
         self._state.apply(Released(_key(worker), request_id))
         self._pool.load_changed()
 
-    def select(self, message: Select) -> Selected | SelectRefused:
-        """Choose a worker and book it, or say why not."""
+    def _select_traced(self, message: Select) -> Selected | SelectRefused:
+        """Choose, with a span for an asker whose trace is kept."""
+        tracing = self._tracing
+        record = None if tracing is None else tracing.begin_work("select", message.trace)
+        if tracing is None or record is None:
+            return self.select(message)
+        record.root.attributes["poolgrid.dispatch_id"] = message.request_id
+        answer = self.select(message, record.root)
+        tracing.end(record, answer.code.value if isinstance(answer, SelectRefused) else "")
+        return answer
+
+    def select(self, message: Select, span: SpanRecord | None = None) -> Selected | SelectRefused:
+        """Choose a worker and book it, or say why not; ``span`` is told of the decision."""
         if not self._pool.ready:
             return SelectRefused(
                 message.ask, SelectRefusal.NOT_READY, "the pool's router is rebuilding its state", NOT_READY_RETRY_S
@@ -207,6 +223,8 @@ class SelectPlane:
         lease_ms = self._pool.projection.ledger.lease_ms(message.lease_ms)
         self._state.apply(Booked(decision, path, message.request_id, now_ms, lease_ms))
         self._pool.reserved(decision, path)
+        if span is not None:
+            tell_decision(span, decision)
         worker = self._pool.projection.fleet.workers[decision.worker]
         return Selected(
             message.ask,

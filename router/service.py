@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from time import perf_counter
 
 from poolgrid.dispatch.in_flight import InFlight
+from poolgrid.dispatch.leg_spans import begin_leg
 from poolgrid.dispatch.leg_times import LegWatch
 from poolgrid.dispatch.link_budget import LINKS_MAX
 from poolgrid.dispatch.request_machine import Happened, PlaceNext, RequestMachine
@@ -30,16 +31,19 @@ from poolgrid.router.catching_up import CatchingUp
 from poolgrid.router.choosing import Chooser, Chosen, Lack, NotPlaced, Routed, WaitCause
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.router_state import RouterState
+from poolgrid.router.decision_span import tell_decision
 from poolgrid.router.fleet_links import FleetLinks, Objection, OpenLink
 from poolgrid.router.metrics import RouterMetrics
 from poolgrid.router.ports import JournalFeed
 from poolgrid.router.settings import RouterSettings
 from poolgrid.router.view import RouterView
-from poolgrid.router.waiting import WaitingLine
+from poolgrid.router.waiting import WaitingLine, queue_span
 from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.tasks import Restart, cancel_all, supervised
+from poolgrid.runtime.tracing.record import TraceRecord
 from poolgrid.wire.events import JournalRecord, RequestFinished, RequestStarted
 from poolgrid.wire.identifiers import Stage
+from poolgrid.wire.trace_context import TraceContext
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +67,9 @@ class RouterService:
         open_link: OpenLink,
         links_max: int = LINKS_MAX,
         objection: Objection = lambda _: "",
+        not_kept: TraceContext | None = None,
     ) -> None:
+        """``not_kept`` is what workers are told of requests whose traces are not kept, where any are."""
         self.projection = state.projection
         self.ready = False
         self._not_ready = REBUILDING
@@ -71,6 +77,9 @@ class RouterService:
         self._feed = feed
         self._metrics = metrics
         self._clock = clock
+        self._not_kept = not_kept
+        self._choosing_ms = 0.0
+        """When the choice that is being made began, of a request whose trace is kept."""
         self.books = RequestBooks(settings, state, metrics, clock, self._on_ended)
         self.in_flight = InFlight(
             self.books,
@@ -210,6 +219,9 @@ class RouterService:
     def _dispatch(self, routed: Routed) -> NotPlaced | None:
         """Choose, book and send, in one go; or say why not."""
         started = perf_counter()
+        trace = routed.machine.request.trace
+        if trace is not None:
+            self._choosing_ms = trace.now_ms()
         missing = self.chooser.place(routed, lambda chosen: self._send(routed, chosen))
         if missing is None:
             self._metrics.decision_seconds.observe(perf_counter() - started)
@@ -223,14 +235,23 @@ class RouterService:
             if leg.stage in (Stage.WHOLE, Stage.PREFILL) and machine.crowded < self._settings.crowding_retries
             else None
         )
-        generate = machine.begin(decision.worker, link.endpoint, leg.stage, chosen.overlap_tokens, believed)
+        trace = machine.request.trace
+        context = self._not_kept if trace is None else self._begin_leg(trace, machine, chosen)
+        generate = machine.begin(decision.worker, link.endpoint, leg.stage, chosen.overlap_tokens, believed, context)
         if not link.generate(generate):
             machine.not_sent()
+            if trace is not None:
+                trace.close(generate.request_id, "not sent")
             return False
         machine.delivery.decision_reason = chosen.reason
         self.books.enter(routed, chosen, generate.request_id)
         self.in_flight.sent(machine)
         return True
+
+    def _begin_leg(self, trace: TraceRecord, machine: RequestMachine, chosen: Chosen) -> TraceContext:
+        trace.close(queue_span(machine.request.request_id))
+        tell_decision(trace.add("choose", self._choosing_ms), chosen.decision)
+        return begin_leg(trace, machine, chosen.decision.worker, chosen.leg.stage)
 
     # -- what follows from what happens --------------------------------------------------------------------------------
 

@@ -13,9 +13,10 @@ from poolgrid.router.core.decision import DECISION_LOG_BYTES
 from poolgrid.router.core.load_ledger import CROWDING_RETRIES, LEDGER_BYTES
 from poolgrid.runtime.http_settings import ServerSettings
 from poolgrid.runtime.settings import ZmqEndpoint
+from poolgrid.runtime.tracing.settings import TraceSettings
 
 
-class RouterSettings(ServerSettings):
+class RouterSettings(ServerSettings, TraceSettings):
     """Selection, admission, dispatch and HTTP of one router."""
 
     select_port: int = Field(

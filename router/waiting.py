@@ -27,6 +27,11 @@ from poolgrid.wire.identifiers import WorkerKey
 NO_ROOM = "no other worker had room in time"
 
 
+def queue_span(request_id: str) -> str:
+    """Return the name under which a trace has the span of a request's waiting, while it lasts."""
+    return f"queue {request_id}"
+
+
 class WaitingLine:
     """The line of one router."""
 
@@ -119,6 +124,8 @@ class WaitingLine:
 
     def _queued(self, routed: Routed, now_ms: float) -> QueuedRequest[Routed]:
         request = routed.machine.request
+        if request.trace is not None:
+            request.trace.open[queue_span(request.request_id)] = request.trace.begin("queue")
         prompt_tokens = len(request.token_ids) // 4
         uncached = prompt_tokens
         if self._order is QueueOrder.SHORTEST_UNCACHED_WORK_FIRST:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from time import time
 from typing import Any, Literal, Self
 
 from prometheus_client import CollectorRegistry
@@ -19,6 +20,7 @@ from prometheus_client.metrics_core import (
     Metric,
 )
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString
 
 DEFAULT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
@@ -175,23 +177,30 @@ class Histogram(_Instrument):
         self._bounds = tuple(float(bound) for bound in buckets)
         self._counts = [0] * (len(self._bounds) + 1)
         self._sum = 0.0
+        self._exemplars: dict[int, Exemplar] = {}
+        """By bucket, the last observation whose trace is kept."""
         super().__init__(name, documentation, labelnames, registry=registry)
 
-    def observe(self, value: float) -> None:
-        """Count one observation."""
-        self._counts[bisect_left(self._bounds, value)] += 1
+    def observe(self, value: float, trace_id: str = "") -> None:
+        """Count one observation; ``trace_id`` names the trace that shows one like it, where that is kept."""
+        bucket = bisect_left(self._bounds, value)
+        self._counts[bucket] += 1
         self._sum += value
+        if trace_id:
+            self._exemplars[bucket] = Exemplar({"trace_id": trace_id}, value, time())
 
     def collect(self) -> Iterator[Metric]:
         """Yield the family, its buckets cumulative."""
         family = HistogramMetricFamily(self._name, self._documentation, labels=self._labelnames)
         for values, child in self._shown():
-            buckets: list[tuple[str, float]] = []
+            buckets: list[tuple[str, float] | tuple[str, float, Exemplar]] = []
             seen = 0
             counts = list(child._counts)
-            for bound, count in zip((*self._bounds, float("inf")), counts, strict=True):
+            for bucket, (bound, count) in enumerate(zip((*self._bounds, float("inf")), counts, strict=True)):
                 seen += count
-                buckets.append((str(floatToGoString(bound)), seen))  # type: ignore[no-untyped-call]
+                name = str(floatToGoString(bound))  # type: ignore[no-untyped-call]
+                exemplar = child._exemplars.get(bucket)
+                buckets.append((name, seen) if exemplar is None else (name, seen, exemplar))
             family.add_metric(values, buckets, child._sum)
         yield family
 

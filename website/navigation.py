@@ -25,6 +25,7 @@ NAVIGATION: Mapping[str, Sequence[str]] = {
         "docs/configuration",
         "docs/metrics",
         "docs/observability",
+        "docs/traces_and_logs",
         "docs/runbooks/README",
         "docs/security",
         "docs/attacks",

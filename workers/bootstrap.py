@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -18,6 +19,7 @@ from poolgrid.runtime.http_server import HttpServer
 from poolgrid.runtime.planes import CurveKeys, PlaneContext, PlaneMetrics, end_security
 from poolgrid.runtime.tasks import cancel_all, supervised, unless
 from poolgrid.runtime.tls import Tls
+from poolgrid.runtime.tracing.opening import open_tracing
 from poolgrid.wire.card import WorkerCard
 from poolgrid.workers.adapters.http_api import HttpApi
 from poolgrid.workers.adapters.sockets import RequestSocket
@@ -25,6 +27,9 @@ from poolgrid.workers.core.push_stream import PushStream, PushTiming
 from poolgrid.workers.engines.definition import EngineHost
 from poolgrid.workers.engines.lifecycle.closing import close_in_order
 from poolgrid.workers.engines.registry import engine_definition
+from poolgrid.workers.gpus.metrics import GpuCollector
+from poolgrid.workers.gpus.nvml import NvmlReader, library_installed
+from poolgrid.workers.gpus.watch import GpuWatch
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.publisher import EventPublisher
 from poolgrid.workers.service import ServiceLimits, WorkerService
@@ -52,6 +57,7 @@ async def serve(
         registry = CollectorRegistry()
         metrics = WorkerMetrics(registry)
         LoopMetrics(registry)
+        _watch_gpus(opened, settings, registry, clock)
         context = _open_context(opened, settings, registry)
         for warning in settings.exposures(settings.host, http=True, planes="the request plane"):
             log.warning("%s", warning)
@@ -82,6 +88,7 @@ async def serve(
             metrics,
             engine.kv,
             engine.embeddings,
+            open_tracing(opened, settings, clock, "poolgrid-worker", settings.worker_id),
         )
         api.show(service)
         for dp_rank in range(engine.engine.dp_size):
@@ -95,6 +102,16 @@ def _start_clock(opened: AsyncExitStack, clock: Clock, shortest_timeout_ms: floa
     awake = AwakeClock(clock, shortest_timeout_ms).start()
     opened.callback(awake.stop)
     return awake
+
+
+def _watch_gpus(
+    opened: AsyncExitStack, settings: WorkerProcessSettings, registry: CollectorRegistry, clock: Clock
+) -> None:
+    if settings.gpu_interval_ms:
+        watch = GpuWatch(lambda: NvmlReader(library_installed(), os.environ), settings.gpu_interval_ms, clock)
+        registry.register(GpuCollector(watch.seen))
+        watch.start()
+        opened.push_async_callback(asyncio.to_thread, watch.stop)
 
 
 def _open_context(opened: AsyncExitStack, settings: WorkerProcessSettings, registry: CollectorRegistry) -> PlaneContext:

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.complaints import Complaints, shown_peer
 from poolgrid.runtime.tasks import owned
+from poolgrid.runtime.tracing.tracing import Tracing
 from poolgrid.wire import codec
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.errors import DecodeError
@@ -53,6 +54,7 @@ from poolgrid.workers.core.joined_output import JoinedOutput
 from poolgrid.workers.core.refusal import BrokenError, BusyError, CrowdedError, DrainingError, RefusedError, UnableError
 from poolgrid.workers.endings import Ending, Endings, cancelled_delta, refused_delta
 from poolgrid.workers.engines.protocol import Engine, EngineReport
+from poolgrid.workers.leg_traces import LegTraces
 from poolgrid.workers.membership import Membership
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.peers import Peers
@@ -100,6 +102,7 @@ class WorkerService:
         metrics: WorkerMetrics,
         kv: KvExchange | None = None,
         embeddings: EmbeddingExchange | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self._worker_id = worker_id
         self._membership = Membership(epoch)
@@ -116,6 +119,7 @@ class WorkerService:
         """Prefill legs that have had their last delta and whose KV is kept."""
         self._endings = Endings()
         self._joined = JoinedOutput()
+        self._traces = None if tracing is None else LegTraces(tracing, worker_id, card.role.name.lower())
         self._books = [BookedPrefill() for _ in range(engine.dp_size)]
         self._draining = False
         self._empty = asyncio.Event()
@@ -283,11 +287,18 @@ class WorkerService:
             self._transfers.release(message.transfer_id)
 
     def _generate(self, peer_id: bytes, request: Generate) -> None:
+        traces, is_traced = self._traces, False
         try:
             self._check(peer_id, request)
+            if traces is not None:
+                request, is_traced = traces.begin(request)
             if not self._transfers.begin(request):
                 self._engine.submit(request)
+            elif traces is not None:
+                traces.fetching(request.request_id)
         except RefusedError as refusal:
+            if traces is not None and is_traced:
+                traces.end(request.request_id, "invalid" if refusal.kind is None else refusal.kind.value)
             self._metrics.refusals.labels("final" if refusal.kind is None else refusal.kind.value).inc()
             booked = refusal.booked_tokens if isinstance(refusal, CrowdedError) else None
             self._peers.send_tokens(peer_id, [refused_delta(request.request_id, refusal.reason, refusal.kind, booked)])
@@ -382,6 +393,8 @@ class WorkerService:
         request_id = request.request_id
         assert delta.finish_reason is not None
         self._metrics.finished.labels(delta.finish_reason).inc()
+        if self._traces is not None:
+            self._traces.end(request_id, event_reason.value)
         owner = self._peers.owners[request_id]
         self._forget(request_id)
         self._membership.publishers[request.routing.dp_rank].publish([RequestFinished(request_id, event_reason)])
@@ -396,6 +409,8 @@ class WorkerService:
         owners = self._peers.owners
         if self._endings:
             self._endings.rewrite(report)
+        if self._traces is not None and self._traces.records:
+            self._traces.follow(report)
         # Before the deltas: what is kept anew in this report is not what was let go of.
         for request_id in report.released:
             if request_id in self._kept:
@@ -446,6 +461,8 @@ class WorkerService:
         for books in self._books:
             books.remove(request_id)
         self._joined.forget(request_id)
+        if self._traces is not None:
+            self._traces.end(request_id, "cancelled")  # unless its last delta has ended it
         self._endings.pop(request_id, None)
         self._kept.discard(request_id)
 

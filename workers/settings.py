@@ -11,14 +11,21 @@ from pydantic import Field, StringConstraints, model_validator
 
 from poolgrid.runtime.http_settings import HttpSettings
 from poolgrid.runtime.settings import ZmqEndpoint
+from poolgrid.runtime.tracing.settings import TraceSettings
 from poolgrid.wire.addresses import host_problem
 from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX
 from poolgrid.workers.core.outbox import OUTBOX_BYTES_DEFAULT, OUTBOX_BYTES_MIN
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=IDENTIFIER_BYTES_MAX)]
 
+GPU_INTERVAL_MS = 5000
+"""As often as Prometheus usually looks."""
 
-class WorkerProcessSettings(HttpSettings):
+GPU_INTERVAL_MIN_MS = 100
+"""The driver's own counters move about as often."""
+
+
+class WorkerProcessSettings(HttpSettings, TraceSettings):
     """What every worker process has, whatever its engine."""
 
     engine_name: ClassVar[str] = ""
@@ -52,6 +59,24 @@ class WorkerProcessSettings(HttpSettings):
         le=2**32,
         description="Unacknowledged events that are kept; beyond it all are dropped and the cache is restated.",
     )
+
+    gpu_interval_ms: int = Field(
+        GPU_INTERVAL_MS,
+        ge=0,
+        le=3_600_000,
+        description="Time between two readings of the engine's GPUs for poolgrid_worker_gpu_* (CUDA_VISIBLE_DEVICES, "
+        "else all); at least 100, 0 = none. A reading takes some milliseconds per GPU, in a thread of its own; without "
+        "nvidia-ml-py, driver or GPU there is none.",
+    )
+
+    @model_validator(mode="after")
+    def _check_gpu_interval(self) -> Self:
+        if 0 < self.gpu_interval_ms < GPU_INTERVAL_MIN_MS:
+            raise ValueError(
+                f"gpu_interval_ms is {self.gpu_interval_ms}, allowed are 0 (none) and {GPU_INTERVAL_MIN_MS} to "
+                "3,600,000"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_host(self) -> Self:

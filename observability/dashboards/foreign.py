@@ -30,20 +30,6 @@ FOREIGN: Mapping[str, frozenset[str]] = {
         ),
         frozenset({"model_name", "engine"}),
     ),
-    # Of workers on hosts with GPUs, one series for each GPU of their engine.
-    **dict.fromkeys(
-        (
-            "poolgrid_worker_gpu_lost",
-            "poolgrid_worker_gpu_utilization_ratio",
-            "poolgrid_worker_gpu_memory_used_bytes",
-            "poolgrid_worker_gpu_memory_total_bytes",
-            "poolgrid_worker_gpu_power_watts",
-        ),
-        frozenset({"gpu", "uuid"}),
-    ),
-    "poolgrid_worker_gpu_temperature_celsius": frozenset({"gpu", "uuid", "sensor"}),
-    "poolgrid_worker_gpu_throttled": frozenset({"gpu", "uuid", "reason"}),
-    "poolgrid_worker_gpu_ecc_errors_total": frozenset({"gpu", "uuid", "kind"}),
     **dict.fromkeys(("process_cpu_seconds_total", "process_resident_memory_bytes"), frozenset()),
     "up": frozenset(),
     "ALERTS": frozenset({"alertname", "alertstate", "severity"}),

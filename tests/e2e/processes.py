@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -28,15 +28,18 @@ WAIT_TIMEOUT_S = 60.0
 class Process:
     """One `poolgrid` command."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, log: Path | None = None, environment: Mapping[str, str] | None = None) -> None:
+        """``log`` takes standard error, which a pipe takes otherwise: a process that says much waits at a full one."""
         self.arguments = arguments
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "poolgrid", *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
-            start_new_session=True,
-        )
+        with contextlib.ExitStack() as opened:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "poolgrid", *arguments],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE if log is None else opened.enter_context(log.open("wb")),
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
+                start_new_session=True,
+            )
+        self._log = log
         self.ready_words: list[str] = []
 
     @property
@@ -50,8 +53,9 @@ class Process:
         line = self._process.stdout.readline().decode().split() if readable else []
         if not line or line[0] != "ready":
             self.kill()
-            assert self._process.stderr is not None
-            raise AssertionError(f"{self.arguments} did not become ready: {self._process.stderr.read().decode()}")
+            stderr = self._process.stderr
+            said = self._log.read_bytes() if self._log is not None else b"" if stderr is None else stderr.read()
+            raise AssertionError(f"{self.arguments} did not become ready: {said.decode()}")
         self.ready_words = line[1:]
         return self
 
@@ -105,7 +109,7 @@ class Process:
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
         _, errors = self._process.communicate(timeout=WAIT_TIMEOUT_S)
-        return self._process.returncode, errors.decode()
+        return self._process.returncode, (errors if self._log is None else self._log.read_bytes()).decode()
 
     def __enter__(self) -> Process:
         return self

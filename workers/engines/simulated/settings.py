@@ -38,6 +38,13 @@ class SimulatedWorkerSettings(WorkerProcessSettings):
 
     engine_name: ClassVar[str] = "simulated"
 
+    gpu_interval_ms: int = Field(
+        0,
+        ge=0,
+        le=3_600_000,
+        description="Time between two readings of the machine's GPUs, which this engine does not use; at least 100, "
+        "0 = none.",
+    )
     model: Name = Field("simulated", description="Served model name, as clients write it.")
     role: Literal["aggregated", "prefill", "decode", "encode"] = Field(
         "aggregated",
