@@ -43,6 +43,7 @@ ROUTER_BOUNDS = {
     "decision-log-length": 1000,
     "tokenization-cache-bytes": 2 * MIB,
     "path-cache-bytes": 2 * MIB,
+    "reuse-sketch-bytes": 2 * MIB,
 }
 JOURNAL_BOUNDS = {"retention-bytes": 4 * MIB, "segment-bytes": MIB, "snapshot-every-records": 1000}
 STOP_ORDER = {"router": 0, "consolidator": 2}
