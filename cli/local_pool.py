@@ -121,15 +121,13 @@ class UpSettings(Settings):
         None,
         ge=0,
         le=256,
-        description="Simulated workers that do the whole of a request; by default 4, and none beside decode workers.",
+        description="Workers that do the whole of a request; by default 4, and none beside decode workers.",
     )
     prefill: int = Field(
-        0, ge=0, le=256, description="Simulated workers that compute prompts for decode workers, of which it takes one."
+        0, ge=0, le=256, description="Workers that compute prompts for decode workers, of which it takes one."
     )
-    decode: int = Field(0, ge=0, le=256, description="Simulated workers that go on where prefill workers end.")
-    encode: int = Field(
-        0, ge=0, le=256, description="Simulated workers that encode images; with one, all workers take images."
-    )
+    decode: int = Field(0, ge=0, le=256, description="Workers that go on where prefill workers end.")
+    encode: int = Field(0, ge=0, le=256, description="Workers that encode images; with one, all workers take images.")
     host: str = Field("127.0.0.1", description="Address that everything listens on.")
     port: int = Field(8000, ge=0, le=65535, description="Port of the OpenAI API; 0 takes any free one.")
     speedup: float = Field(

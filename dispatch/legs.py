@@ -161,6 +161,7 @@ class LegPlan:
             multimodal=None if request.multimodal is None else self._media_for(stage),
             stage=stage,
             trace=trace,
+            retention=request.retention,
         )
 
     def _params_for(self, stage: Stage) -> bytes | None:

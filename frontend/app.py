@@ -225,7 +225,6 @@ def create_app(
         version=__version__,
     )
     metrics = FrontendMetrics(registry, settings.ttft_target_ms, settings.itl_target_ms)
-    metrics.tokenizers.show(backend, models)
     metrics.tokenizations_pending.set_function(lambda: tokenization.pending)
     media = MediaLoader(settings, MediaMetrics(registry), clock)
     guides = GuideCheck(
@@ -234,6 +233,7 @@ def create_app(
         lambda outcome: metrics.guides.labels(outcome).inc(),
     )
     preparation = Preparation(backend, models, settings)
+    metrics.tokenizers.show(backend, preparation.forms)
     domains = CacheDomains(settings.isolate_tenants, settings.tenant_header)
     inflation = BodyInflation(
         InflationLimits(

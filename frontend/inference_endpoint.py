@@ -232,7 +232,9 @@ class _Exchange:
                 if self._caller is not None:
                     self._caller.check_feature("media")  # before anything is fetched for it
                 self._lease = self._endpoint._media.lease()
-                job.items = await self._endpoint._media.load(job.media, self._lease, job.domain)
+                job.items = await self._endpoint._media.load(
+                    job.media, self._lease, job.domain, job.served.media.item_bytes_max
+                )
             prompts = await self._tokenize(job, len(body))
             del body
             count = len(prompts) * job.choices_per_prompt

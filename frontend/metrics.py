@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from poolgrid.frontend.model_forms import ModelForms
 from poolgrid.frontend.ports import InferenceBackend
-from poolgrid.frontend.prompt_model import PromptModels
 from poolgrid.frontend.settings import ITL_TARGET_MS, TTFT_TARGET_MS
 from poolgrid.runtime.instruments import OTHER, Counter, Gauge, GaugeFamily, Histogram
 
@@ -291,11 +291,11 @@ class TokenizationCollector(Collector):
     """Reads, when somebody scrapes, what the tokenizers of the served models computed and what they did not have to."""
 
     def __init__(self) -> None:
-        self._shown: tuple[InferenceBackend, PromptModels] | None = None
+        self._shown: tuple[InferenceBackend, ModelForms] | None = None
 
-    def show(self, backend: InferenceBackend, models: PromptModels) -> None:
+    def show(self, backend: InferenceBackend, forms: ModelForms) -> None:
         """Read from these from now on."""
-        self._shown = backend, models
+        self._shown = backend, forms
 
     def collect(self) -> Iterator[Metric]:
         """Yield the counts per model."""
@@ -318,12 +318,13 @@ class TokenizationCollector(Collector):
             labels=["model"],
             across="largest",
         )
-        backend, models = self._shown if self._shown is not None else (None, {})
+        backend, forms = self._shown if self._shown is not None else (None, None)
         for served in list(backend.models()) if backend is not None else ():
-            model = models.get(served.name)
-            if model is not None and model.encoder is not None:
-                tokens.add_metric([served.name, "computed"], model.encoder.encoded_tokens)
-                tokens.add_metric([served.name, "cache"], model.encoder.reused_tokens)
-                used.add_metric([served.name], model.encoder.cache_used_bytes)
-                fast.add_metric([served.name], float(model.encoder.is_fast))
+            form = None if forms is None else forms.of(served)
+            encoder = None if form is None else form.model.encoder
+            if encoder is not None:
+                tokens.add_metric([served.name, "computed"], encoder.encoded_tokens)
+                tokens.add_metric([served.name, "cache"], encoder.reused_tokens)
+                used.add_metric([served.name], encoder.cache_used_bytes)
+                fast.add_metric([served.name], float(encoder.is_fast))
         yield from (tokens, used, fast)

@@ -15,9 +15,9 @@ import msgspec
 from poolgrid.runtime.log_lines import Field, about
 from poolgrid.runtime.tenant_caches import WHOLE, CacheShares
 from poolgrid.runtime.tracing.record import TraceRecord
-from poolgrid.wire.card import MediaSpec
+from poolgrid.wire.card import NO_CHAT_SPEC, ChatSpec, MediaSpec
 from poolgrid.wire.multimodal import MultimodalInput
-from poolgrid.wire.requests import Sampling, TokenLogprobs
+from poolgrid.wire.requests import KvRetention, Sampling, TokenLogprobs
 
 HINT_HEADERS = ("x-ttft-target-ms", "x-itl-target-ms")
 """Request headers that are handed to the router; a router that has no use for them ignores them."""
@@ -46,6 +46,8 @@ class InferenceRequest(msgspec.Struct, frozen=True):
     tenant_weight: float = 1.0
     cache_shares: CacheShares | None = WHOLE
     """Among whom the process's caches are divided; ``None`` = the request leaves nothing in them."""
+    retention: KvRetention | None = None
+    """How long its KV blocks stay cached; every range has an end."""
     hints: Mapping[str, Any] = {}
     """What the client asked of routing, as it came: ``nvext`` (the parts ``router`` and ``agent_hints``) and
     ``headers`` (those of ``HINT_HEADERS``, by name in lower case). Either may be absent."""
@@ -142,6 +144,8 @@ class ServedModel:
     loras: tuple[str, ...] = field(default=())
     media: MediaSpec = MediaSpec()
     """Media that it takes beside text."""
+    chat: ChatSpec = NO_CHAT_SPEC
+    """How its chats are written and read, as far as its workers were told."""
 
 
 class InferenceBackend(Protocol):

@@ -22,6 +22,7 @@ from poolgrid.frontend.media.references import MediaReference
 from poolgrid.frontend.messages_api.conversation import chat_body as chat_of_messages
 from poolgrid.frontend.messages_api.encoder import MessagesForm
 from poolgrid.frontend.messages_api.schema import REFUSED_MESSAGES, CountedBody, MessagesBody
+from poolgrid.frontend.model_forms import ModelForm, ModelForms, template_source
 from poolgrid.frontend.parsed_answers import ParsedChatEncoder
 from poolgrid.frontend.parsers.formats import PROMPT_END_CHARS, OutputFormat, ToolUse
 from poolgrid.frontend.parsers.pieces import OutputParser
@@ -33,6 +34,7 @@ from poolgrid.frontend.responses import AnswerEncoder
 from poolgrid.frontend.responses_api.conversation import Items
 from poolgrid.frontend.responses_api.conversation import chat_body as chat_of_responses
 from poolgrid.frontend.responses_api.schema import REFUSED_RESPONSES, ResponsesBody
+from poolgrid.frontend.retention import check_retention, for_prompt
 from poolgrid.frontend.schema import (
     JSON_NUMBER_MAX,
     ChatBody,
@@ -53,7 +55,7 @@ from poolgrid.wire.hashing import TOKEN_BYTES, pack_tokens, stable_u64
 from poolgrid.wire.limits import LOGITS_ARGUMENT_BYTES_MAX
 from poolgrid.wire.multimodal import MediaItem, MultimodalInput
 from poolgrid.wire.request_ids import name_of
-from poolgrid.wire.requests import LogitsProcessorCall, Sampling
+from poolgrid.wire.requests import KvRetention, LogitsProcessorCall, Sampling
 
 COMPLETION_MAX_TOKENS_DEFAULT = 16
 """OpenAI's default of ``max_tokens`` for completions; a chat answer may fill the context instead."""
@@ -127,6 +129,8 @@ class Job(msgspec.Struct):
     """Whose it is, for caches; the caller sets it. Without one nothing is looked up or kept."""
     own_salt: str = ""
     """Takes the place of the salt that the client wrote."""
+    retention: KvRetention | None = None
+    """How long its blocks stay cached, where the client says so."""
     sighted: list[_Sighted] = []
     """Prompts as ``look_up`` left them for ``tokenize``, in order."""
 
@@ -279,6 +283,7 @@ class Job(msgspec.Struct):
         requests: list[InferenceRequest] = []
         for position, prompt in enumerate(prompts):
             sampling = self._sampling(prompt)
+            retention = None if self.retention is None else for_prompt(self.retention, prompt.isl)
             for index in range(position * per_prompt, (position + 1) * per_prompt):
                 requests.append(  # noqa: PERF401 - the seed is woven in step by step
                     InferenceRequest(
@@ -296,6 +301,7 @@ class Job(msgspec.Struct):
                         expected_output_tokens=expected,
                         multimodal=prompt.multimodal,
                         read_whole=read_whole,
+                        retention=retention,
                         hints=routing_hints,
                     )
                 )
@@ -452,11 +458,8 @@ class Preparation:
 
     def __init__(self, backend: InferenceBackend, models: PromptModels, settings: FrontendSettings) -> None:
         self._backend = backend
-        self._models = models
         self._settings = settings
-        self._formats: dict[int, tuple[PromptModel, OutputFormat]] = {}
-        """By identity; the model is kept, so that no other gets its identity."""
-        self._shown: dict[tuple[int, frozenset[str]], PromptModel] = {}
+        self.forms = ModelForms(models, settings)
 
     def chat(self, raw: bytes) -> Job:
         """Check the body of a chat request; raises ``RequestError``."""
@@ -496,8 +499,8 @@ class Preparation:
         if guide:
             own, param = guide, "tools"  # the model must call: what an answer were to be does not matter
         elif own and use is not None:
-            model = self.found(body.model)[1]
-            own = beside_calls(own, param, use, self._format(model), _template_source(model))
+            form = self._found(body.model)[2]
+            own = beside_calls(own, param, use, form.format, template_source(form.model))
         return self._job(body, chat=True, logprobs=wanted, prompts=1, use=use, guide=own, guide_param=param)
 
     def completion(self, raw: bytes) -> Job:
@@ -535,24 +538,24 @@ class Preparation:
 
     def found(self, name: str) -> tuple[ServedModel, PromptModel]:
         """Return what is served by a name and its prompt model; raises ``RequestError``."""
-        served, _, model = self._found(name)
-        return served, model
+        served, _, form = self._found(name)
+        return served, form.model
 
-    def _found(self, name: str) -> tuple[ServedModel, str, PromptModel]:
+    def _found(self, name: str) -> tuple[ServedModel, str, ModelForm]:
         found = self.served(name)
         if found is None:
-            if self._models.get(name) is not None:
+            if self.forms.loads(name):
                 raise RequestError(
                     503, "no_worker", f"model {quoted(name)} has no worker now; try again later", param="model"
                 )
             raise model_not_found(name, [served.name for served in self._backend.models()])
         served, lora_name = found
-        model = self._models.get(served.name)
-        if model is None:
+        form = self.forms.of(served)
+        if form is None:
             raise RequestError(
                 503, "no_prompt_model", f"model {quoted(served.name)} is served, but no tokenizer is loaded for it"
             )
-        return served, lora_name, model
+        return served, lora_name, form
 
     def _job(
         self,
@@ -565,7 +568,8 @@ class Preparation:
         guide_param: str,
         use: ToolUse | None = None,
     ) -> Job:
-        served, lora_name, model = self._found(body.model)
+        served, lora_name, form = self._found(body.model)
+        model = form.model
         limit = self._settings.max_choices
         sequences = (body.n or 1) * prompts
         if sequences > limit:
@@ -577,11 +581,9 @@ class Preparation:
         if body.logit_bias:
             check_vocabulary(list(body.logit_bias), model.vocab_size, "logit_bias")
         output_model, output_format = model, None
-        if chat:
-            found_format = self._format(model)
-            if found_format.active(use):
-                output_format = found_format
-                output_model = self._showing(model, found_format.markers(use))
+        if chat and form.format.active(use):
+            output_format = form.format
+            output_model = form.showing(output_format.markers(use))
         return Job(
             chat=chat,
             body=body,
@@ -596,25 +598,9 @@ class Preparation:
             output_model=output_model,
             output_format=output_format,
             tool_use=use,
+            retention=_retention(body.nvext) if body.nvext is not None else None,
             **(_of_messages(body, served) if isinstance(body, ChatBody) else {}),
         )
-
-    def _format(self, model: PromptModel) -> OutputFormat:
-        """Return the output format of a model, looked for in its template and vocabulary once."""
-        known = self._formats.get(id(model))
-        if known is None:
-            source = _template_source(model)
-            names = (self._settings.reasoning_parser, self._settings.tool_call_parser)
-            known = (model, OutputFormat.choose(*names, source, model.added_tokens()))
-            self._formats[id(model)] = known
-        return known[1]
-
-    def _showing(self, model: PromptModel, markers: frozenset[str]) -> PromptModel:
-        """Return the model with markers shown, made once for each set of them."""
-        shown = self._shown.get((id(model), markers))
-        if shown is None:
-            shown = self._shown[(id(model), markers)] = model.showing(markers)
-        return shown
 
     def _stops(self, stop: str | list[str]) -> tuple[str, ...]:
         alone = isinstance(stop, str)
@@ -628,11 +614,6 @@ class Preparation:
                     param, f"{param} has {len(text)} characters: allowed are 1 to {self._settings.max_stop_chars}"
                 )
         return tuple(dict.fromkeys(stop))
-
-
-def _template_source(model: PromptModel) -> str:
-    """Return the source of a model's chat templates."""
-    return "\n".join(template.source for template in (model.template, model.tool_template) if template is not None)
 
 
 def _of_messages(body: ChatBody, served: ServedModel) -> dict[str, Any]:
@@ -780,6 +761,11 @@ def _hints(nvext: Nvext | None, headers: Mapping[str, str] | None) -> Mapping[st
     if headers:
         hints["headers"] = headers
     return hints or NO_HINTS
+
+
+def _retention(nvext: Nvext) -> KvRetention | None:
+    asked = nvext.kv_cache_retention_config
+    return None if asked is None else check_retention(asked)
 
 
 def _logits_processors(body: InferenceBody) -> tuple[LogitsProcessorCall, ...]:

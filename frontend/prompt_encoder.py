@@ -21,6 +21,7 @@ pre-tokenizer and model. So the ids of a text are those of its pieces, in order.
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import random
@@ -133,8 +134,8 @@ class PromptEncoder:
             self._encoder, self.slow_because = _choose(text, self._reference, probe_texts)
         else:
             self.slow_because = "it is switched off"
-        self.delimiters = _delimiters(document, tokenizer, template_text)
-        """Added tokens in front of which prompts are cut."""
+        self._cuttable = _delimiters(document, tokenizer)
+        self._cut_probes = probe_texts[::8]
         self._wrapping = _wrapping(document.get("post_processor"))
         self._caches = TenantCaches(cache_bytes, SegmentCache)
         self.reused_tokens = 0
@@ -143,7 +144,25 @@ class PromptEncoder:
         """Prompt tokens that were computed."""
         self.fast_failures = 0
         """Prompts on which ``fastokens`` failed, and which the reference encoded."""
-        if cache_bytes <= 0 or (self.delimiters and not self._cuts_agree(probe_texts[::8])):
+        self._cache_bytes = cache_bytes
+        self.delimiters: tuple[str, ...] = ()
+        """Added tokens in front of which prompts are cut."""
+        self._cut_at(template_text)
+
+    def for_template(self, template_text: str) -> PromptEncoder:
+        """Return an encoder for another template, with caches and counts of its own and this one's tokenizer."""
+        other = copy.copy(self)
+        other._caches = TenantCaches(self._cache_bytes, SegmentCache)
+        other.reused_tokens = other.encoded_tokens = other.fast_failures = 0
+        other._cut_at(template_text)
+        return other
+
+    def _cut_at(self, template_text: str) -> None:
+        """Cut prompts at the delimiters that a template uses, as far as the tokenizer agrees."""
+        used = [content for content in self._cuttable if content in template_text]
+        rest = [content for content in self._cuttable if content not in template_text]
+        self.delimiters = tuple((used or rest)[:DELIMITERS_MAX])
+        if self._cache_bytes <= 0 or (self.delimiters and not self._cuts_agree(self._cut_probes)):
             self.delimiters = ()
 
     @property
@@ -251,8 +270,8 @@ def _forget_words(tokenizer: Tokenizer) -> None:
         raise RuntimeError("this version of tokenizers cannot switch its cache of words off; use 0.21 or newer")
 
 
-def _delimiters(document: Mapping[str, Any], tokenizer: Tokenizer, template_text: str) -> tuple[str, ...]:
-    """Return added tokens at which every text that holds them is cut, those of the template first.
+def _delimiters(document: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[str, ...]:
+    """Return added tokens at which every text that holds them is cut.
 
     Proven for tokens that are matched in raw text with nothing swallowed around them, that no other added token can
     overlap, and beside which no other token's word check can tell the token from the end of the text.
@@ -280,9 +299,7 @@ def _delimiters(document: Mapping[str, Any], tokenizer: Tokenizer, template_text
         if single_words and (_WORD.match(content[0]) or _WORD.match(content[-1])):
             continue
         safe.append(content)
-    used = [content for content in safe if content in template_text]
-    rest = [content for content in safe if content not in template_text]
-    return tuple((used or rest)[:DELIMITERS_MAX])
+    return tuple(safe)
 
 
 def _wrapping(post_processor: Mapping[str, Any] | None) -> tuple[bytes, bytes] | None:

@@ -58,6 +58,8 @@ class PromptModel:
     """Special tokens that output shows by their text: none, but for models made by ``showing``."""
     encoder: PromptEncoder | None = field(default=None, repr=False)
     """The quick way from text to token ids; without one, the tokenizer does all of it."""
+    special_tokens: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Variables of templates: ``bos_token`` and the like."""
 
     @classmethod
     def load(
@@ -111,7 +113,14 @@ class PromptModel:
             encoder=_encoder(
                 tokenizer, (template, tool_template), tokenization_cache_bytes, fast_tokenizer, word_cache
             ),
+            special_tokens=special_tokens,
         )
+
+    def with_template(self, source: str) -> PromptModel:
+        """Return this model with another template in place of its own ones; raises ``TemplateFailure``."""
+        template = ChatTemplate(source, self.special_tokens)
+        encoder = None if self.encoder is None else self.encoder.for_template(source)
+        return replace(self, template=template, tool_template=None, encoder=encoder)
 
     def encode(self, text: str, add_special_tokens: bool = False, domain: CacheDomain | None = None) -> bytes:
         """Tokenize a prompt into u32 little-endian token ids; without a ``domain`` nothing is looked up or kept."""

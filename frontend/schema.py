@@ -17,7 +17,14 @@ from msgspec import Meta, Struct
 
 from poolgrid.frontend.errors import RequestError, invalid, quoted, unsupported
 from poolgrid.frontend.field_words import allowed, body_type, make_whole, words_at
-from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX, LOGITS_PROCESSORS_MAX, STOP_TOKENS_MAX, U32_MAX
+from poolgrid.wire.limits import (
+    IDENTIFIER_BYTES_MAX,
+    LOGITS_PROCESSORS_MAX,
+    RETAINED_RANGES_MAX,
+    STOP_TOKENS_MAX,
+    U32_MAX,
+)
+from poolgrid.wire.requests import RETENTION_DEFAULT
 
 LOGPROBS_PER_TOKEN_MAX = 20
 """OpenAI's limit of ``top_logprobs``."""
@@ -32,6 +39,8 @@ TokenId = Annotated[int, Meta(ge=0, le=U32_MAX, extra={"plural": "token ids"})]
 Count = Annotated[int, Meta(ge=1, le=U32_MAX)]
 TopK = Annotated[int, Meta(ge=-1, le=U32_MAX), allowed("an integer from 1, or 0 or -1 for no limit")]
 ToolChoice = Annotated[Any, allowed("none, auto, required or an object that names a function")]
+Position = Annotated[int, Meta(ge=0, le=U32_MAX)]
+RetentionPriority = Annotated[int, Meta(ge=0, le=100)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
@@ -51,6 +60,30 @@ class AgentHints(Struct, frozen=True):
     """Output tokens that the client expects."""
 
 
+class TokenRangeRetention(Struct, frozen=True):
+    """A range of prompt tokens and how long its blocks stay cached, in TensorRT-LLM's words."""
+
+    token_start: Position
+    token_end: Position | None = None
+    """Exclusive; none = to the end of the prompt."""
+    priority: RetentionPriority = RETENTION_DEFAULT
+    duration_ms: Count | None = None
+
+
+class KvCacheRetention(Struct, frozen=True):
+    """How long a request's blocks stay cached, in TensorRT-LLM's words."""
+
+    token_range_retention_configs: Annotated[
+        list[TokenRangeRetention],
+        Meta(max_length=RETAINED_RANGES_MAX),
+        allowed(f"a list of up to {RETAINED_RANGES_MAX} ranges"),
+    ] = []
+    decode_retention_priority: RetentionPriority = RETENTION_DEFAULT
+    decode_duration_ms: Count | None = None
+    transfer_mode: Annotated[Any, allowed("null: operators say where KV is offloaded to")] = None
+    directory: Annotated[Any, allowed("null: operators say where KV is offloaded to")] = None
+
+
 class Nvext(Struct, frozen=True):
     """Extensions by the name that the field's clients already send."""
 
@@ -60,6 +93,9 @@ class Nvext(Struct, frozen=True):
     cache_salt: Annotated[str, Meta(max_length=IDENTIFIER_BYTES_MAX)] | None = None
     guided_decoding: Annotated[Any, allowed("an object with json, regex, grammar, choice or structural_tag")] = None
     """A guide, by kind (``json``, ``regex``, ``grammar``, ``choice``)."""
+    kv_cache_retention_config: Annotated[
+        KvCacheRetention | None, allowed('an object such as {"decode_retention_priority": 20}')
+    ] = None
     use_raw_prompt: Any = None
     token_data: Any = None
     backend_instance_id: Any = None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from poolgrid.frontend.media.settings import MediaSettings
 from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.frontend.prompt_encoder import CACHE_BYTES_DEFAULT
+from poolgrid.wire.output_parsers import ReasoningParser, ToolCallParser, parser_name
 
 TTFT_TARGET_MS = 2000.0
 """What people wait for a first word before they doubt that anything happens."""
@@ -33,7 +34,8 @@ class FrontendSettings(MediaSettings):
     )
     chat_template: Path | None = Field(
         default=None,
-        description="Jinja file to use in place of the model's own chat template; empty = the model's.",
+        description="Jinja file to use in place of the model's own chat template; empty = the one that workers were "
+        "given, else the model's.",
     )
     template_time_limit_ms: float = Field(
         default=2000.0,
@@ -261,27 +263,21 @@ class FrontendSettings(MediaSettings):
         default=(),
         description="Origins of web pages that may call the API from a browser, or *; none = no CORS headers.",
     )
-    reasoning_parser: Literal["auto", "none", "deepseek_r1", "qwen3", "granite", "mistral", "harmony"] = Field(
+    reasoning_parser: ReasoningParser = Field(
         default="auto",
-        description="Which format's reasoning is told apart from content; auto = from the model's template and tokens.",
+        description="Which format's reasoning is told apart from content; auto = what the workers were told, else from "
+        "the model's template and tokens.",
     )
-    tool_call_parser: Literal[
-        "auto",
-        "none",
-        "hermes",
-        "llama3_json",
-        "mistral",
-        "pythonic",
-        "deepseek_v3",
-        "kimi_k2",
-        "qwen3_coder",
-        "glm45",
-        "granite",
-        "harmony",
-    ] = Field(
+    tool_call_parser: ToolCallParser = Field(
         default="auto",
-        description="In which format the model writes tool calls; auto = from the model's template and tokens.",
+        description="In which format the model writes tool calls; auto = what the workers were told, else from the "
+        "model's template and tokens.",
     )
+
+    @field_validator("reasoning_parser", "tool_call_parser", mode="before")
+    @classmethod
+    def _parser_name(cls, given: object) -> object:
+        return parser_name(given)
 
     @property
     def word_cache(self) -> bool:

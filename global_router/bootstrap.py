@@ -160,6 +160,7 @@ async def serve(
         await unless(stop, pools.first_look(), "first look at the pools")
         if stop.is_set():
             return
+        app.state.preparation.forms.make_ready(service.view.models())
         missing = [pool.name for pool in pools.all() if pool.status is None]
         if member is not None:
             member.set_ready(True)

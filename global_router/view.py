@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -13,7 +14,10 @@ from poolgrid.global_router.pools import Pools
 from poolgrid.global_router.waiting_room import WaitingRoom
 from poolgrid.runtime.clock import Clock
 from poolgrid.wire.answers import EndpointRow
-from poolgrid.wire.card import MediaSpec
+from poolgrid.wire.card import NO_CHAT_SPEC, ChatSpec, MediaSpec
+from poolgrid.wire.selection import ModelStatus
+
+log = logging.getLogger(__name__)
 
 NOT_THERE = (PoolStanding.DOWN, PoolStanding.CONNECTING)
 
@@ -34,9 +38,11 @@ class GlobalRouterView:
         self._service = service
         self._clock = clock
         self._created_s = clock.wall_ms() // 1000
+        self._contradicting: dict[tuple[str, str], list[tuple[str, str, str]]] = {}
 
     def models(self) -> list[ServedModel]:
         """Return the models that some pool serves now."""
+        chats: dict[str, ChatSpec] = {}
         lengths: dict[str, int] = {}
         loras: dict[str, dict[str, None]] = {}
         media: dict[str, MediaSpec] = {}
@@ -46,10 +52,36 @@ class GlobalRouterView:
                 loras.setdefault(served.model, {}).update(dict.fromkeys(served.loras))
                 if served.media.kinds:
                     media.setdefault(served.model, served.media)
+                if served.chat != NO_CHAT_SPEC:
+                    chats[served.model] = self._joined(chats.get(served.model, NO_CHAT_SPEC), served, pool.name)
         return [
-            ServedModel(name, self._created_s, length, tuple(sorted(loras[name])), media.get(name, MediaSpec()))
+            ServedModel(
+                name,
+                self._created_s,
+                length,
+                tuple(sorted(loras[name])),
+                media.get(name, MediaSpec()),
+                chats.get(name, NO_CHAT_SPEC),
+            )
             for name, length in sorted(lengths.items())
         ]
+
+    def _joined(self, chat: ChatSpec, served: ModelStatus, pool: str) -> ChatSpec:
+        """Return what pools say of a model's chats: the first that says it counts, and others are reported once."""
+        told = chat.contradictions(served.chat)
+        if told and self._contradicting.get((pool, served.model)) != told:
+            # Kept for each pool and model that there is, so it stays as small as they are.
+            self._contradicting[pool, served.model] = told
+            for field, value, other in told:
+                log.warning(
+                    "pool %s says of model %r: %s %s; an earlier pool of the document says %s, which is used",
+                    pool,
+                    served.model,
+                    field,
+                    other,
+                    value,
+                )
+        return chat.filled(served.chat)
 
     def endpoints(self) -> list[EndpointRow]:
         """Return who serves which model in which role, by pool: an endpoint here is a pool."""

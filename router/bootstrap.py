@@ -144,6 +144,7 @@ async def serve(
         await unless(stop, service.start(), "start of the router")
         if stop.is_set():
             return
+        app.state.preparation.forms.make_ready(service.view.models())
         if member is not None:
             member.set_ready(True)
         offset = state.projection.next_offset

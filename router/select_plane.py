@@ -20,7 +20,7 @@ import zmq
 
 from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import Decision
-from poolgrid.router.core.fleet import media_of
+from poolgrid.router.core.fleet import chat_of, media_of
 from poolgrid.router.core.inputs import Booked, Released, Renewed, WorkerWanted
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.router_state import RouterState
@@ -279,7 +279,14 @@ class SelectPlane:
             longest = max(worker.card.limits.max_sequence_length for worker in workers)
             models.append(
                 ModelStatus(
-                    name, card.block_size, card.hash_spec, longest, tuple(roles), tuple(loras), media_of(workers)
+                    name,
+                    card.block_size,
+                    card.hash_spec,
+                    longest,
+                    tuple(roles),
+                    tuple(loras),
+                    media_of(workers),
+                    chat_of(workers),
                 )
             )
         return PoolStatus(

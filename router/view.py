@@ -12,7 +12,7 @@ from poolgrid.frontend.ports import ServedModel
 from poolgrid.router.books import RequestBooks
 from poolgrid.router.choosing import Chooser
 from poolgrid.router.core.decision import Decision, DecisionLog
-from poolgrid.router.core.fleet import media_of
+from poolgrid.router.core.fleet import chat_of, media_of
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.fleet_links import FleetLinks
 from poolgrid.router.waiting import WaitingLine
@@ -109,6 +109,7 @@ class RouterView:
                     max(worker.card.limits.max_sequence_length for worker in workers),
                     tuple(sorted({lora for worker in workers for lora in worker.card.loras})),
                     media_of(workers),
+                    chat_of(workers),
                 )
                 for name, workers in fleet.models().items()
             ]

@@ -7,9 +7,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from poolgrid.wire.hashing import HASH_SPEC
+from poolgrid.wire.hashing import HASH_SPEC, stable_u64
 from poolgrid.wire.identifiers import U32, Identifier, Role
-from poolgrid.wire.limits import LORAS_PER_WORKER_MAX, MEDIA_KINDS_MAX, STOP_TOKENS_MAX
+from poolgrid.wire.limits import CHAT_TEMPLATE_CHARS_MAX, LORAS_PER_WORKER_MAX, MEDIA_KINDS_MAX, STOP_TOKENS_MAX
 
 
 class WorkerLimits(msgspec.Struct, array_like=True, frozen=True):
@@ -36,6 +36,40 @@ class MediaSpec(msgspec.Struct, array_like=True, frozen=True):
     """Tokens that every image takes; 0 = it depends on the image, or is not known."""
     filler_token_id: U32 | None = None
     """The token that stands for an image ``tokens_per_image`` times; ``None`` = the placeholder's own."""
+    item_bytes_max: U32 = 0
+    """Largest medium, in bytes; 0 = what the routers allow. Theirs holds too."""
+
+
+class ChatSpec(msgspec.Struct, array_like=True, frozen=True):
+    """How chats with a model are written and read, where its workers were told; empty = the routers find out."""
+
+    reasoning_parser: Identifier = ""
+    """``poolgrid.wire.output_parsers.ReasoningParser`` but for ``auto``."""
+    tool_call_parser: Identifier = ""
+    """``poolgrid.wire.output_parsers.ToolCallParser`` but for ``auto``."""
+    chat_template: Annotated[str, Meta(max_length=CHAT_TEMPLATE_CHARS_MAX)] = ""
+    """Source in Jinja, in place of the model's own. Of several ranks of a worker the first has it."""
+
+    def filled(self, other: ChatSpec) -> ChatSpec:
+        """Return this with what ``other`` says where this says nothing."""
+        if other == NO_CHAT_SPEC or self == other:
+            return self
+        return ChatSpec(
+            self.reasoning_parser or other.reasoning_parser,
+            self.tool_call_parser or other.tool_call_parser,
+            self.chat_template or other.chat_template,
+        )
+
+    def contradictions(self, other: ChatSpec) -> list[tuple[str, str, str]]:
+        """Return each field that both name differently, with this value and the other, as people are shown them."""
+        return [
+            (name, shown_value(own), shown_value(others))
+            for name in self.__struct_fields__
+            if (own := getattr(self, name)) and (others := getattr(other, name)) and own != others
+        ]
+
+
+NO_CHAT_SPEC = ChatSpec()
 
 
 class WorkerCard(msgspec.Struct, array_like=True, frozen=True):
@@ -66,3 +100,15 @@ class WorkerCard(msgspec.Struct, array_like=True, frozen=True):
     """``namespace.component.endpoint``: what the worker is called in a deployment; empty = it has no such name."""
     simulated_speedup: float = 0.0
     """How many times faster than real ones its simulated engine is; 0 = it is a real one, or does not say."""
+    chat: ChatSpec = NO_CHAT_SPEC
+    """How chats with its model are written and read, where it was told."""
+
+
+SHOWN_CHARS = 60
+
+
+def shown_value(value: str) -> str:
+    """Return a value of a card for people: a long one by its length, its beginning and its digest."""
+    if len(value) <= SHOWN_CHARS:
+        return repr(value)
+    return f"{value[:SHOWN_CHARS]!r}… ({len(value)} characters, xxh3 {stable_u64(value):016x})"

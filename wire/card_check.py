@@ -8,7 +8,8 @@ and the worker's own start.
 from __future__ import annotations
 
 from poolgrid.wire.addresses import http_url_problem, zmq_endpoint_problem
-from poolgrid.wire.card import WorkerCard
+from poolgrid.wire.card import WorkerCard, shown_value
+from poolgrid.wire.output_parsers import AUTO, REASONING_PARSERS, TOOL_CALL_PARSERS
 
 SHOWN_CHARS_MAX = 200
 """Characters of a refused value that are repeated in the reason."""
@@ -31,6 +32,14 @@ def card_problem(card: WorkerCard) -> str | None:
         problem = name_problem(f"the card's {field}", name, needed)
         if problem is not None:
             return problem
+    chat = card.chat
+    for field, name, known in (
+        ("reasoning_parser", chat.reasoning_parser, REASONING_PARSERS),
+        ("tool_call_parser", chat.tool_call_parser, TOOL_CALL_PARSERS),
+    ):
+        if name and (name == AUTO or name not in known):
+            allowed = ", ".join(each for each in known if each != AUTO)
+            return f"the card's chat.{field} is {shown_value(name)}, allowed are {allowed}, and empty"
     if card.block_size < 1:
         return f"the card's block_size is {card.block_size}, allowed are integers from 1"
     problem = zmq_endpoint_problem(card.request_endpoint)

@@ -89,6 +89,8 @@ def _check_events(value: EventBatch | JournalRecord) -> str | None:
 
 def _check_to_worker(value: ToWorker) -> str | None:
     if isinstance(value, Generate):
+        if value.retention is not None and value.retention.fault:
+            return f"Generate.retention: {value.retention.fault}"
         return _check_tokens(value.token_ids, "Generate.token_ids")
     return None
 

@@ -48,6 +48,9 @@ TRACEPARENT_CHARS_MAX = 55
 TRACE_STATE_CHARS_MAX = 512
 """What tracing systems give on beside it: as much as W3C has everybody give on."""
 
+RETAINED_RANGES_MAX = 64
+"""Ranges of one prompt whose blocks are to stay longer or shorter than others: a system prompt, tools, documents."""
+
 OPAQUE_BYTES_MAX = 16 * 1024 * 1024
 """Disaggregation parameters, opaque to everyone but the two engines."""
 
@@ -63,6 +66,12 @@ PROMPT_CHARS_MAX = 16 * 1024 * 1024
 
 MEDIA_KINDS_MAX = 16
 """Kinds of media that a card lists."""
+
+CHAT_TEMPLATE_CHARS_MAX = 65_536
+"""A chat template in a card; published ones have up to some 20,000 characters."""
+
+POOL_TEMPLATES_CHARS_MAX = 8 * 1024 * 1024
+"""Chat templates in the cards of a pool together: they travel in one message, the first part of a snapshot."""
 
 TENSOR_BYTES_MAX = 1024 * 1024 * 1024
 """One tensor between workers: the embeddings of a very large image are some tens of megabytes."""
@@ -137,3 +146,4 @@ assert PROMPT_TOKENS_MAX * 4 < FRAME_BYTES_MAX
 assert OPAQUE_BYTES_MAX < FRAME_BYTES_MAX
 assert MULTIMODAL_BYTES_MAX < FRAME_BYTES_MAX
 assert TENSOR_CHUNK_BYTES_MAX < FRAME_BYTES_MAX
+assert POOL_TEMPLATES_CHARS_MAX * 4 < FRAME_BYTES_MAX

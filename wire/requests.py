@@ -20,6 +20,7 @@ from poolgrid.wire.limits import (
     LOGITS_ARGUMENT_BYTES_MAX,
     LOGITS_PROCESSORS_MAX,
     LOGPROBS_MAX,
+    RETAINED_RANGES_MAX,
     STOP_TOKENS_MAX,
     TOKEN_DELTAS_PER_BATCH_MAX,
     TOKENS_TOGETHER_MAX,
@@ -100,6 +101,67 @@ class Routing(msgspec.Struct, array_like=True, frozen=True, gc=False):
     before its end. The first token, and the end, are never kept back."""
 
 
+Retention = Annotated[int, Meta(ge=0, le=100)]
+"""How long a block stays in a cache, against others: of two that nobody holds the lower one goes first."""
+
+RETENTION_DEFAULT = 35
+"""What blocks have that nobody spoke of; TensorRT-LLM's own."""
+
+
+class RetainedTokens(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A range of a prompt's tokens and how long the blocks that begin in it stay."""
+
+    start: U32
+    end: U32 | None = None
+    """Exclusive; ``None`` = to the end of the prompt."""
+    priority: Retention = RETENTION_DEFAULT
+    duration_ms: U32 | None = None
+    """From when nobody holds the block any more; ``None`` = for as long as it is there."""
+
+
+class KvRetention(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """How long the blocks of one request stay in its worker's cache."""
+
+    ranges: Annotated[tuple[RetainedTokens, ...], Meta(max_length=RETAINED_RANGES_MAX)] = ()
+    """In order, and disjoint; prompt blocks in none of them stay as long as usual."""
+    decode_priority: Retention = RETENTION_DEFAULT
+    """Of blocks that begin in the output."""
+    decode_duration_ms: U32 | None = None
+
+    def of_blocks(self, block_size: int, blocks: int, prompt_tokens: int) -> list[tuple[int, int | None]]:
+        """Return priority and duration of the first ``blocks`` blocks of a request, by where each begins."""
+        found: list[tuple[int, int | None]] = []
+        for start in range(0, blocks * block_size, block_size):
+            if start >= prompt_tokens:
+                found.append((self.decode_priority, self.decode_duration_ms))
+                continue
+            for each in self.ranges:
+                if each.start <= start and (each.end is None or start < each.end):
+                    found.append((each.priority, each.duration_ms))
+                    break
+            else:
+                found.append((RETENTION_DEFAULT, None))
+        return found
+
+    def capped(self, highest: int) -> KvRetention:
+        """Return this with no priority above ``highest``."""
+        ranges = tuple(msgspec.structs.replace(each, priority=min(each.priority, highest)) for each in self.ranges)
+        return KvRetention(ranges, min(self.decode_priority, highest), self.decode_duration_ms)
+
+    @property
+    def fault(self) -> str:
+        """Say which range is wrong, as ``ranges[1]: …``; empty = none is."""
+        reached: int | None = 0
+        for index, each in enumerate(self.ranges):
+            if each.end is not None and each.end <= each.start:
+                return f"ranges[{index}] ends at {each.end}, allowed is more than where it starts ({each.start})"
+            if reached is None or each.start < reached:
+                until = "the end of the prompt" if reached is None else reached
+                return f"ranges[{index}] starts at {each.start}, and the one before it reaches to {until}"
+            reached = each.end
+        return ""
+
+
 class Generate(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
     """Run one request. A second ``Generate`` with a request id that is still active is refused."""
 
@@ -115,6 +177,8 @@ class Generate(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False)
     stage: Stage = Stage.WHOLE
     trace: TraceContext | None = None
     """The router's span of this leg, for a request that is traced; ``None`` where nobody traces."""
+    retention: KvRetention | None = None
+    """How long its blocks stay cached; ``None`` = as long as others."""
 
 
 class Cancel(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):

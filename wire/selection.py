@@ -20,7 +20,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from poolgrid.wire.card import MediaSpec
+from poolgrid.wire.card import NO_CHAT_SPEC, ChatSpec, MediaSpec
 from poolgrid.wire.identifiers import U32, U64, Identifier, PackedHashes, Role, Stage, Text
 from poolgrid.wire.limits import (
     LORAS_PER_WORKER_MAX,
@@ -188,6 +188,8 @@ class ModelStatus(msgspec.Struct, array_like=True, frozen=True):
     loras: Annotated[tuple[Identifier, ...], Meta(max_length=LORAS_PER_WORKER_MAX)] = ()
     media: MediaSpec = MediaSpec()
     """Media that it takes, as its workers' cards say."""
+    chat: ChatSpec = NO_CHAT_SPEC
+    """How its chats are written and read, as its workers' cards say."""
 
 
 class PoolStatus(msgspec.Struct, array_like=True, frozen=True, tag=True):

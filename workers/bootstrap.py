@@ -23,6 +23,7 @@ from poolgrid.runtime.tracing.opening import open_tracing
 from poolgrid.wire.card import WorkerCard
 from poolgrid.workers.adapters.http_api import HttpApi
 from poolgrid.workers.adapters.sockets import RequestSocket
+from poolgrid.workers.chat_words import card_of_rank, chat_spec, told_card
 from poolgrid.workers.core.push_stream import PushStream, PushTiming
 from poolgrid.workers.engines.definition import EngineHost
 from poolgrid.workers.engines.lifecycle.closing import close_in_order
@@ -46,10 +47,12 @@ async def serve(
     """Run a worker until ``stop`` is set and its requests are done.
 
     ``ready`` is called once, with the URL of the worker's HTTP, when the consolidator has welcomed the worker.
-    Raises ``OSError`` when a port cannot be bound, and what opening the engine raises. Whatever ends it, what was
-    opened is closed again, in reverse order; on cancellation (a second signal) without waiting.
+    Raises ``OSError`` when a port cannot be bound, ``ValueError`` when the chat template cannot be read, and what
+    opening the engine raises. Whatever ends it, what was opened is closed again, in reverse order; on cancellation (a
+    second signal) without waiting.
     """
     definition = engine_definition(settings.engine_name)
+    chat = chat_spec(settings)
     async with AsyncExitStack() as opened:
         opened.callback(log.info, "worker %s has ended", settings.worker_id)
         clock = SystemClock()
@@ -75,7 +78,7 @@ async def serve(
         if engine is None:
             log.info("worker %s was stopped before its engine was ready", settings.worker_id)
             return
-        card = engine.card
+        card = told_card(engine.card, settings, chat)
         metrics.info.labels(settings.worker_id, card.model, card.role.name.lower(), settings.engine_name).set(1)
         service = WorkerService(
             settings.worker_id,
@@ -92,7 +95,7 @@ async def serve(
         )
         api.show(service)
         for dp_rank in range(engine.engine.dp_size):
-            _open_publisher(publishers, settings, around, service, card, dp_rank)
+            _open_publisher(publishers, settings, around, service, card_of_rank(card, dp_rank), dp_rank)
         _announce_when_registered(opened, publishers, card.http_endpoint, ready)
         log.info("worker %s at %s, health at %s", settings.worker_id, card.request_endpoint, card.http_endpoint)
         await service.run(publishers, stop)

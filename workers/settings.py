@@ -5,15 +5,17 @@ Each engine adds its own, in its directory.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, ClassVar, Self
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from poolgrid.runtime.http_settings import HttpSettings
 from poolgrid.runtime.settings import ZmqEndpoint
 from poolgrid.runtime.tracing.settings import TraceSettings
 from poolgrid.wire.addresses import host_problem
 from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX
+from poolgrid.wire.output_parsers import ReasoningParser, ToolCallParser, parser_name
 from poolgrid.workers.core.outbox import OUTBOX_BYTES_DEFAULT, OUTBOX_BYTES_MIN
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=IDENTIFIER_BYTES_MAX)]
@@ -59,6 +61,34 @@ class WorkerProcessSettings(HttpSettings, TraceSettings):
         le=2**32,
         description="Unacknowledged events that are kept; beyond it all are dropped and the cache is restated.",
     )
+
+    reasoning_parser: ReasoningParser = Field(
+        "auto",
+        description="Which format's reasoning routers tell apart in this model's answers, unless they were told "
+        "themselves; auto = the routers find out. All workers of a model must agree.",
+    )
+    tool_call_parser: ToolCallParser = Field(
+        "auto",
+        description="In which format routers read this model's tool calls, unless they were told themselves; auto = "
+        "the routers find out. All workers of a model must agree.",
+    )
+    chat_template: Path | None = Field(
+        None,
+        description="Jinja file that routers use for this model in place of its own chat template, unless they were "
+        "given one themselves. All workers of a model must agree.",
+    )
+    max_file_size_mb: int | None = Field(
+        None,
+        ge=1,
+        le=52,
+        description="Largest medium of this model's requests, in 2^20 bytes; empty = what the routers allow, which "
+        "holds too. All workers of a model must agree.",
+    )
+
+    @field_validator("reasoning_parser", "tool_call_parser", mode="before")
+    @classmethod
+    def _parser_name(cls, given: object) -> object:
+        return parser_name(given)
 
     gpu_interval_ms: int = Field(
         GPU_INTERVAL_MS,

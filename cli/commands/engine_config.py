@@ -24,16 +24,19 @@ def _finish(text: str, status: int, out: Path | None = None) -> None:
 @app.command()
 def check(
     paths: Annotated[list[Path], typer.Argument(help="Engine configurations (YAML), or folders of them.")],
+    model_path: Annotated[
+        str, typer.Option(help="Model that the files are for; by default the one that each names, if any.")
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Check files against the TensorRT-LLM contract, and pairs against each other; status 1 when there are faults."""
     from poolgrid.workers.engines.trtllm.arguments.engine_config import check_command, check_report
 
     if as_json:
-        answer, status = check_report(paths)
+        answer, status = check_report(paths, model_path)
         print_json(answer)
         raise typer.Exit(status)
-    _finish(*check_command(paths))
+    _finish(*check_command(paths, model_path))
 
 
 @app.command()

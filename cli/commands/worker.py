@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -16,31 +17,34 @@ from poolgrid.workers.settings import WorkerProcessSettings
 
 app = CommandLine()
 
-OF_ROUTERS = {
-    "--reasoning-parser": "--reasoning-parser",
-    "--tool-call-parser": "--tool-call-parser",
-    "--custom-jinja-template": "--chat-template",
-    "--allowed-local-media-path": "--allowed-local-media-path",
-    "--max-file-size-mb": "--max-file-size-mb",
-}
+OF_ROUTERS = {"--allowed-local-media-path": "--allowed-local-media-path"}
 """Options that workers of other systems have, each with the option of our routers that does it."""
+
+OTHER_NAMES = {"--custom-jinja-template": "--chat-template"}
+"""Options by the names that workers of other systems have for them."""
+
+
+SHIPPED_MODEL = "tiny"
+"""What a router serves that is not told otherwise."""
 
 
 class WorkerCommand(HelpedCommand):
-    """The command, which says where options are that others look for here."""
+    """The command, which knows what its options are called elsewhere."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Refuse options of routers by the name that they have there; read the others."""
+        words = []
         for word in args:
-            name = word.partition("=")[0]
+            name, equals, value = word.partition("=")
             if name in OF_ROUTERS:
                 typer.echo(
-                    f"{name}: a worker takes and gives token ids; templates, media and parsers are the routers': "
-                    f"give {OF_ROUTERS[name]} to poolgrid router",
+                    f"{name}: it is the routers that read media, and which files of their machines are read is not "
+                    f"for workers to say: give {OF_ROUTERS[name]} to poolgrid router",
                     err=True,
                 )
                 raise typer.Exit(2)
-        return super().parse_args(ctx, args)
+            words.append(OTHER_NAMES.get(name, name) + equals + value)
+        return super().parse_args(ctx, words)
 
 
 @app.command(cls=WorkerCommand)
@@ -60,13 +64,40 @@ def worker(
     """Run one worker, with the simulated engine or with TensorRT-LLM (--engine trtllm)."""
     from poolgrid.workers.bootstrap import serve
 
+    settings = with_shipped_tokenizer(settings)
     if print_engine_args:
         raise typer.Exit(show_engine_arguments(settings))
+    if settings.chat_template is not None:
+        check_template(settings.chat_template)
 
     async def main(stop: asyncio.Event) -> None:
         await serve(settings, stop, say_ready)
 
     run_service(settings.worker_id, LogChoice(log_level, log_format), main, worker=settings.worker_id)
+
+
+def with_shipped_tokenizer(settings: WorkerProcessSettings) -> WorkerProcessSettings:
+    """Return settings with the tokenizer of the model that ships, where its name is given and nothing else is said."""
+    from poolgrid.workers.engines.simulated.settings import SimulatedWorkerSettings
+
+    if not isinstance(settings, SimulatedWorkerSettings) or settings.model != SHIPPED_MODEL:
+        return settings
+    if {"tokenizer_path", "vocabulary_size"} & settings.model_fields_set:
+        return settings
+    from poolgrid.frontend.models import TINY_MODEL_PATH
+
+    return settings.model_copy(update={"tokenizer_path": TINY_MODEL_PATH})
+
+
+def check_template(path: Path) -> None:
+    """End with status 2 when a chat template cannot be used: the worker hands it on, and only routers render it."""
+    from poolgrid.frontend.chat_template import ChatTemplate, TemplateFailure
+
+    try:
+        ChatTemplate(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, TemplateFailure) as error:
+        typer.echo(f"--chat-template: {path} cannot be used: {error}; nothing was started", err=True)
+        raise typer.Exit(2) from None
 
 
 def show_engine_arguments(settings: WorkerProcessSettings) -> int:

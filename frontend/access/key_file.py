@@ -22,6 +22,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from poolgrid.wire.requests import RETENTION_DEFAULT
+
 KEY_PREFIX = "pg-"
 """How keys begin, so that scanners of source code find a leaked one."""
 
@@ -73,6 +75,8 @@ class Tenant(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, fro
     concurrent_requests: PositiveInt | None = None
     priority_max: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] = 0
     """Requests that ask for more are given this."""
+    retention_priority_max: Annotated[int, Meta(ge=0, le=100)] = RETENTION_DEFAULT
+    """The same for their blocks in workers' caches; 35 is what all blocks have."""
     models: tuple[str, ...] | None = None
     """Names of models and LoRA adapters, as clients write them."""
     features: tuple[str, ...] | None = None

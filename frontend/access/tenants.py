@@ -228,6 +228,7 @@ class Caller:
                 tenant=self.tenant,
                 tenant_weight=rules.weight,
                 priority=min(request.priority, rules.priority_max),
+                retention=None if request.retention is None else request.retention.capped(rules.retention_priority_max),
             )
             for request in requests
         ]

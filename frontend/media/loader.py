@@ -65,11 +65,16 @@ class MediaLoader:
         return self._budget.lease(self._settings.max_media_request_mb * MEGABYTE)
 
     async def load(
-        self, references: Sequence[MediaReference], lease: MediaLease, domain: CacheDomain | None
+        self,
+        references: Sequence[MediaReference],
+        lease: MediaLease,
+        domain: CacheDomain | None,
+        item_bytes_max: int = 0,
     ) -> tuple[MediaItem, ...]:
         """Return the media in the order of their references; raises ``RequestError``.
 
         What is fetched is shared within ``domain``; without one it is fetched for this request alone, and not kept.
+        ``item_bytes_max`` is what the model's workers allow for one; 0 = as much as this server does.
         """
         limit = self._settings.max_media_items
         if len(references) > limit:
@@ -77,7 +82,8 @@ class MediaLoader:
                 references[limit].param,
                 MediaRefused("media_too_many", f"the request has {len(references)} media, allowed are at most {limit}"),
             )
-        loaded = await self._side_by_side(references, lease, domain)
+        bytes_max = min(self._file_bytes_max, item_bytes_max or self._file_bytes_max)
+        loaded = await self._side_by_side(references, lease, domain, bytes_max)
         if isinstance(loaded, RequestError):
             try:
                 raise loaded
@@ -86,9 +92,9 @@ class MediaLoader:
         return loaded
 
     async def _side_by_side(
-        self, references: Sequence[MediaReference], lease: MediaLease, domain: CacheDomain | None
+        self, references: Sequence[MediaReference], lease: MediaLease, domain: CacheDomain | None, bytes_max: int
     ) -> tuple[MediaItem, ...] | RequestError:
-        tasks = [owned(self._item(reference, lease, domain), reference.param) for reference in references]
+        tasks = [owned(self._item(reference, lease, domain, bytes_max), reference.param) for reference in references]
         try:
             for done in asyncio.as_completed(tasks):
                 loaded = await done
@@ -110,10 +116,10 @@ class MediaLoader:
             self._threads = None
 
     async def _item(
-        self, reference: MediaReference, lease: MediaLease, domain: CacheDomain | None
+        self, reference: MediaReference, lease: MediaLease, domain: CacheDomain | None, bytes_max: int
     ) -> MediaItem | RequestError:
         try:
-            medium = await self._medium(reference, domain)
+            medium = await self._medium(reference, domain, bytes_max)
             if isinstance(medium, MediaRefused):
                 return self._error(reference.param, medium)
             lease.add(len(medium.data))
@@ -123,14 +129,16 @@ class MediaLoader:
         self._metrics.loaded_bytes.labels(reference.source).inc(len(medium.data))
         return MediaItem(reference.kind, medium.data, medium.media_type, medium.media_hash)
 
-    async def _medium(self, reference: MediaReference, domain: CacheDomain | None) -> Medium | MediaRefused:
+    async def _medium(
+        self, reference: MediaReference, domain: CacheDomain | None, bytes_max: int
+    ) -> Medium | MediaRefused:
         if reference.source == "file":
             if self._files is None:
                 raise MediaRefused(
                     "media_path_not_allowed",
                     f"{reference.shown} is a local file: none are read here (allowed-local-media-path is not set)",
                 )
-            return await self._in_thread(partial(self._read_file, self._files, reference))
+            return await self._in_thread(partial(self._read_file, self._files, reference, bytes_max))
         if reference.source not in self._settings.media_allowed_schemes:
             raise MediaRefused(
                 "media_scheme_not_allowed",
@@ -138,12 +146,13 @@ class MediaLoader:
                 f"{', '.join(self._settings.media_allowed_schemes)}",
             )
         if reference.source == "data":
-            return await self._in_thread(partial(self._read_data, reference))
+            return await self._in_thread(partial(self._read_data, reference, bytes_max))
         cache = None if domain is None else self._caches.of(domain.tenant, domain.shares)
         if cache is None or domain is None:
-            return await self._fetch(reference)
-        key = (domain.salt, reference.kind.value, reference.url)
-        return await cache.get(key, lambda: self._fetch(reference))
+            return await self._fetch(reference, bytes_max)
+        # Models that allow different sizes share nothing: what one refuses may be there for another.
+        key = (domain.salt, f"{reference.kind.value} {bytes_max}", reference.url)
+        return await cache.get(key, lambda: self._fetch(reference, bytes_max))
 
     def _new_cache(self, bytes_max: int) -> MediaCache:
         def note(outcome: str) -> None:
@@ -151,15 +160,15 @@ class MediaLoader:
 
         return MediaCache(bytes_max, self._settings.media_cache_ttl_ms, self._clock, note)
 
-    async def _fetch(self, reference: MediaReference) -> Medium | MediaRefused:
+    async def _fetch(self, reference: MediaReference, bytes_max: int) -> Medium | MediaRefused:
         """Fetch and check one URL, on the budget while it is under way."""
-        transit = self._budget.lease(self._file_bytes_max)
+        transit = self._budget.lease(bytes_max)
         try:
             await self._take_turn()
             try:
                 fetcher = await self._opened()
                 began_ms = self._clock.monotonic_ms()
-                data = await fetcher.fetch(reference.url, self._file_bytes_max, transit.add)
+                data = await fetcher.fetch(reference.url, bytes_max, transit.add)
                 self._metrics.fetch_seconds.observe((self._clock.monotonic_ms() - began_ms) / 1000)
             finally:
                 self._turn.release()
@@ -211,11 +220,11 @@ class MediaLoader:
             self._threads = ThreadPoolExecutor(THREADS, "media")
         return await asyncio.get_running_loop().run_in_executor(self._threads, done)
 
-    def _read_file(self, files: LocalFiles, reference: MediaReference) -> Medium:
-        return self._check(reference, files.read(reference.url, self._file_bytes_max))
+    def _read_file(self, files: LocalFiles, reference: MediaReference, bytes_max: int) -> Medium:
+        return self._check(reference, files.read(reference.url, bytes_max))
 
-    def _read_data(self, reference: MediaReference) -> Medium:
-        return self._check(reference, decode_data_url(reference.url, self._file_bytes_max))
+    def _read_data(self, reference: MediaReference, bytes_max: int) -> Medium:
+        return self._check(reference, decode_data_url(reference.url, bytes_max))
 
     def _check(self, reference: MediaReference, data: bytes) -> Medium:
         if reference.kind is MediaKind.EMBEDDINGS:

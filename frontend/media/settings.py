@@ -47,7 +47,7 @@ class MediaSettings(Settings):
         ge=1,
         le=52,
         description="Largest medium, in 2^20 bytes, enforced while it streams in. 50 takes any photograph; above 52 it "
-        "would not fit into a message to a worker.",
+        "would not fit into a message to a worker. Where a model's workers were told less, that holds.",
     )
     max_media_request_mb: int = Field(
         default=52, ge=1, le=52, description="All media of one request together, in 2^20 bytes; the message's bound."

@@ -39,6 +39,6 @@ def add_count_endpoint(
                 caller.check_feature("media")
         domains.claim(job, caller, request.headers.raw)
         with closing(media.lease()) as lease:
-            job.items = await media.load(job.media, lease, job.domain)
+            job.items = await media.load(job.media, lease, job.domain, job.served.media.item_bytes_max)
             (prompt,) = await tokenization.run(len(raw), job.tokenize)
         return {"input_tokens": prompt.isl}

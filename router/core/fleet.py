@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from poolgrid.wire.card import MediaSpec, WorkerCard
+import msgspec
+
+from poolgrid.wire.card import NO_CHAT_SPEC, ChatSpec, MediaSpec, WorkerCard
 from poolgrid.wire.events import LoadReported
 from poolgrid.wire.feed import SourceStream
 from poolgrid.wire.identifiers import Role, WorkerKey
@@ -81,8 +83,23 @@ class Fleet:
 
 
 def media_of(workers: Iterable[Worker]) -> MediaSpec:
-    """Return which media a model takes: what the first of its workers says that computes prompts and takes any."""
+    """Return which media a model takes: what the first of its workers says that computes prompts and takes any.
+
+    The bound of one medium is that of the first worker that names one: no two of a pool name different ones.
+    """
+    found = MediaSpec()
+    largest = 0
     for worker in workers:
-        if worker.card.role is not Role.ENCODE and worker.card.media.kinds:
-            return worker.card.media
-    return MediaSpec()
+        media = worker.card.media
+        largest = largest or media.item_bytes_max
+        if not found.kinds and media.kinds and worker.card.role is not Role.ENCODE:
+            found = media
+    return found if found.item_bytes_max == largest else msgspec.structs.replace(found, item_bytes_max=largest)
+
+
+def chat_of(workers: Iterable[Worker]) -> ChatSpec:
+    """Return how chats with a model are written and read, as far as any of its workers was told."""
+    found = NO_CHAT_SPEC
+    for worker in workers:
+        found = found.filled(worker.card.chat)
+    return found

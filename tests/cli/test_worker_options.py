@@ -13,8 +13,13 @@ from poolgrid.cli.commands import worker as worker_command
 from poolgrid.cli.commands.worker import OF_ROUTERS
 from poolgrid.cli.configuration_page import command_options
 from poolgrid.cli.main import app
+from poolgrid.frontend.models import TINY_MODEL_PATH
+from poolgrid.wire.card import ChatSpec
+from poolgrid.workers.chat_words import card_of_rank, chat_spec, told_card
 from poolgrid.workers.engines.simulated.settings import SimulatedWorkerSettings
 from poolgrid.workers.engines.trtllm.settings import TrtllmWorkerSettings
+from poolgrid.workers.settings import WorkerProcessSettings
+from tests.wire.test_wire_frames import SMALL_CARD
 
 Settings = SimulatedWorkerSettings | TrtllmWorkerSettings
 
@@ -28,7 +33,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
         found.append(settings)
 
     monkeypatch.setattr("poolgrid.workers.bootstrap.serve", serve)
-    monkeypatch.setattr(worker_command, "run_service", lambda name, level, run: _run(run))
+    monkeypatch.setattr(worker_command, "run_service", lambda name, log, run, worker: _run(run))
     return found
 
 
@@ -87,6 +92,59 @@ def test_an_option_of_routers_is_refused_with_the_name_that_it_has_there(
     assert f"give {OF_ROUTERS[option]} to poolgrid router" in result.output
     assert not chosen
     assert OF_ROUTERS[option] in command_options("router").values()
+
+
+def test_the_model_that_ships_brings_its_tokenizer(chosen: list[Settings], tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    for arguments in (
+        ("--model", "tiny"),
+        ("--model", "other"),
+        ("--model", "tiny", "--vocabulary-size", "99"),
+        ("--model", "tiny", "--tokenizer-path", str(tmp_path)),
+    ):
+        assert worker(*arguments).exit_code == 0
+    simulated = [each for each in chosen if isinstance(each, SimulatedWorkerSettings)]
+    assert [(each.tokenizer_path, each.vocabulary_size) for each in simulated] == [
+        (TINY_MODEL_PATH, None),
+        (None, None),
+        (None, 99),
+        (tmp_path, None),
+    ]
+
+
+@pytest.mark.parametrize("engine", ["simulated", "trtllm"])
+@pytest.mark.parametrize("option", ["--chat-template", "--custom-jinja-template"])
+def test_what_routers_need_to_know_of_a_model_may_be_given_to_its_workers(
+    chosen: list[Settings], tmp_path: Path, engine: str, option: str
+) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ messages }}")
+    options = ("--reasoning-parser", "deepseek-r1", "--tool-call-parser", "hermes", "--max-file-size-mb", "7")
+    assert worker("--engine", engine, *options, option, str(template)).exit_code == 0
+
+    (settings,) = chosen
+    chat = chat_spec(settings)
+    card = told_card(SMALL_CARD, settings, chat)
+    assert chat == ChatSpec("deepseek_r1", "hermes", "{{ messages }}")
+    assert (card.chat, card.media.item_bytes_max) == (chat, 7 * 2**20)
+    assert card_of_rank(card, 0) == card
+    assert card_of_rank(card, 1).chat == ChatSpec("deepseek_r1", "hermes"), "a template travels once for each worker"
+    assert told_card(SMALL_CARD, WorkerProcessSettings(), ChatSpec()) == SMALL_CARD
+
+
+@pytest.mark.parametrize(
+    ("content", "words"), [("{% if %}", "compiling the chat template"), (None, "No such file"), (b"\xff", "utf-8")]
+)
+def test_a_template_that_no_router_could_use_ends_the_start(
+    chosen: list[Settings], tmp_path: Path, content: str | bytes | None, words: str
+) -> None:
+    template = tmp_path / "chat.jinja"
+    if content is not None:
+        template.write_bytes(content if isinstance(content, bytes) else content.encode())
+    result = worker("--chat-template", str(template))
+    assert result.exit_code == 2
+    assert words in " ".join(result.output.split())
+    assert not chosen
 
 
 @pytest.mark.parametrize("engine", ["simulated", "trtllm"])

@@ -18,7 +18,7 @@ from poolgrid.router.consolidator.core.consolidator import (
 )
 from poolgrid.router.consolidator.core.pool_state import FrozenPool, PoolState
 from poolgrid.wire import codec
-from poolgrid.wire.card import WorkerCard
+from poolgrid.wire.card import ChatSpec, MediaSpec, WorkerCard
 from poolgrid.wire.events import (
     AnyEvent,
     BlocksStored,
@@ -51,6 +51,7 @@ from poolgrid.wire.ingest import (
     Unknown,
     Welcome,
 )
+from poolgrid.wire.limits import CHAT_TEMPLATE_CHARS_MAX, POOL_TEMPLATES_CHARS_MAX
 from tests.consolidator.pusher import batch, card, removed, stored
 
 W = WorkerKey(WorkerId("w"))
@@ -264,6 +265,8 @@ def test_a_worker_that_nobody_knows_is_told_to_say_hello() -> None:
         ({"request_endpoint": "tcp://http://w9:4001"}, 0, "request_endpoint is 'tcp://http://w9:4001', which has an"),
         ({"request_endpoint": "tcp://w9"}, 0, "which names no port; allowed is tcp://host:port"),
         ({"request_endpoint": "inproc://x"}, 0, "which does not begin with tcp://"),
+        ({"chat": ChatSpec("think")}, 0, "chat.reasoning_parser is 'think', allowed are none, deepseek_r1"),
+        ({"chat": ChatSpec("", "auto")}, 0, "chat.tool_call_parser is 'auto', allowed are none, hermes"),
         ({"http_endpoint": "http://w9:70000"}, 0, "http_endpoint is 'http://w9:70000', which has the port '70000'"),
     ],
 )
@@ -287,6 +290,63 @@ def test_a_worker_whose_name_would_break_a_line_is_refused() -> None:
 
     assert isinstance(refused, JoinRefused)
     assert "worker_id is 'w\\n12:00:00 router ERROR forged', allowed are printable characters" in refused.reason
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "reason"),
+    [
+        (
+            {"chat": ChatSpec("qwen3")},
+            {"chat": ChatSpec("deepseek_r1")},
+            "chat.reasoning_parser is 'deepseek_r1', worker first serves model 'm' with 'qwen3'",
+        ),
+        (
+            {"chat": ChatSpec("", "hermes")},
+            {"chat": ChatSpec("", "harmony")},
+            "chat.tool_call_parser is 'harmony', worker first serves model 'm' with 'hermes'",
+        ),
+        (
+            {"chat": ChatSpec("", "", "{{ messages }}" * 9)},
+            {"chat": ChatSpec("", "", "{{ messages }}" * 8)},
+            "(112 characters, xxh3",
+        ),
+        (
+            {"media": MediaSpec(item_bytes_max=7)},
+            {"media": MediaSpec(item_bytes_max=8)},
+            "media.item_bytes_max is 8, worker first serves model 'm' with 7",
+        ),
+    ],
+)
+def test_workers_of_a_model_that_tell_routers_different_things_are_refused_with_both(
+    first: dict[str, object], second: dict[str, object], reason: str
+) -> None:
+    bench = Bench()
+    bench.say(hello("first", with_card=card(**first)))  # type: ignore[arg-type]
+
+    (refused,) = bench.say(hello("second", with_card=card(**second)))  # type: ignore[arg-type]
+
+    assert isinstance(refused, JoinRefused)
+    assert reason in refused.reason
+    assert "126 characters" in refused.reason or "xxh3" not in refused.reason
+    assert len(bench.core.pool.workers) == 1
+    (silent,) = bench.say(hello("third"))
+    assert isinstance(silent, Welcome), "who says nothing agrees"
+    (itself,) = bench.say(hello("first", epoch=9, with_card=card(**second)))  # type: ignore[arg-type]
+    assert isinstance(itself, Welcome), "a worker may come back with another word"
+
+
+def test_templates_of_a_pool_fit_into_a_message() -> None:
+    bench = Bench()
+    longest = ChatSpec(chat_template="x" * CHAT_TEMPLATE_CHARS_MAX)
+    fits = POOL_TEMPLATES_CHARS_MAX // CHAT_TEMPLATE_CHARS_MAX
+    for number in range(fits):
+        bench.say(hello(f"w{number}", with_card=card(chat=longest)))
+
+    (refused,) = bench.say(hello("one more", with_card=card(chat=longest)))
+
+    assert len(bench.core.pool.workers) == fits
+    assert isinstance(refused, JoinRefused)
+    assert "give the template to the routers" in refused.reason
 
 
 def test_another_model_may_have_another_block_size() -> None:

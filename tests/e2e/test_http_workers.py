@@ -30,6 +30,16 @@ def ask(url: str, key: str = "pg-operator") -> int:
     return CLIENT.post(f"{url}/v1/completions", json=body, headers=headers).status_code
 
 
+def chat_length(url: str, text: str) -> int:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": text}]}
+    return int(CLIENT.post(f"{url}/tokenize", json=body, headers={"x-api-key": "pg-operator"}).json()["count"])
+
+
+def completion_length(url: str, text: str) -> int:
+    body = {"model": "tiny", "prompt": text, "add_special_tokens": False}
+    return int(CLIENT.post(f"{url}/tokenize", json=body, headers={"x-api-key": "pg-operator"}).json()["count"])
+
+
 def answered(url: str, **more: str) -> str:
     """Return the id of a response that is kept."""
     body = {"model": "tiny", "input": "hello", "max_output_tokens": 2, **more}
@@ -67,17 +77,21 @@ def workers_of(url: str) -> list[str]:
 def test_processes_share_a_port_and_limits_answer_for_all_and_are_replaced_when_they_die(tmp_path: Path) -> None:
     keys = tmp_path / "keys.json"
     key_file.write(keys, key_document(PER_MINUTE))
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ messages[0].content }}")
     with Process("router", "--port", "0", "--http-workers", "2", "--api-keys", str(keys)) as router:
         router.wait_ready()
         url = router.url
         with Process(
             *("worker", "--worker-id", "w", "--model", "tiny", "--consolidator", router.word("ingest")),
-            *("--speedup", "50", "--vocabulary-size", "4096"),
+            *("--speedup", "50", "--vocabulary-size", "4096", "--chat-template", str(template)),
         ) as worker:
             worker.wait_ready()
             # Each look is a new connection, which the kernel gives to either process.
             eventually("both processes reach the worker", lambda: all(workers_of(url) == ["w"] for _ in range(12)))
             assert [ask(url) for _ in range(12)] == [200] * 12
+            lengths = {chat_length(url, "eighteen letters.!") for _ in range(12)}
+            assert lengths == {completion_length(url, "eighteen letters.!")}, "each uses the template of the worker"
             assert metric(url, "poolgrid_router_http_workers") == 2
             assert metric(url, "poolgrid_frontend_requests_total", status="200") == 12
             assert metric(url, "poolgrid_frontend_output_sequence_tokens_count") == 12

@@ -357,6 +357,20 @@ def test_priorities_are_capped_and_salts_never_shared(write: Callable[..., Path]
     asyncio.run(run())
 
 
+def test_blocks_of_a_tenant_do_not_outlast_others_unless_it_may(write: Callable[..., Path]) -> None:
+    wanted = {"kv_cache_retention_config": {"decode_retention_priority": 90}}
+
+    async def run(given: int, **rules: Any) -> None:
+        async with running(write(**rules)) as service:
+            await service.chat(nvext=wanted)
+            (request,) = service.backend.requests
+            assert request.retention is not None
+            assert request.retention.decode_priority == given
+
+    asyncio.run(run(35))
+    asyncio.run(run(70, retention_priority_max=70))
+
+
 def test_a_salt_depends_on_secret_tenant_and_client_and_on_nothing_between_them() -> None:
     salts = {
         cache_salt(secret, tenant, client)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from poolgrid.frontend.ports import InferenceRequest, StreamDelta
 from poolgrid.wire.hashing import pack_tokens, unpack_tokens
 from poolgrid.wire.request_ids import name_of
-from poolgrid.wire.requests import TokenLogprobs
+from poolgrid.wire.requests import KvRetention, RetainedTokens, TokenLogprobs
 from tests.frontend.fake_backend import TINY, FakeBackend, Script, Step, speak, with_logprobs
 from tests.frontend.server import application, in_process
 
@@ -309,6 +309,25 @@ def test_sampling_fields_reach_the_router() -> None:
     assert (sampling.repetition_penalty, sampling.min_tokens, sampling.logit_bias) == (1.1, 2, {5: -100})
     assert (sampling.seed, sampling.logprobs) == (7, 3)
     assert (request.cache_salt, request.priority, request.expected_output_tokens) == ("tenant", 5, 100)
+
+
+def test_how_long_blocks_stay_is_asked_for_in_the_words_of_tensorrt_llm() -> None:
+    backend = FakeBackend()
+    ranges = [{"token_start": 4, "priority": 5, "duration_ms": 7}, {"token_start": 0, "token_end": 3, "priority": 80}]
+    far = {"token_start": 50, "token_end": 60}
+    complete(backend, prompt=list(range(10)), nvext={"kv_cache_retention_config": {}})
+    asked = {"token_range_retention_configs": [*ranges], "decode_retention_priority": 10, "decode_duration_ms": 9}
+    complete(backend, prompt=list(range(10)), nvext={"kv_cache_retention_config": asked})
+    only_far = {"token_range_retention_configs": [far]}
+    complete(backend, prompt=list(range(10)), nvext={"kv_cache_retention_config": only_far})
+    complete(backend, prompt=list(range(10)))
+
+    assert [request.retention for request in backend.requests] == [
+        KvRetention(),
+        KvRetention((RetainedTokens(0, 3, 80), RetainedTokens(4, 10, 5, 7)), 10, 9),
+        KvRetention(),
+        None,
+    ]
 
 
 def test_without_a_limit_a_chat_may_fill_the_context_and_a_completion_has_sixteen_tokens() -> None:

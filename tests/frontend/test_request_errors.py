@@ -69,6 +69,14 @@ def response_body(**fields: Any) -> bytes:
     return json.dumps({"model": "tiny", "input": "hi", **fields}).encode()
 
 
+RETENTION = "nvext.kv_cache_retention_config"
+RANGES = f"{RETENTION}.token_range_retention_configs"
+
+
+def retained(*ranges: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"nvext": {"kv_cache_retention_config": {"token_range_retention_configs": list(ranges), **fields}}}
+
+
 SHARED_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"temperature": 2.5}, "temperature"),
     ({"temperature": -1}, "temperature"),
@@ -113,6 +121,18 @@ SHARED_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"nvext": {"agent_hints": {"priority": 2**31}}}, "nvext.agent_hints.priority"),
     ({"nvext": {"agent_hints": {"osl": 0}}}, "nvext.agent_hints.osl"),
     ({"nvext": {"dp_rank": 1}}, "nvext.dp_rank"),
+    ({"nvext": {"kv_cache_retention_config": []}}, "nvext.kv_cache_retention_config"),
+    (retained(decode_retention_priority=101), f"{RETENTION}.decode_retention_priority"),
+    (retained(decode_duration_ms=0), f"{RETENTION}.decode_duration_ms"),
+    (retained(transfer_mode="GDS"), f"{RETENTION}.transfer_mode"),
+    (retained(directory="/tmp"), f"{RETENTION}.directory"),
+    (retained({"token_end": 4}), f"{RANGES}[0].token_start"),
+    (retained({"token_start": -1}), f"{RANGES}[0].token_start"),
+    (retained({"token_start": 0, "priority": -1}), f"{RANGES}[0].priority"),
+    (retained({"token_start": 4, "token_end": 4}), RANGES),
+    (retained({"token_start": 8}, {"token_start": 0, "token_end": 9}), RANGES),
+    (retained({"token_start": 0}, {"token_start": 9}), RANGES),
+    (retained(*({"token_start": at, "token_end": at + 1} for at in range(65))), RANGES),
     ({"model": 5}, "model"),
 ]
 

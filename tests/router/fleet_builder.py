@@ -10,7 +10,7 @@ from poolgrid.router.core.policy import Policy
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.selector import NoWorker, PolicyFailed, Selector
-from poolgrid.wire.card import WorkerCard, WorkerLimits
+from poolgrid.wire.card import ChatSpec, MediaSpec, WorkerCard, WorkerLimits
 from poolgrid.wire.events import AnyEvent, BlocksStored, JournalRecord, WorkerJoined
 from poolgrid.wire.hashing import pack_hashes
 from poolgrid.wire.identifiers import Role, Tier, WorkerId, WorkerKey
@@ -23,10 +23,15 @@ def worker_key(name: str, dp_rank: int = 0) -> WorkerKey:
 
 
 def make_card(
-    model: str = "m", role: Role = Role.AGGREGATED, max_batch_size: int = 8, max_sequence_length: int = 4096
+    model: str = "m",
+    role: Role = Role.AGGREGATED,
+    max_batch_size: int = 8,
+    max_sequence_length: int = 4096,
+    media: MediaSpec = MediaSpec(),  # noqa: B008
+    chat: ChatSpec = ChatSpec(),  # noqa: B008
 ) -> WorkerCard:
     limits = WorkerLimits(max_batch_size, 8192, 1000, max_sequence_length)
-    return WorkerCard(model, role, BLOCK_SIZE, limits, "tcp://127.0.0.1:1")
+    return WorkerCard(model, role, BLOCK_SIZE, limits, "tcp://127.0.0.1:1", media=media, chat=chat)
 
 
 def stored(hashes: Sequence[int], parent: int | None = None, tier: Tier = Tier.DEVICE) -> BlocksStored:

@@ -6,16 +6,19 @@ import asyncio
 import sys
 import threading
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from poolgrid.wire.events import BlocksStored, PrefillCompleted, RequestFinished, RequestProgressed, RequestStarted
 from poolgrid.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes, unpack_hashes
 from poolgrid.wire.identifiers import Role, Stage
-from poolgrid.wire.requests import LogitsProcessorCall, RefusalKind, Routing
+from poolgrid.wire.requests import KvRetention, LogitsProcessorCall, RefusalKind, RetainedTokens, Routing
+from poolgrid.wire.trace_context import TraceContext
 from poolgrid.workers import bootstrap
 from poolgrid.workers.core.refusal import RefusedError
 from poolgrid.workers.engines.lifecycle.engine_thread import EngineThread
@@ -536,3 +539,68 @@ def test_more_requests_than_allowed_are_refused_as_retryable() -> None:
             told.executor.resume()
 
     asyncio.run(scenario())
+
+
+# -- how long blocks stay, and traces ----------------------------------------------------------------------------------
+
+
+def test_how_long_blocks_stay_is_given_as_the_bindings_take_it() -> None:
+    retention = KvRetention((RetainedTokens(0, 4, 80, 1500), RetainedTokens(6, None, 5)), 10, 250)
+
+    async def scenario() -> None:
+        async with running_engine() as told:
+            calls = hold(told)
+            await told.finish(msgspec.structs.replace(make_request("r"), retention=retention))
+            moved = make_request("m", routing=Routing(emitted_tokens=3))
+            await told.finish(msgspec.structs.replace(moved, retention=retention))
+            await told.finish(make_request("s"))
+            first, second, third = (call.get("kv_cache_retention_config") for call in calls)
+            assert third is None
+            assert [_range(each) for each in first.token_range_retention_configs] == [
+                (0, 4, 80, timedelta(milliseconds=1500)),
+                (6, 10, 5, None),
+            ]
+            assert (first.decode_retention_priority, first.decode_duration_ms) == (10, timedelta(milliseconds=250))
+            assert [_range(each) for each in second.token_range_retention_configs] == [
+                (0, 4, 80, timedelta(milliseconds=1500)),
+                (6, 7, 5, None),
+                (7, 10, 10, timedelta(milliseconds=250)),
+            ], "of an output that moved here the engine only knows that it is prompt"
+            told.engine._calls._accepted -= {"kv_cache_retention_config"}
+            with pytest.raises(RefusedError, match="kv_cache_retention_config is given"):
+                told.engine.submit(msgspec.structs.replace(make_request("t"), retention=retention))
+
+    asyncio.run(scenario())
+
+
+def test_what_is_to_stay_stays_when_others_need_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(behaviours, "behaviour", replace(behaviours.behaviour, device_blocks=8))
+
+    async def reused(retention: KvRetention | None) -> int | None:
+        async with running_engine() as told:
+            await told.finish(msgspec.structs.replace(make_request("kept", range(16), 1), retention=retention))
+            for number in range(3):
+                await told.finish(make_request(f"other {number}", range(100 * number + 100, 100 * number + 120), 1))
+            await told.finish(make_request("again", range(16), 1))
+            return told.deltas["again"][0].cached_tokens
+
+    assert asyncio.run(reused(None)) == 0
+    assert asyncio.run(reused(KvRetention((RetainedTokens(0, 8, 90, 60_000),)))) == 8
+
+
+def test_the_span_of_a_leg_goes_to_the_engine() -> None:
+    span = TraceContext("00-" + 31 * "0" + "1-" + 15 * "0" + "2-01", "vendor=x")
+
+    async def scenario() -> None:
+        async with running_engine() as told:
+            calls = hold(told)
+            await told.finish(msgspec.structs.replace(make_request("r"), trace=span))
+            await told.finish(make_request("s"))
+            assert calls[0]["trace_headers"] == {"traceparent": span.traceparent, "tracestate": "vendor=x"}
+            assert "trace_headers" not in calls[1]
+
+    asyncio.run(scenario())
+
+
+def _range(made: Any) -> tuple[Any, ...]:
+    return made.token_start, made.token_end, made.priority, made.duration_ms

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from poolgrid.workers.engines.trtllm.arguments.contract import contract
-from poolgrid.workers.engines.trtllm.arguments.engine_arguments import Layer, resolve
+from poolgrid.workers.engines.trtllm.arguments.contract import ContractError, contract
+from poolgrid.workers.engines.trtllm.arguments.engine_arguments import Layer, resolve, resolve_files
 from poolgrid.workers.engines.trtllm.arguments.engine_config import (
     check_arguments,
     check_command,
@@ -331,6 +331,52 @@ def test_the_check_command_tells_every_fault_with_file_and_path(tmp_path: Path) 
     assert found["agg.yaml"] == ["max_batchsize"]
     assert found["broken.yaml"] == [""]
     assert check_report([tmp_path / "empty"])[1] == 1
+
+
+def test_a_file_for_encoding_is_checked_against_the_model_that_it_is_for(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"architectures": ["Llama4ForConditionalGeneration"]}')
+    (tmp_path / "encode.yaml").write_text("max_batch_size: 8\n")
+    (tmp_path / "agg.yaml").write_text("max_batch_size: 8\n")
+    assert check_command([tmp_path])[1] == 0
+    text, status = check_command([tmp_path], str(model))
+    assert status == 1
+    assert f'encode.yaml: model: is "{model}": TensorRT-LLM cannot run the vision part of Llama4' in text
+    assert "agg.yaml" not in text
+    (tmp_path / "encode.yaml").write_text(f"model: {model}\n")
+    assert check_report([tmp_path])[1] == 1
+
+
+def test_the_file_of_an_expert_load_balancer_is_looked_for_and_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    wide = {"moe_config": {"backend": "WIDEEP", "load_balancer": "eplb.yaml"}, "moe_expert_parallel_size": 16}
+    (tmp_path / "agg.yaml").write_text(dump(wide))
+
+    def found() -> str:
+        text, status = check_command([tmp_path / "agg.yaml"])
+        assert status == ("0 with faults" not in text)
+        return text.splitlines()[0]
+
+    assert 'moe_config.load_balancer: is "eplb.yaml", which cannot be used' in found()
+    assert "No such file" in found()
+    assert str(tmp_path) in found()
+    (tmp_path / "eplb.yaml").write_text("num_slots: 287\n")
+    assert "num_slots: is 287, allowed are multiples of moe_expert_parallel_size (16) (in eplb.yaml)" in found()
+    (tmp_path / "eplb.yaml").write_text("slots: 288\n")
+    assert "moe_config.load_balancer.slots: is not a known argument" in found()
+    (tmp_path / "eplb.yaml").write_text("num_slots: 288\n")
+    assert "0 with faults" in found()
+
+    settings = TrtllmSettings(model_path="m", extra_engine_args=tmp_path / "agg.yaml")
+    assert not any("WIDEEP" in each for each in resolve_files(settings).warnings)
+    (tmp_path / "eplb.yaml").unlink()
+    with pytest.raises(ContractError, match=r"eplb\.yaml.*cannot be used.*agg\.yaml"):
+        resolve_files(settings)
+    (tmp_path / "agg.yaml").write_text(dump({"moe_config": {"backend": "WIDEEP"}}))
+    assert any("WIDEEP without moe_config.load_balancer" in each for each in resolve_files(settings).warnings)
 
 
 @pytest.mark.parametrize(

@@ -265,6 +265,18 @@ def test_a_model_that_cannot_encode_by_itself_has_no_encode_workers(tmp_path: Pa
     asyncio.run(scenario())
 
 
+def test_a_model_that_takes_text_only_has_no_multimodal_workers(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        path = model(tmp_path, "Qwen3ForCausalLM")
+        with pytest.raises(ValueError, match="Qwen3ForCausalLM takes text only"):
+            async with running_engine(model_path=path, **PICTURES):
+                pass
+        async with running_engine(model_path=path):
+            pass
+
+    asyncio.run(scenario())
+
+
 def test_embeddings_are_refused_where_the_models_class_takes_none(tmp_path: Path) -> None:
     async def scenario() -> None:
         path = model(tmp_path, "Qwen2VLForConditionalGeneration")

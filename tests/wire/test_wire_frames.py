@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poolgrid.wire import (
+    card,
     codec,
     events,
     feed,
@@ -32,7 +33,7 @@ from poolgrid.wire import (
     tensors,
     trace_context,
 )
-from poolgrid.wire.card import MediaSpec, WorkerCard, WorkerLimits
+from poolgrid.wire.card import ChatSpec, MediaSpec, WorkerCard, WorkerLimits
 from poolgrid.wire.codec import Codec
 from poolgrid.wire.errors import DecodeError, LimitError
 from poolgrid.wire.events import (
@@ -78,11 +79,13 @@ from poolgrid.wire.requests import (
     FinishReason,
     Generate,
     KvOffered,
+    KvRetention,
     LogitsProcessorCall,
     Ping,
     Pong,
     RefusalKind,
     ReleaseKv,
+    RetainedTokens,
     Routing,
     Sampling,
     TokenBatch,
@@ -133,9 +136,10 @@ FULL_CARD = WorkerCard(
     engine="TensorRT-LLM 1.2.1",
     eos_token_ids=(2, 128_009),
     vocabulary_size=128_256,
-    media=MediaSpec(("image", "embeddings"), "<image>", 32_000, 576, U32_MAX),
+    media=MediaSpec(("image", "embeddings"), "<image>", 32_000, 576, U32_MAX, 8 * 2**20),
     endpoint_name="poolgrid.decode.generate",
     simulated_speedup=2.5,
+    chat=ChatSpec("qwen3", "hermes", "{{ messages }}"),
 )
 LOAD = LoadReported(3, 1, 4096, 700, 900, 1024, steps=12_345_678_901)
 
@@ -211,6 +215,9 @@ GOLDEN: dict[tuple[str, str], Any] = {
         multimodal=b"\x01",
         stage=Stage.DECODE,
         trace=TraceContext("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", "vendor=1"),
+        retention=KvRetention(
+            (RetainedTokens(0, 2048, 80, 600_000), RetainedTokens(4096)), decode_priority=0, decode_duration_ms=U32_MAX
+        ),
     ),
     ("to_worker", "generate, media of a request to encode"): Generate(
         "r-3", pack_tokens([1]), Sampling(1), multimodal=b"\x00" * 8, stage=Stage.ENCODE
@@ -312,7 +319,7 @@ GOLDEN: dict[tuple[str, str], Any] = {
         True,
         (
             ModelStatus("tiny", 32, "xxh3-64/1337", 4096, (RoleStatus(Role.AGGREGATED, 2, 1, 0, 3, 64),), ("legal",)),
-            ModelStatus("eyes", 32, "xxh3-64/1337", 4096, (), (), MediaSpec(("image",))),
+            ModelStatus("eyes", 32, "xxh3-64/1337", 9, (), (), MediaSpec(("image",)), ChatSpec("none", "hermes", "{}")),
         ),
         4,
         0.5,
@@ -387,7 +394,7 @@ class TestGoldenFrames:
         visit(list(GOLDEN.values()))
         defined = {
             value
-            for module in (events, feed, ingest, multimodal, requests, selection, tensors, trace_context)
+            for module in (card, events, feed, ingest, multimodal, requests, selection, tensors, trace_context)
             for value in vars(module).values()
             if isinstance(value, type) and issubclass(value, msgspec.Struct) and value is not events.Event
         }
@@ -481,7 +488,7 @@ class TestEvolution:
         ("name", "value", "dropped"),
         [
             ("event_batch", _batch(CacheCleared()), 1),
-            ("to_worker", Generate("r-1", b"", Sampling(1)), 6),
+            ("to_worker", Generate("r-1", b"", Sampling(1)), 7),
             ("from_worker", Pong(1, 2), 1),
             ("from_worker", KvOffered("t", True), 2),
             ("journal_record", JournalRecord(0, "w1", 0, 0, 0, 0, 0, []), 1),

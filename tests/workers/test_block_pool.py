@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -109,6 +109,140 @@ def test_an_evicted_block_goes_to_the_host_and_comes_back() -> None:
     held_by_tier = fold(recorder.take())
     assert held_by_tier[Tier.DEVICE] == {1, 12, 123}
     assert held_by_tier[Tier.HOST] == {4, 45}
+
+
+def kept(pool: BlockPool, path: tuple[int, ...], *retention: tuple[int, int | None]) -> None:
+    """Let a request with a retention fill a path, and end."""
+    held = names(path)
+    match = pool.match(held, len(held))
+    assert pool.take(held, match, len(held) - match.device)
+    pool.store(held, match.device + match.host, len(held), no_tokens, 0, None, retention)
+    pool.release(held, 0, retention)
+
+
+def evicted(pool: BlockPool, recorder: OrderRecorder, count: int) -> list[int]:
+    """Return what goes when so many blocks are needed; the blocks are given back."""
+    del recorder.left[:]
+    assert pool.take([], Match(0, 0, 0), count)
+    pool.release([], count)
+    return list(recorder.left)
+
+
+def test_of_idle_blocks_the_lowest_priority_goes_first_and_then_the_oldest() -> None:
+    recorder = OrderRecorder()
+    pool = BlockPool(6, 0, BLOCK_SIZE, recorder)
+    kept(pool, (1, 2), (80, None), (80, None))
+    pool.release(filled(pool, (3,)), 0)
+    kept(pool, (4,), (10, None))
+    kept(pool, (5,), (0, None))
+    pool.release(filled(pool, (6,)), 0)
+
+    assert (pool.available_blocks, pool.active_blocks, pool.cached_blocks) == (6, 0, 6)
+    assert evicted(pool, recorder, 6) == [5, 4, 3, 6, 12, 1]
+    assert (pool.available_blocks, pool.active_blocks, pool.cached_blocks) == (6, 0, 0)
+
+
+def test_a_high_priority_lapses_and_the_block_is_one_of_the_newest_then() -> None:
+    recorder = OrderRecorder()
+    pool = BlockPool(4, 0, BLOCK_SIZE, recorder)
+    pool.now_ms = 100.0
+    kept(pool, (1, 2), (90, 50), (60, 50))
+    pool.release(filled(pool, (3,)), 0)
+    pool.release(filled(pool, (4,)), 0)
+
+    pool.now_ms = 149.0
+    assert evicted(pool, recorder, 1) == [3]
+    pool.now_ms = 150.0
+    assert evicted(pool, recorder, 3) == [4, 12]
+    kept(pool, (1,), (90, 50))
+    pool.now_ms = 1000.0
+    pool.release(filled(pool, (1,)), 0)
+    pool.release(filled(pool, (5,)), 0)
+    assert evicted(pool, recorder, 3) == [1], "who used it after that gave it no new time"
+
+
+def test_a_block_lasts_as_long_as_what_hangs_off_it() -> None:
+    recorder = OrderRecorder()
+    pool = BlockPool(5, 0, BLOCK_SIZE, recorder)
+    kept(pool, (1, 2), (5, None), (5, None))
+    kept(pool, (1, 3), (5, None), (90, 10))
+    pool.release(filled(pool, (4,)), 0)
+    assert evicted(pool, recorder, 3) == [12, 4]
+    pool.now_ms = 10.0
+    assert evicted(pool, recorder, 5) == [13, 1]
+
+
+def test_a_later_request_raises_a_priority_and_does_not_lower_it() -> None:
+    recorder = OrderRecorder()
+    pool = BlockPool(3, 0, BLOCK_SIZE, recorder)
+    pool.release(filled(pool, (1,)), 0)
+    kept(pool, (2,), (10, None))
+    kept(pool, (1,), (10, None))
+    kept(pool, (2,), (70, None))
+    pool.release(filled(pool, (3,)), 0)
+    assert evicted(pool, recorder, 3) == [1, 3, 2]
+
+
+def test_a_block_that_is_used_again_is_not_evicted_and_one_that_went_to_the_host_keeps_its_priority() -> None:
+    recorder = WireRecorder()
+    pool = BlockPool(2, 2, BLOCK_SIZE, recorder)
+    kept(pool, (1,), (10, None))
+    held = names((1,))
+    assert pool.take(held, pool.match(held, 1), 0)
+    assert not pool.take([], Match(0, 0, 0), 2)
+    pool.release(held, 0)
+    pool.release(filled(pool, (2,)), 0)
+    pool.release(filled(pool, (3,)), 0)
+    assert pool.match(held, 1) == Match(0, 0, 1)
+
+    assert pool.take(held, pool.match(held, 1), 1)
+    pool.release(held, 0)
+    assert pool.take([], Match(0, 0, 0), 1)
+    assert pool.match(held, 1) == Match(0, 0, 1), "it was the first to go again"
+
+
+RETENTION = st.lists(
+    st.tuples(st.sampled_from((0, 20, 35, 60, 90)), st.sampled_from((None, 3, 9))), min_size=5, max_size=5
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    work=st.lists(
+        st.tuples(st.lists(st.integers(1, 3), min_size=1, max_size=5), st.none() | RETENTION, st.integers(0, 4)),
+        max_size=16,
+    ),
+    host=st.sampled_from((0, 3)),
+)
+def test_whatever_requests_ask_for_no_block_goes_before_what_continues_it(
+    work: list[tuple[list[int], list[tuple[int, int | None]] | None, int]], host: int
+) -> None:
+    recorder = WireRecorder()
+    pool = BlockPool(7, host, BLOCK_SIZE, recorder)
+    told: dict[Tier, set[int]] = {tier: set() for tier in Tier}
+    held: list[tuple[list[int], list[tuple[int, int | None]] | None]] = []
+    for path, retention, passed in work:
+        pool.now_ms += passed
+        hashes = names(tuple(path))
+        match = pool.match(hashes, len(hashes))
+        if pool.take(hashes, match, len(hashes) - match.device):
+            pool.store(hashes, match.device + match.host, len(hashes), no_tokens, 0, None, retention)
+            held.append((hashes, retention))
+        if held and passed % 2 == 0:
+            last, asked = held.pop(0)
+            pool.release(last, 0, None if asked is None else asked[: len(last)])
+        device, onboard = dict(pool.resident(Tier.DEVICE)), dict(pool.resident(Tier.HOST))
+        there = device.keys() | onboard.keys()
+        assert all(parent is None or parent in there for parent in (device | onboard).values())
+        assert all(parent is None or parent in device for parent in device.values())
+        in_use = {block for hashes, _ in held for block in hashes}
+        assert in_use <= device.keys()
+        assert pool.active_blocks == len(in_use)
+        assert pool.available_blocks == 7 - len(in_use)
+        assert pool.cached_blocks == len(device)
+        fold(recorder.take(), told)
+        assert told[Tier.DEVICE] == set(device)
+        assert told[Tier.HOST] == set(onboard)
 
 
 @pytest.mark.parametrize(

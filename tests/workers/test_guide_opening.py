@@ -16,7 +16,7 @@ from poolgrid.workers.core.refusal import UnsupportedError
 from poolgrid.workers.engines.protocol import EngineReport
 from poolgrid.workers.engines.simulated.core.engine import EngineLimits
 from poolgrid.workers.engines.simulated.core.guided_tokens import TokenGuide, TokenTexts
-from poolgrid.workers.engines.simulated.core.next_token import Vocabulary
+from poolgrid.workers.engines.simulated.core.next_token import Vocabulary, prompt_logprobs
 from poolgrid.workers.engines.simulated.core.timing import PolynomialTiming, ScaledTiming
 from poolgrid.workers.engines.simulated.guides import LazyGuides
 from poolgrid.workers.engines.simulated.real_time import RealTimeSimulatedEngine
@@ -146,5 +146,27 @@ def test_a_guide_whose_opening_fails_is_answered_as_broken_so_that_another_worke
             assert scene.finished() == [("guided", FinishReason.ERROR)]
             scene.submit("plain")
             await scene.last("plain")
+
+    asyncio.run(scenario())
+
+
+def test_others_go_on_while_the_log_probabilities_of_a_long_prompt_are_made() -> None:
+    prompt = pack_tokens(range(10, 1000))
+    asked = Sampling(2, seed=5, prompt_logprobs=2)
+
+    async def scenario() -> None:
+        async with stepping() as scene:
+            scene.submit("guided", "[ab]{4}")  # the one thread is busy with it
+            scene.engine.submit(Generate("long", prompt, asked))
+            scene.engine.submit(Generate("cancelled", prompt, asked))
+            scene.engine.submit(Generate("short", prompt[:40], asked))
+            assert (await scene.last("short")).finish_reason == FinishReason.LENGTH
+            scene.engine.cancel("cancelled")
+            assert (await scene.last("cancelled")).finish_reason == FinishReason.CANCELLED
+            scene.guides.may_open.set()
+            await scene.last("long")
+            told = [delta for report in scene.reports for delta in report.deltas if delta.request_id == "long"]
+            assert told[0].prompt_logprobs == prompt_logprobs(VOCABULARY, b"", prompt, 5, 2)
+            assert all(delta.prompt_logprobs is None for delta in told[1:])
 
     asyncio.run(scenario())

@@ -15,7 +15,16 @@ from poolgrid.wire.events import PrefillCompleted, RequestFinished, RequestProgr
 from poolgrid.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes
 from poolgrid.wire.identifiers import Tier
 from poolgrid.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
-from poolgrid.wire.requests import Generate, KvOffered, RefusalKind, Routing, Sampling, TokenDelta
+from poolgrid.wire.requests import (
+    Generate,
+    KvOffered,
+    KvRetention,
+    RefusalKind,
+    RetainedTokens,
+    Routing,
+    Sampling,
+    TokenDelta,
+)
 from poolgrid.workers.core.event_translation import EventTranslator
 from poolgrid.workers.core.refusal import RefusedError
 from poolgrid.workers.engines.simulated.core.answer_lengths import AnswerLengths
@@ -576,3 +585,41 @@ def test_log_probabilities_of_the_prompt_come_once_with_the_first_token() -> Non
     assert reported(chat_engine(), leg, offer) == []
     moved = msgspec.structs.replace(request, routing=Routing(emitted_tokens=4))
     assert reported(SimulatedEngine(make_limits(), VOCABULARY), moved) == []
+
+
+def test_blocks_stay_as_long_as_their_request_says() -> None:
+    def reused(retention: KvRetention | None, flood: KvRetention | None = None) -> int:
+        engine = make_engine(total_kv_blocks=8)
+        engine.submit(msgspec.structs.replace(make_request("kept", range(16), 1), retention=retention), 0.0)
+        run_to_end(engine)
+        for number in range(3):
+            other = make_request(f"other {number}", range(100 * number + 100, 100 * number + 120), 1)
+            engine.submit(msgspec.structs.replace(other, retention=flood), 1000.0)
+            run_to_end(engine, 1000.0)
+        engine.submit(make_request("again", range(16), 1), 10_000.0)
+        (started,) = (
+            fact for each in run_to_end(engine, 10_000.0) for fact in each.facts if isinstance(fact, RequestStarted)
+        )
+        return started.cached_tokens
+
+    high = KvRetention((RetainedTokens(0, 8, 90),))
+    assert reused(None) == 0
+    assert reused(high) == 8
+    assert reused(KvRetention((RetainedTokens(0, 8, 90, 5),))) == 0, "the priority lapsed after 5 ms"
+    assert reused(None, KvRetention((RetainedTokens(0, None, 0),), 0)) == 12
+
+
+def test_an_output_that_moved_here_stays_as_long_as_output() -> None:
+    engine = make_engine(total_kv_blocks=16)
+    moved = msgspec.structs.replace(
+        make_request("moved", range(16), 2),
+        routing=Routing(emitted_tokens=8),
+        retention=KvRetention((RetainedTokens(0, None, 90),), decode_priority=0),
+    )
+    engine.submit(moved, 0.0)
+    run_to_end(engine)
+    engine.submit(make_request("flood", range(100, 155), 1), 0.0)
+    run_to_end(engine)
+    engine.submit(make_request("again", range(16), 1), 0.0)
+    facts = [fact for each in run_to_end(engine) for fact in each.facts if isinstance(fact, RequestStarted)]
+    assert facts[0].cached_tokens == 8, "the two blocks of the prompt, not those of its output"

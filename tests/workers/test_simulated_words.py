@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 from pathlib import Path
@@ -15,6 +16,7 @@ from poolgrid.wire.hashing import pack_tokens, unpack_tokens
 from poolgrid.wire.requests import Sampling
 from poolgrid.workers.engines.simulated.core.next_token import Vocabulary, expected_output
 from poolgrid.workers.engines.simulated.words import surviving_words
+from tests.workers.running import running_worker
 
 
 def test_an_answer_is_tokenized_to_the_very_tokens_that_it_was() -> None:
@@ -69,3 +71,15 @@ def test_a_tokenizer_without_such_words_is_said_so(tmp_path: Path, caplog: pytes
 
     assert "has no words that survive encoding" in caplog.text
     assert "nothing.json cannot be used" in caplog.text
+
+
+def test_a_worker_has_as_many_token_ids_as_its_tokenizer_unless_it_is_told() -> None:
+    async def said(**changes: object) -> int:
+        async with running_worker(**{"vocabulary_size": None, **changes}) as worker:
+            return worker.journal.cards[0].vocabulary_size
+
+    tokens = PromptModel.load(TINY_MODEL_PATH).tokenizer.get_vocab_size()
+    assert asyncio.run(said()) == 32_000
+    assert asyncio.run(said(tokenizer_path=TINY_MODEL_PATH)) == tokens
+    assert asyncio.run(said(tokenizer_path=TINY_MODEL_PATH, vocabulary_size=99)) == 99
+    assert asyncio.run(said(tokenizer_path=TINY_MODEL_PATH, role="encode", modality="multimodal")) == tokens

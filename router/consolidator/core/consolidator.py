@@ -66,7 +66,7 @@ from poolgrid.wire.ingest import (
     Unknown,
     Welcome,
 )
-from poolgrid.wire.limits import EVENTS_PER_BATCH_MAX, TEXT_CHARS_MAX
+from poolgrid.wire.limits import EVENTS_PER_BATCH_MAX, POOL_TEMPLATES_CHARS_MAX, TEXT_CHARS_MAX
 from poolgrid.wire.streams import CONSOLIDATOR_SOURCE, WORKER_SOURCE, fold
 
 EVENTS_TO_SPLIT_MAX = EVENTS_PER_BATCH_MAX // 8
@@ -579,6 +579,7 @@ class Consolidator:
                 f"the card's hash_spec is {card.hash_spec!r}, this pool hashes blocks with {HASH_SPEC!r}: "
                 "its blocks would never be found"
             )
+        templates = len(card.chat.chat_template)
         for other_key, other in members.items():
             if other_key == key:
                 continue
@@ -589,6 +590,16 @@ class Consolidator:
                     f"the card's block_size is {card.block_size}, worker {other_key} serves model {card.model!r} with "
                     f"{other.card.block_size}; all workers of a model in a pool must agree"
                 )
+            if other.card.model == card.model:
+                contradiction = _contradiction(card, other_key, other.card)
+                if contradiction is not None:
+                    return contradiction
+            templates += len(other.card.chat.chat_template)
+        if card.chat.chat_template and templates > POOL_TEMPLATES_CHARS_MAX:
+            return (
+                f"with the card's chat.chat_template those of the pool have {templates} characters, allowed are "
+                f"{POOL_TEMPLATES_CHARS_MAX}: give the template to the routers"
+            )
         return None
 
     def _join(self, key: WorkerKey, epoch: int, card: WorkerCard, turn: Turn) -> WorkerRank:
@@ -634,6 +645,21 @@ class Consolidator:
         turn.remarks.append(f"refused worker {key}: {reason}")
         if peer:
             turn.replies.append((peer, JoinRefused(*key, reason=reason[:TEXT_CHARS_MAX])))
+
+
+def _contradiction(card: WorkerCard, other_key: WorkerKey, other: WorkerCard) -> str | None:
+    """Say what two workers of a model tell routers differently, or ``None``."""
+    told = [(f"chat.{field}", own, others) for field, own, others in card.chat.contradictions(other.chat)]
+    largest, others = card.media.item_bytes_max, other.media.item_bytes_max
+    if largest and others and largest != others:
+        told.append(("media.item_bytes_max", str(largest), str(others)))
+    if not told:
+        return None
+    field, own_value, other_value = told[0]
+    return (
+        f"the card's {field} is {own_value}, worker {other_key} serves model {card.model!r} with {other_value}; all "
+        "workers of a model in a pool must agree, or say nothing"
+    )
 
 
 def _older(key: WorkerKey, epoch: int, current: int) -> str:

@@ -11,7 +11,15 @@ import pytest
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.identifiers import Stage
-from poolgrid.wire.requests import FinishReason, Generate, LogitsProcessorCall, RefusalKind, Routing, Sampling
+from poolgrid.wire.requests import (
+    FinishReason,
+    Generate,
+    KvRetention,
+    LogitsProcessorCall,
+    RefusalKind,
+    Routing,
+    Sampling,
+)
 from poolgrid.wire.trace_context import TraceContext
 from poolgrid.workers.core.refusal import RefusedError, UnableError
 from poolgrid.workers.engines.server.core.calls import Piece
@@ -103,6 +111,11 @@ def test_adapters_salts_ranks_priorities_and_traces_go_where_the_server_reads_th
     [
         (request(logits_processors=(LogitsProcessorCall("own"),)), UnableError, "logits_processors are set (own)"),
         (msgspec.structs.replace(request(), multimodal=b"x"), UnableError, "the request has media"),
+        (
+            msgspec.structs.replace(request(), retention=KvRetention()),
+            UnableError,
+            "kv_cache_retention_config is given",
+        ),
         (request(Routing(emitted_tokens=3), guided_regex="a"), UnableError, "guided_regex is set, and the output has"),
         (request(stage=Stage.DECODE), RefusedError, "without disaggregated_params"),
         (

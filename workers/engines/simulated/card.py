@@ -27,7 +27,7 @@ def make_card(settings: SimulatedWorkerSettings, request_port: int, http_port: i
         loras=settings.loras,
         engine=ENGINE_NAME,
         eos_token_ids=(settings.eos_token_id,),
-        vocabulary_size=settings.vocabulary_size,
+        vocabulary_size=settings.token_ids,
         media=media_spec(settings),
         simulated_speedup=settings.speedup,
     )

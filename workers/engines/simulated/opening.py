@@ -17,7 +17,7 @@ from poolgrid.workers.engines.simulated.encode import EncodeLimits, SimulatedEnc
 from poolgrid.workers.engines.simulated.guides import LazyGuides
 from poolgrid.workers.engines.simulated.real_time import RealTimeSimulatedEngine
 from poolgrid.workers.engines.simulated.settings import SimulatedWorkerSettings
-from poolgrid.workers.engines.simulated.words import surviving_words
+from poolgrid.workers.engines.simulated.words import TokenizerWords, read_words
 from poolgrid.workers.kv_fetcher import KvFetcher
 from poolgrid.workers.tensor_transfer.metrics import TensorMetrics
 from poolgrid.workers.tensor_transfer.nixl_transfer import NixlTensorTransfer, make_agent
@@ -70,9 +70,20 @@ def make_tensor_transfer(settings: SimulatedWorkerSettings, around: EngineHost) 
     return NixlTensorTransfer(agent, name, over_zmq, around.awake, metrics, settings.tensor_fetch_timeout_ms)
 
 
+async def _with_tokenizer(settings: SimulatedWorkerSettings) -> tuple[SimulatedWorkerSettings, tuple[int, ...]]:
+    """Return settings that say how many token ids there are, and the words that answers are made of."""
+    path = settings.tokenizer_path
+    # In a thread: a large tokenizer takes a second, in which probes are answered.
+    found = TokenizerWords() if path is None else await asyncio.to_thread(read_words, path)
+    if settings.vocabulary_size is None and found.size:
+        settings = settings.model_copy(update={"vocabulary_size": found.size})
+    return settings, found.words
+
+
 @asynccontextmanager
 async def _open_encode(settings: SimulatedWorkerSettings, around: EngineHost) -> AsyncIterator[OpenedEngine]:
     """Open the simulated encode engine; raises what ``make_tensor_transfer`` raises."""
+    settings, _ = await _with_tokenizer(settings)
     tensors = make_tensor_transfer(settings, around)
     assert tensors is not None, "an encode worker is multimodal"
     limits = EncodeLimits(
@@ -91,10 +102,9 @@ async def _open_whole(settings: SimulatedWorkerSettings, around: EngineHost) -> 
 
     Raises ``TableError`` when the timing table cannot be used, and what ``make_tensor_transfer`` raises.
     """
+    settings, words = await _with_tokenizer(settings)
     card = make_card(settings, around.request_port, around.http_port)
     path = settings.tokenizer_path
-    # In a thread: a large tokenizer takes a second, in which probes are answered.
-    words = () if path is None else await asyncio.to_thread(surviving_words, path)
     vocabulary = settings.vocabulary(words)
     engine = RealTimeSimulatedEngine(
         settings.engine_limits(),

@@ -4,7 +4,8 @@ Steps follow each other by absolute deadlines: a wake-up that comes late shorten
 fast as its timing model says as long as the machine keeps up. An idle engine waits for ``submit`` and costs nothing.
 
 A guide is opened in a thread, as a real engine compiles it beside its steps: a huge one takes a quarter of a second,
-which the streams of others must not wait for. Its request is the engine's only then; until then it can be cancelled.
+which the streams of others must not wait for. So are the log probabilities of a long prompt made, which take some
+microseconds a token. The request is the engine's only then; until then it can be cancelled.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.log_lines import about
 from poolgrid.runtime.tasks import detached
 from poolgrid.wire.events import AnyEvent, BlocksStored, LoadReported, RequestFinished
+from poolgrid.wire.hashing import TOKEN_BYTES
+from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.limits import TEXT_CHARS_MAX
-from poolgrid.wire.requests import FinishReason, Generate, KvOffered, TokenDelta
+from poolgrid.wire.requests import FinishReason, Generate, KvOffered, TokenDelta, TokenLogprobs
 from poolgrid.workers.core.event_translation import EventTranslator
 from poolgrid.workers.core.kv_fetches import KvWanted
 from poolgrid.workers.core.refusal import BrokenError, RefusedError
@@ -35,6 +38,9 @@ from poolgrid.workers.engines.simulated.core.timing import TimingModel
 from poolgrid.workers.tensor_transfer.port import Tensor
 
 log = logging.getLogger(__name__)
+
+PROMPT_REPORTED_AT_ONCE = 256
+"""Longest prompt whose log probabilities are made on the event loop: about a millisecond."""
 
 LAG_FORGIVEN_MS = 250.0
 """How far the engine may fall behind its deadlines before it stops trying to catch up."""
@@ -103,29 +109,33 @@ class RealTimeSimulatedEngine(AlwaysWell):
         self, request: Generate, offer: KvOffered | None = None, embeddings: list[Embeddings] | None = None
     ) -> None:
         """Give the core a request, once its guide is open; raises ``RefusedError``."""
-        if request.sampling.guide and self._guides is not None and self._deliver is not None:
-            opening = self._open_then_take(self._guides, request, offer, embeddings)
-            self._opening[request.request_id] = detached(opening, f"guide of {request.request_id}")
+        guides = self._guides if request.sampling.guide else None
+        if self._deliver is not None and (guides is not None or _is_long_to_report(request)):
+            opening = self._open_then_take(guides, request, offer, embeddings)
+            self._opening[request.request_id] = detached(opening, f"preparation of {request.request_id}")
             return
         self._core.submit(request, self._clock.monotonic_ms(), offer=offer, embeddings=embeddings)
         self._wake.set()
 
     async def _open_then_take(
-        self, guides: Guides, request: Generate, offer: KvOffered | None, embeddings: list[Embeddings] | None
+        self, guides: Guides | None, request: Generate, offer: KvOffered | None, embeddings: list[Embeddings] | None
     ) -> None:
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(1, "guides")
+            self._threads = ThreadPoolExecutor(1, "requests")
 
-        def opened() -> TokenGuide:
-            guide = guides.open(request.sampling)
-            guide.allowed()  # the first look costs as much as opening it, and is kept
-            return guide
+        def opened() -> tuple[TokenGuide | None, tuple[TokenLogprobs, ...] | None]:
+            guide = None
+            if guides is not None:
+                guide = guides.open(request.sampling)
+                guide.allowed()  # the first look costs as much as opening it, and is kept
+            made = self._core.prompt_logprobs(request) if _is_long_to_report(request) else None
+            return guide, made
 
         try:
-            guide = await asyncio.get_running_loop().run_in_executor(self._threads, opened)
+            guide, made = await asyncio.get_running_loop().run_in_executor(self._threads, opened)
             del self._opening[request.request_id]
             now_ms = self._clock.monotonic_ms()
-            self._core.submit(request, now_ms, offer=offer, embeddings=embeddings, guide=guide)
+            self._core.submit(request, now_ms, offer=offer, embeddings=embeddings, guide=guide, prompt_logprobs=made)
         except asyncio.CancelledError:
             raise
         except RefusedError as refusal:
@@ -133,10 +143,11 @@ class RealTimeSimulatedEngine(AlwaysWell):
             self._end(request.request_id, FinishReason.ERROR, refusal)
         except BaseException as error:  # a panic in a compiled library is no Exception
             # Another worker may succeed; unanswered, its client would wait until it gives up.
+            what = request.sampling.guide or "prompt_logprobs"
             named = about(request_id=request.request_id)
-            log.exception("request %s: %s could not be opened", request.request_id, request.sampling.guide, extra=named)
+            log.exception("request %s: %s could not be opened", request.request_id, what, extra=named)
             self._opening.pop(request.request_id, None)
-            why = f"{request.sampling.guide} is set, and opening it failed here: {type(error).__name__}: {error}"
+            why = f"{what} is set, and opening it failed here: {type(error).__name__}: {error}"
             self._end(request.request_id, FinishReason.ERROR, BrokenError(why))
         self._wake.set()
 
@@ -238,3 +249,14 @@ class RealTimeSimulatedEngine(AlwaysWell):
             # The moment itself, however late the timer came: what follows is not late with it.
             return max(moment_ms, self._clock.monotonic_ms() - LAG_FORGIVEN_MS)
         return self._clock.monotonic_ms()
+
+
+def _is_long_to_report(request: Generate) -> bool:
+    """Tell whether a request asks for the log probabilities of a prompt that is not short, and has no media."""
+    return (
+        request.sampling.prompt_logprobs is not None
+        and len(request.token_ids) > TOKEN_BYTES * PROMPT_REPORTED_AT_ONCE
+        and request.multimodal is None
+        and request.stage is not Stage.DECODE
+        and not request.routing.emitted_tokens
+    )

@@ -32,6 +32,9 @@ from poolgrid.workers.engines.simulated.core.shipped_timing import PUBLISHED, TI
 from poolgrid.workers.engines.simulated.core.timing import SPEEDUP_MAX
 from poolgrid.workers.settings import Name, WorkerProcessSettings
 
+VOCABULARY_SIZE_DEFAULT = 32_000
+"""What early models of Llama's kind have."""
+
 
 class SimulatedWorkerSettings(WorkerProcessSettings):
     """A worker process with the simulated engine."""
@@ -69,7 +72,13 @@ class SimulatedWorkerSettings(WorkerProcessSettings):
     max_waiting_requests: int = Field(
         4096, ge=1, le=65_536, description="Requests that may wait for a place; one more is refused as busy."
     )
-    vocabulary_size: int = Field(32_000, ge=1, le=2**32, description="Generated token ids are below this.")
+    vocabulary_size: int | None = Field(
+        None,
+        ge=1,
+        le=2**32,
+        description="Generated token ids are below this; empty = as many as the tokenizer at tokenizer_path has, or "
+        "32,000 without one.",
+    )
     first_token_id: int = Field(3, ge=0, le=2**32 - 1, description="Lowest token id that is generated.")
     eos_token_id: int = Field(2, ge=0, le=2**32 - 1, description="Token id that ends an output.")
     output_tokens_mean: float = Field(
@@ -197,16 +206,21 @@ class SimulatedWorkerSettings(WorkerProcessSettings):
             max_waiting_requests=self.max_waiting_requests,
         )
 
+    @property
+    def token_ids(self) -> int:
+        """How many token ids there are, as far as the settings say."""
+        return self.vocabulary_size or VOCABULARY_SIZE_DEFAULT
+
     def vocabulary(self, words: tuple[int, ...] = ()) -> Vocabulary:
         """Return the token ids that the simulated engine produces; of ``words`` those that it may produce."""
         mean = self.output_tokens_mean
         return Vocabulary(
-            self.vocabulary_size,
+            self.token_ids,
             self.first_token_id,
             self.eos_token_id,
             self.eos_probability,
             AnswerLengths(mean, self.output_tokens_stddev) if mean else None,
-            tuple(word for word in words if word < self.vocabulary_size),
+            tuple(word for word in words if word < self.token_ids),
         )
 
     def transfer_model(self) -> TransferModel:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -27,11 +27,24 @@ _SPACED_WORD = re.compile("[\u0120\u2581 ][A-Za-z]{2,}")
 """A word with a space before it, as byte-level vocabularies write that, as SentencePiece does, or as it is."""
 
 
-def surviving_words(path: Path) -> tuple[int, ...]:
-    """Return token ids that come back from their text, whichever of them follow each other; lowest first.
+class TokenizerWords(NamedTuple):
+    """What is known of a model's tokenizer."""
 
-    ``path`` is a model directory or its ``tokenizer.json``. Empty, with a warning, where the tokenizer cannot be read
-    or has no such tokens. Takes some 20 ms, and 1 s for 200,000 tokens.
+    words: tuple[int, ...] = ()
+    size: int = 0
+    """Its tokens, added ones included; 0 = it could not be read."""
+
+
+def surviving_words(path: Path) -> tuple[int, ...]:
+    """Return token ids that come back from their text, whichever of them follow each other; lowest first."""
+    return read_words(path).words
+
+
+def read_words(path: Path) -> TokenizerWords:
+    """Return the words of a tokenizer that survive, and how many tokens it has.
+
+    ``path`` is a model directory or its ``tokenizer.json``. Without words, with a warning, where the tokenizer cannot
+    be read or has no such tokens. Takes some 20 ms, and 1 s for 200,000 tokens.
     """
     # Only here: a worker that was not given the model's tokenizer does not need it in its memory.
     from tokenizers import Tokenizer
@@ -42,14 +55,14 @@ def surviving_words(path: Path) -> tuple[int, ...]:
         tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
     except Exception as error:  # the library raises bare Exception
         log.warning("the answers will not be words: the tokenizer at %s cannot be used: %s", file, str(error)[:500])
-        return ()
+        return TokenizerWords()
     tokenizer.no_truncation()
     tokenizer.no_padding()
     words = _words(tokenizer)
     if len(words) < WORDS_MIN:
         log.warning("the answers will not be words: the tokenizer at %s has no words that survive encoding", file)
-        return ()
-    return words
+        words = ()
+    return TokenizerWords(words, tokenizer.get_vocab_size())
 
 
 def _words(tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -8,7 +8,8 @@ Rules:
 3. A decode leg gets the prompt as token ids and never media. An encode leg gets no disaggregated params: 1.2.1 would
    wrap its handles into a tuple.
 4. What only later versions take (``priority``) is given where the installed one has it and honours it.
-5. A request that asks for log probabilities of its prompt reuses no blocks: the engine has them only of what it
+5. How long blocks stay (``KvCacheRetentionConfig``) and the request's span (``trace_headers``) are given as they came.
+6. A request that asks for log probabilities of its prompt reuses no blocks: the engine has them only of what it
    computes.
 """
 
@@ -17,12 +18,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.hashing import unpack_tokens
 from poolgrid.wire.identifiers import Stage
-from poolgrid.wire.requests import Generate
+from poolgrid.wire.requests import Generate, KvRetention
 from poolgrid.workers.core.refusal import RefusedError, UnableError, UnsupportedError
 from poolgrid.workers.engines.trtllm.arguments.engine_arguments import EngineArguments
 from poolgrid.workers.engines.trtllm.arguments.engine_rules import look_up
@@ -102,6 +104,12 @@ class TrtllmCalls:
         if request.sampling.prompt_logprobs is not None and request.stage is not Stage.DECODE and has_salts:
             # The engine tells them of what it computes: with a salt of its own a request reuses nothing.
             salt = f"{salt}{PROMPT_SALT}{request.request_id}"
+        if request.retention is not None and (
+            self._library.kv_cache_retention is None or "kv_cache_retention_config" not in self._accepted
+        ):
+            raise UnableError(
+                "kv_cache_retention_config is given, and this TensorRT-LLM takes none: leave it out, or use 1.2"
+            )
         plan = Plan(plan_sampling(request, self._eos_token_ids, self._guide_backend, self._ignores), adapter, salt)
         self._processors.check(request)
         self.roots.note(request.token_ids, routing.lora_name, None if adapter is None else adapter.number, salt)
@@ -131,6 +139,10 @@ class TrtllmCalls:
         given.update(self._scheduling(routing.dp_rank))
         if routing.priority and self._orders:
             given["priority"] = engine_priority(routing.priority)
+        if request.retention is not None:
+            given["kv_cache_retention_config"] = self._retention(request.retention, request)
+        if request.trace is not None and "trace_headers" in self._accepted:
+            given["trace_headers"] = request.trace.headers
         return self._llm.generate_async(inputs, **given)
 
     async def generate_one(self, rank: int) -> None:
@@ -157,6 +169,29 @@ class TrtllmCalls:
             raise UnableError("an output with media goes on as text, and this engine has no tokenizer")
         text: str = tokenizer.decode(list(unpack_tokens(tokens)))
         return text
+
+    def _retention(self, retention: KvRetention, request: Generate) -> Any:
+        """Return how long a request's blocks stay, as TensorRT-LLM takes it; durations are ``timedelta``."""
+        made = self._library.kv_cache_retention
+        assert made is not None, "a plan was made, so the version has it"
+        length = len(request.token_ids) // 4
+        emitted = request.routing.emitted_tokens
+        prompt = length - emitted
+        ranges = [
+            (
+                each.start,
+                min(prompt, prompt if each.end is None else each.end),
+                each.priority,
+                _duration(each.duration_ms),
+            )
+            for each in retention.ranges
+            if each.start < prompt
+        ]
+        decode = (retention.decode_priority, _duration(retention.decode_duration_ms))
+        if emitted:
+            # For the engine the output so far is prompt.
+            ranges.append((prompt, length, *decode))
+        return made([made.TokenRangeRetentionConfig(*each) for each in ranges], *decode)
 
     def _scheduling(self, rank: int) -> dict[str, Any]:
         if "scheduling_params" not in self._accepted:
@@ -211,6 +246,11 @@ class TrtllmCalls:
         elif made is not None:
             made.request_type = codec.WHOLE
         return made, prompt if request.stage is Stage.DECODE else None
+
+
+def _duration(duration_ms: int | None) -> timedelta | None:
+    # As a number it would count as seconds.
+    return None if duration_ms is None else timedelta(milliseconds=duration_ms)
 
 
 def embedding_bias(bias: Mapping[int, float], vocabulary_size: int) -> Any:

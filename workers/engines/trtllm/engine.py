@@ -59,7 +59,7 @@ from poolgrid.workers.engines.trtllm.arguments.engine_arguments import EngineArg
 from poolgrid.workers.engines.trtllm.calls import TrtllmCalls
 from poolgrid.workers.engines.trtllm.collector import EngineCollector
 from poolgrid.workers.engines.trtllm.core.loras import adapters
-from poolgrid.workers.engines.trtllm.core.model_abilities import abilities_of
+from poolgrid.workers.engines.trtllm.core.model_abilities import abilities_of, model_problem
 from poolgrid.workers.engines.trtllm.core.model_facts import ModelFacts
 from poolgrid.workers.engines.trtllm.core.outputs import FINISH_REASONS, GOES_ON
 from poolgrid.workers.engines.trtllm.core.statistics import EngineStatistics, load_of
@@ -702,8 +702,9 @@ async def load_engine(
     _check_adapters(arguments)
     named = LogitsProcessorRegistry.from_settings(logits_processors)
     started_ms = clock.monotonic_ms()
-    if role is Role.ENCODE:
-        _check_encoder(await asyncio.to_thread(read_model_facts, str(arguments.values["model"])))
+    if takes_media:
+        # Before it is loaded, where its files are here already; what is brought in from elsewhere is known after.
+        _check_model(await asyncio.to_thread(read_model_facts, str(arguments.values["model"])), role, takes_media)
     thread = EngineThread()
     try:
         library = await thread.call(load_library)
@@ -722,6 +723,7 @@ async def load_engine(
             trtllm_metrics = TrtllmMetrics(registry)
             collector = EngineCollector(registry, served_model_name, trtllm_metrics)
             facts = await asyncio.to_thread(read_model_facts, str(arguments.values["model"]))
+            _check_model(facts, role, takes_media)
             abilities = abilities_of(facts.architecture)
             engine = TrtllmEngine(
                 thread,
@@ -758,12 +760,10 @@ async def load_engine(
         thread.end()
 
 
-def _check_encoder(facts: ModelFacts) -> None:
-    if not abilities_of(facts.architecture).encodes:
-        raise ValueError(
-            f"starting an encode worker: TensorRT-LLM cannot run the vision part of {facts.architecture} by itself; "
-            "give the prefill workers the pictures (no encode workers); no engine was started"
-        )
+def _check_model(facts: ModelFacts, role: Role, takes_media: bool) -> None:
+    problem = model_problem(facts.architecture, role is Role.ENCODE, takes_media)
+    if problem:
+        raise ValueError(f"starting a worker of the role {role.name.lower()}: {problem}")
 
 
 def _check_adapters(arguments: EngineArguments) -> None:

@@ -44,6 +44,8 @@ class TrtllmLibrary:
     lora_request: Callable[..., Any]
     request_error: type[Exception]
     merge_arguments: Callable[..., dict[str, Any]]
+    kv_cache_retention: type[Any] | None
+    """``KvCacheRetentionConfig``, where the version has it."""
     logprob: Callable[..., Any] | None
     """Class of a token's log probability, where the version has one."""
     scheduler_fields: frozenset[str]
@@ -108,6 +110,7 @@ def load_library() -> TrtllmLibrary:
         lora_request=name("executor.request", "LoRARequest"),
         request_error=name("llmapi", "RequestError"),
         merge_arguments=name("llmapi.llm_utils", "update_llm_args_with_extra_dict"),
+        kv_cache_retention=optional("llmapi", "KvCacheRetentionConfig"),
         logprob=optional("executor.result", "Logprob"),
         scheduler_fields=frozenset(getattr(optional("llmapi", "SchedulerConfig"), "model_fields", ())),
     )

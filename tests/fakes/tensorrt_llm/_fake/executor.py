@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from poolgrid.wire.events import RequestStarted
 from poolgrid.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes, unpack_tokens
-from poolgrid.wire.requests import FinishReason, Generate, Routing, Sampling, TokenDelta
+from poolgrid.wire.requests import FinishReason, Generate, KvRetention, Routing, Sampling, TokenDelta
 from poolgrid.workers.core.refusal import RefusedError
 from poolgrid.workers.engines.simulated.core.engine import EngineLimits, SimulatedEngine
 from poolgrid.workers.engines.simulated.core.next_token import TokenStream, Vocabulary
@@ -100,6 +100,7 @@ class Request:
     request_type: str | None = None
     disaggregated: DisaggregatedParams | None = None
     decode_priority: int | None = None
+    retention: KvRetention | None = None
     encode: Callable[[], Response] | None = None
     media_seed: int = 0
     """Part of the sampling seed: an answer is right only if the right media took the right way."""
@@ -505,6 +506,7 @@ class Executor:
                 if not sampling.ignore_eos
                 else tuple(request.stop_words),
                 routing=Routing(lora_name=request.lora_name, cache_salt=salt, priority=request.priority),
+                retention=request.retention,
             )
             try:
                 self.engines[rank].submit(generate, self._now_ms)

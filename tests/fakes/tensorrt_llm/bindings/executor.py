@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from datetime import timedelta
 from enum import IntEnum
 from itertools import pairwise
+
+from poolgrid.wire.requests import KvRetention, RetainedTokens
 
 
 class KvCacheTransferMode(IntEnum):
@@ -23,9 +26,11 @@ class TokenRangeRetentionConfig:
     token_start: int
     token_end: int | None = None
     priority: int = 35
-    duration_ms: float | None = None
+    duration_ms: timedelta | float | None = None
 
     def __post_init__(self) -> None:
+        if self.token_end is not None and self.token_end <= self.token_start:
+            raise ValueError(f"token_end must be above token_start, got {self.token_start} to {self.token_end}")
         if not 0 <= self.priority <= 100:
             raise ValueError(f"priority must be in 0..100, got {self.priority}")
 
@@ -36,7 +41,7 @@ class KvCacheRetentionConfig:
 
     token_range_retention_configs: list[TokenRangeRetentionConfig]
     decode_retention_priority: int = 35
-    decode_duration_ms: float | None = None
+    decode_duration_ms: timedelta | float | None = None
     transfer_mode: KvCacheTransferMode = KvCacheTransferMode.DRAM
     directory: str | None = None
 
@@ -50,6 +55,24 @@ class KvCacheRetentionConfig:
         if self.transfer_mode is not KvCacheTransferMode.DRAM and self.directory is None:
             warnings.warn("a transfer mode without a directory falls back to DRAM", stacklevel=2)
             self.transfer_mode = KvCacheTransferMode.DRAM
+
+    def as_request(self) -> KvRetention:
+        """What the engine behind the fake is told."""
+        return KvRetention(
+            tuple(
+                RetainedTokens(each.token_start, each.token_end, each.priority, _milliseconds(each.duration_ms))
+                for each in sorted(self.token_range_retention_configs, key=lambda each: each.token_start)
+            ),
+            self.decode_retention_priority,
+            _milliseconds(self.decode_duration_ms),
+        )
+
+
+def _milliseconds(duration: timedelta | float | None) -> int | None:
+    """The bindings read a bare number as seconds, whatever the field is called."""
+    if duration is None:
+        return None
+    return round(1000 * (duration.total_seconds() if isinstance(duration, timedelta) else duration))
 
 
 KvCacheRetentionConfig.TokenRangeRetentionConfig = TokenRangeRetentionConfig  # type: ignore[attr-defined]

@@ -310,6 +310,7 @@ class BaseLLM:
             decode_priority=(
                 kv_cache_retention_config.decode_retention_priority if kv_cache_retention_config else None
             ),
+            retention=None if kv_cache_retention_config is None else kv_cache_retention_config.as_request(),
             media_seed=media_seed,
             prompt_logprobs=sampling.prompt_logprobs,
             priority=round(1000 * (priority - 0.5)) if self._orders_by_priority() else 0,

@@ -100,6 +100,10 @@ def refuse_what_nobody_has(title: str, request: Generate) -> None:
     if request.sampling.logits_processors:
         names = ", ".join(each.name for each in request.sampling.logits_processors)
         raise UnableError(f"logits_processors are set ({names}), {title} runs none that a request brings")
+    if request.retention is not None:
+        raise UnableError(
+            f"kv_cache_retention_config is given, and {title} evicts blocks by its own rule only: leave it out"
+        )
     if request.sampling.guide and request.routing.emitted_tokens:
         raise UnableError(
             f"{request.sampling.guide} is set, and the output has begun on another worker "

@@ -15,6 +15,10 @@ Rules:
 3. With a host tier an evicted block moves there and keeps its name; the host evicts its oldest. A host hit brings the
    block back to the device. A block is on one tier at a time, and every ancestor of a host block is on some tier.
 4. When a request fills a block whose name is already there, its copy is given up and the one there is shared.
+5. Idle blocks have a priority, 35 unless a request said otherwise. The lowest priority is evicted first, and of one
+   priority the oldest. A priority above 35 may lapse; when room is needed next, the block is one of the newest with 35.
+   A new block has what its request says. A later request can only raise it, and a block that something hangs off has
+   at least the priority of that, for at least as long, so that rule 2 holds.
 
 All operations work on whole prefixes, so that their cost per block is a few dictionary operations.
 """
@@ -23,10 +27,20 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from poolgrid.wire.identifiers import Tier
+from poolgrid.wire.requests import RETENTION_DEFAULT
 from poolgrid.workers.engines.simulated.core.cache_recorder import CacheRecorder, Link
+
+Retention = Sequence[tuple[int, int | None]]
+"""Of each block of a request, in order: its priority, and for how many milliseconds after its release it has it."""
+
+Kept = tuple[int, float | None]
+"""A block's priority, and when it lapses; ``None`` = never."""
+
+USUAL: Kept = (RETENTION_DEFAULT, None)
 
 
 class Match(NamedTuple):
@@ -54,12 +68,24 @@ class BlockPool:
         self.block_size = block_size
         self.version = 0
         """Changes whenever blocks became free or were stored: a request that did not fit before may fit now."""
+        self.now_ms = 0.0
+        """The caller's time, by which priorities lapse."""
         self._recorder = recorder
         self._refs: dict[int, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._host: OrderedDict[int, None] = OrderedDict()
         self._parents: dict[int, int | None] = {}
         self._private = 0
+        self._kept: dict[int, Kept] = {}
+        """Blocks with another priority than the usual one; empty until a request asks for one."""
+        self._idle_kept: dict[int, OrderedDict[int, int]] = {}
+        """Those of them that are idle, by priority, each with its number in the order of becoming idle; they are not in
+        ``_idle``."""
+        self._idle_kept_count = 0
+        self._lapses: list[tuple[float, int, int]] = []
+        """A heap: when the priority of an idle block lapses, its number, and its hash. Entries that no longer hold are
+        skipped."""
+        self._idled = 0
 
     @property
     def cached_blocks(self) -> int:
@@ -69,12 +95,12 @@ class BlockPool:
     @property
     def active_blocks(self) -> int:
         """Device blocks that requests hold."""
-        return len(self._refs) - len(self._idle) + self._private
+        return len(self._refs) - len(self._idle) - self._idle_kept_count + self._private
 
     @property
     def available_blocks(self) -> int:
         """Device blocks that can be had, by eviction if need be."""
-        return self.total_blocks - len(self._refs) + len(self._idle) - self._private
+        return self.total_blocks - len(self._refs) + len(self._idle) + self._idle_kept_count - self._private
 
     def match(self, hashes: Sequence[int], limit: int) -> Match:
         """Return how many of the first ``limit`` blocks of a prefix are cached. Changes nothing."""
@@ -103,11 +129,14 @@ class BlockPool:
         if self.available_blocks - match.idle < new_blocks:
             return False
         refs = self._refs
-        idle = self._idle
+        idle, kept = self._idle, self._kept
         for sequence_hash in hashes[: match.device]:
             held = refs[sequence_hash]
             if not held:
-                del idle[sequence_hash]
+                if sequence_hash in kept:
+                    self._wake(sequence_hash)
+                else:
+                    del idle[sequence_hash]
             refs[sequence_hash] = held + 1
         onboarded = hashes[match.device : match.device + match.host]
         # Off the host first: making room below pushes other blocks there and could evict just these.
@@ -137,11 +166,12 @@ class BlockPool:
         tokens: Callable[[int, int], bytes],
         seed: int,
         media: Callable[[int, int], Mapping[int, Sequence[int]]] | None = None,
+        retention: Retention | None = None,
     ) -> None:
         """Name the caller's private blocks ``start`` to ``end`` of its prefix; it holds all blocks before them.
 
         ``tokens(first_block, end_block)`` returns the token ids of a range of blocks, ``media`` the hashes of the media
-        that touch them, by position in the range.
+        that touch them, by position in the range. ``retention`` is of the whole prefix.
         """
         refs = self._refs
         self._private -= end - start
@@ -153,7 +183,10 @@ class BlockPool:
             if held is None:
                 break
             if not held:
-                del self._idle[hashes[at]]
+                if hashes[at] in self._kept:
+                    self._wake(hashes[at])
+                else:
+                    del self._idle[hashes[at]]
             refs[hashes[at]] = held + 1
             at += 1
         returning = at
@@ -172,6 +205,10 @@ class BlockPool:
             for sequence_hash in fresh:
                 parents[sequence_hash] = previous
                 previous = sequence_hash
+            if retention is not None:
+                for sequence_hash, (priority, _) in zip(fresh, retention[at:end], strict=True):
+                    if priority < RETENTION_DEFAULT:
+                        self._kept[sequence_hash] = (priority, None)
             first = at
             if media is None:
                 self._recorder.stored(parent, fresh, lambda: tokens(first, end), self.block_size, seed)
@@ -180,10 +217,13 @@ class BlockPool:
                     parent, fresh, lambda: tokens(first, end), self.block_size, seed, media(first, end)
                 )
 
-    def release(self, hashes: Sequence[int], private: int) -> None:
-        """Give up a held prefix (all of what the caller holds of it) and private blocks."""
+    def release(self, hashes: Sequence[int], private: int, retention: Retention | None = None) -> None:
+        """Give up a held prefix (all of what the caller holds of it) and private blocks; it says how long they stay."""
         self._private -= private
         self.version += 1
+        if retention is not None or self._kept:
+            self._release_by_priority(hashes, retention)
+            return
         refs = self._refs
         idle = self._idle
         for sequence_hash in reversed(hashes):
@@ -191,6 +231,66 @@ class BlockPool:
             refs[sequence_hash] = held
             if not held:
                 idle[sequence_hash] = None
+
+    def _release_by_priority(self, hashes: Sequence[int], retention: Retention | None) -> None:
+        """Do what ``release`` does where blocks have priorities; what a block has goes to those before it."""
+        # Before anything becomes idle: what hangs off these blocks and has lapsed is older than they are.
+        self._lapse()
+        refs, kept, now_ms = self._refs, self._kept, self.now_ms
+        behind: Kept = (0, None)
+        for at in range(len(hashes) - 1, -1, -1):
+            sequence_hash = hashes[at]
+            own = kept.get(sequence_hash, USUAL)
+            if own[1] is not None and own[1] <= now_ms:
+                own = USUAL
+            if retention is not None:
+                priority, duration_ms = retention[at]
+                if priority > RETENTION_DEFAULT:
+                    own = _longer(own, (priority, None if duration_ms is None else now_ms + duration_ms))
+            behind = own = _longer(own, behind)
+            if own == USUAL:
+                kept.pop(sequence_hash, None)
+            else:
+                kept[sequence_hash] = own
+            held = refs[sequence_hash] = refs[sequence_hash] - 1
+            if held:
+                continue
+            if own == USUAL:
+                self._idle[sequence_hash] = None
+                continue
+            self._idled += 1
+            self._idle_kept.setdefault(own[0], OrderedDict())[sequence_hash] = self._idled
+            self._idle_kept_count += 1
+            if own[1] is not None:
+                heappush(self._lapses, (own[1], self._idled, sequence_hash))
+        if len(self._lapses) > 4 * self._idle_kept_count + 64:
+            self._lapses = [entry for entry in self._lapses if self._holds(entry)]
+            heapify(self._lapses)
+
+    def _wake(self, sequence_hash: int) -> None:
+        """Take an idle block with a priority of its own out of the idle ones."""
+        priority = self._kept[sequence_hash][0]
+        idle = self._idle_kept[priority]
+        del idle[sequence_hash]
+        if not idle:
+            del self._idle_kept[priority]
+        self._idle_kept_count -= 1
+
+    def _holds(self, lapse: tuple[float, int, int]) -> bool:
+        _, number, sequence_hash = lapse
+        kept = self._kept.get(sequence_hash)
+        idle = None if kept is None else self._idle_kept.get(kept[0])
+        return idle is not None and idle.get(sequence_hash) == number
+
+    def _lapse(self) -> None:
+        """Give the usual priority to idle blocks whose time is over."""
+        lapses = self._lapses
+        while lapses and lapses[0][0] <= self.now_ms:
+            lapse = heappop(lapses)
+            if self._holds(lapse):
+                self._wake(lapse[2])
+                del self._kept[lapse[2]]
+                self._idle[lapse[2]] = None
 
     def resident(self, tier: Tier) -> list[Link]:
         """Return every named block of a tier with its parent, parents before children."""
@@ -211,12 +311,13 @@ class BlockPool:
             return
         pop = self._idle.popitem
         refs = self._refs
-        evicted = [pop(last=False)[0] for _ in range(missing)]
+        evicted = self._lowest(missing) if self._idle_kept else [pop(last=False)[0] for _ in range(missing)]
         for sequence_hash in evicted:
             del refs[sequence_hash]
         if not self.host_blocks:
             for sequence_hash in evicted:
                 del self._parents[sequence_hash]
+            self._forget_priorities(evicted)
             self._recorder.removed(evicted, Tier.DEVICE)
             return
         host = self._host
@@ -227,4 +328,33 @@ class BlockPool:
             dropped = [host.popitem(last=False)[0] for _ in range(len(host) - self.host_blocks)]
             for sequence_hash in dropped:
                 del self._parents[sequence_hash]
+            self._forget_priorities(dropped)
             self._recorder.removed(dropped, Tier.HOST)
+
+    def _lowest(self, count: int) -> list[int]:
+        """Take so many idle blocks, those of the lowest priority and of one priority the oldest."""
+        self._lapse()
+        taken: list[int] = []
+        for priority in sorted({RETENTION_DEFAULT, *self._idle_kept}):
+            idle: OrderedDict[int, int] | OrderedDict[int, None]
+            idle = self._idle if priority == RETENTION_DEFAULT else self._idle_kept[priority]
+            found = [idle.popitem(last=False)[0] for _ in range(min(count - len(taken), len(idle)))]
+            taken += found
+            if priority != RETENTION_DEFAULT:
+                self._idle_kept_count -= len(found)
+                if not idle:
+                    del self._idle_kept[priority]
+        return taken
+
+    def _forget_priorities(self, hashes: Iterable[int]) -> None:
+        if self._kept:
+            for sequence_hash in hashes:
+                self._kept.pop(sequence_hash, None)
+
+
+def _longer(one: Kept, other: Kept) -> Kept:
+    """Return what is at least both: a priority up to the usual one never lapses, so a higher one alone says when."""
+    if one[0] <= RETENTION_DEFAULT or other[0] <= RETENTION_DEFAULT:
+        return one if one[0] >= other[0] else other
+    lapses = None if one[1] is None or other[1] is None else max(one[1], other[1])
+    return max(one[0], other[0]), lapses

@@ -34,7 +34,7 @@ from poolgrid.wire.events import (
     RequestStarted,
 )
 from poolgrid.wire.identifiers import Stage, Tier
-from poolgrid.wire.requests import FinishReason, Generate, KvOffered, TokenDelta
+from poolgrid.wire.requests import FinishReason, Generate, KvOffered, TokenDelta, TokenLogprobs
 from poolgrid.workers.core.cache_facts import chains, stored_chain
 from poolgrid.workers.core.kv_arrival import KvArrival
 from poolgrid.workers.core.refusal import BusyError, RefusedError, UnableError, UnsupportedError
@@ -50,7 +50,7 @@ from poolgrid.workers.engines.simulated.core.kv_transfer import (
     write_ticket,
 )
 from poolgrid.workers.engines.simulated.core.media import Embeddings, MediaMark, mark_media, read_media
-from poolgrid.workers.engines.simulated.core.next_token import Vocabulary
+from poolgrid.workers.engines.simulated.core.next_token import Vocabulary, prompt_logprobs
 from poolgrid.workers.engines.simulated.core.scheduler import Scheduler
 from poolgrid.workers.engines.simulated.core.sequence import Phase, Sequence
 from poolgrid.workers.engines.simulated.core.timing import PolynomialTiming, TimingModel
@@ -212,14 +212,15 @@ class SimulatedEngine:
         offer: KvOffered | None = None,
         embeddings: list[Embeddings] | None = None,
         guide: TokenGuide | None = None,
+        prompt_logprobs: tuple[TokenLogprobs, ...] | None = None,
     ) -> None:
         """Accept a request, or raise ``RefusedError`` and change nothing.
 
         A request of the decode stage needs the ``offer`` that its source made for it. ``embeddings`` stand for the
         images of a request that an encode worker has seen.
         ``sequence_hashes``, where the caller has them, are those of every whole block of the prompt, made with the
-        request's own seed; they are computed otherwise. The list is read, never changed. ``guide`` is the request's,
-        where the caller has opened it already.
+        request's own seed; they are computed otherwise. The list is read, never changed. ``guide`` and
+        ``prompt_logprobs`` are the request's, where the caller has opened or made them already.
         """
         sampling = request.sampling
         isl = len(request.token_ids) // 4
@@ -284,6 +285,7 @@ class SimulatedEngine:
             marks,
             self._guides,
             guide,
+            prompt_logprobs,
         )
         if ticket is not None:
             check_offer(sequence, ticket, offer or KvOffered(ticket.transfer_id, known=False))
@@ -303,6 +305,12 @@ class SimulatedEngine:
             raise UnsupportedError("the request has media, and this worker takes text only")
         media = read_media(request)
         return () if media is None else mark_media(media, embeddings)
+
+    def prompt_logprobs(self, request: Generate) -> tuple[TokenLogprobs, ...]:
+        """Return the log probabilities of a prompt without media; takes long for a long one, and touches no state."""
+        sampling = request.sampling
+        assert sampling.prompt_logprobs is not None, "they were asked for"
+        return prompt_logprobs(self.vocabulary, b"", request.token_ids, sampling.seed, sampling.prompt_logprobs)
 
     def cancel(self, request_id: str) -> bool:
         """End a request now; its last delta and fact come with the next outcome. Say whether it was active.
@@ -345,6 +353,7 @@ class SimulatedEngine:
         """
         scheduler = self._scheduler
         decoding = scheduler.decoding
+        self._pool.now_ms = now_ms
         if self._moments:
             self._pass_moments(now_ms)
         chunks, prefill_tokens = self._schedule_prefill(now_ms)
@@ -545,6 +554,7 @@ class SimulatedEngine:
     def _finish_step(self, chunks: list[Sequence], ended_ms: float) -> None:
         """Do what the step's end brings: ends first (they free blocks), then first tokens, then full blocks."""
         now = self._decode_steps
+        self._pool.now_ms = ended_ms
         due = self._due
         filled: list[Sequence] = []
         while due and due[0][0] <= now:
@@ -664,7 +674,8 @@ class SimulatedEngine:
         if full > stored:
             sequence.name_blocks(full)
             media = sequence.media_of if sequence.touched else None
-            self._pool.store(sequence.hashes, stored, full, sequence.tokens, sequence.seed, media)
+            retention = sequence.retained(full)
+            self._pool.store(sequence.hashes, stored, full, sequence.tokens, sequence.seed, media, retention)
             sequence.shared = full
             sequence.private -= full - stored
 

@@ -131,7 +131,8 @@ class Scheduler:
             del self.kept[sequence.transfer_id]
         else:
             del self.decoding[sequence.order]
-        self._pool.release(sequence.hashes[: sequence.shared], sequence.private)
+        shared = sequence.shared
+        self._pool.release(sequence.hashes[:shared], sequence.private, sequence.retained(shared))
 
     def victim(self) -> Sequence:
         """Return the sequence to give way: lowest priority, then last arrived."""

@@ -37,6 +37,8 @@ class Sequence:
 
     __slots__ = (
         "_before",
+        "_emitted_before",
+        "_made_prompt_logprobs",
         "_sampling",
         "_vocabulary",
         "arrival_ms",
@@ -60,6 +62,7 @@ class Sequence:
         "private",
         "prompt",
         "request_id",
+        "retention",
         "seed",
         "shared",
         "stage",
@@ -83,6 +86,7 @@ class Sequence:
         marks: tuple[MediaMark, ...] = (),
         guides: Guides | None = None,
         guide: TokenGuide | None = None,
+        made_prompt_logprobs: tuple[TokenLogprobs, ...] | None = None,
     ) -> None:
         self.request_id = request.request_id
         self.prompt = request.token_ids
@@ -96,16 +100,19 @@ class Sequence:
         """Scheduling order: higher priority first, then first come."""
         self.arrival_ms = arrival_ms
         self.block_size = block_size
+        self.retention = request.retention
         self.seed = hash_seed(request.routing.lora_name, request.routing.cache_salt)
         self.marks = marks
         """Its media; what is generated depends on them as on the prompt."""
         self.touched = touched_blocks(marks, block_size) if marks else {}
         """The media that touch each block, by the block's position."""
         # Before the prompt: a request that moves here has output behind its prompt, and goes on in the same way.
+        self._emitted_before = request.routing.emitted_tokens
         self._before = key_of(marks) if marks else b""
         seen = self._before + self.prompt if marks else self.prompt
         self._vocabulary = vocabulary
         self._sampling = request.sampling
+        self._made_prompt_logprobs = made_prompt_logprobs
         # Whoever was told tokens of the answer was told of the prompt before.
         self.owes_prompt_logprobs = (
             request.sampling.prompt_logprobs is not None
@@ -154,6 +161,9 @@ class Sequence:
         if alternatives is None or not self.owes_prompt_logprobs:
             return None
         self.owes_prompt_logprobs = False
+        if self._made_prompt_logprobs is not None:
+            made, self._made_prompt_logprobs = self._made_prompt_logprobs, None
+            return made
         return prompt_logprobs(self._vocabulary, self._before, self.prompt, self._sampling.seed, alternatives)
 
     @property
@@ -204,6 +214,12 @@ class Sequence:
         parent = self.hashes[-1] if have else None
         fresh = block_hashes(self.tokens(have, count), self.block_size, self.seed, self.media_of(have, count))
         self.hashes = self.hashes + sequence_hashes(fresh, parent)
+
+    def retained(self, blocks: int) -> list[tuple[int, int | None]] | None:
+        """Return how long its first blocks stay cached; ``None`` = as long as others."""
+        if self.retention is None:
+            return None
+        return self.retention.of_blocks(self.block_size, blocks, self.isl - self._emitted_before)
 
     def media_of(self, first_block: int, end_block: int) -> Mapping[int, TypingSequence[int]]:
         """Return the media that touch a range of blocks, by position in the range."""

@@ -24,6 +24,7 @@ from typing import Any, cast
 
 import yaml
 
+from poolgrid.workers.engines.trtllm.arguments.balancer_file import balancer_faults, balancer_warning
 from poolgrid.workers.engines.trtllm.arguments.contract import (
     AUTODEPLOY,
     PYTORCH,
@@ -266,7 +267,13 @@ def resolve_files(settings: TrtllmSettings) -> EngineArguments:
         file = Layer(str(settings.extra_engine_args), read_yaml(settings.extra_engine_args))
     if settings.override_engine_args:
         override = Layer(OVERRIDE, parse_json(settings.override_engine_args, OVERRIDE))
-    return resolve(settings, file, override)
+    arguments = resolve(settings, file, override)
+    faults = balancer_faults(arguments.values)
+    if faults:
+        placed = [Fault(fault.path, f"{fault.message} (from {arguments.source(fault.path)})") for fault in faults]
+        raise ContractError(_REFUSED, placed, arguments.warnings)
+    warning = balancer_warning(arguments.values)
+    return replace(arguments, warnings=(*arguments.warnings, warning)) if warning else arguments
 
 
 def contract_faults_of_layer(values: Mapping[str, Any]) -> list[Fault]:

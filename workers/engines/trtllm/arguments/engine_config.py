@@ -16,9 +16,12 @@ from typing import Any
 
 import yaml
 
-from poolgrid.workers.engines.trtllm.arguments.contract import PYTORCH, Fault, contract
+from poolgrid.workers.engines.trtllm.arguments.balancer_file import balancer_faults
+from poolgrid.workers.engines.trtllm.arguments.contract import PYTORCH, Fault, contract, shown
 from poolgrid.workers.engines.trtllm.arguments.engine_file import EngineFileError, read_yaml
 from poolgrid.workers.engines.trtllm.arguments.engine_rules import Mode, check_engine, check_pair, look_up
+from poolgrid.workers.engines.trtllm.core.model_abilities import model_problem
+from poolgrid.workers.engines.trtllm.model_files import read_model_facts
 
 FILES_MAX = 10_000
 """Files of one check; more are a wrong directory."""
@@ -125,8 +128,11 @@ def engine_files(paths: Iterable[Path]) -> list[Path]:
     return list(dict.fromkeys(found))
 
 
-def check_files(paths: Iterable[Path]) -> tuple[list[Path], list[FileFault]]:
-    """Check engine files and directories of them; return the files read and every fault."""
+def check_files(paths: Iterable[Path], model: str = "") -> tuple[list[Path], list[FileFault]]:
+    """Check engine files and directories of them; return the files read and every fault.
+
+    ``model`` is the model that they are for, a directory or a name; empty = the one that each names, if any.
+    """
     files = engine_files(paths)
     faults: list[FileFault] = []
     good: dict[Path, dict[str, Any]] = {}
@@ -136,7 +142,9 @@ def check_files(paths: Iterable[Path]) -> tuple[list[Path], list[FileFault]]:
         except EngineFileError as error:
             faults.append(FileFault(file, Fault("", str(error))))
             continue
-        found = check_arguments(arguments, mode_of(file.stem))
+        mode = mode_of(file.stem)
+        found = check_arguments(arguments, mode) or balancer_faults(arguments)
+        found += model_faults(model or arguments.get("model"), mode)
         faults += [FileFault(file, fault) for fault in found]
         if not found:
             good[file] = arguments
@@ -145,6 +153,14 @@ def check_files(paths: Iterable[Path]) -> tuple[list[Path], list[FileFault]]:
             side, _, path = fault.path.partition(".")
             faults.append(FileFault(prefill if side == "prefill" else decode, Fault(path, fault.message)))
     return files, faults
+
+
+def model_faults(model: Any, mode: Mode | None) -> list[Fault]:
+    """Return why a model cannot be used in a mode, as far as its files are here."""
+    if mode != "encode" or not isinstance(model, str) or not model:
+        return []
+    problem = model_problem(read_model_facts(model).architecture, encodes=True, takes_media=True)
+    return [Fault("model", f"is {shown(model)}: {problem}")] if problem else []
 
 
 def pairs(files: Iterable[Path]) -> list[tuple[Path, Path]]:
@@ -159,10 +175,10 @@ def pairs(files: Iterable[Path]) -> list[tuple[Path, Path]]:
     return found
 
 
-def check_command(paths: Iterable[Path]) -> tuple[str, int]:
+def check_command(paths: Iterable[Path], model: str = "") -> tuple[str, int]:
     """``poolgrid engine-config check PATH...``: return the report and the exit status, 1 when there are faults."""
     try:
-        files, faults = check_files(paths)
+        files, faults = check_files(paths, model)
     except EngineFileError as error:
         return f"{error}\n", 1
     lines = [str(fault) for fault in faults]
@@ -172,10 +188,10 @@ def check_command(paths: Iterable[Path]) -> tuple[str, int]:
     return "\n".join(lines) + "\n", 1 if faults else 0
 
 
-def check_report(paths: Iterable[Path]) -> tuple[dict[str, Any], int]:
+def check_report(paths: Iterable[Path], model: str = "") -> tuple[dict[str, Any], int]:
     """``poolgrid engine-config check --json PATH...``: return the faults by file, and the exit status."""
     try:
-        files, faults = check_files(paths)
+        files, faults = check_files(paths, model)
     except EngineFileError as error:
         return {"error": str(error)}, 1
     by_file: dict[str, list[dict[str, str]]] = {str(file): [] for file in files}

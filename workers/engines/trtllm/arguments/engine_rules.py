@@ -78,7 +78,7 @@ def check_engine(arguments: Mapping[str, Any], mode: Mode) -> list[Fault]:
     faults: list[Fault] = []
     _check_graphs(arguments, faults)
     _check_speculation(arguments, faults)
-    _check_experts(arguments, faults)
+    faults += check_experts(arguments)
     _check_events(arguments, faults)
     if mode in ("prefill", "decode"):
         _check_transfer(arguments, mode, faults)
@@ -189,7 +189,9 @@ def _check_speculation(arguments: Mapping[str, Any], faults: list[Fault]) -> Non
         )
 
 
-def _check_experts(arguments: Mapping[str, Any], faults: list[Fault]) -> None:
+def check_experts(arguments: Mapping[str, Any]) -> list[Fault]:
+    """Return what is wrong with the slots of experts; a balancer that is a path must have been read in."""
+    faults: list[Fault] = []
     balancer = look_up(arguments, "moe_config.load_balancer")
     experts = arguments.get("moe_expert_parallel_size")
     slots = balancer.get("num_slots") if isinstance(balancer, Mapping) else None
@@ -200,6 +202,7 @@ def _check_experts(arguments: Mapping[str, Any], faults: list[Fault]) -> None:
                 f"is {slots}, allowed are multiples of moe_expert_parallel_size ({experts})",
             )
         )
+    return faults
 
 
 def _check_events(arguments: Mapping[str, Any], faults: list[Fault]) -> None:
