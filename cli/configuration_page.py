@@ -62,7 +62,12 @@ def _engine_section(name: str) -> Section:
 
 
 SECTIONS = (
-    Section("A whole pool on one machine", "up", (UpSettings,), "All other settings of the parts keep their defaults."),
+    Section(
+        "A whole pool on one machine",
+        "up",
+        (UpSettings,),
+        "All other settings of the parts keep their defaults. With `--dry-run`, `--json` prints the plan as JSON.",
+    ),
     Section(
         "Router",
         "router",

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from poolgrid.runtime.figures import counted
+
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
@@ -89,7 +91,8 @@ def assign(needs: Sequence[Need], usable: Sequence[str]) -> dict[str, tuple[str,
             continue
         if len(need.named) != need.count:
             raise GpusMissing(
-                f"{need.worker} is to have {len(need.named)} GPUs ({','.join(need.named)}) and needs {need.count} "
+                f"{need.worker} is to have {counted(len(need.named), 'GPU')} ({','.join(need.named)}) and needs "
+                f"{need.count} "
                 f"({need.made_of})"
             )
         strangers = [each for each in need.named if each not in usable]
@@ -103,7 +106,8 @@ def assign(needs: Sequence[Need], usable: Sequence[str]) -> dict[str, tuple[str,
     if wanted > len(free):
         each_needs = ", ".join(f"{need.worker}: {need.count} = {need.made_of}" for need in wanting)
         raise GpusMissing(
-            f"{wanted} GPUs are needed ({each_needs}) and {len(free)} are free ({','.join(free) or 'none'}); fewer "
+            f"{counted(wanted, 'GPU')} {'is' if wanted == 1 else 'are'} needed ({each_needs}) and {len(free)} "
+            f"{'is' if len(free) == 1 else 'are'} free ({','.join(free) or 'none'}); fewer "
             "workers, a smaller engine file, or GPUs named for several workers at once (--prefill-gpus 0 "
             "--decode-gpus 0) need fewer"
         )

@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
+from rich.console import Console
 
 from poolgrid.cli.gpus import CUDA_VISIBLE_DEVICES, Need, assign, split_names, usable_gpus
+from poolgrid.runtime.terminal_table import Heading, TerminalTable
 
 INGEST = "{ingest}"
 """Stands for the consolidator's address, which is known once it runs."""
@@ -172,30 +174,50 @@ def simulated_limits(engine_args: Path) -> list[str]:
     return [f"--{name}={value}" for name, value in found.items() if value is not None]
 
 
-def describe(workers: Sequence[PlannedWorker], others: Mapping[str, tuple[str, Sequence[str]]], ingest: str) -> str:
-    """Return a plan for people: each part with its GPUs and port, then the commands, as one could type them.
+@dataclass(frozen=True, slots=True)
+class PlannedPart:
+    """One process of a plan, as it could be typed."""
+
+    name: str
+    gpus: tuple[str, ...] | None
+    made_of: str
+    """Why it needs so many."""
+    port: str
+    environment: Mapping[str, str]
+    command: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def described_parts(
+    workers: Sequence[PlannedWorker], others: Mapping[str, tuple[str, Sequence[str]]], ingest: str
+) -> list[PlannedPart]:
+    """Return every process of a plan.
 
     ``others`` are the parts that are no workers, by name, with their port and arguments; ``ingest`` is where the
     consolidator of the commands listens for workers.
     """
-    rows = [("part", "GPUs", "", "port")]
-    rows += [(name, "-", "", port) for name, (port, _) in others.items()]
+    made = [PlannedPart(name, None, "", port, {}, ("poolgrid", *words), ()) for name, (port, words) in others.items()]
     for worker in workers:
-        gpus = "-" if worker.gpus is None else ",".join(worker.gpus)
-        rows.append((worker.name, gpus, f"({worker.made_of})" if worker.made_of else "", ANY))
-    widths = [max(len(row[at]) for row in rows) for at in range(3)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)) + f"  {row[3]}" for row in rows
-    ]
-    lines.append("")
-    commands: list[tuple[dict[str, str], Sequence[str]]] = [({}, arguments) for _, arguments in others.values()]
-    commands += [(worker.environment(), worker.arguments) for worker in workers]
-    for environment, arguments in commands:
-        before = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
-        words = [shlex.quote(each.replace(INGEST, ingest)) for each in arguments]
-        lines.append(" ".join([*before, "poolgrid", *words]))
-    lines += [f"warning: {worker.name}: {warning}" for worker in workers for warning in worker.warnings]
-    return "\n".join(line.rstrip() for line in lines) + "\n"
+        command = ("poolgrid", *(each.replace(INGEST, ingest) for each in worker.arguments))
+        rest = (worker.made_of, ANY, worker.environment(), command, worker.warnings)
+        made.append(PlannedPart(worker.name, worker.gpus, *rest))
+    return made
+
+
+def show(planned: Sequence[PlannedPart], console: Console) -> None:
+    """Print a plan for people: each part with its GPUs and port, then the commands, as one could type them."""
+    table = TerminalTable([Heading(name, numeric=False) for name in ("part", "GPUs", "made of", "port")])
+    for part in planned:
+        table.add(part.name, "-" if part.gpus is None else ",".join(part.gpus), part.made_of, part.port)
+    console.print(table)
+    lines = [""]
+    for part in planned:
+        before = [f"{name}={shlex.quote(value)}" for name, value in part.environment.items()]
+        lines.append(" ".join([*before, *map(shlex.quote, part.command)]))
+    lines += [f"warning: {part.name}: {warning}" for part in planned for warning in part.warnings]
+    for line in lines:
+        # Whole, to be copied.
+        console.print(line, soft_wrap=True, markup=False, emoji=False)
 
 
 def usable_on_this_machine(named: str) -> tuple[str, ...]:

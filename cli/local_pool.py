@@ -30,8 +30,9 @@ from poolgrid.cli.launch_plan import (
     ANY,
     INGEST,
     Group,
+    PlannedPart,
     PlannedWorker,
-    describe,
+    described_parts,
     options_as_arguments,
     plan_real,
     simulated_limits,
@@ -542,8 +543,8 @@ def router_arguments(settings: UpSettings, port: str, select_port: str) -> list[
     ]
 
 
-def describe_plan(settings: UpSettings, workers: Sequence[PlannedWorker]) -> str:
-    """Return what would be started, for people."""
+def planned_parts(settings: UpSettings, workers: Sequence[PlannedWorker]) -> list[PlannedPart]:
+    """Return what would be started."""
     address = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
     ingest, feed, query = (f"tcp://{address}:{port}" for port in TYPED_PORTS)
     planes = [f"--{name}-port={port}" for name, port in zip(("ingest", "feed", "query"), TYPED_PORTS, strict=True)]
@@ -555,7 +556,7 @@ def describe_plan(settings: UpSettings, workers: Sequence[PlannedWorker]) -> str
         "consolidator": (ANY, ["consolidator", "--host", settings.host, *planes]),
         "router": (str(settings.port) if settings.port else ANY, router),
     }
-    return describe(workers, others, ingest)
+    return described_parts(workers, others, ingest)
 
 
 async def warm_up(url: str, settings: UpSettings) -> None:

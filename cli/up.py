@@ -14,19 +14,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from poolgrid.cli.launch_plan import usable_on_this_machine
-from poolgrid.cli.local_pool import LocalPool, UpSettings, describe_plan, plan
+from poolgrid.cli.json_output import print_json
+from poolgrid.cli.launch_plan import show, usable_on_this_machine
+from poolgrid.cli.local_pool import LocalPool, UpSettings, plan, planned_parts
 from poolgrid.cli.part import PartFailed
 from poolgrid.cli.service_process import say_ready
 from poolgrid.frontend.prompt_model import ModelDirectoryError, PromptModel
 from poolgrid.runtime import lifecycle
 from poolgrid.runtime.tasks import unless
+from poolgrid.runtime.terminal_table import terminal
 
 log = logging.getLogger(__name__)
 
 
-def run_up(settings: UpSettings) -> int:
-    """Run a pool until SIGINT or SIGTERM; return the exit status."""
+def run_up(settings: UpSettings, as_json: bool = False) -> int:
+    """Run a pool until SIGINT or SIGTERM; return the exit status. ``as_json`` is of a dry run."""
+    if as_json and not settings.dry_run:
+        sys.stderr.write("--json needs --dry-run: a pool that runs is asked with poolgrid top --once --json\n")
+        return 2
     try:
         settings.log_choice.configure("up")
         if settings.has_fronts:
@@ -40,7 +45,11 @@ def run_up(settings: UpSettings) -> int:
         sys.stderr.write(f"{error}\n")
         return 2
     if settings.dry_run or model is None:
-        sys.stdout.write(describe_plan(settings, workers))
+        planned = planned_parts(settings, workers)
+        if as_json:
+            print_json({"parts": planned})
+        else:
+            show(planned, terminal())
         return 0
     for worker in workers:
         for warning in worker.warnings:

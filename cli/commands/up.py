@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from poolgrid.cli.help_page import CommandLine
@@ -14,6 +16,9 @@ app = CommandLine()
 
 @app.command()
 @with_settings(UpSettings)
-def up(settings: UpSettings) -> None:
+def up(
+    settings: UpSettings,
+    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print the plan as JSON.")] = False,
+) -> None:
     """Run a whole pool on this machine: a consolidator, a router and simulated workers, as separate processes."""
-    raise typer.Exit(run_up(settings))
+    raise typer.Exit(run_up(settings, as_json))

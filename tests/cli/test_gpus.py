@@ -67,8 +67,8 @@ def test_workers_share_a_gpu_that_is_named_for_both() -> None:
             EIGHT[:4],
             "5 GPUs are needed .a: 4 = TP 2 x PP 2, b",
         ),
-        ([Need("a", 1, "TP 1 x PP 1")], (), "1 GPUs are needed .* and 0 are free .none"),
-        ([Need("a", 2, "TP 2 x PP 1", ("0",))], EIGHT, "a is to have 1 GPUs .0. and needs 2 .TP 2 x PP 1"),
+        ([Need("a", 1, "TP 1 x PP 1")], (), "1 GPU is needed .* and 0 are free .none"),
+        ([Need("a", 2, "TP 2 x PP 1", ("0",))], EIGHT, "a is to have 1 GPU .0. and needs 2 .TP 2 x PP 1"),
         ([Need("a", 1, "TP 1 x PP 1", ("7",))], EIGHT[:2], "a is to have GPU 7, usable are 0,1"),
     ],
 )

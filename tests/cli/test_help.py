@@ -49,7 +49,7 @@ def test_no_name_is_cut(path: tuple[str, ...], columns: str | None) -> None:
 
 
 OTHERWISE = {
-    **dict.fromkeys(["up", "router", "global-router", "worker", "consolidator"], "it serves until it is stopped"),
+    **dict.fromkeys(["router", "global-router", "worker", "consolidator"], "it serves until it is stopped"),
     "completion": "a script",
     "journal cat": "JSON lines",
     "config schema": "JSON",

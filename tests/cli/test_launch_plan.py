@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -10,11 +11,19 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from rich.console import Console
 from typer.testing import CliRunner
 
 from poolgrid.cli.gpus import GpusMissing
-from poolgrid.cli.launch_plan import INGEST, OptionProblem, PlannedWorker, options_as_arguments, options_as_settings
-from poolgrid.cli.local_pool import UpSettings, describe_plan, plan
+from poolgrid.cli.launch_plan import (
+    INGEST,
+    OptionProblem,
+    PlannedWorker,
+    options_as_arguments,
+    options_as_settings,
+    show,
+)
+from poolgrid.cli.local_pool import UpSettings, plan, planned_parts
 from poolgrid.cli.main import app
 from poolgrid.workers.engines.trtllm.arguments.contract import ContractError
 
@@ -115,7 +124,7 @@ def test_every_shipped_configuration_is_in_the_table() -> None:
 def test_gpus_are_computed_from_the_configuration_and_too_few_are_refused(name: str, gpus: int) -> None:
     given, expected = EXPECTED[name]
     if expected[gpus].endswith(" needed"):
-        with pytest.raises(GpusMissing, match=f"^{expected[gpus].partition(' ')[0]} GPUs are needed"):
+        with pytest.raises(GpusMissing, match=f"^{expected[gpus].partition(' ')[0]} GPUs? (is|are) needed"):
             made(gpus, **given)
         return
     workers = made(gpus, **given)
@@ -141,7 +150,7 @@ def test_a_script_plans_as_its_name_says_and_starts_nothing(name: str) -> None:
     environment, expected = SCRIPTS[name]
     done = CliRunner().invoke(app, [*command_of(name, GPUS="0,1,2,3,4,5,6,7", **environment), "--dry-run"])
     assert done.exit_code == 0, done.output
-    rows = [line.split() for line in done.stdout.partition("\n\n")[0].splitlines()[1:]]
+    rows = [line.split() for line in done.stdout.partition("\n\n")[0].splitlines()[2:]]
     assert [f"{row[0]}={row[1]}" for row in rows if row[1] != "-"] == expected.split()
     assert [row[0] for row in rows if row[1] == "-"] == ["consolidator", "router"]
 
@@ -166,20 +175,23 @@ def test_a_script_hands_on_what_it_is_called_with_and_what_overrides_its_files()
         {"kv_cache_config": {"free_gpu_memory_fraction": 0.8}, **traces},
     ]
     done = CliRunner().invoke(app, [*command, "--gpus", "0,1,2,3,4,5,6,7", "--dry-run"])
-    assert [line.split()[1] for line in done.stdout.splitlines()[3:6]] == ["0,1,2,3", "4,5,6,7", "4,5,6,7"], done.output
+    assert [line.split()[1] for line in done.stdout.splitlines()[4:7]] == ["0,1,2,3", "4,5,6,7", "4,5,6,7"], done.output
 
 
 def test_a_dry_run_prints_processes_gpus_ports_and_commands() -> None:
     given = {**files("qwen3", **PAIR), "port": 8123, "decode_option": ("no-publish-events-and-metrics",)}
     settings = UpSettings(engine="trtllm", model_path=MODEL, log_level="info", **given)
-    text = describe_plan(settings, made(2, log_level="info", **given))
-    table, _, commands = text.partition("\n\n")
+    parts = planned_parts(settings, made(2, log_level="info", **given))
+    shown = io.StringIO()
+    show(parts, Console(file=shown, width=80))
+    table, _, commands = shown.getvalue().partition("\n\n")
     assert table.splitlines() == [
-        "part          GPUs                 port",
-        "consolidator  -                    any free",
-        "router        -                    8123",
-        "prefill-0     0     (TP 1 x PP 1)  any free",
-        "decode-0      1     (TP 1 x PP 1)  any free",
+        "part          GPUs  made of      port",
+        "─" * len("consolidator  GPUs  TP 1 x PP 1  any free"),
+        "consolidator  -                  any free",
+        "router        -                  8123",
+        "prefill-0     0     TP 1 x PP 1  any free",
+        "decode-0      1     TP 1 x PP 1  any free",
     ]
     consolidator, router, _, decode = commands.splitlines()
     assert consolidator == (
@@ -192,6 +204,18 @@ def test_a_dry_run_prints_processes_gpus_ports_and_commands() -> None:
     assert f"--extra-engine-args={CONFIGS}/qwen3/decode.yaml" in decode
     assert "--served-model-name=some-model" in decode
     assert decode.endswith("--no-publish-events-and-metrics --log-level info")
+
+
+def test_a_dry_run_prints_its_plan_as_json_and_a_pool_that_runs_has_none() -> None:
+    done = CliRunner().invoke(app, ["up", "--dry-run", "--json", "--workers", "1", "--port", "8123"])
+    assert done.exit_code == 0, done.output
+    consolidator, router, worker = json.loads(done.stdout)["parts"]
+    assert [part["name"] for part in (consolidator, router, worker)] == ["consolidator", "router", "worker-0"]
+    assert (router["port"], worker["gpus"], worker["environment"]) == ("8123", None, {})
+    assert worker["command"][:2] == ["poolgrid", "worker"]
+    running = CliRunner().invoke(app, ["up", "--json"])
+    assert (running.exit_code, running.stdout) == (2, "")
+    assert "--json needs --dry-run" in running.stderr
 
 
 def test_the_command_of_a_plan_is_one_that_workers_take() -> None:
@@ -209,7 +233,7 @@ def test_gpus_can_be_named_per_kind_and_shared() -> None:
     assert [worker.gpus for worker in workers] == [("7",), ("3",)]
     workers = made(8, **files("qwen3", workers=2), worker_gpus="4")
     assert [worker.gpus for worker in workers] == [("4",), ("4",)]
-    with pytest.raises(GpusMissing, match=r"1 GPUs are needed \(worker-2"):
+    with pytest.raises(GpusMissing, match=r"1 GPU is needed \(worker-2"):
         made(2, **files("qwen3", workers=3), worker_gpus="0,1")
 
 
@@ -290,7 +314,7 @@ def test_the_same_topology_of_simulated_workers_has_the_limits_of_the_files() ->
     )
     assert done.exit_code == 0, done.output
     table, _, commands = done.output.partition("\n\n")
-    assert [line.split()[:2] for line in table.splitlines()[1:]] == [
+    assert [line.split()[:2] for line in table.splitlines()[2:]] == [
         ["consolidator", "-"],
         ["router", "-"],
         ["prefill-0", "-"],
