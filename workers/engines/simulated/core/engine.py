@@ -674,7 +674,7 @@ class SimulatedEngine:
         if full > stored:
             sequence.name_blocks(full)
             media = sequence.media_of if sequence.touched else None
-            retention = sequence.retained(full)
+            retention = None if sequence.retention is None else sequence.retained(full)
             self._pool.store(sequence.hashes, stored, full, sequence.tokens, sequence.seed, media, retention)
             sequence.shared = full
             sequence.private -= full - stored

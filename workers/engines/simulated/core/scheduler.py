@@ -132,7 +132,8 @@ class Scheduler:
         else:
             del self.decoding[sequence.order]
         shared = sequence.shared
-        self._pool.release(sequence.hashes[:shared], sequence.private, sequence.retained(shared))
+        retention = None if sequence.retention is None else sequence.retained(shared)
+        self._pool.release(sequence.hashes[:shared], sequence.private, retention)
 
     def victim(self) -> Sequence:
         """Return the sequence to give way: lowest priority, then last arrived."""

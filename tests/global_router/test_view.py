@@ -1,0 +1,46 @@
+"""What a global router says of models that several pools serve."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from poolgrid.global_router.view import GlobalRouterView
+from poolgrid.runtime.clock import SystemClock
+from poolgrid.wire.card import ChatSpec, MediaSpec
+from poolgrid.wire.selection import ModelStatus, PoolStatus
+
+
+def view_of(**chats: ChatSpec) -> GlobalRouterView:
+    """Return a view of pools, in this order, whose workers were told these."""
+    pools: list[Any] = [SimpleNamespace(name="away", status=None)]
+    for name, chat in chats.items():
+        served = ModelStatus("m", 32, "xxh3-64/1337", 4096, (), (), MediaSpec(item_bytes_max=7), chat)
+        pools.append(SimpleNamespace(name=name, status=PoolStatus(1, True, (served,))))
+    service = SimpleNamespace(pools=SimpleNamespace(all=lambda: pools))
+    return GlobalRouterView(cast(Any, service), SystemClock())
+
+
+def test_what_workers_were_told_comes_from_every_pool_and_the_first_counts(caplog: pytest.LogCaptureFixture) -> None:
+    view = view_of(
+        east=ChatSpec("qwen3"), quiet=ChatSpec(), west=ChatSpec("deepseek_r1", "hermes"), south=ChatSpec("qwen3")
+    )
+    with caplog.at_level(logging.WARNING):
+        (served,) = view.models()
+        assert view.models() == [served]
+
+    assert served.chat == ChatSpec("qwen3", "hermes")
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "pool west says of model 'm': reasoning_parser 'deepseek_r1'; an earlier pool of the document says 'qwen3', "
+        "which is used"
+    )
+
+
+def test_pools_whose_workers_were_told_nothing_say_nothing() -> None:
+    (served,) = view_of(east=ChatSpec(), west=ChatSpec()).models()
+
+    assert served.chat == ChatSpec()
