@@ -1,7 +1,7 @@
 PYTHON ?= .venv/bin/python
 export PYTHON
 
-.PHONY: check lint types test format docs boards proof site plots soak long attack clients schemathesis ui
+.PHONY: check lint types test format docs boards proof site plots soak long attack clients schemathesis ui vllm
 
 check: lint types test  ## everything CI runs, in the environment that is there
 
@@ -65,3 +65,8 @@ schemathesis:  ## the HTTP API against its own description, CASES for each of so
 
 ui:  ## the fleet page in Chromium: keyboard, phone, a large pool with frame times, pictures for docs/images
 	$(PYTHON) -m tests.ui
+
+CHECKS ?=
+
+vllm:  ## in front of two real vLLM servers on the CPU, in the environment that POOLGRID_VLLM names, or CHECKS="index kill"
+	$(PYTHON) -m tests.real_vllm $(CHECKS)

@@ -20,7 +20,6 @@ from pathlib import Path
 
 from poolgrid.cli.launch_plan import INGEST, PlannedWorker, options_as_arguments
 from poolgrid.cli.local_pool import REAL_START_TIMEOUT_S, UpSettings
-from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.runtime.clock import SystemClock
 from poolgrid.runtime.figures import counted
 from poolgrid.wire.errors import DecodeError
@@ -165,7 +164,7 @@ def _the_same(what: str, said: Mapping[str, object], advice: str) -> str:
 
 
 def _tokenizer(settings: UpSettings, servers: Sequence[FrontServer]) -> Path:
-    if "model_path" in settings.model_fields_set and settings.model_path != TINY_MODEL_PATH:
+    if "model_path" in settings.model_fields_set:
         return settings.model_path
     for each in servers:
         path = Path(each.facts.model_path)

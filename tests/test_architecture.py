@@ -38,6 +38,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "workers.engines.trtllm.core": ("wire", "workers.core"),
     "workers.engines.server.core": ("wire", "workers.core"),
     "workers.engines.vllm.core": ("wire", "workers.core", "workers.engines.server.core"),
+    "workers.engines.sglang.core": ("wire", "workers.core", "workers.engines.server.core"),
+    "workers.engines.trtllm_serve.core": ("wire", "workers.core", "workers.engines.server.core"),
     "workers": ("wire", "runtime"),
     "simulation": (
         "wire",
@@ -71,6 +73,8 @@ PURE = (
     "workers.engines.trtllm.core",
     "workers.engines.server.core",
     "workers.engines.vllm.core",
+    "workers.engines.sglang.core",
+    "workers.engines.trtllm_serve.core",
 )
 
 BANNED_IN_PURE = {
@@ -94,6 +98,8 @@ WORDS_OF_ENGINES = {
     "simulated": ("simulated", "simulation"),
     "trtllm": ("trtllm", "tensorrt"),
     "vllm": ("vllm",),
+    "sglang": ("sglang",),
+    "trtllm_serve": ("trtllm-serve", "trtllm_serve"),
 }
 """By the directory of each engine: words that no module of ``workers`` has that is in no
 engine's directory, the registry excepted."""
@@ -327,7 +333,7 @@ def test_engines_are_known_in_their_directories_only() -> None:
 
 
 def test_every_engine_has_its_words() -> None:
-    assert set(WORDS_OF_ENGINES) == set(ENGINES_THERE_ARE)
+    assert set(WORDS_OF_ENGINES) == {name.replace("-", "_") for name in ENGINES_THERE_ARE}
     directories = {path.parent.name for path in (ROOT / ENGINES.replace(".", "/")).glob("*/definition.py")}
     assert directories == set(WORDS_OF_ENGINES)
 

@@ -20,6 +20,8 @@ ENGINES = {
     "simulated": "poolgrid.workers.engines.simulated.definition",
     "trtllm": "poolgrid.workers.engines.trtllm.definition",
     "vllm": "poolgrid.workers.engines.vllm.definition",
+    "sglang": "poolgrid.workers.engines.sglang.definition",
+    "trtllm-serve": "poolgrid.workers.engines.trtllm_serve.definition",
 }
 """Module that defines each engine, as ``ENGINE``. The first is the default."""
 
@@ -34,8 +36,8 @@ class EngineChoice(Settings):
 
     engine: EngineName = Field(
         next(iter(ENGINES)),
-        description="Engine of the worker: simulated needs nothing, trtllm needs TensorRT-LLM and GPUs; vllm is vLLM's "
-        "own server, asked over HTTP.",
+        description="Engine of the worker: simulated needs nothing, trtllm needs TensorRT-LLM and GPUs; vllm, "
+        "sglang and trtllm-serve are engines' own servers, asked over HTTP.",
     )
 
 

@@ -14,6 +14,7 @@ from poolgrid.wire.limits import PROMPT_TOKENS_MAX
 from poolgrid.workers.engines.definition import EngineHost, OpenedEngine
 from poolgrid.workers.engines.server.core.calls import Dialect
 from poolgrid.workers.engines.server.core.server_facts import EventSource, ServerFacts
+from poolgrid.workers.engines.server.draining import DrainedEvents, ParseEvent
 from poolgrid.workers.engines.server.engine import CacheEvents, ServerEngine, ServerLimits
 from poolgrid.workers.engines.server.following import FollowedEvents
 from poolgrid.workers.engines.server.kinds import ServerKind, learn
@@ -30,11 +31,16 @@ MakeDialect = Callable[[ServerFacts, EngineServerSettings], Dialect]
 
 @asynccontextmanager
 async def open_server(
-    settings: EngineServerSettings, around: EngineHost, kind: ServerKind, make_dialect: MakeDialect
+    settings: EngineServerSettings,
+    around: EngineHost,
+    kind: ServerKind,
+    make_dialect: MakeDialect,
+    parse_drained: ParseEvent | None = None,
 ) -> AsyncIterator[OpenedEngine]:
     """Ask a server that runs, or that is about to; waits for it until cancelled.
 
-    Raises ``ValueError`` naming the option for what the server does not tell.
+    ``parse_drained`` reads the events of servers that hand them out over HTTP. Raises ``ValueError`` naming the option
+    for what the server does not tell.
     """
     client = ServerClient(settings.engine_url, around.clock, settings.engine_api_key)
     try:
@@ -50,6 +56,8 @@ async def open_server(
                 client.target.url,
                 facts.events_missing,
             )
+        elif facts.drained_events and parse_drained is not None:
+            events = DrainedEvents(client, facts.drained_events, parse_drained, facts.block_size)
         else:
             events = FollowedEvents(facts.sources, facts.block_size, around.context, around.awake)
 

@@ -31,8 +31,7 @@ class EngineServerSettings(WorkerProcessSettings):
     engine_url: str = Field(
         "",
         max_length=2048,
-        description="URL of the engine's own HTTP server, as http://gpu1:8000; empty = the worker starts one "
-        "(model_path).",
+        description="URL of the engine's own HTTP server, as http://gpu1:8000; needed.",
     )
     engine_api_key: str = Field(
         "", max_length=4096, description="API key that the engine's server asks for; better given in the environment."
@@ -124,6 +123,15 @@ class EngineServerSettings(WorkerProcessSettings):
         if url:
             Target(url)
         return url
+
+    @model_validator(mode="after")
+    def _check_that_there_is_a_server(self) -> Self:
+        if not self.engine_url:
+            raise ValueError(
+                f"engine_url is not given: a worker with the engine {self.engine_name} goes in front of a server that "
+                "runs, as http://gpu1:8000"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_events(self) -> Self:

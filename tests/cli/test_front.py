@@ -1,0 +1,152 @@
+"""`poolgrid up --front`: what is asked of servers, and what becomes a pool."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import zmq.asyncio
+from pydantic import ValidationError
+
+from poolgrid.cli.front import FrontPlan, FrontProblem, FrontServer, ask_all, make_plan
+from poolgrid.cli.local_pool import UpSettings
+from poolgrid.frontend.models import TINY_MODEL_PATH
+from poolgrid.workers.engines.server.core.server_facts import ServerFacts
+from tests.e2e.processes import Process, metric
+from tests.fakes.engine_server.vllm import Options, VllmServer
+
+
+def server(url: str, role: str = "aggregated", **facts: Any) -> FrontServer:
+    known: dict[str, Any] = {"kind": "vllm", "model": "m", "model_path": str(TINY_MODEL_PATH), "block_size": 16}
+    return FrontServer(url, role, ServerFacts(**{**known, **facts}))
+
+
+def planned(*servers: FrontServer, **settings: Any) -> FrontPlan:
+    return make_plan(UpSettings(front=tuple(each.url for each in servers), **settings), servers)
+
+
+def test_servers_of_one_model_become_a_pool() -> None:
+    plan = planned(server("http://a"), server("http://b", kind="other"), served_model_name="m")
+
+    assert [worker.name for worker in plan.workers] == ["vllm-0", "other-0"]
+    assert plan.workers[0].arguments[:7] == (
+        *("worker", "--engine", "vllm", "--worker-id", "vllm-0", "--engine-url", "http://a"),
+    )
+    assert (plan.settings.model_path, plan.settings.model_name, plan.what) == (
+        TINY_MODEL_PATH,
+        "m",
+        "1 vllm server and 1 other server",
+    )
+    assert plan.settings.policy == "kv"
+    assert plan.notes == ()
+
+
+def test_prompt_and_output_may_have_servers_of_their_own() -> None:
+    settings = UpSettings(front_prefill=("http://a",), front_decode=("http://b",))
+    plan = make_plan(settings, [server("http://a", "prefill"), server("http://b", "decode")])
+
+    roles = [worker.arguments[worker.arguments.index("--role") + 1] for worker in plan.workers]
+    assert roles == ["prefill", "decode"]
+
+
+@pytest.mark.parametrize(
+    ("servers", "words"),
+    [
+        ((server("http://a"), server("http://b", model="other")), "differ in their model"),
+        ((server("http://a"), server("http://b", block_size=32)), "differ in their block size (http://a: 16; http://b"),
+        ((server("http://a", block_size=None),), "kv-block-size=N"),
+        ((server("http://a", model_path="org/model"),), "the servers loaded org/model, which is no directory"),
+    ],
+)
+def test_what_cannot_be_one_pool_is_refused_with_what_to_do(servers: tuple[FrontServer, ...], words: str) -> None:
+    with pytest.raises(FrontProblem) as caught:
+        planned(*servers)
+    assert words in str(caught.value)
+
+
+def test_a_block_size_that_was_given_stands_in_for_one_that_is_not_told() -> None:
+    plan = planned(server("http://a", block_size=None), worker_option=("kv-block-size=64",))
+
+    assert plan.settings.block_size == 64
+
+
+def test_without_any_events_the_router_goes_by_its_own_choices() -> None:
+    silent = [server(f"http://{name}", events_missing="it publishes none: set X") for name in "ab"]
+
+    plan = planned(*silent)
+    assert plan.settings.policy == "approximate"
+    assert "it publishes none: set X" in plan.notes[0]
+    assert planned(*silent, policy="round-robin").settings.policy == "round-robin"
+    # One server that publishes is routed to by its events; the other is found out.
+    assert planned(silent[0], server("http://c")).settings.policy == "kv"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"front": ("http://a",), "workers": 2},
+        {"front": ("http://a",), "engine": "trtllm", "model_path": TINY_MODEL_PATH},
+        {"front": ("http://a",), "block_size": 16},
+        {"front_prefill": ("http://a",)},
+    ],
+)
+def test_options_of_workers_of_ours_do_not_go_with_it(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match=r"with front|without front_decode"):
+        UpSettings(**wrong)
+
+
+def test_a_server_that_does_not_answer_in_time_or_is_none_is_named() -> None:
+    nowhere = UpSettings(front=("http://127.0.0.1:9",), start_timeout_s=0.2)
+    with pytest.raises(FrontProblem, match=r"front http://127.0.0.1:9: no answer within"):
+        asyncio.run(ask_all(nowhere))
+    with pytest.raises(FrontProblem, match="allowed are http://HOST"):
+        asyncio.run(ask_all(UpSettings(front=("gpu1:8000",))))
+
+
+@contextmanager
+def servers_running(count: int) -> Iterator[list[VllmServer]]:
+    """Run servers of ours in a thread, in a loop of their own."""
+    loop = asyncio.new_event_loop()
+    context = zmq.asyncio.Context()
+    servers = [VllmServer(context, Options(block_size=16)) for _ in range(count)]
+    started, stop = threading.Event(), asyncio.Event()
+
+    async def main() -> None:
+        for each in servers:
+            await each.start()
+        started.set()
+        await stop.wait()
+        for each in servers:
+            await each.stop()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(main()))
+    thread.start()
+    assert started.wait(30)
+    try:
+        yield servers
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()
+        loop.close()
+        context.destroy(linger=0)
+
+
+def test_one_command_goes_in_front_of_what_runs_already(tmp_path: Path) -> None:
+    with servers_running(2) as servers:
+        fronts = [word for each in servers for word in ("--front", each.url)]
+        with Process("up", *fronts, "--port", "0", "--model-path", str(TINY_MODEL_PATH)) as up:
+            url = up.wait_ready().url
+            body = {"model": "tiny", "prompt": list(range(100, 180)), "max_tokens": 4}
+            answers = [httpx.post(f"{url}/v1/completions", json=body, timeout=30).json() for _ in range(4)]
+            # Sooner or later the events have come, and all that can be reused is.
+            assert answers[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 64
+            assert len({each["choices"][0]["text"] for each in answers}) == 1
+            assert metric(url, "poolgrid_router_untrusted_workers") == 0
+            status, errors = up.stop()
+            assert status == 0, errors

@@ -1,0 +1,109 @@
+"""poolgrid in front of two real vLLM servers on this machine's CPU.
+
+    python -m tests.real_vllm                    everything
+    python -m tests.real_vllm index reuse        some checks, by name
+    python -m tests.real_vllm --json OUT         also write what was measured
+
+``POOLGRID_VLLM`` names the environment that has vLLM (``docs/stock_engines.md`` says how to make one); without it
+nothing is run, and the status is 0. ``POOLGRID_PEERS`` names a Python that has vllm-router and smg; without it they are
+left out of the comparison. Everything ends after ``TIMEOUT_S``.
+The exit status is 0 when every check passed, 1 when one failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+
+from tests.real_vllm import checks
+from tests.real_vllm.pool import Pool
+from tests.real_vllm.servers import VllmServer, make_model
+
+CHECKS = ("reuse", "index", "client", "load", "kill")
+TIMEOUT_S = 3600
+"""Ten minutes on an idle machine; starting vLLM alone takes five on a busy one, three times."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the checks; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.real_vllm", description=__doc__)
+    parser.add_argument("checks", nargs="*", choices=[*CHECKS, []], help="which; all by default")
+    parser.add_argument("--json", type=Path, help="write what was measured to this file")
+    options = parser.parse_args(arguments)
+    console = Console(soft_wrap=True)
+    vllm = os.environ.get("POOLGRID_VLLM", "")
+    if not vllm:
+        console.print(
+            "skipped: POOLGRID_VLLM names no environment with vLLM; docs/stock_engines.md says how to make one"
+        )
+        return 0
+    if not (Path(vllm) / "bin" / "vllm").exists():
+        console.print(f"POOLGRID_VLLM is {vllm}, which has no bin/vllm")
+        return 1
+    signal.signal(signal.SIGALRM, _too_long)
+    signal.alarm(TIMEOUT_S)
+    with tempfile.TemporaryDirectory(prefix="poolgrid-vllm-") as temporary:
+        measured = run(Path(vllm), options.checks or CHECKS, Path(temporary), console)
+    signal.alarm(0)
+    if options.json is not None:
+        options.json.write_text(json.dumps(measured, indent=1))
+    return 0 if all(each["passed"] for each in measured.values()) else 1
+
+
+def run(vllm: Path, names: Sequence[str], directory: Path, console: Console) -> dict[str, dict[str, Any]]:
+    """Start the servers, run the checks in their order, end everything; return what was measured by check."""
+    measured: dict[str, dict[str, Any]] = {}
+    started = time.monotonic()
+    model = directory / "model"
+    model.mkdir()
+    make_model(vllm, model)
+    servers = [VllmServer(number, vllm, model, directory) for number in range(2)]
+    try:
+        for server in servers:
+            server.start()
+        for server in servers:
+            server.wait()
+        console.print(f"two vLLM servers run after {time.monotonic() - started:.0f} s")
+        with Pool(servers, model) as pool:
+            for name in CHECKS:
+                if name in names:
+                    measured[name] = _checked(name, pool, console)
+    finally:
+        for server in servers:
+            server.kill()
+    return measured
+
+
+def _checked(name: str, pool: Pool, console: Console) -> dict[str, Any]:
+    began = time.monotonic()
+    check = getattr(checks, name)
+    peers = (os.environ.get("POOLGRID_PEERS", ""),) if name == "load" else ()
+    try:
+        found, passed = check(pool, *peers), True
+    except Exception:
+        found, passed = {"failed": traceback.format_exc()}, False
+    seconds = round(time.monotonic() - began, 1)
+    console.print(f"{'passed' if passed else 'FAILED'} {name} ({seconds} s): {check.__doc__}")
+    for key, value in found.items():
+        console.print(f"    {key}: {value}", markup=False)
+    return {"passed": passed, "seconds": seconds, **found}
+
+
+def _too_long(number: int, frame: FrameType | None) -> None:
+    raise TimeoutError(f"the whole run took longer than {TIMEOUT_S} s")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

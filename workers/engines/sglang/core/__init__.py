@@ -1,0 +1,1 @@
+"""Requests and answers in SGLang's words. Pure."""

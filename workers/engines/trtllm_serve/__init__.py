@@ -1,0 +1,1 @@
+"""TensorRT-LLM's own server, ``trtllm-serve``, as an engine."""

@@ -1,0 +1,1 @@
+"""Requests and answers in the words of trtllm-serve. Pure."""
