@@ -135,12 +135,28 @@ def draw_front_ends(axes: Any) -> None:
     axes.legend(frameon=False)
 
 
+def draw_gpu(axes: Any) -> None:
+    """TTFT of the heavy load on a real GPU, by who chooses the server; the first seed has all four ways."""
+    rows = table_rows("stock_engines.md", "load, seed")
+    begin = next(number for number, row in enumerate(rows) if row[0].startswith("heavy"))
+    ways = [[cell.strip("*` ").replace("`", "").replace("**", "") for cell in row] for row in rows[begin : begin + 4]]
+    for place, (column, label, ink) in enumerate(((3, "p99", INK["least-loaded"]), (2, "mean", INK["kv"]))):
+        places = [number + 0.2 - 0.4 * place for number in range(len(ways))]
+        bars = axes.barh(places, [first_number(way[column]) for way in ways], 0.38, color=ink, label=label)
+        axes.bar_label(bars, fmt="%.0f ms", padding=3)
+    axes.set_yticks(range(len(ways)), [f"{way[1]}\n{way[4]} reused" for way in ways])
+    axes.invert_yaxis()
+    axes.set(xlabel="TTFT, ms", xlim=(0, 600))
+    axes.legend(frameon=False, loc=(0.8, 0.5))
+
+
 PLOTTED: Mapping[str, Callable[[Any], None]] = {
     "load": draw_load,
     "caches": draw_caches,
     "routers": draw_routers,
     "pools": draw_pools,
     "front_ends": draw_front_ends,
+    "gpu": draw_gpu,
 }
 """By the name of the file."""
 
