@@ -544,8 +544,10 @@ class _Exchange:
             if series is None:
                 series = self._series = self._metrics.of_model(self.model)
             ttft_ms = now_ms - self._arrived_ms
-            trace_id = "" if self.trace is None else self.trace.trace_id
-            series.ttft.observe(ttft_ms / 1000, trace_id)
+            if self.trace is None:
+                series.ttft.observe(ttft_ms / 1000)
+            else:
+                series.ttft.observe_traced(ttft_ms / 1000, self.trace.trace_id)
             (series.ttft_met if ttft_ms <= self._metrics.ttft_target_ms else series.ttft_missed).value += 1
             self.first_token_ms = self.first_token_ms or now_ms
             output.first_tokens = tokens

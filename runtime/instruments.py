@@ -181,13 +181,15 @@ class Histogram(_Instrument):
         """By bucket, the last observation whose trace is kept."""
         super().__init__(name, documentation, labelnames, registry=registry)
 
-    def observe(self, value: float, trace_id: str = "") -> None:
-        """Count one observation; ``trace_id`` names the trace that shows one like it, where that is kept."""
-        bucket = bisect_left(self._bounds, value)
-        self._counts[bucket] += 1
+    def observe(self, value: float) -> None:
+        """Count one observation."""
+        self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
-        if trace_id:
-            self._exemplars[bucket] = Exemplar({"trace_id": trace_id}, value, time())
+
+    def observe_traced(self, value: float, trace_id: str) -> None:
+        """Count one observation, of a request whose trace is kept: its bucket names it."""
+        self.observe(value)
+        self._exemplars[bisect_left(self._bounds, value)] = Exemplar({"trace_id": trace_id}, value, time())
 
     def collect(self) -> Iterator[Metric]:
         """Yield the family, its buckets cumulative."""

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import prometheus_client
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.openmetrics.exposition import generate_latest as openmetrics_text
 
 from poolgrid.runtime import instruments
 
@@ -58,3 +60,16 @@ def test_a_wrong_number_of_label_values_is_refused() -> None:
     counter = instruments.Counter("labelled", "With labels.", ["a", "b"], registry=None)
     with pytest.raises(ValueError, match="got 1 values for"):
         counter.labels("x")
+
+
+def test_a_bucket_names_the_last_trace_that_fell_into_it_to_who_asks_for_openmetrics() -> None:
+    registry = CollectorRegistry()
+    histogram = instruments.Histogram("poolgrid_x_seconds", "Times.", buckets=(1.0, 2.0), registry=registry)
+    histogram.observe(0.5)
+    for value, trace_id in ((0.25, "aa"), (0.75, "bb"), (9.0, "cc")):
+        histogram.observe_traced(value, trace_id)
+
+    text = openmetrics_text(registry).decode()  # type: ignore[no-untyped-call]
+    found = re.findall(r'_bucket\{le="(\S+)"\} (\S+) # \{trace_id="(\w+)"\} (\S+)', text)
+    assert found == [("1.0", "3.0", "bb", "0.75"), ("+Inf", "4.0", "cc", "9.0")]
+    assert "trace_id" not in generate_latest(registry).decode()
