@@ -6,7 +6,6 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,7 +17,7 @@ from poolgrid.cli.front import FrontPlan, FrontProblem, FrontServer, ask_all, ma
 from poolgrid.cli.local_pool import UpSettings
 from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.workers.engines.server.core.server_facts import ServerFacts
-from tests.e2e.processes import Process, metric
+from tests.e2e.processes import Process, eventually, metric
 from tests.fakes.engine_server.vllm import Options, VllmServer
 
 
@@ -114,7 +113,7 @@ def servers_running(count: int) -> Iterator[list[VllmServer]]:
     """Run servers of ours in a thread, in a loop of their own."""
     loop = asyncio.new_event_loop()
     context = zmq.asyncio.Context()
-    servers = [VllmServer(context, Options(block_size=16)) for _ in range(count)]
+    servers = [VllmServer(context, Options(block_size=16, ranks=1 + number)) for number in range(count)]
     started, stop = threading.Event(), asyncio.Event()
 
     async def main() -> None:
@@ -137,7 +136,14 @@ def servers_running(count: int) -> Iterator[list[VllmServer]]:
         context.destroy(linger=0)
 
 
-def test_one_command_goes_in_front_of_what_runs_already(tmp_path: Path) -> None:
+def held(url: str, worker: str, dp_rank: int) -> set[int]:
+    """What the router believes of a rank."""
+    lines = httpx.get(f"{url}/v1/workers/{worker}/blocks", params={"dp_rank": dp_rank}, timeout=30).text.split("\n")
+    return {int(line.split()[0], 16) for line in lines if line}
+
+
+def test_one_command_goes_in_front_of_what_runs_already() -> None:
+    """Two servers, the second one with two ranks behind its URL."""
     with servers_running(2) as servers:
         fronts = [word for each in servers for word in ("--front", each.url)]
         with Process("up", *fronts, "--port", "0", "--model-path", str(TINY_MODEL_PATH)) as up:
@@ -148,5 +154,16 @@ def test_one_command_goes_in_front_of_what_runs_already(tmp_path: Path) -> None:
             assert answers[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 64
             assert len({each["choices"][0]["text"] for each in answers}) == 1
             assert metric(url, "poolgrid_router_untrusted_workers") == 0
+            for number in range(9):
+                other = {**body, "prompt": list(range(200 + 50 * number, 250 + 50 * number))}
+                assert httpx.post(f"{url}/v1/completions", json=other, timeout=30).status_code == 200
+            ranks = {each.get("x-data-parallel-rank") for each in servers[1].headers}
+            assert ranks == {"0", "1"}
+            for each, worker in zip(servers, ("vllm-0", "vllm-1"), strict=True):
+                for dp_rank, cache in enumerate(each.caches):
+                    eventually(
+                        f"the index of {worker}/{dp_rank} is its cache",
+                        lambda name=worker, rank=dp_rank, of=cache: held(url, name, rank) == of.names(),  # type: ignore[misc]
+                    )
             status, errors = up.stop()
             assert status == 0, errors

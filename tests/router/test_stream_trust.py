@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from poolgrid.router.core.overlap_check import LEAST_REQUESTS, WINDOW, OverlapCheck
 from poolgrid.router.core.policy import KvAware
 from poolgrid.router.core.selector import Selector
@@ -96,6 +98,22 @@ def test_an_index_that_claims_what_is_gone_is_found_out_too_and_trusted_again_wh
     for number in range(WINDOW):
         serve(pool, selector, f"good-{number}", PATH, 10, float(number))
     assert a not in pool.projection.trust.untrusted
+
+
+@pytest.mark.parametrize(("reused", "is_suspect"), [(9, False), (0, True)])
+def test_an_engine_that_says_at_the_end_what_it_reused_is_judged_then(reused: int, is_suspect: bool) -> None:
+    """The estimate at the start is the router's own prediction, which would never disagree."""
+    pool = Pool()
+    (a,) = pool.join("a")
+    pool.say(a, stored(PATH))
+    selector = pool.selector(KvAware())
+    for number in range(LEAST_REQUESTS + 1):
+        decision = decided(selector.select(request(f"r{number}"), PATH, float(number), 0))
+        selector.book(decision, PATH, float(number))
+        pool.say(a, RequestStarted(f"r{number}", 10 * BLOCK_SIZE, 10 * BLOCK_SIZE, 10, cached_later=True))
+        assert a not in pool.projection.trust.checks or len(pool.projection.trust.checks[a]) == number
+        pool.say(a, RequestFinished(f"r{number}", "stop", reused * BLOCK_SIZE))
+    assert (a in pool.projection.trust.untrusted) is is_suspect
 
 
 def test_what_was_stored_between_the_choice_and_the_start_is_no_disagreement() -> None:
