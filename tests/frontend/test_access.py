@@ -220,21 +220,24 @@ def test_a_body_that_is_too_large_is_413() -> None:
 
 
 @pytest.mark.parametrize(
-    ("refusal", "status", "retry_after"),
+    ("status", "code", "message", "retry_after_s", "header"),
     [
-        (Refused(429, "busy", "1024 requests are waiting", 7.2), 429, "8"),
-        (Refused(503, "no_worker", "every worker is draining"), 503, None),
-        (Refused(503, "not_ready", "the router is rebuilding its state"), 503, None),
+        (429, "busy", "1024 requests are waiting", 7.2, "8"),
+        (503, "no_worker", "every worker is draining", None, None),
+        (503, "not_ready", "the router is rebuilding its state", None, None),
     ],
 )
 def test_what_the_router_refuses_has_the_code_everywhere(
-    refusal: Refused, status: int, retry_after: str | None
+    status: int, code: str, message: str, retry_after_s: float | None, header: str | None
 ) -> None:
+    # Made here: once raised it holds what it was raised in, and a parameter lives as long as the process.
+    refusal = Refused(status, code, message, retry_after_s)
+
     async def run() -> None:
         async with running(None, FakeBackend(refusal=refusal)) as service:
             answer = await service.chat()
-            service.check_refusal(answer, status, refusal.code)
-            assert answer.headers.get("retry-after") == retry_after
+            service.check_refusal(answer, status, code)
+            assert answer.headers.get("retry-after") == header
 
     asyncio.run(run())
 

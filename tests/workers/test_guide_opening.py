@@ -15,9 +15,10 @@ from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, Sampling
 from poolgrid.workers.core.refusal import UnsupportedError
 from poolgrid.workers.engines.protocol import EngineReport
 from poolgrid.workers.engines.simulated.core.engine import EngineLimits
-from poolgrid.workers.engines.simulated.core.guided_tokens import TokenGuide, TokenTexts
 from poolgrid.workers.engines.simulated.core.next_token import Vocabulary, prompt_logprobs
 from poolgrid.workers.engines.simulated.core.timing import PolynomialTiming, ScaledTiming
+from poolgrid.workers.engines.simulated.core.token_guide import TokenGuide
+from poolgrid.workers.engines.simulated.core.token_texts import TokenTexts
 from poolgrid.workers.engines.simulated.guides import LazyGuides
 from poolgrid.workers.engines.simulated.real_time import RealTimeSimulatedEngine
 from tests.workers.fakes import PATIENCE_S

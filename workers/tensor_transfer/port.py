@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from poolgrid.wire.tensors import TensorDescriptor
 
-Tensor = np.ndarray[Any, np.dtype[Any]]
+if TYPE_CHECKING:
+    import numpy as np
+
+Tensor: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 
 class TensorUnavailable(Exception):

@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from poolgrid.runtime.guide_grammar import matcher
 from poolgrid.wire.guide_limits import objection
 from poolgrid.wire.requests import Sampling
 from poolgrid.workers.core.refusal import UnableError, UnsupportedError
-from poolgrid.workers.engines.simulated.core.guided_tokens import TokenGuide, TokenTexts
 from poolgrid.workers.engines.simulated.core.next_token import Vocabulary
+from poolgrid.workers.engines.simulated.core.token_guide import TokenGuide
+
+if TYPE_CHECKING:
+    from poolgrid.workers.engines.simulated.core.token_texts import TokenTexts
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +68,8 @@ class _Loaded:
         """Load; raises ``OSError`` or ``ValueError``."""
         # Only here: a worker without guided requests does not need it in its memory.
         from llguidance import LLTokenizer
+
+        from poolgrid.workers.engines.simulated.core.token_texts import TokenTexts
 
         file = path / "tokenizer.json" if path.is_dir() else path
         # The text and not the path, which would be taken for a name to download if there were no such file.

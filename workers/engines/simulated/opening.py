@@ -19,11 +19,7 @@ from poolgrid.workers.engines.simulated.real_time import RealTimeSimulatedEngine
 from poolgrid.workers.engines.simulated.settings import SimulatedWorkerSettings
 from poolgrid.workers.engines.simulated.words import TokenizerWords, read_words
 from poolgrid.workers.kv_fetcher import KvFetcher
-from poolgrid.workers.tensor_transfer.metrics import TensorMetrics
-from poolgrid.workers.tensor_transfer.nixl_transfer import NixlTensorTransfer, make_agent
 from poolgrid.workers.tensor_transfer.port import TensorTransfer
-from poolgrid.workers.tensor_transfer.tensor_store import TensorStore
-from poolgrid.workers.tensor_transfer.zmq_transfer import ZmqTensorTransfer
 from poolgrid.workers.transfers import EmbeddingExchange, KvExchange
 
 
@@ -49,6 +45,12 @@ def make_tensor_transfer(settings: SimulatedWorkerSettings, around: EngineHost) 
     """
     if settings.modality == "text":
         return None
+    # Imported where there are tensors: NumPy is a fifth of what a worker takes to start.
+    from poolgrid.workers.tensor_transfer.metrics import TensorMetrics
+    from poolgrid.workers.tensor_transfer.nixl_transfer import NixlTensorTransfer, make_agent
+    from poolgrid.workers.tensor_transfer.tensor_store import TensorStore
+    from poolgrid.workers.tensor_transfer.zmq_transfer import ZmqTensorTransfer
+
     metrics = TensorMetrics(around.registry, settings.tensor_transport)
     # Before the socket: without NIXL nothing has been bound.
     name = f"{settings.worker_id}-{around.epoch}"

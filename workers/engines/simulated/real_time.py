@@ -30,11 +30,12 @@ from poolgrid.workers.engines.lifecycle.always_well import AlwaysWell
 from poolgrid.workers.engines.protocol import EngineReport, RankReport
 from poolgrid.workers.engines.simulated.core.cache_recorder import EngineRecorder
 from poolgrid.workers.engines.simulated.core.engine import EngineLimits, SimulatedEngine
-from poolgrid.workers.engines.simulated.core.guided_tokens import Guides, TokenGuide
+from poolgrid.workers.engines.simulated.core.guided_tokens import Guides
 from poolgrid.workers.engines.simulated.core.kv_transfer import KvSource, TransferModel, read_ticket
 from poolgrid.workers.engines.simulated.core.media import Embeddings
 from poolgrid.workers.engines.simulated.core.next_token import Vocabulary
 from poolgrid.workers.engines.simulated.core.timing import TimingModel
+from poolgrid.workers.engines.simulated.core.token_guide import TokenGuide
 from poolgrid.workers.tensor_transfer.port import Tensor
 
 log = logging.getLogger(__name__)

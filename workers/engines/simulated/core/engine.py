@@ -40,7 +40,7 @@ from poolgrid.workers.core.kv_arrival import KvArrival
 from poolgrid.workers.core.refusal import BusyError, RefusedError, UnableError, UnsupportedError
 from poolgrid.workers.engines.simulated.core.block_pool import BlockPool
 from poolgrid.workers.engines.simulated.core.cache_recorder import CacheRecorder, SilentRecorder
-from poolgrid.workers.engines.simulated.core.guided_tokens import Guides, TokenGuide
+from poolgrid.workers.engines.simulated.core.guided_tokens import Guides
 from poolgrid.workers.engines.simulated.core.kv_transfer import (
     KvSource,
     TransferModel,
@@ -54,6 +54,7 @@ from poolgrid.workers.engines.simulated.core.next_token import Vocabulary, promp
 from poolgrid.workers.engines.simulated.core.scheduler import Scheduler
 from poolgrid.workers.engines.simulated.core.sequence import Phase, Sequence
 from poolgrid.workers.engines.simulated.core.timing import PolynomialTiming, TimingModel
+from poolgrid.workers.engines.simulated.core.token_guide import TokenGuide
 
 Fact = RequestStarted | PrefillCompleted | RequestProgressed | RequestFinished
 

@@ -16,9 +16,10 @@ from enum import Enum
 from poolgrid.wire.hashing import TOKEN_BYTES, block_hashes, hash_seed, sequence_hashes
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import Generate, TokenLogprobs
-from poolgrid.workers.engines.simulated.core.guided_tokens import GuidedTokenStream, Guides, TokenGuide
+from poolgrid.workers.engines.simulated.core.guided_tokens import GuidedTokenStream, Guides
 from poolgrid.workers.engines.simulated.core.media import MediaMark, key_of, touched_blocks
 from poolgrid.workers.engines.simulated.core.next_token import TokenStream, Vocabulary, prompt_logprobs
+from poolgrid.workers.engines.simulated.core.token_guide import TokenGuide
 
 
 class Phase(Enum):
