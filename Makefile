@@ -40,9 +40,11 @@ plots:  ## the plots in docs/plots, drawn anew; needs the extra `docs`
 SEEDS ?= 0..4999
 JOBS ?= 2
 INDEX_EXAMPLES ?= 5000
+EXAMPLES_FACTOR ?= 50
 
-soak:  ## thousands of seeds of the fault simulation, each under every profile, and of programs for the index
+soak:  ## thousands of seeds of the fault simulation, each under every profile, of programs for the index, of texts for tokenizers
 	INDEX_EXAMPLES=$(INDEX_EXAMPLES) $(PYTHON) -m pytest tests/router/test_prefix_index.py
+	POOLGRID_EXAMPLES_FACTOR=$(EXAMPLES_FACTOR) $(PYTHON) -m pytest tests/frontend/test_prompt_encoder.py
 	$(PYTHON) -m tests.fault_simulation --seeds $(SEEDS) --all-profiles --jobs $(JOBS) --keep
 
 long:  ## what CI does in short: the whole recorded trace on two pools, 10,000 mutated bodies at a global router

@@ -200,6 +200,7 @@ PLANTED: dict[str, Planted] = {
         "_remember_abandoned",
         _say_nothing,
         True,
+        from_seed=90,
     ),
     "a-failed-write-is-not-cut-back": Planted(
         "what a failed append left behind stays in the journal",
@@ -228,6 +229,7 @@ PLANTED: dict[str, Planted] = {
         "_close_segment",
         _close_unsynced,
         True,
+        from_seed=40,
     ),
     "zeros-are-corruption": Planted(
         "a segment of which nothing was durable stops the journal from opening",
@@ -252,7 +254,7 @@ PLANTED: dict[str, Planted] = {
         "clear",
         _clear_unseen,
         True,
-        from_seed=200,
+        from_seed=245,
     ),
     "a-checkpoint-without-beliefs": Planted(
         "a replay that begins at a checkpoint knows nothing of the router's own choices for stale workers",
@@ -260,7 +262,7 @@ PLANTED: dict[str, Planted] = {
         ApproximateIndex,
         "restore",
         _believe_nothing,
-        from_seed=200,
+        from_seed=330,
     ),
 }
 

@@ -6,7 +6,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
 import httpx
@@ -15,13 +15,13 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from poolgrid.frontend.app import Application, create_app
-from poolgrid.frontend.ports import InferenceBackend
+from poolgrid.frontend.ports import InferenceBackend, InferenceRequest, ServedModel, TokenStream
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.runtime.http_protocol import DirectProtocol
 from poolgrid.runtime.http_settings import HttpLimits
 from poolgrid.wire.answers import EndpointRow
-from tests.frontend.fake_backend import TINY
+from tests.frontend.fake_backend import TINY, FakeBackend
 
 Http = str | type[DirectProtocol]
 """uvicorn's name of a protocol, or ours, which the routers serve with."""
@@ -57,6 +57,44 @@ async def in_process(app: Application) -> AsyncIterator[httpx.AsyncClient]:
             yield client
         finally:
             await app.close()
+
+
+class FrontEnd:
+    """One application for tests that ask many times; each time another backend is behind it."""
+
+    def __init__(self, runner: asyncio.Runner, client: httpx.AsyncClient, backend: _Changing) -> None:
+        self._runner = runner
+        self._client = client
+        self._backend = backend
+
+    def post(self, backend: InferenceBackend, path: str, **arguments: Any) -> httpx.Response:
+        self._backend.now = backend
+        return self._runner.run(self._client.post(path, **arguments))
+
+
+class _Changing:
+    """A backend that is another one each time."""
+
+    def __init__(self) -> None:
+        self.now: InferenceBackend = FakeBackend()
+
+    async def submit(self, request: InferenceRequest) -> TokenStream:
+        return await self.now.submit(request)
+
+    def models(self) -> Sequence[ServedModel]:
+        return self.now.models()
+
+
+@contextmanager
+def front_end(**settings: Any) -> Iterator[FrontEnd]:
+    backend = _Changing()
+    with asyncio.Runner() as runner:
+        opened = AsyncExitStack()
+        client = runner.run(opened.enter_async_context(in_process(application(backend, **settings))))
+        try:
+            yield FrontEnd(runner, client, backend)
+        finally:
+            runner.run(opened.aclose())
 
 
 class _Server(uvicorn.Server):

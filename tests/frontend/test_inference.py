@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -16,14 +17,29 @@ from poolgrid.wire.hashing import pack_tokens, unpack_tokens
 from poolgrid.wire.request_ids import name_of
 from poolgrid.wire.requests import KvRetention, RetainedTokens, TokenLogprobs
 from tests.frontend.fake_backend import TINY, FakeBackend, Script, Step, speak, with_logprobs
-from tests.frontend.server import application, in_process
+from tests.frontend.server import FrontEnd, application, front_end, in_process
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 END_OF_TURN = 2
 
 
-def post(backend: FakeBackend, path: str, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
+Front = FrontEnd | None
+"""Who is asked: an application of its own for one question, or one for all examples of a test."""
+
+
+@pytest.fixture(scope="module")
+def front() -> Iterator[FrontEnd]:
+    with front_end() as made:
+        yield made
+
+
+def post(
+    backend: FakeBackend, path: str, headers: dict[str, str] | None = None, front: Front = None, **fields: Any
+) -> httpx.Response:
+    if front is not None:
+        return front.post(backend, path, json={"model": "tiny", **fields}, headers=headers)
+
     async def go() -> httpx.Response:
         async with in_process(application(backend)) as client:
             return await client.post(path, json={"model": "tiny", **fields}, headers=headers)
@@ -208,16 +224,16 @@ def test_text_that_looks_like_a_line_end_stays_inside_its_event() -> None:
 )
 @settings(max_examples=120, deadline=None)
 def test_text_and_usage_do_not_depend_on_how_tokens_were_batched_or_sent(
-    text: str, stop: list[str], stride: int, stream: bool
+    front: FrontEnd, text: str, stop: list[str], stride: int, stream: bool
 ) -> None:
-    reference = ask(FakeBackend(script(text)), stop=stop)
+    reference = ask(FakeBackend(script(text)), front=front, stop=stop)
     backend = FakeBackend(script(text, tokens_per_delta=stride))
 
     if stream:
-        chunks = streamed(backend, stop=stop, stream_options={"include_usage": True})
+        chunks = streamed(backend, front=front, stop=stop, stream_options={"include_usage": True})
         shown, counts = text_of(chunks), chunks[-1]["usage"]
     else:
-        answer = ask(backend, stop=stop)
+        answer = ask(backend, front=front, stop=stop)
         shown, counts = answer["choices"][0]["message"]["content"], answer["usage"]
 
     assert shown == reference["choices"][0]["message"]["content"]

@@ -28,6 +28,7 @@ from poolgrid.frontend.prompt_encoder import Lookup, PromptEncoder, probes
 from poolgrid.frontend.segment_cache import SEGMENT_CHARS_MIN, cut
 from poolgrid.runtime.tenant_caches import EVERYBODY
 from poolgrid.wire.hashing import pack_tokens
+from tests.examples import examples
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. It's 1234 o'clock, don't you know?\n",
@@ -176,7 +177,7 @@ def test_every_text_has_the_tokenizers_own_ids(kind: str, awkward: bool) -> None
     _, fast = made(kind, awkward, fast=True)
     assert slow.delimiters, "these tokenizers have a delimiter that is proven safe"
 
-    @settings(max_examples=25, deadline=None, database=None)
+    @settings(max_examples=examples(12), deadline=None, database=None)
     @given(texts, st.booleans())
     def check(text: str, add_special_tokens: bool) -> None:
         expected = answer(tokenizer, text, add_special_tokens)
@@ -207,7 +208,7 @@ def test_conversations_that_interleave_have_the_tokenizers_own_ids(kind: str) ->
     encoder = PromptEncoder(tokenizer, cache_bytes=48 * 1024, fast=False)
     assert encoder.delimiters
 
-    @settings(max_examples=15, deadline=None, database=None)
+    @settings(max_examples=examples(8), deadline=None, database=None)
     @given(turns)
     def check(turns: list[tuple[int, str, str]]) -> None:
         held: dict[int, list[str]] = {number: [] for number in range(3)}

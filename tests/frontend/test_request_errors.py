@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import httpx
@@ -27,7 +28,7 @@ from poolgrid.frontend.schema import (
 )
 from poolgrid.frontend.tokenizer_endpoints import DetokenizeBody, TokenizeBody
 from tests.frontend.fake_backend import TINY, FakeBackend, speak, with_logprobs
-from tests.frontend.server import application, in_process
+from tests.frontend.server import FrontEnd, application, front_end, in_process
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -48,6 +49,12 @@ def post(
             return await client.post(path, content=content, headers=JSON if headers is None else headers)
 
     return asyncio.run(go())
+
+
+@pytest.fixture(scope="module")
+def front() -> Iterator[FrontEnd]:
+    with front_end() as made:
+        yield made
 
 
 def error_of(response: httpx.Response) -> dict[str, Any]:
@@ -444,11 +451,11 @@ JSON_VALUES = st.recursive(
     path=st.sampled_from([CHAT, COMPLETIONS]),
 )
 @settings(max_examples=150, deadline=None)
-def test_no_value_of_any_field_is_an_internal_error(field: str, value: Any, path: str) -> None:
+def test_no_value_of_any_field_is_an_internal_error(front: FrontEnd, field: str, value: Any, path: str) -> None:
     body = json.loads(chat(prompt="hi") if path == CHAT else completion())
     body[field] = value
 
-    response = post(path, json.dumps(body).encode())
+    response = front.post(FakeBackend(), path, content=json.dumps(body).encode(), headers=JSON)
 
     assert response.status_code in (200, 400, 404)
     if response.status_code != 200:
