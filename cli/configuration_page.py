@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 from poolgrid.cli.local_pool import UpSettings
 from poolgrid.cli.main import app
 from poolgrid.cli.options import environment_name
+from poolgrid.engine_check.settings import EngineCheckSettings
 from poolgrid.frontend.media.settings import MediaSettings
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.global_router.settings import GlobalRouterSettings
@@ -128,6 +129,12 @@ SECTIONS = (
         "[security](security.md#before-a-request-is-whole).",
     ),
     Section("Load generator", "bench", (BenchSettings,), "What the modes mean: [bench](bench.md)."),
+    Section(
+        "Check of an engine server",
+        "engine-check",
+        (EngineCheckSettings,),
+        "What it compares, and what the findings mean: [engine check](engine_check.md).",
+    ),
     Section("Simulator", "simulate", (SimulationSettings,), "What it prints: [simulate](simulate.md)."),
     Section(
         "Recorded traffic under other settings",

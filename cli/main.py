@@ -33,6 +33,7 @@ class Commands(LateGroup):
         "explain": "poolgrid.cli.commands.explain",
         "config": "poolgrid.cli.commands.config",
         "engine-config": "poolgrid.cli.commands.engine_config",
+        "engine-check": "poolgrid.cli.commands.engine_check",
         "keys": "poolgrid.cli.commands.keys",
         "journal": "poolgrid.cli.commands.journal",
         "completion": "poolgrid.cli.commands.completion",

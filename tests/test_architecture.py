@@ -50,6 +50,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "workers.engines.simulated.core",
         "loadgen.trace",
     ),
+    "engine_check.core": ("wire", "runtime.figures"),
+    "engine_check": ("wire", "runtime", "workers.engines"),
     "loadgen": ("wire", "runtime"),
     "observability": (),
     "cli": ANYTHING,
@@ -75,6 +77,7 @@ PURE = (
     "workers.engines.vllm.core",
     "workers.engines.sglang.core",
     "workers.engines.trtllm_serve.core",
+    "engine_check.core",
 )
 
 BANNED_IN_PURE = {

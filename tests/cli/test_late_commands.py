@@ -20,8 +20,8 @@ from poolgrid.runtime import garbage
 ROOT = Path(__file__).parents[2]
 
 PACKAGES = (
-    "admission", "cli", "dispatch", "frontend", "global_router", "loadgen", "router", "runtime", "simulation", "wire",
-    "workers",
+    "admission", "cli", "dispatch", "engine_check", "frontend", "global_router", "loadgen", "router", "runtime",
+    "simulation", "wire", "workers",
 )  # fmt: skip
 
 PROBE = """

@@ -40,6 +40,17 @@ def test_blocks_are_named_by_their_tokens(dialect: str) -> None:
     assert list(unpack_hashes(out[1].sequence_hashes)) == [names(tokens)[0], names(tokens)[2]]
 
 
+@pytest.mark.parametrize(
+    "event", [block_stored("vllm", [1], None, [1] * 4), block_stored("trtllm", [1], None, [1] * 4)]
+)
+@pytest.mark.parametrize("rank", ["data_parallel_rank", "attn_dp_rank", "dp_rank"])
+def test_an_envelope_that_is_a_map_says_the_same_as_an_array(event: Any, rank: str) -> None:
+    as_map = decode_pub(msgspec.msgpack.encode({"ts": 1.5, "events": [event], rank: 3}))
+
+    assert as_map == decode_pub(frame_of([event], 3))
+    assert as_map.dp_rank == 3
+
+
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_continuation_keeps_the_adapter_and_the_salt_of_its_parent(dialect: str) -> None:
     tokens = list(range(8))
@@ -186,6 +197,8 @@ def test_clearing_forgets_every_engine_hash() -> None:
         b"",
         b"\xc1",
         msgspec.msgpack.encode({}),
+        msgspec.msgpack.encode({"events": []}),
+        msgspec.msgpack.encode({"ts": 1.0, "events": {}}),
         msgspec.msgpack.encode([1.0]),
         msgspec.msgpack.encode(["x", []]),
         msgspec.msgpack.encode([float("nan"), []]),

@@ -1,7 +1,8 @@
 """Read what engines publish about their KV cache themselves: one envelope, two dialects, many versions.
 
-The payload is msgpack ``[timestamp (seconds), [event, ...], dp_rank or nil]``; vLLM writes an event as an array that
-begins with its name, TensorRT-LLM and SGLang as a map with a ``type``. Rules for this file:
+The payload is msgpack ``[timestamp (seconds), [event, ...], dp_rank or nil]``, or a map of the same; an event is an
+array that begins with its name, or a map with a ``type``. Which of them depends on the engine and on its version, so
+both are read at both levels. Rules for this file:
 
 1. ``decode_pub`` returns a value or raises ``DecodeError``, nothing else, in proportion to the bytes given.
 2. Fields and keys that are not known are ignored. An event that is not known, or a stored event that makes no sense, is
@@ -67,6 +68,8 @@ _STORED_SINCE_SALT = (
     "locality",
 )
 _STORED_SINCE_GROUPS = ("group_idx", "kv_cache_spec_kind", "window", "locality")
+_RANK_NAMES = ("data_parallel_rank", "attn_dp_rank", "dp_rank")
+"""What the third field of an envelope is called in a map, by lineage."""
 _REMOVED = ("block_hashes", "medium", "group_idx", "kv_cache_spec_kind", "window", "locality")
 _decoder = msgspec.msgpack.Decoder()
 
@@ -126,17 +129,14 @@ def decode_pub(payload: bytes) -> PubBatch:
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError, MemoryError, TypeError) as error:
         # TypeError: a map whose key cannot be one.
         raise DecodeError(WHAT, str(error) or type(error).__name__) from None
-    if not isinstance(value, list) or len(value) < 2 or not isinstance(value[1], list):
-        raise DecodeError(WHAT, "the envelope is not [timestamp, [events], dp_rank]")
-    timestamp = value[0]
+    timestamp, events, dp_rank = read_envelope(value)
     if not isinstance(timestamp, (int, float)) or not 0 <= timestamp * 1000 <= _TIME_MS_MAX:
         raise DecodeError(WHAT, f"the timestamp is {str(timestamp)[:40]}, expected are seconds since 1970")
-    dp_rank = value[2] if len(value) > 2 else None
     if dp_rank is not None and (type(dp_rank) is not int or not 0 <= dp_rank < 2**32):
         raise DecodeError(WHAT, f"dp_rank is {str(dp_rank)[:40]}, expected is an integer from 0 or nil")
     batch = PubBatch(int(timestamp * 1000), dp_rank)
-    for raw in value[1]:
-        kind, fields = _named(raw)
+    for raw in events:
+        kind, fields = event_fields(raw)
         if kind == "BlockStored":
             try:
                 stored = _stored(fields)
@@ -162,7 +162,24 @@ def decode_pub(payload: bytes) -> PubBatch:
     return batch
 
 
-def _named(raw: Any) -> tuple[Any, dict[Any, Any]]:
+def read_envelope(value: Any) -> tuple[Any, list[Any], Any]:
+    """Return timestamp, events and rank of a decoded payload; raises ``DecodeError`` when it is no envelope."""
+    if isinstance(value, dict):
+        timestamp = value.get("ts", value.get("timestamp"))
+        events = value.get("events")
+        rank = next((value[name] for name in _RANK_NAMES if name in value), None)
+    elif isinstance(value, list) and len(value) >= 2:
+        timestamp, events = value[:2]
+        rank = value[2] if len(value) > 2 else None
+    else:
+        timestamp = events = rank = None
+    if not isinstance(events, list):
+        raise DecodeError(WHAT, "the envelope is not [timestamp, [events], dp_rank], nor a map of ts and events")
+    return timestamp, events, rank
+
+
+def event_fields(raw: Any) -> tuple[Any, dict[Any, Any]]:
+    """Return what an event calls itself, and its fields by name; ``None`` and nothing when it is no event."""
     if isinstance(raw, dict):
         return raw.get("type"), raw
     if isinstance(raw, list) and raw:

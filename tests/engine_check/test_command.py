@@ -1,0 +1,132 @@
+"""``poolgrid engine-check`` against a server: sockets, exit status, table, JSON, records, and a timing table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from poolgrid.cli.engine_check import AREAS, run_engine_check
+from poolgrid.engine_check.core.finding import Kind
+from poolgrid.engine_check.settings import EngineCheckSettings
+from poolgrid.workers.engines.simulated.core.timing import TableTiming
+from tests.engine_check.engine_server import Habits, engine_server
+
+
+def squeezed(text: str) -> str:
+    """A text without what depends on the width that whoever runs the tests has set."""
+    return "".join(text.split())
+
+
+def check(url: str, capsys: pytest.CaptureFixture[str], **options: Any) -> tuple[int, str, str]:
+    settings = EngineCheckSettings(url=url, settle_ms=60, **options)
+    status = run_engine_check(settings)
+    said = capsys.readouterr()
+    return status, said.out, said.err
+
+
+def test_a_good_server_passes_and_its_record_says_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = tmp_path / "record.json"
+    with engine_server(Habits()) as server:
+        status, text, _ = check(server.url, capsys, as_json=True, record=record)
+    found = json.loads(text)
+
+    assert (status, found["ok"], found["findings"]) == (0, True, [])
+    assert found["server"] == {
+        "kind": "vllm", "model": "m", "version": "9.9", "block_size": 8, "ranks": 1, "publishes": True,
+    }  # fmt: skip
+    assert found["blocks_expected"] == found["blocks_in_index"] == 19
+    assert found["probes_compared"] == found["probes_as_predicted"] == len(found["probes"]) == 8
+
+    again = run_engine_check(EngineCheckSettings(recorded=record, as_json=True))
+    assert again == 0
+    assert json.loads(capsys.readouterr().out) == found
+
+
+@pytest.mark.parametrize(
+    ("habits", "kind"),
+    [
+        (Habits(connects=True), "publisher connects"),
+        (Habits(publishes=False), "events off"),
+        (Habits(publishes=False, lists_sources=False), "events off"),
+        (Habits(swapped=True), "no publisher"),
+        (Habits(says_block_size=32), "block size"),
+    ],
+    ids=["it connects", "it says that it publishes nothing", "it says nothing", "the replay's port", "block size"],
+)
+def test_a_server_that_is_set_up_wrong_is_told_what_to_set(
+    habits: Habits, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with engine_server(habits) as server:
+        status, text, _ = check(server.url, capsys, salt=False)
+
+    assert status == 1
+    assert squeezed(f"fault: {kind} (") in squeezed(text)
+    assert squeezed("To set: ") in squeezed(text)
+
+
+def test_without_a_replay_and_cached_tokens_it_passes_with_warnings(capsys: pytest.CaptureFixture[str]) -> None:
+    with engine_server(Habits(replays=False, says_cached_tokens=False)) as server:
+        status, text, _ = check(server.url, capsys, salt=False)
+
+    assert status == 0
+    assert squeezed("warning: replay missing (") in squeezed(text)
+    assert squeezed("warning: cached tokens unsaid (") in squeezed(text)
+    assert squeezed("--enable-prompt-tokens-details") in squeezed(text)
+
+
+def test_endpoints_that_are_given_win_over_those_that_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    with engine_server(Habits(swapped=True)) as server:
+        given = {"events": (server.endpoint,), "replay": (server.replay_endpoint,)}
+        status, _, _ = check(server.url, capsys, salt=False, **given)
+
+    assert status == 0
+
+
+def test_what_cannot_be_checked_ends_with_status_2_and_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check("http://127.0.0.1:9", capsys)[0] == 2
+    assert run_engine_check(EngineCheckSettings(recorded=tmp_path / "none.json")) == 2
+    assert "none.json" in squeezed(capsys.readouterr().err)
+    status, _, errors = check("http://127.0.0.1:9", capsys, record=tmp_path / "no" / "where.json")
+    assert status == 2
+    assert "--record" in squeezed(errors)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "url is not given"),
+        ({"url": "http://h", "replay": ("tcp://h:1",)}, "replay is given 1 times and events 0 times"),
+        ({"url": "http://h", "lengths": ("64", "0")}, "lengths has '0'"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        EngineCheckSettings(**options)
+
+
+def test_measured_step_times_are_a_table_that_simulated_engines_take(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "timing.json"
+    with engine_server(Habits()) as server:
+        status, text, _ = check(
+            server.url, capsys, measure_timing=table, lengths=("16", "64", "8192"), repeats=2, concurrency=4
+        )
+
+    assert status == 0
+    assert squeezed("--timing-table") in squeezed(text)
+    found = json.loads(table.read_text())
+    assert [tokens for tokens, _ in found["prefill"]] == [16, 64]  # 8,192 tokens are more than the model takes
+    assert "vllm 9.9, model m, 32,768 tokens of KV" in found["source"]
+    assert TableTiming.from_file(table).decode_ms(0.5) > 0
+
+
+def test_every_kind_of_finding_has_its_row() -> None:
+    placed = [kind for _, kinds in AREAS for kind in kinds]
+
+    assert sorted(placed, key=list(Kind).index) == list(Kind)
