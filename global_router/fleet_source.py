@@ -32,6 +32,10 @@ REQUESTS_SHOWN = 240
 STEPS_SHOWN = 20
 """Last steps of the closed loop."""
 
+ASK_TIMEOUT_S = 15.0
+"""Longest wait for a pool's router to say what it knows of a request: it may read its journal for that, in a process
+that takes half a second on an idle machine."""
+
 ANSWER_BYTES_MAX = 8 * 1024 * 1024
 """Largest answer of a pool's router about one request: a decision over thousands of workers."""
 
@@ -164,7 +168,7 @@ class GlobalFleetSource:
             return None
         url = f"{pool.url}/v1/fleet/requests/{quote(placement.dispatch_id, safe='')}"
         try:
-            answer = await self._client.get(url)
+            answer = await self._client.get(url, timeout=ASK_TIMEOUT_S)
             if answer.status_code == 200 and len(answer.content) <= ANSWER_BYTES_MAX:
                 return msgspec.json.decode(answer.content, type=dict[str, Any])
         except (httpx.HTTPError, msgspec.MsgspecError, ValueError) as error:

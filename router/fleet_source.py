@@ -59,6 +59,7 @@ COLUMNS: Mapping[str, Sequence[str]] = {
         "stream",
         "trusted",
         "note",
+        "sources",
         "http_endpoint",
     ),
     "requests": (
@@ -223,6 +224,9 @@ class RouterFleetSource:
             _STREAM_WORDS[stream],
             untrusted is None,
             unreachable or untrusted or ("" if stream is StreamState.LIVE else reason),
+            [(name, _STREAM_WORDS[each.state], each.reason) for name, each in sorted(worker.streams.items())]
+            if len(worker.streams) > 1
+            else _NO_SOURCES,
             card.http_endpoint,
         )
 
@@ -301,3 +305,5 @@ class RouterFleetSource:
 
 _STREAM_WORDS = {state: state.name.lower() for state in StreamState}
 _UNWATCHED = Leg("", "", "")
+_NO_SOURCES: list[tuple[str, str, str]] = []
+"""Of a worker that only speaks for itself, as nearly all do."""

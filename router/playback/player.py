@@ -24,6 +24,7 @@ from poolgrid.frontend.errors import RequestError
 from poolgrid.router.consolidator.journal.stored_records import SUFFIX
 from poolgrid.router.playback.leg_times import Leg
 from poolgrid.router.playback.process import Answer, Question
+from poolgrid.runtime.tasks import cancel_all, owned
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ WAITING_MAX = 4
 """Questions that wait for the one under way: people click again when they see nothing."""
 
 TIME_S_MAX = 60.0
-"""Longest time of one question: the fold has 20 s, the snapshot before it the rest."""
+"""Longest time of one question: the fold has 45 s, the snapshot before it the rest."""
 
 SLICE_BYTES = 256 * 1024
 """Of a journal in memory, copied in one go: a tenth of a millisecond."""
@@ -133,14 +134,13 @@ class Player:
         )
         try:
             assert process.stdin is not None, "it is a pipe"
-            with contextlib.suppress(ConnectionError):  # it has what it needs, or has said why not
-                await self._tell(process.stdin, question, records)
             assert process.stdout is not None, "it is a pipe"
-            said = bytearray()
-            while part := await process.stdout.read(READ_BYTES):
-                said += part
-                if len(said) > ANSWER_BYTES_MAX:
-                    raise OSError(f"it says more than {ANSWER_BYTES_MAX} bytes")
+            # It may answer before it was told everything, and would wait for ever for somebody to listen.
+            telling = owned(self._tell(process.stdin, question, records), "telling a playback its records")
+            try:
+                said = await _all_of(process.stdout)
+            finally:
+                await cancel_all([telling])
             status = await process.wait()
         finally:
             if process.returncode is None:
@@ -149,7 +149,7 @@ class Player:
                 await process.wait()
         if not said:
             raise OSError(f"it ended with status {status} and said nothing")
-        return msgspec.msgpack.decode(bytes(said), type=Answer)
+        return msgspec.msgpack.decode(said, type=Answer)
 
     def _is_on_disk(self) -> bool:
         """Tell whether a journal is where one may be: a router's ``data_dir`` may hold its decisions alone."""
@@ -162,19 +162,29 @@ class Player:
 
     async def _tell(self, pipe: asyncio.StreamWriter, question: Question, records: list[bytes]) -> None:
         """Write the question, and behind it the records of a journal in memory."""
-        _write(pipe, msgspec.msgpack.encode(question))
-        await pipe.drain()
-        next_offset = question.first_offset
-        while records and self._kept is not None:
-            for record in records:
-                _write(pipe, record)
-            next_offset += len(records)
+        with contextlib.suppress(ConnectionError):  # it has what it needs, or has said why not
+            _write(pipe, msgspec.msgpack.encode(question))
             await pipe.drain()
-            await asyncio.sleep(0)
-            first, records = self._kept(next_offset, SLICE_RECORDS, SLICE_BYTES)
-            if first != next_offset:
-                break  # the journal has let go of what comes next: the process makes do with what it has
-        pipe.close()
+            next_offset = question.first_offset
+            while records and self._kept is not None:
+                for record in records:
+                    _write(pipe, record)
+                next_offset += len(records)
+                await pipe.drain()
+                await asyncio.sleep(0)
+                first, records = self._kept(next_offset, SLICE_RECORDS, SLICE_BYTES)
+                if first != next_offset:
+                    break  # the journal has let go of what comes next: the process makes do with what it has
+            pipe.close()
+
+
+async def _all_of(pipe: asyncio.StreamReader) -> bytes:
+    said = bytearray()
+    while part := await pipe.read(READ_BYTES):
+        said += part
+        if len(said) > ANSWER_BYTES_MAX:
+            raise OSError(f"it says more than {ANSWER_BYTES_MAX} bytes")
+    return bytes(said)
 
 
 def _write(pipe: asyncio.StreamWriter, body: bytes) -> None:

@@ -204,6 +204,28 @@ def test_a_journal_in_memory_is_played_back_as_long_as_it_has_its_beginning() ->
     assert (refused.value.status, refused.value.code) == (409, "not_kept")
 
 
+def test_an_answer_that_is_longer_than_a_pipe_comes_while_records_are_still_told() -> None:
+    names = [f"a-worker-with-a-long-name-{number}" for number in range(200)]
+    joined: list[tuple[str, AnyEvent]] = [(name, WorkerJoined(make_card())) for name in names]
+    held: list[tuple[str, AnyEvent]] = [
+        (name, stored([1000 * turn + at for at in range(8)])) for turn in range(1, 21) for name in names
+    ]
+    payloads = [
+        codec.journal_record.encode(JournalRecord(at, name, 0, 1, at, BEGIN_MS + at, BEGIN_MS + at, [event]))
+        for at, (name, event) in enumerate([*joined, *held])
+    ]
+
+    def kept(from_offset: int, limit: int, bytes_max: int) -> tuple[int, list[bytes]]:
+        return from_offset, payloads[from_offset : from_offset + limit]
+
+    player = Player(None, kept, BLOCKS_PER_WORKER_MAX)
+    body = asyncio.run(player.reel(BEGIN_MS, BEGIN_MS + 2400, 240, []))
+
+    assert len(body) > 2 * 65_536
+    assert sum(map(len, payloads[2401:])) > 2 * 65_536, "so much is left to be told when it answers"
+    assert msgspec.json.decode(body, type=Reel).frames[-1].offset == 2401
+
+
 def test_without_a_journal_it_is_said_what_to_do(tmp_path: Path) -> None:
     nowhere = Player(None, None, BLOCKS_PER_WORKER_MAX)
     assert "--data-dir" in nowhere.unavailable

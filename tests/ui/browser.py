@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import importlib.util
 import json
 import shutil
@@ -10,6 +11,8 @@ import tempfile
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+import psutil
 
 BINARIES = ("chromium", "chromium-browser", "google-chrome")
 DRIVER = "chromedriver"
@@ -154,6 +157,16 @@ class Browser:
     def long_tasks_ms(self) -> list[float]:
         """Return how long tasks took that took more than 50 ms."""
         found: list[float] = json.loads(self.run("return JSON.stringify(window.longTasks)"))
+        return found
+
+    def cpu_s(self) -> float:
+        """Return the processor time of the process that runs the page."""
+        found = 0.0
+        for process in psutil.Process(self.driver.service.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "--type=renderer" in process.cmdline():
+                    times = process.cpu_times()
+                    found = max(found, times.user + times.system)
         return found
 
     def close(self) -> None:

@@ -88,7 +88,11 @@ class LargePool:
                 "tiny", Role.AGGREGATED, BLOCK_SIZE, WorkerLimits(64, 8192, BLOCKS, 131_072), "tcp://127.0.0.1:1"
             )
             self._held[key], self._running[key] = OrderedDict(), 0
-            self._say(key, [WorkerJoined(card)])
+            self.say(key, [WorkerJoined(card)])
+
+    def hold(self, worker: WorkerKey, path: Sequence[int]) -> None:
+        """Have a worker store a path."""
+        self.say(worker, [BlocksStored(None, pack_hashes(path))])
 
     def counts(self) -> tuple[int, int]:
         return sum(self._running.values()), 0
@@ -99,7 +103,8 @@ class LargePool:
     def kept(self, from_offset: int, limit: int, bytes_max: int) -> tuple[int, list[bytes]]:
         return from_offset, self.journal[from_offset : from_offset + limit]
 
-    def _say(self, worker: WorkerKey, events: Sequence[AnyEvent]) -> None:
+    def say(self, worker: WorkerKey, events: Sequence[AnyEvent]) -> None:
+        """Have a worker report events."""
         now_ms = self._clock.wall_ms()
         seq = self._seqs[worker] = self._seqs.get(worker, -1) + 1
         record = JournalRecord(len(self.journal), worker.worker_id, 0, 1, seq, now_ms, now_ms, list(events))
@@ -110,7 +115,8 @@ class LargePool:
         held = len(self._held[worker])
         return LoadReported(self._running[worker], 0, 0, 12 * self._running[worker], held, BLOCKS)
 
-    def _request(self) -> None:
+    def request(self) -> None:
+        """Have somebody go on with a conversation."""
         draw = self._draw
         self._count += 1
         name = f"r{self._count}"
@@ -130,7 +136,7 @@ class LargePool:
         self._running[worker] += 1
         reused = overlap * BLOCK_SIZE
         self.decisions.realised(name, reused)
-        self._say(worker, [RequestStarted(name, isl, reused, len(grown)), self._load(worker)])
+        self.say(worker, [RequestStarted(name, isl, reused, len(grown)), self._load(worker)])
         held = self._held[worker]
         new = [each for each in grown if each not in held]
         events: list[AnyEvent] = [PrefillCompleted(name)]
@@ -145,7 +151,8 @@ class LargePool:
         due_ms = self._clock.monotonic_ms() + 1000 * seconds
         heapq.heappush(self._later, (due_ms, self._hashes, worker, events))
 
-    def _due(self) -> None:
+    def due(self) -> None:
+        """Have workers report what is over by now."""
         now_ms = self._clock.monotonic_ms()
         while self._later and self._later[0][0] <= now_ms:
             _, _, worker, events = heapq.heappop(self._later)
@@ -155,7 +162,7 @@ class LargePool:
                     self.state.apply(Released(worker, event.request_id))
                 elif isinstance(event, BlocksStored):
                     events += self._store(worker, event)
-            self._say(worker, [*events, self._load(worker)])
+            self.say(worker, [*events, self._load(worker)])
 
     def _store(self, worker: WorkerKey, event: BlocksStored) -> list[AnyEvent]:
         held = self._held[worker]
@@ -172,9 +179,9 @@ class LargePool:
             now_s = loop.time()
             due_s = max(due_s, now_s - 1.0)
             while due_s <= now_s:
-                self._request()
+                self.request()
                 due_s += self._draw.expovariate(self._rate)
-            self._due()
+            self.due()
             await asyncio.sleep(TICK_S)
 
 

@@ -24,8 +24,8 @@ WORDS = (
 )
 THINK_S = 1.0
 TURNS = 9
-TTFT_MS = (60, 150, 300, 800)
-ITL_MS = (6, 12, 25, 45)
+TTFT_MS = (300, 900, 2500, 6000)
+ITL_MS = (12, 30, 60, 90)
 
 
 def said(draw: random.Random, least: int, most: int) -> str:
@@ -45,7 +45,10 @@ async def talk(client: httpx.AsyncClient, number: int, targets: bool) -> None:
             if targets:
                 body["nvext"] = {"router": {"ttft_target": draw.choice(TTFT_MS), "itl_target": draw.choice(ITL_MS)}}
             headers = {"x-request-id": f"chat-{number}-{topic}-{turn}"}
-            answer = await client.post("/v1/chat/completions", json=body, headers=headers)
+            try:
+                answer = await client.post("/v1/chat/completions", json=body, headers=headers)
+            except httpx.TransportError:
+                return  # the pool has ended
             content = answer.json()["choices"][0]["message"]["content"] if answer.is_success else ""
             messages.append({"role": "assistant", "content": content or "Yes."})
             await asyncio.sleep(draw.expovariate(1 / THINK_S))

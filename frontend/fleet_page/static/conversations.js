@@ -15,6 +15,27 @@ export class ConversationList {
     this.empty = el("p", { class: "empty" }, "No conversation yet. Requests are turns of one conversation when each repeats the prompt before it; they are followed while this page is open.");
     this.node = el("section", { class: "panel", "aria-labelledby": "conversations-title" }, el("div", { class: "bar" }, el("h2", { id: "conversations-title" }, "Conversations in the caches"), this.count), this.body, this.empty);
     this.last = "";
+    this.body.addEventListener("keydown", (event) => this.onKey(event));
+  }
+
+  // The list is one stop of Tab; arrows go from holder to holder, and from row to row.
+  onKey(event) {
+    const from = event.target.closest(".holder");
+    if (!from) return;
+    const rows = [...this.body.querySelectorAll(".row")].filter((row) => row.querySelector(".holder"));
+    const row = rows.indexOf(from.closest(".row"));
+    const to = {
+      ArrowLeft: from.previousElementSibling,
+      ArrowRight: from.nextElementSibling,
+      ArrowUp: rows[row - 1]?.querySelector(".holder"),
+      ArrowDown: rows[row + 1]?.querySelector(".holder"),
+    }[event.key];
+    if (to === undefined && !event.key.startsWith("Arrow")) return;
+    event.preventDefault();
+    if (!to?.matches(".holder")) return;
+    from.tabIndex = -1;
+    to.tabIndex = 0;
+    to.focus();
   }
 
   // Takes [{name, turns, blocks, last_ms, holders: [[worker, blocks, lost], …]}, …], latest first.
@@ -37,6 +58,7 @@ export class ConversationList {
       el("span", { role: "columnheader", class: "number wide" }, "last"),
     );
     this.body.replaceChildren(head, ...shown.map((each) => this.row(each)));
+    for (const [at, holder] of this.body.querySelectorAll(".holder").entries()) holder.tabIndex = at ? -1 : 0;
   }
 
   row(conversation) {

@@ -149,7 +149,7 @@ class StageGrid {
     if (!width) return;
     this.width = width;
     this.cellWidth = (width - LEFT) / this.columnsAxis.resolution;
-    this.cellHeight = Math.max(5, Math.min(46, Math.max(360 / this.rowsAxis.resolution, 14)));
+    this.cellHeight = Math.max(5, Math.min(96, Math.max(300 / this.rowsAxis.resolution, 14)));
     const height = this.cellHeight * this.rowsAxis.resolution + FOOT;
     const ratio = Math.min(2, devicePixelRatio || 1);
     this.canvas.width = Math.round(width * ratio);
@@ -240,7 +240,7 @@ class StageGrid {
 
   dot([requests, pool], x, y, most) {
     const { context, cellWidth, cellHeight, stage } = this;
-    const room = Math.min(cellWidth, cellHeight) / 2 - 2;
+    const room = Math.min(34, cellWidth / 2, cellHeight / 2) - 2;
     const radius = Math.max(2, room * Math.sqrt(requests / most));
     context.fillStyle = strong(poolHue(stage, stage.pools[pool]?.name));
     context.beginPath();
@@ -261,7 +261,7 @@ class StageGrid {
     context.font = `10.5px ${FONT}`;
     const everyRow = Math.max(1, Math.ceil(15 / cellHeight));
     context.textAlign = "right";
-    for (let row = 0; row < this.rowsAxis.resolution; row += everyRow) context.fillText(range(this.rowsAxis, row), LEFT - 6, row * cellHeight + Math.min(cellHeight, 30) / 2 + 4);
+    for (let row = 0; row < this.rowsAxis.resolution; row += everyRow) context.fillText(range(this.rowsAxis, row), LEFT - 6, row * cellHeight + cellHeight / 2 + 3);
     const everyColumn = Math.max(1, Math.ceil(72 / cellWidth));
     context.textAlign = "center";
     const foot = cellHeight * this.rowsAxis.resolution;

@@ -14,6 +14,7 @@ import { Strip } from "./strip.js";
 import { streamWords, toneOf, WorkerGrid } from "./workers.js";
 
 const LATELY_S = 10;
+const CARDS = 40; // as many workers as are drawn with all that there is to say of them
 const CELL_SPAN_MS = 60000;
 const FLOW_MS = 5000;
 const SORTS = {
@@ -202,8 +203,9 @@ class Page {
     } else {
       this.grids = new PoolGrids((stage, cell) => this.openCell(stage, cell));
       this.pools = new PoolList();
-      main.replaceChildren(this.grids.node);
-      side.replaceChildren(this.pools.node, this.requests.node);
+      main.replaceChildren(this.grids.node, this.pools.node);
+      side.replaceChildren(this.requests.node);
+      this.strip.plain = true;
     }
     document.title = `poolgrid ${about.name === "router" ? "fleet" : about.name}`;
     const processes = about.processes > 1 ? ` · process ${about.process + 1} of ${about.processes}: its own requests and queue` : "";
@@ -267,18 +269,22 @@ class Page {
     for (const worker of models) streams.set(worker.stream, (streams.get(worker.stream) ?? 0) + 1);
     const others = [...streams].filter(([state]) => state !== "live").map(([state, number]) => `${count(number)} ${streamWords(state)}`);
     setText(this.workerCount, `${counted(models.length, "worker")}, event streams ${others.length ? others.join(", ") : "all live"}`);
-    if (!this.legend.firstChild) this.legend.append(...this.legendParts());
+    const cards = models.length <= CARDS;
+    if (!this.legend.firstChild || cards !== this.cards) {
+      this.cards = cards;
+      this.legend.replaceChildren(...this.legendParts());
+    }
   }
 
   legendParts() {
     return [
       ...legendOf().map(([colour, words]) => el("span", {}, el("i", { style: { background: colour } }), words)),
-      el("span", {}, el("i", { style: { background: strong(20) } }), "bars below: how much of each conversation it holds"),
+      this.cards ? el("span", {}, el("i", { style: { background: strong(20) } }), "bars below: how much of each conversation it holds") : "a number: the requests on it",
     ];
   }
 
   liveWorkers() {
-    return [...this.store.table("workers").values()].map((row) => ({ ...row, running: Math.max(0, row.active - row.waiting), held: row.held_blocks, total: row.total_blocks }));
+    return [...this.store.table("workers").values()];
   }
 
   liveConversations() {
@@ -286,7 +292,7 @@ class Page {
   }
 
   pastWorkers() {
-    return [...this.past.workers.values()].map((worker) => ({ ...worker, running: Math.max(0, worker.requests - worker.waiting), trusted: worker.stream !== "stale", note: "" }));
+    return [...this.past.workers.values()];
   }
 
   // Conversations as they were: those that had begun, as long as their last prompt was by then.
@@ -400,7 +406,7 @@ class Page {
       ["under way", count(totals?.active), "", `${count(totals?.waiting)} wait for a pool with room`, totals?.waiting ? "warn" : ""],
       ["requests", rate(lately.perSecond), " /s", `of the last ${LATELY_S} seconds`, ""],
       ["TTFT, median", firsts.length ? milliseconds(firsts[firsts.length >> 1]) : "–", "", firsts.length ? `p95 ${milliseconds(firsts[Math.floor(firsts.length * 0.95)])}` : "of the last minute", ""],
-      ["elsewhere than the grid", percent(within.length ? spilled / within.length : NaN), "", "spilled, overridden or fallen back", ""],
+      ["not by the grid", percent(within.length ? spilled / within.length : NaN), "", "spill, override, fallback", ""],
       queueTile(queue, totals),
     ]);
   }

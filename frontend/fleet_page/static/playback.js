@@ -99,6 +99,9 @@ export class Playback {
       for (const [key, row] of Object.entries(frame.workers)) {
         const worker = { key };
         reel.columns.forEach((name, column) => (worker[name] = row[column]));
+        worker.running = Math.max(0, worker.requests - worker.waiting);
+        worker.trusted = worker.stream !== "stale";
+        worker.note = "";
         state.workers.set(key, worker);
       }
       for (const key of frame.gone) state.workers.delete(key);

@@ -93,9 +93,9 @@ function legsNote(source) {
 function placements(explanation, pools, openWorker) {
   const items = explanation.placements.map((placement) => {
     const inside = [
-      el("li", {}, "grid", mapping(placement.selection)),
-      placement.spill ? el("li", {}, "closed loop", mapping(placement.spill)) : null,
-      el("li", {}, "fallback", mapping(placement.fallback)),
+      el("li", {}, folded("grid", placement.selection)),
+      placement.spill ? el("li", {}, `closed loop: ${percent(placement.spill.share)} of the cell spills to ${placement.spill.pool}`) : null,
+      el("li", {}, folded("fallback", placement.fallback)),
       ...placement.refusals.map((refusal) => el("li", {}, el("span", { class: "mark" }, `refused by ${refusal.pool}`), `: ${refusal.state}, ${refusal.message}`)),
       el("li", {}, `reserved in ${milliseconds(placement.select_ms)}: ${placement.pool_reason}, overlap ${counted(placement.overlap_blocks, "block")} of ${counted(placement.block_size, "token")}`),
     ];
@@ -120,6 +120,12 @@ function placements(explanation, pools, openWorker) {
     items,
     explanation.notes.map((note) => el("li", {}, note)),
   );
+}
+
+// The reason in one line, and all that it was made of behind it.
+function folded(name, values) {
+  const { reason, ...rest } = values;
+  return el("details", { class: "plain" }, el("summary", {}, `${name}: ${reason ?? ""}`), mapping(rest));
 }
 
 function mapping(values) {
@@ -244,6 +250,7 @@ export function workerBody(worker, { conversations, requests, flow, nowMs, past,
             ["last heard", worker.recorded_ms ? `${milliseconds(Math.max(0, nowMs - worker.recorded_ms))} ago` : "not yet"],
           ]),
           worker.note ? el("p", { class: "note" }, worker.note) : null,
+          worker.sources?.length ? el("ul", { class: "tree" }, worker.sources.map(([name, state, why]) => el("li", {}, `source ${name}: ${state}${why ? `, ${why}` : ""}`))) : null,
         ),
     section(
       "What it holds of the latest conversations",

@@ -2,6 +2,13 @@
 
 const REQUESTS_KEPT = 6000; // a minute and a half at 60 requests a second; the router keeps them longer
 
+// A worker as cells and sheets take it, live or of the past: what is on it by the router's books, what it holds.
+function asShown(worker) {
+  worker.running = Math.max(0, worker.active - worker.waiting);
+  worker.held = worker.held_blocks;
+  worker.total = worker.total_blocks;
+}
+
 export class Store {
   constructor() {
     this.values = {};
@@ -64,6 +71,7 @@ export class Store {
       const value = { key: row[0] };
       for (let at = 0; at < columns.length; at += 1) value[columns[at]] = row[at + 1];
       if (name === "requests" && !into.has(value.key)) this.fresh.push(value.key);
+      else if (name === "workers") asShown(value);
       into.set(value.key, value);
     }
     if (name === "requests" && into.size > REQUESTS_KEPT) {

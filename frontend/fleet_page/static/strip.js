@@ -23,6 +23,7 @@ export class Strip {
     });
     this.context = this.canvas.getContext("2d", { alpha: false });
     this.seconds = new Map(); // second -> [requests, prompt tokens, tokens found in caches]
+    this.plain = false; // without what was found in caches, where nobody says so
     this.counted = new Map(); // request -> what was counted of it
     this.endS = 0;
     this.cursorS = null;
@@ -121,6 +122,7 @@ export class Strip {
   }
 
   words(slot) {
+    if (slot && this.plain) return counted(slot[0], "request");
     return slot ? `${counted(slot[0], "request")}, ${percent(slot[1] ? slot[2] / slot[1] : NaN)} of their tokens found in caches` : "no requests";
   }
 
@@ -177,7 +179,7 @@ export class Strip {
       if (!slot) continue;
       const x = (second - start) * step;
       const height = Math.max(1.5, (slot[0] / most) * (floor - 14));
-      const found = slot[1] ? height * Math.min(1, slot[2] / slot[1]) : 0;
+      const found = this.plain ? height : slot[1] ? height * Math.min(1, slot[2] / slot[1]) : 0;
       context.fillStyle = colours.fill;
       context.globalAlpha = 0.55;
       context.fillRect(x, floor - height, bar, height - found);

@@ -9,7 +9,7 @@ import { count, counted, percent } from "./format.js";
 const SIZES = [
   { name: "card", upTo: 40, width: 158, height: 84, gap: 8 },
   { name: "middle", upTo: 200, width: 84, height: 52, gap: 6 },
-  { name: "small", upTo: Infinity, width: 34, height: 30, gap: 4 },
+  { name: "small", upTo: Infinity, width: 27, height: 23, gap: 3 },
 ];
 const FLASH_MS = 900;
 const TICKS = 12;
@@ -307,10 +307,10 @@ export class WorkerGrid {
       context.restore();
     }
     if (worker.running || worker.waiting) {
-      context.font = `600 11px ${FONT}`;
+      context.font = `600 10.5px ${FONT}`;
       context.fillStyle = colours.ink;
       context.textAlign = "center";
-      context.fillText(String(worker.running + worker.waiting), x + width / 2, y + height / 2 + 4);
+      context.fillText(String(worker.running + worker.waiting), x + width / 2, y + height / 2 + 3.5);
       context.textAlign = "left";
     }
   }

@@ -1,0 +1,149 @@
+"""What the fleet page is told of a router: over a real core, whose workers are records of a journal."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from poolgrid.frontend.fleet_page.ports import Picture
+from poolgrid.router.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
+from poolgrid.router.core.decision import Decision
+from poolgrid.router.core.inputs import Booked, Input, RecordsArrived
+from poolgrid.router.core.router_state import InputLog
+from poolgrid.router.fleet_source import COLUMNS, RouterFleetSource
+from poolgrid.router.fleet_watch import FleetWatch
+from poolgrid.router.playback.player import Player
+from poolgrid.wire.events import RequestFinished, WorkerDraining
+from poolgrid.wire.identifiers import WorkerId, WorkerKey
+from tests.ui.large_pool import LargePool
+
+WORKERS = 3
+
+
+class Noted:
+    """A log that was there before somebody looked."""
+
+    def __init__(self) -> None:
+        self.inputs: list[Input] = []
+
+    def note(self, given: Input, decision: Decision | None = None) -> None:
+        self.inputs.append(given)
+
+
+class Looked:
+    """A pool with its source, and somebody who looks."""
+
+    def __init__(self) -> None:
+        self.pool = LargePool(WORKERS, 1.0)
+        self.log = Noted()
+        self.pool.state.log = self.log
+        self.watch = FleetWatch(self.pool.state)
+        player = Player(None, None, BLOCKS_PER_WORKER_MAX)
+        self.source = RouterFleetSource(self.pool.settings, self.pool, self.watch, player)
+        self.source.begin()
+
+    def look(self) -> Picture:
+        return asyncio.run(self.source.look())
+
+    def rows(self, table: str) -> dict[str, dict[str, Any]]:
+        found = self.look().tables[table]
+        return {key: dict(zip(COLUMNS[table], row, strict=True)) for key, row in found.items()}
+
+
+@pytest.fixture
+def looked() -> Iterator[Looked]:
+    made = Looked()
+    yield made
+    made.source.end()
+
+
+def test_every_worker_has_a_row_with_its_cache_and_its_requests(looked: Looked) -> None:
+    looked.pool.request()
+
+    rows = looked.rows("workers")
+
+    assert sorted(rows) == [f"worker-{number}" for number in range(WORKERS)]
+    [busy] = [row for row in rows.values() if row["active"]]
+    assert (busy["state"], busy["role"], busy["running"], busy["trusted"]) == ("ready", "aggregated", 1, True)
+    assert busy["total_blocks"] > 0
+
+
+def test_a_worker_that_drains_or_stores_blocks_is_seen_to(looked: Looked) -> None:
+    key = WorkerKey(WorkerId("worker-1"))
+    looked.pool.say(key, [WorkerDraining()])
+    looked.pool.hold(key, [1, 2, 3, 4])
+
+    row = looked.rows("workers")["worker-1"]
+
+    assert (row["state"], row["held_blocks"], row["stored"], row["removed"]) == ("draining", 4, 4, 0)
+
+
+def test_a_request_is_followed_from_its_choice_to_its_end(looked: Looked) -> None:
+    looked.pool.request()
+    row = looked.rows("requests")["r1"]
+    assert (row["status"], row["request_id"], row["conversation"]) == ("prefill", "r1", "c1")
+    assert row["started_ms"] is not None
+
+    looked.pool.say(WorkerKey(WorkerId(row["worker"])), [RequestFinished("r1", "length")])
+
+    row = looked.rows("requests")["r1"]
+    assert row["status"] == "length"
+    assert row["ended_ms"] >= row["started_ms"]
+
+
+def test_a_conversation_says_who_holds_how_much_of_it(looked: Looked) -> None:
+    looked.pool.request()
+    path = [*looked.watch.conversations.latest(1)[0].path]
+    looked.pool.hold(WorkerKey(WorkerId("worker-2")), path)
+
+    row = looked.rows("conversations")["c1"]
+
+    assert (row["turns"], row["blocks"]) == (1, len(path))
+    assert row["holders"] == [("worker-2", len(path), 0)]
+
+
+def test_a_request_is_explained_with_its_legs(looked: Looked) -> None:
+    looked.pool.request()
+
+    found = asyncio.run(looked.source.request("r1"))
+
+    assert found is not None
+    assert [attempt["worker"] for attempt in found["explanation"]["attempts"]] == [found["legs"][0]["worker"]]
+    assert found["legs_from"] == "watched"
+    assert asyncio.run(looked.source.request("nobody")) is None
+
+
+def test_who_looks_on_takes_nothing_from_the_log_that_was_there_and_is_gone_afterwards() -> None:
+    looked = Looked()
+    before: InputLog = looked.log
+    assert looked.pool.state.log is looked.watch
+    looked.pool.request()
+    looked.source.end()
+    assert looked.pool.state.log == before
+
+    kinds = [type(each) for each in looked.log.inputs]
+    assert Booked in kinds
+    assert RecordsArrived in kinds
+    legs = len(looked.watch.legs)
+    looked.pool.request()
+    assert len(looked.watch.legs) == legs
+    assert len(looked.log.inputs) == 2 * len(kinds)
+
+
+def test_a_fault_of_who_looks_on_ends_the_looking_and_not_the_routing(
+    looked: Looked, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(looked.watch.conversations, "turn", fail)
+    looked.pool.request()
+    looked.pool.request()
+
+    assert len(looked.pool.decisions) == 2
+    assert [record.message for record in caplog.records] == [
+        "the fleet page no longer sees requests and caches: this is a bug"
+    ]
