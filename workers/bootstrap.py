@@ -79,6 +79,8 @@ async def serve(
             log.info("worker %s was stopped before its engine was ready", settings.worker_id)
             return
         card = told_card(engine.card, settings, chat)
+        # Engines that cannot fail by themselves never say that they are well.
+        metrics.engine_healthy.set(not engine.engine.unhealthy_reason)
         metrics.info.labels(settings.worker_id, card.model, card.role.name.lower(), settings.engine_name).set(1)
         service = WorkerService(
             settings.worker_id,

@@ -206,8 +206,8 @@ EVENTS = Board(
                     "short",
                     (
                         Query(
-                            f'count by (component) (up{{{NAMESPACE}, job="poolgrid"}} == 0) or vector(0)',
-                            "{{component}}",
+                            f'count(up{{{NAMESPACE}, job="poolgrid"}} == 0) or vector(0)',
+                            "not scraped",
                         ),
                     ),
                     "Processes that Prometheus knows and that do not answer.",

@@ -29,6 +29,9 @@ pytestmark = pytest.mark.e2e
 MAKER = ("--model", "tiny", "--vocabulary-size", "4096", "--speedup", "50")
 
 
+LEGS = ("queue", "prefill", "transfer", "decode")
+
+
 def start_worker(ingest: str, name: str, role: str) -> Process:
     return Process("worker", "--worker-id", name, "--role", role, "--consolidator", ingest, *MAKER)
 
@@ -125,6 +128,33 @@ def test_both_legs_are_explained(pool: DisaggregatedPool) -> None:
 
     assert [attempt["stage"] for attempt in attempts] == ["prefill", "decode"]
     assert [attempt["worker"][0] for attempt in attempts] == ["p", "d"]
+
+
+def test_each_leg_is_timed_and_what_could_be_reused_is_counted(pool: DisaggregatedPool) -> None:
+    def counts() -> dict[str, float]:
+        legs = {leg: metric(pool.url, "poolgrid_router_leg_seconds_count", leg=leg) for leg in LEGS}
+        tokens = ("prompt_tokens_total", "achievable_tokens_total", "overlap_realised_tokens_total")
+        moved = sum(metric(worker.url, "poolgrid_worker_kv_transfer_bytes_count") for worker in pool.workers.values())
+        return {**legs, **{name: metric(pool.url, f"poolgrid_router_{name}") for name in tokens}, "moved": moved}
+
+    prompt = [11 + number % 4000 for number in range(1504)]
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 5}
+    before = counts()
+
+    assert httpx.post(f"{pool.url}/v1/completions", json=body, timeout=30).status_code == 200
+    eventually("the index knows the blocks", lambda: index_equals_workers(pool.url))
+    assert httpx.post(f"{pool.url}/v1/completions", json={**body, "max_tokens": 1}, timeout=30).status_code == 200
+
+    after = {name: value - before[name] for name, value in counts().items()}
+    # The second one is decoded where it is prefilled: all of it is there.
+    assert after["prefill"] == 2
+    assert after["transfer"] == after["moved"] == 1
+    assert after["queue"] == 3
+    assert after["prompt_tokens_total"] == 2 * 1504
+    assert after["achievable_tokens_total"] == 1504
+    assert 1504 - 32 <= after["overlap_realised_tokens_total"] < 1504
+    for worker in pool.workers.values():
+        assert metric(worker.url, "poolgrid_worker_engine_healthy") == 1
 
 
 def test_mixed_load_with_cancels_and_kills_is_right_to_the_last_token_and_leaves_nothing(

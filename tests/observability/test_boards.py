@@ -23,6 +23,8 @@ from poolgrid.observability.dashboards.boards import BOARDS
 from poolgrid.observability.dashboards.checking import Known, problems, selectors
 from poolgrid.observability.dashboards.foreign import RECORDED
 from poolgrid.observability.dashboards.model import Board, Panel, Query, Row, Variable
+from tests.observability_proof.drills import DRILLS
+from tests.observability_proof.stack import at_pace
 
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "deploy" / "prometheus" / "rules"
@@ -244,6 +246,20 @@ def test_every_alert_has_a_reason_a_severity_and_a_runbook_that_names_it() -> No
         assert f"`{name}`" in (RUNBOOKS / f"{page[1]}.md").read_text(), name
     # A comment before each, or before the alerts that share it.
     assert text.count("      # ") >= len(_rules("alerts.yml")) - 3
+
+
+def test_every_alert_has_a_drill_in_the_proof() -> None:
+    drilled = [alert for drill in DRILLS for alert in drill.alerts]
+
+    assert sorted(drilled) == sorted(rule["alert"] for rule in _rules("alerts.yml"))
+
+
+def test_the_proof_changes_the_pace_of_rules_and_not_their_thresholds() -> None:
+    rules = "expr: rate(x[6h]) > 14 * 86400 and y[10m] > 0\nfor: 10m\nfor: 30s\nrecord: a:ratio_rate1h"
+
+    assert at_pace(rules) == (
+        "expr: rate(x[360s]) > 14 * 86400 and y[15s] > 0\nfor: 10s\nfor: 3s\nrecord: a:ratio_rate1h"
+    )
 
 
 def test_every_runbook_that_is_linked_to_exists_and_each_is_linked_to() -> None:
