@@ -71,7 +71,7 @@ poolgrid_worker_gpu_memory_used_bytes{gpu="0",uuid="GPU-a"} 6e10
 poolgrid_worker_gpu_memory_total_bytes{gpu="0",uuid="GPU-a"} 8e10
 poolgrid_worker_gpu_power_watts{gpu="0",uuid="GPU-a"} 400
 poolgrid_worker_gpu_temperature_celsius{gpu="0",uuid="GPU-a",sensor="core"} 60
-poolgrid_worker_gpu_throttled{gpu="0",uuid="GPU-a",reason="hw_thermal"} 0
+poolgrid_worker_gpu_throttled{gpu="0",uuid="GPU-a",reason="hardware_thermal"} 0
 poolgrid_worker_gpu_ecc_errors_total{gpu="0",uuid="GPU-a",kind="uncorrected"} 0
 """
 """Of engines and of GPUs that are not on this machine; the names are those of their pages and of our own."""
