@@ -7,10 +7,13 @@ Rules
        that the KV has arrived; ``decode`` from there, or from the first token, to the last one.
     3. A leg that ends without what it was for (its worker was lost, the client left) is not counted: its time says how
        long a failure took.
-    4. At each of these moments one number is counted. Nothing is done per token.
+    4. At each of these moments one number is counted, by ``time.perf_counter``, which costs least. Nothing is done
+       per token.
 """
 
 from __future__ import annotations
+
+from bisect import bisect_left
 
 import msgspec
 from prometheus_client import CollectorRegistry
@@ -32,7 +35,7 @@ _ENCODED, _PREFILLED, _ERROR = FinishReason.ENCODED, FinishReason.PREFILLED, Fin
 class LegWatch(msgspec.Struct):
     """Where a request stands between two moments that are counted."""
 
-    since_ms: float
+    since_s: float
     """When its current leg, or its wait, began."""
     dispatch_number: int = -1
     """The dispatch that is measured; below 0 while there is none."""
@@ -59,35 +62,42 @@ class LegTimes:
         self._transfer = legs.labels("transfer")
         self._decode = legs.labels("decode")
 
-    def sent(self, watch: LegWatch, dispatch_number: int, now_ms: float) -> None:
+    def sent(self, watch: LegWatch, dispatch_number: int, now_s: float) -> None:
         """Take note that a leg was sent to its worker."""
-        self._count(self._queue, watch, now_ms)
+        _count(self._queue, watch, now_s)
         watch.dispatch_number = dispatch_number
         watch.generates = False
 
-    def heard(self, watch: LegWatch, heard: Heard, now_ms: float) -> None:
+    def heard(self, watch: LegWatch, heard: Heard, now_s: float) -> None:
         """Take note of a leg's first output, and of its end."""
         dispatch, finish = heard.dispatch, heard.delta.finish_reason
         if dispatch.number != watch.dispatch_number or finish is _ERROR:
             return
         if not watch.generates:
             if finish is _ENCODED:
-                self._count(self._encode, watch, now_ms)
+                leg = self._encode
             elif dispatch.stage is _DECODE:
-                self._count(self._transfer, watch, now_ms)
+                leg = self._transfer
             elif heard.delta.token_ids or finish is _PREFILLED:
-                self._count(self._prefill, watch, now_ms)
+                leg = self._prefill
             else:
                 return  # it says that it has begun
             watch.generates = True
         elif finish is not None and finish is not _PREFILLED:
-            self._count(self._decode, watch, now_ms)
+            leg = self._decode
+        else:
+            return
+        _count(leg, watch, now_s)
 
-    def withdrawn(self, watch: LegWatch, now_ms: float) -> None:
+    def withdrawn(self, watch: LegWatch, now_s: float) -> None:
         """Take note that the request is to go elsewhere: from now on it waits."""
-        watch.since_ms = now_ms
+        watch.since_s = now_s
         watch.dispatch_number = -1
 
-    def _count(self, leg: Histogram, watch: LegWatch, now_ms: float) -> None:
-        leg.observe((now_ms - watch.since_ms) / 1000)
-        watch.since_ms = now_ms
+
+def _count(leg: Histogram, watch: LegWatch, now_s: float) -> None:
+    # What ``observe`` does, without a further call: this happens several times a request.
+    seconds = now_s - watch.since_s
+    leg._counts[bisect_left(LEG_BUCKETS_S, seconds)] += 1
+    leg._sum += seconds
+    watch.since_s = now_s

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from time import perf_counter
 
 from poolgrid.dispatch.legs import Dispatch
 from poolgrid.dispatch.request_machine import End, Heard, RequestMachine
@@ -59,7 +60,7 @@ class FlightBooks:
         """Take note of a leg's first output, and of its end."""
         flight = self._flight(machine)
         now_ms = self._clock.monotonic_ms()
-        self._metrics.leg_times.heard(flight.watch, heard, now_ms)
+        self._metrics.leg_times.heard(flight.watch, heard, perf_counter())
         leg = flight.legs.get(heard.dispatch.id)
         if leg is not None and leg.ticket is not None:
             # Its first output: the worker has it, its events count from here, and the pool has done its part.
@@ -84,7 +85,7 @@ class FlightBooks:
     def avoid(self, machine: RequestMachine, dispatch: Dispatch, why: str) -> None:
         """Have a leg's worker excluded when its pool is asked again."""
         flight = self._flight(machine)
-        self._metrics.leg_times.withdrawn(flight.watch, self._clock.monotonic_ms())
+        self._metrics.leg_times.withdrawn(flight.watch, perf_counter())
         leg = flight.legs[dispatch.id]
         flight.excluded.setdefault(leg.pool.name, []).append(leg.reservation.worker)
 

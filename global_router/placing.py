@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from time import perf_counter
 
 from poolgrid.dispatch.in_flight import InFlight
 from poolgrid.dispatch.leg_spans import begin_leg
@@ -342,7 +343,7 @@ class Placing:
                 if link.generate(generate):
                     now_ms = self._clock.monotonic_ms()
                     flight.legs[generate.request_id] = ReservedLeg(pool, reservation, ticket, answer.lease_ms, now_ms)
-                    self._metrics.leg_times.sent(flight.watch, machine.plan.dispatches - 1, now_ms)
+                    self._metrics.leg_times.sent(flight.watch, machine.plan.dispatches - 1, perf_counter())
                     self._in_flight.sent(machine)
                     return Placed(answer, generate.request_id, str(worker), select_ms)
                 machine.not_sent()

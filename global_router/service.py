@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from time import perf_counter
 
 from poolgrid.admission.admission_queue import QueuedRequest
 from poolgrid.dispatch.in_flight import InFlight
@@ -161,7 +162,7 @@ class GlobalRouterService:
         delivery = TokenDelivery(request.request_id, self._on_client_left)
         machine = RequestMachine(request, delivery, self._settings.migration_limit)
         now_ms = self._clock.monotonic_ms()
-        return Flight(machine, config, hints, expected, record, now_ms, LegWatch(now_ms))
+        return Flight(machine, config, hints, expected, record, now_ms, LegWatch(perf_counter()))
 
     def _place_in_line(self, flight: Flight, attempt: Attempt, kind: object) -> Place:
         request = flight.machine.request

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from time import perf_counter
 
 from poolgrid.dispatch.legs import Dispatch
 from poolgrid.dispatch.request_machine import End, Heard, RequestMachine
@@ -58,7 +59,7 @@ class RequestBooks:
         self.decisions.add(decision)
         self.active[plan.request.request_id] = routed
         metrics = self._metrics
-        metrics.leg_times.sent(routed.watch, decision.attempt, chosen.now_ms)
+        metrics.leg_times.sent(routed.watch, decision.attempt, perf_counter())
         metrics.decisions.labels(decision.policy, chosen.reason).value += 1
         if decision.behind_records:
             metrics.decisions_behind.inc()
@@ -109,7 +110,7 @@ class RequestBooks:
         """Take note of how much of the prompt a leg's worker reused: at its first output, or at its end."""
         routed = self.active.get(machine.request.request_id)
         if routed is not None:
-            self._metrics.leg_times.heard(routed.watch, heard, self._clock.monotonic_ms())
+            self._metrics.leg_times.heard(routed.watch, heard, perf_counter())
         cached_tokens = heard.delta.cached_tokens
         if cached_tokens is not None:
             self.realised(heard.dispatch.id, cached_tokens)
@@ -124,7 +125,7 @@ class RequestBooks:
         """Have a leg's worker come last when the request is placed again."""
         routed = self.active[machine.request.request_id]
         routed.tried[dispatch.worker] = why
-        self._metrics.leg_times.withdrawn(routed.watch, self._clock.monotonic_ms())
+        self._metrics.leg_times.withdrawn(routed.watch, perf_counter())
 
     def blame(self, machine: RequestMachine, dispatch: Dispatch) -> None:
         """Hold nothing against a worker beyond this request: links and events say whether it lives."""

@@ -183,8 +183,8 @@ class RouterService:
         if request.request_id in self.books.active:
             self._metrics.refused.labels("duplicate_request").inc()
             raise Refused(409, "duplicate_request", f"request {request.request_id!r} is already being served")
-        watch = LegWatch(self._clock.monotonic_ms())
         started = perf_counter()
+        watch = LegWatch(started)
         path = await self.chooser.path(request)
         self._metrics.hash_seconds.observe(perf_counter() - started)
         delivery = TokenDelivery(request.request_id, self._on_client_left)

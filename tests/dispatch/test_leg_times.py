@@ -22,13 +22,13 @@ class Timed:
         self.watch = LegWatch(0.0)
 
     def sent(self, number: int, now_ms: float) -> None:
-        self.times.sent(self.watch, number, now_ms)
+        self.times.sent(self.watch, number, now_ms / 1000)
 
     def heard(
         self, number: int, stage: Stage, now_ms: float, finish: FinishReason | None = None, tokens: bytes = TOKEN
     ) -> None:
         dispatch = Dispatch("r", number, WorkerKey(WorkerId("w"), 0), "tcp://w", stage)
-        self.times.heard(self.watch, Heard(dispatch, TokenDelta("r", 0, tokens, finish), False), now_ms)
+        self.times.heard(self.watch, Heard(dispatch, TokenDelta("r", 0, tokens, finish), False), now_ms / 1000)
 
     def seen(self) -> dict[str, float]:
         """Milliseconds by leg, of those that were counted."""
@@ -79,7 +79,7 @@ def test_what_a_lost_worker_did_is_no_leg_and_the_way_to_the_next_is_waiting() -
     timed = Timed()
     timed.sent(0, 0)
     timed.heard(0, Stage.WHOLE, 30)
-    timed.times.withdrawn(timed.watch, 1000)
+    timed.times.withdrawn(timed.watch, 1.0)
     timed.heard(0, Stage.WHOLE, 1001, FinishReason.LENGTH)  # of a dispatch that is given up
     timed.sent(1, 1250)
     timed.heard(1, Stage.WHOLE, 1300)

@@ -49,7 +49,7 @@ DOCUMENT = {
     },
     "adapt": True,
     "closed_loop": {"window_ms": 10000, "samples_min": 3, "spill_after_ms": 1000, "return_after_ms": 5000},
-    "circuit_breaker": {"failures_to_open": 3, "failure_share": 0.3, "window_ms": 20000, "open_ms": 4000},
+    "circuit_breaker": {"failures_to_open": 3, "failure_share": 0.05, "window_ms": 20000, "open_ms": 4000},
 }  # fmt: skip
 
 SPEEDS = {"prompts": "4", "quick": "4", "cheap": "0.15"}
