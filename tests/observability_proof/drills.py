@@ -90,7 +90,11 @@ def too_many_prompts(fleet: Fleet) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def kill_workers_at_work(fleet: Fleet) -> Iterator[None]:
-    with _many(lambda number: fleet.ask(fleet.lone_url, prompt(300 + number, 200), 600), 12):
+    def ask(number: int) -> None:
+        if fleet.ask(fleet.lone_url, prompt(300 + number, 200), 600) != 200:
+            pause(1)  # refused at once, as there is nobody left: who asks again and again hides those that failed
+
+    with _many(ask, 12):
         pause(4)
         for number in range(4):
             fleet.processes[f"lone-{number}"].kill()

@@ -135,8 +135,10 @@ class Fleet:
         """Ask for what is refused: by a server before any endpoint sees it, and by a worker."""
         with contextlib.suppress(httpx.HTTPError):
             self.http.get(f"{self.staged_url}/live", headers={"x-long": "a" * 500_000})
-        body = {"model": "tiny", "prompt": prompt(1, 20), "max_tokens": 2, "logits_processors": ["nobody"]}
-        self.http.post(f"{self.staged_url}/v1/completions", json=body)
+        # A guide, which workers without a tokenizer cannot keep to.
+        message = {"role": "user", "content": "Say it as JSON."}
+        body = {"model": "tiny", "messages": [message], "max_tokens": 4, "response_format": {"type": "json_object"}}
+        self.http.post(f"{self.staged_url}/v1/chat/completions", json=body)
 
     def run(self, name: str, *arguments: str, environment: dict[str, str] | None = None) -> Process:
         """Start one process; it is awaited by ``ready``."""
