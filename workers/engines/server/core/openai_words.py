@@ -102,7 +102,7 @@ def refuse_what_nobody_has(title: str, request: Generate) -> None:
         raise UnableError(f"logits_processors are set ({names}), {title} runs none that a request brings")
     if request.retention is not None:
         raise UnableError(
-            f"kv_cache_retention_config is given, and {title} evicts blocks by its own rule only: leave it out"
+            f"kv_cache_retention_config is given, and {title} takes none with a request over HTTP: leave it out"
         )
     if request.sampling.guide and request.routing.emitted_tokens:
         raise UnableError(
