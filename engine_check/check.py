@@ -13,7 +13,9 @@ from poolgrid.engine_check.listening import Listener
 from poolgrid.engine_check.server import EngineServer
 from poolgrid.engine_check.settings import EngineCheckSettings
 from poolgrid.runtime.clock import Clock
+from poolgrid.workers.engines.registry import server_kinds
 from poolgrid.workers.engines.server.core.server_facts import ServerFacts
+from poolgrid.workers.engines.server.server_client import ServerError
 
 SALT = "engine-check"
 """What salted probes are sent under."""
@@ -35,6 +37,7 @@ def told_by(facts: ServerFacts, settings: EngineCheckSettings) -> Told:
         settings.block_size or facts.block_size,
         max(facts.ranks, len(settings.events)),
         True if listed else False if facts.events_missing else None,
+        kind.events_option if (kind := server_kinds().get(facts.kind)) is not None else "",
     )
 
 
@@ -66,6 +69,11 @@ async def gather_evidence(
     """
     facts = await server.learn(settings.engine, settings.model)
     told, sources = told_by(facts, settings), sources_of(facts, settings)
+    if not sources and facts.drained_events:
+        raise ServerError(
+            f"its events are handed out at {facts.drained_events} to one reader, from whom a check would take them; "
+            "what it publishes over ZMQ can be checked, give --events"
+        )
     limits = PlanLimits(
         seed=f"{clock.wall_ms()}",
         block_size=told.block_size or BLOCK_SIZE_ASSUMED,

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import httpx
 import msgspec
 
 from poolgrid.engine_check.core.evidence import Probe, Told
-from poolgrid.engine_check.settings import SOURCES_MAX
 from poolgrid.runtime.clock import Clock
 from poolgrid.wire.errors import DecodeError
 from poolgrid.workers.engines.registry import server_kinds
-from poolgrid.workers.engines.server.core.server_facts import (
-    EventSource,
-    ModelList,
-    ServerFacts,
-    choose_model,
-    reachable,
-)
+from poolgrid.workers.engines.server.core.server_facts import ModelList, ServerFacts, choose_model
 from poolgrid.workers.engines.server.kinds import MODELS, UnknownServer, learn
 from poolgrid.workers.engines.server.server_client import ServerClient, ServerError
 
@@ -65,40 +57,9 @@ class EngineServer:
             raise ServerError(f"asking {self._url}: {error}; is --url right?") from error
 
     async def _of_another_kind(self, model: str) -> ServerFacts:
-        """Learn what can be learned of any server that speaks OpenAI's API, and of SGLang's own answer."""
+        """Learn what can be learned of any server that speaks OpenAI's API: it can be measured, and told the rest."""
         chosen = choose_model(await self._asked.ask_for(MODELS, ModelList), model)
-        said = await self._asked.ask_if_there("/server_info", dict[str, Any])
-        plain = ServerFacts("openai", model=chosen.id, max_sequence_length=chosen.max_model_len)
-        if not said or "page_size" not in said:
-            return plain
-        events, size, tokens = said.get("kv_events"), said["page_size"], said.get("max_total_num_tokens")
-        version = said.get("version")
-        plain = replace(
-            plain,
-            kind="sglang",
-            version=version if isinstance(version, str) else "",
-            block_size=size if type(size) is int and size > 0 else None,
-            total_blocks=tokens // size if type(tokens) is int and type(size) is int and size > 0 else None,
-        )
-        if not isinstance(events, dict):
-            return replace(plain, events_missing="it publishes no cache events")
-        # One port is said; each rank adds its number.
-        port, ranks = events.get("endpoint_port_base"), events.get("dp_size") or 1
-        if type(port) is not int or type(ranks) is not int:
-            return replace(plain, events_missing="what it says of its publishers cannot be read")
-        block_size, topic = events.get("block_size"), events.get("topic")
-        host = events.get("endpoint_host") or "*"
-        sources = tuple(
-            EventSource(
-                rank,
-                reachable(f"tcp://{host}:{port + rank}", self._asked.target.host),
-                topic=topic if isinstance(topic, str) else "",
-            )
-            for rank in range(min(ranks, SOURCES_MAX))
-        )
-        return replace(
-            plain, ranks=ranks, sources=sources, block_size=block_size if type(block_size) is int else plain.block_size
-        )
+        return ServerFacts("openai", model=chosen.id, max_sequence_length=chosen.max_model_len)
 
     async def round_trip_ms(self) -> float:
         """Return how long a request takes that has nothing to do."""

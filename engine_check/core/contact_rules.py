@@ -32,7 +32,9 @@ def contact_findings(evidence: Evidence, streams: Mapping[int, RankStream]) -> I
             if evidence.told.publishes is False
             else ("the server does not say where its events are, and no --events was given")
         )
-        yield fault(Kind.EVENTS_OFF, "server", words, f"start the engine with {EVENTS_OPTION}")
+        yield fault(
+            Kind.EVENTS_OFF, "server", words, f"start the engine with {evidence.told.events_option or EVENTS_OPTION}"
+        )
         return
     for source in evidence.sources:
         yield from _contact(source, evidence, streams[source.rank], answered)
@@ -69,7 +71,12 @@ def _contact(source: Source, evidence: Evidence, stream: RankStream, answered: b
             words += "another host or port"
         else:
             words += ": events are off, the port is another one, or the publisher connects instead of binding"
-        yield fault(kind, place, words, f"start the engine with {EVENTS_OPTION}: with a * in the endpoint it binds")
+        yield fault(
+            kind,
+            place,
+            words,
+            f"start the engine with {evidence.told.events_option or EVENTS_OPTION}: with a * in the endpoint it binds",
+        )
     elif not stream.live and not stream.shapeless and answered:
         if stream.replayed:
             yield fault(
@@ -91,7 +98,7 @@ def _contact(source: Source, evidence: Evidence, stream: RankStream, answered: b
                 place,
                 "the connection stands, and nothing was published while probes were answered: events are off, or this "
                 "is the publisher of another server",
-                f"start the engine with {EVENTS_OPTION}",
+                f"start the engine with {evidence.told.events_option or EVENTS_OPTION}",
             )
 
 

@@ -99,6 +99,8 @@ class Told(msgspec.Struct, frozen=True):
     """Data-parallel ranks."""
     publishes: bool | None = None
     """Whether it says that it publishes events; ``None`` = it does not say."""
+    events_option: str = ""
+    """What servers of its kind are started with so that they publish."""
 
 
 class Evidence(msgspec.Struct, frozen=True):
