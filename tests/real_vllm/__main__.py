@@ -39,9 +39,11 @@ TIMEOUT_S = 3600
 def main(arguments: Sequence[str]) -> int:
     """Run the checks; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.real_vllm", description=__doc__)
-    parser.add_argument("checks", nargs="*", choices=CHECKS, help="which; all by default")
+    parser.add_argument("checks", nargs="*", help=f"which of {', '.join(CHECKS)}; all by default")
     parser.add_argument("--json", type=Path, help="write what was measured to this file")
     options = parser.parse_args(arguments)
+    if unknown := set(options.checks) - set(CHECKS):
+        parser.error(f"{', '.join(sorted(unknown))} is no check; there are {', '.join(CHECKS)}")
     console = Console(soft_wrap=True)
     vllm = os.environ.get("POOLGRID_VLLM", "")
     if not vllm:
