@@ -31,6 +31,7 @@ from poolgrid.global_router.metrics import GlobalRouterMetrics
 from poolgrid.global_router.settings import GlobalRouterSettings
 from poolgrid.runtime.awake_clock import within
 from poolgrid.runtime.clock import Clock
+from poolgrid.runtime.figures import counted
 from poolgrid.runtime.tasks import Restart, detached, supervised
 
 log = logging.getLogger(__name__)
@@ -115,7 +116,8 @@ class WaitingRoom:
             cause = "pools_full"
         for victim in self._queue.enter(place):
             refusal = self._busy(
-                f"{len(self._queue)} requests with {self._queue.prompt_tokens} prompt tokens are waiting, allowed are "
+                f"waiting already: {counted(len(self._queue), 'request')} with "
+                f"{counted(self._queue.prompt_tokens, 'prompt token')}, allowed are "
                 f"{self._settings.queue_limit} with {self._settings.queue_prompt_tokens}",
                 victim.item.refusal,
             )

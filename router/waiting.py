@@ -22,6 +22,7 @@ from poolgrid.router.metrics import RouterMetrics
 from poolgrid.router.settings import RouterSettings
 from poolgrid.runtime.awake_clock import within
 from poolgrid.runtime.clock import Clock
+from poolgrid.runtime.figures import counted
 from poolgrid.wire.identifiers import WorkerKey
 
 NO_ROOM = "no other worker had room in time"
@@ -111,8 +112,8 @@ class WaitingLine:
         queued = self._queued(routed, now_ms)
         for victim in self._queue.enter(queued):
             refusal = self._busy(
-                f"{len(self._queue)} requests with {self._queue.prompt_tokens} prompt tokens are waiting, "
-                f"allowed are {self._settings.queue_limit} with {self._settings.queue_prompt_tokens}"
+                f"waiting already: {counted(len(self._queue), 'request')} with "
+                f"{counted(self._queue.prompt_tokens, 'prompt token')}, allowed are {self._settings.queue_limit} with {self._settings.queue_prompt_tokens}"
             )
             victim.item.queued = None
             if victim is queued:

@@ -243,11 +243,11 @@ def test_beyond_the_limit_the_last_of_the_lowest_priority_gives_way() -> None:
         await scene.submit("x")
         newcomer = scene.fleet.service.submit(request("y", hints=TO_A))
         task = asyncio.ensure_future(newcomer)
-        with pytest.raises(Refused, match="2 requests with 64 prompt tokens are waiting, allowed are 2 with") as gone:
+        with pytest.raises(Refused, match="waiting already: 2 requests with 64 prompt tokens, allowed are 2 with") as gone:
             await low
         assert (gone.value.status, gone.value.code, gone.value.retry_after_s) == (429, SelectRefusal.BUSY, 3.0)
         last = await scene.submit("z")
-        with pytest.raises(Refused, match="2 requests with 64 prompt tokens are waiting"):
+        with pytest.raises(Refused, match="waiting already: 2 requests with 64 prompt token"):
             await last
         assert scene.count("queue_evictions_total") == 1
         assert scene.count("refused_requests_total", code="busy") == 2
@@ -269,7 +269,7 @@ def test_prompt_tokens_are_bounded_too() -> None:
         await scene.submit("first")
         await scene.submit("alone", isl=500)
         task = await scene.submit("second")
-        with pytest.raises(Refused, match="1 requests with 500 prompt tokens are waiting"):
+        with pytest.raises(Refused, match="waiting already: 1 request with 500 prompt token"):
             await task
 
     run(scenario)

@@ -225,7 +225,7 @@ def test_a_full_queue_refuses_with_a_time_and_the_largest_tenant_gives_way() -> 
             assert caught.value.retry_after_s is not None
             assert caught.value.retry_after_s >= 1
             await pool.submit("b0", tenant="b")
-            with pytest.raises(Refused, match="2 requests with 8 prompt tokens are waiting"):
+            with pytest.raises(Refused, match="waiting already: 2 requests with 8 prompt token"):
                 await last
 
             assert await pool.finish(3) == ["first", "a0", "b0"]
