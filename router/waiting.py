@@ -113,7 +113,8 @@ class WaitingLine:
         for victim in self._queue.enter(queued):
             refusal = self._busy(
                 f"waiting already: {counted(len(self._queue), 'request')} with "
-                f"{counted(self._queue.prompt_tokens, 'prompt token')}, allowed are {self._settings.queue_limit} with {self._settings.queue_prompt_tokens}"
+                f"{counted(self._queue.prompt_tokens, 'prompt token')}, allowed are "
+                f"{self._settings.queue_limit} with {self._settings.queue_prompt_tokens}"
             )
             victim.item.queued = None
             if victim is queued:

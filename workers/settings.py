@@ -20,6 +20,12 @@ from poolgrid.workers.core.outbox import OUTBOX_BYTES_DEFAULT, OUTBOX_BYTES_MIN
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=IDENTIFIER_BYTES_MAX)]
 
+GPU_INTERVAL_TEXT = (
+    "Time between two readings of the engine's GPUs for poolgrid_worker_gpu_* (CUDA_VISIBLE_DEVICES, else all); at "
+    "least 100, 0 = none, as by default with the simulated engine, which uses no GPU. A reading takes some "
+    "milliseconds per GPU, in a thread of its own; without nvidia-ml-py, driver or GPU there is none."
+)
+
 GPU_INTERVAL_MS = 5000
 """As often as Prometheus usually looks."""
 
@@ -94,9 +100,7 @@ class WorkerProcessSettings(HttpSettings, TraceSettings):
         GPU_INTERVAL_MS,
         ge=0,
         le=3_600_000,
-        description="Time between two readings of the engine's GPUs for poolgrid_worker_gpu_* (CUDA_VISIBLE_DEVICES, "
-        "else all); at least 100, 0 = none. A reading takes some milliseconds per GPU, in a thread of its own; without "
-        "nvidia-ml-py, driver or GPU there is none.",
+        description=GPU_INTERVAL_TEXT,
     )
 
     @model_validator(mode="after")

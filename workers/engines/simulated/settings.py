@@ -30,7 +30,7 @@ from poolgrid.workers.engines.simulated.core.kv_transfer import (
 from poolgrid.workers.engines.simulated.core.next_token import Vocabulary
 from poolgrid.workers.engines.simulated.core.shipped_timing import PUBLISHED, TIMING_TEXT, TimingName
 from poolgrid.workers.engines.simulated.core.timing import SPEEDUP_MAX
-from poolgrid.workers.settings import Name, WorkerProcessSettings
+from poolgrid.workers.settings import GPU_INTERVAL_TEXT, Name, WorkerProcessSettings
 
 VOCABULARY_SIZE_DEFAULT = 32_000
 """What early models of Llama's kind have."""
@@ -45,8 +45,7 @@ class SimulatedWorkerSettings(WorkerProcessSettings):
         0,
         ge=0,
         le=3_600_000,
-        description="Time between two readings of the machine's GPUs, which this engine does not use; at least 100, "
-        "0 = none.",
+        description=GPU_INTERVAL_TEXT,
     )
     model: Name = Field("simulated", description="Served model name, as clients write it.")
     role: Literal["aggregated", "prefill", "decode", "encode"] = Field(
