@@ -125,6 +125,9 @@ class InferenceEndpoint:
         self._request_ids = request_ids
         self._metrics = metrics
         self._in_flight = metrics.in_flight.labels(self.name)
+        for streaming in ("true", "false"):
+            # From 0 on: of a series that begins with its first errors nobody would see an increase.
+            metrics.requests.labels(self.name, "500", streaming)
         self._settings = settings
         self._clock = clock
         self._media = media

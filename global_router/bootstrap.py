@@ -118,11 +118,14 @@ async def serve(
         service = _open_service(opened, settings, configuration, pools, links, metrics, awake, tracing)
         register_views(registry, service.view)
 
-        def on_reload(outcome: Reload) -> None:
-            metrics.reloads.labels(outcome.outcome).inc()
+        def use_document() -> None:
             document = configuration.active.document
             pools.use(document)
-            metrics.keep_pools({pool.name for stage in document.stages.values() for pool in stage.pools})
+            metrics.use_pools({pool.name for stage in document.stages.values() for pool in stage.pools})
+
+        def on_reload(outcome: Reload) -> None:
+            metrics.reloads.labels(outcome.outcome).inc()
+            use_document()
 
         configuration.listen(on_reload)
         member = GroupMember(place) if place is not None else None
@@ -152,7 +155,7 @@ async def serve(
         hang_up = _take_hang_ups(opened, group)
         if member is not None and group_metrics is not None:
             await _join_group(opened, member, group_metrics, group)
-        pools.use(configuration.active.document)
+        use_document()
         server.start()
         reload_s = settings.reload_interval_ms / 1000
         background.append(supervised(service.run_housekeeping, "global router housekeeping", Restart()))

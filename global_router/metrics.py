@@ -13,6 +13,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from poolgrid.dispatch.leg_times import LegTimes
+from poolgrid.global_router.core.choice.circuit_breaker import BreakerState
 from poolgrid.global_router.core.choice.fallback import PoolStanding
 from poolgrid.global_router.target_board import TargetBoard
 from poolgrid.runtime.instruments import Counter, Gauge, GaugeFamily, Histogram
@@ -112,8 +113,15 @@ class GlobalRouterMetrics:
             registry=registry,
         )
 
-    def keep_pools(self, names: Collection[str]) -> None:
-        """Forget the series of all other pools: a frozen series would look like one of a pool that is there."""
+    def use_pools(self, names: Collection[str]) -> None:
+        """Show these pools and no others: a frozen series would look like one of a pool that is there.
+
+        Breakers' steps are shown from 0 on. A series that begins with its first step has no increase to be seen.
+        """
+        for name in names:
+            for state in BreakerState:
+                self.breaker_steps.labels(name, state.value)
+            self.loop_steps.labels(name)
         for counter in (self.dispatches, self.passed_over, self.breaker_steps, self.loop_steps):
             counter.retain(lambda labels: labels[0] in names)
         self.targets.keep(names)
