@@ -112,14 +112,19 @@ class ChatTemplate:
         pieces: list[str] = []
         length = 0
         self._environment.begin(max_chars, limit_ms / 1000)
+        rendering = self._template.new_context(context)
         try:
-            for piece in self._template.generate(context):
+            for piece in self._template.root_render_func(rendering):
                 length += len(piece)
                 if length > max_chars:
                     raise TemplateFailure(f"rendering the chat template: more than {max_chars} characters, the limit")
                 pieces.append(piece)
         except _FAILURES as error:
             raise _failure(error) from None
+        finally:
+            # Macros are in a circle with the context that they were made in.
+            for held in (rendering.parent, rendering.vars, rendering.blocks):
+                held.clear()
         return "".join(pieces)
 
 

@@ -22,7 +22,7 @@ Name = Annotated[str, StringConstraints(min_length=1, max_length=IDENTIFIER_BYTE
 
 GPU_INTERVAL_TEXT = (
     "Time between two readings of the engine's GPUs for poolgrid_worker_gpu_* (CUDA_VISIBLE_DEVICES, else all); at "
-    "least 100, 0 = none, as by default with the simulated engine, which uses no GPU. A reading takes some "
+    "least 100, 0 = none, which is the default of engines that use no GPU. A reading takes some "
     "milliseconds per GPU, in a thread of its own; without nvidia-ml-py, driver or GPU there is none."
 )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import select
 import struct
 from collections import deque
-from itertools import islice
+from itertools import groupby, islice
 from typing import Any
 
 import msgspec
@@ -82,6 +82,20 @@ class Cache:
             self.truth[tier][engine_hash] = name
         parent = engine[cut - 1] if cut else None
         return block_stored(self.dialect, engine[cut:], parent, tokens[cut * BLOCK :], MEDIA[tier], lora)
+
+    def store_missing(self, tokens: list[int]) -> list[Any]:
+        """Store what the device lacks of a prompt, as an engine does: what it holds is reused, and no event says so."""
+        names = sequence_hashes(block_hashes(pack_tokens(tokens), BLOCK))
+        held = self.truth[Tier.DEVICE]
+        lacking = [self._engine_hash(name) not in held for name in names]
+        events: list[Any] = []
+        begin = 0
+        for lacks, run in groupby(lacking):
+            end = begin + sum(1 for _ in run)
+            if lacks:
+                events.append(self.store(tokens[: end * BLOCK], cut=begin))
+            begin = end
+        return events
 
     def _engine_hash(self, name: int) -> int:
         value: int = struct.unpack("<q", struct.pack("<Q", (name * 31 + 7 + self.salt) % 2**64))[0]

@@ -52,7 +52,9 @@ def test_a_pub_engine_is_followed_at_length_without_loss(tmp_path: Path, dialect
             for _ in range(CHAINS_PER_FRAME):
                 before = len(device)
                 tail = BLOCK * source.randrange(1, BLOCKS_PER_CHAIN_MAX)
-                made.append(cache.store([*source.choice(prefixes), *(source.randrange(32_000) for _ in range(tail))]))
+                made += cache.store_missing(
+                    [*source.choice(prefixes), *(source.randrange(32_000) for _ in range(tail))]
+                )
                 stored += len(device) - before
             if len(device) > max(BLOCKS // 4, 1000):
                 made.append(cache.evict(len(device) // 8))

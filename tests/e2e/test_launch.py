@@ -91,6 +91,9 @@ class Script:
         rows = httpx.get(f"{self.url}/v1/workers").json()["data"]
         return {row["state"] for row in rows} == {"ready"} and len({row["worker_id"] for row in rows}) == count
 
+    def indexes_blocks(self) -> bool:
+        return any(row["indexed_blocks"] for row in httpx.get(f"{self.url}/v1/workers").json()["data"])
+
     def parts(self) -> list[psutil.Process]:
         return psutil.Process(self._process.pid).children(recursive=True)
 
@@ -208,6 +211,8 @@ def test_every_script_has_a_test() -> None:
 def test_a_chain_answers_as_one_worker_does_token_for_token(name: str, aggregated_text: str) -> None:
     with running(name, RESTARTS_MAX="0", TRTLLM_FAKE=json.dumps({"leaves_process": name == "agg_router"})) as script:
         assert text_of(script.chat(WORDS)) == aggregated_text
+        if "router" in name:
+            eventually("the router knows of blocks", script.indexes_blocks)  # events come after the answer
         again = script.chat(WORDS)
         assert text_of(again) == aggregated_text
         if "router" in name:

@@ -73,6 +73,9 @@ def test_a_request_is_answered_while_a_long_prompt_is_being_tokenized() -> None:
                 assert gate.wait(5)
             return TINY.tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
 
+        def get_added_tokens_decoder(self) -> object:
+            return TINY.tokenizer.get_added_tokens_decoder()
+
     slow = PromptModel("tiny", Slow(), 4096, 262_144, byte_table=TINY.byte_table)  # type: ignore[arg-type]
 
     async def go() -> tuple[int, bool, int]:
