@@ -190,6 +190,9 @@ def send_mutated(
                 ]
                 if source.random() < 0.05:
                     changed = changed[: source.randint(1, len(changed))] + changed[: source.randint(0, 3)]
+                if kind == zmq.XSUB:
+                    # libzmq gives this process up when a peer ends an XSUB amid a message of several frames.
+                    changed = changed[:1]
                 try:
                     peer.send_multipart(changed)
                 except zmq.Again:
