@@ -24,8 +24,9 @@ from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.hashing import stable_u64
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import Generate, RefusalKind, Sampling, TokenLogprobs
-from poolgrid.workers.core.refusal import BrokenError, RefusedError, UnableError
+from poolgrid.workers.core.refusal import UnableError
 from poolgrid.workers.engines.server.core.calls import Call, Failure, Piece
+from poolgrid.workers.engines.server.core.left_kv import left_for
 from poolgrid.workers.engines.server.core.openai_words import (
     BUSY_STATUSES,
     FINISH_REASONS,
@@ -128,7 +129,7 @@ class SglangDialect:
             left = _encode(room)
             body.update(msgspec.to_builtins(room))
         elif request.stage is Stage.DECODE:
-            body.update(msgspec.to_builtins(_room(request)))
+            body.update(msgspec.to_builtins(left_for(request, TITLE, Room)))
         headers: tuple[str, ...] = ()
         if request.trace is not None:
             headers = tuple(f"{name}: {value}" for name, value in request.trace.headers.items())
@@ -184,15 +185,6 @@ def _guide(sampling: Sampling) -> dict[str, str]:
     if sampling.structural_tag is not None:
         return {"structural_tag": sampling.structural_tag}
     return {}
-
-
-def _room(request: Generate) -> Room:
-    if request.disaggregated_params is None:
-        raise RefusedError("a decode leg comes without disaggregated_params: nothing says where its KV is")
-    try:
-        return msgspec.json.decode(request.disaggregated_params, type=Room)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise BrokenError(f"the KV of the prefill leg is not {TITLE}'s: {error}") from None
 
 
 class _Reader:

@@ -21,10 +21,10 @@ import msgspec
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.hashing import stable_u64
 from poolgrid.wire.identifiers import Stage
-from poolgrid.wire.limits import OPAQUE_BYTES_MAX
-from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, Sampling, TokenLogprobs
-from poolgrid.workers.core.refusal import BrokenError, RefusedError, UnableError
+from poolgrid.wire.requests import Generate, RefusalKind, Sampling, TokenLogprobs
+from poolgrid.workers.core.refusal import UnableError
 from poolgrid.workers.engines.server.core.calls import Call, Failure, Piece
+from poolgrid.workers.engines.server.core.left_kv import leave, left_for
 from poolgrid.workers.engines.server.core.openai_words import (
     FINISH_REASONS,
     UNLIKELY,
@@ -112,7 +112,7 @@ class TrtllmServeDialect:
             body["stream"] = False
             del body["stream_options"]
         elif request.stage is Stage.DECODE:
-            body["disaggregated_params"] = {**_params(request), "request_type": GENERATION_ONLY}
+            body["disaggregated_params"] = {**left_for(request, TITLE, dict[str, Any]), "request_type": GENERATION_ONLY}
         headers: tuple[str, ...] = ()
         if request.trace is not None:
             headers = tuple(f"{name}: {value}" for name, value in request.trace.headers.items())
@@ -173,15 +173,6 @@ def _guide(sampling: Sampling) -> dict[str, Any] | None:
     return None
 
 
-def _params(request: Generate) -> dict[str, Any]:
-    if request.disaggregated_params is None:
-        raise RefusedError("a decode leg comes without disaggregated_params: nothing says where its KV is")
-    try:
-        return msgspec.json.decode(request.disaggregated_params, type=dict[str, Any])
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise BrokenError(f"the KV of the prefill leg is not that of {TITLE}: {error}") from None
-
-
 class _Reader:
     """Reads the answer to one request."""
 
@@ -225,19 +216,7 @@ class _Reader:
 
     def _end(self, piece: Piece, reason: str, params: dict[str, Any] | None) -> None:
         if self._leaves_kv and reason in GOES_ON:
-            if params is None:
-                piece.failure = Failure(
-                    f"{TITLE} kept no KV for a decode leg: its server needs cache_transceiver_config",
-                    RefusalKind.CANNOT_DO,
-                )
-                return
-            left = _encode(params)
-            if len(left) > OPAQUE_BYTES_MAX:
-                said = f"disaggregated_params have {len(left)} bytes, allowed are {OPAQUE_BYTES_MAX}"
-                piece.failure = Failure(said, RefusalKind.BROKEN)
-                return
-            piece.finish, piece.params = FinishReason.PREFILLED, left
-            piece.tokens, piece.logprobs = [], None
+            leave(piece, params, TITLE, "disaggregated_params", "cache_transceiver_config")
         elif reason in FINISH_REASONS:
             piece.finish = FINISH_REASONS[reason]
         else:

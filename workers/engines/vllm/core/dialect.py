@@ -20,10 +20,9 @@ import msgspec
 
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.identifiers import Stage
-from poolgrid.wire.limits import OPAQUE_BYTES_MAX
 from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, Sampling, TokenLogprobs
-from poolgrid.workers.core.refusal import BrokenError, RefusedError
 from poolgrid.workers.engines.server.core.calls import Call, Failure, Piece
+from poolgrid.workers.engines.server.core.left_kv import leave, left_for
 from poolgrid.workers.engines.server.core.openai_words import (
     FINISH_REASONS,
     UNLIKELY,
@@ -133,7 +132,7 @@ class VllmDialect:
             body["min_tokens"] = min(1, sampling.min_tokens)
             body["kv_transfer_params"] = KEEP_KV
         elif request.stage is Stage.DECODE:
-            body["kv_transfer_params"] = _params(request)
+            body["kv_transfer_params"] = left_for(request, TITLE, dict[str, Any])
         if whole:
             body["stream"] = False
             del body["stream_options"]
@@ -190,16 +189,6 @@ def _guide(sampling: Sampling) -> dict[str, Any] | None:
     return None
 
 
-def _params(request: Generate) -> dict[str, Any]:
-    """Return what the prefill leg left."""
-    if request.disaggregated_params is None:
-        raise RefusedError("a decode leg comes without disaggregated_params: nothing says where its KV is")
-    try:
-        return msgspec.json.decode(request.disaggregated_params, type=dict[str, Any])
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise BrokenError(f"the KV of the prefill leg is not {TITLE}'s: {error}") from None
-
-
 class _Reader:
     """Reads the answer to one request."""
 
@@ -248,23 +237,8 @@ class _Reader:
             piece.failure = Failure(f"{TITLE} ended the request with {reason!r}", RefusalKind.BROKEN)
             return
         piece.finish = ENDS[reason]
-        if not self._leaves_kv or reason != "length":
-            return
-        if params is None:
-            piece.failure = Failure(
-                f"{TITLE} kept no KV for a decode leg: its server needs --kv-transfer-config", RefusalKind.CANNOT_DO
-            )
-            return
-        left = _encode(params)
-        if len(left) > OPAQUE_BYTES_MAX:
-            piece.failure = Failure(
-                f"kv_transfer_params have {len(left)} bytes, allowed are {OPAQUE_BYTES_MAX}", RefusalKind.BROKEN
-            )
-            return
-        piece.finish = FinishReason.PREFILLED
-        piece.params = left
-        piece.tokens = []
-        piece.logprobs = None
+        if self._leaves_kv and reason == "length":
+            leave(piece, params, TITLE, "kv_transfer_params", "--kv-transfer-config")
 
 
 def _token_id(text: str) -> int:
