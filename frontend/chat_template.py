@@ -9,7 +9,6 @@ controls and ``{% generation %}``.
 from __future__ import annotations
 
 import json
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
@@ -122,7 +121,8 @@ class ChatTemplate:
         except _FAILURES as error:
             raise _failure(error) from None
         finally:
-            # Macros are in a circle with the context that they were made in.
+            # Macros are in a circle with the context that they were made in: what a template made, tens of megabytes
+            # perhaps, would wait for the collector, which runs seldom.
             for held in (rendering.parent, rendering.vars, rendering.blocks):
                 held.clear()
         return "".join(pieces)
@@ -142,12 +142,7 @@ _FAILURES = (
 
 
 def _failure(error: BaseException) -> TemplateFailure:
-    """Return a template's error in our words, and let go of what the template had made.
-
-    Frames of templates are in circles with Jinja's contexts: what they hold would wait for the collector, which runs
-    seldom, and may be tens of megabytes.
-    """
-    traceback.clear_frames(error.__traceback__)
+    """Return a template's error in our words."""
     if isinstance(error, TimeOver):
         return TemplateTooSlow(f"rendering the chat template: {error.message}")
     if isinstance(error, TemplateError):
