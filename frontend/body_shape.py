@@ -9,12 +9,12 @@ may hold plenty of them, so what looks like too many is counted again, strings l
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable
 from functools import partial
 
 from poolgrid.frontend.errors import RequestError
 from poolgrid.frontend.tokenization import TokenizationPool
+from poolgrid.runtime.interpreter_lock import breathe
 
 SHORT_BYTES = 64 * 1024
 """Bodies up to here are parsed as they are: at worst in 4 ms."""
@@ -29,12 +29,6 @@ numbers do."""
 SLICE_BYTES = 128 * 1024
 """Bytes that are counted in one go, with the interpreter's lock held: 50 microseconds for each character."""
 
-BREATH_S = 0.0001
-"""Pause of a thread after each slice. Without it the event loop would wait a millisecond for the lock each
-time it has let go of it, which it does a dozen times for a short request."""
-
-_NEVER = threading.Event()
-
 _QUOTE, _BACKSLASH = b'"\\'
 _WITHIN_STRING = re.compile(rb'(?:[^"\\]|\\.){0,65536}+', re.DOTALL)
 """A piece of a string with escapes, of which a sixteenth of a mebibyte takes half a millisecond."""
@@ -47,19 +41,15 @@ async def check_shape(body: bytes, values_max: int, pool: TokenizationPool) -> N
     if len(body) <= INLINE_BYTES:
         if _at_most(body, values_max):
             return
-    elif await pool.run_in_thread(partial(_at_most, body, values_max, _breathe)):
+    elif await pool.run_in_thread(partial(_at_most, body, values_max, breathe)):
         return
-    if not await pool.run_in_thread(partial(has_room, body, values_max, _breathe)):
+    if not await pool.run_in_thread(partial(has_room, body, values_max, breathe)):
         raise RequestError(
             413,
             "body_too_complex",
             f"reading the request body: it has more than {values_max} values, or {values_max // VALUES_PER_PART} "
             "objects and lists or members of objects (setting max_body_values)",
         )
-
-
-def _breathe() -> None:
-    _NEVER.wait(BREATH_S)
 
 
 def _nothing() -> None:

@@ -12,7 +12,8 @@ What came in pieces
 -------------------
 A body or a file that arrives in pieces of 64 KiB lies in the heap, and what came later lies between them. When they are
 freed the heap is mostly holes, which ``malloc`` keeps: 150 MB of them after a few files of 24 MB. A thread therefore
-looks now and then whether the process has grown, and has the holes given back when they are a good part of it.
+looks now and then whether the process holds more beyond what is in use, and has the holes given back when they are a
+good part of it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 LARGE_BLOCK_BYTES = 2 * 1024 * 1024
 """From this size on a block has a mapping of its own. Ordinary requests are smaller, and do not pay."""
@@ -30,8 +32,8 @@ KEPT_BYTES = 16 * 1024 * 1024
 """What may stay free at the end of the heap: a busy process would otherwise ask for the same pages again and again."""
 
 HOLES_BYTES_MAX = 12 * 1024 * 1024
-"""Holes, and growth since the last look that found too many of them, from which on they are given back: a tenth of
-what a router holds when nothing has happened yet."""
+"""Holes, and growth of what is held beyond what is in use, from which on holes are given back: a tenth of what a router
+holds when nothing has happened yet."""
 
 LOOK_INTERVAL_S = 5.0
 """Between two looks. A look costs some microseconds; to give 150 MB back takes this thread about ten milliseconds."""
@@ -63,27 +65,42 @@ class _Mallinfo2(ctypes.Structure):
     ]
 
 
-class HeapTrimmer:
-    """Has the holes of the heap given back once the process has grown by more than ``HOLES_BYTES_MAX``."""
+class Heap(NamedTuple):
+    """What one look finds."""
 
-    def __init__(
-        self, resident_bytes: Callable[[], int], hole_bytes: Callable[[], int], trim: Callable[[], object]
-    ) -> None:
-        self._resident_bytes = resident_bytes
-        self._hole_bytes = hole_bytes
+    resident_bytes: int
+    in_use_bytes: int
+    """What was asked of ``malloc`` and not given back, with and without mappings of its own."""
+    hole_bytes: int
+    """What was given back and lies between what is in use, resident or not."""
+
+    @property
+    def beside_bytes(self) -> int:
+        """Return what is resident beside what is in use: code, stacks, other allocators' memory, and resident holes."""
+        return self.resident_bytes - self.in_use_bytes
+
+
+class HeapTrimmer:
+    """Has the holes of the heap given back once they have grown by more than ``HOLES_BYTES_MAX``.
+
+    ``malloc`` does not say which holes are resident: those that were given back still count. What is resident beside
+    what is in use grows with the others alone, also when large blocks were in use at the last look and are no more.
+    """
+
+    def __init__(self, look: Callable[[], Heap], trim: Callable[[], object]) -> None:
+        self._look = look
         self._trim = trim
-        self._floor_bytes = resident_bytes()
-        """Least that the process has held since it last gave something back."""
+        self._floor_bytes = look().beside_bytes
+        """Least that was resident beside what was in use, since something was last given back."""
 
     def look(self) -> bool:
         """Give back what is worth it; return whether it did."""
-        resident_bytes = self._resident_bytes()
-        # Holes that were given back still count as holes: only growth tells of new ones.
-        if resident_bytes - self._floor_bytes < HOLES_BYTES_MAX or self._hole_bytes() < HOLES_BYTES_MAX:
-            self._floor_bytes = min(self._floor_bytes, resident_bytes)
+        found = self._look()
+        if found.beside_bytes - self._floor_bytes < HOLES_BYTES_MAX or found.hole_bytes < HOLES_BYTES_MAX:
+            self._floor_bytes = min(self._floor_bytes, found.beside_bytes)
             return False
         self._trim()
-        self._floor_bytes = self._resident_bytes()
+        self._floor_bytes = self._look().beside_bytes
         return True
 
 
@@ -94,7 +111,12 @@ def keep_heap_trimmed() -> bool:
     if mallinfo2 is None or malloc_trim is None or not _STATM.exists():
         return False
     mallinfo2.restype = _Mallinfo2
-    trimmer = HeapTrimmer(_resident_bytes, lambda: int(mallinfo2().fordblks), lambda: malloc_trim(0))
+
+    def look() -> Heap:
+        told = mallinfo2()
+        return Heap(_resident_bytes(), int(told.uordblks) + int(told.hblkhd), int(told.fordblks))
+
+    trimmer = HeapTrimmer(look, lambda: malloc_trim(0))
 
     def look_again_and_again() -> None:
         stopped = threading.Event()  # nobody sets it: the thread ends with its process

@@ -7,7 +7,8 @@ not: a JPEG of fill bytes costs it 300 ns a byte, and what a file names it reads
        which no other step passes over. So an image costs at most about 20 ms and one pass over its bytes.
     2. Nothing is copied but headers of a few bytes, and nothing is allocated by what a file claims.
     3. What a decoder could read in two ways is broken: a second header, a frame beyond its canvas, a size of none.
-    4. The structure is followed as far as the pixels begin, for PNG to its end with all check sums, so that a file that
+    4. It runs in a thread, and lets the event loop have the interpreter after every ``STEPS_IN_A_ROW`` steps.
+    5. The structure is followed as far as the pixels begin, for PNG to its end with all check sums, so that a file that
        was cut off is told. The pixels themselves are the engine's to decode.
 
 Sources: RFC 2083 and APNG, ITU T.81, GIF89a, the WebP container specification with RFC 6386 and the lossless bitstream
@@ -16,14 +17,24 @@ specification, Microsoft's bitmap headers, TIFF 6.0 and BigTIFF.
 
 from __future__ import annotations
 
+import re
 import struct
 import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from itertools import repeat
 from typing import NamedTuple
+
+from poolgrid.runtime.interpreter_lock import breathe
 
 STEPS_MAX = 16_384
 """Segments, chunks, blocks or entries of one image. A PNG of 52 MiB in chunks of 8 KiB, as libpng writes them, has
 6,700; the comments of a GIF have blocks of 255 bytes, so this is 4 MiB of comments."""
+
+STEPS_IN_A_ROW = 256
+"""Steps between two breaths: 0.2 ms."""
+
+FILL_BYTES_MAX = 16_384
+"""Fill bytes before one JPEG marker, passed over in one call of C. Encoders write none or one."""
 
 STRAY_BYTES_MAX = 1024
 """Bytes that belong to nothing before one JPEG marker; libjpeg skips them with a warning, encoders write none."""
@@ -66,7 +77,7 @@ def _png(data: bytes) -> tuple[int, int]:
     size: tuple[int, int] | None = None
     pixels = False
     view = memoryview(data)
-    for _ in range(STEPS_MAX):
+    for _ in _steps():
         length, name = struct.unpack_from(">I4s", data, at)
         end = at + 8 + length
         [check] = struct.unpack_from(">I", data, end)
@@ -98,20 +109,26 @@ _FRAMES = frozenset({*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC})
 """Markers SOF0 to SOF15: C4 defines Huffman tables, C8 is reserved, CC defines arithmetic conditioning."""
 
 _START, _END, _SCAN = 0xD8, 0xD9, 0xDA
+_FILL = re.compile(rb"\xff{1,%d}+" % (FILL_BYTES_MAX + 1))
 _WITHOUT_LENGTH = frozenset({0x00, 0x01, *range(0xD0, 0xD8)})
 
 
 def _jpeg(data: bytes) -> tuple[int, int]:
     at = 2
     size: tuple[int, int] | None = None
-    for _ in range(STEPS_MAX):
+    for _ in _steps():
         marker_at = data.find(b"\xff", at, at + STRAY_BYTES_MAX + 1)
         if marker_at < 0:
             raise BrokenImage(f"there is no marker within {STRAY_BYTES_MAX} bytes of byte {at}")
         marker = data[marker_at + 1]
         if marker == 0xFF:
-            at = marker_at + 1  # fill: as many as one likes, and each is a step
-            continue
+            # The match reaches one byte further than it may, to see whether there are more.
+            fill = _FILL.match(data, marker_at)
+            assert fill is not None, "it begins with two of them"
+            marker_at = fill.end() - 1
+            if fill.end() - fill.start() > FILL_BYTES_MAX:
+                raise BrokenImage(f"it has more than {FILL_BYTES_MAX} fill bytes before one marker, the limit")
+            marker = data[marker_at + 1]
         at = marker_at + 2
         if marker in _WITHOUT_LENGTH:
             continue
@@ -130,7 +147,7 @@ def _jpeg(data: bytes) -> tuple[int, int]:
             height, width = struct.unpack_from(">HH", data, at + 3)
             size = (width, height)
         at += length
-    raise _too_long("JPEG segments and fill bytes")
+    raise _too_long("JPEG segments")
 
 
 # -- GIF -----------------------------------------------------------------------------------------------------------
@@ -140,7 +157,7 @@ def _gif(data: bytes) -> tuple[int, int]:
     width, height, flags = struct.unpack_from("<HHB", data, 6)
     at = 13 + _color_table_bytes(flags)
     in_extension = False
-    for _ in range(STEPS_MAX):
+    for _ in _steps():
         kind = data[at]
         if in_extension:
             in_extension = kind != 0
@@ -173,7 +190,7 @@ def _webp(data: bytes) -> tuple[int, int]:
         raise BrokenImage(f"it claims {length + 8} bytes and has {len(data)}")
     canvas: tuple[int, int] | None = None
     at = 12
-    for _ in range(STEPS_MAX):
+    for _ in _steps():
         name, length = struct.unpack_from("<4sI", data, at)
         begin = at + 8
         if begin + length > len(data):
@@ -262,6 +279,14 @@ def _tiff(data: bytes) -> tuple[int, int]:
     if len(size) != 2:
         raise BrokenImage("its directory does not name one width and one height")
     return size[_WIDTH_TAG], size[_HEIGHT_TAG]
+
+
+def _steps() -> Iterator[None]:
+    """Count ``STEPS_MAX`` steps, and stand back now and then."""
+    for first in range(0, STEPS_MAX, STEPS_IN_A_ROW):
+        if first:
+            breathe()
+        yield from repeat(None, STEPS_IN_A_ROW)
 
 
 def _too_long(what: str) -> BrokenImage:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from poolgrid.runtime.allocation import HOLES_BYTES_MAX, HeapTrimmer, return_large_blocks
+from poolgrid.runtime.allocation import HOLES_BYTES_MAX, Heap, HeapTrimmer, return_large_blocks
 
 PROGRAM = """
 import sys
@@ -77,22 +77,61 @@ def test_what_came_in_pieces_is_returned_too() -> None:
     assert grown_mb("untold", IN_PIECES) > 60, "or this test could not tell"
 
 
-def test_holes_are_given_back_when_the_process_has_grown_by_them_and_only_once() -> None:
-    mega = 1024 * 1024
-    resident = [100 * mega]
-    holes = [0]
+MEGA = 1024 * 1024
 
-    def trim() -> None:
-        resident[0] -= 60 * mega
 
-    trimmer = HeapTrimmer(lambda: resident[0], lambda: holes[0], trim)
-    holes[0] = 2 * HOLES_BYTES_MAX
-    assert not trimmer.look(), "it has not grown"
-    resident[0] += 80 * mega
+class FakeHeap:
+    """A process: 100 MB of code, what is in use, and holes of which some are resident."""
+
+    def __init__(self) -> None:
+        self.in_use = 0
+        self.resident_holes = 0
+        self.holes = 0
+        self.trims = 0
+
+    def take(self, mega: int) -> None:
+        self.in_use += mega
+
+    def give(self, mega: int) -> None:
+        self.in_use -= mega
+        self.resident_holes += mega
+        self.holes += mega
+
+    def look(self) -> Heap:
+        return Heap((100 + self.in_use + self.resident_holes) * MEGA, self.in_use * MEGA, self.holes * MEGA)
+
+    def trim(self) -> None:
+        self.resident_holes = 0
+        self.trims += 1
+
+
+def test_holes_are_given_back_when_they_have_grown_and_only_once() -> None:
+    heap = FakeHeap()
+    trimmer = HeapTrimmer(heap.look, heap.trim)
+    assert not trimmer.look(), "nothing has happened"
+    heap.take(500)
+    assert not trimmer.look(), "what it holds it uses"
+    heap.give(60)
     assert trimmer.look()
-    assert resident == [120 * mega]
+    assert (heap.trims, heap.look().resident_bytes) == (1, 540 * MEGA)
     assert not trimmer.look(), "holes that were given back still count as holes"
 
-    holes[0] = 0
-    resident[0] += 500 * mega
-    assert not trimmer.look(), "it has grown by what it holds"
+
+def test_what_was_in_use_at_the_last_look_is_given_back_when_it_became_a_hole() -> None:
+    heap = FakeHeap()
+    trimmer = HeapTrimmer(heap.look, heap.trim)
+    heap.take(200)
+    heap.give(60)
+    assert trimmer.look(), "with 140 MB still in use"
+    heap.give(140)
+    assert trimmer.look(), "the process has not grown since, and yet there are holes"
+    assert heap.look().resident_bytes == 100 * MEGA
+
+
+def test_few_holes_are_kept() -> None:
+    heap = FakeHeap()
+    trimmer = HeapTrimmer(heap.look, heap.trim)
+    few = HOLES_BYTES_MAX // MEGA - 1
+    heap.take(few)
+    heap.give(few)
+    assert not trimmer.look()

@@ -18,7 +18,14 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from poolgrid.frontend.media import image_headers
-from poolgrid.frontend.media.image_headers import FORMATS, STEPS_MAX, STRAY_BYTES_MAX, BrokenImage, read_header
+from poolgrid.frontend.media.image_headers import (
+    FILL_BYTES_MAX,
+    FORMATS,
+    STEPS_MAX,
+    STRAY_BYTES_MAX,
+    BrokenImage,
+    read_header,
+)
 from poolgrid.frontend.media.settings import IMAGE_FORMATS
 from tests.frontend.media.samples import image, png, png_bomb
 
@@ -272,3 +279,30 @@ def test_formats_that_are_not_allowed_are_not_read() -> None:
     assert read_header(b"BM broken", ("PNG",)) is None
     assert read_header(image("BMP"), ("PNG", "JPEG")) is None
     assert read_header(png(), ("PNG",)) == ("PNG", 4, 4)
+
+
+@pytest.mark.parametrize("fill", [1, 2, FILL_BYTES_MAX])
+def test_fill_bytes_before_a_marker_are_passed_over(fill: int) -> None:
+    data = image("JPEG")
+
+    assert read_header(data[:2] + b"\xff" * fill + data[3:], FORMATS) == read_header(data, FORMATS)
+
+
+def test_more_fill_bytes_than_anybody_writes_are_refused_after_one_step() -> None:
+    data = image("JPEG")
+
+    with pytest.raises(BrokenImage, match=f"more than {FILL_BYTES_MAX} fill bytes"):
+        read_header(data[:2] + b"\xff" * (FILL_BYTES_MAX + 1) + data[3:], FORMATS)
+
+
+def test_reading_many_small_chunks_lets_the_event_loop_have_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    breaths = [0]
+
+    def breathe() -> None:
+        breaths[0] += 1
+
+    monkeypatch.setattr(image_headers, "breathe", breathe)
+    with pytest.raises(BrokenImage):
+        read_header(HOSTILE["empty PNG chunks"](), FORMATS)
+
+    assert breaths[0] == STEPS_MAX // image_headers.STEPS_IN_A_ROW - 1
