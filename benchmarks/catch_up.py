@@ -34,6 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measuring import resident_bytes
+from poolgrid.cli.service_process import THREAD_SWITCH_S
 from poolgrid.router.consolidator.adapters.posix_disk import PosixDisk
 from poolgrid.router.consolidator.bootstrap import create, serve
 from poolgrid.router.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX, PoolState
@@ -70,8 +71,18 @@ SHARED_PATHS = 0.25
 """Share of the paths that another worker holds already."""
 
 MODEL = "m"
+TAIL_WORKERS = 16
+"""Workers that push the tail: each comes to hold 200,000 blocks of 16 tokens, as many as large GPUs do."""
+
+BUSY_RECORDS_PER_S = 500
+"""What a busy pool says: 16,000 new blocks a second, of 60 requests with 4,000 new tokens each."""
+
+BUSY_S = 10
+
+POLL_MS = 5
+
 UNACKNOWLEDGED_MAX = 2_000
-"""Batches that the pushing worker has under way."""
+"""Batches that the pushing workers have under way together."""
 
 LEASE_MS = 600_000
 
@@ -312,7 +323,9 @@ def router_process(given: dict[str, Any]) -> None:
                 **heartbeat.figures(),
             }
         )
-        garbage.settle()  # as a router does that is ready
+        # As a router does that is ready, and one that starts.
+        garbage.settle()
+        sys.setswitchinterval(THREAD_SWITCH_S)
         heartbeat.resumed()
         await beating
 
@@ -353,27 +366,60 @@ class Child:
         self.process.wait()
 
 
-def push(endpoint: str, records: int, epoch: int) -> None:
-    """Be a worker that joins and stores blocks, one batch a record; return when all are in the journal."""
+def push(endpoint: str, records: int, epoch: int, records_per_s: float = float("inf")) -> None:
+    """Be workers that join and store blocks, one batch a record; return when all are in the journal."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.connect(endpoint)
-    hello = Hello("tail", 0, epoch, a_card(), 0, 0)
-    socket.send_multipart([CONTROL_FRAME, codec.to_consolidator.encode(hello)])
-    events = chains(random.Random(epoch), 1)
-    acknowledged = sent = 0
-    welcomed = False
-    while acknowledged < records:
-        while welcomed and sent < records and sent - acknowledged < UNACKNOWLEDGED_MAX:
-            batch = EventBatch(WorkerId("tail"), 0, epoch, sent, int(time.time() * 1000), [next(events)[1]])
-            socket.send_multipart([BATCH_FRAME, codec.event_batch.encode(batch)])
-            sent += 1
-        answer = codec.from_consolidator.decode(socket.recv_multipart()[0])
-        welcomed |= isinstance(answer, Welcome)
-        if isinstance(answer, Acknowledged):
-            acknowledged = answer.next_seq
+    poller = zmq.Poller()
+    workers = [_Pusher(context, endpoint, f"tail{number}", epoch) for number in range(TAIL_WORKERS)]
+    by_socket = {worker.socket: worker for worker in workers}
+    for worker in workers:
+        poller.register(worker.socket, zmq.POLLIN)
+    sent = 0
+    began_s = time.monotonic()
+    while sent < records or any(worker.acknowledged < worker.sent for worker in workers):
+        for socket, _ in poller.poll(POLL_MS):
+            by_socket[socket].read()
+        due = min(records, (time.monotonic() - began_s) * records_per_s) if records_per_s < float("inf") else records
+        for worker in workers:
+            while sent < due and worker.may_send:
+                worker.send()
+                sent += 1
     context.destroy(linger=0)
+
+
+class _Pusher:
+    """One of those workers."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, name: str, epoch: int) -> None:
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(endpoint)
+        self.acknowledged = self.sent = 0
+        self._name = name
+        self._epoch = epoch
+        self._events = chains(random.Random(f"{name} {epoch}"), 1)
+        self._welcomed = False
+        hello = Hello(name, 0, epoch, a_card(), 0, 0)
+        self.socket.send_multipart([CONTROL_FRAME, codec.to_consolidator.encode(hello)])
+
+    @property
+    def may_send(self) -> bool:
+        """Say whether another batch may be under way."""
+        return self._welcomed and self.sent - self.acknowledged < UNACKNOWLEDGED_MAX // TAIL_WORKERS
+
+    def send(self) -> None:
+        """Send a batch."""
+        now_ms = int(time.time() * 1000)
+        batch = EventBatch(WorkerId(self._name), 0, self._epoch, self.sent, now_ms, [next(self._events)[1]])
+        self.socket.send_multipart([BATCH_FRAME, codec.event_batch.encode(batch)])
+        self.sent += 1
+
+    def read(self) -> None:
+        """Take an answer."""
+        answer = codec.from_consolidator.decode(self.socket.recv_multipart()[0])
+        self._welcomed |= isinstance(answer, Welcome)
+        if isinstance(answer, Acknowledged):
+            self.acknowledged = answer.next_seq
 
 
 def measure(blocks: int, workers: int, tail: int, console: Console) -> dict[str, dict[str, Any]]:
@@ -419,13 +465,21 @@ def measure(blocks: int, workers: int, tail: int, console: Console) -> dict[str,
             router.kill()
             third.kill()
             del given["http_port"]
-            for step, every in (("tail", 100_000_000), ("tail, journal snapshots meanwhile", SNAPSHOT_EVERY)):
+            busy = BUSY_S * BUSY_RECORDS_PER_S
+            for epoch, (step, every, count, per_s) in enumerate(
+                (
+                    ("busy, journal snapshots meanwhile", SNAPSHOT_EVERY, busy, BUSY_RECORDS_PER_S),
+                    ("tail", 100_000_000, tail, float("inf")),
+                    ("tail, journal snapshots meanwhile", SNAPSHOT_EVERY, tail, float("inf")),
+                ),
+                start=2,
+            ):
                 inside = child("router", given | {"snapshot_every_records": every})
                 found = inside.line()
-                if every != SNAPSHOT_EVERY:
+                if count == busy:
                     note("router with the consolidator inside", found)
-                push(at["ingest"], tail, epoch=2 + (every == SNAPSHOT_EVERY))
-                note(f"router with the consolidator inside, {step}", _until_applied(inside, found["offset"] + tail))
+                push(at["ingest"], count, epoch, per_s)
+                note(f"router with the consolidator inside, {step}", _until_applied(inside, found["offset"] + count))
                 inside.kill()
         finally:
             for each in children:

@@ -108,6 +108,14 @@ def unpack_hashes(packed: bytes) -> tuple[int, ...]:
     return struct.unpack(f"<{size // 8}Q", packed) if unpack is None else unpack(packed)
 
 
+def hash_array(packed: bytes) -> array[int]:
+    """Return the hashes of an event as an array, for what keeps them: no object for each, nothing for the collector."""
+    hashes = array("Q", packed)
+    if sys.byteorder != "little":
+        hashes.byteswap()
+    return hashes
+
+
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
     """Pack token ids for the wire: u32 little-endian, 4 bytes each."""
     if len(token_ids) >= _LONG_TOKENS and _NATIVE_U32:

@@ -85,8 +85,8 @@ FILES_LOOK_MS = 1000.0
 LEASE_PUT_OFF_MAX = 1000
 """How often leases are looked at a millisecond later because messages are still unread; each time 512 of them are."""
 
-SLICE_BLOCKS = 2048
-"""Changes made to what was frozen, and blocks freed, between two turns: a millisecond."""
+SLICE_BLOCKS = 1024
+"""Changes made to what was frozen, and blocks freed, between two turns: half a millisecond."""
 
 THREADS = 4
 """One each for appends, syncs, a snapshot and replays, so that none waits for another."""

@@ -11,8 +11,8 @@ from poolgrid.wire.limits import SNAPSHOT_CHAINS_PER_PART_MAX
 PART_BYTES_MAX = 1024 * 1024
 """Bytes of hashes in one part: far below a frame's limit, few enough to encode and send between two turns."""
 
-STEP_BYTES = 32 * 1024
-"""Bytes of hashes, and 32 for each chain, that are gathered in one step: one to two milliseconds."""
+STEP_BYTES = 16 * 1024
+"""Bytes of hashes, and 32 for each chain, that are gathered in one step: half a millisecond to one."""
 
 Part = list[tuple[int, BlockChain]]
 """Chains, each with the position of its worker."""

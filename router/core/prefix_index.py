@@ -29,6 +29,7 @@ changes nothing and is counted.
 from __future__ import annotations
 
 import sys
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
@@ -50,7 +51,12 @@ RUN_BLOCKS_MAX = 1024
 """Blocks of one run: what a split moves, and what is freed in one go, at the most."""
 
 SWEEP_SLICE_ENTRIES = 1024
-"""Runs, orphans, entries of lower tiers and freed blocks looked at per call after a worker was dropped: 0.3 ms."""
+"""Runs, orphans, entries of lower tiers and freed blocks looked at per call after a worker was dropped, at the most:
+0.3 ms."""
+
+SWEPT_PER_CALL, SWEPT_PER_BLOCK = 64, 2
+"""Entries looked at for each call, and for each block of its event: many calls come in one turn of an event loop, and
+sweeping is to cost them about as much as the events themselves."""
 
 EVICTION_SLICE_BLOCKS = 1024
 """Blocks evicted per call while over budget, besides four for each block of the event: 0.4 ms."""
@@ -128,6 +134,8 @@ class PrefixIndex:
         self._live = 0
         self._dead = 0
         self._sweeping = 0
+        self._swept_too_far = 0
+        """Entries that the last slice looked at beyond its limit: the blocks of a run are freed together."""
         self.slot_changes = 0
         """Grows whenever a worker gets a bit, another one, or none: what comes from bits is to be derived anew."""
         self.counters = IndexCounters()
@@ -204,7 +212,7 @@ class PrefixIndex:
         if stored != len(hashes):
             counters.repeated_stores += len(hashes) - stored
         if self._dead or self._sweeping:
-            self._sweep_slice()
+            self._sweep_slice(SWEPT_PER_CALL + SWEPT_PER_BLOCK * len(hashes))
         if reach.entries + self._orphans.entries > self._max_blocks:
             self._evict(EVICTION_SLICE_BLOCKS + 4 * len(hashes))
 
@@ -236,7 +244,7 @@ class PrefixIndex:
         self.counters.blocks_removed += removed
         self.counters.unknown_removes += len(hashes) - removed
         if self._dead or self._sweeping:
-            self._sweep_slice()
+            self._sweep_slice(SWEPT_PER_CALL + SWEPT_PER_BLOCK * len(hashes))
         if reach.entries + orphans.entries > self._max_blocks:
             # Blocks that went out of reach for one worker, and not for others, take room twice.
             self._evict(EVICTION_SLICE_BLOCKS + 4 * len(hashes))
@@ -274,8 +282,6 @@ class PrefixIndex:
         """
         for each in (self._lower, self._reach, self._orphans):
             entries = each.discard(entries)
-        # Last and by age, which frees the integers in the order of their addresses: in another order all memory would
-        # become free, and go back to the system, in the very last calls.
         while entries > 0 and (run := self._runs.discard_newest()) is not None:
             entries -= len(run.blocks) + 1
         return entries <= 0
@@ -472,7 +478,7 @@ class PrefixIndex:
                 return stored
             else:
                 length = len(blocks)
-                part = list(hashes[at : at + length])
+                part = array("Q", hashes[at : at + length])
                 shared = length if blocks == part else _common_prefix(blocks, part)
                 if shared < length:
                     self._split(run, shared)
@@ -505,7 +511,7 @@ class PrefixIndex:
             and above.blocks[-1] == parent
             and len(above.blocks) + len(blocks) <= RUN_BLOCKS_MAX
         )
-        run = above if grows and above is not None else Run(parent, list(blocks), bit)
+        run = above if grows and above is not None else Run(parent, array("Q", blocks), bit)
         reach = self._reach
         shards, shift = reach.shards, reach.shift
         for block in blocks:
@@ -523,7 +529,7 @@ class PrefixIndex:
             reach.relieve(block)
         if run is above:
             # A sequence that its only holder continues: the usual growth while decoding.
-            run.blocks += blocks
+            run.blocks.extend(blocks)
             run.used = True
             return True
         if above is not None and above.blocks[-1] != parent:
@@ -671,9 +677,13 @@ class PrefixIndex:
     def sweep(self) -> None:
         """Clear the bits of all dropped workers now, instead of a slice at a time."""
         while self.sweeps:
-            self._sweep_slice()
+            self._sweep_slice(self._sweep_slice_entries)
 
-    def _sweep_slice(self) -> None:
+    def _sweep_slice(self, entries: int) -> None:
+        left = min(entries, self._sweep_slice_entries) - self._swept_too_far
+        self._swept_too_far = max(0, -left)
+        if left <= 0:
+            return
         ages = self._runs.ages
         if not self._sweeping:
             self._sweeping, self._dead = self._dead, 0
@@ -682,7 +692,6 @@ class PrefixIndex:
             self._orphans.begin_sweep()
             self._lower.begin_sweep()
         dead = self._sweeping
-        left = self._sweep_slice_entries
         while left > 0 and (run := ages.step()) is not None:
             left -= 1
             if run.mask & dead:
@@ -692,6 +701,7 @@ class PrefixIndex:
                     self._delete(run)
         left = self._orphans.sweep(dead, left)
         left = self._lower.sweep(dead, left)
+        self._swept_too_far = max(0, -left)
         if left > 0:
             self._free_slots.extend(slots_of(dead))
             self._sweeping = 0
@@ -728,7 +738,7 @@ class PrefixIndex:
             if not run.blocks:
                 self._unlink(run, evicted=True)
 
-    def _forget_evicted(self, blocks: list[int], mask: int) -> None:
+    def _forget_evicted(self, blocks: Sequence[int], mask: int) -> None:
         for slot in slots_of(mask & self._live):
             self._held[slot] -= len(blocks)
         if self._lower.in_use:

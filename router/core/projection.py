@@ -39,7 +39,7 @@ from poolgrid.wire.events import (
     WorkerLeft,
 )
 from poolgrid.wire.feed import BlockChain, WorkerState
-from poolgrid.wire.hashing import unpack_hashes
+from poolgrid.wire.hashing import hash_array, unpack_hashes
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
 from poolgrid.wire.streams import fold
 
@@ -84,7 +84,7 @@ class SnapshotLoad:
             return False
         keys = self.keys
         for position, chain in self._chains:
-            hashes = unpack_hashes(chain.sequence_hashes)
+            hashes = hash_array(chain.sequence_hashes)
             index.store(keys[position], chain.parent, hashes, chain.tier)
             blocks -= len(hashes)
             if blocks <= 0:
@@ -125,7 +125,7 @@ class Projection:
         for event in record.events:
             if type(event) is BlocksStored:
                 if worker is not None and self.approximate is None:
-                    index.store(key, event.parent, unpack_hashes(event.sequence_hashes), event.tier)
+                    index.store(key, event.parent, hash_array(event.sequence_hashes), event.tier)
             elif type(event) is BlocksRemoved:
                 if worker is not None and self.approximate is None:
                     index.remove(key, unpack_hashes(event.sequence_hashes), event.tier)

@@ -10,6 +10,7 @@ Rules
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 from poolgrid.router.core.age_list import Aged, AgeList
@@ -26,10 +27,11 @@ class Run(Aged):
     older_leaf: Any
     newer_leaf: Any
 
-    def __init__(self, parent: int | None, blocks: list[int], mask: int) -> None:
+    def __init__(self, parent: int | None, blocks: array[int], mask: int) -> None:
         self.parent = parent
         """The block before the first."""
         self.blocks = blocks
+        """Their hashes; an array, because the garbage collector looks at each element of a list."""
         self.mask = mask
         self.child: Run | None = None
         """One of the runs that continue the last block; the others follow to its right."""
@@ -47,7 +49,7 @@ class RunForest:
     def __init__(self) -> None:
         self.ages: AgeList[Run] = AgeList()
         """Every run, by age."""
-        end = Run(None, [], 0)
+        end = Run(None, array("Q"), 0)
         end.older_leaf = end.newer_leaf = end
         self._leaves_end = end
 

@@ -14,6 +14,7 @@ from poolgrid.wire.hashing import (
     HASH_SPEC,
     block_hashes,
     child_hash,
+    hash_array,
     hash_seed,
     pack_hashes,
     pack_tokens,
@@ -149,3 +150,8 @@ class TestPacking:
 def test_one_block_behind_a_parent_is_named_as_in_a_chain(parent: int, seed: int) -> None:
     block = TOKENS[:64]
     assert [child_hash(block, parent, seed)] == sequence_hashes(block_hashes(block, 16, seed), parent)
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), max_size=80))
+def test_hashes_as_an_array_are_those_that_were_packed(hashes: list[int]) -> None:
+    assert hash_array(pack_hashes(hashes)).tolist() == hashes

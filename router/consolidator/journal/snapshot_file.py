@@ -28,7 +28,7 @@ from poolgrid.wire.feed import BlockChain
 from poolgrid.wire.hashing import unpack_hashes
 from poolgrid.wire.identifiers import Tier
 
-ENTRY_BYTES = 32 * 1024
+ENTRY_BYTES = 16 * 1024
 """Bytes of hashes after which a further entry begins: one that is made on an event loop must not take long."""
 
 SUFFIX = ".snapshot"
