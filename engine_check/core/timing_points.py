@@ -81,8 +81,9 @@ def timing_table(measured: Measured, source: str) -> dict[str, Any]:
 def gaps_while_all_decode(arrivals_ms: Sequence[Sequence[float]]) -> list[float]:
     """Return the mean time between tokens of each request, while every request was decoding.
 
-    ``arrivals_ms`` are when the tokens of each request arrived. Tokens that a busy client reads together say nothing of
-    the steps between them, so it is the whole of a request's time that counts, over all of its tokens.
+    ``arrivals_ms`` are when the tokens of each request arrived. Tokens that a busy client reads together, or that a
+    server sends together, say nothing of the steps between them, so it is the whole of a request's time that counts,
+    over all the tokens that were made in it: those that came with the first were made before.
     """
     if not arrivals_ms or any(len(each) < 2 for each in arrivals_ms):
         return []
@@ -91,8 +92,8 @@ def gaps_while_all_decode(arrivals_ms: Sequence[Sequence[float]]) -> list[float]
     gaps = []
     for arrivals in arrivals_ms:
         within = [at for at in arrivals if begin <= at <= end]
-        if len(within) > 1:
-            gaps.append((within[-1] - within[0]) / (len(within) - 1))
+        if made := sum(at > within[0] for at in within):
+            gaps.append((within[-1] - within[0]) / made)
     return gaps
 
 

@@ -50,3 +50,12 @@ def test_gaps_count_from_the_last_first_token_to_the_first_last_one() -> None:
     assert gaps_while_all_decode([slow, late]) == [10.0, 5.0]
     assert gaps_while_all_decode([slow, [1.0]]) == []
     assert gaps_while_all_decode([]) == []
+
+
+def test_gaps_are_those_of_steps_where_a_server_sends_several_tokens_at_a_time() -> None:
+    # One at first, then four at a time, a step each 10 ms; the other joined after the first four.
+    early = [0.0, *[40.0] * 4, *[80.0] * 4, *[120.0] * 4]
+    joined = [30.0, *[70.0] * 4, *[110.0] * 4, *[150.0] * 4]
+
+    assert gaps_while_all_decode([early, joined]) == [10.0, 10.0]
+    assert gaps_while_all_decode([[0.0, 40.0, 40.0], [40.0, 40.0]]) == []
