@@ -124,6 +124,20 @@ class Process:
                 pipe.close()
 
 
+def becomes(read: Callable[[], object], wanted: object, timeout_s: float = WAIT_TIMEOUT_S) -> None:
+    """Wait until what is read is what is wanted; what it is instead is shown in the end."""
+    found: object = None
+
+    def is_so() -> bool:
+        nonlocal found
+        found = read()
+        return found == wanted
+
+    with contextlib.suppress(AssertionError):
+        eventually("it is as wanted", is_so, timeout_s)
+    assert found == wanted
+
+
 def eventually(what: str, check: Callable[[], bool], timeout_s: float = WAIT_TIMEOUT_S) -> None:
     """Wait until a check over real processes holds; transport errors count as "not yet"."""
     deadline = time.monotonic() + timeout_s
@@ -185,6 +199,14 @@ def pool_is_quiet(url: str) -> bool:
         row["running_requests"] == row["waiting_requests"] == row["active_requests"] == row["prefill_tokens"] == 0
         for row in rows
     )
+
+
+def is_settled(url: str) -> bool:
+    """Tell whether all that was asked of a pool is over, and its router knows what of it is cached, to the last block.
+
+    Events come after the answer, the first block's before the last one's: whoever counts on the cache waits for this.
+    """
+    return pool_is_quiet(url) and index_equals_workers(url)
 
 
 def assert_decisions_replay(directory: Path) -> int:

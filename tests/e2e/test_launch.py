@@ -22,7 +22,7 @@ import psutil
 import pytest
 from PIL import Image
 
-from tests.e2e.processes import READY_TIMEOUT_S, WAIT_TIMEOUT_S, eventually, metric
+from tests.e2e.processes import READY_TIMEOUT_S, WAIT_TIMEOUT_S, eventually, metric, pool_is_quiet
 
 pytestmark = pytest.mark.e2e
 
@@ -91,8 +91,14 @@ class Script:
         rows = httpx.get(f"{self.url}/v1/workers").json()["data"]
         return {row["state"] for row in rows} == {"ready"} and len({row["worker_id"] for row in rows}) == count
 
-    def indexes_blocks(self) -> bool:
-        return any(row["indexed_blocks"] for row in httpx.get(f"{self.url}/v1/workers").json()["data"])
+    def is_settled(self, silent: tuple[str, ...]) -> bool:
+        """Whether all that was asked is over, and the router knows what of it is cached, to the last block.
+
+        Events come after the answer, those of the first block long before the last one's.
+        """
+        rows = httpx.get(f"{self.url}/v1/workers").json()["data"]
+        known = any(row["indexed_blocks"] for row in rows)
+        return known and pool_is_quiet(self.url) and indexes_are_true(self.url, silent)
 
     def parts(self) -> list[psutil.Process]:
         return psutil.Process(self._process.pid).children(recursive=True)
@@ -211,8 +217,9 @@ def test_every_script_has_a_test() -> None:
 def test_a_chain_answers_as_one_worker_does_token_for_token(name: str, aggregated_text: str) -> None:
     with running(name, RESTARTS_MAX="0", TRTLLM_FAKE=json.dumps({"leaves_process": name == "agg_router"})) as script:
         assert text_of(script.chat(WORDS)) == aggregated_text
+        silent = ("decode",) if name == "disagg_router" else ()
         if "router" in name:
-            eventually("the router knows of blocks", script.indexes_blocks)  # events come after the answer
+            eventually("the router knows what is cached", partial(script.is_settled, silent))
         again = script.chat(WORDS)
         assert text_of(again) == aggregated_text
         if "router" in name:
@@ -221,7 +228,6 @@ def test_a_chain_answers_as_one_worker_does_token_for_token(name: str, aggregate
         assert {row["role"] for row in health["endpoints"]} == (
             {"prefill", "decode"} if "disagg" in name else {"aggregated"}
         )
-        silent = ("decode",) if name == "disagg_router" else ()
         eventually("the index is what the engines hold", partial(indexes_are_true, script.url, silent))
         if name == "agg_router":
             assert_ends_when_a_part_is_lost(script)
