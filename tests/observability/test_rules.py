@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 PROMETHEUS = Path(__file__).parents[2] / "deploy" / "prometheus"
 PROMTOOL = shutil.which("promtool")
@@ -40,3 +41,12 @@ def test_a_scrape_job_is_valid_below_scrape_configs(name: str, tmp_path: Path) -
 
 def test_the_arithmetic_of_the_rules_is_right() -> None:
     assert "SUCCESS" in promtool("test", "rules", "tests/alerts.yml")
+
+
+def test_every_alert_is_tried_on_series_that_are_made_up() -> None:
+    tests = yaml.safe_load((PROMETHEUS / "tests" / "alerts.yml").read_text())["tests"]
+    groups = yaml.safe_load((PROMETHEUS / "rules" / "alerts.yml").read_text())["groups"]
+
+    tried = {each["alertname"] for test in tests for each in test["alert_rule_test"] if each["exp_alerts"]}
+
+    assert tried == {rule["alert"] for group in groups for rule in group["rules"]}

@@ -73,6 +73,10 @@ poolgrid_worker_gpu_power_watts{gpu="0",uuid="GPU-a"} 400
 poolgrid_worker_gpu_temperature_celsius{gpu="0",uuid="GPU-a",sensor="core"} 60
 poolgrid_worker_gpu_throttled{gpu="0",uuid="GPU-a",reason="hardware_thermal"} 0
 poolgrid_worker_gpu_ecc_errors_total{gpu="0",uuid="GPU-a",kind="uncorrected"} 0
+poolgrid_worker_gpu_row_remap{gpu="0",uuid="GPU-a",state="failure"} 0
+poolgrid_worker_gpu_clock_hertz{gpu="0",uuid="GPU-a",domain="sm"} 1.7e9
+poolgrid_worker_gpu_nvlinks{gpu="0",uuid="GPU-a",state="active"} 18
+poolgrid_worker_gpu_nvlink_bytes_total{gpu="0",uuid="GPU-a",direction="transmit"} {tick}000000
 """
 """Of engines and of GPUs that are not on this machine; the names are those of their pages and of our own."""
 
