@@ -15,7 +15,7 @@ RATE_INTERVAL_S = 15 * SCRAPE_S
 """What Grafana takes is four scrapes at least; on a busy machine some of them are late."""
 
 RANGE_S = 900
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,14 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
 def missing() -> list[str]:
-    """Return the programs that are not installed."""
-    return [name for name in NEEDED if shutil.which(name) is None]
+    """Return what is not installed, as Debian's packages are called."""
+    return [*(name for name in NEEDED if shutil.which(name) is None), *([] if faketime() else ["libfaketime"])]
+
+
+def faketime() -> str:
+    """Return the library that shows a process another time; empty when it is not installed."""
+    found = sorted(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))
+    return str(found[0]) if found else ""
 
 
 def at_pace(rules: str) -> str:
@@ -153,19 +159,19 @@ class Stack:
         found: list[str] = self._get(f"label/{label}/values", **{"match[]": [selector]})
         return found
 
-    def firing(self) -> set[str]:
-        """Return the alerts that fire now."""
-        return {each["labels"]["alertname"] for each in self._get("alerts")["alerts"] if each["state"] == "firing"}
+    def firing(self) -> set[tuple[str, str]]:
+        """Return the alerts that fire now, with the namespaces where."""
+        return {_place(each["labels"]) for each in self._get("alerts")["alerts"] if each["state"] == "firing"}
 
     def rules(self) -> set[str]:
         """Return all alerts that there are."""
         groups = self._get("rules", type="alert")["groups"]
         return {rule["name"] for group in groups for rule in group["rules"]}
 
-    def told(self) -> dict[str, dict[str, str]]:
+    def told(self) -> dict[tuple[str, str], dict[str, str]]:
         """Return the alerts that Alertmanager was told of, with their annotations."""
         alerts = self._http.get(f"{self.alertmanager_url}/api/v2/alerts").json()
-        return {each["labels"]["alertname"]: each["annotations"] for each in alerts}
+        return {_place(each["labels"]): each["annotations"] for each in alerts}
 
     def down(self) -> list[str]:
         """Return the targets that cannot be scraped, or were not yet."""
@@ -190,6 +196,10 @@ class Stack:
                 process.kill()
                 process.wait()
         self._http.close()
+
+
+def _place(labels: dict[str, str]) -> tuple[str, str]:
+    return labels["alertname"], labels.get("namespace", "")
 
 
 def pause(seconds: float) -> None:
