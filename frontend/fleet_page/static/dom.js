@@ -63,6 +63,19 @@ export function onNextFrame(draw) {
   }
 }
 
+// For what fades: ten steps a second look as smooth as sixty, and the frames between have nothing to draw.
+const FADE_STEP_MS = 100;
+const fading = new Set();
+
+export function onFadeStep(draw) {
+  if (fading.has(draw)) return;
+  fading.add(draw);
+  setTimeout(() => {
+    fading.delete(draw);
+    onNextFrame(draw);
+  }, FADE_STEP_MS);
+}
+
 export function say(words) {
   setText(byId("told"), words);
 }

@@ -1,7 +1,7 @@
 // The pool grids of a global router: which pool each cell goes to, and the cells that requests fell into.
 
 import { colours, onTheme, soft, strong } from "./colours.js";
-import { el, onNextFrame, setAttribute, setText, webAddress } from "./dom.js";
+import { el, onFadeStep, onNextFrame, setAttribute, setText, webAddress } from "./dom.js";
 import { count, counted, hue, percent, short, tone } from "./format.js";
 
 const LEFT = 74;
@@ -235,7 +235,7 @@ class StageGrid {
       context.strokeRect(LEFT + (this.active % columns) * cellWidth, Math.floor(this.active / columns) * cellHeight, cellWidth - gap, cellHeight - gap);
     }
     this.labels();
-    if (this.flashes.size) onNextFrame(this.draw);
+    if (this.flashes.size) onFadeStep(this.draw);
   }
 
   dot([requests, pool], x, y, most) {

@@ -3,7 +3,7 @@
 // words what is drawn.
 
 import { colours, onTheme, soft, strong } from "./colours.js";
-import { el, onNextFrame, setAttribute, setText } from "./dom.js";
+import { el, onFadeStep, onNextFrame, setAttribute, setText } from "./dom.js";
 import { count, counted, percent } from "./format.js";
 
 const SIZES = [
@@ -212,7 +212,7 @@ export class WorkerGrid {
       this.edge(worker, index, x, y, now, focused);
     }
     this.dirty.clear();
-    if (this.flashes.size) onNextFrame(this.draw);
+    if (this.flashes.size) onFadeStep(this.draw);
   }
 
   edge(worker, index, x, y, now, focused) {
