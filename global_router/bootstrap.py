@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from poolgrid.runtime.clock import Clock, SystemClock
 from poolgrid.runtime.event_loop import LoopMetrics
 from poolgrid.runtime.http_server import open_server
 from poolgrid.runtime.planes import CurveKeys, PlaneContext, PlaneMetrics
-from poolgrid.runtime.process_group import GroupMember, GroupMetrics, GroupPlace
+from poolgrid.runtime.process_group import GroupMember, GroupMetrics, GroupPlace, LoopAnswer
 from poolgrid.runtime.tasks import Restart, cancel_all, supervised, unless
 from poolgrid.runtime.tls import client_context
 from poolgrid.runtime.tracing.opening import open_tracing
@@ -149,12 +149,13 @@ async def serve(
         background: list[asyncio.Task[None]] = []
         opened.push_async_callback(cancel_all, background)
         server = open_server(opened, settings, registry, app, service.stop, reuse_port=place is not None)
+        of_page: dict[str, LoopAnswer] = {}
         if frontend.fleet_page:
             source = GlobalFleetSource(service, client, awake, place)
-            open_fleet_page(opened, app, source, frontend, clock)
+            of_page = open_fleet_page(opened, app, source, frontend, clock, member)
         hang_up = _take_hang_ups(opened, group)
         if member is not None and group_metrics is not None:
-            await _join_group(opened, member, group_metrics, group)
+            await _join_group(opened, member, group_metrics, group, of_page)
         use_document()
         server.start()
         reload_s = settings.reload_interval_ms / 1000
@@ -277,10 +278,14 @@ def _open_service(
 
 
 async def _join_group(
-    opened: AsyncExitStack, member: GroupMember, metrics: GroupMetrics, group: ConfigurationGroup
+    opened: AsyncExitStack,
+    member: GroupMember,
+    metrics: GroupMetrics,
+    group: ConfigurationGroup,
+    of_page: Mapping[str, LoopAnswer],
 ) -> None:
     opened.push_async_callback(member.stop)
-    await member.start({"metrics": metrics.text, **group.answers()})
+    await member.start({"metrics": metrics.text, **group.answers()}, of_page)
     await group.adopt()
 
 

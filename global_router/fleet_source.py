@@ -14,9 +14,11 @@ import msgspec
 
 from poolgrid import __version__
 from poolgrid.frontend.errors import RequestError
-from poolgrid.frontend.fleet_page.ports import Picture, Row
+from poolgrid.frontend.fleet_page.group_source import by_time, one_queue
+from poolgrid.frontend.fleet_page.ports import Part, Picture, Row, Turn
 from poolgrid.global_router.configuration import Active
-from poolgrid.global_router.decisions import Placement, RequestDecision
+from poolgrid.global_router.core.choice.circuit_breaker import BreakerState
+from poolgrid.global_router.decisions import RequestDecision
 from poolgrid.global_router.pools import PoolConnection
 from poolgrid.global_router.service import GlobalRouterService
 from poolgrid.runtime.clock import Clock
@@ -38,6 +40,13 @@ that takes half a second on an idle machine."""
 
 ANSWER_BYTES_MAX = 8 * 1024 * 1024
 """Largest answer of a pool's router about one request: a decision over thousands of workers."""
+
+ADDED = ("active", "waiting", "decisions")
+"""What processes behind one port count for themselves, and what adds up."""
+
+CLOSED = BreakerState.CLOSED.value
+WORSE = (CLOSED, BreakerState.HALF_OPEN.value, BreakerState.OPEN.value)
+"""States of breakers, of which each process has its own: the worst is shown."""
 
 COLUMNS: Mapping[str, Sequence[str]] = {
     "pools": (
@@ -72,8 +81,17 @@ COLUMNS: Mapping[str, Sequence[str]] = {
 }
 
 
+class Kept(msgspec.Struct):
+    """What a process keeps of a request."""
+
+    explanation: dict[str, Any]
+    placed: list[tuple[str, str]]
+    """Pool and dispatch id of each dispatch."""
+    queued_ms: float
+
+
 class GlobalFleetSource:
-    """Implements ``poolgrid.frontend.fleet_page.ports.FleetSource``."""
+    """Implements ``poolgrid.frontend.fleet_page.ports.SharedFleetSource``."""
 
     columns = COLUMNS
 
@@ -105,13 +123,14 @@ class GlobalFleetSource:
         """Let go of what was made for showing."""
         self._grids = None
 
-    async def look(self) -> Picture:
-        """Return what there is to see now."""
+    async def look(self, others: Sequence[Part] = ()) -> Picture:
+        """Return what there is to see now, with what others behind the same port have for themselves."""
         service = self._service
         active = service.configuration.active
         if self._grids is None or self._grids[0] is not active:
             self._grids = (active, await asyncio.to_thread(grids, active))
-        in_flight = service.view.in_flight()
+        own = self._own_values()
+        known = [own, *(part.values for part in others)]
         pools: dict[str, Row] = {}
         now_ms = self._clock.monotonic_ms()
         for name, stage in active.document.stages.items():
@@ -119,39 +138,69 @@ class GlobalFleetSource:
             for each in stage.pools:
                 pool = service.pools.get(each.name)
                 if pool is not None:
-                    shown = in_flight.get(each.name, 0)
-                    pools[f"{name}/{each.name}"] = (name, *_pool(pool, ranks[each.name], shown, now_ms))
-        served, waiting = service.view.counts()
+                    in_flight = sum(values["in_flight"].get(each.name, 0) for values in known)
+                    breaker = max((values["breakers"].get(each.name, CLOSED) for values in known), key=WORSE.index)
+                    pools[f"{name}/{each.name}"] = (name, *_pool(pool, ranks[each.name], breaker, in_flight, now_ms))
         values = {
             "about": self._about,
             "grids": self._grids[1],
-            "queue": msgspec.convert(service.waiting_room.view(), QueueRow, from_attributes=True).to_json(),
+            "queue": one_queue([each["queue"] for each in known]),
             "totals": {
                 "ready": service.view.missing() is None,
                 "trouble": service.view.missing() or "",
-                "active": served,
-                "waiting": waiting,
-                "decisions": service.decisions.added,
+                **{name: sum(each[name] for each in known) for name in ADDED},
             },
             "loop_steps": [step.explanation().to_json() for step in service.books.loop_steps[-STEPS_SHOWN:]],
         }
-        records = service.decisions.newest(REQUESTS_SHOWN)
-        requests = {record.request_id: _request(record) for record in reversed(records)}
+        requests = by_time([self._requests(), *(part.requests for part in others)])
         return Picture(values, {"pools": pools, "requests": requests})
+
+    def _own_values(self) -> dict[str, Any]:
+        service = self._service
+        active, waiting = service.view.counts()
+        return {
+            "queue": msgspec.convert(service.waiting_room.view(), QueueRow, from_attributes=True).to_json(),
+            "active": active,
+            "waiting": waiting,
+            "decisions": service.decisions.added,
+            "in_flight": service.view.in_flight(),
+            "breakers": {pool.name: pool.breaker.state.value for pool in service.pools.all()},
+        }
+
+    def _requests(self) -> dict[str, Row]:
+        records = self._service.decisions.newest(REQUESTS_SHOWN)
+        return {record.request_id: _request(record) for record in reversed(records)}
+
+    def part(self, next_turn: int) -> Part:
+        """Return what this process alone knows."""
+        return Part(self._own_values(), self._requests())
+
+    def learn(self, turns: Sequence[Turn]) -> None:
+        """Take note of nothing: a global router follows no conversations."""
 
     async def request(self, request_id: str) -> dict[str, Any] | None:
         """Return a request's record, with what the pools' own routers say of each of its dispatches."""
+        kept = self.kept(request_id)
+        return None if kept is None else await self.complete(kept)
+
+    def kept(self, request_id: str) -> bytes | None:
+        """Return what this process keeps of a request; ``None`` when that is nothing."""
         record = self._service.decisions.get(request_id)
         if record is None:
             return None
-        asked = [placement for placement in record.placements if self._service.pools.get(placement.pool) is not None]
-        told = await asyncio.gather(*(self._ask(placement) for placement in asked))
-        of_pools = {
-            placement.dispatch_id: answer for placement, answer in zip(asked, told, strict=True) if answer is not None
-        }
+        placed = [(placement.pool, placement.dispatch_id) for placement in record.placements]
+        return msgspec.msgpack.encode(Kept(record.explanation().to_json(), placed, round(record.queued_ms, 3)))
+
+    async def complete(self, kept: bytes) -> dict[str, Any]:
+        """Return what is kept of a request, with what the pools' routers say."""
+        found = msgspec.msgpack.decode(kept, type=Kept)
+        told = await asyncio.gather(*(self._ask(pool, name) for pool, name in found.placed))
+        of_pools = {name: answer for (_, name), answer in zip(found.placed, told, strict=True) if answer is not None}
         legs = [leg for answer in of_pools.values() for leg in answer.get("legs", ())]
+        if legs and legs[0]["dispatch_id"] == found.placed[0][1]:
+            legs[0]["queued_ms"] = found.queued_ms + legs[0].get("queued_ms", 0.0)
         return {
-            "explanation": record.explanation().to_json(),
+            "explanation": found.explanation,
             "pools": {name: answer.get("explanation") for name, answer in of_pools.items()},
             "legs": legs,
             "legs_from": "pools" if legs else "unknown",
@@ -161,18 +210,18 @@ class GlobalFleetSource:
         """Raise ``RequestError`` 409: the past of a pool is with its own router."""
         raise RequestError(409, "no_journal", f"playing back: {self._about['no_playback']}")
 
-    async def _ask(self, placement: Placement) -> dict[str, Any] | None:
+    async def _ask(self, name: str, dispatch_id: str) -> dict[str, Any] | None:
         """Return what a pool's router says of a dispatch; ``None`` when it keeps nothing, or does not answer."""
-        pool = self._service.pools.get(placement.pool)
+        pool = self._service.pools.get(name)
         if pool is None or not pool.url:
             return None
-        url = f"{pool.url}/v1/fleet/requests/{quote(placement.dispatch_id, safe='')}"
+        url = f"{pool.url}/v1/fleet/requests/{quote(dispatch_id, safe='')}"
         try:
             answer = await self._client.get(url, timeout=ASK_TIMEOUT_S)
             if answer.status_code == 200 and len(answer.content) <= ANSWER_BYTES_MAX:
                 return msgspec.json.decode(answer.content, type=dict[str, Any])
         except (httpx.HTTPError, msgspec.MsgspecError, ValueError) as error:
-            log.info("asking pool %s about %s: %s", placement.pool, placement.dispatch_id, error)
+            log.info("asking pool %s about %s: %s", name, dispatch_id, error)
         return None
 
 
@@ -212,7 +261,7 @@ def _cells(rows: Any) -> Iterator[str]:
             yield from _cells(row)
 
 
-def _pool(pool: PoolConnection, rank: int, in_flight: int, now_ms: float) -> Row:
+def _pool(pool: PoolConnection, rank: int, breaker: str, in_flight: int, now_ms: float) -> Row:
     state = pool.overall_state(now_ms)
     status: PoolStatus | None = pool.status
     roles = [role for model in status.models for role in model.roles] if status is not None else []
@@ -222,7 +271,7 @@ def _pool(pool: PoolConnection, rank: int, in_flight: int, now_ms: float) -> Row
         rank,
         state.value,
         pool.last_error if status is None else "",
-        pool.breaker.state.value,
+        breaker,
         in_flight,
         None if status is None else status.saturation,
         None if status is None else status.waiting_requests,

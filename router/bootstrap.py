@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -56,7 +56,7 @@ from poolgrid.runtime.clock import Clock, SystemClock
 from poolgrid.runtime.event_loop import LoopMetrics
 from poolgrid.runtime.http_server import open_server
 from poolgrid.runtime.planes import CurveKeys, MakeContext, PlaneContext, PlaneMetrics
-from poolgrid.runtime.process_group import GroupMember, GroupMetrics, GroupPlace
+from poolgrid.runtime.process_group import GroupMember, GroupMetrics, GroupPlace, LoopAnswer
 from poolgrid.runtime.tasks import unless
 from poolgrid.runtime.tracing.opening import open_tracing
 from poolgrid.runtime.tracing.tracing import Tracing
@@ -131,12 +131,13 @@ async def serve(
         _add_endpoints(app, service, clock, plane, recorder)
         open_report(opened, app.traffic, lambda: service.view.queue().requests, clock)
         server = open_server(opened, settings, registry, app, service.end_requests, reuse_port=place is not None)
+        of_page: dict[str, LoopAnswer] = {}
         if frontend.fleet_page:
-            player = _make_player(consolidator, embedded)
-            source = RouterFleetSource(settings, service.view, FleetWatch(state), player, place)
-            open_fleet_page(opened, app, source, frontend, clock)
+            player, watch = _make_player(consolidator, embedded), FleetWatch(state, has_siblings=member is not None)
+            source = RouterFleetSource(settings, service.view, watch, player, place)
+            of_page = open_fleet_page(opened, app, source, frontend, clock, member)
         if member is not None and group_metrics is not None:
-            await _join_group(opened, member, group_metrics)
+            await _join_group(opened, member, group_metrics, of_page)
         # HTTP answers /live and /ready while the state is still being rebuilt; requests are refused until then.
         server.start()
         if recorder is not None:
@@ -299,6 +300,8 @@ def _open_select_plane(
     return plane
 
 
-async def _join_group(opened: AsyncExitStack, member: GroupMember, metrics: GroupMetrics) -> None:
+async def _join_group(
+    opened: AsyncExitStack, member: GroupMember, metrics: GroupMetrics, of_page: Mapping[str, LoopAnswer]
+) -> None:
     opened.push_async_callback(member.stop)
-    await member.start({"metrics": metrics.text})
+    await member.start({"metrics": metrics.text}, of_page)

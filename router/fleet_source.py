@@ -10,7 +10,8 @@ import msgspec
 
 from poolgrid import __version__
 from poolgrid.admission.queue_view import QueueView
-from poolgrid.frontend.fleet_page.ports import Picture, Row
+from poolgrid.frontend.fleet_page.group_source import by_time, one_queue
+from poolgrid.frontend.fleet_page.ports import Part, Picture, Row, Turn
 from poolgrid.router.core.decision import Decision, DecisionLog
 from poolgrid.router.core.fleet import Worker
 from poolgrid.router.core.projection import Projection
@@ -37,6 +38,9 @@ CONVERSATIONS_EVERY = 4
 
 WORKERS_PER_TURN = 64
 """Rows made between two turns of the event loop: a quarter of a millisecond."""
+
+ADDED = ("active", "waiting", "decisions")
+"""What processes behind one port count for themselves, and what adds up."""
 
 COLUMNS: Mapping[str, Sequence[str]] = {
     "workers": (
@@ -79,6 +83,19 @@ COLUMNS: Mapping[str, Sequence[str]] = {
     ),
     "conversations": ("turns", "blocks", "isl", "last_ms", "request_id", "holders"),
 }
+
+REQUEST_ID, CONVERSATION = (COLUMNS["requests"].index(name) for name in ("request_id", "conversation"))
+
+
+class Kept(msgspec.Struct):
+    """What a process keeps of a request."""
+
+    explanation: dict[str, Any]
+    legs: list[Leg]
+    unknown: list[int]
+    """Of the legs, those that it did not watch: their times are to be read in the journal."""
+    offset: int
+    """Of the journal, before which none of the legs began."""
 
 
 class Viewed(Protocol):
@@ -124,7 +141,7 @@ class Viewed(Protocol):
 
 
 class RouterFleetSource:
-    """Implements ``poolgrid.frontend.fleet_page.ports.FleetSource``."""
+    """Implements ``poolgrid.frontend.fleet_page.ports.SharedFleetSource``."""
 
     columns = COLUMNS
 
@@ -160,8 +177,8 @@ class RouterFleetSource:
         """Watch no more."""
         self._watch.end()
 
-    async def look(self) -> Picture:
-        """Return what there is to see now."""
+    async def look(self, others: Sequence[Part] = ()) -> Picture:
+        """Return what there is to see now, with the requests and the queues of others."""
         view, projection = self._view, self._view.projection
         fleet, unreachable = projection.fleet.workers, view.unreachable
         workers: dict[str, Row] = {}
@@ -174,25 +191,56 @@ class RouterFleetSource:
         if self._looks % CONVERSATIONS_EVERY == 0:
             await self._look_at_conversations()
         self._looks += 1
-        active, waiting = view.counts()
+        own = self._own_values()
+        known = [own, *(part.values for part in others)]
         values = {
             "about": self._about,
-            "queue": msgspec.convert(view.queue(), QueueRow, from_attributes=True).to_json(),
+            "queue": one_queue([each["queue"] for each in known]),
             "totals": {
                 "ready": view.ready,
-                "active": active,
-                "waiting": waiting,
+                **{name: sum(each[name] for each in known) for name in ADDED},
                 "offset": projection.next_offset,
                 "behind": view.behind_records,
                 "trouble": view.trouble,
-                "decisions": view.decisions.added,
                 "records": self._watch.records,
             },
         }
-        decisions = view.decisions.newest(REQUESTS_SHOWN)
-        requests = dict(self._request(decision) for decision in reversed(decisions))
+        requests = by_time([self._requests(), *map(self._told_requests, others)])
         tables = {"workers": workers, "requests": requests, "conversations": self._conversations}
         return Picture(values, tables)
+
+    def _own_values(self) -> dict[str, Any]:
+        view = self._view
+        active, waiting = view.counts()
+        return {
+            "queue": msgspec.convert(view.queue(), QueueRow, from_attributes=True).to_json(),
+            "active": active,
+            "waiting": waiting,
+            "decisions": view.decisions.added,
+        }
+
+    def _requests(self) -> dict[str, Row]:
+        decisions = self._view.decisions.newest(REQUESTS_SHOWN)
+        return dict(self._request(decision) for decision in reversed(decisions))
+
+    def _told_requests(self, part: Part) -> dict[str, Row]:
+        """Return the requests of another process; who told of them calls their conversations otherwise."""
+        conversation_of = self._watch.conversation_of
+        return {
+            name: (*row[:CONVERSATION], conversation_of(row[REQUEST_ID]), *row[CONVERSATION + 1 :])
+            for name, row in part.requests.items()
+        }
+
+    # -- for other processes behind the same port ----------------------------------------------------------------------
+
+    def part(self, next_turn: int) -> Part:
+        """Return what this process alone knows."""
+        return Part(self._own_values(), self._requests(), *self._watch.turns(next_turn))
+
+    def learn(self, turns: Sequence[Turn]) -> None:
+        """Take note of prompts that another process has sent."""
+        for turn in turns:
+            self._watch.learn(turn)
 
     def _worker(self, worker: Worker, unreachable: str) -> Row:
         projection = self._view.projection
@@ -270,31 +318,39 @@ class RouterFleetSource:
 
     async def request(self, request_id: str) -> dict[str, Any] | None:
         """Return a request's decisions and the times of its legs: watched, else read in the journal."""
+        kept = self.kept(request_id)
+        return None if kept is None else await self.complete(kept)
+
+    def kept(self, request_id: str) -> bytes | None:
+        """Return what this process keeps of a request; ``None`` when that is nothing."""
         decisions = self._view.decisions.of_request(request_id)
         if not decisions:
             return None
         attempts = [decision.explanation() for decision in decisions]
         legs: list[Leg] = []
-        unknown: list[Leg] = []
+        unknown: list[int] = []
         for decision in decisions:
             request = decision.request
             name = dispatch_id(request.request_id, decision.attempt)
             leg = self._watch.legs.get(name)
             if leg is None:
+                unknown.append(len(legs))
                 leg = Leg(name, str(decision.worker), STAGE_WORD[request.stage], decision.time_ms)
-                unknown.append(leg)
+                leg.queued_ms = round(decision.queued_ms, 3)
             legs.append(leg)
+        explanation = RequestExplanation(request_id=request_id, attempts=attempts).to_json()
+        return msgspec.msgpack.encode(Kept(explanation, legs, unknown, min(each.offset for each in decisions)))
+
+    async def complete(self, kept: bytes) -> dict[str, Any]:
+        """Return what is kept of a request, with the times of legs that nobody watched."""
+        found = msgspec.msgpack.decode(kept, type=Kept)
         source = "watched"
-        if unknown and not self._player.unavailable:
-            await self._player.fill(unknown, min(decision.offset for decision in decisions))
+        if found.unknown and not self._player.unavailable:
+            await self._player.fill([found.legs[at] for at in found.unknown], found.offset)
             source = "journal"
-        elif unknown:
+        elif found.unknown:
             source = "unknown"
-        return {
-            "explanation": RequestExplanation(request_id=request_id, attempts=attempts).to_json(),
-            "legs": msgspec.to_builtins(legs),
-            "legs_from": source,
-        }
+        return {"explanation": found.explanation, "legs": msgspec.to_builtins(found.legs), "legs_from": source}
 
     async def reel(self, from_ms: int, to_ms: int, frames: int) -> bytes:
         """Return the pool between two times, from its journal."""

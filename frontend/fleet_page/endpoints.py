@@ -18,11 +18,13 @@ from poolgrid.frontend.access.gate import PAGE_PATH
 from poolgrid.frontend.app import BODILESS
 from poolgrid.frontend.errors import RequestError, invalid
 from poolgrid.frontend.fleet_page.assets import HEADERS, INDEX, asset
+from poolgrid.frontend.fleet_page.group_source import GroupFleetSource
 from poolgrid.frontend.fleet_page.hub import FleetHub
-from poolgrid.frontend.fleet_page.ports import FleetSource
+from poolgrid.frontend.fleet_page.ports import FleetSource, SharedFleetSource
 from poolgrid.frontend.openapi import error_answers
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.runtime.clock import Clock
+from poolgrid.runtime.process_group import GroupMember, LoopAnswer
 from poolgrid.runtime.tasks import cancel_all, detached, unless
 
 STREAM_PATH = "/v1/fleet/stream"
@@ -82,12 +84,24 @@ async def _note_leaving(receive: Receive, left: asyncio.Event) -> None:
 
 
 def open_fleet_page(
-    opened: AsyncExitStack, app: FastAPI, source: FleetSource, settings: FrontendSettings, clock: Clock
-) -> None:
-    """Add the page to a router's application. Open it after the server: its streams end before the server waits."""
-    hub = FleetHub(source, clock, settings.fleet_page_interval_ms, settings.fleet_page_viewers)
+    opened: AsyncExitStack,
+    app: FastAPI,
+    source: SharedFleetSource,
+    settings: FrontendSettings,
+    clock: Clock,
+    member: GroupMember | None = None,
+) -> dict[str, LoopAnswer]:
+    """Add the page to a router's application, and return what the siblings of a ``member`` of a group may ask of it.
+
+    Open it after the server: its streams end before the server waits.
+    """
+    interval_ms = settings.fleet_page_interval_ms
+    of_group = None if member is None else GroupFleetSource(source, member, interval_ms)
+    shown: FleetSource = source if of_group is None else of_group
+    hub = FleetHub(shown, clock, interval_ms, settings.fleet_page_viewers)
     opened.callback(hub.close)
-    add_fleet_page(app, hub, source)
+    add_fleet_page(app, hub, shown)
+    return {} if of_group is None else of_group.answers()
 
 
 def add_fleet_page(app: FastAPI, hub: FleetHub, source: FleetSource) -> None:

@@ -58,6 +58,9 @@ class Decision:
     is_reservation: bool = False
     """Whether it was made for a global router, past which the tokens do not come here."""
 
+    queued_ms: float = 0.0
+    """How long the request waited for a worker with room before this decision could be carried out."""
+
     worker: WorkerKey = field(init=False)
     """The chosen worker."""
     overlap_blocks: int = field(init=False)

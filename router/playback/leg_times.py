@@ -34,6 +34,9 @@ class Leg(msgspec.Struct):
     """Whether the router has taken it off its books."""
     cached_tokens: int | None = None
     conversation: str = ""
+    queued_ms: float = 0.0
+    """How long the request waited for a worker with room before this one was chosen: in the router's queue, or in that
+    of the global router before it."""
 
     @property
     def status(self) -> str:

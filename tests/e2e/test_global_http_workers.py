@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from poolgrid.cli.main import app
 from poolgrid.frontend.access import key_file
 from poolgrid.frontend.access.key_file import Key, KeyDocument, Tenant
+from tests.e2e.fleet_stream import follow_until
 from tests.e2e.processes import Process, eventually, metric
 from tests.e2e.test_global_router import free_port
 from tests.e2e.test_http_workers import CLIENT
@@ -117,6 +118,12 @@ def test_processes_of_a_global_router_share_limits_and_documents_and_each_has_a_
                     metric(url, "poolgrid_global_router_queued_requests") == 2 * QUEUE_LIMIT
                     and sum(answer.done() for answer in asked) == 40 - 2 * QUEUE_LIMIT
                 ),
+            )
+            follow_until(
+                url,
+                OPERATOR,
+                "both queues and the requests of both",
+                lambda values, requests: values["queue"]["requests"] == 2 * QUEUE_LIMIT and len(requests) >= CAPACITY,
             )
             queue = CLIENT.get(f"{url}/v1/pools", headers=OPERATOR).json()["queue"]
             assert queue["requests"] == queue["requests_max"] == QUEUE_LIMIT

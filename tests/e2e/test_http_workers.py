@@ -13,6 +13,7 @@ import pytest
 
 from poolgrid.frontend.access import key_file
 from poolgrid.frontend.access.key_file import Key, KeyDocument, Tenant
+from tests.e2e.fleet_stream import follow_until
 from tests.e2e.processes import Process, eventually, metric
 
 pytestmark = pytest.mark.e2e
@@ -20,13 +21,15 @@ pytestmark = pytest.mark.e2e
 
 PER_MINUTE = 20
 
+OPERATOR = {"authorization": "Bearer pg-operator"}
+
 CLIENT = httpx.Client(timeout=30, limits=httpx.Limits(max_keepalive_connections=0))
 """Sends each request over a connection of its own, which the kernel gives to either process."""
 
 
-def ask(url: str, key: str = "pg-operator") -> int:
+def ask(url: str, key: str = "pg-operator", name: str = "") -> int:
     body = {"model": "tiny", "prompt": "hello", "max_tokens": 2}
-    headers = {"authorization": f"Bearer {key}"}
+    headers = {"authorization": f"Bearer {key}", **({"x-request-id": name} if name else {})}
     return CLIENT.post(f"{url}/v1/completions", json=body, headers=headers).status_code
 
 
@@ -89,13 +92,19 @@ def test_processes_share_a_port_and_limits_answer_for_all_and_are_replaced_when_
             worker.wait_ready()
             # Each look is a new connection, which the kernel gives to either process.
             eventually("both processes reach the worker", lambda: all(workers_of(url) == ["w"] for _ in range(12)))
-            assert [ask(url) for _ in range(12)] == [200] * 12
+            assert [ask(url, name=f"page-{at}") for at in range(12)] == [200] * 12
             lengths = {chat_length(url, "eighteen letters.!") for _ in range(12)}
             assert lengths == {completion_length(url, "eighteen letters.!")}, "each uses the template of the worker"
             assert metric(url, "poolgrid_router_http_workers") == 2
             assert metric(url, "poolgrid_frontend_requests_total", status="200") == 12
             assert metric(url, "poolgrid_frontend_output_sequence_tokens_count") == 12
             assert metric(url, "poolgrid_router_workers", state="ready") == 1, "a fact of the pool is not counted twice"
+
+            for _ in range(3):  # the page of either process
+                follow_until(url, OPERATOR, "the requests of both", lambda _, requests: len(requests) == 12)
+            kept = [CLIENT.get(f"{url}/v1/fleet/requests/page-{at}", headers=OPERATOR) for at in range(12)]
+            assert [answer.status_code for answer in kept] == [200] * 12, "what one process keeps, each opens"
+            assert all(answer.json()["legs"] for answer in kept)
 
             began = time.monotonic()
             granted = [ask(url, "pg-limited") for _ in range(2 * PER_MINUTE)].count(200)

@@ -5,7 +5,10 @@ from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.openmetrics.exposition import generate_latest as openmetrics
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
+from poolgrid.runtime import process_group
 from poolgrid.runtime.instruments import Counter, Gauge, Histogram
 from poolgrid.runtime.process_group import GROUP_VARIABLE, GroupMember, GroupMetrics, GroupPlace
 
@@ -71,6 +74,69 @@ def test_metrics_of_all_members_are_those_of_one_service(tmp_path: Path) -> None
         'poolgrid_frontend_in_flight_requests{endpoint="chat"} 3.0',
         "# TYPE poolgrid_frontend_requests_total counter",
     } <= lines
+
+
+def traced(at: float, trace_id: str) -> CollectorRegistry:
+    made = CollectorRegistry()
+    histogram = Histogram("poolgrid_seconds", "Time.", ["model"], buckets=(0.1, 1), registry=made)
+    histogram.labels("tiny").observe(5)
+    histogram.labels("tiny").observe_traced(at, trace_id)
+    Counter("poolgrid_requests_total", "# EXEMPLARS are no part of this.", registry=made).inc()
+    return made
+
+
+def test_a_bucket_of_all_members_names_the_latest_trace_of_any(tmp_path: Path) -> None:
+    async def go() -> bytes:
+        registries = [traced(0.05, "a" * 32), traced(0.06, "b" * 32), traced(0.5, "c" * 32)]
+        members = [GroupMember(GroupPlace(tmp_path, index, 3)) for index in range(3)]
+        metrics = [GroupMetrics(made, member) for made, member in zip(registries, members, strict=True)]
+        for member, shown in zip(members, metrics, strict=True):
+            await member.start({"metrics": shown.text})
+        try:
+            return await asyncio.to_thread(openmetrics, metrics[0])
+        finally:
+            for member in members:
+                await member.stop()
+
+    text = asyncio.run(go()).decode()
+    found = {
+        (sample.labels["le"], sample.value): sample.exemplar and sample.exemplar.labels["trace_id"][0]
+        for family in text_string_to_metric_families(text)  # type: ignore[no-untyped-call]
+        for sample in family.samples
+        if sample.name == "poolgrid_seconds_bucket"
+    }
+    assert found == {("0.1", 2.0): "b", ("1.0", 3.0): "c", ("+Inf", 6.0): None}
+
+
+def test_an_answer_on_the_event_loop_is_told_what_it_is_about(tmp_path: Path) -> None:
+    async def go() -> tuple[bytes, bytes]:
+        asked, asking = (GroupMember(GroupPlace(tmp_path, index, 2)) for index in range(2))
+        await asked.start({}, {"echo": lambda about: about.encode() * 100_000})
+        try:
+            return await asking.ask_member(0, "echo a b"), await asking.ask_member(0, "nobody knows")
+        finally:
+            await asked.stop()
+
+    assert asyncio.run(go()) == (b"a b" * 100_000, b"")
+
+
+def test_a_member_that_is_not_there_or_says_too_much_has_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_group, "ANSWER_BYTES_MAX", 10)
+
+    async def go() -> None:
+        asked, asking = (GroupMember(GroupPlace(tmp_path, index, 2)) for index in range(2))
+        with pytest.raises(FileNotFoundError):
+            await asking.ask_member(0, "echo")
+        await asked.start({}, {"echo": lambda about: b"x" * 11})
+        try:
+            with pytest.raises(OSError, match="more than 10 bytes"):
+                await asking.ask_member(0, "echo")
+        finally:
+            await asked.stop()
+
+    asyncio.run(go())
 
 
 def test_a_question_that_nobody_knows_is_answered_with_nothing(tmp_path: Path) -> None:

@@ -208,7 +208,7 @@ class Page {
       this.strip.plain = true;
     }
     document.title = `poolgrid ${about.name === "router" ? "fleet" : about.name}`;
-    const processes = about.processes > 1 ? ` · process ${about.process + 1} of ${about.processes}: its own requests and queue` : "";
+    const processes = about.processes > 1 ? ` · ${about.processes} processes, all of them are shown` : "";
     setText(byId("name"), `${about.kind === "router" ? about.name : "global router"}${about.policy ? `, policy ${about.policy}` : ""}`);
     setText(byId("foot"), `poolgrid ${about.version}${processes} · this page only shows, it changes nothing`);
     if (this.kind !== "router") setText(byId("strip-hint"), "click a moment to see the grid as it was then; each pool's own page plays its pool back");

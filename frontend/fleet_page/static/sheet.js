@@ -64,17 +64,18 @@ export function requestBody(found, row, nowMs, openWorker) {
   const isGlobal = "placements" in explanation;
   const first = isGlobal ? explanation : explanation.attempts[0];
   const reused = isGlobal ? null : first.realised_cached_tokens;
-  const whole = legs.length ? legs[0].placed_ms : null;
+  const queuedMs = isGlobal ? explanation.queued_ms : Math.max(0, ...legs.map((leg) => leg.queued_ms ?? 0));
+  const arrivedMs = first.time_ms - (isGlobal ? 0 : (legs[0]?.queued_ms ?? 0)); // a decision is timed, and the wait before it
   const firstToken = Math.min(...legs.map((leg) => leg.prefilled_ms ?? Infinity));
   const pairs = [
     ["status", statusMark(row?.status ?? (isGlobal ? explanation.outcome : legs.at(-1)?.end ?? ""))],
-    ["arrived", clock(first.time_ms, true)],
+    ["arrived", clock(arrivedMs, true)],
     ["prompt", counted(first.isl, "token")],
     reused !== null && ["reused", `${count(reused)} tokens, ${percent(first.isl ? reused / first.isl : NaN)}`],
     isGlobal && ["output", counted(explanation.output_tokens, "token")],
-    isGlobal ? ["TTFT", milliseconds(explanation.ttft_ms)] : Number.isFinite(firstToken) && whole !== null && ["first token after", milliseconds(firstToken - whole)],
+    isGlobal ? ["TTFT", milliseconds(explanation.ttft_ms)] : Number.isFinite(firstToken) && ["first token after", milliseconds(firstToken - arrivedMs)],
     isGlobal && ["ITL", milliseconds(explanation.itl_ms)],
-    isGlobal && ["waited for room", milliseconds(explanation.queued_ms)],
+    ["waited for room", milliseconds(queuedMs)],
     row?.conversation && ["conversation", el("span", {}, el("i", { class: "chip", style: { background: strong(hueOfName(row.conversation)) } }), row.conversation)],
   ];
   return [

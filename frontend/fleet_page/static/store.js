@@ -83,11 +83,11 @@ export class Store {
     }
   }
 
-  // Newest first, at most so many that are accepted.
+  // Newest first, at most so many that are accepted. What other processes of the router did comes a moment later.
   newest(limit, accept = () => true) {
     const all = [...this.requests.values()];
     const found = [];
     for (let at = all.length - 1; at >= 0 && found.length < limit; at -= 1) if (accept(all[at])) found.push(all[at]);
-    return found;
+    return found.sort((one, other) => other.time_ms - one.time_ms);
   }
 }

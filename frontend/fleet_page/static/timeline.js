@@ -1,4 +1,4 @@
-// The legs of one request as bars over time: waiting for the engine, prefill, output.
+// The legs of one request as bars over time: waiting for a worker with room, waiting for the engine, prefill, output.
 
 import { colours } from "./colours.js";
 import { el, svg } from "./dom.js";
@@ -11,7 +11,8 @@ const BAR = 14;
 export function timeline(legs, nowMs, width = 660) {
   const begun = legs.filter((leg) => leg.placed_ms !== null);
   if (!begun.length) return el("p", { class: "quiet" }, "The times of its legs are not known.");
-  const from = Math.min(...begun.map((leg) => leg.placed_ms));
+  const queuedFrom = (leg) => leg.placed_ms - (leg.queued_ms ?? 0);
+  const from = Math.min(...begun.map(queuedFrom));
   const known = begun.flatMap((leg) => [leg.placed_ms, leg.started_ms, leg.prefilled_ms, leg.ended_ms]).filter((at) => at !== null);
   const open = begun.some((leg) => leg.ended_ms === null && !leg.released);
   const to = Math.max(from + 1, ...known, open ? Math.min(nowMs, from + 600000) : 0);
@@ -26,7 +27,8 @@ export function timeline(legs, nowMs, width = 660) {
     const inOneStep = leg.started_ms !== null && leg.started_ms === leg.prefilled_ms;
     const work = { encode: "encodes", decode: "takes the KV blocks" }[leg.stage] ?? "prefill";
     const steps = [
-      inOneStep ? [`waits and ${work}`, leg.placed_ms, leg.prefilled_ms, colours.accent] : ["waits", leg.placed_ms, leg.started_ms ?? end, colours.warn],
+      leg.queued_ms ? ["queued", queuedFrom(leg), leg.placed_ms, colours.quiet] : ["", null],
+      inOneStep ? [`waits and ${work}`, leg.placed_ms, leg.prefilled_ms, colours.accent] : ["waits for the engine", leg.placed_ms, leg.started_ms ?? end, colours.warn],
       inOneStep ? ["", null] : [work, leg.started_ms, leg.prefilled_ms ?? end, colours.accent],
       ["output", leg.prefilled_ms, end, colours.good],
     ].filter(([, begin]) => begin !== null);
