@@ -11,7 +11,7 @@ import httpx
 import psutil
 
 from tests.e2e.expectation import MODEL, expected_text
-from tests.e2e.processes import Process
+from tests.e2e.processes import Process, is_settled
 
 POOL_CONFIGS = Path(__file__).parents[2] / "pool_configs"
 
@@ -43,6 +43,26 @@ def assert_serves(url: str) -> None:
 
 def pools(url: str) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in httpx.get(f"{url}/v1/pools").json()["data"]}
+
+
+def all_available(url: str) -> bool:
+    return all(
+        row["state"] == "available"
+        and all(role["unreachable"] == 0 for model in row["models"] for role in model["roles"].values())
+        for row in pools(url).values()
+    )
+
+
+def is_idle(url: str) -> bool:
+    """Tell whether every pool can be used and is settled, and its global router has heard so."""
+    rows = pools(url).values()
+    roles = [role for row in rows for model in row["models"] for role in model["roles"].values()]
+    return (
+        all_available(url)
+        and not any(role["requests"] for role in roles)
+        and not any(row["in_flight"] or row["waiting_requests"] for row in rows)
+        and all(is_settled(row["url"]) for row in rows)
+    )
 
 
 def complete(url: str, tokens: list[int], max_tokens: int, **headers: str) -> httpx.Response:

@@ -18,8 +18,8 @@ from poolgrid.cli.main import app
 from poolgrid.wire.hashing import pack_tokens
 from tests.e2e.disturbed_load import assert_unharmed, kill_at_work, load_while
 from tests.e2e.expectation import MODEL, expected_text
-from tests.e2e.fleet import POOL_CONFIGS, complete, pools, running_fleet
-from tests.e2e.processes import Process, assert_decisions_replay, eventually, metric, pool_is_quiet
+from tests.e2e.fleet import POOL_CONFIGS, all_available, complete, pools, running_fleet
+from tests.e2e.processes import Process, assert_decisions_replay, eventually, is_settled, metric, pool_is_quiet
 
 pytestmark = pytest.mark.e2e
 
@@ -37,14 +37,6 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
         yield up
     placed = [assert_decisions_replay(pool) for pool in sorted(directory.iterdir())]
     assert sum(placed) > 10
-
-
-def all_available(url: str) -> bool:
-    return all(
-        row["state"] == "available"
-        and all(role["unreachable"] == 0 for m in row["models"] for role in m["roles"].values())
-        for row in pools(url).values()
-    )
 
 
 def listener(up: Process, url: str) -> psutil.Process:
@@ -96,9 +88,7 @@ def test_a_repeated_prompt_finds_its_blocks_through_the_select_plane(fleet: Proc
     first = complete(fleet.url, tokens, 2)
     pool = pools(fleet.url)[first.headers["x-poolgrid-pool"]]["url"]
     holder = first.headers["x-poolgrid-worker"]
-    eventually(
-        "the index knows the blocks", lambda: len(httpx.get(f"{pool}/v1/workers/{holder}/blocks").text) > 19 * 16
-    )
+    eventually("the router knows what is cached", lambda: is_settled(pool))
 
     second = complete(fleet.url, tokens, 2)
 

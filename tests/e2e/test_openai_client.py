@@ -20,7 +20,7 @@ from poolgrid.wire.requests import Generate, Sampling
 from poolgrid.workers.engines.simulated.core.guided_tokens import GuidedTokenStream
 from poolgrid.workers.engines.simulated.core.next_token import Vocabulary
 from poolgrid.workers.engines.simulated.guides import LazyGuides
-from tests.e2e.processes import Process, running_pool, worker_rows
+from tests.e2e.processes import Process, eventually, is_settled, running_pool, worker_rows
 from tests.frontend.fake_backend import TINY
 
 pytestmark = pytest.mark.e2e
@@ -156,6 +156,7 @@ def test_anthropics_client_has_a_conversation_with_a_tool(pool: Process) -> None
             {"role": "assistant", "content": first.content},
             {"role": "user", "content": results},
         ]
+        eventually("the router knows what is cached", lambda: is_settled(pool.url))
         counted = client.messages.count_tokens(model="tiny", messages=messages, tools=[tool]).input_tokens
         second = client.messages.create(model="tiny", max_tokens=8, messages=messages, tools=[tool])
     assert second.stop_reason == "max_tokens"
@@ -163,8 +164,11 @@ def test_anthropics_client_has_a_conversation_with_a_tool(pool: Process) -> None
     assert second.usage.cache_read_input_tokens, "the second turn finds the first in a cache"
 
 
-def test_a_conversation_goes_on_from_a_response_and_its_blocks_are_found_again(client: openai.OpenAI) -> None:
+def test_a_conversation_goes_on_from_a_response_and_its_blocks_are_found_again(
+    client: openai.OpenAI, pool: Process
+) -> None:
     first = client.responses.create(model="tiny", input="Where to? " * 20, max_output_tokens=40)
+    eventually("the router knows what is cached", lambda: is_settled(pool.url))
     second = client.responses.create(
         model="tiny", input="And then?", previous_response_id=first.id, max_output_tokens=4
     )

@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.disturbed_load import assert_unharmed, load_while
 from tests.e2e.expectation import PLAIN
-from tests.e2e.processes import Process, eventually, index_equals_workers, metric, pool_is_quiet, ready_workers
+from tests.e2e.processes import Process, eventually, is_settled, metric, ready_workers
 
 pytestmark = pytest.mark.e2e
 
@@ -56,7 +56,7 @@ def test_a_router_that_is_stopped_for_several_leases_throws_nobody_out_and_fails
 
         assert_unharmed(report)
         assert metric(router.url, "poolgrid_consolidator_lease_expiries_total") == 0
-        eventually("the index is true", lambda: pool_is_quiet(router.url) and index_equals_workers(router.url))
+        eventually("the index is true", lambda: is_settled(router.url))
 
 
 def test_a_worker_that_is_stopped_for_several_leases_costs_no_request_and_comes_back(tmp_path: Path) -> None:
@@ -66,4 +66,4 @@ def test_a_worker_that_is_stopped_for_several_leases_costs_no_request_and_comes_
         assert_unharmed(report)
         eventually("it is back", lambda: len(ready_workers(router.url)) == 2)
         assert metric(router.url, "poolgrid_consolidator_lease_expiries_total") <= 1, "the other one was never silent"
-        eventually("the index is true", lambda: pool_is_quiet(router.url) and index_equals_workers(router.url))
+        eventually("the index is true", lambda: is_settled(router.url))

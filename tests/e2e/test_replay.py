@@ -14,7 +14,7 @@ from poolgrid.cli.main import app
 from poolgrid.router.consolidator.journal.framing import FILE_HEADER, frame, payload_at, scan
 from poolgrid.runtime.figures import counted
 from tests.e2e.disturbed_load import assert_unharmed, kill_at_work, load_while
-from tests.e2e.processes import eventually, metric, pool_is_quiet, ready_workers, running_pool
+from tests.e2e.processes import eventually, is_settled, metric, ready_workers, running_pool
 
 pytestmark = pytest.mark.e2e
 
@@ -40,7 +40,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _compare_live_dry_run_and_decision(url: str) -> None:
     """A dry run says what the request then gets, leaves no trace, and the answer's headers name the same."""
-    eventually("the pool is quiet", lambda: pool_is_quiet(url))
+    eventually("the pool is settled", lambda: is_settled(url))
     body = {"model": "tiny", "messages": [{"role": "user", "content": "where to? " * 40}], "max_tokens": 4}
     headers = {"x-request-id": EXPLAINED}
     booked = metric(url, "poolgrid_router_decisions_total")

@@ -102,7 +102,7 @@ def test_a_fleet_with_keys_tls_and_curve_serves_who_has_all_of_them(tmp_path: Pa
         ):
             worker.wait_ready()
             outer.wait_ready()
-            eventually("the fleet serves", lambda: httpx.get(f"{outer.url}/v1/models").json()["data"] != [])
+            eventually("the fleet serves", lambda: httpx.get(f"{outer.url}/ready").status_code == 200)
             assert httpx.post(f"{outer.url}/v1/completions", json=BODY, timeout=30).status_code == 200
             assert metric(outer.url, "poolgrid_global_router_dispatches_total") == 1
 

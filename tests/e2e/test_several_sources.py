@@ -102,7 +102,7 @@ def test_a_block_manager_beside_a_worker_is_lost_and_comes_back_and_the_index_sa
                 assert publisher.lines - pushed(url)
                 assert overlap(url, prompt(2)) == {"device": 8, "host": 0}, "the fastest tier counts"
                 assert overlap(url, prompt(3)) == {"device": 0, "host": 8}
-                assert sources(url) == {"worker": "live", "kvbm": "live"}
+                eventually("both are live", lambda: sources(url) == {"worker": "live", "kvbm": "live"})
                 assert metric(url, "poolgrid_consolidator_source_blocks", source="w:kvbm") == len(publisher.lines)
 
                 # Lost: exactly what only it said is gone, and the worker is trusted as before.
@@ -147,7 +147,7 @@ def test_a_worker_that_is_killed_takes_a_block_managers_blocks_along_unless_they
                     assert overlap(url, prompt(3)) == {"device": 0, "host": 8}
                 else:
                     eventually("the worker is followed", lambda: lines_of(url) == pushed(url))
-                    assert sources(url) == {"worker": "live", "kvbm": "former"}
+                    eventually("it is of a former life", lambda: sources(url) == {"worker": "live", "kvbm": "former"})
                     publisher.tell(clear=True)
                     publisher.store(prompt(5))
                     eventually("it counts again", lambda: lines_of(url) == pushed(url) | publisher.lines)

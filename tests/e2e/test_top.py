@@ -19,8 +19,8 @@ from poolgrid.cli.top import Frame, fetch, usage_bar
 from poolgrid.runtime.figures import milliseconds
 from poolgrid.wire.answers import PlacedExplanation, RequestExplanation
 from poolgrid.wire.request_ids import name_of
-from tests.e2e.fleet import POOL_CONFIGS, running_fleet
-from tests.e2e.processes import eventually, pool_is_quiet, running_pool
+from tests.e2e.fleet import POOL_CONFIGS, is_idle, running_fleet
+from tests.e2e.processes import eventually, is_settled, running_pool
 
 pytestmark = pytest.mark.e2e
 
@@ -35,7 +35,7 @@ def router() -> Iterator[str]:
     with running_pool(workers=2) as up:
         for name in ("first", "second"):
             httpx.post(f"{up.url}/v1/chat/completions", json=BODY, headers={"x-request-id": name}).raise_for_status()
-        eventually("the pool is quiet", lambda: pool_is_quiet(up.url))
+            eventually("the router knows what is cached", lambda: is_settled(up.url))
         yield up.url
 
 
@@ -43,6 +43,7 @@ def router() -> Iterator[str]:
 def global_router() -> Iterator[str]:
     with running_fleet(POOL_CONFIGS / "disagg_two_by_two.json", speedup=50) as up:
         httpx.post(f"{up.url}/v1/chat/completions", json=BODY, headers={"x-request-id": "first"}).raise_for_status()
+        eventually("nobody uses it", lambda: is_idle(up.url))
         yield up.url
 
 

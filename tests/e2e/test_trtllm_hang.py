@@ -81,6 +81,7 @@ def test_a_stopped_engine_costs_no_client_anything_and_its_worker_comes_back(
             name = answer.headers["x-poolgrid-worker"].partition("/")[0]
             other = "b" if name == "a" else "a"
             watch = Watch(workers[name].url)
+            eventually("it is asked", lambda: bool(watch.statuses))
             (tmp_path / name).touch()
             chunks = [chunk for chunk in [first, *lines] if chunk.startswith("data: {")]
         assert "".join(json.loads(chunk[6:])["choices"][0]["text"] for chunk in chunks) == expected_text(
