@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -31,6 +32,16 @@ settings.register_profile("poolgrid", deadline=None, suppress_health_check=[Heal
 settings.load_profile("poolgrid")
 
 
+def keep_compiled() -> None:
+    """Let every process that tests start find compiled what it imports, also where the environment says otherwise.
+
+    Images for containers do. Each of hundreds of processes would compile a thousand modules, and take three times the
+    CPU to start.
+    """
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Let files come in our order, and clients trust one authority, which nobody is, instead of all of the world's.
 
@@ -39,6 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if hasattr(config, "workerinput"):
         return  # told by the process that started this one
+    keep_compiled()
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False  # pytest-xdist: files in the order in which we put them
     directory = tempfile.TemporaryDirectory(prefix="poolgrid-tests-")
