@@ -43,6 +43,10 @@ FRAME_P50_MS, FRAME_P99_MS = 20.0, 50.0
 PAGE_CPU_MAX = 0.4
 """Part of a core that the page's process may take, however busy the machine is."""
 
+MAIN_THREAD_MAX = 0.2
+"""Part of a core for the page's main thread, by its own clock: 60 frames and four changes a second take half of that,
+and a change then fits between two frames."""
+
 QUIET_LOAD = 1.5
 """Load per core above which a frame is late because somebody else has the core."""
 
@@ -235,6 +239,8 @@ def large(pictures: Pictures) -> str:
     )
     if share > PAGE_CPU_MAX:
         raise AssertionError(f"{figures}; allowed is {100 * PAGE_CPU_MAX:.0f} % of a core")
+    if main_thread["all"] > MAIN_THREAD_MAX:
+        raise AssertionError(f"{figures}; allowed are {1000 * MAIN_THREAD_MAX:.0f} ms a second for the main thread")
     if os.getloadavg()[0] > QUIET_LOAD * (os.cpu_count() or 1):
         return f"{figures}: too many others wait for a core, so the times between frames are not judged"
     if p50 > FRAME_P50_MS or p99 > FRAME_P99_MS:

@@ -29,7 +29,10 @@ export const byId = (id) => document.getElementById(id);
 
 // Only what differs is written: a browser lays out again for each text that is set, also for an equal one.
 export function setText(node, text) {
-  if (node.textContent !== text) node.textContent = text;
+  const only = node.firstChild;
+  if (only !== null && only === node.lastChild && only.nodeType === Node.TEXT_NODE) {
+    if (only.data !== text) only.data = text; // the node stays, and nothing is made anew
+  } else if (node.textContent !== text) node.textContent = text;
 }
 
 export function setAttribute(node, name, value) {

@@ -17,6 +17,7 @@ const LATELY_S = 10;
 const CARDS = 40; // as many workers as are drawn with all that there is to say of them
 const CELL_SPAN_MS = 60000;
 const FLOW_MS = 5000;
+const NONE = [];
 const SORTS = {
   name: (one, other) => compare(one.key, other.key),
   busy: (one, other) => other.running + other.waiting - one.running - one.waiting || compare(one.key, other.key),
@@ -36,7 +37,7 @@ class Page {
     this.past = null;
     this.order = [];
     this.sort = "name";
-    this.flows = new Map(); // worker -> [[time, stored, removed], …]
+    this.flows = new Map(); // worker -> [[time, stored, removed], …], one for each change of the last moments
     this.linkState = "connecting";
     this.linkWords = "";
     this.heardMs = 0;
@@ -86,7 +87,7 @@ class Page {
       if (!first && !this.past) this.flash(request);
     }
     this.countRequests(kind, data);
-    this.noteFlows();
+    this.noteFlows(kind, data);
     this.renderSoon();
   }
 
@@ -106,24 +107,27 @@ class Page {
     else this.grids.flash(request);
   }
 
-  noteFlows() {
+  noteFlows(kind, data) {
     const now = this.store.now();
-    for (const worker of this.store.table("workers").values()) {
-      let flow = this.flows.get(worker.key);
-      if (!flow) this.flows.set(worker.key, (flow = []));
+    const workers = this.store.table("workers");
+    if (kind === "whole") this.flows.clear();
+    for (const [key] of data.tables.workers?.rows ?? NONE) {
+      const worker = workers.get(key);
+      let flow = this.flows.get(key);
+      if (!flow) this.flows.set(key, (flow = []));
       flow.push([now, worker.stored, worker.removed]);
       while (flow.length > 2 && flow[1][0] < now - FLOW_MS) flow.shift();
     }
-    if (this.flows.size > this.store.table("workers").size + 64) {
-      for (const key of this.flows.keys()) if (!this.store.table("workers").has(key)) this.flows.delete(key);
-    }
+    for (const key of data.tables.workers?.gone ?? NONE) this.flows.delete(key);
   }
 
-  flowOf(key) {
+  // Blocks a second over the last moments; what a worker said last holds until it says something else.
+  flowOf(key, now = this.store.now()) {
     const flow = this.flows.get(key);
-    if (!flow || flow.length < 2) return { stored: 0, removed: 0 };
+    if (!flow) return { stored: 0, removed: 0 };
+    while (flow.length > 1 && flow[1][0] < now - FLOW_MS) flow.shift();
     const [from, to] = [flow[0], flow.at(-1)];
-    const seconds = Math.max(0.001, (to[0] - from[0]) / 1000);
+    const seconds = Math.max(0.25, Math.min(FLOW_MS, now - from[0]) / 1000);
     return { stored: Math.max(0, to[1] - from[1]) / seconds, removed: Math.max(0, to[2] - from[2]) / seconds };
   }
 
@@ -249,7 +253,8 @@ class Page {
     const models = this.past ? this.pastWorkers() : this.liveWorkers();
     const conversations = this.past ? this.pastConversations() : this.liveConversations();
     const ticks = new Map();
-    for (const each of [...conversations].sort((one, other) => compare(one.name, other.name))) {
+    // Only cards have room for them.
+    for (const each of models.length > CARDS ? [] : [...conversations].sort((one, other) => compare(one.name, other.name))) {
       for (const [worker, blocks] of each.holders) {
         if (!blocks) continue;
         let of = ticks.get(worker);
@@ -257,7 +262,7 @@ class Page {
         of.unshift({ hue: hueOfName(each.name), share: each.blocks ? blocks / each.blocks : 0 });
       }
     }
-    for (const worker of models) worker.ticks = ticks.get(worker.key) ?? [];
+    for (const worker of models) worker.ticks = ticks.get(worker.key) ?? NONE;
     this.workers.show(this.inOrder(models));
     this.noWorkers.hidden = models.length > 0;
     this.workers.node.hidden = models.length === 0;
@@ -351,7 +356,7 @@ class Page {
     const total = models.reduce((sum, worker) => sum + worker.total, 0);
     const lately = this.strip.lately(this.past ? this.past.frame.time_ms : now, LATELY_S);
     const bad = models.filter((worker) => toneOf(worker) === "bad").length;
-    const flow = this.past ? null : this.flowOfAll(models);
+    const flow = this.past ? null : this.flowOfAll(models, now);
     this.tiles([
       ["workers", count(ready), ` of ${count(models.length)} ready`, bad ? `${count(bad)} unreachable or not believed` : "", bad ? "bad" : ""],
       ["running", count(running), "", waiting ? `${count(waiting)} wait in engines` : "none waits in an engine", ""],
@@ -362,10 +367,10 @@ class Page {
     ]);
   }
 
-  flowOfAll(models) {
+  flowOfAll(models, now) {
     const sum = { stored: 0, removed: 0 };
     for (const worker of models) {
-      const flow = this.flowOf(worker.key);
+      const flow = this.flowOf(worker.key, now);
       sum.stored += flow.stored;
       sum.removed += flow.removed;
     }

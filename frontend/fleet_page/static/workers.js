@@ -91,7 +91,10 @@ export class WorkerGrid {
       return;
     }
     for (let index = 0; index < workers.length; index += 1) {
-      if (signature(workers[index]) !== this.shown[index]) this.mark(index);
+      const worker = workers[index];
+      // The store keeps a worker of which nothing has changed. Cards show conversations too, which change beside it.
+      if (worker === before[index] && this.size.name !== "card" && this.shown[index] !== undefined) continue;
+      if (signature(worker) !== this.shown[index]) this.mark(index);
     }
     this.sayActive();
   }
