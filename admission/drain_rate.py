@@ -30,6 +30,13 @@ class DrainRate:
         """Return when a client with ``ahead`` requests before it should come back, in whole seconds."""
         if not self.is_measured:
             return RETRY_AFTER_MIN_S
+        time_s = (ahead + 1) / self._per_second(now_ms)
+        return float(round(min(RETRY_AFTER_MAX_S, max(RETRY_AFTER_MIN_S, time_s))))
+
+    def backlog_s(self, waiting: int, now_ms: float) -> float:
+        """Return how long ``waiting`` requests will take; 0 while no rate is known. It grows while nothing finishes."""
+        return waiting / self._per_second(now_ms) if self.is_measured else 0.0
+
+    def _per_second(self, now_ms: float) -> float:
         span_s = max(0.001, (now_ms - self._finished_ms[0]) / 1000)
-        per_second = len(self._finished_ms) / span_s
-        return float(round(min(RETRY_AFTER_MAX_S, max(RETRY_AFTER_MIN_S, (ahead + 1) / per_second))))
+        return len(self._finished_ms) / span_s

@@ -27,6 +27,7 @@ class Commands(LateGroup):
         "bench": "poolgrid.cli.commands.bench",
         "simulate": "poolgrid.cli.commands.simulate",
         "top": "poolgrid.cli.commands.top",
+        "drain": "poolgrid.cli.commands.drain",
         "replay": "poolgrid.cli.commands.replay",
         "what-if": "poolgrid.cli.commands.what_if",
         "tune": "poolgrid.cli.commands.tune",

@@ -21,7 +21,8 @@ it by what you saw: a lost worker is the rows *worker lost*, a drain *refused: d
 
 TAIL = """
 *Move* ends the request instead when its output is complete, when it has moved `migration_limit` times, or when {limit}
-workers were lost with it before its first token: then it may be what ended them, and the client is told so.
+workers were lost with it before its first token: then it may be what ended them, and the client is told so. Up to
+{drains} moves away from workers that drain are not counted.
 """
 
 
@@ -55,7 +56,7 @@ def page() -> str:
             for member, text in described
             if text
         ]
-    return "\n".join(lines) + "\n" + TAIL.format(limit=request_machine.LOSSES_MAX)
+    return "\n".join(lines) + "\n" + TAIL.format(limit=request_machine.LOSSES_MAX, drains=request_machine.DRAINS_MAX)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ Rules
     3. Whatever was reserved or kept for a leg is released, once: when the leg after it has taken what it left, when the
        request moves, or when it ends. No leg outlives the others.
     4. A worker that is lost, refuses, or breaks its stream costs the client nothing while another one can go on: the
-       request moves with prompt + output so far, at most ``migration_limit`` times.
+       request moves with prompt + output so far, at most ``migration_limit`` times. One that drains has not failed:
+       moves because of that are not counted among these, up to ``DRAINS_MAX``.
     5. A request with which ``LOSSES_MAX`` workers were lost before its first token may be what ends them: it ends.
 """
 
@@ -269,6 +270,11 @@ LOSSES_MAX = 2
 """Workers that may be lost with one request on them before its first token. One is chance, and under load hundreds of
 requests were there; two in a row are what a request looks like that its workers die of."""
 
+DRAINS_MAX = 64
+"""Moves because a worker drains that ``migration_limit`` does not count: half of a large pool may refuse a request one
+after another before the router has heard that they drain, and an answer of an hour may outlive several restarts of the
+whole pool. More than that is a worker that refuses without ever being known to drain."""
+
 NEXT_LEG_WHY = {Stage.ENCODE: "media encoded", Stage.PREFILL: "decode leg"}
 
 NO_END_OF_A_LEG = (FinishReason.EXPIRED, FinishReason.MIGRATED)
@@ -399,6 +405,8 @@ class RequestMachine:
         self.delivery = delivery
         self.plan = LegPlan(request)
         self.migrations = 0
+        self.drains = 0
+        """How many of them were made because a worker drains."""
         self.crowded = 0
         """How often a worker refused it because other routers were quicker."""
         self.cannot_do = False
@@ -528,7 +536,7 @@ class RequestMachine:
             return StreamDelta(b"", FinishReason.LENGTH)
         if len(self.lost) >= LOSSES_MAX:
             return self._poison(why)
-        if self.migrations >= self._migration_limit:
+        if self.migrations - min(self.drains, DRAINS_MAX) >= self._migration_limit:
             return self._failure(f"{why}; moved {self.migrations} times already")
         return None
 
@@ -681,6 +689,7 @@ def _withdraw(machine: RequestMachine, event: _Event) -> None:
 
 
 def _move(machine: RequestMachine, event: _Event) -> None:
+    machine.drains += event.happened is Happened.DRAINING
     if (last := machine.stays(event.why)) is not None:
         _finish(machine, event, last)
     else:

@@ -21,7 +21,7 @@ from poolgrid.runtime.complaints import Complaints
 from poolgrid.runtime.zmq_socket import CallbackSocket, FrameSocket
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
-from poolgrid.wire.requests import Cancel, FromWorker, Generate, Ping, Pong, TokenBatch
+from poolgrid.wire.requests import Cancel, Drain, FromWorker, Generate, Ping, Pong, TokenBatch
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +79,10 @@ class WorkerLink:
     def cancel(self, request_id: str) -> None:
         """Tell the worker to stop a request; a link that is down forgets its requests anyway."""
         self._socket.send([codec.to_worker.encode(Cancel(request_id))])
+
+    def drain(self, timeout_ms: int | None) -> bool:
+        """Tell the worker to drain, within ``timeout_ms`` or its own time; return False when it cannot be told now."""
+        return self.is_up and self._socket.send([codec.to_worker.encode(Drain(timeout_ms))])
 
     def ping(self) -> bool:
         """Keep the lease at the worker, and ask whether it lives; return False when it could not be sent."""

@@ -152,6 +152,11 @@ class Viewed(Protocol):
         """Return how full the queue is, from 0 to 1."""
         ...
 
+    @property
+    def backlog_s(self) -> float:
+        """Return how long those that wait will take."""
+        ...
+
     def revision(self) -> int:
         """Return the revision of the document in force."""
         ...
@@ -203,6 +208,13 @@ class StateCollector(Collector):
             "How full the queue is: the larger share of `queue_limit` and of `queue_prompt_tokens` that is used. "
             "At 1 the lowest priority is answered 429.",
             value=self._viewed.queue_fill,
+            across="largest",
+        )
+        yield GaugeFamily(
+            "poolgrid_global_router_backlog_seconds",
+            "Time that the waiting requests will take, at the rate at which requests finished lately. Above some "
+            "seconds for longer than a burst the pools need more workers: scale by it.",
+            value=self._viewed.backlog_s,
             across="largest",
         )
         yield GaugeFamily(

@@ -136,6 +136,11 @@ class GlobalRouterView:
         """Return how full the queue is, from 0 to 1."""
         return self._service.waiting_room.view().fill
 
+    @property
+    def backlog_s(self) -> float:
+        """Return how long those that wait will take, at the rate at which requests finished lately."""
+        return self._service.waiting_room.backlog_s()
+
     def revision(self) -> int:
         """Return the revision of the document in force."""
         return self._service.configuration.active.revision

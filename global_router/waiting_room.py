@@ -264,6 +264,10 @@ class WaitingRoom:
             return None
         return self._drain.retry_after_s(len(self._queue), self._clock.monotonic_ms())
 
+    def backlog_s(self) -> float:
+        """Return how long those that wait will take, at the rate at which requests ended lately."""
+        return self._drain.backlog_s(len(self._queue), self._clock.monotonic_ms())
+
     def view(self) -> QueueView:
         """Return what operators are shown."""
         return QueueView(

@@ -30,6 +30,7 @@ from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.selector import Selector
 from poolgrid.router.decision_journal.opening import open_recorder
 from poolgrid.router.decision_journal.recorder import DecisionRecorder
+from poolgrid.router.drain_endpoint import add_drain_endpoint
 from poolgrid.router.dry_run import add_route_endpoint
 from poolgrid.router.feeds import EmbeddedFeed, RemoteFeed
 from poolgrid.router.fleet_links import link_opener
@@ -229,6 +230,7 @@ def _add_endpoints(
     add_router_endpoints(app, service, clock)
     add_index_endpoint(app, service)
     add_route_endpoint(app, service)
+    add_drain_endpoint(app, service)
     add_pool_endpoint(app, plane, service, recorder)
 
 

@@ -26,7 +26,7 @@ from poolgrid.router.settings import RouterSettings
 from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.log_lines import about
 from poolgrid.wire.card import WorkerCard
-from poolgrid.wire.identifiers import WorkerKey
+from poolgrid.wire.identifiers import WorkerId, WorkerKey
 from poolgrid.wire.requests import TokenBatch
 
 log = logging.getLogger(__name__)
@@ -137,6 +137,12 @@ class FleetLinks:
     def to_worker(self, key: WorkerKey) -> WorkerLink:
         """Return the link to a worker of the fleet that is not in ``unreachable``."""
         return self._links[self._endpoint_of[key]]
+
+    def drain(self, worker_id: WorkerId, timeout_ms: int | None) -> bool:
+        """Tell a worker, with all its ranks, to drain; return False when it cannot be told now."""
+        endpoints = (endpoint for key, endpoint in self._endpoint_of.items() if key.worker_id == worker_id)
+        link = self._links.get(next(endpoints, ""))
+        return link is not None and link.drain(timeout_ms)
 
     def get(self, endpoint: str) -> WorkerLink | None:
         """Return the link to a worker process."""

@@ -234,6 +234,11 @@ class Viewed(Protocol):
         """Return how full the queue is, from 0 to 1."""
         ...
 
+    @property
+    def backlog_s(self) -> float:
+        """Return how long those that wait will take."""
+        ...
+
 
 class StateCollector(Collector):
     """Reads the router's state when somebody scrapes."""
@@ -265,6 +270,13 @@ class StateCollector(Collector):
                 "How full the queue is: the larger share of `queue_limit` and of `queue_prompt_tokens` that is used. "
                 "At 1 the next request is refused.",
                 self._viewed.queue_fill,
+                "largest",
+            ),
+            (
+                "backlog_seconds",
+                "Time that the waiting requests will take, at the rate at which requests finished lately. Above some "
+                "seconds for longer than a burst the pool needs more workers: scale by it.",
+                self._viewed.backlog_s,
                 "largest",
             ),
             (

@@ -130,6 +130,11 @@ class RouterView:
         """Return how full the queue is, from 0 to 1."""
         return self._service.line.view().fill
 
+    @property
+    def backlog_s(self) -> float:
+        """Return how long those that wait will take, at the rate at which requests finished lately."""
+        return self._service.line.backlog_s()
+
     def queue(self) -> QueueView:
         """Return what operators are shown of the queue."""
         return self._service.line.view()

@@ -244,6 +244,10 @@ class WaitingLine:
         """Return when a refused asker should come back."""
         return self._drain.retry_after_s(len(self._queue), self._clock.monotonic_ms())
 
+    def backlog_s(self) -> float:
+        """Return how long those that wait will take."""
+        return self._drain.backlog_s(len(self._queue), self._clock.monotonic_ms())
+
     def resumed(self) -> list[Routed]:
         """Return those whose clients are being served already."""
         return [queued.item for queued in self._queue.resumed()]

@@ -1,4 +1,7 @@
-"""The HTTP of a process without an OpenAI API: ``/live``, ``/ready``, ``/health``, ``/metrics``. It decides nothing."""
+"""The HTTP of a process without an OpenAI API: ``/live``, ``/started``, ``/ready``, ``/health``, ``/metrics``.
+
+It decides nothing.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ class Observed(Protocol):
 class HealthApp:
     """A plain ASGI application; what it shows may be given to it once it exists."""
 
-    paths: tuple[str, ...] = ("/live", "/ready", "/health", "/metrics")
+    paths: tuple[str, ...] = ("/live", "/started", "/ready", "/health", "/metrics")
     """What it answers; a subclass that answers more names it."""
 
     def __init__(self, registry: CollectorRegistry, observed: Observed | None = None) -> None:
@@ -48,10 +51,8 @@ class HealthApp:
         """Answer one request."""
         if scope["type"] != "http":
             return
-        status, content_type, body = self.answer(scope["method"], scope["path"], scope.get("query_string", b""))
-        headers = [(b"content-type", content_type.encode()), (b"content-length", str(len(body)).encode())]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})
+        answer = self.answer(scope["method"], scope["path"], scope.get("query_string", b""))
+        await send_answer(scope, send, answer)
 
     def answer(self, method: str, path: str, query: bytes) -> HttpAnswer:
         """Return what a request gets."""
@@ -60,6 +61,10 @@ class HealthApp:
         observed = self._observed
         if path == "/live":
             return 200, "application/json", b'{"status":"live"}'
+        if path == "/started":
+            started = observed is not None
+            said = b'{"status":"started"}' if started else b'{"status":"starting"}'
+            return 200 if started else 503, "application/json", said
         if path in ("/ready", "/health"):
             if observed is None:
                 return (503 if path == "/ready" else 200), "application/json", b'{"status":"starting"}'
@@ -68,3 +73,11 @@ class HealthApp:
         if path == "/metrics":
             return 200, CONTENT_TYPE_LATEST, generate_latest(self._registry)
         return 404, "text/plain", f"allowed are {', '.join(self.paths)}\n".encode()
+
+
+async def send_answer(scope: Scope, send: Send, answer: HttpAnswer) -> None:
+    """Send an answer, without its body to ``HEAD``."""
+    status, content_type, body = answer
+    headers = [(b"content-type", content_type.encode()), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})

@@ -88,6 +88,7 @@ class NoPools:
 
     queued_prompt_tokens = 0
     queue_fill = 0.0
+    backlog_s = 0.0
 
     def revision(self) -> int:
         return 1

@@ -115,6 +115,13 @@ class WorkerList(Answer, frozen=True, kw_only=True):
     data: list[WorkerRow]
 
 
+class DrainAnswer(Answer, frozen=True, kw_only=True):
+    """Answer of ``POST /v1/workers/{worker_id}/drain``: who was told, and how long it may take if that was said."""
+
+    worker_id: str
+    timeout_ms: int | None
+
+
 class DecisionRow(Answer, frozen=True, kw_only=True):
     """One line of facts about a decision."""
 

@@ -135,6 +135,9 @@ REFUSAL_REASONS_MAX = 256
 RENEWALS_MAX = 65_536
 """Reservations in one ``Renew``; the sender splits."""
 
+DRAIN_TIMEOUT_MS_MAX = 86_400_000
+"""Longest that a worker may be told to drain: a day, in which the longest answer ends."""
+
 POOL_MODELS_MAX = 1024
 """Models that one pool may report."""
 

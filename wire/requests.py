@@ -15,6 +15,7 @@ from msgspec import Meta
 from poolgrid.wire.identifiers import U32, U64, Identifier, Media, Opaque, PackedHashes, PackedTokens, Stage, Text
 from poolgrid.wire.limits import (
     BAD_TOKENS_MAX,
+    DRAIN_TIMEOUT_MS_MAX,
     GUIDE_BYTES_MAX,
     GUIDE_CHOICES_MAX,
     LOGITS_ARGUMENT_BYTES_MAX,
@@ -205,7 +206,17 @@ class ReleaseKv(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False
     transfer_id: Identifier
 
 
-ToWorker = Generate | Cancel | Ping | FetchKv | ReleaseKv
+class Drain(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
+    """Take no new request from anybody, hand over what does not finish in time, and wait to be ended.
+
+    Needs no answer: the worker's events say that it drains. Said again, the earlier end of the time holds.
+    """
+
+    timeout_ms: Annotated[int, Meta(ge=0, le=DRAIN_TIMEOUT_MS_MAX)] | None = None
+    """How long running requests may take to finish; ``None`` = as long as the worker was told at its start."""
+
+
+ToWorker = Generate | Cancel | Ping | FetchKv | ReleaseKv | Drain
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):

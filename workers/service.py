@@ -8,8 +8,9 @@ Rules:
    that is gone (``poolgrid.workers.peers``) are cancelled.
 2. Per engine step: one frame to each peer that gets tokens, one batch to each rank's event stream when there is
    something to say. Never one per token.
-3. Draining: ``WorkerDraining`` goes out, new requests are refused as ``draining``, running ones finish. What is left at
-   the drain timeout ends with the refusal ``draining``, so that routers continue it elsewhere.
+3. Draining (``poolgrid.workers.drain``): ``WorkerDraining`` goes out, new requests are refused as ``draining``, running
+   ones finish. What is left in the end is refused as ``draining``, so that routers continue it elsewhere. It begins
+   when the process is to end, or by order; then the worker stays, out of use, until its process is to end.
 4. The role says which stages are taken. A prefill leg that ended with ``prefilled`` belongs to its peer until its KV is
    taken, cancelled or expired; a drain waits for it. A new request with its id takes its place.
 5. A leg that needs something of another worker first has it fetched (``poolgrid.workers.transfers``); until then the
@@ -48,10 +49,12 @@ from poolgrid.wire.requests import (
     Routing,
     TokenDelta,
 )
+from poolgrid.wire.requests import Drain as DrainOrder
 from poolgrid.workers.adapters.sockets import RequestSocket
 from poolgrid.workers.core.booked_prefill import BookedPrefill
 from poolgrid.workers.core.joined_output import JoinedOutput
 from poolgrid.workers.core.refusal import BrokenError, BusyError, CrowdedError, DrainingError, RefusedError, UnableError
+from poolgrid.workers.drain import Drain
 from poolgrid.workers.endings import Ending, Endings, cancelled_delta, refused_delta
 from poolgrid.workers.engines.protocol import Engine, EngineReport
 from poolgrid.workers.leg_traces import LegTraces
@@ -62,9 +65,6 @@ from poolgrid.workers.publisher import EventPublisher
 from poolgrid.workers.transfers import EmbeddingExchange, KvExchange, Transfers
 
 log = logging.getLogger(__name__)
-
-HAND_OVER_TIMEOUT_S = 1.0
-"""How long the engine may take to end cancelled requests at the drain timeout."""
 
 PROMPT_STAGES = (Stage.WHOLE, Stage.PREFILL)
 """Stages in which a prompt is computed."""
@@ -121,9 +121,11 @@ class WorkerService:
         self._joined = JoinedOutput()
         self._traces = None if tracing is None else LegTraces(tracing, worker_id, card.role.name.lower())
         self._books = [BookedPrefill() for _ in range(engine.dp_size)]
-        self._draining = False
         self._empty = asyncio.Event()
         self._empty.set()
+        self._drain = Drain(
+            worker_id, limits.drain_timeout_ms, self._peers.owners, self._empty, self._end_elsewhere, self._refuse_all
+        )
         engine.observe_health(self._on_health)
         for dp_rank in range(engine.dp_size):
             metrics.observe_load(dp_rank, engine.load(dp_rank))
@@ -133,7 +135,7 @@ class WorkerService:
     @property
     def is_ready(self) -> bool:
         """Whether requests may be sent here."""
-        return self._membership.is_registered and not self._draining and self.is_healthy
+        return self._membership.is_registered and not self._drain.is_on and self.is_healthy
 
     @property
     def is_healthy(self) -> bool:
@@ -147,8 +149,8 @@ class WorkerService:
         state: dict[str, object] = {
             "status": "unhealthy"
             if unhealthy_reason
-            else "draining"
-            if self._draining
+            else self._drain.word
+            if self._drain.is_on
             else "ready"
             if self.is_ready
             else "registering",
@@ -186,7 +188,7 @@ class WorkerService:
 
     def restate(self, dp_rank: int = 0) -> tuple[list[AnyEvent], list[AnyEvent]]:
         """Return what a restatement of a rank says before and after the requests."""
-        after: list[AnyEvent] = [WorkerDraining()] if self._draining else []
+        after: list[AnyEvent] = [WorkerDraining()] if self._drain.is_on else []
         return [*self._engine.restate(dp_rank), SnapshotEnded()], [*after, self._engine.load(dp_rank)]
 
     # -- its life ------------------------------------------------------------------------------------------------------
@@ -196,6 +198,12 @@ class WorkerService:
 
         ``publishers`` carry the events of the ranks, in their order.
         """
+
+        async def leave() -> None:
+            await self._drain.over()
+            if not await self._membership.say_goodbye("drained"):
+                log.warning("the consolidator did not acknowledge the end; the lease will tell it")
+
         engine = owned(self._engine.run(self._deliver), "engine")
         self._requests.start(self._on_frames)
         self._membership.join(publishers)
@@ -203,11 +211,13 @@ class WorkerService:
             await _first(engine, stop.wait())
             if engine.done():
                 await self._give_up(engine)
-            await _first(engine, self._drain())
+            self.drain()
+            await _first(engine, leave())
             if engine.done():
                 await self._give_up(engine)
         finally:
             engine.cancel()
+            self._drain.close()
             self._peers.close()
 
     async def _give_up(self, engine: asyncio.Task[None]) -> None:
@@ -219,24 +229,12 @@ class WorkerService:
         await self._membership.say_goodbye(reason)
         raise RuntimeError(reason) from error
 
-    async def _drain(self) -> None:
-        """Finish what is here, hand over what does not finish in time, leave the pool."""
-        self._draining = True
-        self._metrics.draining.set(1)
-        log.info("draining: %d requests, at most %.0f ms", len(self._peers.owners), self._limits.drain_timeout_ms)
-        for publisher in self._membership.publishers:
-            publisher.publish([WorkerDraining()])
-        if not await _is_set_within(self._empty, self._limits.drain_timeout_ms / 1e3):
-            log.warning("the drain timed out: handing over %d requests", len(self._peers.owners))
-            ending = Ending(
-                f"worker {self._worker_id} ended before the request did", FinishReason.MIGRATED, RefusalKind.DRAINING
-            )
-            for request_id in list(self._peers.owners):
-                self._end_elsewhere(request_id, ending)
-            if not await _is_set_within(self._empty, HAND_OVER_TIMEOUT_S):
-                self._refuse_all(ending.error, ending.kind)  # the engine does not answer
-        if not await self._membership.say_goodbye("drained"):
-            log.warning("the consolidator did not acknowledge the end; the lease will tell it")
+    def drain(self, timeout_ms: float | None = None) -> None:
+        """Take nothing new; what is here after ``timeout_ms`` (by default the limits' time) goes on elsewhere."""
+        if self._drain.order(timeout_ms):
+            self._metrics.draining.set(1)
+            for publisher in self._membership.publishers:
+                publisher.publish([WorkerDraining()])
 
     def _refuse_all(self, reason: str, kind: RefusalKind) -> None:
         """Tell every peer that its requests go on elsewhere, without the engine."""
@@ -257,7 +255,7 @@ class WorkerService:
             for request_id in list(self._transfers.fetching):
                 self._end_elsewhere(request_id, ending)
             self._membership.leave(reason)
-        elif self._membership.is_away and not self._engine.unhealthy_reason and not self._draining:
+        elif self._membership.is_away and not self._engine.unhealthy_reason and not self._drain.is_on:
             log.warning("the engine is well again: joining the pool in another life")
             self._membership.come_back()
 
@@ -277,12 +275,14 @@ class WorkerService:
         elif isinstance(message, Ping):
             self._peers.pinged(peer_id)
             self._peers.send(
-                peer_id, codec.from_worker.encode(Pong(message.nonce, self._membership.epoch, self._draining))
+                peer_id, codec.from_worker.encode(Pong(message.nonce, self._membership.epoch, self._drain.is_on))
             )
         elif isinstance(message, Cancel):
             self._cancel(peer_id, message)
         elif isinstance(message, FetchKv):
             self._peers.send(peer_id, codec.from_worker.encode(self._transfers.offer(message.transfer_id)))
+        elif isinstance(message, DrainOrder):
+            self.drain(message.timeout_ms)
         else:
             self._transfers.release(message.transfer_id)
 
@@ -318,7 +318,7 @@ class WorkerService:
                 f"worker {self._worker_id} has the role {self._card.role.name.lower()}, it does not take the stage "
                 f"{STAGE_WORD[request.stage]}"
             )
-        if self._draining:
+        if self._drain.is_on:
             raise DrainingError(f"worker {self._worker_id} is draining and takes no new requests")
         if self._engine.unhealthy_reason:
             raise BrokenError(f"worker {self._worker_id} is not well: {self._engine.unhealthy_reason}")
@@ -475,16 +475,6 @@ def _check_routing(worker_id: str, card: WorkerCard, routing: Routing) -> None:
         raise UnableError(
             f"lora_name is {routing.lora_name!r}, worker {worker_id} serves {', '.join(card.loras[:20]) or 'none'}"
         )
-
-
-async def _is_set_within(event: asyncio.Event, timeout_s: float) -> bool:
-    """Wait for an event; return whether it came in time."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            await event.wait()
-    except TimeoutError:
-        return False
-    return True
 
 
 async def _first(task: asyncio.Task[None], other: Coroutine[object, object, object]) -> None:

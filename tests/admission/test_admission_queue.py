@@ -207,6 +207,20 @@ def test_the_time_to_come_back_is_the_queue_over_the_measured_rate() -> None:
     assert drain.retry_after_s(1_000_000, 1000.0) == 60.0
 
 
+def test_the_backlog_is_the_time_that_the_queue_will_take_and_grows_while_nothing_finishes() -> None:
+    drain = DrainRate()
+    assert drain.backlog_s(1000, 0.0) == 0.0, "no rate is known"
+    for number in range(11):
+        drain.finished(100.0 * number)
+
+    assert drain.backlog_s(0, 1000.0) == 0.0
+    assert drain.backlog_s(110, 1000.0) == pytest.approx(10.0)
+    assert drain.backlog_s(110, 2000.0) == pytest.approx(20.0)
+    assert drain.backlog_s(1_100_000, 1000.0) == pytest.approx(100_000.0), (
+        "no bound: whoever scales by it needs the truth"
+    )
+
+
 # -- against a naive model ---------------------------------------------------------------------------------------------
 
 

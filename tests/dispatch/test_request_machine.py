@@ -14,6 +14,7 @@ from poolgrid.cli.request_life_page import page
 from poolgrid.dispatch.legs import Dispatch
 from poolgrid.dispatch.request_machine import (
     ANY,
+    DRAINS_MAX,
     LEGS,
     NOTHING,
     TABLE,
@@ -158,6 +159,29 @@ def test_who_is_busy_draining_or_unable_is_avoided_and_not_blamed(kind: RefusalK
     effects = made.on_delta(delta(leg, finish_reason=FinishReason.ERROR, error="no", refusal=kind))
 
     assert kinds(effects) == ["Avoid", "Release", "PlaceNext"], "it has nothing of the leg that one could cancel"
+
+
+def test_workers_that_drain_cost_no_migration_up_to_a_bound() -> None:
+    """Half of a large pool may refuse a request one after another before its router knows that they drain."""
+    made = machine(migration_limit=0)
+
+    def refused(number: int) -> Effect:
+        leg = place(made, Stage.WHOLE, f"w{number}")
+        refusal = delta(leg, finish_reason=FinishReason.ERROR, error="no", refusal=RefusalKind.DRAINING)
+        return made.on_delta(refusal)[-1]
+
+    assert all(isinstance(refused(number), PlaceNext) for number in range(DRAINS_MAX))
+    assert isinstance(refused(DRAINS_MAX), End)
+
+
+def test_moves_away_from_workers_that_drain_leave_the_others_as_many_as_before() -> None:
+    made = machine(migration_limit=1)
+    drained = place(made, Stage.WHOLE, "drains")
+    made.on_delta(delta(drained, 100))
+    made.on_delta(delta(drained, finish_reason=FinishReason.ERROR, error="no", refusal=RefusalKind.DRAINING))
+
+    assert isinstance(made.on_lost(place(made, Stage.WHOLE, "one").id, Happened.LOST, "lost")[-1], PlaceNext)
+    assert isinstance(made.on_lost(place(made, Stage.WHOLE, "two").id, Happened.LOST, "lost")[-1], End)
 
 
 def test_a_refusal_that_no_worker_would_take_back_ends_the_request() -> None:

@@ -14,9 +14,10 @@ import httpx
 import pytest
 
 from poolgrid.cli.bench import bench
+from poolgrid.cli.drain import Told, drain
 from poolgrid.loadgen.settings import BenchSettings
 from poolgrid.loadgen.statistics import Report
-from tests.e2e.disturbed_load import assert_unharmed, kill_at_work, load_while
+from tests.e2e.disturbed_load import active_requests, assert_unharmed, kill_at_work, load_while
 from tests.e2e.expectation import PLAIN, Verifier
 from tests.e2e.processes import (
     Process,
@@ -91,17 +92,30 @@ def test_a_guide_that_a_compiler_dies_of_is_refused_and_every_worker_lives_on(po
     assert {name: row["epoch"] for name, row in worker_rows(pool.url).items()} == lives
 
 
-def test_a_worker_that_drains_under_load_costs_nothing(pool: Process) -> None:
+def test_most_of_a_pool_that_drains_at_once_under_load_costs_nothing(pool: Process) -> None:
+    """One worker by order, which hands over at once amid output, and another by a signal."""
     eventually("all workers are there", lambda: len(ready_workers(pool.url)) == 3)
-    epoch = worker_rows(pool.url)["worker-2"]["epoch"]
+    before = worker_rows(pool.url)
+    moved = metric(pool.url, "poolgrid_router_migrations_total")
 
-    report = load_while(pool.url, lambda: pool.child("--worker-id", "worker-2").send_signal(signal.SIGTERM))
+    def drain_two() -> None:
+        eventually("it has requests", lambda: active_requests(pool.url, "worker-1") > 0)
+        pool.child("--worker-id", "worker-2").send_signal(signal.SIGTERM)
+        assert drain(pool.url, ["worker-1"], Told(timeout_ms=0, wait_s=60), as_json=False) == 0
+
+    report = load_while(pool.url, drain_two)
 
     assert_unharmed(report)
+    assert metric(pool.url, "poolgrid_router_migrations_total") > moved
+    drained = worker_rows(pool.url)["worker-1"]
+    assert (drained["state"], drained["epoch"]) == ("draining", before["worker-1"]["epoch"]), "it waits to be ended"
+    assert httpx.get(f"{drained['http_endpoint']}/health").json()["status"] == "drained"
+    pool.child("--worker-id", "worker-1").send_signal(signal.SIGTERM)
     eventually(
-        "its next life has joined",
+        "their next lives have joined",
         lambda: (
-            len(ready_workers(pool.url)) == 3 and worker_rows(pool.url).get("worker-2", {}).get("epoch", epoch) != epoch
+            len(ready_workers(pool.url)) == 3
+            and all(worker_rows(pool.url)[each]["epoch"] != before[each]["epoch"] for each in ("worker-1", "worker-2"))
         ),
     )
 

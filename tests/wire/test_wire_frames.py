@@ -75,6 +75,7 @@ from poolgrid.wire.limits import FRAME_BYTES_MAX, U32_MAX, U64_MAX
 from poolgrid.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media
 from poolgrid.wire.requests import (
     Cancel,
+    Drain,
     FetchKv,
     FinishReason,
     Generate,
@@ -226,6 +227,8 @@ GOLDEN: dict[tuple[str, str], Any] = {
     ("to_worker", "ping"): Ping(5),
     ("to_worker", "fetch kv"): FetchKv("7-12"),
     ("to_worker", "release kv"): ReleaseKv("7-12"),
+    ("to_worker", "drain"): Drain(),
+    ("to_worker", "drain, in a given time"): Drain(25_000),
     ("from_worker", "token batch"): TokenBatch(
         9,
         [
@@ -554,6 +557,8 @@ class TestChecks:
             ("to_worker", Ping(-1)),
             ("to_worker", FetchKv("x" * (limits.IDENTIFIER_BYTES_MAX + 1))),
             ("to_worker", ReleaseKv("x" * (limits.IDENTIFIER_BYTES_MAX + 1))),
+            ("to_worker", Drain(-1)),
+            ("to_worker", Drain(limits.DRAIN_TIMEOUT_MS_MAX + 1)),
             ("from_worker", KvOffered("t", True, b"", U32_MAX + 1)),
             ("from_worker", KvOffered("t", True, bytes(8 * limits.BLOCKS_PER_EVENT_MAX + 8))),
             ("to_worker", Generate("r", b"", Sampling(U32_MAX + 1))),

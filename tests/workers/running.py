@@ -43,6 +43,10 @@ class RunningWorker:
         async with httpx.AsyncClient() as client:
             return await client.get(self.http_url + path)
 
+    async def post(self, path: str) -> httpx.Response:
+        async with httpx.AsyncClient() as client:
+            return await client.post(self.http_url + path)
+
     async def metric(self, name: str, **labels: str) -> float:
         text = (await self.get("/metrics")).text
         for family in text_string_to_metric_families(text):

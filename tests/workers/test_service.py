@@ -26,9 +26,19 @@ from poolgrid.wire.events import (
 )
 from poolgrid.wire.hashing import block_hashes, pack_tokens, sequence_hashes
 from poolgrid.wire.identifiers import Stage, Tier
-from poolgrid.wire.requests import Cancel, FinishReason, Generate, Ping, RefusalKind, Routing, Sampling, TokenDelta
+from poolgrid.wire.requests import (
+    Cancel,
+    Drain,
+    FinishReason,
+    Generate,
+    Ping,
+    RefusalKind,
+    Routing,
+    Sampling,
+    TokenDelta,
+)
 from poolgrid.workers import bootstrap
-from poolgrid.workers.adapters.http_api import HttpApi
+from poolgrid.workers.adapters.http_api import HttpApi, is_from_here
 from poolgrid.workers.adapters.sockets import RequestSocket
 from poolgrid.workers.core.push_stream import PushStream
 from poolgrid.workers.engines.protocol import EngineReport
@@ -352,6 +362,55 @@ def test_what_does_not_finish_in_the_drain_timeout_is_handed_over() -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("way", ["request plane", "HTTP"])
+def test_an_ordered_drain_hands_over_and_the_worker_waits_to_be_ended(way: str) -> None:
+    async def scenario() -> None:
+        async with running_worker(speedup=1.0) as worker:
+            request = make_request("long", range(20), max_tokens=900)
+            await worker.router.send(request)
+            await worker.router.until_started("long")
+            if way == "HTTP":
+                assert (await worker.post("/drain")).json()["status"] == "draining"
+                assert (await worker.post("/drain?timeout_ms=50")).status_code == 202
+            else:
+                await worker.router.send(Drain())
+                await worker.router.send(Drain(50))  # the earlier end holds
+            await worker.router.until_finished("long")
+            await worker.router.send(Drain(60_000))
+            await worker.router.send(make_request("late", range(20)))
+            await worker.router.until_finished("late")
+
+            last = worker.router.last("long")
+            assert (last.finish_reason, last.refusal) == ("error", RefusalKind.DRAINING)
+            assert expected(request).startswith(worker.router.output("long"))
+            assert worker.router.last("late").refusal is RefusalKind.DRAINING
+            assert (await worker.get("/health")).json()["status"] == "drained"
+            assert (await worker.get("/ready")).status_code == 503
+            assert worker.journal.events.count(WorkerDraining()) == 1
+            assert worker.journal.goodbyes == [], "it stays in the pool until its process is ended"
+            worker.stop.set()
+            await worker.ended()
+            assert worker.journal.goodbyes == ["drained"]
+
+    asyncio.run(scenario())
+
+
+def test_only_its_own_machine_drains_a_worker_over_http() -> None:
+    async def scenario() -> None:
+        async with running_worker() as worker:
+            for path, status in (("/drain?timeout_ms=x", 400), ("/drain?timeout_ms=86400001", 400)):
+                assert (await worker.post(path)).status_code == status
+            assert (await worker.get("/drain")).status_code == 405
+            assert (await worker.get("/health")).json()["status"] == "ready"
+
+    asyncio.run(scenario())
+    here = {"client": ("10.0.0.7", 4711), "server": ("10.0.0.7", 9000)}
+    assert is_from_here(here)
+    assert is_from_here({"client": ("::1", 4711), "server": ("::1", 9000)})
+    assert not is_from_here(here | {"client": ("10.0.0.8", 4711)})
+    assert not is_from_here(here | {"client": None})
+
+
 def test_a_cancelled_worker_ends_at_once_with_requests_running() -> None:
     async def scenario() -> None:
         async with running_worker(speedup=1.0) as worker:
@@ -568,6 +627,7 @@ def test_an_engine_that_is_not_well_takes_no_requests_and_probes_hear_why() -> N
                 context, consolidator.endpoint, PushStream("w0", 0, 5, card), service.restate, clock, metrics, 100
             )
             api = HttpApi(registry)
+            assert api.answer("GET", "/started", b"")[0] == 503
             api.show(service)
             stop = asyncio.Event()
             running = asyncio.create_task(service.run([publisher], stop))
@@ -582,7 +642,7 @@ def test_an_engine_that_is_not_well_takes_no_requests_and_probes_hear_why() -> N
                 assert (status, json.loads(body)["status"]) == (503, "unhealthy")
                 assert json.loads(body)["reason"] == engine.unhealthy_reason
                 assert api.answer("GET", "/ready", b"")[0] == 503
-                assert api.answer("GET", "/live", b"")[0] == 200
+                assert api.answer("GET", "/live", b"")[0] == api.answer("GET", "/started", b"")[0] == 200
                 for query, wanted in ((b"dp_rank=1", 400), (b"dp_rank=x", 400), (b"dp_rank=0", 200), (b"", 200)):
                     assert api.answer("GET", "/blocks", query)[0] == wanted
                 engine.unhealthy_reason = ""

@@ -1,14 +1,16 @@
-"""The worker's own HTTP: that of every process, and ``/blocks``."""
+"""The worker's own HTTP: that of every process, ``/blocks``, and for this machine alone ``/drain``."""
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Protocol
 from urllib.parse import parse_qs
 
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from poolgrid.runtime.health_app import HealthApp, HttpAnswer, Observed
+from poolgrid.runtime.health_app import HealthApp, HttpAnswer, Observed, Receive, Scope, Send, send_answer
+from poolgrid.wire.limits import DRAIN_TIMEOUT_MS_MAX
 
 
 class ObservedWorker(Observed, Protocol):
@@ -21,11 +23,19 @@ class ObservedWorker(Observed, Protocol):
         """
         ...
 
+    def drain(self, timeout_ms: float | None = None) -> None:
+        """Take nothing new; what is here after ``timeout_ms`` (by default the worker's own time) goes on elsewhere."""
+        ...
+
 
 class HttpApi(HealthApp):
-    """Says too what the engine's cache really holds; what it shows is given to it once it exists."""
+    """Says too what the engine's cache really holds; what it shows is given to it once it exists.
 
-    paths = (*HealthApp.paths, "/blocks")
+    ``POST /drain`` is for what ends the process on this machine (Kubernetes' ``preStop`` in the worker's own pod).
+    There are no API keys here, and the port is open to whoever looks at health, so nobody else is heard.
+    """
+
+    paths = (*HealthApp.paths, "/blocks", "/drain")
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry)
@@ -45,6 +55,32 @@ class HttpApi(HealthApp):
                 return 503, "application/json", msgspec.json.encode({"status": "not ready", "reason": said})
         return None
 
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] == "http" and scope["path"] == "/drain":
+            await send_answer(scope, send, self._drain(scope))
+        else:
+            await super().__call__(scope, receive, send)
+
+    def _drain(self, scope: Scope) -> HttpAnswer:
+        if scope["method"] != "POST":
+            return 405, "text/plain", b"only POST is allowed\n"
+        if not is_from_here(scope):
+            said = b"draining is for the worker's own machine; a router has POST /v1/workers/ID/drain\n"
+            return 403, "text/plain", said
+        if self._worker is None:
+            return 503, "application/json", b'{"status":"starting"}'
+        given = parse_qs(scope.get("query_string", b"").decode("ascii", "replace")).get("timeout_ms")
+        timeout_ms = None
+        if given is not None:
+            number = given[0] if len(given) == 1 and given[0].isdecimal() else ""
+            if not 0 < len(number) <= len(str(DRAIN_TIMEOUT_MS_MAX)) or int(number) > DRAIN_TIMEOUT_MS_MAX:
+                wrong = f"timeout_ms is {', '.join(given)[:80]}, allowed are 0 to {DRAIN_TIMEOUT_MS_MAX}"
+                return 400, "text/plain", f"{wrong}; nothing is drained\n".encode()
+            timeout_ms = int(number)
+        self._worker.drain(timeout_ms)
+        return 202, "application/json", msgspec.json.encode(self._worker.describe())
+
     def answer(self, method: str, path: str, query: bytes) -> HttpAnswer:
         """Return what a request gets."""
         if path == "/ready" and query and self._worker is not None and method in ("GET", "HEAD"):
@@ -58,3 +94,11 @@ class HttpApi(HealthApp):
             return 400, "text/plain", f"reading dp_rank: {error}\n".encode()
         except NotImplementedError:
             return 501, "text/plain", b"this engine cannot say what its cache holds\n"
+
+
+def is_from_here(scope: Scope) -> bool:
+    """Tell whether a request comes from the machine (in a pod: from the pod) that it came to."""
+    client, server = scope.get("client"), scope.get("server")
+    if not client:
+        return False
+    return ipaddress.ip_address(client[0]).is_loopback or (server is not None and client[0] == server[0])
