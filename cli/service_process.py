@@ -1,7 +1,7 @@
 """What every long-running command shares: logs, the ready line, errors at the start, the exit status.
 
-A process prints one line ``ready ...`` on standard output when it answers. It ends with status 0 after SIGINT or
-SIGTERM, and with status 1 and one line on standard error when it could not start.
+A process prints one line ``ready ...`` on standard output when it answers, and tells systemd so where it runs under it.
+It ends with status 0 after SIGINT or SIGTERM, and with status 1 and one line on standard error when it could not start.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from prometheus_client import disable_created_metrics
 from poolgrid.cli.log_options import LogChoice
 from poolgrid.runtime import allocation, garbage, lifecycle
 from poolgrid.runtime.log_lines import Field
+from poolgrid.runtime.service_manager import ServiceManager, service_manager
+from poolgrid.runtime.tasks import detached
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +39,9 @@ def say_ready(*parts: str) -> None:
     allocation.keep_heap_trimmed()
     sys.stdout.write(" ".join(("ready", *parts)) + "\n")
     sys.stdout.flush()
+    manager = service_manager.get()
+    if manager is not None:
+        manager.tell_ready()
 
 
 def run_service(
@@ -55,10 +60,16 @@ def run_service(
     gc.collect()
     gc.freeze()
 
+    manager = ServiceManager.taken_from(os.environ)
+    service_manager.set(manager)
+
     async def supervised(stop: asyncio.Event) -> None:
         if os.environ.get(PARENT_PIPE_VARIABLE):
             _stop_with_parent(asyncio.get_running_loop(), stop)
-        await main(stop)
+        if manager is None:
+            await main(stop)
+        else:
+            await _managed(manager, main, stop)
 
     try:
         lifecycle.run(supervised)
@@ -67,6 +78,22 @@ def run_service(
             log.error("%s", line)
         log.debug("where it happened", exc_info=True)
         raise typer.Exit(1) from None
+
+
+async def _managed(
+    manager: ServiceManager, main: Callable[[asyncio.Event], Awaitable[None]], stop: asyncio.Event
+) -> None:
+    async def tell_stopping() -> None:
+        await stop.wait()
+        manager.tell_stopping()
+
+    manager.begin_signs_of_life()
+    telling = detached(tell_stopping(), "word of the end to the service manager")
+    try:
+        await main(stop)
+    finally:
+        telling.cancel()
+        manager.close()
 
 
 def _stop_with_parent(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:

@@ -20,6 +20,7 @@ NAVIGATION: Mapping[str, Sequence[str]] = {
     ),
     "Run": (
         "docs/operations",
+        "docs/bare_metal",
         "docs/fleet_page",
         "docs/engine_check",
         "docs/command_line",
