@@ -102,7 +102,10 @@ def test_the_table_names_every_policy() -> None:
         ((CONVERSATION, "--policy", ""), "is unknown"),
         ((CONVERSATION, "--requests", "5", "--blocks-per-worker", "3"), "blocks_per_worker is 3, the longest request"),
         ((CONVERSATION, "--requests", "5", "--timing-table", "none.json"), "none.json"),
-        ((CONVERSATION, "--timing", "h200"), "--timing: Input should be 'published' or 'h100-qwen3-8b' (got 'h200')"),
+        (
+            (CONVERSATION, "--timing", "h200"),
+            "--timing: Input should be 'published', 'h100-qwen3-8b' or 'h200-qwen3-8b' (got 'h200')",
+        ),
         ((CONVERSATION, "--timing", "h100-qwen3-8b", "--timing-table", "own.json"), "timing is 'h100-qwen3-8b' and"),
         ((CONVERSATION, "--requests", "5", "--max-batch-size", "9000"), "max_num_tokens is 8192"),
         ((CONVERSATION, "--workers", "0"), "--workers"),

@@ -83,8 +83,17 @@ def test_the_measured_h100_times_are_those_of_the_table() -> None:
     assert timing.decode_ms(0.4379) == 13.664
 
 
+def test_times_that_engine_check_measured_over_http_are_near_those_measured_in_the_engine() -> None:
+    inside, over_http = timing_model("h100-qwen3-8b"), timing_model("h200-qwen3-8b")
+
+    for tokens in (512, 1024, 4096, 8192, 16_000):
+        assert over_http.prefill_ms(tokens) / inside.prefill_ms(tokens) == pytest.approx(1.15, abs=0.25)
+    for share in (0.1, 0.5, 0.9):
+        assert over_http.decode_ms(share) / inside.decode_ms(share) == pytest.approx(0.7, abs=0.3)
+
+
 def test_an_unknown_name_is_refused_with_the_names_there_are() -> None:
-    with pytest.raises(TableError, match="'h200' is unknown, there are published, h100-qwen3-8b"):
+    with pytest.raises(TableError, match="'h200' is unknown, there are published, h100-qwen3-8b, h200-qwen3-8b"):
         shipped_timing("h200")
 
 

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 from poolgrid.workers.engines.simulated.core.timing import PolynomialTiming, TableError, TableTiming, TimingModel
 
-TimingName = Literal["published", "h100-qwen3-8b"]
+TimingName = Literal["published", "h100-qwen3-8b", "h200-qwen3-8b"]
 """The names there are; ``published`` are the formulas, every other is a file."""
 
 DIRECTORY = Path(__file__).parent / "timings"
@@ -19,8 +19,8 @@ PUBLISHED: TimingName = "published"
 MEASURED: tuple[str, ...] = tuple(name for name in get_args(TimingName) if name != PUBLISHED)
 
 TIMING_TEXT = (
-    "Step times of the engine: published are the formulas of the field's simulator, h100-qwen3-8b was measured with "
-    "vLLM 0.25 on one H100."
+    "Step times of the engine: published are the formulas of the field's simulator, h100-qwen3-8b and h200-qwen3-8b "
+    "were measured with vLLM 0.25 on one H100 and one H200."
 )
 
 
