@@ -14,7 +14,6 @@ from pathlib import Path
 from urllib.parse import quote
 
 from poolgrid.cli.greeting import greeting
-from poolgrid.cli.held_port import HeldPorts
 from poolgrid.cli.local_pool import UpSettings, output_arguments
 from poolgrid.cli.part import START_TIMEOUT_S, Part, part_environment, stop_parts
 from poolgrid.cli.pool_status import until_workers_are_ready
@@ -22,6 +21,7 @@ from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.global_router.core.document.axis import StageName
 from poolgrid.global_router.core.document.grid_document import GridDocument, Pool, PoolSimulation
 from poolgrid.runtime.figures import counted
+from poolgrid.runtime.held_port import HeldPorts
 from poolgrid.workers.engines.simulated.settings import SimulatedWorkerSettings
 
 LOOPBACK = "127.0.0.1"

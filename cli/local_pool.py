@@ -2,9 +2,9 @@
 
 Rules
     1. Parts start in the order consolidator, router, workers.
-    2. A part that dies is started again where it was, at growing intervals (``poolgrid.cli.restart_pace``): its ports
-       are held for it (``poolgrid.cli.held_port``), and the others go on. Only a part that does not start the first
-       time ends everything, and one that has died more than ``restarts_max`` times in a row.
+    2. A part that dies is started again where it was, at growing intervals (``poolgrid.runtime.restart_pace``): its
+       ports are held for it (``poolgrid.runtime.held_port``), and the others go on. Only a part that does not start the
+       first time ends everything, and one that has died more than ``restarts_max`` times in a row.
     4. Workers with a real engine are planned before anything starts (``poolgrid.cli.launch_plan``): their GPUs are
        counted, compared with what is there and assigned. The pool is ready once requests have gone through all of it.
     3. At the end parts stop in the order router, workers, consolidator; whoever is not gone in time is killed. Parts
@@ -25,7 +25,6 @@ from pydantic import Field, StringConstraints, model_validator
 
 from poolgrid.cli.api_key import api_key_headers, key_hint
 from poolgrid.cli.greeting import greeting
-from poolgrid.cli.held_port import HeldPorts
 from poolgrid.cli.launch_plan import (
     ANY,
     INGEST,
@@ -44,6 +43,7 @@ from poolgrid.cli.pool_status import until_workers_are_ready
 from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.runtime.figures import counted
+from poolgrid.runtime.held_port import HeldPorts
 from poolgrid.runtime.settings import Settings
 from poolgrid.runtime.tasks import cancel_all, owned
 from poolgrid.workers.engines.simulated.core.answer_lengths import MEAN_DEFAULT, STDDEV_DEFAULT, TOKENS_MAX

@@ -2,9 +2,9 @@
 
 Rules
     1. A part that dies is started again with the same arguments (so: the same ports), at growing intervals and without
-       end (``poolgrid.cli.restart_pace``), unless it has a bound (``restarts_max``): one that died more often in a row
-       is given up, and whoever waits in ``given_up`` hears of it. Nobody else is ended for it here: what works goes on
-       serving, and the log says what does not.
+       end (``poolgrid.runtime.restart_pace``), unless it has a bound (``restarts_max``): one that died more often in a
+       row is given up, and whoever waits in ``given_up`` hears of it. Nobody else is ended for it here: what works goes
+       on serving, and the log says what does not.
     2. A part also ends when this process disappears, whatever became of it: it holds the other end of a pipe.
     3. What a part leaves behind when it dies goes with it: the processes of an engine hold GPUs, and the part that is
        started in its place needs them. A part and what it starts are a process group.
@@ -24,8 +24,8 @@ from collections.abc import Collection, Iterable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from poolgrid.cli.restart_pace import RestartPace
 from poolgrid.cli.service_process import PARENT_PIPE_VARIABLE
+from poolgrid.runtime.restart_pace import RestartPace
 from poolgrid.runtime.tasks import Restart, detached, supervised
 
 log = logging.getLogger(__name__)

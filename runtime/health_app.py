@@ -46,6 +46,11 @@ class HealthApp:
     def __init__(self, registry: CollectorRegistry, observed: Observed | None = None) -> None:
         self._registry = registry
         self._observed = observed
+        self._starting: dict[str, str] = {"status": "starting"}
+
+    def say_start(self, reason: str) -> None:
+        """Show what the start waits for, until there is something to show."""
+        self._starting = {"status": "starting", "reason": reason}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -67,7 +72,7 @@ class HealthApp:
             return 200 if started else 503, "application/json", said
         if path in ("/ready", "/health"):
             if observed is None:
-                return (503 if path == "/ready" else 200), "application/json", b'{"status":"starting"}'
+                return (503 if path == "/ready" else 200), "application/json", msgspec.json.encode(self._starting)
             good = observed.is_ready if path == "/ready" else observed.is_healthy
             return 200 if good else 503, "application/json", msgspec.json.encode(observed.describe())
         if path == "/metrics":

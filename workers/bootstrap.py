@@ -72,7 +72,7 @@ async def serve(
         publishers: list[EventPublisher] = []
         close_in_order(opened, partial(_close_publishers, publishers))
         requests = _open_requests(opened, settings, context)
-        around = EngineHost(context, registry, metrics, clock, awake, epoch, requests.port, http.port)
+        around = EngineHost(context, registry, metrics, clock, awake, epoch, requests.port, http.port, api.say_start)
         opening = opened.enter_async_context(definition.open(settings, around))
         engine = await unless(stop, opening, "start of the engine")
         if engine is None:

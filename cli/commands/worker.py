@@ -24,6 +24,9 @@ OTHER_NAMES = {"--custom-jinja-template": "--chat-template"}
 """Options by the names that workers of other systems have for them."""
 
 
+OF_SERVERS = "--"
+"""What stands after it is for the engine's own server."""
+
 SHIPPED_MODEL = "tiny"
 """What a router serves that is not told otherwise."""
 
@@ -33,6 +36,8 @@ class WorkerCommand(HelpedCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Refuse options of routers by the name that they have there; read the others."""
+        at = args.index(OF_SERVERS) if OF_SERVERS in args else len(args)
+        args, of_server = args[:at], args[at + 1 :]
         words = []
         for word in args:
             name, equals, value = word.partition("=")
@@ -44,6 +49,7 @@ class WorkerCommand(HelpedCommand):
                 )
                 raise typer.Exit(2)
             words.append(OTHER_NAMES.get(name, name) + equals + value)
+        words += [f"--engine-argument={each}" for each in of_server]
         return super().parse_args(ctx, words)
 
 
@@ -61,7 +67,13 @@ def worker(
     log_level: LogLevel = "info",
     log_format: LogFormat = None,
 ) -> None:
-    """Run one worker, with the simulated engine or with TensorRT-LLM (--engine trtllm)."""
+    """Run one worker: with the simulated engine, with TensorRT-LLM, or with an engine's own server.
+
+    Such a server (--engine vllm, sglang, trtllm-serve) runs already (--engine-url), or is started with the worker
+    (--model-path DIR). What stands after -- then goes to the server:
+
+    poolgrid worker --engine vllm --model-path DIR -- --max-model-len 8192
+    """
     from poolgrid.workers.bootstrap import serve
 
     settings = with_shipped_tokenizer(settings)

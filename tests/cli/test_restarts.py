@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import zmq
 
-from poolgrid.cli.held_port import HeldPorts
 from poolgrid.cli.part import Part, PartFailed, part_environment, stop_parts
-from poolgrid.cli.restart_pace import DEATHS_LOUD, JITTER, PAUSE_MAX_S, PAUSE_MIN_S, STEADY_S, RestartPace
+from poolgrid.runtime.held_port import HeldPorts
 from poolgrid.runtime.http_server import bind
+from poolgrid.runtime.restart_pace import DEATHS_LOUD, JITTER, PAUSE_MAX_S, PAUSE_MIN_S, STEADY_S, RestartPace
 
 HOST = "127.0.0.1"
 

@@ -46,10 +46,10 @@ class Process:
     def pid(self) -> int:
         return self._process.pid
 
-    def wait_ready(self) -> Process:
+    def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> Process:
         """Wait for the ready line."""
         assert self._process.stdout is not None
-        readable, _, _ = select.select([self._process.stdout], [], [], READY_TIMEOUT_S)
+        readable, _, _ = select.select([self._process.stdout], [], [], timeout_s)
         line = self._process.stdout.readline().decode().split() if readable else []
         if not line or line[0] != "ready":
             self.kill()

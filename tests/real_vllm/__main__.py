@@ -31,7 +31,7 @@ from tests.real_vllm import checks
 from tests.real_vllm.pool import Pool
 from tests.real_vllm.servers import VllmServer, make_model
 
-CHECKS = ("reuse", "index", "client", "load", "kill")
+CHECKS = ("reuse", "index", "client", "load", "kill", "started")
 TIMEOUT_S = 3600
 """Ten minutes on an idle machine; starting vLLM alone takes five on a busy one, three times."""
 
@@ -78,7 +78,7 @@ def run(vllm: Path, names: Sequence[str], directory: Path, console: Console) -> 
         for server in servers:
             server.wait()
         console.print(f"two vLLM servers run after {time.monotonic() - started:.0f} s")
-        with Pool(servers, model) as pool:
+        with Pool(servers, model, vllm) as pool:
             for name in CHECKS:
                 if name in names:
                     measured[name] = _checked(name, pool, console)

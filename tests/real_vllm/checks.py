@@ -7,22 +7,28 @@ import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
+import psutil
 
 from benchmarks.fleet import free_port
 from poolgrid.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes
-from tests.e2e.processes import eventually
+from tests.e2e.processes import Process, eventually
 from tests.real_vllm.pool import Asked, Pool
-from tests.real_vllm.servers import BLOCK_SIZE
+from tests.real_vllm.servers import ARGUMENTS, BLOCK_SIZE, START_TIMEOUT_S, environment, held_at
 
 FIRST_TOKEN, LAST_TOKEN = 16, 4000
 STREAMS = 32
+OWN = "own"
+"""The worker that starts its server itself."""
 ROUNDS = 2
 LOAD = ("--turns", "4", "--isl", "500", "--osl", "12", "--concurrency", "6", "--requests", "56", "--endpoint", "chat")
 """Conversations of four questions: all of them fit into the two caches once, and not twice."""
@@ -212,6 +218,63 @@ def kill(pool: Pool) -> Found:
     }
     assert all(missing == extra == 0 for _, missing, extra in settled.values()), found
     return found
+
+
+def started(pool: Pool) -> Found:
+    """A server that a worker starts itself: exact, back after kill -9, and gone with its worker."""
+    source = random.Random(14)
+    with tempfile.TemporaryDirectory(prefix="poolgrid-started-") as directory:
+        words = (
+            *("worker", "--engine", "vllm", "--model-path", str(pool.model), "--worker-id", OWN),
+            *("--engine-command", f"nice -n 10 {pool.vllm / 'bin' / 'vllm'} serve", "--served-model-name", "tiny"),
+            *("--engine-log-dir", directory, "--consolidator", pool.ingest, "--", *ARGUMENTS),
+        )
+        log = Path(directory, "worker.log")
+        with Process(*words, log=log, environment=environment(pool.vllm)) as worker:
+            began = time.monotonic()
+            worker.wait_ready(START_TIMEOUT_S)
+            pool.until_ready(pool.router, len(pool.servers) + 1)
+            start_s = time.monotonic() - began
+            first = _own_life(pool, worker, source, "started")
+            group = worker.descendants()
+            (server,) = (each for each in group if each.cmdline()[1:3] == [str(pool.vllm / "bin" / "vllm"), "serve"])
+            server.kill()
+            eventually("the worker has left the pool", lambda: pool.ready(pool.router) == len(pool.servers))
+            pool.until_ready(pool.router, len(pool.servers) + 1)
+            second = _own_life(pool, worker, source, "again")
+            process = httpx.get(f"{worker.url}/health").json()["engine_server"]["process"]
+            group += worker.descendants()
+            status, _ = worker.stop()
+            left = [each for each in group if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+    found: Found = {
+        "ready after s": round(start_s),
+        "requests, blocks held, missing, extra": first,
+        "after kill -9 of the server": second,
+        "restarts": process["restarts"],
+        "status of the worker, processes left": (status, len(left)),
+    }
+    assert process["restarts"] == 1, found
+    assert (status, left) == (0, []), found
+    assert all(missing == extra == 0 for _, _, missing, extra in (first, second)), found
+    assert all(requests for requests, *_ in (first, second)), found
+    return found
+
+
+def _own_life(pool: Pool, worker: Process, source: random.Random, name: str) -> tuple[int, int, int, int]:
+    """Ask for some; return how many requests the worker's own server had, and how its index compares."""
+    wanted = [(f"{name}-{number}", _tokens(source, source.randrange(40, 200)), 8, "") for number in range(60)]
+    answered = [each for each in pool.ask_all(wanted, 8) if each.worker == OWN]
+    events = httpx.get(f"{worker.url}/health").json()["engine_server"]["events"][0]
+    found = (0, 0, 0)
+
+    def equal() -> bool:
+        nonlocal found
+        truth, index = held_at(events["replay_endpoint"]), pool.believed(OWN)
+        found = (len(truth), len(truth - index), len(index - truth))
+        return bool(truth) and truth == index
+
+    eventually("the index is what the server holds", equal)
+    return len(answered), *found
 
 
 def load(pool: Pool, peers: str) -> Found:

@@ -40,14 +40,17 @@ class Pool:
 
     servers: Sequence[VllmServer]
     model: Path
+    vllm: Path
     wires: list[LossyWire] = field(default_factory=list)
     stack: ExitStack = field(default_factory=ExitStack)
     router: str = ""
     turns: str = ""
     nudges: int = 0
+    ingest: str = ""
 
     def __enter__(self) -> Self:
         consolidator = self._part("consolidator", "--ingest-port=0", "--feed-port=0", "--query-port=0").wait_ready()
+        self.ingest = consolidator.word("ingest")
         workers = []
         for server in self.servers:
             wire = LossyWire(server.endpoint, LOST_SHARE, server.number)
@@ -57,7 +60,7 @@ class Pool:
                 self._part(
                     *("worker", "--engine", "vllm", "--engine-url", server.url, "--worker-id", f"w{server.number}"),
                     *("--kv-events-endpoint", wire.endpoint, "--kv-events-replay-endpoint", server.replay_endpoint),
-                    *("--consolidator", consolidator.word("ingest")),
+                    *("--consolidator", self.ingest),
                 )
             )
         planes = ("--feed-endpoint", consolidator.word("feed"), "--query-endpoint", consolidator.word("query"))
@@ -81,14 +84,19 @@ class Pool:
 
     def until_ready(self, url: str, workers: int) -> None:
         """Wait until requests can be sent to so many workers."""
-        eventually(f"{workers} workers are ready", lambda: self._ready(url) == workers, 600)
+        eventually(f"{workers} workers are ready", lambda: self.ready(url) == workers, 600)
 
-    def _ready(self, url: str) -> int:
+    def ready(self, url: str) -> int:
+        """How many workers take requests."""
         return sum(row["state"] == "ready" for row in httpx.get(f"{url}/v1/workers").json()["data"])
 
     def index(self, number: int) -> set[int]:
+        """What the router believes of a server."""
+        return self.believed(f"w{number}")
+
+    def believed(self, worker: str) -> set[int]:
         """What the router believes of a worker."""
-        lines = httpx.get(f"{self.router}/v1/workers/w{number}/blocks", timeout=30).text.split("\n")
+        lines = httpx.get(f"{self.router}/v1/workers/{worker}/blocks", timeout=30).text.split("\n")
         return {int(line.split()[0], 16) for line in lines if line}
 
     def settles(self) -> dict[int, tuple[int, int, int]]:

@@ -50,6 +50,20 @@ ENVIRONMENT = {
 }
 
 
+ARGUMENTS = (
+    *("--max-model-len", "4096", "--block-size", str(BLOCK_SIZE), "--max-num-seqs", "32"),
+    *("--num-gpu-blocks-override", str(BLOCKS), "--dtype", "float32", "--enforce-eager"),
+    # A model of random weights would fill its answer with the blanks that JSON allows.
+    *("--structured-outputs-config", '{"disable_any_whitespace":true,"backend":"xgrammar"}'),
+)
+"""Of every server, whoever starts it."""
+
+
+def environment(vllm: Path) -> dict[str, str]:
+    """What every server has in its environment."""
+    return {**ENVIRONMENT, "PATH": f"{vllm / 'bin'}:{os.environ['PATH']}"}
+
+
 def make_model(vllm: Path, directory: Path) -> Path:
     """Make the tiny model: random weights in float32 beside the tokenizer of the built-in model."""
     for path in TINY_MODEL_PATH.iterdir():
@@ -101,14 +115,11 @@ class VllmServer:
                 [
                     *("nice", "-n", "10", str(self._vllm / "bin" / "vllm"), "serve", str(self._model)),
                     *("--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(self.port)),
-                    *("--max-model-len", "4096", "--block-size", str(BLOCK_SIZE), "--max-num-seqs", "32"),
-                    *("--num-gpu-blocks-override", str(BLOCKS), "--dtype", "float32", "--enforce-eager"),
                     *("--enable-prefix-caching", "--enable-prompt-tokens-details"),
                     *("--kv-events-config", json.dumps(events)),
-                    # A model of random weights would fill its answer with the blanks that JSON allows.
-                    *("--structured-outputs-config", '{"disable_any_whitespace":true,"backend":"xgrammar"}'),
+                    *ARGUMENTS,
                 ],
-                env={**os.environ, **ENVIRONMENT, "PATH": f"{self._vllm / 'bin'}:{os.environ['PATH']}"},
+                env={**os.environ, **environment(self._vllm)},
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
@@ -149,15 +160,20 @@ class VllmServer:
         assert httpx.post(f"{self.url}/v1/completions", json=body, timeout=120).status_code == 200
 
     def holds(self) -> set[int]:
-        """What its cache holds, read from all frames that it keeps, by another reader than the one that is tested."""
-        context = zmq.Context()
-        socket = context.socket(zmq.DEALER)
-        try:
-            socket.connect(self.replay_endpoint)
-            socket.send_multipart([b"", struct.pack(">Q", 0)])
-            return fold(_frames(socket))
-        finally:
-            context.destroy(linger=0)
+        """What its cache holds."""
+        return held_at(self.replay_endpoint)
+
+
+def held_at(replay_endpoint: str) -> set[int]:
+    """What a server holds, read from all frames that it keeps, by another reader than the one that is tested."""
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    try:
+        socket.connect(replay_endpoint)
+        socket.send_multipart([b"", struct.pack(">Q", 0)])
+        return fold(_frames(socket))
+    finally:
+        context.destroy(linger=0)
 
 
 def _frames(socket: zmq.Socket[bytes]) -> list[bytes]:

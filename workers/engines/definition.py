@@ -38,6 +38,8 @@ class EngineHost:
     epoch: int
     request_port: int
     http_port: int
+    say_start: Callable[[str], None]
+    """Shows people what the start of the engine waits for."""
 
 
 @dataclass(frozen=True, slots=True)

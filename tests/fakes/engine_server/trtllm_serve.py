@@ -14,8 +14,8 @@ class TrtllmServe(VllmServer):
 
     method = "GET"
 
-    async def start(self) -> None:
-        await super().start()
+    async def start(self, port: int = 0) -> None:
+        await super().start(port)
         created = {"type": "created", "num_blocks_per_cache_level": [self.options.blocks, 0]}
         self.events: list[dict[str, Any]] = []
         self._event_id = 0

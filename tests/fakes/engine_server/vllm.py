@@ -116,7 +116,11 @@ class VllmServer:
     def url(self) -> str:
         return f"http://127.0.0.1:{self._http.port}"
 
-    async def start(self) -> None:
+    def publish_at(self, endpoint: str, replay_endpoint: str) -> None:
+        """Have the only rank publish there, and not at any free port."""
+        self._endpoints = [(endpoint, replay_endpoint)]
+
+    async def start(self, port: int = 0) -> None:
         """Begin a life; after ``stop`` at the same addresses."""
         self._life += 1
         options = self.options
@@ -133,7 +137,7 @@ class VllmServer:
             self.caches.append(
                 PagedCache(options.block_size, options.blocks, self._published(rank), self._life * 100 + rank)
             )
-        await self._http.start(self._http.port)
+        await self._http.start(self._http.port or port)
 
     async def stop(self) -> None:
         """End at once, as a process that is killed."""

@@ -32,15 +32,22 @@ def index_of(events: Iterable[AnyEvent]) -> set[int]:
 
 
 @dataclass
-class Front:
-    """A worker in front of a server."""
+class Running:
+    """A worker, however it came to its server."""
 
-    server: VllmServer
     journal: Journal
     consolidator: FakeConsolidator
     router: FakeRouter
     http_url: str
     task: asyncio.Task[None]
+    stop: asyncio.Event
+
+
+@dataclass
+class Front(Running):
+    """A worker in front of a server."""
+
+    server: VllmServer
 
     async def settled(self) -> None:
         """Wait until the worker has told exactly what the server holds."""
@@ -61,12 +68,17 @@ async def engine_server(options: Options | None = None) -> AsyncIterator[VllmSer
 
 @asynccontextmanager
 async def worker_before(server: VllmServer, engine: str = "vllm", **changes: Any) -> AsyncIterator[Front]:
+    async with worker_with(engine, engine_url=server.url, **changes) as running:
+        yield Front(**vars(running), server=server)
+
+
+@asynccontextmanager
+async def worker_with(engine: str = "vllm", **changes: Any) -> AsyncIterator[Running]:
     journal = Journal()
     async with FakeConsolidator(journal) as consolidator:
         settings = engine_definition(engine).settings.model_validate(
             {
                 "consolidator": consolidator.endpoint,
-                "engine_url": server.url,
                 "heartbeat_ms": 50,
                 "health_interval_ms": 50,
                 **changes,
@@ -82,7 +94,7 @@ async def worker_before(server: VllmServer, engine: str = "vllm", **changes: Any
             if task.done():
                 task.result()
             async with fake_router(journal.cards[0].request_endpoint) as router:
-                yield Front(server, journal, consolidator, router, ready.result(), task)
+                yield Running(journal, consolidator, router, ready.result(), task, stop)
         finally:
             task.cancel()
             await asyncio.wait({task})

@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.http_client import RequestFailed
@@ -100,6 +101,21 @@ class CacheEvents:
         """Stop following."""
 
 
+class OwnServer(Protocol):
+    """A server that the worker has started."""
+
+    def excuse(self) -> str:
+        """Why it cannot be asked now; empty = it should answer."""
+        ...
+
+    def watch(self, changed: Callable[[], None]) -> Coroutine[Any, Any, None]:
+        """Start it again whenever it dies, telling of each change.
+
+        Raises ``EngineBrokenError`` when it has died too often.
+        """
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class _Active:
     """A request that the server has, or is about to get."""
@@ -146,17 +162,22 @@ class ServerEngine:
         limits: ServerLimits,
         events: CacheEvents,
         confirm: Callable[[], Awaitable[str]],
-        about: dict[str, object],
+        about: Callable[[], dict[str, object]],
         clock: Clock,
         metrics: WorkerMetrics,
+        server: OwnServer | None = None,
     ) -> None:
-        """``confirm`` says in what a server that came back differs from before; ``about`` is for people."""
+        """``confirm`` says in what a server that came back differs from before; ``about`` is for people.
+
+        ``server`` is one that the worker has started.
+        """
         self._client = client
         self._dialect = dialect
         self._dp_size = dp_size
         self._limits = limits
         self._events = events
         self._about = about
+        self._server = server
         self._clock = clock
         self._metrics = metrics
         self._loads = [RankLoad(block_size) for _ in range(dp_size)]
@@ -173,6 +194,7 @@ class ServerEngine:
             limits.health_timeout_ms,
             clock,
             metrics,
+            None if server is None else server.excuse,
         )
         self._health.observe(self._on_health)
         self._observer: Callable[[], None] | None = None
@@ -209,7 +231,7 @@ class ServerEngine:
 
     def describe(self) -> dict[str, object]:
         """Return where the server is, what it is, and how following its events goes."""
-        return {"engine_server": {**self._about, **self._events.describe()}}
+        return {"engine_server": {**self._about(), **self._events.describe()}}
 
     def load(self, dp_rank: int) -> LoadReported:
         """Return a rank's load by the worker's own books."""
@@ -224,11 +246,16 @@ class ServerEngine:
         return self._events.restate(dp_rank)
 
     async def run(self, deliver: Callable[[EngineReport], None]) -> None:
-        """Hand over reports until cancelled; raises ``EngineBrokenError`` when the server came back as another."""
+        """Hand over reports until cancelled.
+
+        Raises ``EngineBrokenError`` when the server came back as another, or is not started again any more.
+        """
         self._deliver = deliver
         self._events.open(self._on_cache)
         self._flush()
         self._watching = [owned(self._health.run(), "health of the server"), owned(self._expire(), "kept legs")]
+        if self._server is not None:
+            self._watching.append(owned(self._server.watch(self._health.doubt), "watch over the server"))
         done, _ = await asyncio.wait(self._watching, return_when=asyncio.FIRST_COMPLETED)
         for each in done:
             each.result()

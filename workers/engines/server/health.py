@@ -44,8 +44,12 @@ class ServerHealth:
         timeout_ms: float,
         clock: Clock,
         metrics: WorkerMetrics,
+        excuse: Callable[[], str] | None = None,
     ) -> None:
-        """``confirm`` says in what a server that came back differs; ``stalled`` what has not moved for too long."""
+        """``confirm`` says in what a server that came back differs; ``stalled`` what has not moved for too long.
+
+        ``excuse`` says why a server does not answer, where that is known.
+        """
         self._client = client
         self._path = path
         self._confirm = confirm
@@ -55,6 +59,7 @@ class ServerHealth:
         self._timeout_s = timeout_ms / 1e3
         self._clock = clock
         self._metrics = metrics
+        self._excuse = excuse
         self._changed: Callable[[], None] = _nobody
         self._doubted = asyncio.Event()
         self.unhealthy_reason = ""
@@ -89,7 +94,8 @@ class ServerHealth:
             await self._client.ask(self._path, timeout_s=self._timeout_s)
         except ServerError as error:
             self._metrics.health_checks.labels("failed").inc()
-            self._set(str(error)[:TEXT_CHARS_MAX])
+            known = "" if self._excuse is None else self._excuse()
+            self._set((known or str(error))[:TEXT_CHARS_MAX])
             return
         stalled = self._stalled(self._clock.monotonic_ms())
         if stalled:

@@ -13,6 +13,7 @@ from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.limits import PROMPT_TOKENS_MAX
 from poolgrid.workers.engines.definition import EngineHost, OpenedEngine
 from poolgrid.workers.engines.server.core.calls import Dialect
+from poolgrid.workers.engines.server.core.launching import Launch
 from poolgrid.workers.engines.server.core.server_facts import EventSource, ServerFacts
 from poolgrid.workers.engines.server.draining import DrainedEvents, ParseEvent
 from poolgrid.workers.engines.server.engine import CacheEvents, ServerEngine, ServerLimits
@@ -20,6 +21,7 @@ from poolgrid.workers.engines.server.following import FollowedEvents
 from poolgrid.workers.engines.server.kinds import ServerKind, learn
 from poolgrid.workers.engines.server.server_client import ServerClient, ServerError
 from poolgrid.workers.engines.server.settings import ROLES, EngineServerSettings
+from poolgrid.workers.engines.server.started_server import StartedServer, start_server
 
 log = logging.getLogger(__name__)
 
@@ -34,14 +36,36 @@ async def open_server(
     settings: EngineServerSettings,
     around: EngineHost,
     kind: ServerKind,
+    launch: Launch,
     make_dialect: MakeDialect,
     parse_drained: ParseEvent | None = None,
 ) -> AsyncIterator[OpenedEngine]:
-    """Ask a server that runs, or that is about to; waits for it until cancelled.
+    """Ask a server that runs, or that is about to, or start one; waits for it until cancelled.
 
     ``parse_drained`` reads the events of servers that hand them out over HTTP. Raises ``ValueError`` naming the option
-    for what the server does not tell.
+    for what the server does not tell, ``ServerEnded`` when its own server does not start.
     """
+    if not settings.starts_server:
+        async with _asked(settings, around, kind, make_dialect, parse_drained, None) as opened:
+            yield opened
+        return
+    async with (
+        start_server(settings, around, kind, launch) as server,
+        _asked(server.settings, around, kind, make_dialect, parse_drained, server) as opened,
+    ):
+        yield opened
+
+
+@asynccontextmanager
+async def _asked(
+    settings: EngineServerSettings,
+    around: EngineHost,
+    kind: ServerKind,
+    make_dialect: MakeDialect,
+    parse_drained: ParseEvent | None,
+    server: StartedServer | None,
+) -> AsyncIterator[OpenedEngine]:
+    """Ask the server at ``engine_url``."""
     client = ServerClient(settings.engine_url, around.clock, settings.engine_api_key)
     try:
         facts = completed(await _first_facts(client, kind, settings), settings, kind)
@@ -65,6 +89,11 @@ async def open_server(
             again = completed(await learn(client, {kind.name: kind}, kind.name, facts.model), settings, kind)
             return again.differs_from(facts)
 
+        def about() -> dict[str, object]:
+            known = {"url": client.target.url, "kind": facts.kind, "version": facts.version}
+            own = {} if server is None else {"process": server.describe()}
+            return {**known, "model_path": facts.model_path, **own}
+
         engine = ServerEngine(
             client,
             make_dialect(facts, settings),
@@ -74,9 +103,10 @@ async def open_server(
             _limits(settings),
             events,
             confirm,
-            {"url": client.target.url, "kind": facts.kind, "version": facts.version, "model_path": facts.model_path},
+            about,
             around.awake,
             around.metrics,
+            server,
         )
         around.metrics.engine_healthy.set(1)
         try:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from poolgrid.runtime.http_target import Target
 from poolgrid.runtime.settings import ZmqEndpoint
 from poolgrid.wire.identifiers import Role
+from poolgrid.workers.engines.server.core.launching import Launch, check_arguments
 from poolgrid.workers.settings import WorkerProcessSettings
 
 ROLES = {"aggregated": Role.AGGREGATED, "prefill": Role.PREFILL, "decode": Role.DECODE}
@@ -17,8 +19,20 @@ TIMEOUT_MS_MAX = 86_400_000.0
 """A day: beyond it a time-out is a mistake in the unit."""
 
 
+Argument = Annotated[str, StringConstraints(min_length=1, max_length=65_536)]
+
+OF_OWN_SERVERS = ("engine_argument", "engine_port", "engine_restarts_max", "engine_start_timeout_s")
+"""Settings that say nothing of a server that runs already."""
+
+OF_RUNNING_SERVERS = ("kv_events_endpoint", "kv_events_replay_endpoint", "kv_events_topic", "data_parallel_size")
+"""Settings that say what a worker knows of the server that it started itself."""
+
+
 class EngineServerSettings(WorkerProcessSettings):
     """A worker process in front of an engine server."""
+
+    launch: ClassVar[Launch]
+    """How a server of this kind is started."""
 
     gpu_interval_ms: int = Field(
         0,
@@ -31,7 +45,46 @@ class EngineServerSettings(WorkerProcessSettings):
     engine_url: str = Field(
         "",
         max_length=2048,
-        description="URL of the engine's own HTTP server, as http://gpu1:8000; needed.",
+        description="URL of the engine's own HTTP server that runs already, as http://gpu1:8000.",
+    )
+    model_path: str = Field(
+        "",
+        max_length=4096,
+        description="Without engine_url: model directory, or name of a model on a hub, with which the worker starts "
+        "the engine's server itself, watches over it, and ends it. What stands after -- on the command line are that "
+        "server's own arguments.",
+    )
+    engine_command: str = Field(
+        "",
+        max_length=4096,
+        description="Command that starts that server, in words as a shell reads them; empty = the engine's usual one, "
+        "found on PATH.",
+    )
+    engine_argument: tuple[Argument, ...] = Field(
+        (),
+        max_length=1024,
+        description="One argument of that server; may be repeated. The same as what stands after --.",
+    )
+    engine_port: int = Field(
+        0, ge=0, le=65535, description="Port of that server, on loopback unless its arguments say --host; 0 = any free."
+    )
+    engine_log_dir: Path = Field(
+        Path("poolgrid-logs"), description="Directory of that server's log, a file with the worker's name."
+    )
+    engine_start_timeout_s: float = Field(
+        1800.0,
+        gt=0,
+        le=86_400,
+        description="How long that server may take to answer; a large model may take half an hour to load.",
+    )
+    engine_stop_timeout_s: float = Field(
+        60.0, ge=0, le=86_400, description="How long that server may take to end before it is killed."
+    )
+    engine_restarts_max: int = Field(
+        3,
+        ge=0,
+        le=1_000_000,
+        description="Deaths of that server in a row after which the worker ends; each start loads the model.",
     )
     engine_api_key: str = Field(
         "", max_length=4096, description="API key that the engine's server asks for; better given in the environment."
@@ -126,12 +179,35 @@ class EngineServerSettings(WorkerProcessSettings):
 
     @model_validator(mode="after")
     def _check_that_there_is_a_server(self) -> Self:
-        if not self.engine_url:
+        if not self.engine_url and not self.model_path:
             raise ValueError(
-                f"engine_url is not given: a worker with the engine {self.engine_name} goes in front of a server that "
-                "runs, as http://gpu1:8000"
+                f"neither engine_url nor model_path is given: a worker with the engine {self.engine_name} goes before "
+                "a server that runs, as http://gpu1:8000, or starts one with a model"
             )
+        wrong = OF_RUNNING_SERVERS if self.starts_server else OF_OWN_SERVERS
+        for name in wrong:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                mine, other = (
+                    ("no engine_url", "a server that runs already")
+                    if self.starts_server
+                    else ("engine_url", "a server that the worker starts")
+                )
+                raise ValueError(f"{name} is {getattr(self, name)!r} with {mine}: it is for {other}")
         return self
+
+    @property
+    def starts_server(self) -> bool:
+        """Whether the worker starts a server, and is not in front of one that runs already.
+
+        With both, ``model_path`` says nothing: its environment variable is the routers' too.
+        """
+        return not self.engine_url
+
+    @field_validator("engine_argument")
+    @classmethod
+    def _check_arguments(cls, arguments: tuple[str, ...]) -> tuple[str, ...]:
+        check_arguments(arguments, cls.launch.own)
+        return arguments
 
     @model_validator(mode="after")
     def _check_events(self) -> Self:

@@ -6,14 +6,17 @@ from contextlib import AbstractAsyncContextManager
 from typing import ClassVar
 
 from poolgrid.workers.engines.definition import EngineDefinition, EngineHost, OpenedEngine
+from poolgrid.workers.engines.server.core.launching import Launch
 from poolgrid.workers.engines.server.kinds import ServerKind
 from poolgrid.workers.engines.server.settings import EngineServerSettings
+from poolgrid.workers.engines.sglang.core.launching import LAUNCH
 
 
 class SglangSettings(EngineServerSettings):
     """A worker process in front of SGLang's server."""
 
     engine_name: ClassVar[str] = "sglang"
+    launch: ClassVar[Launch] = LAUNCH
 
 
 def _open(settings: SglangSettings, around: EngineHost) -> AbstractAsyncContextManager[OpenedEngine]:

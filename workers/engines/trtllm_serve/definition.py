@@ -6,14 +6,17 @@ from contextlib import AbstractAsyncContextManager
 from typing import ClassVar
 
 from poolgrid.workers.engines.definition import EngineDefinition, EngineHost, OpenedEngine
+from poolgrid.workers.engines.server.core.launching import Launch
 from poolgrid.workers.engines.server.kinds import ServerKind
 from poolgrid.workers.engines.server.settings import EngineServerSettings
+from poolgrid.workers.engines.trtllm_serve.core.launching import LAUNCH
 
 
 class TrtllmServeSettings(EngineServerSettings):
     """A worker process in front of trtllm-serve."""
 
     engine_name: ClassVar[str] = "trtllm-serve"
+    launch: ClassVar[Launch] = LAUNCH
 
 
 def _open(settings: TrtllmServeSettings, around: EngineHost) -> AbstractAsyncContextManager[OpenedEngine]:

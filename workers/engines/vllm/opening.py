@@ -10,12 +10,13 @@ from poolgrid.workers.engines.server.core.server_facts import ServerFacts
 from poolgrid.workers.engines.server.opening import open_server
 from poolgrid.workers.engines.server.settings import EngineServerSettings
 from poolgrid.workers.engines.vllm.core.dialect import VllmDialect
+from poolgrid.workers.engines.vllm.core.launching import LAUNCH
 from poolgrid.workers.engines.vllm.facts import KIND
 
 
 def open_engine(settings: EngineServerSettings, around: EngineHost) -> AbstractAsyncContextManager[OpenedEngine]:
     """Open it; see ``poolgrid.workers.engines.server.opening``."""
-    return open_server(settings, around, KIND, make_dialect)
+    return open_server(settings, around, KIND, LAUNCH, make_dialect)
 
 
 def make_dialect(facts: ServerFacts, settings: EngineServerSettings) -> Dialect:

@@ -1,0 +1,51 @@
+"""vLLM's server as a process, with the arguments of ``vllm serve`` that a worker gives; ours, as the module beside it.
+
+It takes any others. ``--fails`` is of no real server: it says some last words, and ends with that status.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+import sys
+
+import zmq.asyncio
+
+from tests.fakes.engine_server.vllm import Options, VllmServer
+
+
+def say(words: str) -> None:
+    sys.stderr.write(f"{words}\n")
+
+
+async def main(arguments: argparse.Namespace) -> None:
+    events = json.loads(arguments.kv_events_config)
+    context = zmq.asyncio.Context()
+    server = VllmServer(context, Options(model=arguments.served_model_name))
+    server.publish_at(events["endpoint"], events["replay_endpoint"])
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    await server.start(arguments.port)
+    say(f"serving {arguments.model}")
+    await stop.wait()
+    say("ending in order")
+    await server.stop()
+    context.destroy(linger=0)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model")
+    parser.add_argument("--host")
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--served-model-name")
+    parser.add_argument("--kv-events-config", default="{}")
+    parser.add_argument("--fails", type=int)
+    known, _ = parser.parse_known_args()
+    if known.fails is not None:
+        say("loading weights")
+        say("ValueError: no such model architecture")
+        sys.exit(known.fails)
+    asyncio.run(main(known))

@@ -1,0 +1,70 @@
+"""A command on a leash ends with who started it, and takes along what it started itself."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from poolgrid.runtime import leash
+
+PATIENCE_S = 30.0
+
+
+def leashed(*command: str, grace_s: str = "0") -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", leash.__file__, grace_s, *command],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [(("sh", "-c", "exit 7"), 7), (("sh", "-c", "kill -9 $$"), 137), (("/no/such/program",), leash.NOT_STARTED)],
+)
+def test_its_status_is_the_commands(command: tuple[str, ...], status: int) -> None:
+    with leashed(*command) as process:
+        assert process.wait(PATIENCE_S) == status
+        assert process.stderr is not None
+        assert (b"/no/such/program" in process.stderr.read()) is (status == leash.NOT_STARTED)
+
+
+def test_the_command_hears_what_it_is_asked() -> None:
+    with leashed("sh", "-c", "trap 'echo asked; exit 3' TERM; echo up; while :; do read x <&1 & wait; done") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline() == b"asked\n"
+        assert process.wait(PATIENCE_S) == 3
+
+
+def test_without_its_starter_everything_ends() -> None:
+    deaf = "trap '' TERM; sleep 600 & echo $!; wait"
+    with leashed("sh", "-c", deaf) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        grandchild = psutil.Process(int(process.stdout.readline()))
+        process.stdin.close()  # as the system does for a starter that was killed
+        process.wait(PATIENCE_S)
+        psutil.wait_procs([grandchild], PATIENCE_S)
+        assert not grandchild.is_running() or grandchild.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_command_whose_leash_was_cut_ends_too() -> None:
+    with leashed("sh", "-c", "echo $$; exec sleep 600") as process:
+        assert process.stdout is not None
+        command = psutil.Process(int(process.stdout.readline()))
+        process.kill()
+        process.wait()
+        # The pipe of its output ends with it.
+        assert select.select([process.stdout], [], [], PATIENCE_S)[0]
+        assert os.read(process.stdout.fileno(), 1) == b""
+        assert not command.is_running() or command.status() == psutil.STATUS_ZOMBIE
