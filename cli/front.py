@@ -110,7 +110,9 @@ def make_plan(settings: UpSettings, servers: Sequence[FrontServer]) -> FrontPlan
             f"front {unknown[0]}: the server does not say how many tokens a KV block has: give --worker-option "
             "kv-block-size=N"
         )
-    block_size = _the_same("block size", sizes, "one router's index has one: start the servers with the same")
+    block_size = _the_same(
+        "block size", sizes, f"a router's index has one: start them with the same, {_sizing(servers)}"
+    )
     notes = [
         f"{each.url}: cache events are not followed: {each.facts.events_missing}"
         for each in servers
@@ -161,6 +163,13 @@ def _the_same(what: str, said: Mapping[str, object], advice: str) -> str:
         listed = "; ".join(f"{url}: {value}" for url, value in said.items())
         raise FrontProblem(f"front: the servers differ in their {what} ({listed}); {advice}")
     return values.pop()
+
+
+def _sizing(servers: Sequence[FrontServer]) -> str:
+    """Return how servers of each kind are given a block size."""
+    kinds = server_kinds()
+    there = dict.fromkeys(each.facts.kind for each in servers)
+    return "; ".join(f"{kinds[name].title}: {kinds[name].block_size_option}" for name in there if name in kinds)
 
 
 def _tokenizer(settings: UpSettings, servers: Sequence[FrontServer]) -> Path:

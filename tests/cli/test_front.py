@@ -58,7 +58,11 @@ def test_prompt_and_output_may_have_servers_of_their_own() -> None:
     ("servers", "words"),
     [
         ((server("http://a"), server("http://b", model="other")), "differ in their model"),
-        ((server("http://a"), server("http://b", block_size=32)), "differ in their block size (http://a: 16; http://b"),
+        (
+            (server("http://a"), server("http://b", kind="sglang", block_size=32)),
+            "differ in their block size (http://a: 16; http://b: 32); a router's index has one: start them with the "
+            "same, vLLM: --block-size N; SGLang: --page-size N",
+        ),
         ((server("http://a", block_size=None),), "kv-block-size=N"),
         ((server("http://a", model_path="org/model"),), "the servers loaded org/model, which is no directory"),
     ],

@@ -28,6 +28,8 @@ class ServerKind:
     """Ask a server of this kind for all it tells; raises ``ServerError``, ``DecodeError``."""
     events_option: str
     """What to start it with so that it publishes its cache events."""
+    block_size_option: str
+    """What to start it with for blocks of N tokens."""
 
 
 class UnknownServer(ValueError):

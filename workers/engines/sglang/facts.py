@@ -134,4 +134,4 @@ def _moved(endpoint: str, ports: int) -> str:
     return f"{address}:{int(port) + ports}"
 
 
-KIND = ServerKind("sglang", "SGLang", "sglang", learn, EVENTS_OPTION)
+KIND = ServerKind("sglang", "SGLang", "sglang", learn, EVENTS_OPTION, "--page-size N")

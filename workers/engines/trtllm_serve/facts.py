@@ -30,4 +30,11 @@ async def learn(client: ServerClient, listed: ModelList, model: ListedModel) -> 
     )
 
 
-KIND = ServerKind("trtllm-serve", "trtllm-serve", "tensorrt_llm", learn, EVENTS_OPTION)
+KIND = ServerKind(
+    "trtllm-serve",
+    "trtllm-serve",
+    "tensorrt_llm",
+    learn,
+    EVENTS_OPTION,
+    "kv_cache_config: {tokens_per_block: N} in its YAML",
+)

@@ -129,4 +129,4 @@ def _source(rank: int, said: _Source, host: str) -> EventSource:
     return EventSource(rank, endpoint, replay, said.topic, doubt=doubt)
 
 
-KIND = ServerKind("vllm", "vLLM", "vllm", learn, EVENTS_OPTION)
+KIND = ServerKind("vllm", "vLLM", "vllm", learn, EVENTS_OPTION, "--block-size N")
