@@ -1,0 +1,176 @@
+"""Prefill and decode on engine servers of their own, behind a router: the legs that each engine's protocol has.
+
+All of it is real but the servers: ours, which follow the published protocols. It runs in one loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+import zmq.asyncio
+from tokenizers import Tokenizer
+
+from poolgrid.frontend.models import TINY_MODEL_PATH
+from poolgrid.frontend.settings import FrontendSettings
+from poolgrid.router import bootstrap as router
+from poolgrid.router.consolidator.settings import ConsolidatorSettings
+from poolgrid.router.settings import RouterSettings
+from poolgrid.workers import bootstrap as worker
+from poolgrid.workers.engines.registry import engine_definition
+from tests.fakes.engine_server.sglang import SglangServer
+from tests.fakes.engine_server.trtllm_serve import TrtllmServe
+from tests.fakes.engine_server.vllm import Options, VllmServer, answer_of
+from tests.workers.fakes import PATIENCE_S
+
+BLOCK = 16
+PROMPTS = [list(range(1000 + 100 * number, 1060 + 100 * number)) for number in range(6)]
+OUTPUT_TOKENS = 7
+
+Servers = Callable[[zmq.asyncio.Context], tuple[VllmServer, VllmServer]]
+
+
+def of_vllm(context: zmq.asyncio.Context) -> tuple[VllmServer, VllmServer]:
+    return VllmServer(context, Options(BLOCK, kv_connector=True)), VllmServer(context, Options(BLOCK))
+
+
+def of_sglang(context: zmq.asyncio.Context) -> tuple[VllmServer, VllmServer]:
+    return SglangServer(context, Options(BLOCK), "prefill"), SglangServer(context, Options(BLOCK), "decode")
+
+
+def of_trtllm_serve(context: zmq.asyncio.Context) -> tuple[VllmServer, VllmServer]:
+    return TrtllmServe(context, Options(BLOCK)), TrtllmServe(context, Options(BLOCK))
+
+
+@dataclass
+class Pool:
+    """A router in front of a server that computes prompts and one that goes on."""
+
+    url: str
+    prefill: VllmServer
+    decode: VllmServer
+    client: httpx.AsyncClient
+
+    async def ask(self, number: int) -> list[str]:
+        """Ask for one answer, which must be the undisturbed one; return what was done, by whom."""
+        body = {"model": "tiny", "prompt": PROMPTS[number], "max_tokens": OUTPUT_TOKENS, "ignore_eos": True}
+        name = {"x-request-id": f"legs-{number}"}
+        answer = await self.client.post(f"{self.url}/v1/completions", json=body, headers=name, timeout=PATIENCE_S)
+        assert answer.status_code == 200, answer.text
+        undisturbed = Tokenizer.from_file(str(TINY_MODEL_PATH / "tokenizer.json")).decode(
+            answer_of(PROMPTS[number], OUTPUT_TOKENS)
+        )
+        assert answer.json()["choices"][0]["text"] == undisturbed
+        decision = (await self.client.get(f"{self.url}/v1/decisions/legs-{number}")).json()
+        return [f"{each['stage']} on {each['worker'].partition('/')[0]}" for each in decision["attempts"]]
+
+
+@asynccontextmanager
+async def started(serve: Callable[[asyncio.Event, Callable[[Any], None]], Any]) -> AsyncIterator[Any]:
+    """Run a part of the pool; what it says when it is ready."""
+    stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
+    task = asyncio.ensure_future(serve(stop, ready.set_result))
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            await asyncio.wait({task, ready}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+        yield ready.result()
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+
+
+@asynccontextmanager
+async def pool_of(engine: str, servers: Servers) -> AsyncIterator[Pool]:
+    context = zmq.asyncio.Context()
+    async with AsyncExitStack() as opened:
+        opened.callback(context.destroy, linger=0)
+        prefill, decode = servers(context)
+        for each in (prefill, decode):
+            await each.start()
+        opened.push_async_callback(decode.stop)
+        at = await opened.enter_async_context(
+            started(
+                lambda stop, ready: router.serve(
+                    RouterSettings(port=0, select_port=0, local_prefill_max_tokens=8, shutdown_timeout_ms=100),
+                    FrontendSettings(),
+                    ConsolidatorSettings(ingest_port=0),
+                    stop,
+                    ready,
+                )
+            )
+        )
+        for role, server in (("prefill", prefill), ("decode", decode)):
+            settings = engine_definition(engine).settings.model_validate(
+                {
+                    "worker_id": role,
+                    "engine_url": server.url,
+                    "role": role,
+                    "kv_block_size": BLOCK,
+                    "consolidator": at.ingest,
+                    "health_interval_ms": 50,
+                }
+            )
+            await opened.enter_async_context(started(lambda stop, ready, of=settings: worker.serve(of, stop, ready)))  # type: ignore[misc]
+        client = await opened.enter_async_context(httpx.AsyncClient())
+        pool = Pool(at.http, prefill, decode, client)
+        await until_ready(pool, 2)
+        yield pool
+
+
+async def until_ready(pool: Pool, workers: int) -> None:
+    """Wait until so many workers take requests."""
+    async with asyncio.timeout(PATIENCE_S):
+        ready = -1
+        while ready != workers:
+            await asyncio.sleep(0.02)
+            rows = (await pool.client.get(f"{pool.url}/v1/workers")).json()["data"]
+            ready = sum(row["state"] == "ready" for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("engine", "servers"), [("vllm", of_vllm), ("sglang", of_sglang), ("trtllm-serve", of_trtllm_serve)]
+)
+def test_a_prompt_is_computed_on_one_server_and_answered_on_another(engine: str, servers: Servers) -> None:
+    async def scenario() -> None:
+        async with pool_of(engine, servers) as pool:
+            done = await asyncio.gather(*(pool.ask(number) for number in range(5)))
+            assert done == [["prefill on prefill", "decode on decode"]] * 5
+            assert len(pool.prefill.bodies) == len(pool.decode.bodies) == 5
+            for first, then in zip(by_prompt(pool.prefill), by_prompt(pool.decode), strict=True):
+                agrees(engine, first, then, pool.prefill)
+            # Without anybody who computes prompts for it, the other server does that too.
+            await pool.prefill.stop()
+            await until_ready(pool, 1)
+            assert await pool.ask(5) == ["whole on decode"]
+
+    asyncio.run(scenario())
+
+
+def by_prompt(server: VllmServer) -> list[dict[str, Any]]:
+    """What a server was asked, in the order of the prompts."""
+    return sorted(server.bodies, key=lambda body: (body.get("prompt") or body["input_ids"])[0])
+
+
+def agrees(engine: str, first: dict[str, Any], then: dict[str, Any], prefill: VllmServer) -> None:
+    """Check what both servers of a request were told, by the published protocol of each."""
+    if engine == "vllm":
+        assert first["max_tokens"] == 1
+        assert first["kv_transfer_params"]["do_remote_decode"]
+        given = then["kv_transfer_params"]
+        assert given["do_remote_prefill"]
+        assert (given["remote_engine_id"], given["remote_block_ids"]) == (f"engine-{prefill.url[-5:]}", [1, 2])
+    elif engine == "sglang":
+        assert first["bootstrap_room"] == then["bootstrap_room"]
+        assert (first["bootstrap_host"], first["bootstrap_port"]) == (then["bootstrap_host"], then["bootstrap_port"])
+    else:
+        asked, given = first["disaggregated_params"], then["disaggregated_params"]
+        assert (asked["request_type"], given["request_type"]) == ("context_only", "generation_only")
+        assert asked["disagg_request_id"] == given["ctx_request_id"] >= 1 << 42
+        assert given["encoded_opaque_state"] == "b3BhcXVl"
