@@ -158,10 +158,13 @@ def test_one_command_goes_in_front_of_what_runs_already() -> None:
             assert answers[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 64
             assert len({each["choices"][0]["text"] for each in answers}) == 1
             assert metric(url, "poolgrid_router_untrusted_workers") == 0
-            for number in range(9):
+            ranks: set[str | None] = set()
+            for number in range(60):
                 other = {**body, "prompt": list(range(200 + 50 * number, 250 + 50 * number))}
                 assert httpx.post(f"{url}/v1/completions", json=other, timeout=30).status_code == 200
-            ranks = {each.get("x-data-parallel-rank") for each in servers[1].headers}
+                ranks = {each.get("x-data-parallel-rank") for each in servers[1].headers}
+                if number >= 8 and ranks == {"0", "1"}:
+                    break
             assert ranks == {"0", "1"}
             for each, worker in zip(servers, ("vllm-0", "vllm-1"), strict=True):
                 for dp_rank, cache in enumerate(each.caches):
