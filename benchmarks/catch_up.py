@@ -519,6 +519,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.process:
         kind, given = options.process
+        garbage.collect_rarely()  # as every command does
         {"consolidator": consolidator_process, "router": router_process}[kind](json.loads(given))
         return
     console = Console()
