@@ -36,6 +36,9 @@ from poolgrid.wire.answers import (
     RequestExplanation,
 )
 
+UNCOMPARED = "the rest is output, or stands behind a medium of which the workers do not say how many tokens it becomes"
+"""Why some blocks of a request with media are not compared."""
+
 TIMEOUT_S = 5.0
 """Longest wait for one answer; routers answer from memory."""
 
@@ -110,6 +113,13 @@ def _add_attempt(root: Tree, attempt: DecisionExplanation) -> None:
         f"ISL {attempt.isl:,} = {counted(attempt.isl_blocks, 'block')}, {attempt.overlap_blocks:,} believed to be "
         f"there, {came}"
     )
+    if attempt.media is not UNSET:
+        media, whole = attempt.media, attempt.isl // attempt.block_size
+        rest = "" if media.compared_blocks >= whole else f"; {UNCOMPARED}"
+        branch.add(
+            f"{counted(media.items, 'medium')}: {media.compared_blocks:,} of {counted(whole, 'whole block')} compared "
+            f"with what workers hold{rest}"
+        )
     if attempt.behind_records:
         branch.add(
             f"[yellow]the router was catching up[/]: {counted(attempt.behind_records, 'record')} or more of the pool's "

@@ -240,6 +240,8 @@ class _Exchange:
                 )
             prompts = await self._tokenize(job, len(body))
             del body
+            if self._lease is not None:
+                self._endpoint._media.note_places([each for prompt in prompts for each in prompt.media_items])
             count = len(prompts) * job.choices_per_prompt
             request_ids = self._endpoint._request_ids.of_sequences(self._wanted_id, count)
             await self._serve(job, prompts, request_ids)

@@ -75,6 +75,11 @@ class Prompt(msgspec.Struct, frozen=True):
         """Return its length in tokens."""
         return len(self.token_ids) // TOKEN_BYTES
 
+    @property
+    def media_items(self) -> tuple[MediaItem, ...]:
+        """Return its media, each with its place."""
+        return () if self.multimodal is None else self.multimodal.items
+
 
 @dataclass(slots=True)
 class _Sighted:

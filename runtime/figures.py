@@ -9,7 +9,7 @@ from __future__ import annotations
 UNKNOWN = "–"
 """Stands where nothing is known."""
 
-_IRREGULAR = {"entry": "entries", "query": "queries", "policy": "policies"}
+_IRREGULAR = {"entry": "entries", "medium": "media", "query": "queries", "policy": "policies"}
 
 
 def counted(count: int, noun: str) -> str:

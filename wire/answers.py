@@ -171,6 +171,14 @@ class RecordedBy(Answer, frozen=True, kw_only=True):
     settings: dict[str, Any]
 
 
+class MediaRow(Answer, frozen=True, kw_only=True):
+    """How far a request with media was compared with what workers hold."""
+
+    items: int
+    compared_blocks: int
+    """Leading blocks of the prompt whose names are known: they end at a medium whose tokens nobody can count."""
+
+
 class DecisionExplanation(DecisionRow, frozen=True, kw_only=True):
     """Everything about one decision."""
 
@@ -185,6 +193,8 @@ class DecisionExplanation(DecisionRow, frozen=True, kw_only=True):
     untrusted: dict[str, str]
     recorded: RecordedBy | UnsetType = UNSET
     """Only when it was read from a decision journal."""
+    media: MediaRow | UnsetType = UNSET
+    """Only of a request with media."""
 
 
 class RequestExplanation(Answer, frozen=True, kw_only=True):

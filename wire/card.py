@@ -9,7 +9,16 @@ from msgspec import Meta
 
 from poolgrid.wire.hashing import HASH_SPEC, stable_u64
 from poolgrid.wire.identifiers import U32, Identifier, Role
-from poolgrid.wire.limits import CHAT_TEMPLATE_CHARS_MAX, LORAS_PER_WORKER_MAX, MEDIA_KINDS_MAX, STOP_TOKENS_MAX
+from poolgrid.wire.limits import (
+    CHAT_TEMPLATE_CHARS_MAX,
+    IMAGE_RESOLUTIONS_MAX,
+    LORAS_PER_WORKER_MAX,
+    MEDIA_KINDS_MAX,
+    STOP_TOKENS_MAX,
+)
+
+Length = Annotated[int, Meta(ge=1, le=65_536)]
+"""A length in pixels or patches: a divisor, so never 0."""
 
 
 class WorkerLimits(msgspec.Struct, array_like=True, frozen=True):
@@ -21,6 +30,30 @@ class WorkerLimits(msgspec.Struct, array_like=True, frozen=True):
     total_kv_blocks: U32
     max_sequence_length: U32
     host_kv_blocks: U32 = 0
+
+
+class ResizedGrid(msgspec.Struct, array_like=True, frozen=True):
+    """Images are resized to whole patches, and a square of neighbouring patches is one token (Qwen-VL)."""
+
+    patch_size: Length
+    """Pixels along a side of a patch."""
+    merge_size: Length
+    """Patches along a side of a token."""
+    pixels_min: U32
+    """Smaller images are enlarged to this."""
+    pixels_max: U32
+    """Larger images are reduced to this."""
+
+
+class TiledGrid(msgspec.Struct, array_like=True, frozen=True):
+    """An image is one small tile, and again several tiles without their empty margin (LLaVA-NeXT)."""
+
+    tile_size: Length
+    """Pixels along a side of a tile."""
+    patch_size: Length
+    """Pixels along a side of a patch, which is one token."""
+    resolutions: Annotated[tuple[tuple[Length, Length], ...], Meta(min_length=1, max_length=IMAGE_RESOLUTIONS_MAX)]
+    """Height and width in pixels of what the tiles may make up together; the one that fits best is taken."""
 
 
 class MediaSpec(msgspec.Struct, array_like=True, frozen=True):
@@ -35,9 +68,15 @@ class MediaSpec(msgspec.Struct, array_like=True, frozen=True):
     tokens_per_image: U32 = 0
     """Tokens that every image takes; 0 = it depends on the image, or is not known."""
     filler_token_id: U32 | None = None
-    """The token that stands for an image ``tokens_per_image`` times; ``None`` = the placeholder's own."""
+    """The token that stands for an image as many times as it has tokens; ``None`` = the placeholder's own."""
     item_bytes_max: U32 = 0
     """Largest medium, in bytes; 0 = what the routers allow. Theirs holds too."""
+    resized_grid: ResizedGrid | None = None
+    """How the tokens of an image follow from its size, where it is so; ``tokens_per_image`` goes before."""
+    tiled_grid: TiledGrid | None = None
+    """The same for models of the other kind; at most one of the two is set."""
+    adds_special_tokens: bool = False
+    """The engine makes tokens of a prompt with media by itself, and adds what its tokenizer adds to any text."""
 
 
 class ChatSpec(msgspec.Struct, array_like=True, frozen=True):

@@ -67,6 +67,9 @@ PROMPT_CHARS_MAX = 16 * 1024 * 1024
 MEDIA_KINDS_MAX = 16
 """Kinds of media that a card lists."""
 
+IMAGE_RESOLUTIONS_MAX = 256
+"""Resolutions of tiled images on a card; models have 5 to 36."""
+
 CHAT_TEMPLATE_CHARS_MAX = 65_536
 """A chat template in a card; published ones have up to some 20,000 characters."""
 

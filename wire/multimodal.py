@@ -48,6 +48,9 @@ class MediaItem(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Position among ``Generate.token_ids`` of the first token that stands for the item."""
     token_count: U32 = 0
     """How many tokens stand for it; 0 = not known before the engine has looked at it."""
+    width: U32 = 0
+    """Pixels of an image, as its header says; 0 = no image, or not known."""
+    height: U32 = 0
 
 
 class MultimodalInput(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):

@@ -94,8 +94,9 @@ def with_media(
     if spec.placeholder_token_id is None and spec.placeholder:
         # As one token it is found wherever the template put it, and text that only looks like it is not.
         spec = msgspec.structs.replace(spec, placeholder_token_id=model.tokenizer.token_to_id(spec.placeholder))
+    special = add_special_tokens or spec.adds_special_tokens
     try:
-        token_ids, placed = place_media(text, items, spec, lambda part: model.encode(part, add_special_tokens, domain))
+        token_ids, placed = place_media(text, items, spec, lambda part: model.encode(part, special, domain))
         size = sum(len(item.data) + ITEM_BYTES_MAX for item in placed) + 4 * len(text)
         if (
             len(text) > PROMPT_CHARS_MAX

@@ -6,12 +6,12 @@ here is what it will then have to hold.
 
 from __future__ import annotations
 
-from poolgrid.frontend.media.image_headers import BrokenImage, read_header
+from poolgrid.frontend.media.image_headers import BrokenImage, ImageHeader, read_header
 from poolgrid.frontend.media.refusals import MediaRefused
 
 
-def check_image(data: bytes, formats: tuple[str, ...], pixels_max: int) -> str:
-    """Return the media type of an image; raises ``MediaRefused``."""
+def check_image(data: bytes, formats: tuple[str, ...], pixels_max: int) -> ImageHeader:
+    """Return what an image is; raises ``MediaRefused``."""
     if not data:
         raise MediaRefused("media_broken", "the image is empty (0 bytes)")
     try:
@@ -30,4 +30,4 @@ def check_image(data: bytes, formats: tuple[str, ...], pixels_max: int) -> str:
             f"the image has {header.width} x {header.height} pixels, allowed are at most {pixels_max} "
             "(max-image-pixels); nothing was decoded",
         )
-    return f"image/{header.format.lower()}"
+    return header

@@ -54,6 +54,11 @@ class ImageHeader(NamedTuple):
     width: int
     height: int
 
+    @property
+    def media_type(self) -> str:
+        """Return ``image/png`` and so on."""
+        return f"image/{self.format.lower()}"
+
 
 def read_header(data: bytes, formats: Collection[str]) -> ImageHeader | None:
     """Return what an image is, or ``None`` when it begins as none of ``formats``; raises ``BrokenImage``."""

@@ -127,7 +127,14 @@ class MediaLoader:
             return self._error(reference.param, refusal)
         self._metrics.loaded.labels(reference.source, reference.kind.value).inc()
         self._metrics.loaded_bytes.labels(reference.source).inc(len(medium.data))
-        return MediaItem(reference.kind, medium.data, medium.media_type, medium.media_hash)
+        return MediaItem(
+            reference.kind,
+            medium.data,
+            medium.media_type,
+            medium.media_hash,
+            width=medium.width,
+            height=medium.height,
+        )
 
     async def _medium(
         self, reference: MediaReference, domain: CacheDomain | None, bytes_max: int
@@ -228,10 +235,15 @@ class MediaLoader:
 
     def _check(self, reference: MediaReference, data: bytes) -> Medium:
         if reference.kind is MediaKind.EMBEDDINGS:
-            media_type = check_embeddings(data)
-        else:
-            media_type = check_image(data, self._settings.media_image_formats, self._settings.max_image_pixels)
-        return Medium(data, media_type, digest_media(data))
+            return Medium(data, check_embeddings(data), digest_media(data))
+        image = check_image(data, self._settings.media_image_formats, self._settings.max_image_pixels)
+        return Medium(data, image.media_type, digest_media(data), image.width, image.height)
+
+    def note_places(self, items: Sequence[MediaItem]) -> None:
+        """Count the media of a request whose tokens nobody can count: routing goes by what stands before them."""
+        for item in items:
+            if not item.token_count:
+                self._metrics.uncounted.labels(item.kind.value).inc()
 
     def _error(self, param: str, refusal: MediaRefused) -> RequestError:
         self._metrics.refused.labels(refusal.code).inc()

@@ -27,6 +27,9 @@ class Medium:
     data: bytes
     media_type: str
     media_hash: bytes
+    width: int = 0
+    """Pixels of an image; 0 = it is none."""
+    height: int = 0
 
 
 @dataclass(slots=True)

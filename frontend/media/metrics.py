@@ -24,6 +24,13 @@ class MediaMetrics:
         self.loaded_bytes = Counter(
             "poolgrid_frontend_media_loaded_bytes", "Bytes of media taken.", ["source"], registry=registry
         )
+        self.uncounted = Counter(
+            "poolgrid_frontend_media_uncounted",
+            "Media whose number of tokens is not known from the card of the model's workers, by kind. Routing goes by "
+            "the blocks before the first of them, so equal pictures find no cached blocks.",
+            ["kind"],
+            registry=registry,
+        )
         self.refused = Counter(
             "poolgrid_frontend_media_refused",
             "Media not taken, by the reason code that the client saw. If `media_address_not_allowed` or "

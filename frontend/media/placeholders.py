@@ -2,8 +2,9 @@
 
 The card's ``MediaSpec`` says what is known. A placeholder that is one token is looked for among the tokens; one that is
 only text is cut out of the text, and what is between is tokenized by itself. Then the items have their positions. With
-``tokens_per_image`` each placeholder becomes as many filler tokens as the engine will see, and every block of the
-prompt can be hashed; without, what comes before the first item still can (``poolgrid.wire.multimodal.known_tokens``).
+a rule for the tokens of an image (``poolgrid.wire.image_tokens``) each placeholder becomes as many filler tokens as the
+engine will see, and every block of the prompt can be hashed; without, what comes before the first item still can
+(``poolgrid.wire.multimodal.known_tokens``).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 from poolgrid.frontend.media.refusals import MediaRefused
 from poolgrid.wire.card import MediaSpec
 from poolgrid.wire.hashing import TOKEN_BYTES, pack_tokens
+from poolgrid.wire.image_tokens import tokens_of_image
 from poolgrid.wire.multimodal import MediaItem
 
 Encode = Callable[[str], bytes]
@@ -45,16 +47,13 @@ def place_media(
             f"the prompt has {len(pieces) - 1} placeholders of media for {len(items)} media: text must not contain "
             f"the placeholder{f' {spec.placeholder!r}' if spec.placeholder else ''}",
         )
-    count = 0
     filler = spec.filler_token_id if spec.filler_token_id is not None else spec.placeholder_token_id
-    if spec.tokens_per_image and filler is not None:
-        count = spec.tokens_per_image
-        stand_in = pack_tokens([filler]) * count
     tokens = bytearray(pieces[0])
     placed: list[MediaItem] = []
     for item, piece in zip(items, pieces[1:], strict=True):
+        count = 0 if filler is None else tokens_of_image(spec, item.width, item.height)
         placed.append(msgspec.structs.replace(item, first_token=len(tokens) // TOKEN_BYTES, token_count=count))
-        tokens += stand_in
+        tokens += pack_tokens([filler]) * count if count and filler is not None else stand_in
         tokens += piece
     return bytes(tokens), tuple(placed)
 

@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from poolgrid.router.core.candidates import Candidates, FewCandidates, RoutingRequest
 from poolgrid.router.core.policy import Choice
-from poolgrid.wire.answers import CandidateRow, DecisionExplanation, DecisionRow
+from poolgrid.wire.answers import CandidateRow, DecisionExplanation, DecisionRow, MediaRow
 from poolgrid.wire.identifiers import STAGE_WORD, WorkerKey
 from poolgrid.wire.request_ids import dispatch_of, kept_under, name_of
 
@@ -60,6 +61,9 @@ class Decision:
 
     queued_ms: float = 0.0
     """How long the request waited for a worker with room before this decision could be carried out."""
+
+    compared_blocks: int | None = None
+    """Leading blocks of a prompt with media that could be compared with what workers hold."""
 
     worker: WorkerKey = field(init=False)
     """The chosen worker."""
@@ -161,7 +165,14 @@ class Decision:
             rows=rows,
             filtered={str(worker): why for worker, why in self.filtered.items()},
             untrusted={str(worker): why for worker, why in self.untrusted.items()},
+            media=self._media(),
         )
+
+    def _media(self) -> MediaRow | UnsetType:
+        """Return how far the prompt was compared, where it has media."""
+        if self.compared_blocks is None:
+            return UNSET
+        return MediaRow(items=len(self.request.media), compared_blocks=self.compared_blocks)
 
 
 DECISION_LOG_BYTES = 64 * 1024 * 1024

@@ -171,6 +171,7 @@ class Selector:
                     dict(group.filtered),
                     attempt,
                     behind_records=behind_records,
+                    compared_blocks=len(path) if request.media else None,
                 )
         filtered = dict(group.filtered)
         rows = self._eligible(group, request, unavailable or {}, filtered)
@@ -214,6 +215,7 @@ class Selector:
             attempt,
             untrusted={worker: why for worker, why in untrusted.items() if worker in group.row_of_worker},
             behind_records=behind_records,
+            compared_blocks=len(path) if request.media else None,
         )
 
     def _choose_of_few(

@@ -331,6 +331,7 @@ def decision_of(made: DecisionMade, workers: Sequence[WorkerKey]) -> Decision:
         made.attempt,
         untrusted={workers[number]: why for number, why in made.untrusted},
         behind_records=made.behind_records,
+        compared_blocks=len(made.path) // 8 if made.request.media else None,
     )
 
 

@@ -180,3 +180,25 @@ def test_the_sequences_of_a_request_have_a_branch_each() -> None:
 
     assert text.index("sequence two-0~r1") < text.index("sequence two-1~r1")
     assert text.count("attempt 0, ") == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        (range(10), "2 media: 10 of 10 whole blocks compared with what workers hold"),
+        (
+            range(3),
+            "2 media: 3 of 10 whole blocks compared with what workers hold; the rest is output, or stands behind",
+        ),
+    ],
+)
+def test_how_far_a_prompt_with_media_was_compared_is_told(path: range, words: str) -> None:
+    pool = Pool()
+    pool.join("a")
+    request = RoutingRequest("r", "m", 160, 16, 10, media=(1, 2))
+    decision = decided(pool.selector(KvAware()).select(request, list(path), 0.0, 0))
+    lines = drawn(RequestExplanation(request_id="r", attempts=[decision.explanation()]).to_json()).splitlines()
+
+    (line,) = [line for line in lines if "media:" in line]
+    assert words in line
+    assert ("the rest" in line) is (len(path) < 10)

@@ -33,7 +33,7 @@ from poolgrid.wire import (
     tensors,
     trace_context,
 )
-from poolgrid.wire.card import ChatSpec, MediaSpec, WorkerCard, WorkerLimits
+from poolgrid.wire.card import ChatSpec, MediaSpec, ResizedGrid, TiledGrid, WorkerCard, WorkerLimits
 from poolgrid.wire.codec import Codec
 from poolgrid.wire.errors import DecodeError, LimitError
 from poolgrid.wire.events import (
@@ -137,7 +137,17 @@ FULL_CARD = WorkerCard(
     engine="TensorRT-LLM 1.2.1",
     eos_token_ids=(2, 128_009),
     vocabulary_size=128_256,
-    media=MediaSpec(("image", "embeddings"), "<image>", 32_000, 576, U32_MAX, 8 * 2**20),
+    media=MediaSpec(
+        ("image", "embeddings"),
+        "<image>",
+        32_000,
+        576,
+        U32_MAX,
+        8 * 2**20,
+        ResizedGrid(14, 2, 3136, 12_845_056),
+        TiledGrid(336, 14, ((336, 672), (672, 336))),
+        adds_special_tokens=True,
+    ),
     endpoint_name="poolgrid.decode.generate",
     simulated_speedup=2.5,
     chat=ChatSpec("qwen3", "hermes", "{{ messages }}"),
@@ -344,7 +354,7 @@ GOLDEN: dict[tuple[str, str], Any] = {
     ("multimodal", "an image and embeddings"): MultimodalInput(
         "USER: <image> and <image>?",
         (
-            MediaItem(MediaKind.IMAGE, b"\x89PNG", "image/png", digest_media(b"\x89PNG"), 3, 576),
+            MediaItem(MediaKind.IMAGE, b"\x89PNG", "image/png", digest_media(b"\x89PNG"), 3, 576, 336, 224),
             MediaItem(MediaKind.EMBEDDINGS, b"", "application/x-safetensors", digest_media(b"")),
         ),
     ),

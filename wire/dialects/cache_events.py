@@ -25,8 +25,12 @@ class StoredBlock(msgspec.Struct, frozen=True, gc=False):
     """The block also depends on something that is not among its tokens (``mm_keys``)."""
     media_hashes: tuple[int, ...] = ()
     """u64 hashes of the media that touch it, where the engine names media as the front end does."""
+    media_keys: tuple[str, ...] = ()
+    """The engine's own names of the media that touch it, in order; with them ``multimodal`` is set."""
     cache_salt: str | None = None
     """Salt that it was stored under, empty = none; ``None`` = the engine does not say."""
+    hash_seed: int | None = None
+    """Seed of our block hashes, where its media tell it."""
 
 
 class Diff(msgspec.Struct, frozen=True, gc=False):

@@ -6,6 +6,10 @@ The second cache manager (1.3) says more, in another way, and names its algorith
 1. a block's hash may be a SHA-256 digest, as hexadecimal digits: its last 8 bytes stand for it here;
 2. a block says the salt that it was stored under, if any;
 3. a medium is among the tokens of its blocks: the digest of its content, then numbers beyond the vocabulary.
+
+A block that media touch names each of them in ``mm_keys``: by the name that the request gave it
+(``multi_modal_uuids``, after 1.2), else by a digest of its content. The second cache manager says both, the name as
+``uuid``.
 """
 
 from __future__ import annotations
@@ -35,6 +39,8 @@ Name = int | str
 """A block's hash: an integer, or hexadecimal digits."""
 
 DIGEST_BYTES = 32
+MEDIA_KEY_CHARS_MAX = 256
+"""Longest name of a medium: digests have 64 characters, ours 32; whoever else asks the engine chooses his own."""
 U64_MAX = 2**64 - 1
 HEX = re.compile(rf"[0-9a-fA-F]{{1,{2 * DIGEST_BYTES}}}")
 
@@ -44,12 +50,17 @@ class _Token(msgspec.Struct):
     token_extra_id: int = 0
 
 
+class _MediaKey(msgspec.Struct):
+    hash: str = ""
+    uuid: str | None = None
+
+
 class _Block(msgspec.Struct):
     block_hash: Name
     tokens: list[_Token]
     cache_level: int = DEVICE_LEVEL
     priority: int = DEFAULT_PRIORITY
-    mm_keys: list[Any] | None = None
+    mm_keys: list[_MediaKey] | None = None
     cache_salt: str | None = None
 
 
@@ -146,6 +157,8 @@ def _parse_stored(event: Mapping[str, Any], data: Mapping[str, Any]) -> Stored:
                 cache_level,
                 priority,
                 bool(mm_keys) or any(map(_token_extra_id, tokens)),
+                (),
+                _media_keys(mm_keys) if mm_keys else (),
             )
         )
     event_id = event["event_id"]
@@ -242,8 +255,22 @@ def _block(block: _Block, says_salts: bool) -> StoredBlock:
         cache_level=block.cache_level,
         priority=block.priority,
         multimodal=media,
+        media_keys=tuple([_media_key(key.uuid or key.hash) for key in block.mm_keys or ()]),
         cache_salt=(block.cache_salt or "") if says_salts else None,
     )
+
+
+def _media_keys(keys: list[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Return the engine's names of media; raises some error for what is not as usual."""
+    return tuple([_media_key(key.get("uuid") or key["hash"]) for key in keys])
+
+
+def _media_key(name: str) -> str:
+    if type(name) is not str or len(name) > MEDIA_KEY_CHARS_MAX:
+        raise ValueError(
+            f"the name of a medium is {str(name)[:80]!r}, allowed are at most {MEDIA_KEY_CHARS_MAX} characters"
+        )
+    return name
 
 
 def _name(value: Name, field: str = "block_hash") -> int:

@@ -48,6 +48,9 @@ are forgotten: their blocks come back only when the engine stores them again."""
 RootSeed = Callable[[StoredBlock], int | None]
 """Says which seed (LoRA and salt) the first block of a chain was hashed with; ``None`` = nobody knows."""
 
+NameMedia = Callable[[Sequence[StoredBlock]], tuple[StoredBlock, ...]]
+"""Finds the media that touch blocks (``media_keys``), as far as they are known."""
+
 
 class _Block(msgspec.Struct, gc=False):
     """What the translator knows of one engine block."""
@@ -112,12 +115,14 @@ class EventTranslator:
         windows: int = 1,
         root_seed: RootSeed | None = None,
         reuse_is_on_device: bool = True,
+        name_media: NameMedia | None = None,
     ) -> None:
         self._block_size = block_size
         self._stride = block_size * TOKEN_BYTES
         self._windows = windows
         self._root_seed = root_seed
         self._reuse_is_on_device = reuse_is_on_device
+        self._name_media = name_media
         self._blocks: dict[int, _Block] = {}
         self._remembered: dict[int, _Block] = {}
         self._swallowed: dict[int, _Unnamed] = {}
@@ -315,6 +320,8 @@ class EventTranslator:
         blocks = event.blocks
         if not blocks:
             return
+        if self._name_media is not None and any(block.media_keys for block in blocks):
+            blocks = self._name_media(blocks)
         above = event.parent_hash
         parent: int | None = None
         evidence = False

@@ -7,7 +7,10 @@ import dataclasses
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from poolgrid.frontend.chat_template import ChatTemplate
 from poolgrid.frontend.errors import RequestError
@@ -16,10 +19,11 @@ from poolgrid.frontend.media.conversation import with_media
 from poolgrid.frontend.media.placeholders import place_media
 from poolgrid.frontend.ports import InferenceRequest, ServedModel
 from poolgrid.wire import limits
-from poolgrid.wire.card import MediaSpec
+from poolgrid.wire.card import MediaSpec, ResizedGrid
 from poolgrid.wire.hashing import pack_tokens, unpack_tokens
 from poolgrid.wire.multimodal import MediaItem, MediaKind, digest_media
 from tests.frontend.fake_backend import TINY, FakeBackend
+from tests.frontend.media.loading import loading
 from tests.frontend.media.samples import data_url, png
 from tests.frontend.server import application, in_process
 
@@ -90,6 +94,46 @@ def test_where_the_number_of_tokens_is_not_known_the_place_still_is() -> None:
     assert request.multimodal is not None
     (item,) = request.multimodal.items
     assert (item.first_token, item.token_count) == (len(TINY.encode("<|im_start|>user\nLook: ")) // 4, 0)
+
+
+def test_the_tokens_of_an_image_follow_from_its_size_where_the_card_says_how() -> None:
+    spec = MediaSpec(("image",), placeholder="<image>", filler_token_id=0, resized_grid=ResizedGrid(14, 2, 784, 78_400))
+    _, (request,) = ask([image_part(png(84, 56)), image_part(png(28, 560))], spec)
+
+    assert request.multimodal is not None
+    first, second = request.multimodal.items
+    assert [(item.width, item.height, item.token_count) for item in (first, second)] == [(84, 56, 6), (28, 560, 20)]
+    assert second.first_token == first.first_token + 6
+
+
+def test_a_prompt_with_media_has_the_special_tokens_that_its_engine_adds() -> None:
+    tokenizer = Tokenizer.from_str(TINY.tokenizer.to_str())
+    tokenizer.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
+    model = dataclasses.replace(TINY, tokenizer=tokenizer, encoder=None)
+    spec = MediaSpec(("image",), placeholder_token_id=1)
+    items = [MediaItem(MediaKind.IMAGE, CAT, "image/png", digest_media(CAT))]
+    text = "<|im_start|>Hello"
+
+    plain, _ = with_media(text, items, spec, model, False)
+    added, _ = with_media(text, items, msgspec.structs.replace(spec, adds_special_tokens=True), model, False)
+
+    assert added == pack_tokens([0]) + plain
+
+
+def test_media_whose_tokens_nobody_can_count_are_counted() -> None:
+    async def scenario() -> list[float | None]:
+        counts = []
+        async with loading() as loader:
+            for item in await loader.take(data_url(CAT), data_url(DOG)):
+                loader.loader.note_places([item, msgspec.structs.replace(item, token_count=4)])
+                counts.append(
+                    loader.metrics.registry.get_sample_value(
+                        "poolgrid_frontend_media_uncounted_total", {"kind": "image"}
+                    )
+                )
+        return counts
+
+    assert asyncio.run(scenario()) == [1, 2]
 
 
 def test_a_template_that_takes_lists_of_parts_writes_the_placeholders_itself() -> None:

@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from poolgrid.wire import codec as wire_codec
 from poolgrid.wire.errors import DecodeError
-from poolgrid.wire.hashing import unpack_tokens
+from poolgrid.wire.hashing import hash_seed, unpack_tokens
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import Generate, KvRetention
 from poolgrid.workers.core.refusal import RefusedError, UnableError, UnsupportedError
@@ -30,6 +31,7 @@ from poolgrid.workers.engines.trtllm.arguments.engine_arguments import EngineArg
 from poolgrid.workers.engines.trtllm.arguments.engine_rules import look_up
 from poolgrid.workers.engines.trtllm.core import disaggregated_params as codec
 from poolgrid.workers.engines.trtllm.core.loras import Adapter, adapters
+from poolgrid.workers.engines.trtllm.core.media_names import MediaNames
 from poolgrid.workers.engines.trtllm.core.model_facts import ModelFacts
 from poolgrid.workers.engines.trtllm.core.root_seeds import RootSeeds
 from poolgrid.workers.engines.trtllm.core.sampling import (
@@ -60,6 +62,8 @@ class Plan:
     sampling: SamplingPlan
     adapter: Adapter | None
     cache_salt: str
+    hash_seed: int | None = None
+    """Seed of its block hashes, where its media are to be named by it."""
 
 
 class TrtllmCalls:
@@ -86,6 +90,10 @@ class TrtllmCalls:
         self._dropped_fields: set[str] = set()
         self.adapters = adapters(arguments.values)
         self.roots = RootSeeds(arguments.block_size)
+        self.media: MediaNames | None = None
+        """Names of media in events; ``None`` where the model's files do not say what its tokens are."""
+        if facts.vocabulary_size and facts.image_token_id is not None:
+            self.media = MediaNames(facts.vocabulary_size, facts.image_token_id)
 
     def plan(self, request: Generate) -> Plan | None:
         """Return what a request becomes, ``None`` for an encode leg; raises ``RefusedError``."""
@@ -110,10 +118,26 @@ class TrtllmCalls:
             raise UnableError(
                 "kv_cache_retention_config is given, and this TensorRT-LLM takes none: leave it out, or use 1.2"
             )
-        plan = Plan(plan_sampling(request, self._eos_token_ids, self._guide_backend, self._ignores), adapter, salt)
+        seed = None if request.multimodal is None else self._name_media(request, salt)
+        sampling = plan_sampling(request, self._eos_token_ids, self._guide_backend, self._ignores)
+        plan = Plan(sampling, adapter, salt, seed)
         self._processors.check(request)
         self.roots.note(request.token_ids, routing.lora_name, None if adapter is None else adapter.number, salt)
         return plan
+
+    def _name_media(self, request: Generate, salt: str) -> int | None:
+        """Return the seed by which a request's pictures are named; remember those that have digests already."""
+        if self.media is None:
+            return None
+        seed = hash_seed(request.routing.lora_name, salt)
+        if request.disaggregated_params is not None:
+            digests = codec.media_digests(request.disaggregated_params)
+            try:
+                items = wire_codec.multimodal.decode(request.multimodal or b"").items
+            except DecodeError:
+                return None  # it is refused where its media are loaded
+            self.media.note(digests, [item.media_hash for item in items], seed)
+        return seed if self._library.names_media else None
 
     def generate(self, request: Generate, plan: Plan | None, inputs: Any, context_only: bool) -> Any:
         """Give a request to the engine and return its result, which grows.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from poolgrid.wire.card import MediaSpec, WorkerCard, WorkerLimits
+import msgspec
+
+from poolgrid.wire.card import MediaSpec, ResizedGrid, WorkerCard, WorkerLimits
 from poolgrid.wire.limits import PROMPT_TOKENS_MAX
 from poolgrid.wire.multimodal import MediaKind
 from poolgrid.workers.engines.trtllm.arguments.engine_arguments import EngineArguments
@@ -41,9 +43,27 @@ def make_card(
         engine=f"TensorRT-LLM {loaded.version}",
         eos_token_ids=facts.eos_token_ids,
         vocabulary_size=facts.vocabulary_size,
-        media=MediaSpec(_media_kinds(settings, facts), placeholder_token_id=facts.image_token_id),
+        media=_media(settings, loaded),
         endpoint_name=settings.endpoint_name,
     )
+
+
+def _media(settings: TrtllmWorkerSettings, loaded: LoadedEngine) -> MediaSpec:
+    facts = loaded.facts
+    kinds = _media_kinds(settings, facts)
+    if not kinds:
+        return MediaSpec()
+    spec = MediaSpec(kinds, placeholder_token_id=facts.image_token_id, adds_special_tokens=True)
+    if not loaded.names_media:
+        # Where events do not say which picture a block depends on, a router that could count its tokens would look for
+        # blocks that nobody can tell it of.
+        return spec
+    if settings.tokens_per_image:
+        return msgspec.structs.replace(spec, tokens_per_image=settings.tokens_per_image)
+    rule = facts.image_rule
+    if isinstance(rule, ResizedGrid):
+        return msgspec.structs.replace(spec, resized_grid=rule)
+    return msgspec.structs.replace(spec, tiled_grid=rule)
 
 
 def _media_kinds(settings: TrtllmWorkerSettings, facts: ModelFacts) -> tuple[MediaKind, ...]:

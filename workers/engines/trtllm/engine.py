@@ -192,7 +192,9 @@ class TrtllmEngine:
         self._metrics = metrics
         self._takes_media = load_media is not None
         self._calls = TrtllmCalls(library, llm, arguments, facts, processors)
-        self._generations = Generations(thread, library, llm, self._calls, self._on_growths, load_media)
+        self._generations = Generations(
+            thread, library, llm, self._calls, self._on_growths, load_media, trtllm_metrics.note_miscounted
+        )
         self._transfers_kv = bool((arguments.values.get("cache_transceiver_config") or {}).get("backend"))
         self._dp_size = arguments.attention_dp_size
         self._feed = TrtllmFeed(
@@ -202,6 +204,7 @@ class TrtllmEngine:
             clock,
             trtllm_metrics,
             root_seed=self._calls.roots,
+            name_media=self._calls.media if self._takes_media else None,
             own_metrics=collector,
         )
         self._feeding: asyncio.Task[None] | None = None
@@ -245,6 +248,11 @@ class TrtllmEngine:
     def dp_size(self) -> int:
         """How many attention-DP ranks there are; 1 without attention data parallelism."""
         return self._dp_size
+
+    @property
+    def names_media(self) -> bool:
+        """Whether the model's files say what stands for a picture among its tokens."""
+        return self._takes_media and self._calls.media is not None
 
     @property
     def unhealthy_reason(self) -> str:
@@ -679,6 +687,8 @@ class LoadedEngine:
     engine: TrtllmEngine
     version: str
     facts: ModelFacts
+    names_media: bool = False
+    """Whether its events say which blocks depend on a picture, by a name that routers know."""
 
 
 @asynccontextmanager
@@ -748,7 +758,8 @@ async def load_engine(
                 metrics.engine_load_seconds.set(load_s)
                 metrics.engine_healthy.set(1)
                 log.info("the engine is ready after %.1f s", load_s)
-                yield LoadedEngine(engine, library.version, facts)
+                names_media = engine.names_media and (library.names_media or bool(encode_endpoint))
+                yield LoadedEngine(engine, library.version, facts, names_media)
             finally:
                 await engine.close()
         finally:

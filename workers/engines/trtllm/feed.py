@@ -23,7 +23,7 @@ from poolgrid.wire.dialects.cache_events import AnyEngineEvent
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import BlocksRemoved, BlocksStored, CacheCleared
 from poolgrid.wire.identifiers import Tier
-from poolgrid.workers.core.event_translation import EventTranslator, RootSeed
+from poolgrid.workers.core.event_translation import EventTranslator, NameMedia, RootSeed
 from poolgrid.workers.engines.trtllm.core.statistics import EngineStatistics
 from poolgrid.workers.engines.trtllm.metrics import TrtllmMetrics
 from poolgrid.workers.engines.trtllm.reader import EVENTS, STATISTICS, EngineReader, FeedLimits, Turn
@@ -63,6 +63,7 @@ class TrtllmFeed:
         limits: FeedLimits | None = None,
         *,
         root_seed: RootSeed | None = None,
+        name_media: NameMedia | None = None,
         own_metrics: OwnMetrics | None = None,
         windows: int | None = None,
         reuse_is_on_device: bool | None = None,
@@ -83,6 +84,7 @@ class TrtllmFeed:
                 configured[0] if windows is None else windows,
                 root_seed,
                 configured[1] if reuse_is_on_device is None else reuse_is_on_device,
+                name_media,
             )
             for _ in range(dp_size)
         ]

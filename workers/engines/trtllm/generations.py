@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from poolgrid.runtime.tasks import detached
+from poolgrid.wire import codec as wire_codec
 from poolgrid.wire.errors import WireError
 from poolgrid.wire.hashing import pack_tokens, unpack_tokens
 from poolgrid.wire.identifiers import Stage
@@ -42,7 +43,7 @@ log = logging.getLogger(__name__)
 class MediaLoader(Protocol):
     """Makes an engine's inputs of a request with media; may take long, and runs in a thread."""
 
-    def __call__(self, request: Generate, has_handles: bool) -> Any:
+    def __call__(self, request: Generate, has_handles: bool, hash_seed: int | None) -> Any:
         """Return the inputs of ``generate_async``; raises ``RefusedError``."""
         ...
 
@@ -116,7 +117,9 @@ class Generations:
         calls: TrtllmCalls,
         grown: Callable[[], None],
         load_media: MediaLoader | None,
+        miscounted: Callable[[int, int], None],
     ) -> None:
+        """``miscounted`` is told of prompts with media: the tokens that a router counted, and the engine's."""
         self._thread = thread
         self._library = library
         self._llm = llm
@@ -126,6 +129,7 @@ class Generations:
         self._untaken: dict[int, Growth] = {}
         """What was not taken yet, by serial; guarded by the lock."""
         self._load_media = load_media
+        self._miscounted = miscounted
         self._preprocess = getattr(llm, "preprocess", None)
         self._legs: dict[int, _Leg] = {}
         self._touched: dict[_Leg, None] = {}
@@ -190,13 +194,15 @@ class Generations:
         emitted = _emitted(request)
         try:
             has_handles = request.disaggregated_params is not None and request.stage is not Stage.ENCODE
-            inputs = await asyncio.to_thread(self._load_media, request, has_handles)
+            seed = None if request.stage is Stage.ENCODE else leg.plan.hash_seed
+            inputs = await asyncio.to_thread(self._load_media, request, has_handles, seed)
             if emitted:
                 inputs["prompt"] += self._calls.text_of(emitted)
             if self._preprocess is not None and request.stage is not Stage.ENCODE and not has_handles:
                 sampling = self._calls.sampling_params(request, leg.plan)
                 inputs = await asyncio.to_thread(self._preprocess, inputs, sampling)
             self._start(leg, inputs)
+            self._compare_length(leg)
             if emitted and pack_tokens(leg.result.prompt_token_ids[-(len(emitted) // 4) :]) != emitted:
                 self._abort(leg)
                 raise UnableError(
@@ -207,6 +213,17 @@ class Generations:
             self._end(leg, error)
         else:
             await self._follow(leg)
+
+    def _compare_length(self, leg: _Leg) -> None:
+        """Count a prompt that the engine made longer or shorter than its router believed."""
+        request = leg.request
+        if request.stage is Stage.ENCODE or request.multimodal is None:
+            return
+        believed, made = len(request.token_ids) // 4, len(leg.result.prompt_token_ids)
+        if believed == made:
+            return
+        if all(item.token_count for item in wire_codec.multimodal.decode(request.multimodal).items):
+            self._miscounted(believed, made)
 
     async def _follow(self, leg: _Leg) -> None:
         """Notice every growth of a result, and its end."""

@@ -22,6 +22,9 @@ LOG_LEVEL_VARIABLE = "TLLM_LOG_LEVEL"
 PRIORITY_POLICY = "waiting_queue_policy"
 """Field of ``SchedulerConfig``, after 1.2, that makes the engine honour priorities."""
 
+MEDIA_NAMES = "multi_modal_uuids"
+"""Key of ``TextPrompt``, after 1.2, by which a request names its media; older versions pass over it."""
+
 REQUEST_ERRORS = (ValueError, TypeError, NotImplementedError)
 """What TensorRT-LLM raises for a request that it does not take, besides its own ``RequestError``."""
 
@@ -50,6 +53,13 @@ class TrtllmLibrary:
     """Class of a token's log probability, where the version has one."""
     scheduler_fields: frozenset[str]
     """Fields of ``SchedulerConfig``."""
+    prompt_fields: frozenset[str]
+    """Keys that a prompt may have beside its text (``TextPrompt``)."""
+
+    @property
+    def names_media(self) -> bool:
+        """Whether requests may say what their media are called in events."""
+        return MEDIA_NAMES in self.prompt_fields
 
     def make_engine(self, arguments: Mapping[str, Any], encoder: bool) -> Any:
         """Start an engine with resolved arguments; takes minutes, blocks, and needs GPUs."""
@@ -113,6 +123,7 @@ def load_library() -> TrtllmLibrary:
         kv_cache_retention=optional("llmapi", "KvCacheRetentionConfig"),
         logprob=optional("executor.result", "Logprob"),
         scheduler_fields=frozenset(getattr(optional("llmapi", "SchedulerConfig"), "model_fields", ())),
+        prompt_fields=frozenset(getattr(optional("inputs", "TextPrompt"), "__annotations__", ())),
     )
 
 

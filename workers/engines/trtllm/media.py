@@ -6,7 +6,9 @@ Rules:
 2. The prompt goes as text: with token ids and media TensorRT-LLM would decode the ids and tokenize again, and their
    number may change.
 3. A request has pictures or embeddings, not both: TensorRT-LLM takes one of the two.
-4. A ``.pt`` file is loaded with ``weights_only``: a pickle of anything but tensors is refused, never run.
+4. Pictures are named where the version takes names, so that its events say which blocks depend on them
+   (``core.media_names``). Embeddings cannot be named.
+5. A ``.pt`` file is loaded with ``weights_only``: a pickle of anything but tensors is refused, never run.
 """
 
 from __future__ import annotations
@@ -20,16 +22,23 @@ from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.multimodal import MediaItem, MediaKind
 from poolgrid.wire.requests import Generate
 from poolgrid.workers.core.refusal import RefusedError, UnableError, UnsupportedError
+from poolgrid.workers.engines.trtllm.core.media_names import media_name
+from poolgrid.workers.engines.trtllm.library import MEDIA_NAMES
 
 SAFETENSORS = "application/x-safetensors"
 
 
 def load_media(
-    request: Generate, has_handles: bool, takes_embeddings: bool = True, encoded_by: str = ""
+    request: Generate,
+    has_handles: bool,
+    hash_seed: int | None = None,
+    takes_embeddings: bool = True,
+    encoded_by: str = "",
 ) -> dict[str, Any]:
     """Return the inputs of ``generate_async``; blocks while pictures are decoded. Raises ``RefusedError``.
 
     ``has_handles``: an encode worker has the embeddings already, and the media themselves are not needed.
+    ``hash_seed``: the seed of the request's block hashes, by which its pictures are named; ``None`` = they are not.
     ``encoded_by``: who makes embeddings of pictures, where this worker does not.
     """
     assert request.multimodal is not None
@@ -50,6 +59,8 @@ def load_media(
         )
     if MediaKind.IMAGE in kinds:
         inputs["multi_modal_data"] = {"image": [_load(at, item, _image) for at, item in enumerate(media.items)]}
+        if hash_seed is not None:
+            inputs[MEDIA_NAMES] = {"image": [media_name(item.media_hash, hash_seed) for item in media.items]}
     elif not takes_embeddings:
         raise UnableError("the request has embeddings, which TensorRT-LLM's class of this model does not take")
     else:

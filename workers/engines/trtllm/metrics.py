@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from poolgrid.wire.identifiers import Tier
 from poolgrid.workers.core.event_translation import Counts, EventTranslator
 from poolgrid.workers.engines.trtllm.core.statistics import EngineStatistics
+
+log = logging.getLogger(__name__)
 
 ITERATION_SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 LAG_SECONDS_BUCKETS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0)
@@ -109,11 +113,29 @@ class TrtllmMetrics:
             "Events and statistics of a shape that is not known. The engine is another version of TensorRT-LLM.",
             "reader",
         )
+        self.media_miscounted = counter(
+            "media_miscounted_total",
+            "Prompts with media that have another number of tokens in the engine than routers counted. Their blocks "
+            "behind the media are never found again. The log has the first of them.",
+        )
         self.own_metrics_errors = counter(
             "own_metrics_errors_total",
             "Failures of TensorRT-LLM's own metrics (`trtllm_*`, in the same answer), which are shown as they come.",
         )
         self._counted: dict[int, Counts] = {}
+        self._miscounts = 0
+
+    def note_miscounted(self, believed: int, made: int) -> None:
+        """Count a prompt with media that has another number of tokens in the engine than a router counted."""
+        if not self._miscounts:
+            log.warning(
+                "a prompt with media has %d tokens in the engine, and its router counted %d: routing will not find "
+                "the blocks behind its media again. Later ones are only counted",
+                made,
+                believed,
+            )
+        self._miscounts += 1
+        self.media_miscounted.inc()
 
     def observe_events(self, rank: int, events: int, translator: EventTranslator) -> None:
         """Count what a translator has made of some more events."""

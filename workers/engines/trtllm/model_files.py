@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from poolgrid.workers.engines.trtllm.core.image_rules import PREPROCESSOR_FILE
 from poolgrid.workers.engines.trtllm.core.model_facts import CONFIG_FILE, GENERATION_FILE, ModelFacts, model_facts
 
 log = logging.getLogger(__name__)
@@ -20,7 +21,10 @@ def read_model_facts(model: str) -> ModelFacts:
 
     An engine that has loaded the model has also brought its files into the cache.
     """
-    return model_facts(_read(model, CONFIG_FILE), _read(model, GENERATION_FILE))
+    config = _read(model, CONFIG_FILE)
+    # Models of text have none, and nobody is to be told that.
+    preprocessor = _read(model, PREPROCESSOR_FILE) if "vision_config" in config else {}
+    return model_facts(config, _read(model, GENERATION_FILE), preprocessor)
 
 
 def _read(model: str, name: str) -> dict[str, Any]:

@@ -93,6 +93,13 @@ class TrtllmSettings(Settings):
     modality: Literal["text", "multimodal", "video_diffusion"] = Field(
         "text", description="What requests hold besides text. video_diffusion is not built yet and is refused."
     )
+    tokens_per_image: int = Field(
+        0,
+        ge=0,
+        le=1_048_576,
+        description="Prompt tokens that the model makes of every picture, where that is a fixed number; 0 = by the "
+        "model's files, for the models whose rule is known. Routers find cached pictures by it.",
+    )
     publish_events_and_metrics: bool = Field(
         True,
         description="Publish KV cache events and engine statistics; without them a router knows only what it sent.",

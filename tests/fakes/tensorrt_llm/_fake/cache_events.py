@@ -15,17 +15,30 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from poolgrid.wire.hashing import unpack_tokens
 from poolgrid.wire.identifiers import Tier
+from poolgrid.wire.multimodal import digest_media, media_hash_u64
 from poolgrid.workers.engines.simulated.core.cache_recorder import Link
 
-from .block_key import MultimodalKey, block_key_hash
+from .block_key import block_key_hash
+from .pictures import Picture
+from .profile import PROFILE
 
 _log = logging.getLogger("tensorrt_llm")
 
 DEFAULT_PRIORITY = 35
+
+
+class MediaKey(NamedTuple):
+    """A medium that a block depends on."""
+
+    digest: bytes
+    start: int
+    """Where in the medium the block begins."""
+    name: str
+    """What events call it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +47,8 @@ class Tenant:
 
     cache_salt_id: int | None = None
     lora_task_id: int | None = None
-    multimodal: tuple[MultimodalKey, ...] = ()
-    """Objects in the first block."""
+    multimodal: tuple[MediaKey, ...] = ()
+    """Media of which nothing is known but that they enter the hash of the first block."""
     cache_salt: str = ""
     """Set where events say it (``second_cache_manager``)."""
 
@@ -78,6 +91,10 @@ class RankEvents:
         self._removed: list[int] = []
         self._removed_window = self._window
         self._tenants: dict[int, Tenant] = {}
+        self._pictures: dict[int, Picture] = {}
+        """By what the simulated engine calls them."""
+        self._shown: dict[int, dict[int, int]] = {}
+        """How much of each picture the chain up to a block has shown, by the block's sequence hash."""
         self.names: dict[int, int] = {}
         """Engine hash of each resident whole block, by sequence hash."""
         self.levels: dict[int, int] = {}
@@ -92,6 +109,10 @@ class RankEvents:
     def register(self, seed: int, tenant: Tenant) -> None:
         """Note what a wire hash seed stands for."""
         self._tenants[seed] = tenant
+
+    def register_picture(self, picture: Picture) -> None:
+        """Note a picture that has tokens of its own."""
+        self._pictures[media_hash_u64(digest_media(picture.digest))] = picture
 
     def take(self) -> list[dict[str, Any]]:
         """Return the events of an iteration."""
@@ -118,11 +139,31 @@ class RankEvents:
         for at, sequence_hash in enumerate(hashes):
             part = ids[at * block_size : (at + 1) * block_size]
             keys = tenant.multimodal if not above else ()
-            above = block_key_hash(part, above, tenant.cache_salt_id, tenant.lora_task_id, keys)
+            touching = media.get(at, ()) if media else ()
+            if touching:
+                keys = self._keys(parent, sequence_hash, touching, part)
+            parent = sequence_hash
+            above = block_key_hash(part, above, tenant.cache_salt_id, tenant.lora_task_id, _hashed(keys))
             self.names[sequence_hash] = above
             self.levels[above] = 0
             blocks.append(_stored_block(above, part, keys, tenant.cache_salt))
         self._emit({"type": "stored", "parent_hash": parent_hash, "blocks": blocks}, self._window)
+
+    def _keys(
+        self, parent: int | None, sequence_hash: int, touching: Sequence[int], tokens: Sequence[int]
+    ) -> tuple[MediaKey, ...]:
+        """Return the keys of the pictures that touch a block; their tokens stand together, one picture's in a row."""
+        stand_in = max(tokens)
+        rows = [len(row) for row in "".join("x" if each == stand_in else " " for each in tokens).split()]
+        before = {} if parent is None else self._shown.get(parent, {})
+        shown = self._shown[sequence_hash] = {}
+        keys = []
+        for place, name in enumerate(touching):
+            picture, start = self._pictures[name], before.get(name, 0)
+            start = start if start < picture.length else 0
+            keys.append(MediaKey(picture.digest, start, picture.event_name))
+            shown[name] = start + (rows[place] if place < len(rows) else 0)
+        return tuple(keys)
 
     def removed(self, hashes: Sequence[int], tier: Tier) -> None:
         gone = set(hashes)
@@ -132,6 +173,8 @@ class RankEvents:
         names = [self.names.pop(sequence_hash) for sequence_hash in hashes]
         for name in names:
             del self.levels[name]
+        for sequence_hash in hashes:
+            self._shown.pop(sequence_hash, None)
         self._remove(orphans + names, self._window)
 
     def moved(self, links: Sequence[Link], source: Tier, target: Tier) -> None:
@@ -158,7 +201,7 @@ class RankEvents:
         if rest:
             parent = chain[-1][0] if chain else 0
             keys = tenant.multimodal if not parent else ()
-            name = block_key_hash(rest, parent, tenant.cache_salt_id, tenant.lora_task_id, keys)
+            name = block_key_hash(rest, parent, tenant.cache_salt_id, tenant.lora_task_id, _hashed(keys))
             chain.append((name, rest))
             if name not in self.partial:
                 self._emit(
@@ -231,7 +274,11 @@ class RankEvents:
         self._fresh.append(event)
 
 
-def _stored_block(name: int, tokens: Sequence[int], keys: Sequence[MultimodalKey], salt: str) -> dict[str, Any]:
+def _hashed(keys: Sequence[MediaKey]) -> list[tuple[bytes, int]]:
+    return [(key.digest, key.start) for key in keys]
+
+
+def _stored_block(name: int, tokens: Sequence[int], keys: Sequence[MediaKey], salt: str) -> dict[str, Any]:
     block: dict[str, Any] = {
         "type": "stored_block",
         "block_hash": name,
@@ -239,8 +286,9 @@ def _stored_block(name: int, tokens: Sequence[int], keys: Sequence[MultimodalKey
         "cache_level": 0,
         "priority": DEFAULT_PRIORITY,
     }
-    if keys:
-        block["mm_keys"] = [{"type": "mm_key", "hash": digest.hex(), "start_offset": start} for digest, start in keys]
+    named = [{"type": "mm_key", "hash": key.name, "start_offset": key.start} for key in keys if key.name]
+    if named and PROFILE.media_keys:
+        block["mm_keys"] = named
     if salt:
         block["cache_salt"] = salt
     return block

@@ -16,8 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from poolgrid.wire import codec
 from poolgrid.wire.events import RequestStarted
 from poolgrid.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence_hashes, unpack_tokens
+from poolgrid.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media, media_hashes_of_blocks
 from poolgrid.wire.requests import FinishReason, Generate, KvRetention, Routing, Sampling, TokenDelta
 from poolgrid.workers.core.refusal import RefusedError
 from poolgrid.workers.engines.simulated.core.engine import EngineLimits, SimulatedEngine
@@ -30,6 +32,7 @@ from ..llmapi.utils import AsyncQueue
 from . import opaque_state
 from .behaviour import Behaviour
 from .cache_events import EventBuffer, RankEvents, Tenant
+from .pictures import Picture
 from .profile import PROFILE
 from .second_cache_manager import BlockNames, spoken
 
@@ -106,6 +109,16 @@ class Request:
     """Part of the sampling seed: an answer is right only if the right media took the right way."""
     prompt_logprobs: int | None = None
     priority: int = 0
+    pictures: tuple[Picture, ...] = ()
+    """Its media that have tokens of their own."""
+
+    @property
+    def items(self) -> tuple[MediaItem, ...]:
+        """Return its pictures as the simulated engine takes media."""
+        return tuple(
+            MediaItem(MediaKind.EMBEDDINGS, each.digest, "fake", digest_media(each.digest), each.start, each.length)
+            for each in self.pictures
+        )
 
 
 @dataclass(slots=True)
@@ -164,7 +177,9 @@ class Executor:
             max_waiting_requests=1_000_000,
         )
         vocabulary = Vocabulary(behaviour.vocabulary_size, 3, 2, behaviour.eos_probability)
-        self.engines = [SimulatedEngine(limits, vocabulary, timing, recorder) for recorder in self.recorders]
+        self.engines = [
+            SimulatedEngine(limits, vocabulary, timing, recorder, takes_media=True) for recorder in self.recorders
+        ]
         self._open: dict[int, Request] = {}
         """Requests that were given in and have not ended; guarded by ``_changed``."""
         self._sequences: list[dict[str, _Sequence]] = [{} for _ in range(shape.ranks)]
@@ -490,6 +505,9 @@ class Executor:
         salt = request.salt if self.shape.enable_block_reuse else f"{IDENTIFIER_OF_NO_REUSE}-{request.id}"
         seed = hash_seed(request.lora_name, salt)
         self.recorders[rank].register(seed, request.tenant)
+        for picture in request.pictures:
+            self.recorders[rank].register_picture(picture)
+        multimodal = codec.multimodal.encode(MultimodalInput("", request.items)) if request.pictures else None
         started: list[str] = []
         for index in range(request.n):
             name = f"{request.id}.{index}"
@@ -506,6 +524,7 @@ class Executor:
                 if not sampling.ignore_eos
                 else tuple(request.stop_words),
                 routing=Routing(lora_name=request.lora_name, cache_salt=salt, priority=request.priority),
+                multimodal=multimodal,
                 retention=request.retention,
             )
             try:
@@ -677,6 +696,7 @@ class Executor:
                     self.shape.kv_dtype,
                     self.shape.tokens_per_block,
                     request.media_seed,
+                    request.pictures,
                 ),
                 multimodal_hashes=given.multimodal_hashes if given else None,
                 mrope_position_ids_handle=given.mrope_position_ids_handle if given else None,
@@ -693,7 +713,9 @@ class Executor:
         """Tell the recorder of a finished sequence: all tokens but the last have KV."""
         tokens = [*sequence.prompt, *sequence.output][:-1]
         whole = pack_tokens(tokens)
-        named = sequence_hashes(block_hashes(whole, self.shape.tokens_per_block, sequence.seed))
+        size = self.shape.tokens_per_block
+        touched = media_hashes_of_blocks(sequence.request.items, size)
+        named = sequence_hashes(block_hashes(whole, size, sequence.seed, touched))
         self.recorders[sequence.rank].request_ended(named, tokens, sequence.seed, sequence.request.decode_priority)
 
     def _report(self, scheduled: int, latency_ms: float, prefill_tokens: int, context_requests: int) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import msgspec
 from xxhash import xxh3_64_intdigest
 
+from .pictures import Picture
+
 _MAGIC = b"fake-kv-state"
 
 
@@ -19,6 +21,8 @@ class State(msgspec.Struct, array_like=True):
     tokens_per_block: int
     media_seed: int = 0
     """What the media of the prompt do to its tokens: the generation engine has their KV, not them."""
+    pictures: tuple[tuple[bytes, int, int], ...] = ()
+    """Digest and place of each medium that has tokens of its own."""
 
 
 def make(
@@ -28,10 +32,20 @@ def make(
     kv_dtype: str,
     tokens_per_block: int,
     media_seed: int = 0,
+    pictures: tuple[Picture, ...] = (),
 ) -> bytes:
     """Return the state's bytes, ended by a checksum."""
     body = msgspec.msgpack.encode(
-        State(_MAGIC, ctx_request_id, xxh3_64_intdigest(prompt), first, kv_dtype, tokens_per_block, media_seed)
+        State(
+            _MAGIC,
+            ctx_request_id,
+            xxh3_64_intdigest(prompt),
+            first,
+            kv_dtype,
+            tokens_per_block,
+            media_seed,
+            tuple((each.digest, each.start, each.length) for each in pictures),
+        )
     )
     return body + xxh3_64_intdigest(body).to_bytes(8, "little")
 
@@ -42,6 +56,15 @@ def media_seed(state: bytes | None) -> int:
         return msgspec.msgpack.decode((state or b"")[:-8], type=State).media_seed
     except msgspec.MsgspecError:
         return 0
+
+
+def pictures(state: bytes | None) -> tuple[Picture, ...]:
+    """Return the media of the prompt that have tokens of their own; the generation engine cannot name them."""
+    try:
+        found = msgspec.msgpack.decode((state or b"")[:-8], type=State).pictures
+    except msgspec.MsgspecError:
+        return ()
+    return tuple(Picture(digest, "", start, length) for digest, start, length in found)
 
 
 def fault(

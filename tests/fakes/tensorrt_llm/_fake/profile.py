@@ -32,6 +32,8 @@ class Profile:
     """``TorchSampler`` takes penalties and seeds and does nothing with them."""
     media_keys: bool
     """Stored blocks name the media that they depend on (``mm_keys``)."""
+    media_uuids: bool
+    """A prompt may name its media (``multi_modal_uuids``), and events say that name; otherwise it is passed over."""
     accepts_build_config: bool
     """The PyTorch backend takes a ``build_config`` and does nothing with it."""
     second_cache_manager: bool
@@ -39,9 +41,9 @@ class Profile:
 
 
 PROFILES = {
-    "1.1": Profile("1.1.0", "", False, False, False, False, True, False, True, False),
-    "1.2.1": Profile("1.2.1", "trtllm_", False, False, False, True, True, True, False, False),
-    "1.3": Profile("1.3.0", "trtllm_", True, True, True, True, False, True, False, True),
+    "1.1": Profile("1.1.0", "", False, False, False, False, True, False, False, True, False),
+    "1.2.1": Profile("1.2.1", "trtllm_", False, False, False, True, True, True, False, False, False),
+    "1.3": Profile("1.3.0", "trtllm_", True, True, True, True, False, True, True, False, True),
 }
 
 

@@ -50,12 +50,17 @@ def _name(v1: int, names: BlockNames) -> int | str:
     return digest.hex() if names is BlockNames.V2_SHA256 else int.from_bytes(digest[:8], "big")
 
 
+def _digest(name: str) -> str:
+    """Return the digest of a medium, also where the first manager would say its name."""
+    return name if len(name) == 64 else sha256(name.encode()).hexdigest()
+
+
 def _block(block: dict[str, Any], names: BlockNames, vocabulary_size: int) -> dict[str, Any]:
     tokens = list(block["tokens"])
     at = 0
     for key in block.get("mm_keys", ()):
         for offset in range(min(MEDIUM_TOKENS, len(tokens) - at)):
-            said = vocabulary_size + offset if offset else key["hash"]
+            said = vocabulary_size + offset if offset else _digest(key["hash"])
             tokens[at] = {"type": "unique_token", "token_id": said, "token_extra_id": 0}
             at += 1
     made = {key: value for key, value in block.items() if key != "mm_keys"}

@@ -1,8 +1,33 @@
+# ruff: noqa: TID252 - relative, so that it imports as tensorrt_llm and as tests.fakes.tensorrt_llm
 """Multimodal inputs."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from .._fake.profile import PROFILE
+
+
+class _TextPrompt(TypedDict, total=False):
+    """A prompt as text, with what belongs to it."""
+
+    prompt: str
+    multi_modal_data: dict[str, Any]
+    multi_modal_embeddings: dict[str, Any]
+    mm_processor_kwargs: dict[str, Any]
+    query: str
+
+
+class _NamedTextPrompt(_TextPrompt, total=False):
+    """The same in the 1.3 line."""
+
+    multi_modal_uuids: dict[str, list[str | None]]
+
+
+if TYPE_CHECKING:
+    TextPrompt = _NamedTextPrompt
+else:
+    TextPrompt = _NamedTextPrompt if PROFILE.media_uuids else _TextPrompt
 
 
 def default_multimodal_input_loader(

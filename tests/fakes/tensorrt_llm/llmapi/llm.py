@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -24,8 +25,9 @@ from poolgrid.wire.requests import Sampling
 from .._fake import behaviour as behaviours
 from .._fake import opaque_state
 from .._fake.block_key import salt_id
-from .._fake.cache_events import Tenant
+from .._fake.cache_events import MediaKey, Tenant
 from .._fake.executor import EngineShape, Executor, Request
+from .._fake.pictures import Picture, SeeingModel, name_pictures, read_model
 from .._fake.profile import PROFILE
 from .._fake.second_cache_manager import BlockNames
 from ..bindings.executor import KvCacheRetentionConfig
@@ -96,7 +98,8 @@ class BaseLLM:
         self._executor: Executor | None = None
         self.args = self._make_args(backend, given, kwargs)
         self._llm_id = f"{socket.gethostname()}-{os.getpid()}-{time.monotonic_ns() // 1_000_000}"
-        self.tokenizer = None if skip_tokenizer_init else (tokenizer or FakeTokenizer())
+        own_tokenizer, self._eyes = read_model(model)
+        self.tokenizer = None if skip_tokenizer_init else (tokenizer or own_tokenizer or FakeTokenizer())
         chosen = behaviours.behaviour
         self._behaviour = chosen
         self._made_by = threading.get_ident()
@@ -253,6 +256,9 @@ class BaseLLM:
             executor.block_caller(self._behaviour.input_processing_ms)
         request_type = disaggregated_params.request_type if disaggregated_params else None
         multimodal = self._check_disaggregation(disaggregated_params, media)
+        named = inputs.get("multi_modal_uuids") if isinstance(inputs, dict) and PROFILE.media_uuids else None
+        pictures = name_pictures(multimodal, None if named is None else named.get("image"))
+        token_ids, placed = self._place(token_ids, pictures, media, disaggregated_params)
         if request_type == "context_only":
             sampling.max_tokens = 1  # on the caller's object, as 1.2.1 does
         self._check_length(token_ids, request_type)
@@ -270,8 +276,10 @@ class BaseLLM:
             sampling.return_perf_metrics or bool(getattr(self.args, "return_perf_metrics", False)),
         )
         salt = cache_salt or ""
-        digests = tuple((digest, 0) for digest in multimodal)
-        identity = "".join([salt, *(f"|{digest.hex()}" for digest in multimodal)])
+        # What has tokens of its own is in the blocks that it touches, anything else in all of them.
+        unplaced = () if placed else pictures
+        digests = tuple(MediaKey(each.digest, 0, each.event_name) for each in unplaced)
+        identity = "".join([salt, *(f"|{each.digest.hex()}" for each in unplaced)])
         media_seed = (
             opaque_state.media_seed(disaggregated_params.opaque_state)
             if disaggregated_params is not None and request_type == "generation_only"
@@ -313,8 +321,9 @@ class BaseLLM:
             retention=None if kv_cache_retention_config is None else kv_cache_retention_config.as_request(),
             media_seed=media_seed,
             prompt_logprobs=sampling.prompt_logprobs,
+            pictures=placed,
             priority=round(1000 * (priority - 0.5)) if self._orders_by_priority() else 0,
-            encode=(lambda: _encoded(media, disaggregated_params)) if encoder else None,
+            encode=(lambda: _encoded(media, disaggregated_params, self._eyes)) if encoder else None,
         )
         if not self._submitted:
             for reader in (self._events, self._stats):
@@ -417,6 +426,31 @@ class BaseLLM:
                 b"".join((word & 0xFFFFFFFF).to_bytes(4, "big") for word in words) for words in params.multimodal_hashes
             ]
         return [media_hash(each) for kind in sorted(media) for each in _as_list(media[kind])]
+
+    def _place(
+        self, token_ids: list[int], pictures: list[Picture], media: dict[str, Any], params: DisaggregatedParams | None
+    ) -> tuple[list[int], tuple[Picture, ...]]:
+        """Put the tokens of pictures in their places, for a model that sees."""
+        if params is not None and params.request_type == "generation_only":
+            return token_ids, opaque_state.pictures(params.opaque_state)
+        eyes = self._eyes
+        handles = params.multimodal_embedding_handles if params is not None else None
+        given = [each for each in _as_list(media.get("image", ())) if isinstance(getattr(each, "size", None), tuple)]
+        if eyes is None or not pictures or not (handles or given) or getattr(self.args, "mm_encoder_only", False):
+            return token_ids, ()
+        counts = [each["tensor_size"][0] for each in handles] if handles else [eyes.count(each) for each in given]
+        if token_ids.count(eyes.image_token_id) != len(counts):
+            raise ValueError("Number of images must match number of placeholders")
+        made: list[int] = []
+        placed: list[Picture] = []
+        for token in token_ids:
+            if token == eyes.image_token_id:
+                place = len(placed)
+                placed.append(replace(pictures[place], start=len(made), length=counts[place]))
+                made += [eyes.stand_in] * counts[place]
+            else:
+                made.append(token)
+        return made, tuple(placed)
 
     def _check_length(self, token_ids: list[int], request_type: str | None) -> None:
         limit = getattr(self.args, "max_num_tokens", None)
@@ -614,13 +648,14 @@ def media_hash(item: Any) -> bytes:
     return b"".join(xxh3_64_intdigest(text, seed).to_bytes(8, "big") for seed in range(4))
 
 
-def _encoded(media: dict[str, Any], params: DisaggregatedParams | None) -> Response:
+def _encoded(media: dict[str, Any], params: DisaggregatedParams | None, eyes: SeeingModel | None) -> Response:
     """What an encoder answers: a handle per item, and its hash as 8 integers."""
     items = [each for kind in sorted(media) for each in _as_list(media[kind])]
     digests = [media_hash(each) for each in items]
+    counts = [576 if eyes is None else eyes.count(each) for each in items]
     handles: Any = [
-        {"method_key": 1, "tensor_size": (576, 4096), "storage_handle": digest, "storage_size_bytes": 576 * 4096 * 2}
-        for digest in digests
+        {"method_key": 1, "tensor_size": (rows, 4096), "storage_handle": digest, "storage_size_bytes": rows * 4096 * 2}
+        for digest, rows in zip(digests, counts, strict=True)
     ]
     hashes = [[int.from_bytes(digest[at : at + 4], "big", signed=True) for at in range(0, 32, 4)] for digest in digests]
     made = DisaggregatedParams(multimodal_embedding_handles=handles, multimodal_hashes=hashes)

@@ -80,6 +80,10 @@ class _Known(msgspec.Struct, kw_only=True):
     mrope_position_deltas_handle: dict[str, Any] | None = None
 
 
+class _Hashes(msgspec.Struct):
+    multimodal_hashes: list[list[int]] | None = None
+
+
 def encode(params: Any, prompt: bytes | None = None) -> bytes:
     """Return the msgpack form of a ``DisaggregatedParams``, and of the prompt's token ids if they are given.
 
@@ -132,6 +136,19 @@ def decode(
     except (TypeError, ValueError) as error:
         raise DecodeError(_WHAT, f"TensorRT-LLM refuses them: {error}") from None
     return Decoded(params, dropped, prompt)
+
+
+def media_digests(data: bytes | memoryview) -> list[str]:
+    """Return the digests of the media that params speak of, as events name them; none where the form is wrong."""
+
+    def passed_over(code: int, data: memoryview) -> Any:
+        return None
+
+    try:
+        hashes = msgspec.msgpack.decode(data, type=_Hashes, ext_hook=passed_over).multimodal_hashes or []
+        return [b"".join((word & 0xFFFF_FFFF).to_bytes(4, "big") for word in words).hex() for words in hashes]
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return []  # whoever decodes them says so
 
 
 def _check(known: _Known) -> None:

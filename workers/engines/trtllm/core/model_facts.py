@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from poolgrid.wire.limits import STOP_TOKENS_MAX, U32_MAX
+from poolgrid.workers.engines.trtllm.core.image_rules import ImageRule, image_rule
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -26,10 +27,16 @@ class ModelFacts:
     """The token that stands for a picture in the prompt's text."""
     architecture: str = ""
     """Class of the model, as its files name it."""
+    image_rule: ImageRule | None = None
+    """How many tokens a picture becomes."""
 
 
-def model_facts(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelFacts:
-    """Return the facts in ``config.json`` and ``generation_config.json``; what has a wrong type is not known.
+def model_facts(
+    config: Mapping[str, Any], generation: Mapping[str, Any], preprocessor: Mapping[str, Any] | None = None
+) -> ModelFacts:
+    """Return the facts in ``config.json``, ``generation_config.json`` and ``preprocessor_config.json``.
+
+    What has a wrong type is not known.
 
     Multimodal models keep the language model's values in ``text_config``.
     """
@@ -47,13 +54,15 @@ def model_facts(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Mod
         for each in given if isinstance(given, list) else [given]:
             if _is_u32(each) and each not in ids:
                 ids.append(int(each))
+    architecture = _architecture(config)
     images = [config[key] for key in IMAGE_TOKEN_KEYS if _is_u32(config.get(key))]
     return ModelFacts(
         tuple(ids[:STOP_TOKENS_MAX]),
         number("vocab_size"),
         number("max_position_embeddings"),
         int(images[0]) if images else None,
-        _architecture(config),
+        architecture,
+        image_rule(architecture, config, preprocessor or {}),
     )
 
 

@@ -3,7 +3,7 @@
 Both enter the engine's own hash, and the worker knows which requests it was given. So for each request with a salt or
 an adapter the engine's hash of its first block is computed and remembered with the wire's hash seed. A first block is
 
-1. one of those, by its hash;
+1. one of those, by its hash, or by the names of the media that touch it (``media_names``);
 2. of the salt that its event names, where the engine names salts and no request with an adapter began with its tokens;
 3. nobody's in particular, when no such request began with its tokens, or when its hash is that of the bare tokens;
 4. not known, else: an engine that hashes otherwise. It is told to nobody. Tenants never share a key by mistake.
@@ -46,6 +46,9 @@ class RootSeeds:
 
     def __call__(self, block: StoredBlock) -> int | None:
         """Return the wire's hash seed of a chain's first block, or ``None`` when it cannot be told."""
+        if block.media_hashes:
+            # The engine has other tokens for media than the request, and its hash covers more: neither tells.
+            return block.hash_seed
         seed = self._seeds.get(block.block_hash)
         if seed is not None:
             return seed
