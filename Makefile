@@ -1,7 +1,7 @@
 PYTHON ?= .venv/bin/python
 export PYTHON
 
-.PHONY: check lint types test format docs boards proof site plots soak long attack clients schemathesis ui vllm
+.PHONY: check lint types test format docs boards proof site plots soak long attack clients schemathesis ui vllm kubernetes
 
 check: lint types test  ## everything CI runs, in the environment that is there
 
@@ -72,3 +72,8 @@ CHECKS ?=
 
 vllm:  ## in front of two real vLLM servers on the CPU, in the environment that POOLGRID_VLLM names, or CHECKS="index kill"
 	$(PYTHON) -m tests.real_vllm $(CHECKS)
+
+WRITE ?=
+
+kubernetes:  ## the Helm chart against the schemas of three versions of Kubernetes; WRITE=--write writes deploy/kubernetes/manifests
+	$(PYTHON) -m tests.kubernetes $(WRITE)

@@ -21,6 +21,7 @@ NAVIGATION: Mapping[str, Sequence[str]] = {
     "Run": (
         "docs/operations",
         "docs/bare_metal",
+        "docs/kubernetes",
         "docs/fleet_page",
         "docs/engine_check",
         "docs/command_line",

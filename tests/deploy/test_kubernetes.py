@@ -1,0 +1,252 @@
+"""The manifests that are rendered from the chart say what poolgrid really does: options, probes, times, metrics.
+
+``make kubernetes`` renders them anew and holds them against Kubernetes' own schemas.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from typer.core import TyperGroup
+
+from poolgrid.cli.main import app
+from poolgrid.frontend.access.gate import OPEN_PATHS
+from poolgrid.global_router.core.document.reader import load_document
+from poolgrid.workers.adapters.http_api import HttpApi
+from poolgrid.workers.engines.registry import engine_definition
+from tests.exported_metrics import exported
+from tests.kubernetes.chart import DIGEST_LINE, EXAMPLES, MANIFESTS, ROOT, digest
+
+Resource = dict[str, Any]
+EXAMPLE_IDS = [path.stem for path in EXAMPLES]
+HAND_OVER_S = 5
+"""What a worker needs beyond its drain, at most."""
+
+
+@cache
+def resources(name: str) -> tuple[Resource, ...]:
+    """Return what a file of manifests has, in order."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return tuple(yaml.load_all((MANIFESTS / f"{name}.yaml").read_text(), loader))
+
+
+def of_kind(name: str, *kinds: str) -> Iterator[Resource]:
+    return (each for each in resources(name) if each["kind"] in kinds)
+
+
+def pods() -> list[tuple[str, Resource]]:
+    """Return the template of each kind of pod, with a name for it."""
+    return [
+        (f"{path.stem}/{each['metadata']['name']}", each["spec"]["template"])
+        for path in EXAMPLES
+        for each in of_kind(path.stem, "Deployment", "StatefulSet")
+    ]
+
+
+every_pod = pytest.mark.parametrize("pod", [pod for _, pod in pods()], ids=[name for name, _ in pods()])
+every_example = pytest.mark.parametrize("name", EXAMPLE_IDS)
+
+
+def container_of(pod: Resource) -> Resource:
+    (container,) = pod["spec"]["containers"]
+    assert isinstance(container, dict)
+    return container
+
+
+def option(container: Resource, name: str) -> str:
+    (value,) = [each.partition("=")[2] for each in container["args"] if each.startswith(f"--{name}=")]
+    return str(value)
+
+
+def role_of(container: Resource) -> str:
+    """Return a worker's role, which TensorRT-LLM's workers are told in its words."""
+    if "--engine=trtllm" not in container["args"]:
+        return option(container, "role")
+    mode = option(container, "disaggregation-mode")
+    return "aggregated" if mode == "prefill_and_decode" else mode
+
+
+def selected(labels: Resource, wanted: Resource) -> bool:
+    return wanted.items() <= labels.items()
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=EXAMPLE_IDS)
+def test_the_manifests_are_those_of_the_chart(example: Path) -> None:
+    head = (MANIFESTS / example.name).read_text().splitlines()[1]
+
+    assert head == f"{DIGEST_LINE}{digest(example)}.", "run: make kubernetes WRITE=--write"
+
+
+@every_pod
+def test_a_container_starts_a_command_that_takes_its_arguments(pod: Resource) -> None:
+    group = typer.main.get_command(app)
+    assert isinstance(group, TyperGroup)
+    container = container_of(pod)
+    name, *arguments = [
+        each.replace("$(POD_IP)", "10.0.0.1").replace("$(POD_NAME)", "pod-0") for each in container["args"]
+    ]
+
+    context = group.commands[name].make_context(name, arguments)  # raises when an option or a value is wrong
+
+    if name == "worker":
+        # The command has the options of all engines; each takes its own only.
+        given = {
+            each: value
+            for each, value in context.params.items()
+            if (source := context.get_parameter_source(each)) is not None and source.name == "COMMANDLINE"
+        }
+        settings = engine_definition(given.pop("engine")).settings
+        of_command = {"log_level", "log_format"}
+        settings.model_validate({each: value for each, value in given.items() if each not in of_command})
+    assert not [each for each in container["env"] if each["name"].startswith("POOLGRID_")]
+    assert pod["spec"]["enableServiceLinks"] is False, "a service called poolgrid would be read as options"
+
+
+@every_pod
+def test_a_pod_has_no_rights_and_only_what_it_writes_to(pod: Resource) -> None:
+    spec, container = pod["spec"], container_of(pod)
+
+    assert spec["automountServiceAccountToken"] is False
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert container["resources"]["requests"]
+    volumes = {each["name"] for each in spec["volumes"]}
+    claimed = {"journal"} if container["name"] == "consolidator" else set()
+    assert {each["name"] for each in container["volumeMounts"]} == volumes | claimed
+
+
+@every_pod
+def test_probes_ask_for_paths_that_are_answered_without_a_key(pod: Resource) -> None:
+    container = container_of(pod)
+    known = set(HttpApi.paths) if container["name"] in ("worker", "consolidator") else OPEN_PATHS
+    ports = {each["name"] for each in container["ports"]}
+    paths = {}
+    for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
+        asked = container[kind]["httpGet"]
+        paths[kind] = asked["path"]
+        assert asked["path"].partition("?")[0] in known
+        assert asked["port"] in ports
+        assert (asked["scheme"] == "HTTPS") is any(each.startswith("--tls-key") for each in container["args"])
+
+    if container["name"] == "worker":
+        assert paths["startupProbe"] == "/started"
+        assert paths["readinessProbe"] == f"/ready?role={role_of(container)}"
+        loading_s = container["startupProbe"]["periodSeconds"] * container["startupProbe"]["failureThreshold"]
+        assert loading_s >= 1800, "a large model takes minutes to load"
+
+
+@every_pod
+def test_a_pod_is_given_the_time_that_its_end_takes(pod: Resource) -> None:
+    container = container_of(pod)
+    grace_s = pod["spec"]["terminationGracePeriodSeconds"]
+    before = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [])
+
+    if container["name"] == "worker":
+        program, name, *arguments = before
+        group = typer.main.get_command(app)
+        assert isinstance(group, TyperGroup)
+        given = group.commands[name].make_context(name, arguments).params
+        assert (program, name) == ("poolgrid", "drain")
+        assert given["worker_url"].endswith(f"://127.0.0.1:{option(container, 'http-port')}")
+        drain_s = int(option(container, "drain-timeout-ms")) / 1000
+        assert given["timeout_s"] == drain_s
+        assert grace_s >= given["wait_s"] + HAND_OVER_S, "the hook, and a second look at SIGTERM"
+    elif container["name"] != "consolidator":
+        assert before[0] == "sleep"
+        assert grace_s >= int(before[1]) + int(option(container, "shutdown-timeout-ms")) / 1000 + HAND_OVER_S
+
+
+@every_example
+def test_everything_that_selects_pods_finds_some_and_ports_have_names_there(name: str) -> None:
+    templates = [each["spec"]["template"] for each in of_kind(name, "Deployment", "StatefulSet")]
+
+    def found(wanted: Resource) -> list[Resource]:
+        return [each for each in templates if selected(each["metadata"]["labels"], wanted)]
+
+    for service in of_kind(name, "Service"):
+        behind = found(service["spec"]["selector"])
+        assert behind, service["metadata"]["name"]
+        names = {port["name"] for pod in behind for port in container_of(pod)["ports"]}
+        assert {port["targetPort"] for port in service["spec"]["ports"]} <= names
+    for each in of_kind(name, "PodDisruptionBudget"):
+        assert len(found(each["spec"]["selector"]["matchLabels"])) == 1
+    for workload in of_kind(name, "Deployment", "StatefulSet"):
+        assert len(found(workload["spec"]["selector"]["matchLabels"])) == 1, "no other's pods are taken for its own"
+    for policy in of_kind(name, "NetworkPolicy"):
+        behind = found(policy["spec"]["podSelector"]["matchLabels"])
+        names = {port["name"] for pod in behind for port in container_of(pod)["ports"]}
+        assert {port["port"] for rule in policy["spec"]["ingress"] for port in rule.get("ports", [])} <= names
+    for scaled in of_kind(name, "ScaledObject"):
+        assert scaled["spec"]["scaleTargetRef"]["name"] in {
+            each["metadata"]["name"] for each in of_kind(name, "Deployment")
+        }
+
+
+def test_endpoints_in_arguments_are_services_and_ports_of_the_chart() -> None:
+    for name in EXAMPLE_IDS:
+        ports = {
+            (each["metadata"]["name"], port["port"])
+            for each in of_kind(name, "Service")
+            for port in each["spec"]["ports"]
+        }
+        for workload in of_kind(name, "Deployment"):
+            for argument in container_of(workload["spec"]["template"])["args"]:
+                found = re.search(r"=tcp://([\w.-]+):(\d+)$", argument)
+                assert found is None or (found[1], int(found[2])) in ports, argument
+
+
+def test_gpus_are_limits_and_a_scaled_group_has_no_number_of_its_own() -> None:
+    groups = {each["metadata"]["name"]: each for each in of_kind("disaggregated", "Deployment")}
+    gpus = {
+        name: container_of(each["spec"]["template"])["resources"].get("limits", {}).get("nvidia.com/gpu")
+        for name, each in groups.items()
+    }
+    assert gpus == {"disaggregated-decode": 4, "disaggregated-prefill": 2, "disaggregated-router": None}
+    (scaled,) = [
+        each for each in of_kind("aggregated", "Deployment") if each["metadata"]["name"] == "aggregated-aggregated"
+    ]
+    assert "replicas" not in scaled["spec"]
+
+
+def test_it_scales_by_metrics_and_rules_that_exist() -> None:
+    known = {each.name for each in exported()}
+    rules = yaml.safe_load((ROOT / "deploy/prometheus/rules/recording.yml").read_text())
+    known |= {rule["record"] for group in rules["groups"] for rule in group["rules"]}
+    (scaled,) = of_kind("aggregated", "ScaledObject")
+    queries = [trigger["metadata"]["query"] for trigger in scaled["spec"]["triggers"]]
+
+    assert len(queries) == 2
+    for query in queries:
+        assert set(re.findall(r"\bpoolgrid[:_][\w:]+", query)) <= known
+        assert 'namespace="llm"' in query
+
+
+def test_prometheus_rules_are_those_of_deploy_prometheus() -> None:
+    found = {
+        each["metadata"]["name"].rpartition("-")[2]: each["spec"] for each in of_kind("aggregated", "PrometheusRule")
+    }
+
+    for name in ("alerts", "recording"):
+        assert found[name] == yaml.safe_load((ROOT / f"deploy/prometheus/rules/{name}.yml").read_text())
+
+
+def test_the_document_of_the_global_router_is_sound_and_names_services_of_pools() -> None:
+    (config,) = of_kind("global", "ConfigMap")
+
+    loaded = load_document(config["data"]["pools.json"])
+
+    assert not loaded.warnings
+    urls = {pool.url for stage in loaded.document.stages.values() for pool in stage.pools}
+    assert urls == {"http://short-router:8000", "http://long-router:8000"}
