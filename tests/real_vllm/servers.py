@@ -12,6 +12,7 @@ import struct
 import subprocess
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +82,19 @@ def make_model(vllm: Path, directory: Path) -> Path:
 class VllmServer:
     """One server; its ports stay its own over restarts."""
 
-    def __init__(self, number: int, vllm: Path, model: Path, logs: Path) -> None:
+    def __init__(
+        self,
+        number: int,
+        vllm: Path,
+        model: Path,
+        logs: Path,
+        arguments: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        """``arguments`` and ``variables`` are of this server besides."""
         self.number = number
+        self._arguments = arguments
+        self._variables = variables or {}
         self._vllm = vllm
         self._model = model
         self._log = logs / f"vllm-{number}.log"
@@ -118,8 +130,9 @@ class VllmServer:
                     *("--enable-prefix-caching", "--enable-prompt-tokens-details"),
                     *("--kv-events-config", json.dumps(events)),
                     *ARGUMENTS,
+                    *self._arguments,
                 ],
-                env={**os.environ, **environment(self._vllm)},
+                env={**os.environ, **environment(self._vllm), **self._variables},
                 stdout=log,
                 stderr=log,
                 start_new_session=True,

@@ -247,8 +247,9 @@ class StartedServer:
     def _show_progress(self) -> None:
         """Say how a start goes, now and then in the log too."""
         now_s = asyncio.get_running_loop().time()
-        last = "".join(f": {line.strip()[:LINE_SHOWN]}" for line in self._last_words()[-1:])
-        words = f"{self.title} has been starting for {now_s - self._began_s:.0f} s{last}"
+        words = f"{self.title} has been starting for {now_s - self._began_s:.0f} s"
+        for line in self._last_words()[-1:]:
+            words += f": {' '.join(line.split())[:LINE_SHOWN]}"
         self._say(words)
         if now_s - self._shown_s >= PROGRESS_S:
             self._shown_s = now_s
