@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from poolgrid.cli.part import STOP_TIMEOUT_S, Part, part_environment
-from poolgrid.runtime.http_server import bind
+from poolgrid.runtime.bound_socket import bind
 from poolgrid.runtime.process_group import GROUP_VARIABLE, GroupPlace
 from poolgrid.runtime.tasks import unless
 

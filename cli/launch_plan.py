@@ -16,13 +16,14 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
-from rich.console import Console
 
 from poolgrid.cli.gpus import CUDA_VISIBLE_DEVICES, Need, assign, split_names, usable_gpus
-from poolgrid.runtime.terminal_table import Heading, TerminalTable
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 INGEST = "{ingest}"
 """Stands for the consolidator's address, which is known once it runs."""
@@ -206,6 +207,8 @@ def described_parts(
 
 def show(planned: Sequence[PlannedPart], console: Console) -> None:
     """Print a plan for people: each part with its GPUs and port, then the commands, as one could type them."""
+    from poolgrid.runtime.terminal_table import Heading, TerminalTable
+
     table = TerminalTable([Heading(name, numeric=False) for name in ("part", "GPUs", "made of", "port")])
     for part in planned:
         table.add(part.name, "-" if part.gpus is None else ",".join(part.gpus), part.made_of, part.port)

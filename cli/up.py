@@ -22,7 +22,6 @@ from poolgrid.cli.service_process import say_ready
 from poolgrid.frontend.prompt_model import ModelDirectoryError, PromptModel
 from poolgrid.runtime import lifecycle
 from poolgrid.runtime.tasks import unless
-from poolgrid.runtime.terminal_table import terminal
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +48,9 @@ def run_up(settings: UpSettings, as_json: bool = False) -> int:
         if as_json:
             print_json({"parts": planned})
         else:
+            # Not for a pool that runs: what draws takes a while to import.
+            from poolgrid.runtime.terminal_table import terminal
+
             show(planned, terminal())
         return 0
     for worker in workers:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import socket
 
-from poolgrid.runtime.http_server import bind
+from poolgrid.runtime.bound_socket import bind
 
 
 class HeldPorts:

@@ -18,6 +18,7 @@ from typing import Any
 import uvicorn
 from prometheus_client import CollectorRegistry
 
+from poolgrid.runtime.bound_socket import bind
 from poolgrid.runtime.fair_listener import FairListener
 from poolgrid.runtime.http_connections import connections_that_fit
 from poolgrid.runtime.http_protocol import SERVER_ENDS, DirectProtocol
@@ -217,24 +218,6 @@ class HttpServer:
         finally:
             self._listener.close()
             await cancel_all(tasks)
-
-
-def bind(host: str, port: int, setting: str, reuse_port: bool = False) -> socket.socket:
-    """Return a TCP socket bound to ``host:port``; raises ``OSError`` that names the ``setting``."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # By name of the protocol: asyncio turns Nagle's delay off for sockets that say they are TCP.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if reuse_port:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise OSError(
-            f"binding {setting}: {host}:{port} cannot be used ({error.strerror}); choose a free port, or 0 for any"
-        ) from error
-    return listener
 
 
 def open_server(

@@ -15,9 +15,12 @@ from poolgrid.wire.addresses import zmq_endpoint_problem
 
 
 class Settings(BaseModel):
-    """Immutable, complete and strict: an unknown field is an error, never ignored."""
+    """Immutable, complete and strict: an unknown field is an error, never ignored.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    What checks values is built when it is first used: a worker knows the settings of every engine and has those of one.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
 
 
 def _check_endpoint(endpoint: str) -> str:

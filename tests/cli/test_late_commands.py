@@ -31,6 +31,12 @@ from poolgrid.cli.main import app
 typer.main.get_command(app).commands[sys.argv[1]]
 for module in sys.argv[2].split(","):
     importlib.import_module(module)
+from poolgrid.runtime.settings import Settings
+waiting = [Settings]
+for each in waiting:
+    waiting += each.__subclasses__()
+    if "__pydantic_validator__" in vars(each) and each.__pydantic_complete__:
+        print("built", each.__name__)
 print("\\n".join(sys.modules))
 """
 
@@ -38,6 +44,10 @@ NOT_NEEDED = {
     ("worker", "poolgrid.workers.engines.simulated.opening,poolgrid.workers.bootstrap"): {
         "fastapi", "jinja2", "tokenizers", "httpx", "rich", "numpy", "poolgrid.frontend", "poolgrid.router",
         "poolgrid.global_router", "poolgrid.simulation",
+    },
+    ("up", "poolgrid.cli.local_pool"): {
+        "fastapi", "uvicorn", "httpx", "rich", "numpy", "poolgrid.router", "poolgrid.global_router",
+        "poolgrid.simulation", "poolgrid.workers.service",
     },
     ("consolidator", "poolgrid.router.consolidator.bootstrap"): {
         "fastapi", "jinja2", "tokenizers", "httpx", "rich", "numpy", "yaml", "poolgrid.frontend", "poolgrid.workers",
@@ -65,6 +75,7 @@ def test_a_process_imports_only_what_its_command_needs(command: str, module: str
     imported = set(answer.stdout.decode().split())
     assert imported.issuperset(module.split(","))
     assert not NOT_NEEDED[command, module] & imported
+    assert "built" not in imported, f"what checks settings is built before there are any: {answer.stdout.decode()}"
 
 
 def test_the_collector_runs_rarely_before_a_command_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:

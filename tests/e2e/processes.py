@@ -40,6 +40,7 @@ class Process:
                 start_new_session=True,
             )
         self._log = log
+        self._told_to_end = False
         self.ready_words: list[str] = []
 
     @property
@@ -78,6 +79,7 @@ class Process:
         raise AssertionError(f"no child of {self.arguments} runs {words}")
 
     def signal(self, number: int) -> None:
+        self._told_to_end = self._told_to_end or number == signal.SIGTERM
         self._process.send_signal(number)
 
     def wait(self) -> int:
@@ -105,9 +107,12 @@ class Process:
         self._process.wait()
 
     def stop(self) -> tuple[int, str]:
-        """SIGTERM, then the exit status and what was said on standard error."""
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
+        """SIGTERM, then the exit status and what was said on standard error.
+
+        Only one: a second one ends a process without waiting for what it has.
+        """
+        if self._process.poll() is None and not self._told_to_end:
+            self.signal(signal.SIGTERM)
         _, errors = self._process.communicate(timeout=WAIT_TIMEOUT_S)
         return self._process.returncode, (errors if self._log is None else self._log.read_bytes()).decode()
 

@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import Any
 
 from poolgrid.runtime import leash
+from poolgrid.runtime.bound_socket import bind
 from poolgrid.runtime.held_port import HeldPorts
-from poolgrid.runtime.http_server import bind
 from poolgrid.runtime.restart_pace import RestartPace
 from poolgrid.runtime.tasks import cancel_all, owned
 from poolgrid.workers.engines.definition import EngineHost
