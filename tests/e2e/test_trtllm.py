@@ -1,6 +1,7 @@
 """Workers with TensorRT-LLM as real processes: router, prefill and decode on the contract fake.
 
-``PYTHONPATH`` makes their ``import tensorrt_llm`` find the fake; ``TRTLLM_FAKE`` says how it behaves.
+``PYTHONPATH`` makes their ``import tensorrt_llm`` find the fake; ``TRTLLM_FAKE`` says how it behaves: as 1.3
+here, whose second cache manager publishes the decode engine's events by itself, a stream for each rank.
 """
 
 from __future__ import annotations
@@ -44,10 +45,16 @@ class Pool:
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    streams = tmp_path_factory.mktemp("streams")
+    published = {
+        "enable_kv_cache_events": True,
+        "endpoint": f"ipc://{streams}/events",
+        "replay_endpoint": f"ipc://{streams}/replay",
+    }
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(FAKES_PATH), os.environ.get("PYTHONPATH", "")]))
-        patch.setenv("TRTLLM_FAKE", json.dumps({"vocabulary_size": 4096}))
+        patch.setenv("TRTLLM_FAKE", json.dumps({"version": "1.3", "vocabulary_size": 4096}))
         router = stack.enter_context(Process("router", "--port", "0", "--local-prefill-max-tokens", "20")).wait_ready()
         ingest = ("--consolidator", router.word("ingest"))
         prefill = stack.enter_context(Process(*COMMON, *ingest, "--worker-id", "p", "--disaggregation-mode", "prefill"))
@@ -55,6 +62,7 @@ def pool() -> Iterator[Pool]:
             Process(
                 *(*COMMON, *ingest, "--worker-id", "d", "--disaggregation-mode", "decode"),
                 *("--enable-attention-dp", "--tensor-parallel-size", str(RANKS)),
+                *("--override-engine-args", json.dumps({"kv_cache_config": {"kv_events_config": published}})),
             )
         )
         made = Pool(router, prefill.wait_ready(), decode.wait_ready())
@@ -90,6 +98,8 @@ def test_disaggregated_answers_are_those_of_one_worker_token_for_token(pool: Poo
     for rank in range(RANKS):
         eventually(f"the router knows what rank {rank} holds", partial(is_known, pool, rank))
     assert any(believed_and_held(pool, rank)[0] for rank in range(1, RANKS)), "other ranks than the first were used"
+    feed = httpx.get(f"{pool.decode.url}/health", timeout=30).json()["feed"]
+    assert (feed["readers"]["events"], len(feed["ranks"])) == ("stream", RANKS)
     eventually(
         "the prefill worker keeps nothing", lambda: metric(pool.prefill.url, "poolgrid_worker_kept_transfers") == 0
     )

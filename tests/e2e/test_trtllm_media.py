@@ -65,7 +65,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
             )
         ).wait_ready()
         eventually(
-            "the worker is reachable", lambda: "ready" in [row["state"] for row in worker_rows(router.url).values()]
+            "the worker is reachable", lambda: [row["state"] for row in worker_rows(router.url).values()] == ["ready"]
         )
         yield Pool(router.url)
 

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import zmq
 from prometheus_client import CollectorRegistry
 from xxhash import xxh3_64_intdigest
 
@@ -129,6 +130,7 @@ async def running_engine(
     chosen = TrtllmSettings.model_validate(given)
     registry = CollectorRegistry()
     metrics = WorkerMetrics(registry)
+    context: zmq.Context[Any] = zmq.Context()
     async with load_engine(
         resolve_files(chosen),
         role,
@@ -136,6 +138,7 @@ async def running_engine(
         SystemClock(),
         metrics,
         registry,
+        context,
         "served",
         takes_media=chosen.modality == "multimodal",
         encode_endpoint=chosen.encode_endpoint,
@@ -149,6 +152,7 @@ async def running_engine(
             if told.running is not None:
                 told.running.cancel()
                 await asyncio.wait({told.running})
+    context.term()
 
 
 def make_request(

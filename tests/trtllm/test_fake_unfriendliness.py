@@ -328,6 +328,7 @@ def test_arguments_differ_as_releases_say() -> None:
         assert names_of(arguments.KvCacheConfig) - names_of(llm_args.KvCacheConfig) == {
             "use_kv_cache_manager_v2",
             "kv_cache_event_hash_algo",
+            "kv_events_config",
         }
         assert arguments.SchedulerConfig(waiting_queue_policy="priority").waiting_queue_policy == "priority"
 

@@ -45,7 +45,7 @@ from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import CacheCleared, EventBatch
 from poolgrid.wire.identifiers import StreamState, WorkerKey
 from poolgrid.wire.limits import EVENTS_PER_BATCH_MAX
-from poolgrid.wire.publishers.translation import EngineTranslator
+from poolgrid.wire.publishers.translation import EngineTranslator, RootSeed
 
 PENDING_FRAMES_MAX = 20_000
 """Live frames kept during a replay: twice what engines keep for replay by default."""
@@ -124,9 +124,10 @@ class PubFollower:
         epoch_floor: int = 0,
         former: Position | None = None,
         former_is_behind: bool = False,
+        root_seed: RootSeed | None = None,
     ) -> None:
         self._worker = worker
-        self._translator = EngineTranslator(block_size, blocks_max)
+        self._translator = EngineTranslator(block_size, blocks_max, root_seed)
         self._has_replay = has_replay
         self._replay_timeout_ms = replay_timeout_ms
         self._lease_ms = lease_ms

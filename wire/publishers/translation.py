@@ -13,9 +13,15 @@ gone when its last copy is.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from poolgrid.wire.dialects.pub import EngineEvent, EngineRemoved, EngineStored
 from poolgrid.wire.events import AnyEvent, BlocksRemoved, BlocksStored, CacheCleared
 from poolgrid.wire.hashing import BASE_SEED, block_hashes, pack_hashes, sequence_hashes
+
+RootSeed = Callable[[bytes], int | None]
+"""Says which seed (LoRA and salt) a chain was hashed with that does not say it itself, by the tokens of its first block
+(u32 little-endian); ``None`` = nobody knows."""
 
 GROUPS_MAX = 64
 """Groups of layers that are told apart; models have a handful."""
@@ -24,8 +30,9 @@ GROUPS_MAX = 64
 class EngineTranslator:
     """Engine hashes of one PUB engine, and the sequence hashes they stand for."""
 
-    def __init__(self, block_size: int, blocks_max: int) -> None:
+    def __init__(self, block_size: int, blocks_max: int, root_seed: RootSeed | None = None) -> None:
         self._block_size = block_size
+        self._root_seed = root_seed
         self._blocks_max = blocks_max
         self._known: dict[int, int] = {}
         self._seeds: dict[int, int] = {}
@@ -74,6 +81,10 @@ class EngineTranslator:
             unfit = parent is None
             if seed is None:
                 seed = self._seeds.get(event.parent)
+        elif not unfit and hashes and seed is None and self._root_seed is not None:
+            told = self._root_seed(event.token_bytes[: 4 * event.block_size])
+            unfit = told is None
+            seed = None if told == BASE_SEED else told
         if unfit or len(self._known) + len(hashes) > self._blocks_max:
             self.ignored_blocks += len(event.hashes)
             return

@@ -22,6 +22,7 @@ from poolgrid.runtime.publisher_sockets import PublisherSockets
 from poolgrid.wire.events import AnyEvent, CacheCleared, EventBatch
 from poolgrid.wire.identifiers import StreamState, Tier, WorkerId, WorkerKey
 from poolgrid.wire.publishers.follower import Leave, NewLife, PubEffect, PubFollower, SourceState
+from poolgrid.wire.publishers.translation import RootSeed
 from poolgrid.workers.engines.server.core.server_facts import EventSource
 from poolgrid.workers.engines.server.core.told_blocks import ToldBlocks
 
@@ -50,6 +51,7 @@ class RankEvents:
         context: zmq.Context[Any],
         clock: Clock,
         tell: Callable[[int, list[AnyEvent]], None],
+        root_seed: RootSeed | None = None,
     ) -> None:
         """``dp_rank`` is the worker's number of the rank; the publisher may have another for it."""
         self._dp_rank = dp_rank
@@ -58,7 +60,9 @@ class RankEvents:
         self.told = ToldBlocks()
         key = WorkerKey(WorkerId("engine server"), source.dp_rank)
         has_replay = bool(source.replay_endpoint)
-        self._follower = PubFollower(key, block_size, BLOCKS_MAX, has_replay, REPLAY_TIMEOUT_MS, LEASE_MS)
+        self._follower = PubFollower(
+            key, block_size, BLOCKS_MAX, has_replay, REPLAY_TIMEOUT_MS, LEASE_MS, root_seed=root_seed
+        )
         self._sockets = PublisherSockets(
             f"of rank {source.dp_rank}", source, context, clock, LEASE_MS, self._follower, self._on_effects
         )

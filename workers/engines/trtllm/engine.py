@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import zmq
 from prometheus_client import CollectorRegistry
 
 from poolgrid.runtime.clock import Clock
@@ -46,7 +47,7 @@ from poolgrid.wire.events import (
     RequestProgressed,
     RequestStarted,
 )
-from poolgrid.wire.identifiers import STAGE_WORD, Role, Stage
+from poolgrid.wire.identifiers import STAGE_WORD, Role, Stage, Tier
 from poolgrid.wire.limits import TEXT_CHARS_MAX
 from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, TokenDelta
 from poolgrid.workers.core.refusal import BrokenError, BusyError, RefusedError, UnableError
@@ -56,6 +57,7 @@ from poolgrid.workers.engines.lifecycle.loading import end_engine, start_engine
 from poolgrid.workers.engines.lifecycle.rank_load import RankLoad
 from poolgrid.workers.engines.protocol import EngineReport, RankReport
 from poolgrid.workers.engines.trtllm.arguments.engine_arguments import EngineArguments
+from poolgrid.workers.engines.trtllm.arguments.later_arguments import missing
 from poolgrid.workers.engines.trtllm.calls import TrtllmCalls
 from poolgrid.workers.engines.trtllm.collector import EngineCollector
 from poolgrid.workers.engines.trtllm.core.loras import adapters
@@ -70,6 +72,7 @@ from poolgrid.workers.engines.trtllm.logits import ProcessorsOfRequests
 from poolgrid.workers.engines.trtllm.media import load_media
 from poolgrid.workers.engines.trtllm.metrics import TrtllmMetrics
 from poolgrid.workers.engines.trtllm.model_files import read_model_facts
+from poolgrid.workers.engines.trtllm.stream import EngineStream
 from poolgrid.workers.logits.failure_channel import FailureChannel
 from poolgrid.workers.logits.registry import LogitsProcessorRegistry
 from poolgrid.workers.metrics import WorkerMetrics
@@ -180,6 +183,7 @@ class TrtllmEngine:
         trtllm_metrics: TrtllmMetrics,
         collector: EngineCollector,
         processors: ProcessorsOfRequests,
+        context: zmq.Context[Any],
         load_media: MediaLoader | None = None,
     ) -> None:
         self._thread = thread
@@ -197,6 +201,18 @@ class TrtllmEngine:
         )
         self._transfers_kv = bool((arguments.values.get("cache_transceiver_config") or {}).get("backend"))
         self._dp_size = arguments.attention_dp_size
+        self._stream: EngineStream | None = None
+        if arguments.stream is not None:
+            self._stream = EngineStream(
+                arguments.stream,
+                self._dp_size,
+                arguments.block_size,
+                context,
+                clock,
+                self._calls.roots,
+                self._on_stream,
+            )
+        self._trtllm_metrics = trtllm_metrics
         self._feed = TrtllmFeed(
             llm,
             self._dp_size,
@@ -205,6 +221,7 @@ class TrtllmEngine:
             trtllm_metrics,
             root_seed=self._calls.roots,
             name_media=self._calls.media if self._takes_media else None,
+            stream=self._stream,
             own_metrics=collector,
         )
         self._feeding: asyncio.Task[None] | None = None
@@ -596,6 +613,15 @@ class TrtllmEngine:
         # At once: a restatement must not know more than the reports have told.
         self._flush()
 
+    def _on_stream(self, rank: int, events: list[AnyEvent]) -> None:
+        stream = self._stream
+        assert stream is not None, "it tells"
+        self._trtllm_metrics.observe_stream(
+            rank, stream.blocks_on(rank, Tier.DEVICE), stream.blocks_on(rank, Tier.HOST)
+        )
+        self._pending.rank(rank).extend(events)
+        self._flush()
+
     def _on_load(self, rank: int, statistics: EngineStatistics) -> None:
         self._loads[rank].reported(load_of(statistics, 0))
         total_blocks = self._loads[rank].total_blocks
@@ -638,6 +664,8 @@ class TrtllmEngine:
         if self._reads:
             self._feeding = owned(self._feed.run(self._on_cache, self._on_load), "engine feed")
             self._feeding.add_done_callback(self._on_feed_end)
+        if self._stream is not None:
+            await self._stream.open()
         try:
             if self._reads:
                 async with asyncio.timeout(WARM_UP_TIMEOUT_S):
@@ -667,6 +695,8 @@ class TrtllmEngine:
     async def close(self) -> None:
         """End every task; the engine itself is shut down by who made it."""
         self._closed = True
+        if self._stream is not None:
+            self._stream.close()
         if self._feeding is not None:
             self._feeding.cancel()
             await asyncio.wait({self._feeding})
@@ -699,6 +729,7 @@ async def load_engine(
     clock: Clock,
     metrics: WorkerMetrics,
     registry: CollectorRegistry,
+    context: zmq.Context[Any],
     served_model_name: str,
     logits_processors: Sequence[str] = (),
     takes_media: bool = False,
@@ -718,6 +749,7 @@ async def load_engine(
     thread = EngineThread()
     try:
         library = await thread.call(load_library)
+        _check_version(arguments, library)
         log.info("starting TensorRT-LLM %s with %s", library.version, arguments.values.get("model"))
         try:
             llm = await start_engine(
@@ -748,6 +780,7 @@ async def load_engine(
                 trtllm_metrics,
                 collector,
                 processors,
+                context,
                 partial(load_media, takes_embeddings=abilities.takes_embeddings, encoded_by=encode_endpoint)
                 if takes_media
                 else None,
@@ -775,6 +808,16 @@ def _check_model(facts: ModelFacts, role: Role, takes_media: bool) -> None:
     problem = model_problem(facts.architecture, role is Role.ENCODE, takes_media)
     if problem:
         raise ValueError(f"starting a worker of the role {role.name.lower()}: {problem}")
+
+
+def _check_version(arguments: EngineArguments, library: TrtllmLibrary) -> None:
+    lacking = missing(arguments.values, library.kv_cache_fields)
+    if lacking:
+        given = ", ".join(f"{path} (from {arguments.source(path)})" for path in lacking)
+        raise ValueError(
+            f"starting TensorRT-LLM {library.version}: it does not have {given}, which came after 1.2. Leave it "
+            "out (the worker then reads events through LLM), or install a version that has it; no engine was started"
+        )
 
 
 def _check_adapters(arguments: EngineArguments) -> None:

@@ -7,7 +7,8 @@ Rules:
    was read is translated and handed over in one turn, so that ``restate`` says exactly what ``on_cache`` has said.
 3. When events could not be read for ``failing_clears_ms`` nobody knows any more what the engine holds, and all ranks
    are cleared.
-4. Each attention-DP rank counts its events apart and has a translator of its own. An event of a rank that does not
+4. Where the engine publishes its events by itself (``stream``), they are followed and not read: one source, never two.
+5. Each attention-DP rank counts its events apart and has a translator of its own. An event of a rank that does not
    exist, or of a shape that is not known, is counted; the hole that it leaves clears its rank.
 """
 
@@ -27,6 +28,7 @@ from poolgrid.workers.core.event_translation import EventTranslator, NameMedia, 
 from poolgrid.workers.engines.trtllm.core.statistics import EngineStatistics
 from poolgrid.workers.engines.trtllm.metrics import TrtllmMetrics
 from poolgrid.workers.engines.trtllm.reader import EVENTS, STATISTICS, EngineReader, FeedLimits, Turn
+from poolgrid.workers.engines.trtllm.stream import EngineStream
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +66,7 @@ class TrtllmFeed:
         *,
         root_seed: RootSeed | None = None,
         name_media: NameMedia | None = None,
+        stream: EngineStream | None = None,
         own_metrics: OwnMetrics | None = None,
         windows: int | None = None,
         reuse_is_on_device: bool | None = None,
@@ -88,7 +91,8 @@ class TrtllmFeed:
             )
             for _ in range(dp_size)
         ]
-        self._reader = EngineReader(llm, clock, self._limits, self._take)
+        self._stream = stream
+        self._reader = EngineReader(llm, clock, self._limits, self._take, reads_events=stream is None)
         self._empty_ms = clock.monotonic_ms()
         self._failing: dict[str, tuple[float, str]] = {}
         """Since when a reader fails, and how it did first."""
@@ -114,7 +118,7 @@ class TrtllmFeed:
 
     def restate(self, rank: int) -> list[BlocksStored]:
         """Return what ``on_cache`` has told of a rank up to now, parents before children."""
-        return self._translators[rank].restate()
+        return self._translators[rank].restate() if self._stream is None else self._stream.restate(rank)
 
     def resident(self, rank: int) -> list[BlocksStored]:
         """Return what a rank really holds, asked of the engine itself.
@@ -128,10 +132,15 @@ class TrtllmFeed:
 
     def cached_blocks(self, rank: int) -> int:
         """Return how many device blocks of a rank routers are told of."""
+        if self._stream is not None:
+            return self._stream.blocks_on(rank, Tier.DEVICE)
         return self._translators[rank].blocks_on(Tier.DEVICE)
 
     def describe(self) -> dict[str, object]:
         """Return the state for people and probes, as JSON values."""
+        if self._stream is not None:
+            statistics = self._failing[STATISTICS][1] if STATISTICS in self._failing else "ok"
+            return {"readers": {EVENTS: "stream", STATISTICS: statistics}, "ranks": self._stream.describe()}
         return {
             "readers": {
                 reader: self._failing[reader][1] if reader in self._failing else "ok" for reader in (EVENTS, STATISTICS)

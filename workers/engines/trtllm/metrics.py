@@ -157,6 +157,11 @@ class TrtllmMetrics:
         for tier in (Tier.DEVICE, Tier.HOST):
             self._blocks.labels(label, tier.name.lower()).set(translator.blocks_on(tier))
 
+    def observe_stream(self, rank: int, device_blocks: int, host_blocks: int) -> None:
+        """Show what routers were told of a rank that publishes by itself."""
+        for tier, blocks in ((Tier.DEVICE, device_blocks), (Tier.HOST, host_blocks)):
+            self._blocks.labels(str(rank), tier.name.lower()).set(blocks)
+
     def observe_iteration(self, statistics: EngineStatistics) -> None:
         """Count an engine iteration."""
         self._iteration_seconds.labels(str(statistics.rank)).observe(statistics.iteration_latency_ms / 1e3)

@@ -39,6 +39,7 @@ async def open_engine(settings: TrtllmWorkerSettings, around: EngineHost) -> Asy
         around.awake,
         around.metrics,
         around.registry,
+        around.context,
         settings.model_name,
         settings.logits_processors,
         takes_media=settings.modality == "multimodal",

@@ -113,8 +113,11 @@ class Turn:
 class EngineReader:
     """The reader of one ``LLM``; made on the event loop that turns are handed to."""
 
-    def __init__(self, llm: Any, clock: Clock, limits: FeedLimits, take: Callable[[Turn], None]) -> None:
+    def __init__(
+        self, llm: Any, clock: Clock, limits: FeedLimits, take: Callable[[Turn], None], reads_events: bool = True
+    ) -> None:
         self._llm: Readable = llm
+        self._reads_events = reads_events
         self._clock = clock
         self._limits = limits
         self._take = take
@@ -280,7 +283,11 @@ class EngineReader:
             return turn.event_count < limits.events_per_turn and blocks < limits.blocks_per_turn
 
         try:
-            if self._events or await self._come_by_calls(turn):
+            if not self._reads_events:
+                # How an engine gives out events is how it gives out statistics; there are none of the former.
+                await self._come_by_calls(turn)
+                self._events.clear()
+            elif self._events or await self._come_by_calls(turn):
                 if not self._events:
                     self._events.extend(self._called(self._llm.get_kv_cache_events))
                 turn.more_events = self._hand(self._events, add)

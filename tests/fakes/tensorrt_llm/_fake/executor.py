@@ -32,6 +32,7 @@ from ..llmapi.utils import AsyncQueue
 from . import opaque_state
 from .behaviour import Behaviour
 from .cache_events import EventBuffer, RankEvents, Tenant
+from .event_publisher import RankPublisher
 from .pictures import Picture
 from .profile import PROFILE
 from .second_cache_manager import BlockNames, spoken
@@ -79,6 +80,8 @@ class EngineShape:
     rpc_orchestrator: bool = False
     """Requests are given in and aborted by synchronous calls too."""
     block_names: BlockNames = BlockNames.V1
+    stream: Any = None
+    """``KVEventsConfig`` of an engine that publishes its events by itself."""
 
 
 @dataclass(slots=True)
@@ -216,6 +219,11 @@ class Executor:
         """So many of the next calls to the engine's process fail."""
         self._wedged = False
         """Requests wait for blocks that nobody will free."""
+        self.publishers: list[RankPublisher] = []
+        if shape.stream is not None:
+            for rank in range(shape.ranks):
+                made = RankPublisher(rank, shape.stream, shape.tokens_per_block, max(shape.windows))
+                self.publishers.append(made)
         self._publish()
         self._thread = threading.Thread(target=self._run, name="fake-tensorrt-llm", daemon=True)
         self._thread.start()
@@ -295,6 +303,8 @@ class Executor:
         self._running.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+            while self.publishers:
+                self.publishers.pop().close()
 
     # for tests
 
@@ -599,15 +609,19 @@ class Executor:
         return True
 
     def _publish(self) -> None:
-        for recorder in self.recorders:
+        for rank, recorder in enumerate(self.recorders):
             events = recorder.take()
-            if not (self.shape.event_buffer_max_size and self.shape.enable_block_reuse):
+            if not ((self.shape.event_buffer_max_size or self.publishers) and self.shape.enable_block_reuse):
                 continue
             if self._behaviour.null_diff_crash and any(_has_null_diff(event["data"]) for event in events):
                 self.background_errors.append("'NoneType' object has no attribute 'new_value'")
                 continue
-            for event in events:
-                self.buffer.append(spoken(event, self.shape.block_names, self._behaviour.vocabulary_size))
+            told = [spoken(event, self.shape.block_names, self._behaviour.vocabulary_size) for event in events]
+            if self.publishers:
+                self.publishers[rank].publish(told)
+                continue
+            for event in told:
+                self.buffer.append(event)
             if events:
                 self.events.notify()
 

@@ -31,6 +31,7 @@ ADDED: dict[str, dict[str, dict[str, Any]]] = {
             "post_processor_hook": {"type": "str | None", "default": None},
         },
         "kv_cache_config": {
+            "kv_events_config": {"type": "KVEventsConfig | None", "default": None},
             "use_kv_cache_manager_v2": {"type": "bool | Literal['auto']", "default": "auto"},
             "kv_cache_event_hash_algo": {
                 "type": "Literal['auto','v1_block_key','v2_sha256','v2_sha256_64']",
@@ -41,3 +42,15 @@ ADDED: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 """A field that 1.2.1 has too is replaced."""
+
+KV_EVENTS: dict[str, dict[str, Any]] = {
+    "enable_kv_cache_events": {"type": "bool", "default": False},
+    "publisher": {"type": "Literal['null','zmq'] | None", "default": None},
+    "endpoint": {"type": "str", "default": "tcp://*:5557"},
+    "replay_endpoint": {"type": "str | None", "default": None},
+    "buffer_steps": {"type": "int", "default": 10_000, "range": "> 0"},
+    "hwm": {"type": "int", "default": 100_000, "range": "> 0"},
+    "max_queue_size": {"type": "int", "default": 100_000, "range": "> 0"},
+    "topic": {"type": "str", "default": ""},
+}
+"""Fields of ``KVEventsConfig``, where there is one (the published reference of the 1.3 line)."""

@@ -627,6 +627,7 @@ def _shape(args: Any, behaviour: behaviours.Behaviour) -> EngineShape:
         kv_dtype=kv_cache.dtype,
         rpc_orchestrator=getattr(args, "orchestrator_type", None) == "rpc",
         block_names=_block_names(kv_cache),
+        stream=_stream(args, kv_cache),
     )
 
 
@@ -635,6 +636,18 @@ def _block_names(kv_cache: Any) -> BlockNames:
         return BlockNames.V1
     algorithm = kv_cache.kv_cache_event_hash_algo
     return BlockNames.V2_SHA256 if algorithm == "auto" else BlockNames(algorithm)
+
+
+def _stream(args: Any, kv_cache: Any) -> Any:
+    """Return the configuration of the stream of events, where there is to be one; raises what TensorRT-LLM raises."""
+    config = getattr(kv_cache, "kv_events_config", None)
+    if config is None or not config.enable_kv_cache_events or config.publisher == "null":
+        return None
+    if _block_names(kv_cache) is BlockNames.V1:
+        raise ValueError("kv_events_config requires use_kv_cache_manager_v2")
+    if args.pipeline_parallel_size > 1:
+        raise ValueError("Streaming KV events do not support pipeline parallelism")
+    return config
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -22,6 +22,8 @@ from functools import cache
 from importlib import resources
 from typing import Any, Literal
 
+from poolgrid.workers.engines.trtllm.arguments.later_arguments import LATER_FIELDS
+
 REQUIRED = "<required>"
 PYTORCH = "pytorch"
 AUTODEPLOY = "_autodeploy"
@@ -88,6 +90,8 @@ class Contract:
     def __init__(self, facts: Mapping[str, Any]) -> None:
         self.version: str = facts["version"]
         self.sections = {name: _fields(section) for name, section in facts["sections"].items()}
+        for name, later in LATER_FIELDS.items():
+            self.sections[name] = self.sections.get(name, {}) | _fields(later)
         self.unions = {
             name: Variants(
                 union["discriminator"],

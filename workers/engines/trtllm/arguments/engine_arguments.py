@@ -35,6 +35,8 @@ from poolgrid.workers.engines.trtllm.arguments.contract import (
 )
 from poolgrid.workers.engines.trtllm.arguments.engine_file import parse_json, read_yaml
 from poolgrid.workers.engines.trtllm.arguments.engine_rules import check_engine, look_up
+from poolgrid.workers.engines.trtllm.arguments.event_stream import PATH as STREAM
+from poolgrid.workers.engines.trtllm.arguments.event_stream import EventStream, event_stream, stream_faults
 from poolgrid.workers.engines.trtllm.settings import DYNAMIC_BATCH_WINDOW, TrtllmSettings
 
 DEFAULT = "default"
@@ -100,6 +102,8 @@ class EngineArguments:
     """What was asked for and is not done, one line each."""
     publishes_kv_events: bool = False
     """Whether the engine makes KV cache events at all."""
+    stream: EventStream | None = None
+    """Where it publishes them by itself; ``None`` = they are read through ``LLM``."""
 
     @property
     def backend(self) -> str:
@@ -242,10 +246,12 @@ def resolve(settings: TrtllmSettings, file: Layer | None = None, override: Layer
         faults.insert(0, Fault("model", "is required and absent, give --model-path"))
     if not faults and merged.backend == PYTORCH:
         faults = check_engine(merged.values, settings.disaggregation_mode)
+        faults += stream_faults(merged.values, merged.attention_dp_size)
     if faults:
         placed = [Fault(fault.path, f"{fault.message} (from {merged.source(fault.path)})") for fault in faults]
         raise ContractError(_REFUSED, placed, warnings)
-    return replace(merged, warnings=tuple(warnings), publishes_kv_events=publishes)
+    stream = event_stream(merged.values) if publishes else None
+    return replace(merged, warnings=tuple(warnings), publishes_kv_events=publishes, stream=stream)
 
 
 def _overridden(given: Mapping[str, Any], merged: EngineArguments) -> list[str]:
@@ -322,12 +328,21 @@ def _require(settings: TrtllmSettings, merged: EngineArguments, warnings: list[s
                 "KV events, routers will see no cached blocks on this worker"
             )
             need("kv_cache_config.event_buffer_max_size", 0, "without block reuse there are no events")
+        elif event_stream(values) is not None:
+            need("kv_cache_config.event_buffer_max_size", 0, f"{STREAM} publishes the events, in place of the buffer")
+            if look_up(values, "kv_cache_config.use_kv_cache_manager_v2") == "auto":
+                need("kv_cache_config.use_kv_cache_manager_v2", True, f"only the second manager has {STREAM}")
         elif not look_up(values, "kv_cache_config.event_buffer_max_size"):
             need(
                 "kv_cache_config.event_buffer_max_size",
                 settings.event_buffer_max_size,
                 "0 means no events, and --publish-events-and-metrics is on",
             )
+    elif event_stream(values) is not None:
+        warnings.append(
+            f"{STREAM} is given, and nobody follows it: events are published only without "
+            "--no-publish-events-and-metrics, and by no encode worker"
+        )
     if settings.connector == "kvbm":
         need("kv_connector_config", dict(KVBM_CONNECTOR), "--connector kvbm")
         need(
