@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.trace import SpanKind as OtelKind
@@ -339,6 +340,16 @@ def test_spans_have_the_times_ids_parents_links_and_errors_of_the_record(monkeyp
         "gen_ai.response.finish_reasons": ["stop"],
         "poolgrid.spans_left_out": 3,
     }
+
+
+def test_the_spans_of_a_process_share_a_resource_that_compares_as_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    spans = _exported(monkeypatch)
+    [resource] = {id(span.resource): span.resource for span in spans}.values()
+    same = Resource(resource.attributes, resource.schema_url)
+
+    assert (resource, hash(resource)) == (same, hash(same))
+    monkeypatch.setattr("opentelemetry.sdk.resources.dumps", None)
+    assert hash(resource), "it is not written anew for each span"
 
 
 @pytest.mark.parametrize(
