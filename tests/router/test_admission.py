@@ -200,6 +200,20 @@ def test_the_most_urgent_go_first_and_tenants_take_turns() -> None:
     asyncio.run(run())
 
 
+def test_a_decision_says_how_long_its_request_was_queued() -> None:
+    async def run() -> None:
+        async with scene() as pool:
+            await pool.submit("first")
+            await pool.submit("second")
+            assert await pool.finish(2) == ["first", "second"]
+
+            second, first = pool.service.books.decisions.newest(2)
+            assert (first.request.request_id, first.queued_ms) == ("first", 0.0)
+            assert second.queued_ms > 0
+
+    asyncio.run(run())
+
+
 def test_the_shortest_work_goes_first_when_that_is_wanted() -> None:
     async def run() -> None:
         async with scene(queue_order="shortest-uncached-work-first") as pool:
