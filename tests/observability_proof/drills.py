@@ -253,7 +253,7 @@ def hold(stack: Stack, fleet: Fleet, drill: Drill) -> list[Fired]:
     """Hold a drill, and say when its alerts fired."""
     wanted = {(alert, drill.namespace) for alert in drill.alerts}
     quiet_by = time.monotonic() + QUIET_S
-    while loud := wanted & stack.firing():
+    while loud := wanted & stack.coming():
         if time.monotonic() > quiet_by:
             words = ", ".join(sorted(alert for alert, _ in loud))
             return [Fired(alert, drill.what, None, f"{words} fired before it") for alert in drill.alerts]

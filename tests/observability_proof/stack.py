@@ -163,6 +163,10 @@ class Stack:
         """Return the alerts that fire now, with the namespaces where."""
         return {_place(each["labels"]) for each in self._get("alerts")["alerts"] if each["state"] == "firing"}
 
+    def coming(self) -> set[tuple[str, str]]:
+        """Return the alerts that fire now, or will if what they warn of lasts."""
+        return {_place(each["labels"]) for each in self._get("alerts")["alerts"]}
+
     def rules(self) -> set[str]:
         """Return all alerts that there are."""
         groups = self._get("rules", type="alert")["groups"]
