@@ -19,6 +19,7 @@ from poolgrid.workers.engines.server.core.launching import (
     options_in,
     publishing_at,
     publishing_in,
+    shown,
     without_option,
 )
 from poolgrid.workers.engines.sglang.core import launching as sglang
@@ -55,6 +56,22 @@ def test_options_are_found_in_every_form() -> None:
         "--a": "c",
     }
     assert without_option(("--config", "x.yaml", "--tp_size", "2", "--config=y"), ("--config",)) == ("--tp_size", "2")
+
+
+def test_a_command_is_shown_without_what_is_secret() -> None:
+    words = (
+        "serve",
+        "--api-key",
+        "s1",
+        "--hf-token=s2",
+        "--max-num-batched-tokens",
+        "64",
+        "--enable-prompt-tokens-details",
+    )
+    assert shown(words) == [
+        *("serve", "--api-key", "…", "--hf-token=…", "--max-num-batched-tokens", "64", "--enable-prompt-tokens-details")
+    ]
+    assert "s1" not in "".join(shown(sglang.LAUNCH.command(wanted(api_key="s1")).arguments))
 
 
 def test_vllm_is_told_where_to_listen_and_to_publish() -> None:

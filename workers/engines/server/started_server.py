@@ -48,6 +48,7 @@ from poolgrid.workers.engines.server.core.launching import (
     options_in,
     publishing_at,
     publishing_in,
+    shown,
 )
 from poolgrid.workers.engines.server.kinds import ServerKind
 from poolgrid.workers.engines.server.server_client import ServerClient, ServerError
@@ -158,7 +159,7 @@ class StartedServer:
             )
         self._group = self._process.pid
         self._began_s = self._shown_s = asyncio.get_running_loop().time()
-        log.info("starting %s: %s; its log is %s", self.title, shlex.join(self._command), self._log_file)
+        log.info("starting %s: %s; its log is %s", self.title, shlex.join(shown(self._command)), self._log_file)
         exited = owned(self._process.wait(), "end of the server")
         try:
             async with asyncio.timeout(self._limits.start_timeout_s):

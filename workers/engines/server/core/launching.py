@@ -20,6 +20,11 @@ from poolgrid.workers.engines.server.core.server_facts import EventSource
 LOOPBACK = "127.0.0.1"
 WILDCARDS = frozenset({"0.0.0.0", "::", "*", ""})
 
+SECRETS = ("key", "token", "password", "secret")
+"""How the names of options end whose values are nobody else's business."""
+
+HIDDEN = "…"
+
 PUBLISHER_SOCKET = "events"
 REPLAY_SOCKET = "replays"
 """Names in the server's directory."""
@@ -145,6 +150,22 @@ def without_option(arguments: Sequence[str], names: Sequence[str]) -> tuple[str,
             continue
         kept.append(word)
     return tuple(kept)
+
+
+def shown(words: Sequence[str]) -> list[str]:
+    """Return a command as it may stand in a log: without the values of options that are keys, tokens or passwords."""
+    found: list[str] = []
+    hides = False
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if _is_option(word):
+            hides = name.endswith(SECRETS)
+            found.append(f"{name}={HIDDEN}" if hides and equals else word)
+            hides = hides and not equals
+        else:
+            found.append(HIDDEN if hides else word)
+            hides = False
+    return found
 
 
 def check_arguments(arguments: Sequence[str], own: Mapping[str, str]) -> None:
