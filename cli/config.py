@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
+from poolgrid.cli.graph_deployment import GraphDeploymentError, convert_graph, is_graph_deployment
 from poolgrid.cli.json_output import print_json
 from poolgrid.global_router.core.builder.grid_builder import build_grid
 from poolgrid.global_router.core.builder.pool_profiles import load_profiles
@@ -25,6 +26,7 @@ from poolgrid.global_router.document_file import read_bytes, read_document_file
 from poolgrid.global_router.heat_map import DrawingUnavailable, save_png, terminal_map
 from poolgrid.runtime.figures import counted
 from poolgrid.runtime.terminal_table import terminal
+from poolgrid.workers.engines.registry import engine_definition
 
 SCHEMA_ID = "https://poolgrid.dev/schemas/pool_grid.schema.json"
 
@@ -128,8 +130,14 @@ def _grid_row(stage: Stage) -> dict[str, Any]:
 
 
 def convert(path: Path, out: Path | None = None) -> int:
-    """Write a document in our canonical form, to ``out`` or standard output; it reads back as an equal document."""
+    """Write a document in our canonical form, to ``out`` or standard output; it reads back as an equal document.
+
+    Of a DynamoGraphDeployment the values of the Helm chart are written.
+    """
     try:
+        text = read_bytes(path).decode("utf-8", "replace")
+        if is_graph_deployment(text):
+            return _convert_graph(path, text, out)
         loaded = read_document_file(path)
     except GridDocumentError as error:
         return _print_problems(error)
@@ -141,6 +149,24 @@ def convert(path: Path, out: Path | None = None) -> int:
         _print(text.rstrip("\n"))
         return 0
     return _write(out, text)
+
+
+def _convert_graph(path: Path, text: str, out: Path | None) -> int:
+    options = {
+        engine: {name.replace("_", "-") for name in engine_definition(engine).settings.model_fields}
+        for engine in ("trtllm", "simulated")
+    }
+    try:
+        made = convert_graph(text, options["trtllm"], options["simulated"])
+    except GraphDeploymentError as error:
+        _print(f"{path}: {error}", to_stderr=True)
+        return 1
+    for remark in made.remarks:
+        _print(remark, to_stderr=True)
+    if out is None:
+        _print(made.text().rstrip("\n"))
+        return 0
+    return _write(out, made.text())
 
 
 def build(profiles: Path, out: Path, strict: bool = False, evidence: Path | None = None, as_json: bool = False) -> int:

@@ -41,10 +41,10 @@ def show(
 
 @app.command()
 def convert(
-    file: Document,
+    file: Annotated[Path, typer.Argument(help="Pool grid in Dynamo's form (JSON), or a DynamoGraphDeployment (YAML).")],
     out: Annotated[Path | None, typer.Option(help="Write here instead of to standard output.")] = None,
 ) -> None:
-    """Rewrite a document of Dynamo's form into poolgrid's."""
+    """Rewrite a grid of Dynamo's form into poolgrid's, or a DynamoGraphDeployment into values of the Helm chart."""
     from poolgrid.cli.config import convert as run
 
     raise typer.Exit(run(file, out))

@@ -53,7 +53,7 @@ OTHERWISE = {
     "completion": "a script",
     "journal cat": "JSON lines",
     "config schema": "JSON",
-    "config convert": "a document, which is JSON",
+    "config convert": "a document, which is JSON or YAML",
     "engine-config convert": "a configuration, which is YAML",
     "keys hash": "one word",
     "keys revoke": "nothing",

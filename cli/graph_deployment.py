@@ -1,0 +1,308 @@
+"""Dynamo's DynamoGraphDeployment, read as values of the Helm chart in ``deploy/kubernetes``. Pure: text to text.
+
+Read are its forms ``nvidia.com/v1alpha1`` (``services``, with ``resources`` and ``extraPodSpec``) and ``v1beta1``
+(``components``, with a ``podTemplate``): the frontend's replicas and routing mode, and of workers the role, model,
+engine options, replicas, GPUs, requests, shared memory and autoscaling. Facts are of its own examples.
+
+What has no place in the chart is named, one remark each, and nothing is left out in silence. A worker is carried over
+when poolgrid runs its engine inside the worker (TensorRT-LLM, the mocker). Servers of vLLM and SGLang stay what they
+are, and workers stand beside them (docs/stock_engines.md).
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+KIND = "DynamoGraphDeployment"
+TEXT_BYTES_MAX = 4 * 1024 * 1024
+"""Largest file that is read; a cluster's API takes objects of 1.5 MiB."""
+
+MODELS = "/models"
+"""Where the chart mounts a volume of models."""
+
+ROLES = {"prefill": "prefill", "decode": "decode", "encode": "encode", "prefill_and_decode": "aggregated"}
+"""Dynamo's word for what a worker does, and ours."""
+
+ENGINES = {"dynamo.trtllm": "trtllm", "dynamo.mocker": "simulated"}
+"""The program of a worker, and our engine."""
+
+BESIDE = {"dynamo.vllm": "vLLM", "dynamo.sglang": "SGLang"}
+
+ROUTING = {"kv": "kv", "round-robin": "round-robin", "random": "random"}
+"""DYN_ROUTER_MODE, and our policy."""
+
+OWN_OPTIONS = frozenset({"model-path", "served-model-name", "disaggregation-mode"})
+"""Options that the chart gives by itself, from other values."""
+
+
+class GraphDeploymentError(Exception):
+    """What makes a file unusable; the message says where, and what was expected."""
+
+
+@dataclass(slots=True)
+class Conversion:
+    """Values for the chart, and what could not be carried over."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
+
+    def text(self) -> str:
+        """Return the values as the file that Helm reads."""
+        return yaml.safe_dump(self.values, sort_keys=False, allow_unicode=True)
+
+
+@dataclass(slots=True)
+class _Component:
+    """One component in either form."""
+
+    name: str
+    kind: str
+    raw: dict[str, Any]
+    container: dict[str, Any]
+
+    def words(self) -> list[str]:
+        """Return its command line; what a shell would be given is split as a shell does."""
+        words = [str(each) for each in (*_list(self.container.get("command")), *_list(self.container.get("args")))]
+        if words[:1] and words[0].rpartition("/")[2] in ("sh", "bash") and "-c" in words:
+            try:
+                return shlex.split(words[-1])
+            except ValueError:
+                return words
+        return words
+
+    def environment(self) -> dict[str, str]:
+        """Return its variables that have a value."""
+        given = [*_list(self.raw.get("envs")), *_list(self.container.get("env"))]
+        return {str(each["name"]): str(each["value"]) for each in given if isinstance(each, dict) and "value" in each}
+
+
+def is_graph_deployment(text: str) -> bool:
+    """Tell whether a file speaks of a DynamoGraphDeployment; JSON of a pool grid does not."""
+    return re.search(rf'^\s*"?kind"?:\s*"?{KIND}"?\s*,?\s*$', text, re.MULTILINE) is not None
+
+
+def convert_graph(text: str, trtllm_options: Collection[str], simulated_options: Collection[str]) -> Conversion:
+    """Return the values of a DynamoGraphDeployment, the first of the file.
+
+    The collections are the options that our workers have, without dashes. Raises ``GraphDeploymentError``.
+    """
+    if len(text.encode()) > TEXT_BYTES_MAX:
+        raise GraphDeploymentError(f"the file has more than {TEXT_BYTES_MAX} bytes")
+    try:
+        documents = [each for each in yaml.safe_load_all(text) if isinstance(each, dict)]
+    except yaml.YAMLError as error:
+        raise GraphDeploymentError(f"is no YAML: {error}") from None
+    graphs = [each for each in documents if each.get("kind") == KIND]
+    if not graphs:
+        raise GraphDeploymentError(f"has no document of the kind {KIND}")
+    made = Conversion()
+    others = sorted({str(each.get("kind")) for each in documents if each.get("kind") != KIND})
+    if others or len(graphs) > 1:
+        made.remarks.append(f"only the first {KIND} is read; beside it there are {', '.join(others) or 'more of them'}")
+    spec = _dict(graphs[0].get("spec"))
+    components = list(_components(spec))
+    if not components:
+        raise GraphDeploymentError("spec has neither services (v1alpha1) nor components (v1beta1)")
+    for key in sorted(set(spec) - {"services", "components", "pvcs", "backendFramework"}):
+        made.remarks.append(f"spec.{key} is not carried over")
+    engine_options = {"trtllm": trtllm_options, "simulated": simulated_options}
+    groups: list[dict[str, Any]] = []
+    for component in components:
+        if component.kind in ("frontend", "main"):
+            _frontend(component, made)
+        elif component.kind in ("worker", "prefill", "decode", ""):
+            group = _worker(component, made, engine_options)
+            if group is not None:
+                groups.append(group)
+        elif component.kind == "planner":
+            made.remarks.append(
+                f"{component.name}: the planner is not carried over; autoscaling of a group scales by the backlog"
+            )
+        else:
+            made.remarks.append(f"{component.name}: a component of the type {component.kind} is not carried over")
+    if not groups:
+        raise GraphDeploymentError("; ".join(["no worker of it can be carried over", *made.remarks]))
+    made.values["workers"] = groups
+    return made
+
+
+def _components(spec: dict[str, Any]) -> Iterator[_Component]:
+    for name, service in _dict(spec.get("services")).items():
+        raw = _dict(service)
+        container = _dict(_dict(raw.get("extraPodSpec")).get("mainContainer"))
+        kind = str(raw.get("componentType", ""))
+        yield _Component(str(name), "frontend" if kind == "main" else kind, raw, container)
+    for raw in map(_dict, _list(spec.get("components"))):
+        containers = [_dict(each) for each in _list(_pod(raw).get("containers"))]
+        main = next((each for each in containers if each.get("name") == "main"), containers[0] if containers else {})
+        yield _Component(str(raw.get("name", "")), str(raw.get("type", "")), raw, main)
+
+
+def _pod(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the pod of a component: all of it in v1beta1, what is added to it in v1alpha1."""
+    return _dict(_dict(raw.get("podTemplate")).get("spec")) or _dict(raw.get("extraPodSpec"))
+
+
+def _frontend(component: _Component, made: Conversion) -> None:
+    router: dict[str, Any] = {"replicas": _number(component.raw.get("replicas", 1), component, "replicas")}
+    environment = component.environment()
+    mode = environment.pop("DYN_ROUTER_MODE", None)
+    words = component.words()
+    if mode is None and "--router-mode" in words[:-1]:
+        mode = words[words.index("--router-mode") + 1]
+    if mode is not None and mode in ROUTING:
+        router["options"] = {"policy": ROUTING[mode]}
+    elif mode is not None:
+        made.remarks.append(f"{component.name}: routing mode {mode} has no policy of ours; the default kv stays")
+    for name in sorted(environment):
+        made.remarks.append(f"{component.name}: the variable {name} is not carried over")
+    made.values["router"] = router
+
+
+def _worker(
+    component: _Component, made: Conversion, engine_options: dict[str, Collection[str]]
+) -> dict[str, Any] | None:
+    name, words = component.name, component.words()
+    program = next((word for word in words if word.startswith("dynamo.")), "")
+    engine = ENGINES.get(program)
+    if engine is None:
+        if program in BESIDE:
+            why = f"{BESIDE[program]} servers stay what they are, and workers stand beside them: docs/stock_engines.md"
+        else:
+            why = f"its program {program or 'is not to be seen in its command'}; known are {', '.join(ENGINES)}"
+        made.remarks.append(f"{name}: not carried over: {why}")
+        return None
+    options, unread = _options(words[words.index(program) + 1 :])
+    mode = str(options.get("disaggregation-mode", component.raw.get("subComponentType") or "prefill_and_decode"))
+    if mode not in ROLES:
+        made.remarks.append(f"{name}: disaggregation mode {mode} is unknown; taken as aggregated")
+    group: dict[str, Any] = {
+        "name": _group_name(name),
+        "role": ROLES.get(mode, "aggregated"),
+        "engine": engine,
+        "replicas": _number(component.raw.get("replicas", 1), component, "replicas"),
+    }
+    _model(component, options, made)
+    kept = {key: value for key, value in options.items() if key in engine_options[engine] and key not in OWN_OPTIONS}
+    if kept:
+        group["options"] = kept
+    for key in sorted(set(options) - set(kept) - OWN_OPTIONS):
+        made.remarks.append(f"{name}: --{key} is no option of a worker with the engine {engine}")
+    for word in unread:
+        made.remarks.append(f"{name}: {word!r} in its arguments is not carried over")
+    _resources(component, group)
+    _further(component, group, made)
+    return group
+
+
+def _options(words: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the options of a command line by name, and the words that belong to none."""
+    options: dict[str, Any] = {}
+    unread: list[str] = []
+    at = 0
+    while at < len(words):
+        word = words[at]
+        at += 1
+        if not word.startswith("--"):
+            unread.append(word)
+            continue
+        key, equals, value = word[2:].partition("=")
+        if equals:
+            options[key] = value
+        elif at < len(words) and not words[at].startswith("--"):
+            options[key] = words[at]
+            at += 1
+        elif key.startswith("no-"):
+            options[key.removeprefix("no-")] = False
+        else:
+            options[key] = True
+    return options, unread
+
+
+def _model(component: _Component, options: dict[str, Any], made: Conversion) -> None:
+    path = str(options.get("model-path", ""))
+    model: dict[str, Any] = {"name": str(options.get("served-model-name", path)) or "tiny"}
+    if path:
+        model["path"] = path
+    for mount in map(_dict, _list(component.raw.get("volumeMounts"))):
+        place = str(mount.get("mountPoint", ""))
+        if place and path.startswith(place.rstrip("/") + "/"):
+            claim = {"persistentVolumeClaim": {"claimName": str(mount.get("name")), "readOnly": True}}
+            model |= {"path": MODELS + path.removeprefix(place.rstrip("/")), "volume": claim}
+    known = made.values.setdefault("model", model)
+    if known["name"] != model["name"] or known.get("path") != model.get("path"):
+        others = f"others {known['name']}: a pool of the chart has one model"
+        made.remarks.append(f"{component.name}: serves {model['name']}, {others}")
+    elif path and "volume" not in known and not path.startswith("/"):
+        remark = (
+            f"{path} is a name on a hub: put the model on a volume (model.volume, model.path), which routers read too"
+        )
+        if remark not in made.remarks:
+            made.remarks.append(remark)
+
+
+def _resources(component: _Component, group: dict[str, Any]) -> None:
+    found = _dict(component.raw.get("resources")) or _dict(component.container.get("resources"))
+    limits, requests = dict(_dict(found.get("limits"))), dict(_dict(found.get("requests")))
+    for each in (requests, limits):
+        for key in ("gpu", "nvidia.com/gpu"):
+            if key in each:
+                group["gpus"] = _number(each.pop(key), component, key)
+    kept = {name: each for name, each in (("requests", requests), ("limits", limits)) if each}
+    if kept:
+        group["resources"] = kept
+    shared = _dict(component.raw.get("sharedMemory")).get("size") or component.raw.get("sharedMemorySize")
+    if shared:
+        group["sharedMemory"] = str(shared)
+
+
+def _further(component: _Component, group: dict[str, Any], made: Conversion) -> None:
+    raw, name = component.raw, component.name
+    nodes = _number(_dict(raw.get("multinode")).get("nodeCount", 1), component, "multinode.nodeCount")
+    if nodes > 1:
+        made.remarks.append(f"{name}: an engine over {nodes} nodes; a group of the chart has each engine on one node")
+    scaling = _dict(raw.get("autoscaling"))
+    if scaling.get("enabled"):
+        group["autoscaling"] = {
+            "kind": "keda",
+            "minReplicas": _number(scaling.get("minReplicas", 1), component, "autoscaling.minReplicas"),
+            "maxReplicas": _number(scaling.get("maxReplicas", 8), component, "autoscaling.maxReplicas"),
+        }
+    pod = _pod(raw)
+    for key in ("tolerations", "nodeSelector", "affinity"):
+        if pod.get(key):
+            group[key] = pod[key]
+    environment = [{"name": key, "value": value} for key, value in component.environment().items()]
+    if environment:
+        group["env"] = environment
+    if raw.get("envFromSecret") or component.container.get("envFrom"):
+        made.remarks.append(f"{name}: variables out of a secret are not carried over")
+    read = {"containers", "mainContainer", "tolerations", "nodeSelector", "affinity"}
+    for key in sorted(set(pod) - read):
+        made.remarks.append(f"{name}: {key} of its pod is not carried over")
+
+
+def _number(value: object, component: _Component, field_name: str) -> int:
+    if not str(value).isdecimal():
+        raise GraphDeploymentError(f"{component.name}: {field_name} is {value!r}, must be a whole number")
+    return int(str(value))
+
+
+def _group_name(name: str) -> str:
+    """Return a component's name as a group may be called."""
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", name).lower()
+    return re.sub(r"[^a-z0-9]+", "-", words).strip("-")[:20].strip("-") or "workers"
+
+
+def _dict(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []

@@ -1,0 +1,160 @@
+"""Dynamo's graph deployments become values that the chart takes, and what is left out is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from poolgrid.cli.graph_deployment import GraphDeploymentError, convert_graph
+from poolgrid.cli.main import app
+from tests.kubernetes.chart import CHART
+
+TRTLLM = {"model-path", "served-model-name", "disaggregation-mode", "extra-engine-args", "kv-block-size"}
+
+FIRST_FORM = """
+apiVersion: nvidia.com/v1alpha1
+kind: DynamoGraphDeployment
+metadata: {name: graph}
+spec:
+  services:
+    Frontend:
+      componentType: frontend
+      replicas: 3
+      envs: [{name: DYN_ROUTER_MODE, value: round-robin}, {name: OTHER, value: x}]
+    PrefillWorker:
+      componentType: worker
+      replicas: 2
+      envFromSecret: token
+      volumeMounts: [{name: weights, mountPoint: /cache}]
+      resources: {limits: {gpu: "2"}, requests: {cpu: "4", gpu: "2"}}
+      extraPodSpec:
+        tolerations: [{key: gpu, operator: Exists}]
+        volumes: []
+        mainContainer:
+          image: somebody/else:1
+          command: [python3, -m, dynamo.trtllm]
+          args: [--model-path, /cache/m, --served-model-name, m, --disaggregation-mode, prefill, --kv-block-size=64,
+                 --their-own, "1", stray]
+    decode:
+      componentType: worker
+      multinode: {nodeCount: 2}
+      autoscaling: {enabled: true, minReplicas: 1, maxReplicas: 4}
+      sharedMemory: {size: 8Gi}
+      volumeMounts: [{name: weights, mountPoint: /cache}]
+      extraPodSpec:
+        mainContainer:
+          command: [/bin/sh, -c]
+          args: ["python3 -m dynamo.trtllm --model-path /cache/m --served-model-name m --disaggregation-mode decode"]
+    Planner: {componentType: planner}
+"""
+SECOND_FORM = """
+apiVersion: nvidia.com/v1beta1
+kind: DynamoGraphDeployment
+metadata: {name: graph}
+spec:
+  components:
+    - {name: Frontend, type: frontend, podTemplate: {spec: {containers: [{name: main, image: x}]}}}
+    - name: agg
+      type: worker
+      replicas: 4
+      podTemplate:
+        spec:
+          containers:
+            - {name: sidecar, image: y}
+            - name: main
+              command: [python3, -m, dynamo.trtllm]
+              args: [--model-path, Org/Model, --extra-engine-args, /conf/agg.yaml]
+              resources: {limits: {nvidia.com/gpu: "1"}}
+"""
+
+
+def checked(values: dict[str, Any]) -> dict[str, Any]:
+    """Return values that the chart's own schema takes."""
+    jsonschema_rs.Draft7Validator(json.loads((CHART / "values.schema.json").read_text())).validate(values)
+    return values
+
+
+def test_roles_models_gpus_and_replicas_are_carried_over() -> None:
+    made = convert_graph(FIRST_FORM, TRTLLM, ())
+
+    assert checked(made.values) == {
+        "router": {"replicas": 3, "options": {"policy": "round-robin"}},
+        "model": {
+            "name": "m",
+            "path": "/models/m",
+            "volume": {"persistentVolumeClaim": {"claimName": "weights", "readOnly": True}},
+        },
+        "workers": [
+            {
+                "name": "prefill-worker",
+                "role": "prefill",
+                "engine": "trtllm",
+                "replicas": 2,
+                "options": {"kv-block-size": "64"},
+                "gpus": 2,
+                "resources": {"requests": {"cpu": "4"}},
+                "tolerations": [{"key": "gpu", "operator": "Exists"}],
+            },
+            {
+                "name": "decode",
+                "role": "decode",
+                "engine": "trtllm",
+                "replicas": 1,
+                "sharedMemory": "8Gi",
+                "autoscaling": {"kind": "keda", "minReplicas": 1, "maxReplicas": 4},
+            },
+        ],
+    }
+    assert yaml.safe_load(made.text()) == made.values
+    for named in ("OTHER", "--their-own", "'stray'", "out of a secret", "volumes", "2 nodes", "planner"):
+        assert sum(named in remark for remark in made.remarks) == 1, named
+
+
+def test_the_second_form_is_read_alike() -> None:
+    made = convert_graph(SECOND_FORM, TRTLLM, ())
+
+    assert checked(made.values)["workers"] == [
+        {
+            "name": "agg",
+            "role": "aggregated",
+            "engine": "trtllm",
+            "replicas": 4,
+            "options": {"extra-engine-args": "/conf/agg.yaml"},
+            "gpus": 1,
+        }
+    ]
+    assert made.values["model"] == {"name": "Org/Model", "path": "Org/Model"}
+    assert any("name on a hub" in remark for remark in made.remarks)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("kind: DynamoGraphDeployment\nspec: {}", "neither services"),
+        ("kind: Deployment", "no document of the kind"),
+        ("kind: [", "is no YAML"),
+        (SECOND_FORM.replace("dynamo.trtllm", "dynamo.vllm"), "vLLM servers stay what they are"),
+        (SECOND_FORM.replace("replicas: 4", "replicas: many"), "agg: replicas is 'many', must be a whole number"),
+        (SECOND_FORM.replace("dynamo.trtllm", "own.program"), "is not to be seen"),
+    ],
+)
+def test_what_cannot_be_carried_over_at_all_is_refused_with_the_reason(text: str, said: str) -> None:
+    with pytest.raises(GraphDeploymentError, match=said):
+        convert_graph(text, TRTLLM, ())
+
+
+def test_the_command_knows_the_form_by_itself_and_the_options_by_the_workers(tmp_path: Path) -> None:
+    graph, out = tmp_path / "graph.yaml", tmp_path / "values.yaml"
+    graph.write_text(FIRST_FORM)
+
+    found = CliRunner().invoke(app, ["config", "convert", str(graph), "--out", str(out)])
+
+    assert found.exit_code == 0, found.output
+    assert checked(yaml.safe_load(out.read_text()))["workers"][0]["options"] == {"kv-block-size": "64"}
+    assert "--their-own is no option" in found.stderr
