@@ -7,7 +7,6 @@ through relays (``wiretap``), do some work, and leave.
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import zmq
 
 from attacks import identifiers
 from attacks.attack import Attack, Outcome, Part, Run, Scene
-from attacks.mutation import mutated
+from attacks.mutated_sender import Order, send
 from attacks.pool import ATTACKER_HOST, HOST, Shape, Topology, free_port, until
 from attacks.wiretap import COMMAND, LONG, Message, Wiretap
 from benchmarks.services import PoolFailed, Service, plain_client
@@ -35,7 +34,6 @@ TAP_HOST = "127.0.0.2"
 MUTATED = 60_000
 SUBSCRIPTIONS = 500_000
 HUGE_BYTES = 500_000_000
-BURST = 200
 RECORD_TIMEOUT_S = 60.0
 GREET_S = 10.0
 LEASE_S = 4.0
@@ -166,44 +164,6 @@ def from_attacker(endpoint: str) -> str:
     return endpoint.replace("tcp://", f"tcp://{ATTACKER_HOST}:0;")
 
 
-def send_mutated(
-    kind: int, where: list[str], messages: list[Message], source: random.Random, count: int, seconds: float
-) -> int:
-    """Send mutations of messages, from changing identities, until the time is over; return how many were sent."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    pieces = [frame for message in messages for frame in message] or [b""]
-    sent = 0
-    deadline = time.monotonic() + seconds
-    try:
-        while sent < count and time.monotonic() < deadline:
-            peer = context.socket(kind)
-            peer.setsockopt(zmq.LINGER, 200)
-            peer.setsockopt(zmq.SNDTIMEO, 200)
-            for endpoint in where:
-                peer.connect(from_attacker(endpoint))
-            for _ in range(BURST):
-                message = source.choice(messages)
-                at = source.randrange(len(message))
-                changed = [
-                    mutated(source, frame, pieces) if place == at or source.random() < 0.2 else frame
-                    for place, frame in enumerate(message)
-                ]
-                if source.random() < 0.05:
-                    changed = changed[: source.randint(1, len(changed))] + changed[: source.randint(0, 3)]
-                if kind == zmq.XSUB:
-                    # libzmq gives this process up when a peer ends an XSUB amid a message of several frames.
-                    changed = changed[:1]
-                try:
-                    peer.send_multipart(changed)
-                except zmq.Again:
-                    break
-                sent += 1
-            peer.close()
-    finally:
-        context.destroy(linger=200)
-    return sent
-
-
 def mutating(plane: str) -> Run:
     """Return an attack with mutated messages on a plane."""
 
@@ -212,10 +172,9 @@ def mutating(plane: str) -> Run:
         select = [[codec.to_pool.encode(message)] for message in selections(scene.pool.model.name)]
         messages = select if plane == "select" else (await recording(scene)).messages[plane]
         kind = zmq.XSUB if plane == "feed" else zmq.DEALER
-        where = endpoints(scene, plane)
-        sent = await asyncio.to_thread(
-            send_mutated, kind, where, messages, scene.random, scene.count(MUTATED, 1000), scene.seconds
-        )
+        where = [from_attacker(endpoint) for endpoint in endpoints(scene, plane)]
+        count = scene.count(MUTATED, 1000)
+        sent = await send(Order(kind, where, messages, count, scene.seconds, scene.random.getrandbits(64)))
         if plane == "ingest":
             await asyncio.sleep(LEASE_S)
         return Outcome(f"{sent} mutations of {len(messages)} messages")
