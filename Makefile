@@ -1,7 +1,7 @@
 PYTHON ?= .venv/bin/python
 export PYTHON
 
-.PHONY: check lint types test format docs boards proof site plots soak long attack clients schemathesis ui vllm kubernetes
+.PHONY: check lint types test format docs boards proof site plots soak long attack clients nixl schemathesis ui vllm kubernetes
 
 check: lint types test  ## everything CI runs, in the environment that is there
 
@@ -56,6 +56,9 @@ attack:  ## every attack of docs/attacks.md on a fresh pool, or those of PARTS="
 	$(PYTHON) -m attacks $(PARTS)
 
 SUITES ?=
+
+nixl:  ## tensors between workers by the real NIXL over loopback, whose wheels (300 MB) go into build/nixl
+	$(PYTHON) -m tests.nixl
 
 clients:  ## unmodified client frameworks against a fresh pool, or those of SUITES="openai_agents"
 	$(PYTHON) -m tests.clients $(SUITES)

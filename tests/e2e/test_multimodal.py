@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,13 @@ from tests.frontend.media.samples import data_url, image, png, safetensors
 pytestmark = pytest.mark.e2e
 
 SPEC = MediaSpec(("image", "embeddings"), "<image>", None, 16, 0)
-MAKER = ("--model", "tiny", "--vocabulary-size", "4096", "--speedup", "50", "--modality", "multimodal")
+TRANSPORT = os.environ.get("POOLGRID_TEST_TENSOR_TRANSPORT", "zmq")
+"""How embeddings travel; ``python -m tests.nixl`` says ``nixl``."""
+
+MAKER = (
+    *("--model", "tiny", "--vocabulary-size", "4096", "--speedup", "50", "--modality", "multimodal"),
+    *("--tensor-transport", TRANSPORT),
+)
 CAT, DOG = png(color=(1, 1, 1)), image("JPEG", color=(2, 2, 2))
 LENGTHY = "Look closely at every part of it and say what you see. " * 40
 

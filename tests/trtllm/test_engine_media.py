@@ -219,3 +219,34 @@ def test_a_prompt_that_travels_with_its_params_is_checked() -> None:
     assert params_codec.decode(params_codec.encode(made), library.DisaggregatedParams).prompt is None
     with pytest.raises(DecodeError, match="4-byte"):
         params_codec.decode(params_codec.encode(made, b"123"), library.DisaggregatedParams)
+
+
+@pytest.mark.parametrize("cause", ["another machine", "handles that cannot be opened"])
+def test_embeddings_that_cannot_be_taken_are_not_the_requests_fault(
+    cause: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """``cannot-do`` lets the router begin anew with the pictures; ``invalid`` would be the client's error."""
+
+    async def scenario() -> None:
+        async with running_engine(Role.ENCODE) as encode, running_engine(**MULTIMODAL) as whole:
+            if cause == "another machine":
+                monkeypatch.setattr(encode.engine._calls, "machine", "another")
+            request = with_media(make_request(), item(picture()))
+            encoded = await encode.finish(msgspec.structs.replace(request, stage=Stage.ENCODE))
+            params = encoded.disaggregated_params
+            assert params is not None
+            if cause != "another machine":
+                carried = msgspec.msgpack.decode(params)
+                carried["multimodal_embedding_handles"][0]["method_key"] = 9
+                params = msgspec.msgpack.encode(carried)
+            bare = with_media(make_request(), msgspec.structs.replace(item(picture()), data=b""))
+            for name in ("r", "s"):
+                leg = msgspec.structs.replace(bare, request_id=name, disaggregated_params=params)
+                last = await whole.finish(leg)
+                assert (last.finish_reason, last.refusal) == ("error", RefusalKind.CANNOT_DO), last.error
+            again = await whole.finish(with_media(make_request("t"), item(picture())))
+            assert again.finish_reason == "length"
+
+    asyncio.run(scenario())
+    warned = sum("encode worker on another machine" in record.message for record in caplog.records)
+    assert warned == (cause == "another machine")

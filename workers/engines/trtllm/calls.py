@@ -42,6 +42,7 @@ from poolgrid.workers.engines.trtllm.core.sampling import (
 )
 from poolgrid.workers.engines.trtllm.library import TrtllmLibrary, orders_by_priority, parameters_of
 from poolgrid.workers.engines.trtllm.logits import ProcessorsOfRequests
+from poolgrid.workers.engines.trtllm.machine import machine_id
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +89,9 @@ class TrtllmCalls:
         self._accepted = parameters_of(llm.generate_async)
         self._orders = "priority" in self._accepted and orders_by_priority(llm)
         self._dropped_fields: set[str] = set()
+        self.machine = machine_id()
+        """Where handles that this engine makes mean something."""
+        self._far_handles = 0
         self.adapters = adapters(arguments.values)
         self.roots = RootSeeds(arguments.block_size)
         self.media: MediaNames | None = None
@@ -253,6 +257,12 @@ class TrtllmCalls:
             except DecodeError as error:
                 raise RefusedError(f"disaggregated_params: {error}") from None
             made, prompt = decoded.params, decoded.prompt
+            if decoded.machine not in ("", self.machine):
+                self._warn_of_far_handles()
+                raise UnableError(
+                    "the embeddings of the request are in the memory of another machine, and TensorRT-LLM's handles of "
+                    "them mean nothing here"
+                )
             fresh = set(decoded.dropped) - self._dropped_fields
             if fresh:
                 self._dropped_fields |= fresh
@@ -270,6 +280,15 @@ class TrtllmCalls:
         elif made is not None:
             made.request_type = codec.WHOLE
         return made, prompt if request.stage is Stage.DECODE else None
+
+    def _warn_of_far_handles(self) -> None:
+        self._far_handles += 1
+        if self._far_handles == 1:
+            log.warning(
+                "an encode worker on another machine made embeddings for a request of this worker: they cannot be "
+                "taken from there, and such requests begin anew with their pictures. Run the encode workers of a model "
+                "on the machines of those that compute its prompts"
+            )
 
 
 def _duration(duration_ms: int | None) -> timedelta | None:

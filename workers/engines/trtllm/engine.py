@@ -517,7 +517,10 @@ class TrtllmEngine:
             return
         text = str(error)
         if end.at_call:
-            text, refusal = f"TensorRT-LLM refuses the request: {text}", RefusalKind.INVALID
+            # With embeddings of an encode worker it may be those that it refuses; the request has its pictures still.
+            has_handles = active.request.multimodal is not None and active.request.disaggregated_params is not None
+            refusal = RefusalKind.CANNOT_DO if has_handles else RefusalKind.INVALID
+            text = f"TensorRT-LLM refuses the request: {text}"
         elif not isinstance(error, self._library.request_error):
             log.error("request %s failed: %r", active.request_id, error, exc_info=error)
             text, refusal = repr(error), BROKEN

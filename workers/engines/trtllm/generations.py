@@ -320,7 +320,8 @@ class Generations:
             if made is None:
                 return End(error=UnreadableError("the engine returned no disaggregated params"))
             try:
-                params = codec.encode(made, self._engine_prompt(leg))
+                machine = self._calls.machine if made.multimodal_embedding_handles else ""
+                params = codec.encode(made, self._engine_prompt(leg), machine)
             except (TypeError, WireError) as error:
                 return End(error=UnableError(f"what the next leg needs cannot travel: {error}"))
         return End(reason, params=params, metrics=metrics)

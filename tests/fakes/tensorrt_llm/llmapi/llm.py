@@ -413,6 +413,9 @@ class BaseLLM:
             return [media_hash(each) for kind in sorted(media) for each in _as_list(media[kind])]
         if (params.mrope_position_ids_handle is None) != (params.mrope_position_deltas_handle is None):
             raise ValueError("mrope_position_ids_handle and mrope_position_deltas_handle must be both set or both None")
+        for handle in params.multimodal_embedding_handles or ():
+            if handle.get("method_key", 1) not in (1, 2):
+                raise ValueError(f"Unsupported shared tensor method key: {handle['method_key']}")
         if params.request_type == "generation_only" and (media or params.multimodal_embedding_handles):
             raise ValueError("Multimodal data is not allowed in generation_only requests")
         transceiver = getattr(self.args, "cache_transceiver_config", None)

@@ -11,7 +11,8 @@ Rules:
 4. Tuples inside handles come back as tuples: they hold shapes and storage keys that are compared as such.
 5. Log probabilities of the first token are objects of the engine's: their values travel. Logits do not, and decode
    does without.
-6. A prompt with media has other token ids in the engine than on the wire: those that the context engine computed travel
+6. Handles of embeddings mean something on one machine only: which one travels along.
+7. A prompt with media has other token ids in the engine than on the wire: those that the context engine computed travel
    along, because the decode engine gets no media to make them of.
 """
 
@@ -46,6 +47,7 @@ DROPPED = frozenset({"first_gen_logits"})
 _WHAT = "disaggregated params"
 
 _PROMPT = "poolgrid_prompt_token_ids"
+_MACHINE = "poolgrid_machine"
 
 P = TypeVar("P")
 
@@ -57,6 +59,8 @@ class Decoded(NamedTuple, Generic[P]):
     dropped: tuple[str, ...]
     prompt: bytes | None = None
     """Token ids of the prompt as the context engine computed it, u32 little-endian; only of a prompt with media."""
+    machine: str = ""
+    """Where its handles mean something; empty = not told."""
 
 
 class CarriedLogprob(msgspec.Struct, array_like=True, frozen=True):
@@ -84,8 +88,9 @@ class _Hashes(msgspec.Struct):
     multimodal_hashes: list[list[int]] | None = None
 
 
-def encode(params: Any, prompt: bytes | None = None) -> bytes:
-    """Return the msgpack form of a ``DisaggregatedParams``, and of the prompt's token ids if they are given.
+def encode(params: Any, prompt: bytes | None = None, machine: str = "") -> bytes:
+    """Return the msgpack form of a ``DisaggregatedParams``, of the prompt's token ids if they are given, and of the
+    machine on which its handles mean something.
 
     Raises ``TypeError`` naming the field whose value cannot travel (a tensor), ``LimitError`` when it is too large.
     """
@@ -96,6 +101,8 @@ def encode(params: Any, prompt: bytes | None = None) -> bytes:
             carried[field.name] = _outward(value, field.name)
     if prompt is not None:
         carried[_PROMPT] = prompt
+    if machine:
+        carried[_MACHINE] = machine
     try:
         data = msgspec.msgpack.encode(carried)
     except OverflowError as error:
@@ -129,13 +136,16 @@ def decode(
     prompt = carried.pop(_PROMPT, None)
     if prompt is not None and (not isinstance(prompt, bytes) or len(prompt) % 4):
         raise DecodeError(_WHAT, f"{_PROMPT} is not a string of 4-byte token ids")
+    machine = carried.pop(_MACHINE, "")
+    if not isinstance(machine, str):
+        raise DecodeError(_WHAT, f"{_MACHINE} is no text")
     installed = {field.name for field in dataclasses.fields(params_class)}  # type: ignore[arg-type]
     dropped = tuple(name for name in carried if name not in installed)
     try:
         params = params_class(**{name: value for name, value in carried.items() if name in installed})
     except (TypeError, ValueError) as error:
         raise DecodeError(_WHAT, f"TensorRT-LLM refuses them: {error}") from None
-    return Decoded(params, dropped, prompt)
+    return Decoded(params, dropped, prompt, machine)
 
 
 def media_digests(data: bytes | memoryview) -> list[str]:
