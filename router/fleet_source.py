@@ -160,7 +160,8 @@ class RouterFleetSource:
         self._conversations: dict[str, Row] = {}
         self._about = {
             "kind": "router",
-            "name": settings.router_id,
+            # A process of a group is called by its number, and shows what all do.
+            "name": settings.router_id if place is None else settings.router_id.removesuffix(f".{place.index}"),
             "version": __version__,
             "policy": settings.policy,
             "process": 0 if place is None else place.index,

@@ -152,6 +152,28 @@ def reconnect(pictures: Pictures) -> str:
     return "lost, and live again"
 
 
+def several(pictures: Pictures) -> str:
+    """Two HTTP processes before a worker with room for one: the page shows what both do, and who was queued."""
+    group = ("router", "--port", "0", "--http-workers", "2", "--worker-queue-factor", "1")
+    small = ("--max-batch-size", "1", "--vocabulary-size", "4096", "--speedup", "4")
+    with Process(*group) as router:
+        ingest = router.wait_ready().word("ingest")
+        with (
+            Process("worker", "--worker-id", "w", "--model", "tiny", "--consolidator", ingest, *small).wait_ready(),
+            talking(router.url, 8),
+            Browser() as browser,
+        ):
+            checks.open_live(browser, router.url)
+            enough_requests(browser, 60)
+            foot = "return document.getElementById('foot').textContent"
+            assert "2 processes, all of them are shown" in browser.run(foot)
+            queued = checks.request_that_was_queued(browser)
+            pictures.take(browser, "fleet_page_queued")
+            browser.press(checks.ESCAPE)
+            checks.no_complaints(browser)
+    return queued
+
+
 def keys(pictures: Pictures) -> str:
     """With API keys: the page asks for one, a wrong one is told why, a good one opens it and is in no address."""
     with tempfile.TemporaryDirectory() as directory:
@@ -248,7 +270,9 @@ def large(pictures: Pictures) -> str:
     return figures
 
 
-PARTS: dict[str, Callable[[Pictures], str]] = {each.__name__: each for each in (pool, reconnect, keys, fleet, large)}
+PARTS: dict[str, Callable[[Pictures], str]] = {
+    each.__name__: each for each in (pool, reconnect, several, keys, fleet, large)
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -119,3 +119,17 @@ def plays_the_past_back(browser: Browser) -> None:
     browser.wait("one frame back", f"{at} === arguments[0]", max(0, before - 1))
     browser.press(ESCAPE)
     browser.wait("it is now again", LIVE)
+
+
+def request_that_was_queued(browser: Browser) -> str:
+    """Open requests until one has waited for a worker with room; return what its timeline says of that."""
+    for number in range(24):
+        row = f"document.querySelectorAll('.requests .row:not(.head):not([hidden])')[{number}]"
+        browser.run(f"{row}.click()")
+        drawn = "return document.querySelector('#sheet svg.timeline')?.getAttribute('aria-label') ?? ''"
+        said = str(browser.wait("its legs are shown", drawn))
+        if "queued" in said:
+            return said
+        browser.press(ESCAPE)
+        browser.wait("the sheet is closed", "return !document.getElementById('sheet').open")
+    raise AssertionError("of 24 requests none was queued")

@@ -75,7 +75,7 @@ export function requestBody(found, row, nowMs, openWorker) {
     isGlobal && ["output", counted(explanation.output_tokens, "token")],
     isGlobal ? ["TTFT", milliseconds(explanation.ttft_ms)] : Number.isFinite(firstToken) && ["first token after", milliseconds(firstToken - arrivedMs)],
     isGlobal && ["ITL", milliseconds(explanation.itl_ms)],
-    ["waited for room", milliseconds(queuedMs)],
+    ["waited for room", queuedMs ? milliseconds(queuedMs) : "not at all"],
     row?.conversation && ["conversation", el("span", {}, el("i", { class: "chip", style: { background: strong(hueOfName(row.conversation)) } }), row.conversation)],
   ];
   return [
