@@ -1,0 +1,77 @@
+"""What requests pay for traces where there are none: no call."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from tests.frontend.fake_backend import FakeBackend
+from tests.frontend.server import application, in_process
+from tests.router.test_admission import scene
+
+OF_TRACES = (
+    "poolgrid.runtime.tracing",
+    "poolgrid.frontend.request_span",
+    "poolgrid.dispatch.leg_spans",
+    "poolgrid.router.decision_span",
+    "poolgrid.wire.trace_context",
+    "opentelemetry",
+)
+
+
+@contextmanager
+def calls() -> Iterator[list[str]]:
+    """Note the module of every function that is called in this thread."""
+    seen: list[str] = []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            seen.append(str(frame.f_globals.get("__name__", "")))
+
+    sys.setprofile(note)
+    try:
+        yield seen
+    finally:
+        sys.setprofile(None)
+
+
+def of_traces(seen: list[str]) -> set[str]:
+    return {name for name in seen if name.startswith(OF_TRACES)}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_front_end_calls_nothing_of_traces_for_a_request_that_has_none(stream: bool) -> None:
+    async def run() -> None:
+        async with in_process(application(FakeBackend())) as client:
+            body = {"model": "tiny", "prompt": "hi", "stream": stream}
+            headers = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}
+            with calls() as seen:
+                answer = await client.post("/v1/completions", json=body, headers=headers)
+            assert answer.status_code == 200
+            assert "traceresponse" not in answer.headers
+            assert "poolgrid.frontend.inference_endpoint" in seen
+            assert not of_traces(seen)
+
+    asyncio.run(run())
+
+
+def test_the_router_calls_nothing_of_traces_for_a_request_that_has_none_nor_for_one_that_waits() -> None:
+    async def run() -> None:
+        async with scene() as pool:
+            with calls() as seen:
+                await pool.submit("first")
+                await pool.submit("waits")
+                assert await pool.finish(2) == ["first", "waits"]
+                await asyncio.gather(*pool.submitted.values())
+            assert {"poolgrid.router.books", "poolgrid.router.waiting", "poolgrid.dispatch.request_machine"} <= set(
+                seen
+            )
+            assert not of_traces(seen)
+
+    asyncio.run(run())
