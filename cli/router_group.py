@@ -65,7 +65,7 @@ class _Group:
         """Start all and return the words of the ready line."""
         settings = self._settings
         words: list[str] = []
-        if settings.feed_endpoint is None:
+        if settings.feed_endpoint is None and not settings.on_nats:
             arguments = ["consolidator", "--host", settings.host, *arguments_of(self._consolidator_settings)]
             part = self._consolidator = Part("consolidator", [*arguments, *self._log_arguments], part_environment())
             await part.start()

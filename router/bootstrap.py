@@ -176,7 +176,7 @@ def _context_maker(settings: RouterSettings, registry: CollectorRegistry) -> Mak
 
 
 def _warn_of_exposures(settings: RouterSettings, frontend: FrontendSettings) -> None:
-    planes = "the select plane" if settings.feed_endpoint else "the select, ingest, feed and query planes"
+    planes = "the select plane" if settings.feed_endpoint or settings.on_nats else "the select, ingest, feed and query planes"
     for warning in settings.exposures(settings.host, http=True, planes=planes, keyed=frontend.api_keys is not None):
         log.warning("%s", warning)
 
@@ -211,13 +211,21 @@ def _make_feed(
     """Return the feed, and the consolidator if it is one of this process; the service starts and ends both."""
     if settings.feed_endpoint is not None and settings.query_endpoint is not None:
         return RemoteFeed(settings.feed_endpoint, settings.query_endpoint, awake, make_context), None
+    if settings.on_nats:
+        # Late: most routers have no use for it.
+        from poolgrid.router.nats_feed import NatsFeed
+        from poolgrid.runtime.nats_connection import NatsConnection
+
+        connection = NatsConnection(settings, f"poolgrid router {settings.router_id}", clock)
+        return NatsFeed(connection, settings.router_id, awake, consolidator.blocks_per_worker_max), None
     embedded = create_consolidator(consolidator, registry, clock, make_context)
     return EmbeddedFeed(embedded), embedded
 
 
 def _make_player(consolidator: ConsolidatorSettings, embedded: ConsolidatorService | None) -> Player:
     kept = embedded.kept_records if embedded is not None and consolidator.data_dir is None else None
-    return Player(consolidator.data_dir, kept, consolidator.blocks_per_worker_max)
+    # A data_dir beside a stream has no journal in it, only decisions.
+    return Player(None if consolidator.on_nats else consolidator.data_dir, kept, consolidator.blocks_per_worker_max)
 
 
 def _add_endpoints(

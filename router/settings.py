@@ -12,11 +12,12 @@ from poolgrid.router.core.cost import CostWeights
 from poolgrid.router.core.decision import DECISION_LOG_BYTES
 from poolgrid.router.core.load_ledger import CROWDING_RETRIES, LEDGER_BYTES
 from poolgrid.runtime.http_settings import ServerSettings
+from poolgrid.runtime.nats_settings import EventPlaneSettings
 from poolgrid.runtime.settings import ZmqEndpoint
 from poolgrid.runtime.tracing.settings import TraceSettings
 
 
-class RouterSettings(ServerSettings, TraceSettings):
+class RouterSettings(ServerSettings, TraceSettings, EventPlaneSettings):
     """Selection, admission, dispatch and HTTP of one router."""
 
     select_port: int = Field(
@@ -183,4 +184,8 @@ class RouterSettings(ServerSettings, TraceSettings):
     def _both_endpoints(self) -> Self:
         if (self.feed_endpoint is None) != (self.query_endpoint is None):
             raise ValueError("feed_endpoint and query_endpoint go together: give both, or neither")
+        if self.feed_endpoint is not None and self.on_nats:
+            raise ValueError(
+                f"feed_endpoint is {self.feed_endpoint} and event_plane is nats: the journal is followed there"
+            )
         return self

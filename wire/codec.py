@@ -19,6 +19,7 @@ from poolgrid.wire.errors import DecodeError, LimitError
 from poolgrid.wire.events import AnyEvent, EventBatch, JournalRecord
 from poolgrid.wire.feed import FromFeed, SnapshotPart, ToFeed
 from poolgrid.wire.ingest import FromConsolidator, ToConsolidator
+from poolgrid.wire.leadership import Leader
 from poolgrid.wire.limits import FRAME_BYTES_MAX
 from poolgrid.wire.multimodal import MultimodalInput
 from poolgrid.wire.requests import FromWorker, Generate, KvOffered, TokenBatch, ToWorker
@@ -135,6 +136,7 @@ from_feed: Codec[FromFeed] = Codec("an answer of the feed", FromFeed, _check_fro
 to_pool: Codec[ToPool] = Codec("a message to a pool", ToPool, _check_to_pool)
 from_pool: Codec[FromPool] = Codec("an answer of a pool", FromPool, _no_check)
 multimodal: Codec[MultimodalInput] = Codec("the media of a request", MultimodalInput, _no_check)
+leader: Codec[Leader] = Codec("the entry of a leader", Leader, _no_check)
 tensor_list: Codec[TensorList] = Codec("the tensors of a request", TensorList, _no_check)
 to_tensor_source: Codec[ToTensorSource] = Codec("a message to a tensor's source", ToTensorSource, _no_check)
 from_tensor_source: Codec[FromTensorSource] = Codec("an answer of a tensor's source", FromTensorSource, _no_check)

@@ -98,6 +98,8 @@ async def serve(
         api.show(service)
         for dp_rank in range(engine.engine.dp_size):
             _open_publisher(publishers, settings, around, service, card_of_rank(card, dp_rank), dp_rank)
+        if settings.on_nats:
+            await _follow_consolidator(opened, settings, publishers, clock, stop)
         _announce_when_registered(opened, publishers, card.http_endpoint, ready)
         log.info("worker %s at %s, health at %s", settings.worker_id, card.request_endpoint, card.http_endpoint)
         await service.run(publishers, stop)
@@ -160,7 +162,7 @@ def _open_publisher(
     stream = PushStream(settings.worker_id, dp_rank, around.epoch, card, timing, settings.outbox_bytes)
     publisher = EventPublisher(
         around.context,
-        settings.consolidator,
+        "" if settings.on_nats else settings.consolidator,
         stream,
         partial(service.restate, dp_rank),
         around.clock,
@@ -168,6 +170,33 @@ def _open_publisher(
         settings.load_interval_ms,
     )
     publishers.append(publisher)
+
+
+async def _follow_consolidator(
+    opened: AsyncExitStack,
+    settings: WorkerProcessSettings,
+    publishers: Sequence[EventPublisher],
+    clock: Clock,
+    stop: asyncio.Event,
+) -> None:
+    """Push to whichever consolidator of the pool is active, as NATS says."""
+    # Late: most workers have no use for it.
+    from poolgrid.runtime.nats_connection import NatsConnection
+    from poolgrid.runtime.nats_leader import LeaderWatch
+    from poolgrid.wire.leadership import Leader
+
+    def follow(leader: Leader | None) -> None:
+        # Who is active and has no address yet takes nothing in; the one before it does not either.
+        for publisher in publishers:
+            publisher.follow("" if leader is None else leader.ingest)
+
+    connection = NatsConnection(settings, f"poolgrid worker {settings.worker_id}", clock)
+    opened.push_async_callback(connection.close)
+    watch = LeaderWatch(connection, follow)
+    opened.push_async_callback(watch.stop)
+    await unless(stop, connection.open(), "connection to NATS")
+    if not stop.is_set():
+        await watch.start()
 
 
 def _close_publishers(publishers: Sequence[EventPublisher], orderly: bool) -> None:

@@ -47,6 +47,7 @@ class EventPublisher:
         metrics: WorkerMetrics,
         load_interval_ms: float,
     ) -> None:
+        """``endpoint`` is where the consolidator takes events in; empty until ``follow`` says it."""
         self._stream = stream
         self._restate = restate
         self._clock = clock
@@ -61,8 +62,10 @@ class EventPublisher:
         self._timer: asyncio.TimerHandle | None = None
         self._changed = asyncio.Event()
         self._closed = False
+        self._started = False
         self._endpoint = endpoint
-        self._socket = EventSocket(context, endpoint, self._on_frames)
+        self._context = context
+        self._socket = EventSocket(context, endpoint, self._on_frames) if endpoint else None
 
     @property
     def is_registered(self) -> bool:
@@ -71,7 +74,19 @@ class EventPublisher:
 
     def start(self) -> None:
         """Greet the consolidator."""
+        self._started = True
         self._do(self._stream.begin(self._clock.monotonic_ms()))
+
+    def follow(self, endpoint: str) -> None:
+        """Push to another consolidator from now on; empty = to none, until there is one."""
+        if self._closed or endpoint == self._endpoint:
+            return
+        if self._socket is not None:
+            self._socket.close(orderly=False)
+        self._endpoint = endpoint
+        self._socket = EventSocket(self._context, endpoint, self._on_frames) if endpoint else None
+        if self._started and endpoint:
+            self._do(self._stream.greet_again(self._clock.monotonic_ms()))
 
     def publish(self, events: list[AnyEvent], load: LoadReported | None = None) -> None:
         """Publish a step's events as one batch, with the load when it is time to report it."""
@@ -92,11 +107,14 @@ class EventPublisher:
             except TimeoutError:
                 waited_s += pause_s
                 pause_s = min(2 * pause_s, SILENCE_SAID_MAX_S)
+                where = (
+                    f"at {self._endpoint} for {waited_s:.0f} s: is a router or a consolidator running, and is this its "
+                    "ingest address (--consolidator)?"
+                    if self._endpoint
+                    else f"for {waited_s:.0f} s: none is active, as far as NATS knows. Does one of this pool run?"
+                )
                 log.warning(
-                    "no consolidator has welcomed this worker at %s for %.0f s: is a router or a consolidator running, "
-                    "and is this its ingest address (--consolidator)? It goes on asking, and serves nobody until then",
-                    self._endpoint,
-                    waited_s,
+                    "no consolidator has welcomed this worker %s It goes on asking, and serves nobody until then", where
                 )
 
     def leave(self, reason: str) -> None:
@@ -127,7 +145,8 @@ class EventPublisher:
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
-        self._socket.close(orderly)
+        if self._socket is not None:
+            self._socket.close(orderly)
 
     def _is_load_due(self, load: LoadReported) -> bool:
         if load == self._load_said:
@@ -164,7 +183,8 @@ class EventPublisher:
         for effect in effects:
             if isinstance(effect, Send):
                 # A frame that does not leave now is still in the outbox (or is said again by the timer).
-                self._socket.send(effect.frames)
+                if self._socket is not None:
+                    self._socket.send(effect.frames)
             elif isinstance(effect, RestateNeeded):
                 log.warning("restating the cache: %s", effect.reason)
                 self._say_all()

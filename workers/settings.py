@@ -11,6 +11,7 @@ from typing import Annotated, ClassVar, Self
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from poolgrid.runtime.http_settings import HttpSettings
+from poolgrid.runtime.nats_settings import EventPlaneSettings
 from poolgrid.runtime.settings import ZmqEndpoint
 from poolgrid.runtime.tracing.settings import TraceSettings
 from poolgrid.wire.addresses import host_problem
@@ -33,7 +34,7 @@ GPU_INTERVAL_MIN_MS = 100
 """The driver's own counters move about as often."""
 
 
-class WorkerProcessSettings(HttpSettings, TraceSettings):
+class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings):
     """What every worker process has, whatever its engine."""
 
     engine_name: ClassVar[str] = ""
@@ -41,7 +42,8 @@ class WorkerProcessSettings(HttpSettings, TraceSettings):
 
     worker_id: Name = Field("worker-0", description="Name of this worker in its pool; stable over restarts.")
     consolidator: ZmqEndpoint = Field(
-        "tcp://127.0.0.1:5557", description="ZMQ endpoint at which the consolidator takes events in."
+        "tcp://127.0.0.1:5557", description="ZMQ endpoint at which the consolidator takes events in. With event_plane nats, NATS "
+        "says where the active one is.",
     )
     host: Name = Field("127.0.0.1", description="Address to bind; loopback unless told otherwise.")
     advertise_host: str = Field(
@@ -109,6 +111,14 @@ class WorkerProcessSettings(HttpSettings, TraceSettings):
             raise ValueError(
                 f"gpu_interval_ms is {self.gpu_interval_ms}, allowed are 0 (none) and {GPU_INTERVAL_MIN_MS} to "
                 "3,600,000"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_consolidator(self) -> Self:
+        if self.on_nats and "consolidator" in self.model_fields_set:
+            raise ValueError(
+                f"consolidator is {self.consolidator} and event_plane is nats: NATS says where the active one is"
             )
         return self
 

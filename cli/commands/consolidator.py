@@ -22,7 +22,9 @@ def consolidator(
     from poolgrid.router.consolidator.bootstrap import Endpoints, serve
 
     def ready(endpoints: Endpoints) -> None:
-        say_ready(endpoints.http, f"ingest={endpoints.ingest}", f"feed={endpoints.feed}", f"query={endpoints.query}")
+        # With an event plane on NATS it stands by first: where it takes events in is for NATS to say.
+        planes = (("ingest", endpoints.ingest), ("feed", endpoints.feed), ("query", endpoints.query))
+        say_ready(endpoints.http, *(f"{name}={endpoint}" for name, endpoint in planes if endpoint))
 
     async def main(stop: asyncio.Event) -> None:
         await serve(settings, stop, ready)

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from poolgrid.router.consolidator.adapters.posix_disk import PosixDisk
 from poolgrid.router.consolidator.http_api import ConsolidatorHealth
+from poolgrid.router.consolidator.journal.errors import JournalFenced
 from poolgrid.router.consolidator.journal.files import FileJournal, JournalSettings
 from poolgrid.router.consolidator.journal.memory import MemoryJournal
 from poolgrid.router.consolidator.ports import Journal
@@ -20,9 +21,10 @@ from poolgrid.router.consolidator.service import ConsolidatorService
 from poolgrid.router.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
 from poolgrid.runtime.clock import Clock, SystemClock
 from poolgrid.runtime.event_loop import LoopMetrics
-from poolgrid.runtime.health_app import HealthApp
+from poolgrid.runtime.health_app import HealthApp, Observed
 from poolgrid.runtime.http_server import HttpServer
 from poolgrid.runtime.planes import CurveKeys, MakeContext, PlaneContext, PlaneMetrics
+from poolgrid.runtime.tasks import unless
 from poolgrid.runtime.tls import Tls
 
 log = logging.getLogger(__name__)
@@ -61,16 +63,20 @@ def create(
 async def serve(settings: ConsolidatorProcessSettings, stop: asyncio.Event, ready: Callable[[Endpoints], None]) -> None:
     """Run a consolidator in a process of its own until ``stop`` is set; ``ready`` is told where it answers.
 
+    With an event plane on NATS it is ready when it stands by, and answers on its planes while it is active.
     Whatever ends it, what was opened is closed again, in reverse order.
     """
     async with AsyncExitStack() as opened:
         registry = CollectorRegistry()
         LoopMetrics(registry)
-        service = _open_service(opened, settings, registry)
         for warning in settings.exposures(settings.host, http=True, planes="the ingest, feed and query planes"):
             log.warning("%s", warning)
+        if settings.on_nats:
+            await _serve_in_turn(opened, settings, registry, stop, ready)
+            return
+        service = _open_service(opened, settings, registry)
         await service.start()
-        server = _open_server(opened, settings, registry, service)
+        server = _open_server(opened, settings, registry, ConsolidatorHealth(service))
         server.start()
         ready(
             Endpoints(
@@ -81,6 +87,50 @@ async def serve(settings: ConsolidatorProcessSettings, stop: asyncio.Event, read
             )
         )
         await stop.wait()
+
+
+async def _serve_in_turn(
+    opened: AsyncExitStack,
+    settings: ConsolidatorProcessSettings,
+    registry: CollectorRegistry,
+    stop: asyncio.Event,
+    ready: Callable[[Endpoints], None],
+) -> None:
+    """Stand by and be active in turn: the journal is in a stream, and any consolidator of the pool may write it."""
+    from poolgrid.router.consolidator.adapters.jetstream import JetStreamJournal, StreamShape, ThreadedStream
+    from poolgrid.router.consolidator.stream.journal import StreamJournal, StreamJournalSettings
+    from poolgrid.router.consolidator.succession import Succession, SuccessionMetrics
+    from poolgrid.runtime.nats_connection import NatsConnection
+
+    clock = SystemClock()
+    loop = asyncio.get_running_loop()
+    keys = CurveKeys.load(settings)
+    planes = PlaneMetrics(registry)
+    metrics = SuccessionMetrics(registry)
+    connection = NatsConnection(settings, "poolgrid consolidator", clock)
+    opened.push_async_callback(connection.close)
+    journal = JetStreamJournal(connection, StreamShape(settings.nats_replicas, settings.retention_bytes))
+    sizes = StreamJournalSettings(settings.retention_bytes, settings.retention_ms)
+
+    def make_service(consolidator_id: str, on_fenced: Callable[[JournalFenced], None]) -> ConsolidatorService:
+        return ConsolidatorService(
+            settings,
+            registry,
+            clock,
+            lambda: StreamJournal(ThreadedStream(journal, loop), consolidator_id, clock.wall_ms(), sizes),
+            consolidator_id,
+            lambda: PlaneContext.make(keys, planes),
+            on_fenced,
+        )
+
+    succession = Succession(settings, journal, clock, metrics, make_service)
+    server = _open_server(opened, settings, registry, succession)
+    server.start()
+    await unless(stop, connection.open(), "connection to NATS")
+    if stop.is_set():
+        return
+    ready(Endpoints(ingest="", feed="", query="", http=server.url))
+    await succession.run(stop)
 
 
 def _open_service(
@@ -97,10 +147,10 @@ def _open_server(
     opened: AsyncExitStack,
     settings: ConsolidatorProcessSettings,
     registry: CollectorRegistry,
-    service: ConsolidatorService,
+    observed: Observed,
 ) -> HttpServer:
     server = HttpServer(
-        HealthApp(registry, ConsolidatorHealth(service)),
+        HealthApp(registry, observed),
         settings.host,
         settings.http_port,
         "http_port",

@@ -6,7 +6,9 @@ Rules
     2. One write is under way at a time; the next takes everything that waits, up to ``WRITE_BYTES_MAX``. What one has
        stored is told bit by bit, with turns of the event loop between.
     3. A write that fails is tried again every ``append_retry_ms``, for ever; nothing behind it is stored before it.
-    4. What waits is bounded by ``QUEUE_BYTES_MAX``: then ``on_full`` is called, and its owner takes nothing in until
+    4. A journal that is somebody else's now (``JournalFenced``) takes nothing any more: what waits is never stored, and
+       ``on_fenced`` is told once.
+    5. What waits is bounded by ``QUEUE_BYTES_MAX``: then ``on_full`` is called, and its owner takes nothing in until
        ``on_room``. Nothing is dropped.
 
 A journal in memory is written at once, on the loop.
@@ -23,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from poolgrid.router.consolidator.core.consolidator import Turn
+from poolgrid.router.consolidator.journal.errors import JournalFenced
 from poolgrid.router.consolidator.ports import Journal
 from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.tasks import Restart, supervised
@@ -82,6 +85,7 @@ class JournalWriter:
         on_stored: Callable[[Turn, list[bytes]], None],
         on_full: Callable[[], None],
         on_room: Callable[[], None],
+        on_fenced: Callable[[JournalFenced], None],
     ) -> None:
         self.errors = 0
         """Appends, and syncs before an acknowledgement, that failed."""
@@ -96,6 +100,8 @@ class JournalWriter:
         self._on_stored = on_stored
         self._on_full = on_full
         self._on_room = on_room
+        self._on_fenced = on_fenced
+        self._fenced = False
         self._waiting: deque[_Item] = deque()
         self._stored: deque[_Item] = deque()
         """Turns that are in the journal and not told of yet."""
@@ -176,7 +182,7 @@ class JournalWriter:
         loop = asyncio.get_running_loop()
         waiting = self._waiting
         await self._tell()
-        while waiting:
+        while waiting and not self._fenced:
             head = waiting[0]
             if head.job is not None and head.done is not None:
                 await self._work(head.job, head.done)
@@ -187,6 +193,9 @@ class JournalWriter:
             try:
                 if payloads:
                     await loop.run_in_executor(self._executor, self._store, payloads, wall_ms)
+            except JournalFenced as error:
+                self._fence(error)
+                return
             except Exception as error:
                 if not isinstance(error, OSError):
                     log.exception("writing the journal failed: this is a bug")
@@ -201,6 +210,11 @@ class JournalWriter:
             self._appended = False
             self._stored.extend(waiting.popleft() for _ in range(count))
             await self._tell()
+
+    def _fence(self, error: JournalFenced) -> None:
+        if not self._fenced:
+            self._fenced = True
+            self._on_fenced(error)
 
     async def _tell(self) -> None:
         """Tell of the turns that are stored; others have their turn between, for this may be seconds of work."""

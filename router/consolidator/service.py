@@ -36,7 +36,7 @@ from prometheus_client import CollectorRegistry
 
 from poolgrid.router.consolidator.core.consolidator import Consolidator, Now, Turn
 from poolgrid.router.consolidator.core.pool_state import FrozenPool
-from poolgrid.router.consolidator.journal.errors import JournalCorrupt
+from poolgrid.router.consolidator.journal.errors import JournalCorrupt, JournalFenced
 from poolgrid.router.consolidator.journal_writer import COMPLAIN_EVERY_MS, JournalWriter
 from poolgrid.router.consolidator.metrics import ConsolidatorCollector
 from poolgrid.router.consolidator.ports import Journal, PoolListener
@@ -120,7 +120,10 @@ class ConsolidatorService:
         open_journal: Callable[[], Journal],
         consolidator_id: str | None = None,
         make_context: Callable[[], zmq.Context[Any]] = zmq.Context,
+        on_fenced: Callable[[JournalFenced], None] | None = None,
     ) -> None:
+        """``on_fenced`` is told when another one writes the journal, and nothing more is done here; by default the
+        process ends."""
         self.settings = settings
         self.consolidator_id = consolidator_id or os.urandom(8).hex()
         self.ingest_endpoint = ""
@@ -132,6 +135,7 @@ class ConsolidatorService:
         self._registry = registry
         self._collector = ConsolidatorCollector(self)
         self._open_journal = open_journal
+        self._on_fenced = on_fenced
         self._core: Consolidator | None = None
         self._listeners: list[tuple[PoolListener, int]] = []
         self._make_context = make_context
@@ -245,6 +249,7 @@ class ConsolidatorService:
             self._emit,
             self._block,
             self._unblock,
+            self._fence,
         )
         opened.push_async_callback(self._writer.finish)
         self._core = Consolidator(pool, self.consolidator_id, settings.limits(), self._now())
@@ -353,6 +358,11 @@ class ConsolidatorService:
         """Return the core; only after ``start``."""
         assert self._core is not None, "the service is not started"
         return self._core
+
+    @property
+    def started(self) -> bool:
+        """Say whether the state is recovered and the sockets are bound."""
+        return self._core is not None
 
     @property
     def ready(self) -> bool:
@@ -493,11 +503,26 @@ class ConsolidatorService:
             f"a turn of the consolidator failed behind record {self._put_offset - 1} ({type(error).__name__}: "
             f"{error}); nothing is taken in any more, and the process ends: its next start goes by the journal"
         )
+        self._take_nothing()
+        end_process("consolidator", error)
+
+    def _fence(self, error: JournalFenced) -> None:
+        """Go no further on a journal that is another's now."""
+        if self._broken:
+            return
+        self._broken = str(error)
+        log.error("%s", error)
+        self._take_nothing()
+        if self._on_fenced is None:
+            end_process("consolidator", error)
+        else:
+            self._on_fenced(error)
+
+    def _take_nothing(self) -> None:
         for inbox in (self._ingest_inbox, self._query_inbox):
             inbox.pause()
         for source in self._sources:
             source.pause()
-        end_process("consolidator", error)
 
     def _now(self) -> Now:
         return Now(self._clock.monotonic_ms(), self._clock.wall_ms())
@@ -745,7 +770,9 @@ class ConsolidatorService:
                 return
             await self._on_thread(self._journal.keep_snapshot, offset, parts)
             removed = await self._on_thread(self._journal.retain, self._clock.wall_ms())
-        except OSError as error:
+        except JournalFenced as error:
+            self._fence(error)
+        except (OSError, JournalCorrupt) as error:
             self._counts["journal_snapshot_errors"] += 1
             if self._may_complain("snapshot"):
                 log.error(
@@ -772,6 +799,8 @@ class ConsolidatorService:
         """Notice segments that somebody deleted or cut, and go on in a new one behind a new snapshot."""
         try:
             lost = await self._writer.between_writes(self._journal.drop_lost)
+        except JournalFenced as error:
+            self._fence(error)
         except OSError as error:
             if self._may_complain("files"):
                 log.error("looking at the journal's files failed: %s", error)

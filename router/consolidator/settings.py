@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from poolgrid.router.consolidator.core.consolidator import ConsolidatorLimits
 from poolgrid.router.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
 from poolgrid.runtime.http_settings import HttpSettings
+from poolgrid.runtime.nats_settings import EventPlaneSettings
 from poolgrid.runtime.security import SecuritySettings
+from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX
 
 MIB = 1024 * 1024
 
 
-class ConsolidatorSettings(SecuritySettings):
+class ConsolidatorSettings(SecuritySettings, EventPlaneSettings):
     """Sockets, journal, leases and limits of a pool's event store."""
 
     data_dir: Path | None = Field(
@@ -116,3 +118,45 @@ class ConsolidatorProcessSettings(ConsolidatorSettings, HttpSettings):
     http_port: int = Field(
         default=0, ge=0, le=65535, description="Port of /health, /live, /ready and /metrics; 0 = any free one."
     )
+    advertise_host: str = Field(
+        default="",
+        max_length=IDENTIFIER_BYTES_MAX,
+        description="With event_plane nats: host that workers connect to; empty = the bound one. Needed when host is "
+        "0.0.0.0 or ::.",
+    )
+    nats_replicas: int = Field(
+        default=1,
+        ge=1,
+        le=5,
+        description="Servers that keep a copy of the journal's stream, of the snapshots and of the lease: 1, or 3 of a "
+        "cluster, which goes on while 2 of them live.",
+    )
+    leader_lease_s: int = Field(
+        default=3,
+        ge=1,
+        le=600,
+        description="With event_plane nats: how long the active consolidator of a pool may be silent until another one "
+        "that runs takes its place (whole seconds).",
+    )
+
+    @model_validator(mode="after")
+    def _check_plane(self) -> Self:
+        if self.event_plane == "zmq":
+            for name in ("nats_replicas", "leader_lease_s"):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(f"{name} is {getattr(self, name)!r} and event_plane is zmq: it is for nats")
+            return self
+        if self.data_dir is not None:
+            raise ValueError(f"data_dir is {self.data_dir} and event_plane is nats: the journal is in the stream")
+        if self.host in ("0.0.0.0", "::", "*") and not self.advertise_host:
+            raise ValueError(
+                f"host is {self.host!r}, which no worker can connect to: set advertise_host to this machine's address"
+            )
+        return self
+
+    def advertised(self, endpoint: str) -> str:
+        """Return a bound endpoint as others connect to it."""
+        if not self.advertise_host:
+            return endpoint
+        host = f"[{self.advertise_host}]" if ":" in self.advertise_host else self.advertise_host
+        return f"tcp://{host}:{endpoint.rpartition(':')[2]}"

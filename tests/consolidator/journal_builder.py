@@ -81,3 +81,9 @@ def fold(count: int) -> PoolState:
     for offset in range(count):
         pool.apply(record(offset))
     return pool
+
+
+def facts_of(pool: PoolState) -> object:
+    """All that a pool's state says, to be compared."""
+    frozen = pool.freeze()
+    return frozen.offset, [(worker.entry, worker.held) for worker in frozen.workers]

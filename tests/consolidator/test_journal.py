@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poolgrid.router.consolidator.adapters.posix_disk import DirectoryInUse, PosixDisk
-from poolgrid.router.consolidator.core.pool_state import PoolState
 from poolgrid.router.consolidator.journal.errors import JournalCorrupt
 from poolgrid.router.consolidator.journal.files import FileJournal, JournalSettings, records_of, verify
 from poolgrid.router.consolidator.journal.framing import (
@@ -25,14 +24,9 @@ from poolgrid.router.consolidator.journal.framing import (
 from poolgrid.router.consolidator.journal.memory import MemoryJournal
 from poolgrid.wire import codec
 from poolgrid.wire.events import JournalRecord
-from tests.consolidator.journal_builder import FakeDisk, encoded, fold, record, write
+from tests.consolidator.journal_builder import FakeDisk, encoded, facts_of, fold, record, write
 
 BLOCKS_MAX = 1_000_000
-
-
-def facts(pool: PoolState) -> object:
-    frozen = pool.freeze()
-    return frozen.offset, [(worker.entry, worker.held) for worker in frozen.workers]
 
 
 def test_what_was_appended_is_read_back_in_any_slices() -> None:
@@ -54,7 +48,7 @@ def test_a_journal_opened_again_goes_on_without_a_hole() -> None:
     journal = write(disk, 40, segment_bytes=600)
 
     assert [codec.journal_record.decode(payload).offset for payload in journal.read(0, 100, 1 << 20)] == list(range(40))
-    assert facts(journal.recover(BLOCKS_MAX)) == facts(fold(40))
+    assert facts_of(journal.recover(BLOCKS_MAX)) == facts_of(fold(40))
 
 
 def test_a_tail_torn_at_any_byte_of_the_last_record_is_cut_and_reported() -> None:
@@ -224,7 +218,7 @@ def test_a_snapshot_and_the_records_after_it_are_the_whole_state() -> None:
 
     journal = FileJournal(disk)
 
-    assert facts(journal.recover(BLOCKS_MAX)) == facts(fold(45))
+    assert facts_of(journal.recover(BLOCKS_MAX)) == facts_of(fold(45))
     assert verify(disk, BLOCKS_MAX) == 45
 
 
@@ -245,7 +239,7 @@ def test_a_byte_flipped_anywhere_in_a_snapshot_is_found_and_the_one_before_it_se
         assert caught.value.file == name
         assert caught.value.position <= position
         journal = FileJournal(disk)
-        assert facts(journal.recover(BLOCKS_MAX)) == facts(fold(35))
+        assert facts_of(journal.recover(BLOCKS_MAX)) == facts_of(fold(35))
         assert "going back to the snapshot before it" in journal.report[0]
 
 
@@ -265,7 +259,7 @@ def test_retention_removes_only_segments_that_no_kept_snapshot_needs() -> None:
         journal.read(0, 1, 1000)
 
     again = FileJournal(disk, settings_)
-    assert facts(again.recover(BLOCKS_MAX)) == facts(fold(61))
+    assert facts_of(again.recover(BLOCKS_MAX)) == facts_of(fold(61))
 
 
 def test_retention_by_age() -> None:
@@ -309,7 +303,7 @@ def test_a_full_disk_fails_the_append_and_a_later_one_succeeds() -> None:
         journal.append(encoded(5, 5), 5000)
 
         assert disk.files == whole.files
-        assert facts(FileJournal(disk).recover(BLOCKS_MAX)) == facts(fold(10))
+        assert facts_of(FileJournal(disk).recover(BLOCKS_MAX)) == facts_of(fold(10))
 
 
 def test_a_disk_that_fills_up_at_a_new_segment_leaves_nothing_behind() -> None:
@@ -336,7 +330,7 @@ def test_a_snapshot_beyond_the_last_record_wins() -> None:
     pool = journal.recover(BLOCKS_MAX)
     journal.append(encoded(30, 3), 0)
 
-    assert facts(pool) == facts(fold(30))
+    assert facts_of(pool) == facts_of(fold(30))
     assert (journal.oldest_offset, journal.next_offset) == (30, 33)
     assert verify(disk, BLOCKS_MAX) == 3
 
@@ -358,7 +352,7 @@ def test_any_appends_any_cut_and_the_fold_of_what_is_left(
     again = FileJournal(disk)
     pool = again.recover(BLOCKS_MAX)
 
-    assert facts(pool) == facts(fold(pool.offset))
+    assert facts_of(pool) == facts_of(fold(pool.offset))
     assert again.next_offset == pool.offset <= sum(sizes)
 
 

@@ -65,6 +65,7 @@ class Scene:
             lambda turn, payloads: self.told.append(turn.now.wall_ms),
             lambda: self.calls.append("full"),
             lambda: self.calls.append("room"),
+            lambda error: self.calls.append(f"fenced: {error}"),
         )
 
     def put(self, number: int, records: int = 1, size: int = 10) -> None:

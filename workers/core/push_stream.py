@@ -6,6 +6,7 @@ Theory of operation. The stream is *greeting* until the consolidator welcomes it
     state      input                        next state   effects
     ---------  ---------------------------  -----------  ---------------------------------------------------------
     greeting   begin, retry time            greeting     Send(Hello)
+    any        greet_again                  greeting     Send(Hello), to another consolidator
     any        Welcome                      open         Send(batches from next_seq) or RestateNeeded
     open       Welcome, same life           open         (the outbox forgets: it answers an earlier Hello)
     open       publish                      open         Send(batch); on overflow: greeting, Send(Hello)
@@ -177,6 +178,14 @@ class PushStream:
         self._consolidator_id = ""
         self._goodbye_acknowledged = False
         self._hello_retry_ms = self._timing.hello_retry_ms
+        return self._greet(now_ms)
+
+    def greet_again(self, now_ms: float) -> list[Effect]:
+        """Greet a consolidator that has taken another one's place; a stream that has ended stays so."""
+        if self.state is State.ENDED:
+            return []
+        self._hello_retry_ms = self._timing.hello_retry_ms
+        self._refused_retry_ms = self._timing.refused_retry_ms
         return self._greet(now_ms)
 
     def publish(self, events: list[AnyEvent], time_ms: int, now_ms: float) -> list[Effect]:

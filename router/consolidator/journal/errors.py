@@ -16,3 +16,11 @@ class JournalCorrupt(Exception):
         self.detail = detail
         self.remedy = remedy
         super().__init__(f"journal file {file}, byte {position}, record {offset}: {detail}; {remedy}")
+
+
+class JournalFenced(Exception):
+    """Somebody else writes this journal now, or it lost its end: this writer's state is no fold of it any more.
+
+    Nothing that this writer still holds may be stored, acknowledged or published. Another life, which reads the journal
+    anew, may go on.
+    """

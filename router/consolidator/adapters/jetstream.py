@@ -1,0 +1,462 @@
+"""A pool's journal on NATS JetStream: a stream of records, an object store of snapshots, a bucket of who does what.
+
+    poolgrid-POOL                 stream of ``poolgrid.POOL.journal``; what is stored is told on ``poolgrid.POOL.stored``
+    poolgrid-POOL-snapshots       object store, an object for each snapshot
+    poolgrid-POOL                 key-value bucket: ``leader``, and ``router.NAME`` for each router that follows
+
+Readers have no consumers. What is stored is republished by the server, which costs it one message whoever listens; what
+was missed is read by sequence, which any replica answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from poolgrid.router.consolidator.journal import snapshot_file
+from poolgrid.router.consolidator.journal.errors import JournalCorrupt
+from poolgrid.router.consolidator.stream.message import Damaged, Outgoing, StoredMessage, stored_message
+from poolgrid.router.consolidator.stream.ports import Anchor, OutOfTurn, StreamFacts, StreamUnavailable
+from poolgrid.runtime.nats_connection import NatsConnection, NatsMessage, NatsUnavailable
+from poolgrid.runtime.nats_leader import BUCKET, bucket_stream, told_subject
+from poolgrid.runtime.tasks import wait_from_thread
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+WRONG_LAST_SEQUENCE = (10071, 10164)
+"""Error codes of a message whose ``Nats-Expected-Last-Sequence`` is not the stream's."""
+
+DUPLICATE_WINDOW_S = 120.0
+"""How long a server knows the names of messages; a writer asks what is stored before it sends anything again."""
+
+SIZE_FACTOR = 4
+"""How many times ``retention_bytes`` the stream may grow before it takes nothing any more: twice for slow routers
+(``stream.journal.HELD_BACK``), the rest for what comes between two snapshots."""
+
+POSITION_TTL_S = 30
+"""How long a router's position counts that does not say it again: six times as long as between two."""
+
+SNAPSHOTS_MAX = 1024
+"""Objects that are looked at; two are kept."""
+
+SEQUENCE_HEADER = "Poolgrid-Sequence"
+MESSAGE_HEADER = "Poolgrid-Message"
+
+TELLING_MESSAGES_MAX = 20_000
+"""Messages that the client keeps while we are busy; what comes beyond it is dropped, which shows as a hole."""
+
+TELLING_BYTES_MAX = 128 * 1024 * 1024
+"""And their bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamShape:
+    """How a pool's stream is made, by whoever makes it."""
+
+    replicas: int = 1
+    retention_bytes: int = 1024 * 1024 * 1024
+
+
+class JetStreamJournal:
+    """The journal of one pool, on a connection; belongs to its loop. What asks may raise ``StreamUnavailable``."""
+
+    def __init__(self, connection: NatsConnection, shape: StreamShape | None = None) -> None:
+        self._connection = connection
+        self._shape = shape or StreamShape()
+        pool = connection.pool
+        self.name = f"poolgrid-{pool}"
+        self._subject = f"poolgrid.{pool}.journal"
+        self._stored_subject = f"poolgrid.{pool}.stored"
+        self._objects = f"poolgrid-{pool}-snapshots"
+        self._objects_stream = f"OBJ_{self._objects}"
+        self._bucket_stream = bucket_stream(pool)
+        self._bucket = BUCKET.format(pool=pool)
+        self._subscription: Any = None
+
+    @property
+    def connection(self) -> NatsConnection:
+        """Return the connection."""
+        return self._connection
+
+    # Making
+
+    async def open(self) -> None:
+        """Make the stream, the object store and the bucket, or bring what is there up to the settings."""
+        from nats.js import api
+
+        shape = self._shape
+        await self._ensure(
+            api.StreamConfig(
+                name=self.name,
+                description="journal of a poolgrid pool",
+                subjects=[self._subject],
+                retention=api.RetentionPolicy.LIMITS,
+                storage=api.StorageType.FILE,
+                discard=api.DiscardPolicy.NEW,
+                max_bytes=SIZE_FACTOR * shape.retention_bytes,
+                num_replicas=shape.replicas,
+                duplicate_window=DUPLICATE_WINDOW_S,
+                allow_direct=True,
+                republish=api.RePublish(src=self._subject, dest=self._stored_subject),
+            )
+        )
+        await self._ensure(
+            api.StreamConfig(
+                name=self._objects_stream,
+                description="snapshots of a poolgrid pool",
+                subjects=[f"$O.{self._objects}.C.>", f"$O.{self._objects}.M.>"],
+                storage=api.StorageType.FILE,
+                discard=api.DiscardPolicy.NEW,
+                num_replicas=shape.replicas,
+                allow_rollup_hdrs=True,
+                allow_direct=True,
+            )
+        )
+        await self._ensure(
+            api.StreamConfig(
+                name=self._bucket_stream,
+                description="who does what in a poolgrid pool",
+                subjects=[f"$KV.{self._bucket}.>"],
+                storage=api.StorageType.FILE,
+                discard=api.DiscardPolicy.NEW,
+                max_msgs_per_subject=1,
+                num_replicas=shape.replicas,
+                allow_rollup_hdrs=True,
+                allow_direct=True,
+                allow_msg_ttl=True,
+                deny_delete=True,
+                republish=api.RePublish(src=f"$KV.{self._bucket}.>", dest=told_subject(self._connection.pool, ">")),
+            )
+        )
+        await self._clear_unfinished()
+
+    async def _ensure(self, config: Any) -> None:
+        from nats.js.errors import BadRequestError
+
+        jetstream = self._connection.jetstream
+        try:
+            await self._asked(f"making stream {config.name}", jetstream.add_stream(config))
+        except StreamUnavailable as error:
+            # There, with other settings than ours: those that may change are changed.
+            if not isinstance(error.__cause__, NatsUnavailable) or not isinstance(
+                error.__cause__.__cause__, BadRequestError
+            ):
+                raise
+            await self._asked(f"changing stream {config.name}", jetstream.update_stream(config))
+
+    async def _clear_unfinished(self) -> None:
+        """Remove pieces of snapshots that a writer which was killed did not finish."""
+        known = {information["nuid"] for information in (await self._object_list()).values()}
+        found = await self._asked(
+            "looking for unfinished snapshots",
+            self._connection.jetstream.stream_info(self._objects_stream, subjects_filter=f"$O.{self._objects}.C.>"),
+        )
+        for subject in sorted(found.state.subjects or {}):
+            if subject.rpartition(".")[2] not in known:
+                await self._purge(self._objects_stream, subject=subject)
+
+    # Records
+
+    async def facts(self) -> StreamFacts:
+        """Return the stream as its leader knows it; one that is not there is empty."""
+        from nats.js.errors import NotFoundError
+
+        try:
+            found = await self._asked(
+                f"asking for stream {self.name}", self._connection.jetstream.stream_info(self.name)
+            )
+        except NotFoundError:
+            return StreamFacts(1, 0, 0, 0)
+        state = found.state
+        first = state.first_seq if state.messages else state.last_seq + 1
+        return StreamFacts(first, state.last_seq, state.messages, state.bytes)
+
+    async def append(self, messages: Sequence[Outgoing], last_sequence: int) -> None:
+        """Store messages right behind ``last_sequence``, each sent once the one before it is stored.
+
+        Sent together, the second message of a writer that was overtaken would expect the very sequence at which the
+        first one of the next writer was stored, and would be stored behind it. To name the message before it as well
+        (``Nats-Expected-Last-Msg-Id``) leaves later messages without an answer on clusters. What is written at once is
+        in few messages anyway.
+        """
+        what = f"appending {len(messages)} messages to stream {self.name}"
+        for expected, message in enumerate(messages, last_sequence):
+            headers = {**message.headers(), "Nats-Expected-Last-Sequence": str(expected)}
+            try:
+                answer = await self._connection.publish(what, self._subject, headers, message.body)
+            except NatsUnavailable as error:
+                raise StreamUnavailable(str(error)) from error
+            if answer.error_code in WRONG_LAST_SEQUENCE:
+                raise OutOfTurn(f"{answer.error}, expected {expected}")
+            if answer.error:
+                raise StreamUnavailable(f"{what}: {answer.error}")
+            if answer.sequence != expected + 1:
+                raise OutOfTurn(f"message {expected + 1} is stored at {answer.sequence}")
+
+    async def read(self, from_sequence: int, limit: int) -> list[StoredMessage]:
+        """Return messages from a sequence on, as many as fit an answer."""
+        found = await self._batch(self.name, {"seq": from_sequence, "batch": limit})
+        return [stored_message(int(each.headers["Nats-Sequence"]), each.headers, each.data) for each in found]
+
+    async def remove_before(self, sequence: int) -> None:
+        """Remove the messages before one."""
+        await self._purge(self.name, seq=sequence)
+
+    async def listen(self, on_message: Callable[[StoredMessage], None], on_connected: Callable[[], None]) -> None:
+        """Hear of every message once it is stored, as long as the connection stands."""
+
+        async def heard(message: Any) -> None:
+            headers = message.headers or {}
+            try:
+                on_message(stored_message(int(headers.get("Nats-Sequence", "0")), headers, message.data))
+            except Damaged as error:
+                log.warning("a message on %s was dropped: %s", self._stored_subject, error)
+
+        self._connection.on_connected(on_connected)
+        self._subscription = await self._connection.client.subscribe(
+            self._stored_subject,
+            cb=heard,
+            pending_msgs_limit=TELLING_MESSAGES_MAX,
+            pending_bytes_limit=TELLING_BYTES_MAX,
+        )
+
+    # Snapshots
+
+    async def snapshots(self) -> list[Anchor]:
+        """Return the snapshots that are kept, oldest first."""
+        found = []
+        for name, information in (await self._object_list()).items():
+            headers = information.get("headers") or {}
+            offset = name.removesuffix(snapshot_file.SUFFIX)
+            sequence, message_id = _one(headers.get(SEQUENCE_HEADER)), _one(headers.get(MESSAGE_HEADER))
+            if offset.isdigit() and sequence.isdigit() and message_id:
+                found.append(Anchor(int(offset), int(sequence), message_id))
+        return sorted(found, key=lambda anchor: anchor.offset)
+
+    async def put_snapshot(self, anchor: Anchor, content: bytes) -> None:
+        """Keep a snapshot: its pieces first, then the entry that names them."""
+        from nats.js import api
+        from nats.js.object_store import ObjectStore
+
+        store = ObjectStore(self._objects, self._objects_stream, self._connection.jetstream)
+        name = snapshot_file.name_of(anchor.offset)
+        headers = {SEQUENCE_HEADER: [str(anchor.sequence)], MESSAGE_HEADER: [anchor.message_id]}
+        options = api.ObjectMetaOptions(max_chunk_size=128 * 1024)
+        await self._asked(
+            f"keeping snapshot {name}",
+            store.put(name, content, meta=api.ObjectMeta(name=name, headers=headers, options=options)),
+        )
+
+    async def get_snapshot(self, anchor: Anchor) -> bytes:
+        """Return the content of a snapshot; raises ``JournalCorrupt`` when it is not what was put there."""
+        name = snapshot_file.name_of(anchor.offset)
+        information = (await self._object_list()).get(name)
+        if information is None:
+            raise StreamUnavailable(f"reading snapshot {name}: it is not there any more")
+        digest, parts, sequence, size = hashlib.sha256(), [], 1, 0
+        while size < information["size"]:
+            question = {
+                "seq": sequence,
+                "next_by_subj": f"$O.{self._objects}.C.{information['nuid']}",
+                "batch": 64,
+            }
+            found = await self._batch(self._objects_stream, question)
+            if not found:
+                break
+            for each in found:
+                digest.update(each.data)
+                parts.append(each.data)
+                size += len(each.data)
+            sequence = int(found[-1].headers["Nats-Sequence"]) + 1
+        expected = str(information.get("digest", "")).partition("=")[2]
+        if size != information["size"] or base64.urlsafe_b64encode(digest.digest()).decode() != expected:
+            raise JournalCorrupt(
+                f"{self._objects}/{name}",
+                0,
+                anchor.offset,
+                f"{size} of {information['size']} bytes are there, or their digest is not the one that was kept",
+                "remove the object: the snapshot before it and the stream hold the same",
+            )
+        return b"".join(parts)
+
+    async def remove_snapshot(self, anchor: Anchor) -> None:
+        """Remove a snapshot: the entry first, so that nobody finds it without its pieces."""
+        name = snapshot_file.name_of(anchor.offset)
+        information = (await self._object_list()).get(name)
+        if information is None:
+            return
+        encoded = base64.urlsafe_b64encode(name.encode()).decode()
+        await self._purge(self._objects_stream, subject=f"$O.{self._objects}.M.{encoded}")
+        await self._purge(self._objects_stream, subject=f"$O.{self._objects}.C.{information['nuid']}")
+
+    async def _object_list(self) -> dict[str, dict[str, Any]]:
+        found = await self._batch(
+            self._objects_stream, {"multi_last": [f"$O.{self._objects}.M.>"], "batch": SNAPSHOTS_MAX}
+        )
+        entries = {}
+        for each in found:
+            information = json.loads(each.data)
+            if not information.get("deleted"):
+                entries[str(information["name"])] = information
+        return entries
+
+    # Positions
+
+    async def positions(self) -> list[int]:
+        """Return the next sequence of each router that follows."""
+        found = await self._batch(
+            self._bucket_stream, {"multi_last": [f"$KV.{self._bucket}.router.*"], "batch": SNAPSHOTS_MAX}
+        )
+        return [int(each.data) for each in found if each.data.isdigit()]
+
+    async def note_position(self, name: str, sequence: int) -> None:
+        """Say that messages from a sequence on are still needed by a router."""
+        await self._asked(
+            "saying where a router is",
+            self._connection.jetstream.publish(
+                f"$KV.{self._bucket}.router.{name}", str(sequence).encode(), msg_ttl=POSITION_TTL_S
+            ),
+        )
+
+    async def close(self) -> None:
+        """Stop listening; the connection is its owner's."""
+        subscription, self._subscription = self._subscription, None
+        if subscription is not None and not self._connection.client.is_closed:
+            try:
+                await subscription.unsubscribe()
+            except Exception as error:
+                log.debug("ending the subscription of %s failed: %s", self._stored_subject, error)
+
+    # Inside
+
+    async def _asked(self, what: str, question: Any) -> Any:
+        try:
+            return await self._connection.asked(what, question)
+        except NatsUnavailable as error:
+            raise StreamUnavailable(str(error)) from error
+
+    async def _batch(self, stream: str, question: Mapping[str, Any]) -> list[NatsMessage]:
+        try:
+            return await self._connection.batch(stream, question)
+        except NatsUnavailable as error:
+            raise StreamUnavailable(str(error)) from error
+
+    async def _purge(self, stream: str, **which: Any) -> None:
+        await self._asked(f"removing from stream {stream}", self._connection.jetstream.purge_stream(stream, **which))
+
+
+def _one(values: Any) -> str:
+    return str(values[0]) if isinstance(values, list) and values else ""
+
+
+class ThreadedStream:
+    """``stream.ports.RecordStream`` for threads, over a loop that goes on meanwhile."""
+
+    def __init__(self, journal: JetStreamJournal, loop: asyncio.AbstractEventLoop) -> None:
+        self._journal = journal
+        self._loop = loop
+        self._timeout_s = journal.connection.timeout_s * 20
+        """Beyond every answer's own: many questions make an object."""
+
+    @property
+    def name(self) -> str:
+        """Return the name of the stream."""
+        return self._journal.name
+
+    @property
+    def body_bytes_max(self) -> int:
+        """Return how much of a body one message may hold."""
+        return self._journal.connection.body_bytes_max
+
+    def open(self) -> None:
+        """Make what is not there yet."""
+        self._wait(self._journal.open())
+
+    def facts(self) -> StreamFacts:
+        """Return the stream as its leader knows it."""
+        return self._wait(self._journal.facts())
+
+    def append(self, messages: Sequence[Outgoing], last_sequence: int) -> None:
+        """Store messages right behind ``last_sequence``."""
+        self._wait(self._journal.append(messages, last_sequence))
+
+    def read(self, from_sequence: int, limit: int) -> list[StoredMessage]:
+        """Return messages from a sequence on."""
+        return self._wait(self._journal.read(from_sequence, limit))
+
+    def remove_before(self, sequence: int) -> None:
+        """Remove the messages before one."""
+        self._wait(self._journal.remove_before(sequence))
+
+    def positions(self) -> list[int]:
+        """Return the next sequence of each router that follows."""
+        return self._wait(self._journal.positions())
+
+    def snapshots(self) -> list[Anchor]:
+        """Return the snapshots that are kept, oldest first."""
+        return self._wait(self._journal.snapshots())
+
+    def put_snapshot(self, anchor: Anchor, content: bytes) -> None:
+        """Keep a snapshot."""
+        self._wait(self._journal.put_snapshot(anchor, content))
+
+    def get_snapshot(self, anchor: Anchor) -> bytes:
+        """Return the content of a snapshot."""
+        return self._wait(self._journal.get_snapshot(anchor))
+
+    def remove_snapshot(self, anchor: Anchor) -> None:
+        """Remove a snapshot."""
+        self._wait(self._journal.remove_snapshot(anchor))
+
+    def close(self) -> None:
+        """Do nothing: the connection is its owner's."""
+
+    def _wait(self, work: Any) -> Any:
+        try:
+            return wait_from_thread(self._loop, work, f"stream {self.name}", self._timeout_s)
+        except TimeoutError as error:
+            raise StreamUnavailable(f"stream {self.name}: no answer in {self._timeout_s:g} s") from error
+
+
+class RouterStream:
+    """``stream.ports.FollowedStream`` of one router."""
+
+    def __init__(self, journal: JetStreamJournal, router: str) -> None:
+        self._journal = journal
+        self._router = router
+
+    async def listen(self, on_message: Callable[[StoredMessage], None], on_connected: Callable[[], None]) -> None:
+        """Hear of every message once it is stored."""
+        await self._journal.listen(on_message, on_connected)
+
+    async def facts(self) -> StreamFacts:
+        """Return the stream as its leader knows it."""
+        return await self._journal.facts()
+
+    async def read(self, from_sequence: int, limit: int) -> list[StoredMessage]:
+        """Return messages from a sequence on."""
+        return await self._journal.read(from_sequence, limit)
+
+    async def snapshots(self) -> list[Anchor]:
+        """Return the snapshots that are kept, oldest first."""
+        return await self._journal.snapshots()
+
+    async def get_snapshot(self, anchor: Anchor) -> bytes:
+        """Return the content of a snapshot."""
+        return await self._journal.get_snapshot(anchor)
+
+    async def note_position(self, sequence: int) -> None:
+        """Say where this router is."""
+        await self._journal.note_position(self._router, sequence)
+
+    async def close(self) -> None:
+        """Stop listening."""
+        await self._journal.close()

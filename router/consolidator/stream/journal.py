@@ -1,0 +1,371 @@
+"""The journal in a stream: ``poolgrid.router.consolidator.ports.Journal`` over a ``RecordStream``.
+
+Rules
+    1. A writer begins with a body of no records, stored right behind the last message there is. From then on nothing of
+       an earlier writer is stored any more, however late it arrives: it expects an earlier end of the stream. Only then
+       is the state read.
+    2. Every message is stored behind the one before it or not at all. A stream that does not end where the writer left
+       it has another writer, or lost its end: ``JournalFenced``, and nothing of this writer is stored any more.
+    3. What was sent and not answered may be stored. Before anything else is sent the stream is asked: messages of ours
+       count, and what they do not hold is sent again under new names. So nothing is stored twice.
+    4. Retention removes messages, oldest first, and none that the older of the two kept snapshots needs, or a router
+       that says where it is; those hold back until there is ``HELD_BACK`` times of what is to be kept, then they take a
+       snapshot.
+    5. Where it is durable is the matter of whoever stores it: ``sync`` has nothing to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from poolgrid.router.consolidator.core.pool_state import FrozenPool, PoolState
+from poolgrid.router.consolidator.journal import snapshot_file
+from poolgrid.router.consolidator.journal.errors import JournalCorrupt, JournalFenced
+from poolgrid.router.consolidator.stream.history import StreamHistory, corrupt
+from poolgrid.router.consolidator.stream.message import (
+    BODY_BYTES,
+    PIECES_MAX,
+    Chain,
+    Damaged,
+    Outgoing,
+    bodies,
+    empty_body,
+    first_offset_of,
+    open_body,
+    pieces,
+)
+from poolgrid.router.consolidator.stream.ports import (
+    Anchor,
+    OutOfTurn,
+    RecordStream,
+    StreamFacts,
+    StreamUnavailable,
+)
+from poolgrid.wire.limits import FRAME_BYTES_MAX
+
+SNAPSHOTS_KEPT = 2
+"""The newest, and one more in case the newest is damaged."""
+
+HELD_BACK = 2
+"""How many times of what retention keeps may be there for the sake of a slow router."""
+
+BEGIN_ATTEMPTS = 100
+"""How often a writer tries to be the next one; each attempt that fails means that another writer stored something."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamJournalSettings:
+    """Sizes and ages; see ``ConsolidatorSettings`` for their reasons."""
+
+    retention_bytes: int = 1024 * 1024 * 1024
+    retention_ms: int = 24 * 3600 * 1000
+
+
+class StreamJournal:
+    """A journal in a stream, written by one process at a time."""
+
+    def __init__(
+        self, stream: RecordStream, writer: str, now_ms: int, settings: StreamJournalSettings | None = None
+    ) -> None:
+        """Begin as the next writer; ``writer`` names this life and no other. Raises ``StreamUnavailable``."""
+        self._stream = stream
+        self._settings = settings or StreamJournalSettings()
+        self._writer = writer
+        self._number = 0
+        """Of the next message: a name is never used again, also for the same records."""
+        self._history = StreamHistory(stream)
+        self._snapshots: list[Anchor] = []
+        self._next = 0
+        """Offset behind the last record that is stored."""
+        self._done = 0
+        """Offset behind the last record of which ``append`` has said so."""
+        self._oldest = 0
+        self._last_sequence = 0
+        self._last_id = ""
+        self._unanswered = False
+        """Whether messages were sent of which it is not known whether they are stored."""
+        self._fenced = ""
+        self._facts = StreamFacts(1, 0, 0, 0)
+        if stream.body_bytes_max * PIECES_MAX < FRAME_BYTES_MAX + BODY_BYTES:
+            raise StreamUnavailable(
+                f"opening stream {stream.name}: its server takes messages of {stream.body_bytes_max} bytes, needed are "
+                f"{(FRAME_BYTES_MAX + BODY_BYTES) // PIECES_MAX}; set max_payload there"
+            )
+        stream.open()
+        self._begin(now_ms)
+
+    # Opening
+
+    def _begin(self, now_ms: int) -> None:
+        for _ in range(BEGIN_ATTEMPTS):
+            facts = self._facts = self._stream.facts()
+            self._last_sequence = facts.last_sequence
+            self._next, self._last_id = self._end_of(facts)
+            self._done = self._next
+            beginning = Outgoing(self._name(), self._last_id, 0, False, empty_body(self._next, now_ms))
+            try:
+                self._stream.append([beginning], self._last_sequence)
+            except OutOfTurn:
+                continue
+            self._last_sequence += 1
+            self._last_id = beginning.message_id
+            self._facts = self._stream.facts()
+            self._find_oldest()
+            return
+        raise StreamUnavailable(
+            f"opening stream {self._stream.name}: others stored something there {BEGIN_ATTEMPTS} times in a row; end "
+            "the other consolidators of this pool"
+        )
+
+    def _end_of(self, facts: StreamFacts) -> tuple[int, str]:
+        """Return the offset of the next record, and the name of the last message."""
+        if not facts.messages:
+            for anchor in self._stream.snapshots():
+                self._stream.remove_snapshot(anchor)  # of a history of which nothing is left
+            return 0, ""
+        last = self._history.message(facts.last_sequence)
+        first = self._history.first_piece(facts.last_sequence, facts.first_sequence)
+        if first is None:
+            raise corrupt(self._stream.name, facts.first_sequence, 0, "the first piece of its only body is missing")
+        try:
+            if last.more:
+                # A writer ended in the middle of it: it was never acknowledged.
+                return first_offset_of(first), last.message_id
+            chain = Chain()
+            for message in self._history.messages(first.sequence, last.sequence):
+                data = chain.take(message)
+            assert data is not None, "the last piece completes its body"
+            return open_body(last.sequence, data).next_offset, last.message_id
+        except Damaged as error:
+            raise corrupt(self._stream.name, last.sequence, 0, str(error)) from None
+
+    def _find_oldest(self) -> None:
+        """Note the offset of the oldest record that is kept."""
+        if not self._facts.messages:
+            self._oldest = self._next
+            return
+        first, last = self._facts.first_sequence, self._facts.last_sequence
+        for sequence in range(first, min(last, first + PIECES_MAX) + 1):
+            message = self._history.message(sequence)
+            if message.piece == 0:
+                self._oldest = first_offset_of(message)
+                return
+
+    def recover(self, blocks_per_worker_max: int) -> PoolState:
+        """Return the state after the last record: the newest sound snapshot, and the records after it."""
+        facts = StreamFacts(self._facts.first_sequence, self._last_sequence, self._facts.messages, self._facts.bytes)
+        usable = self._history.usable_snapshots(facts)
+        for anchor in self._stream.snapshots():
+            if anchor not in usable:
+                self._stream.remove_snapshot(anchor)
+                self._history.report.append(
+                    f"{snapshot_file.name_of(anchor.offset)} is of a history that the stream lost; it was removed"
+                )
+        self._snapshots = usable
+        return self._history.recover(blocks_per_worker_max, facts).pool
+
+    @property
+    def in_memory(self) -> bool:
+        """Return False."""
+        return False
+
+    @property
+    def report(self) -> list[str]:
+        """Return what opening and ``recover`` found and did, for the log."""
+        return self._history.report
+
+    # Appending
+
+    @property
+    def next_offset(self) -> int:
+        """Return the offset of the next record."""
+        return self._done
+
+    @property
+    def oldest_offset(self) -> int:
+        """Return the offset of the oldest record still kept."""
+        return self._oldest
+
+    def append(self, payloads: Sequence[bytes], now_ms: int) -> None:
+        """Append encoded records; raises ``JournalFenced`` and ``StreamUnavailable``, after which the same come again.
+
+        The same may come with more behind them.
+        """
+        self._check()
+        if self._unanswered:
+            self._settle()
+        # What an attempt before this one stored is at the front.
+        rest = payloads[self._next - self._done :]
+        if rest:
+            self._append(rest, now_ms)
+        self._done = self._next
+
+    def _append(self, payloads: Sequence[bytes], now_ms: int) -> None:
+        messages = self._messages(payloads, now_ms)
+        self._unanswered = True
+        try:
+            self._stream.append(messages, self._last_sequence)
+        except OutOfTurn as error:
+            self._settle()
+            raise StreamUnavailable(
+                f"appending {len(payloads)} records to stream {self._stream.name}: {error}"
+            ) from None
+        self._unanswered = False
+        self._last_sequence += len(messages)
+        self._last_id = messages[-1].message_id
+        self._next += len(payloads)
+
+    def _messages(self, payloads: Sequence[bytes], now_ms: int) -> list[Outgoing]:
+        messages: list[Outgoing] = []
+        after = self._last_id
+        for body in bodies(payloads, self._next, now_ms):
+            for number, more, piece in pieces(body, self._stream.body_bytes_max):
+                messages.append(Outgoing(self._name(), after, number, more, piece))
+                after = messages[-1].message_id
+        return messages
+
+    def _name(self) -> str:
+        self._number += 1
+        return f"{self._writer}.{self._number}"
+
+    def _settle(self) -> None:
+        """Find out what of the messages without an answer is stored.
+
+        Raises ``JournalFenced`` when anybody else stored something, or the stream ends before the last answer.
+        """
+        facts = self._facts = self._stream.facts()
+        if facts.last_sequence < self._last_sequence:
+            self._fence(
+                f"it ends at message {facts.last_sequence}, {self._last_sequence} was acknowledged: its end is lost"
+            )
+        chain = Chain(self._last_id)
+        for message in self._history.messages(self._last_sequence + 1, facts.last_sequence):
+            if message.message_id.rpartition(".")[0] != self._writer:
+                self._fence(f"message {message.sequence} is of another writer, {message.message_id!r}")
+            data = chain.take(message)
+            self._last_sequence, self._last_id = message.sequence, message.message_id
+            if data is not None:
+                self._next = open_body(message.sequence, data).next_offset
+        self._unanswered = False
+
+    def _fence(self, why: str) -> None:
+        self._fenced = (
+            f"stream {self._stream.name} is not what consolidator {self._writer} left behind record {self._done - 1}: "
+            f"{why}; nothing of this life is stored any more, and the next one reads the stream anew"
+        )
+        self._check()
+
+    def _check(self) -> None:
+        if self._fenced:
+            raise JournalFenced(self._fenced)
+
+    def sync(self) -> None:
+        """Do nothing: what was appended is as durable as the stream's servers make it."""
+
+    # Reading
+
+    def read(self, from_offset: int, limit: int, bytes_max: int) -> list[bytes]:
+        """Return encoded records from ``from_offset`` on."""
+        if from_offset < self._oldest:
+            raise ValueError(f"reading the journal: offset {from_offset}, the oldest kept is {self._oldest}")
+        next_offset = self._done
+        if from_offset >= next_offset:
+            return []
+        # Only what is answered for: what comes behind it may still turn out to be another's.
+        facts = self._stream.facts()
+        known = StreamFacts(
+            facts.first_sequence, min(facts.last_sequence, self._last_sequence), facts.messages, facts.bytes
+        )
+        first = self._history.locate(from_offset, known)
+        if first is None:
+            raise ValueError(f"reading the journal: offset {from_offset} is not kept any more")
+        found: list[bytes] = []
+        for _, body in self._history.bodies(Chain(), first.sequence, known.last_sequence):
+            for offset, payload in enumerate(body.payloads, body.first_offset):
+                if offset < from_offset:
+                    continue
+                bytes_max -= len(payload)
+                if len(found) == limit or offset >= next_offset or (bytes_max < 0 and found):
+                    return found
+                found.append(payload)
+        return found
+
+    # Snapshots and retention
+
+    def snapshot_parts(self, frozen: FrozenPool) -> Iterator[bytes]:
+        """Return the content of a snapshot, as ``snapshot_file.parts`` yields it."""
+        return snapshot_file.parts(frozen, 0)
+
+    def keep_snapshot(self, offset: int, parts: Sequence[bytes]) -> None:
+        """Keep a snapshot and remove those before the newest two; may be called from another thread."""
+        self._check()
+        facts = self._stream.facts()
+        last = self._history.locate(max(0, offset - 1), facts)
+        if last is None:
+            raise StreamUnavailable(
+                f"keeping a snapshot at offset {offset}: stream {self._stream.name} does not hold the record before it"
+            )
+        anchor = Anchor(offset, last.sequence, last.message_id)
+        self._stream.put_snapshot(anchor, b"".join(parts))
+        kept = sorted({*self._snapshots, anchor}, key=lambda each: each.offset)
+        old, self._snapshots = kept[:-SNAPSHOTS_KEPT], kept[-SNAPSHOTS_KEPT:]
+        for each in old:
+            self._stream.remove_snapshot(each)
+
+    def write_snapshot(self, frozen: FrozenPool) -> None:
+        """Make and keep a snapshot in one go."""
+        self.keep_snapshot(frozen.offset, list(self.snapshot_parts(frozen)))
+
+    def retain(self, now_ms: int) -> int:
+        """Remove messages that are too many or too old and that nobody needs; return their number."""
+        self._check()
+        if not self._snapshots:
+            return 0
+        facts = self._facts = self._stream.facts()
+        needed = self._snapshots[0].sequence
+        wanted = min(needed, self._surplus(facts, now_ms, 1))
+        held = min([wanted, *self._stream.positions()])
+        # A router that is slower than this takes a snapshot.
+        to = max(held, min(needed, self._surplus(facts, now_ms, HELD_BACK)))
+        first = self._history.first_piece(to, facts.first_sequence) if facts.first_sequence < to else None
+        if first is None or first.sequence <= facts.first_sequence:
+            return 0
+        self._stream.remove_before(first.sequence)
+        self._facts = self._stream.facts()
+        self._oldest = first_offset_of(first)
+        return first.sequence - facts.first_sequence
+
+    def _surplus(self, facts: StreamFacts, now_ms: int, factor: int) -> int:
+        """Return the first message that is neither too old nor beyond the size, each ``factor`` times."""
+        sequence = facts.first_sequence
+        beyond = facts.bytes - factor * self._settings.retention_bytes
+        if beyond > 0 and facts.messages:
+            sequence += min(facts.messages - 1, -(-beyond * facts.messages // facts.bytes))
+        old = self._history.newest_before(now_ms - factor * self._settings.retention_ms, facts)
+        return max(sequence, old.sequence) if old is not None else sequence
+
+    def drop_lost(self) -> list[str]:
+        """Look whether the stream is still what this writer left; raises ``JournalFenced`` when it is not."""
+        self._check()
+        if self._unanswered:
+            return []  # the next append finds out
+        facts = self._stream.facts()
+        if facts.last_sequence != self._last_sequence:
+            self._settle()
+        first = self._facts.first_sequence
+        self._facts = facts
+        if facts.first_sequence != first:
+            try:
+                self._find_oldest()
+            except JournalCorrupt as error:
+                raise StreamUnavailable(str(error)) from None
+        return []
+
+    def sizes(self) -> tuple[int, int]:
+        """Return the number of messages and of bytes, when they were looked at last."""
+        return self._facts.messages, self._facts.bytes
+
+    def close(self) -> None:
+        """Let go of the stream."""
+        self._stream.close()

@@ -1,0 +1,70 @@
+"""The journal in a JetStream stream, as a router follows it."""
+
+from __future__ import annotations
+
+import os
+
+from poolgrid.router.consolidator.adapters.jetstream import JetStreamJournal, RouterStream
+from poolgrid.router.consolidator.ports import PoolListener
+from poolgrid.router.consolidator.stream.follower import StreamFollower
+from poolgrid.runtime.clock import Clock
+from poolgrid.runtime.nats_connection import NatsConnection
+from poolgrid.runtime.nats_leader import LeaderWatch
+
+SILENCE_MS = 2500.0
+"""How long NATS may be out of reach, or nobody write the journal, before that is worth a word."""
+
+
+class NatsFeed:
+    """Implements ``poolgrid.router.ports.JournalFeed``: no consolidator is asked for anything."""
+
+    def __init__(self, connection: NatsConnection, router_id: str, clock: Clock, blocks_per_worker_max: int) -> None:
+        self._connection = connection
+        # Of this life: what a process needs that was killed and started again is not what it needed before.
+        self._router = f"{router_id}-{os.urandom(4).hex()}"
+        self._clock = clock
+        self._blocks_per_worker_max = blocks_per_worker_max
+        self._follower: StreamFollower | None = None
+        self._watch = LeaderWatch(connection, self._on_leader)
+        self._led_ms = clock.monotonic_ms()
+        """Since when nobody writes the journal, while nobody does."""
+
+    async def start(self, listener: PoolListener) -> None:
+        """Follow; returns when the first snapshot was delivered, however long NATS and a consolidator take to come."""
+        await self._connection.open()
+        await self._watch.start()
+        stream = RouterStream(JetStreamJournal(self._connection), self._router.replace(".", "_"))
+        self._follower = StreamFollower(stream, listener, self._clock, self._blocks_per_worker_max)
+        await self._follower.start()
+        await self._follower.wait_synced()
+
+    def resync(self) -> None:
+        """Ask for a snapshot."""
+        if self._follower is not None:
+            self._follower.resync()
+
+    def trouble(self, now_ms: float) -> str:
+        """Return why the state may not be current, in words; empty when all is well."""
+        away_ms = self._connection.out_of_reach_ms(now_ms)
+        if away_ms > SILENCE_MS:
+            return f"NATS has been out of reach for {away_ms / 1000:.0f} s: what workers say is not known here"
+        if self._watch.leader is None and not away_ms and now_ms - self._led_ms > SILENCE_MS:
+            return (
+                f"no consolidator of the pool has been active for {(now_ms - self._led_ms) / 1000:.0f} s: what workers "
+                "say waits with them"
+            )
+        return ""
+
+    def behind(self) -> int:
+        """Return how many messages are still to come of those that are known to be stored."""
+        return self._follower.behind if self._follower is not None else 0
+
+    async def stop(self) -> None:
+        """Stop following."""
+        await self._watch.stop()
+        if self._follower is not None:
+            await self._follower.stop()
+        await self._connection.close()
+
+    def _on_leader(self, _: object) -> None:
+        self._led_ms = self._clock.monotonic_ms()

@@ -1,0 +1,282 @@
+"""The journal in a stream: several writers, answers that are lost, ends that are lost, pieces."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from poolgrid.router.consolidator.journal.errors import JournalCorrupt, JournalFenced
+from poolgrid.router.consolidator.stream.journal import StreamJournal, StreamJournalSettings
+from poolgrid.router.consolidator.stream.message import StoredMessage
+from poolgrid.router.consolidator.stream.ports import StreamUnavailable
+from poolgrid.wire import codec
+from poolgrid.wire.events import JournalRecord
+from tests.consolidator.fake_stream import FakeStream
+from tests.consolidator.journal_builder import encoded, facts_of, fold, record
+from tests.consolidator.journal_kinds import BLOCKS_MAX
+from tests.consolidator.journal_laws import fill, offsets, snapshot
+from tests.consolidator.pusher import stored
+
+
+def large(offset: int, blocks: int) -> bytes:
+    """A record of so many blocks."""
+    events = [stored(list(range(1, blocks + 1)))]
+    return codec.journal_record.encode(JournalRecord(offset, "w", 0, 1, offset - 1, 1000, 2000, list(events), "worker"))
+
+
+def test_a_writer_that_was_overtaken_is_fenced_with_an_error_that_says_so() -> None:
+    stream = FakeStream()
+    old = fill(StreamJournal(stream, "old", 0), 5)
+    new = StreamJournal(stream, "new", 0)
+
+    with pytest.raises(JournalFenced, match="message 4 is of another writer, 'new.1'"):
+        old.append(encoded(5, 1), 0)
+    with pytest.raises(JournalFenced):
+        old.append(encoded(5, 1), 0)  # and stays so
+    with pytest.raises(JournalFenced):
+        old.drop_lost()
+    with pytest.raises(JournalFenced):
+        snapshot(old, 5)
+
+    fill(new, 8)
+    assert offsets(new, 0) == list(range(8))
+
+
+def test_a_writer_that_is_idle_finds_out_too() -> None:
+    stream = FakeStream()
+    old = fill(StreamJournal(stream, "old", 0), 5)
+    assert old.drop_lost() == []
+    StreamJournal(stream, "new", 0)
+
+    with pytest.raises(JournalFenced, match="another writer"):
+        old.drop_lost()
+
+
+def test_what_an_overtaken_writer_sent_and_comes_late_is_not_stored() -> None:
+    stream = FakeStream()
+    old = fill(StreamJournal(stream, "old", 0), 5)
+    stream.answers_lost_after = 0
+    with pytest.raises(StreamUnavailable):
+        old.append([large(5, 30_000), large(6, 30_000)], 0)
+
+    new = StreamJournal(stream, "new", 0)
+
+    assert stream.deliver_late() == [False]
+    assert facts_of(new.recover(BLOCKS_MAX)) == facts_of(fold(5))
+
+
+def test_what_was_stored_before_its_answer_was_lost_counts_once() -> None:
+    stream = FakeStream()
+    journal = fill(StreamJournal(stream, "w", 0), 5)
+    stream.answers_lost_after = 1
+    with pytest.raises(StreamUnavailable):
+        journal.append(encoded(5, 2), 0)
+    assert journal.next_offset == 5
+
+    journal.append(encoded(5, 6), 0)
+
+    assert journal.next_offset == 11
+    assert offsets(journal, 0) == list(range(11))
+
+
+def test_what_comes_late_of_the_writer_itself_counts_once() -> None:
+    stream = FakeStream()
+    journal = fill(StreamJournal(stream, "w", 0), 5)
+    stream.answers_lost_after = 0
+    with pytest.raises(StreamUnavailable):
+        journal.append(encoded(5, 2), 0)
+    [late] = stream.late
+    stream.late = []
+    real = stream.append
+
+    def overtaken(messages: list[object], last_sequence: int) -> None:
+        stream.append = real  # type: ignore[method-assign]
+        stream.store(*late)
+        real(messages, last_sequence)  # type: ignore[arg-type]
+
+    stream.append = overtaken  # type: ignore[method-assign, assignment]
+    with pytest.raises(StreamUnavailable, match="wrong last sequence"):
+        journal.append(encoded(5, 4), 0)
+    journal.append(encoded(5, 4), 0)
+
+    assert offsets(journal, 0) == list(range(9))
+
+
+def test_a_stream_that_lost_its_end_has_no_writer_any_more() -> None:
+    stream = FakeStream()
+    journal = fill(StreamJournal(stream, "w", 0), 9)
+    stream.lose_end(3)
+
+    with pytest.raises(JournalFenced, match="it ends at message 3, 4 was acknowledged: its end is lost"):
+        journal.drop_lost()
+
+    again = StreamJournal(stream, "again", 0)
+    assert again.next_offset == 6
+    assert facts_of(again.recover(BLOCKS_MAX)) == facts_of(fold(6))
+
+
+def test_a_snapshot_of_a_history_that_was_lost_is_not_believed() -> None:
+    stream = FakeStream()
+    journal = fill(StreamJournal(stream, "w", 0), 6)
+    snapshot(journal, 6)
+    fill(journal, 9)
+    snapshot(journal, 9)
+    stream.lose_end(3)
+
+    again = StreamJournal(stream, "again", 0)
+    pool = again.recover(BLOCKS_MAX)
+
+    assert facts_of(pool) == facts_of(fold(6))
+    assert [anchor.offset for anchor in stream.snapshots()] == [6]
+    assert again.report == ["00000000000000000009.snapshot is of a history that the stream lost; it was removed"]
+
+
+def test_a_stream_that_was_emptied_begins_anew() -> None:
+    stream = FakeStream()
+    journal = fill(StreamJournal(stream, "w", 0), 9)
+    snapshot(journal, 9)
+    stream.remove_before(stream.last + 1)
+
+    again = StreamJournal(stream, "again", 0)
+
+    assert facts_of(again.recover(BLOCKS_MAX)) == facts_of(fold(0))
+    assert not stream.objects
+    fill(again, 4)
+    assert offsets(again, 0) == [0, 1, 2, 3]
+
+
+def test_records_larger_than_a_message_go_in_pieces() -> None:
+    stream = FakeStream(body_bytes_max=80_000)
+    journal = fill(StreamJournal(stream, "w", 0), 2)
+
+    journal.append([large(2, 30_000), *encoded(3, 2)], 0)
+
+    assert [message.piece for message in stream.messages.values()] == [0, 0, 0, 1, 2, 3]
+    assert journal.read(2, 2, 1 << 30) == [large(2, 30_000), *encoded(3, 1)]
+    again = StreamJournal(stream, "again", 0)
+    assert (again.next_offset, again.recover(BLOCKS_MAX).offset) == (5, 5)
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 3])
+def test_a_record_whose_last_piece_was_never_stored_never_was(pieces: int) -> None:
+    stream = FakeStream(body_bytes_max=80_000)
+    journal = fill(StreamJournal(stream, "w", 0), 2)
+    stream.answers_lost_after = pieces
+    with pytest.raises(StreamUnavailable):
+        journal.append([large(2, 30_000)], 0)
+
+    other = StreamJournal(stream, "other", 0)
+    assert other.next_offset == other.recover(BLOCKS_MAX).offset == 2
+    other.append(encoded(2, 3), 0)
+
+    assert offsets(other, 0) == list(range(5))
+    assert StreamJournal(stream, "third", 0).recover(BLOCKS_MAX).offset == 5
+
+
+def test_the_writer_itself_sends_a_record_again_whose_last_piece_was_not_stored() -> None:
+    stream = FakeStream(body_bytes_max=80_000)
+    journal = fill(StreamJournal(stream, "w", 0), 2)
+    stream.answers_lost_after = 2
+    with pytest.raises(StreamUnavailable):
+        journal.append([large(2, 30_000)], 0)
+
+    journal.append([large(2, 30_000)], 0)
+
+    assert journal.read(0, 9, 1 << 30) == [*encoded(0, 2), large(2, 30_000)]
+    assert StreamJournal(stream, "again", 0).recover(BLOCKS_MAX).offset == 3
+
+
+def test_a_router_that_says_where_it_is_holds_retention_back_up_to_a_bound() -> None:
+    stream = FakeStream()
+    size = 10_000
+    journal = fill(StreamJournal(stream, "w", 0, StreamJournalSettings(size, 10**9)), 100, at_once=1)
+    stream.router_positions = [3]
+    snapshot(journal, 98)
+    snapshot(journal, 99)
+    assert size < stream.facts().bytes < 2 * size
+
+    journal.retain(0)
+    assert stream.first == 3
+
+    fill(journal, 250, at_once=1)
+    snapshot(journal, 249)
+    snapshot(journal, 250)
+    journal.retain(0)
+    assert stream.first > 3
+    assert stream.facts().bytes == pytest.approx(2 * size, rel=0.1)
+
+    stream.router_positions = []
+    journal.retain(0)
+    assert stream.facts().bytes == pytest.approx(size, rel=0.1)
+
+
+def test_damage_anywhere_in_a_message_is_found_and_named() -> None:
+    whole = FakeStream()
+    fill(StreamJournal(whole, "w", 0), 9)
+    body = whole.messages[3].body
+    for position in range(0, len(body), 5):
+        stream = FakeStream()
+        stream.messages, stream.last = dict(whole.messages), whole.last
+        flipped = bytearray(body)
+        flipped[position] ^= 1
+        old = whole.messages[3]
+        stream.messages[3] = StoredMessage(3, old.message_id, old.after, 0, False, bytes(flipped))
+        journal = StreamJournal(stream, "again", 0)
+
+        with pytest.raises(JournalCorrupt, match="stream fake, message 3") as caught:
+            journal.recover(BLOCKS_MAX)
+        assert caught.value.offset == 3
+
+
+def test_a_server_that_takes_small_messages_only_is_refused() -> None:
+    with pytest.raises(StreamUnavailable, match="set max_payload there"):
+        StreamJournal(FakeStream(body_bytes_max=1000), "w", 0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_failures_and_any_number_of_writers_store_every_record_once_and_in_order(data: st.DataObject) -> None:
+    stream = FakeStream()
+    lives = 0
+    journal = StreamJournal(stream, "life-0", 0)
+    done = 0
+    """Offset behind what some writer was told is stored."""
+    for _ in range(data.draw(st.integers(1, 25))):
+        what = data.draw(
+            st.sampled_from(["append", "append", "lose answers", "new writer", "late", "snapshot", "retain"])
+        )
+        stream.answers_lost_after = None
+        if what == "new writer":
+            lives += 1
+            journal = StreamJournal(stream, f"life-{lives}", 0, StreamJournalSettings(2000, 10**9))
+            pool = journal.recover(BLOCKS_MAX)
+            assert done <= pool.offset
+            assert facts_of(pool) == facts_of(fold(pool.offset))
+            done = pool.offset
+        elif what == "late":
+            stream.deliver_late()
+        elif what == "snapshot":
+            snapshot(journal, done)
+        elif what == "retain":
+            journal.retain(0)
+        else:
+            if what == "lose answers":
+                stream.answers_lost_after = data.draw(st.integers(0, 3))
+            try:
+                journal.append(encoded(done, data.draw(st.integers(1, 4))), 0)
+            except StreamUnavailable:
+                continue
+            assert journal.next_offset > done
+            done = journal.next_offset
+
+    stream.answers_lost_after = None
+    last = StreamJournal(stream, "last", 0)
+    pool = last.recover(BLOCKS_MAX)
+    assert done <= pool.offset
+    assert facts_of(pool) == facts_of(fold(pool.offset))
+    assert offsets(last, last.oldest_offset) == list(range(last.oldest_offset, pool.offset))
+    assert all(
+        payload == codec.journal_record.encode(record(offset))
+        for offset, payload in enumerate(last.read(last.oldest_offset, 10_000, 1 << 30), last.oldest_offset)
+    )

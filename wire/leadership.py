@@ -1,0 +1,19 @@
+"""Who writes a pool's journal, where several may: the entry by which a consolidator says that it is the one.
+
+The entry lies in the key-value bucket of the pool and goes when its writer does not renew it in time. Workers push to
+the ``ingest`` of the one that is there; who is not there cannot be pushed to.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from poolgrid.wire.identifiers import Identifier
+
+
+class Leader(msgspec.Struct, array_like=True, frozen=True):
+    """The consolidator that is active."""
+
+    consolidator_id: Identifier
+    ingest: str = ""
+    """Where workers push; empty while it reads the journal."""
