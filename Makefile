@@ -1,7 +1,7 @@
 PYTHON ?= .venv/bin/python
 export PYTHON
 
-.PHONY: check lint types test format docs boards proof site plots soak long attack clients nixl schemathesis ui vllm kubernetes
+.PHONY: check lint types test format docs boards proof site plots soak long attack clients nixl schemathesis ui vllm kubernetes nats
 
 check: lint types test  ## everything CI runs, in the environment that is there
 
@@ -80,3 +80,6 @@ WRITE ?=
 
 kubernetes:  ## the Helm chart against the schemas of three versions of Kubernetes; WRITE=--write writes deploy/kubernetes/manifests
 	$(PYTHON) -m tests.kubernetes $(WRITE)
+
+nats:  ## a pool on three NATS servers on loopback: servers, consolidators and workers killed under load; what appends cost
+	$(PYTHON) -m tests.nats

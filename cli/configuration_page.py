@@ -27,6 +27,7 @@ from poolgrid.loadgen.settings import BenchSettings
 from poolgrid.router.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
 from poolgrid.router.settings import RouterSettings
 from poolgrid.runtime.http_settings import HttpSettings, ServerSettings
+from poolgrid.runtime.nats_settings import EventPlaneSettings
 from poolgrid.runtime.security import SecuritySettings
 from poolgrid.runtime.settings import Settings
 from poolgrid.runtime.tracing.settings import TraceSettings
@@ -97,7 +98,7 @@ SECTIONS = (
         "Consolidator",
         "consolidator",
         (ConsolidatorSettings, ConsolidatorProcessSettings),
-        "All but `--http-port` are also options of `poolgrid router`. They are for the consolidator that runs inside "
+        "All but the last four are also options of `poolgrid router`. They are for the consolidator that runs inside "
         "it when there is no `--feed-endpoint`; `--host` is then the router's own.",
     ),
     Section(
@@ -114,6 +115,13 @@ SECTIONS = (
         "router",
         (SecuritySettings,),
         "`router`, `global-router`, `worker` and `consolidator` have the same options: [security](security.md).",
+    ),
+    Section(
+        "Event plane on NATS",
+        "router",
+        (EventPlaneSettings,),
+        "`router`, `worker`, `consolidator` and `up` have the same options; they must agree for all processes of a "
+        "pool: [a pool on NATS](operations.md#a-pool-on-nats).",
     ),
     Section(
         "Traces",

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import typer
 from rich.console import Console
@@ -16,7 +17,12 @@ from poolgrid.router.consolidator.adapters.posix_disk import ReadOnlyDirectory
 from poolgrid.router.consolidator.journal.as_of import NotKept
 from poolgrid.router.consolidator.journal.errors import JournalCorrupt
 from poolgrid.router.consolidator.journal.record_rows import ParquetUnavailable
+from poolgrid.router.consolidator.ports import Disk
+from poolgrid.runtime.nats_settings import SCHEMES
 from poolgrid.simulation.variant_plot import PlottingUnavailable
+
+STREAM_SCHEMES = tuple(f"{scheme}://" for scheme in SCHEMES)
+"""How the name of a stream begins."""
 
 
 class UsageError(ValueError):
@@ -47,6 +53,27 @@ def journal_errors(what: str = "reading a journal") -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
+class JournalFiles(Disk, Protocol):
+    """A journal for those who only look: a directory, or a stream that reads like one."""
+
+    def is_in_use(self) -> bool:
+        """Tell whether some process writes this journal now."""
+        ...
+
+
+def open_journal(where: str) -> JournalFiles:
+    """Return a journal for reading: of a directory, or of a stream, ``nats://HOST:PORT/POOL``."""
+    if where.startswith(STREAM_SCHEMES):
+        # Late: only who names a stream needs what reads one.
+        from poolgrid.cli.journal_stream import JournalInStream
+
+        try:
+            return JournalInStream(where)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+    return open_directory(Path(where))
+
+
 def open_directory(directory: Path) -> ReadOnlyDirectory:
     """Return a journal's directory for reading; refuses one without a journal in it."""
     disk = ReadOnlyDirectory(directory)
@@ -69,6 +96,9 @@ def progress_bar(what: str, total: int, as_bytes: bool = True) -> Iterator[Calla
         yield lambda done: progress.update(task, completed=done)
 
 
-def survey_bytes(disk: ReadOnlyDirectory) -> int:
-    """Return the size of all files of a journal."""
+def survey_bytes(disk: Disk) -> int:
+    """Return the size of all files of a journal; of a stream, as its servers count it."""
+    stored = getattr(disk, "stored_bytes", None)
+    if stored is not None:
+        return int(stored)
     return sum(disk.size(name) for name in disk.names() if name.endswith((".segment", ".snapshot")))

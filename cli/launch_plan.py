@@ -119,6 +119,8 @@ def plan_real(
             options["extra-engine-args"] = str(group.engine_args)
         words = [f"{name}={value}" for name, value in options.items()] + list(group.options)
         given = {**of_environment, **options_as_settings(words), "consolidator": "tcp://127.0.0.1:1"}
+        if given.get("event_plane") == "nats":
+            del given["consolidator"]  # NATS says where it is
         try:
             settings = definition.settings.model_validate(given)
         except ValidationError as error:

@@ -37,14 +37,14 @@ from poolgrid.cli.launch_plan import (
     simulated_limits,
 )
 from poolgrid.cli.log_options import FORMAT_HELP, LEVEL_HELP, LogChoice
-from poolgrid.cli.options import environment_name
+from poolgrid.cli.options import arguments_of, environment_name
 from poolgrid.cli.part import START_TIMEOUT_S, STOP_TIMEOUT_S, Part, PartFailed, part_environment, stop_parts
 from poolgrid.cli.pool_status import until_workers_are_ready
 from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.runtime.figures import counted
 from poolgrid.runtime.held_port import HeldPorts
-from poolgrid.runtime.settings import Settings
+from poolgrid.runtime.nats_settings import EventPlaneSettings
 from poolgrid.runtime.tasks import cancel_all, owned
 from poolgrid.workers.engines.simulated.core.answer_lengths import MEAN_DEFAULT, STDDEV_DEFAULT, TOKENS_MAX
 from poolgrid.workers.engines.simulated.core.shipped_timing import PUBLISHED, TIMING_TEXT, TimingName
@@ -89,7 +89,7 @@ _OF_OWN_WORKERS = (
 _OF_REAL = ("gpus", "worker_gpus", "prefill_gpus", "decode_gpus", "encode_gpus")
 
 
-class UpSettings(Settings):
+class UpSettings(EventPlaneSettings):
     """A pool of workers on this machine: simulated, or with a real engine."""
 
     engine: Literal["simulated", "trtllm"] = Field(
@@ -143,6 +143,13 @@ class UpSettings(Settings):
         description="Directory of the journal and of the recorded decisions; by default a temporary one that ends with "
         "the pool. With --pools, one below it for each pool, and none by default.",
     )
+    consolidators: int = Field(
+        1,
+        ge=1,
+        le=8,
+        description="With event_plane nats: consolidators of the pool. One is active, the others stand by to take its "
+        "place.",
+    )
     settings_file: Path | None = Field(
         None,
         description="TOML file with settings of the routers, as `poolgrid router --settings-file` takes it and "
@@ -195,6 +202,9 @@ class UpSettings(Settings):
     router_option: tuple[Option, ...] = Field(
         (), max_length=64, description="Further option of the router, as name=value or name; may be repeated."
     )
+    consolidator_option: tuple[Option, ...] = Field(
+        (), max_length=64, description="Further option of the consolidators, as name=value or name; may be repeated."
+    )
     worker_option: tuple[Option, ...] = Field(
         (), max_length=64, description="Further option of every worker (poolgrid worker --help); may be repeated."
     )
@@ -242,6 +252,16 @@ class UpSettings(Settings):
         description="Send requests through every kind of worker before the pool is called ready; by default with a "
         "real engine.",
     )
+
+    @model_validator(mode="after")
+    def _check_consolidators(self) -> Self:
+        if self.consolidators > 1 and not self.on_nats:
+            raise ValueError(
+                f"consolidators is {self.consolidators} and event_plane is zmq: a journal in a directory has one writer"
+            )
+        if self.on_nats and self.pools is not None:
+            raise ValueError("pools is given and event_plane is nats: the pools of a fleet have their journals here")
+        return self
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -351,6 +371,13 @@ class UpSettings(Settings):
         keys = [] if self.api_keys is None else ["--api-keys", str(self.api_keys)]
         return [*keys, *(["--access-log"] if self.access_log else [])]
 
+    def event_plane_arguments(self) -> list[str]:
+        """Return what every part is told of the event plane; nothing when the journal is the consolidator's own."""
+        if not self.on_nats:
+            return []
+        plane = {name: getattr(self, name) for name in EventPlaneSettings.model_fields}
+        return arguments_of(EventPlaneSettings(**plane))
+
     @property
     def whole_workers(self) -> int:
         """Return how many workers do the whole of a request."""
@@ -445,26 +472,37 @@ class LocalPool:
         if settings.engine_api_key:
             # Not among the arguments, which everybody on the machine may read.
             self._environment[environment_name("engine_api_key")] = settings.engine_api_key
-        self._consolidator: Part | None = None
+        self._consolidators: list[Part] = []
         self._router: Part | None = None
         self._workers: list[Part] = []
         self._ports = HeldPorts(settings.host)
+        self._ingest = ""
+        """Where workers push; with an event plane on NATS they are told there."""
 
     async def start(self) -> str:
         """Start everything; return the URL of the OpenAI API."""
         settings = self._settings
         common = settings.log_choice.arguments
-        planes = [f"--{key}-port={self._ports.hold()}" for key in ("ingest", "feed", "query")]
-        consolidator = ["consolidator", "--host", settings.host, "--data-dir", str(self._data_dir), *planes, *common]
-        self._consolidator = await self._start_part("consolidator", consolidator)
+        if settings.on_nats:
+            follow = settings.event_plane_arguments()
+            data_dir = [] if settings.data_dir is None else ["--data-dir", str(settings.data_dir)]
+            await asyncio.gather(*(self._start_standby(number) for number in range(settings.consolidators)))
+        else:
+            data_dir = ["--data-dir", str(self._data_dir)]
+            planes = [f"--{key}-port={self._ports.hold()}" for key in ("ingest", "feed", "query")]
+            arguments = ["consolidator", "--host", settings.host, *data_dir, *planes, *common]
+            further = options_as_arguments(settings.consolidator_option)
+            only = await self._start_part("consolidator", [*arguments, *further])
+            self._ingest = only.word("ingest")
+            follow = ["--feed-endpoint", only.word("feed"), "--query-endpoint", only.word("query")]
         port = self._ports.hold(settings.port)
         router = self._start_part(
             "router",
             [
                 *router_arguments(settings, str(port), str(self._ports.hold())),
-                *("--data-dir", str(self._data_dir)),
-                *("--feed-endpoint", self._consolidator.word("feed")),
-                *("--query-endpoint", self._consolidator.word("query"), *common),
+                *data_dir,
+                *follow,
+                *common,
             ],
         )
         started = await asyncio.gather(router, *(self._start_worker(each) for each in self._planned))
@@ -495,15 +533,13 @@ class LocalPool:
 
     async def _start_worker(self, planned: PlannedWorker) -> Part:
         settings = self._settings
-        assert self._consolidator is not None
-        ingest = self._consolidator.word("ingest")
         log_dir = settings.log_dir or (DEFAULT_LOG_DIR if settings.real else None)
         if log_dir is not None:
             log_dir.mkdir(parents=True, exist_ok=True)
         real = settings.real
         part = Part(
             planned.name,
-            [each.replace(INGEST, ingest) for each in planned.arguments],
+            pushing(settings, planned.arguments, self._ingest),
             {**self._environment, **planned.environment()},
             settings.stop_timeout_s or (REAL_STOP_TIMEOUT_S if real else STOP_TIMEOUT_S),
             settings.start_timeout_s or (REAL_START_TIMEOUT_S if real else START_TIMEOUT_S),
@@ -515,19 +551,27 @@ class LocalPool:
         part.watch()
         return part
 
+    async def _start_standby(self, number: int) -> None:
+        """Start a consolidator that shares the pool with others; whichever is first is the active one."""
+        settings = self._settings
+        name = "consolidator" if settings.consolidators == 1 else f"consolidator-{number}"
+        arguments = ["consolidator", "--host", settings.host, *settings.event_plane_arguments()]
+        further = options_as_arguments(settings.consolidator_option)
+        await self._start_part(name, [*arguments, *settings.log_choice.arguments, *further])
+
     async def _start_part(self, name: str, arguments: list[str]) -> Part:
         part = Part(name, arguments, self._environment)
-        if name == "consolidator":
-            self._consolidator = part
-        else:
+        if name == "router":
             self._router = part
+        else:
+            self._consolidators.append(part)
         await part.start()
         part.watch()
         return part
 
     async def stop(self) -> None:
         """End everything in order."""
-        for parts in ([self._router], self._workers, [self._consolidator]):
+        for parts in ([self._router], self._workers, self._consolidators):
             await stop_parts(parts)
         self._ports.close()
 
@@ -543,20 +587,36 @@ def router_arguments(settings: UpSettings, port: str, select_port: str) -> list[
     ]
 
 
+def pushing(settings: UpSettings, arguments: Sequence[str], ingest: str) -> list[str]:
+    """Return a worker's arguments with where it pushes its events."""
+    if not settings.on_nats:
+        return [each.replace(INGEST, ingest) for each in arguments]
+    kept: list[str] = []
+    for each in arguments:
+        if each == INGEST and kept and kept[-1] == "--consolidator":
+            kept.pop()
+        elif INGEST not in each:
+            kept.append(each)
+    return [*kept, *settings.event_plane_arguments()]
+
+
 def planned_parts(settings: UpSettings, workers: Sequence[PlannedWorker]) -> list[PlannedPart]:
     """Return what would be started."""
     address = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
     ingest, feed, query = (f"tcp://{address}:{port}" for port in TYPED_PORTS)
     planes = [f"--{name}-port={port}" for name, port in zip(("ingest", "feed", "query"), TYPED_PORTS, strict=True)]
-    router = [
-        *router_arguments(settings, str(settings.port), "0"),
-        *("--feed-endpoint", feed, "--query-endpoint", query),
-    ]
-    others = {
-        "consolidator": (ANY, ["consolidator", "--host", settings.host, *planes]),
-        "router": (str(settings.port) if settings.port else ANY, router),
-    }
-    return described_parts(workers, others, ingest)
+    follow = ["--feed-endpoint", feed, "--query-endpoint", query]
+    if settings.on_nats:
+        planes = follow = settings.event_plane_arguments()
+    further = options_as_arguments(settings.consolidator_option)
+    consolidator = (ANY, ["consolidator", "--host", settings.host, *planes, *further])
+    names = ["consolidator"]
+    if settings.consolidators > 1:
+        names = [f"consolidator-{number}" for number in range(settings.consolidators)]
+    router = [*router_arguments(settings, str(settings.port), "0"), *follow]
+    others = {**dict.fromkeys(names, consolidator), "router": (str(settings.port) if settings.port else ANY, router)}
+    told = [replace(each, arguments=tuple(pushing(settings, each.arguments, INGEST))) for each in workers]
+    return described_parts(told, others, ingest)
 
 
 async def warm_up(url: str, settings: UpSettings) -> None:

@@ -176,7 +176,11 @@ def _context_maker(settings: RouterSettings, registry: CollectorRegistry) -> Mak
 
 
 def _warn_of_exposures(settings: RouterSettings, frontend: FrontendSettings) -> None:
-    planes = "the select plane" if settings.feed_endpoint or settings.on_nats else "the select, ingest, feed and query planes"
+    planes = (
+        "the select plane"
+        if settings.feed_endpoint or settings.on_nats
+        else "the select, ingest, feed and query planes"
+    )
     for warning in settings.exposures(settings.host, http=True, planes=planes, keyed=frontend.api_keys is not None):
         log.warning("%s", warning)
 

@@ -3,8 +3,8 @@
 Rules
     1. Connecting never gives up: whoever starts first waits for the servers. A server that cannot be used at all (too
        old, without JetStream) is an error at the start.
-    2. A server that is gone without a word is noticed within ``PING_S`` times ``PINGS_MAX``; the client's own default is
-       four minutes.
+    2. A server that is gone without a word is noticed within ``PING_S`` times ``PINGS_MAX``; the client's own default
+       is four minutes.
     3. While there is no connection nothing is sent, also not later: what was not sent is known not to be stored.
     4. Every question has ``timeout_s``.
 """

@@ -124,8 +124,12 @@ class LeaderLease:
         if self.lost.is_set():
             return
         self.lost.set()
-        headers = {"KV-Operation": "DEL", "Nats-Expected-Last-Subject-Sequence": str(self._number)}
         try:
+            # Asked for anew: a renewal that was cut off just now may have been stored.
+            number, leader = await read_leader(self._connection)
+            if leader is None or leader.consolidator_id != self._leader.consolidator_id:
+                return
+            headers = {"KV-Operation": "DEL", "Nats-Expected-Last-Subject-Sequence": str(number)}
             await self._connection.asked(
                 "giving the pool's lease back",
                 self._connection.jetstream.publish(_subject(self._connection.pool), b"", headers=headers),

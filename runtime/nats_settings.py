@@ -33,14 +33,14 @@ class EventPlaneSettings(Settings):
 
     event_plane: Literal["zmq", "nats"] = Field(
         "zmq",
-        description="Where the pool's journal is: zmq = with its consolidator, in a directory or in memory, and routers "
-        "follow over ZMQ; nats = a JetStream stream, which routers follow by themselves (needs the extra nats).",
+        description="Where the pool's journal is: zmq = with its consolidator, in a directory or in memory, and "
+        "routers follow over ZMQ; nats = a JetStream stream, which routers follow by themselves (needs the extra nats).",
     )
     nats_url: tuple[NatsUrl, ...] = Field(
         (),
         max_length=64,
-        description="Address of a NATS server with JetStream, nats://host:port or tls://host:port; may be repeated, and "
-        "any of them will do.",
+        description="Address of a NATS server with JetStream, nats://host:port or tls://host:port; may be repeated, "
+        "and any of them will do.",
     )
     nats_pool: str = Field(
         "default",

@@ -17,6 +17,7 @@ from poolgrid.global_router.metrics import GlobalRouterMetrics
 from poolgrid.global_router.metrics import register_views as register_pool_views
 from poolgrid.router.consolidator.bootstrap import create as create_consolidator
 from poolgrid.router.consolidator.settings import ConsolidatorSettings
+from poolgrid.router.consolidator.succession import SuccessionMetrics
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
@@ -112,6 +113,7 @@ async def _registered() -> list[Exported]:
     projection = Projection(PrefixIndex(), LoadLedger())
     settings = RouterSettings.model_validate({})
     consolidator = create_consolidator(ConsolidatorSettings(), registry, clock)
+    SuccessionMetrics(registry)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     state = RouterState(Selector(projection, load_policy(settings)))
     open_link = link_opener(context, settings, metrics, clock)

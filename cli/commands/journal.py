@@ -20,7 +20,16 @@ import typer
 from rich.text import Text
 
 from poolgrid.cli.help_page import CommandLine
-from poolgrid.cli.journal_directory import UsageError, journal_errors, open_directory, progress_bar, survey_bytes
+from poolgrid.cli.journal_directory import (
+    STREAM_SCHEMES,
+    JournalFiles,
+    UsageError,
+    journal_errors,
+    open_directory,
+    open_journal,
+    progress_bar,
+    survey_bytes,
+)
 from poolgrid.cli.json_output import AsJson, print_json
 from poolgrid.router.consolidator.adapters.posix_disk import DirectoryInUse, PosixDisk, ReadOnlyDirectory
 from poolgrid.router.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX, PoolState
@@ -42,6 +51,7 @@ from poolgrid.router.consolidator.journal.record_rows import (
     write_parquet,
 )
 from poolgrid.router.consolidator.journal.stored_records import StoredRecord, TornTail, stored_records
+from poolgrid.router.consolidator.ports import Disk
 from poolgrid.router.consolidator.settings import ConsolidatorSettings
 from poolgrid.router.decision_journal.reader import ReadRemarks, decision_directories, stored_entries
 from poolgrid.runtime.figures import UNKNOWN, counted, size
@@ -50,7 +60,13 @@ from poolgrid.wire.identifiers import Tier
 
 app = CommandLine(help="List, print, check, shrink and export the journal of a pool.", no_args_is_help=True)
 
-Directory = Annotated[Path, typer.Argument(help="Directory of the journal (a consolidator's data_dir).")]
+Directory = Annotated[
+    str,
+    typer.Argument(
+        help="Directory of the journal (a consolidator's data_dir), or nats://HOST:PORT/POOL of one on NATS; "
+        "credentials and certificates are those of POOLGRID_NATS_*."
+    ),
+]
 From = Annotated[
     str | None, typer.Option("--from", help="First record: an offset, or a time (2026-11-21T14:00:00, UTC).")
 ]
@@ -76,7 +92,7 @@ def offset_or_time(text: str) -> tuple[int | None, int | None]:
     return None, int(moment.timestamp() * 1000)
 
 
-def resolve(disk: ReadOnlyDirectory, text: str) -> int:
+def resolve(disk: Disk, text: str) -> int:
     """Return the offset that an offset or a time means."""
     offset, time_ms = offset_or_time(text)
     if offset is not None:
@@ -98,7 +114,7 @@ def _table(*headings: str) -> TerminalTable:
 def list_files(directory: Directory, as_json: AsJson = False) -> None:
     """List segments and snapshots with their offsets, times and sizes, and the streams that are in them."""
     with journal_errors():
-        disk = open_directory(directory)
+        disk = open_journal(directory)
         found = survey(disk)
         try:
             streams = _streams(state_at(disk, next_offset(disk), BLOCKS_PER_WORKER_MAX))
@@ -161,7 +177,7 @@ def cat(
 ) -> None:
     """Print records as JSON lines."""
     with journal_errors():
-        disk = open_directory(directory)
+        disk = open_journal(directory)
         unknown: dict[str, int] = {}
         extra = 0
         for stored in _chosen(disk, first, to, worker):
@@ -175,7 +191,7 @@ def cat(
     _say_unknown(unknown, extra)
 
 
-def _chosen(disk: ReadOnlyDirectory, first: str | None, to: str | None, worker: str | None) -> Iterator[StoredRecord]:
+def _chosen(disk: Disk, first: str | None, to: str | None, worker: str | None) -> Iterator[StoredRecord]:
     from_offset = 0 if first is None else resolve(disk, first)
     to_offset = None if to is None else resolve(disk, to)
     for stored in stored_records(disk, from_offset, count_fields=True, to_offset=to_offset):
@@ -195,13 +211,14 @@ def _say_unknown(unknown: dict[str, int], extra_fields: int) -> None:
 def verify(directory: Directory, as_json: AsJson = False) -> None:
     """Check every byte, and every snapshot against the records; status 1 with file, offset and remedy if not sound."""
     with journal_errors():
-        disk = open_directory(directory)
+        disk = open_journal(directory)
         total = survey_bytes(disk)
         try:
             with progress_bar("verifying", total) as on_progress:
                 found = check_journal(disk, BLOCKS_PER_WORKER_MAX, on_progress)
             _refuse_torn(disk, found.torn, "the tail, which was never acknowledged under fsync=always")
-            decisions = {path.name: _verify_decisions(path) for path in decision_directories(directory)}
+            found_decisions = [] if directory.startswith(STREAM_SCHEMES) else decision_directories(Path(directory))
+            decisions = {path.name: _verify_decisions(path) for path in found_decisions}
         except JournalCorrupt as error:
             if as_json:
                 fault = {name: getattr(error, name) for name in ("file", "position", "offset", "detail", "remedy")}
@@ -221,7 +238,7 @@ def verify(directory: Directory, as_json: AsJson = False) -> None:
     _say_unknown(found.unknown, found.extra_fields)
 
 
-def _refuse_torn(disk: ReadOnlyDirectory, torn: TornTail | None, what: str) -> None:
+def _refuse_torn(disk: JournalFiles, torn: TornTail | None, what: str) -> None:
     """Raise for a torn tail, unless somebody is writing there now."""
     if torn is not None and not disk.is_in_use():
         raise JournalCorrupt(
@@ -270,9 +287,15 @@ def compact(
 ) -> None:
     """Write a snapshot at the end, check it, and drop what it covers beyond retention; refuses a journal in use."""
     with journal_errors():
-        before = survey_bytes(open_directory(directory))
+        if directory.startswith(STREAM_SCHEMES):
+            raise UsageError(
+                f"{directory} is a stream: its consolidator keeps it small (retention_bytes, retention_ms); nothing "
+                "was changed"
+            )
+        path = Path(directory)
+        before = survey_bytes(open_directory(path))
         try:
-            disk = PosixDisk(directory)
+            disk = PosixDisk(path)
         except DirectoryInUse as error:
             typer.echo(f"{error}; nothing was changed", err=True)
             raise typer.Exit(1) from None
@@ -296,7 +319,7 @@ def compact(
             removed = journal.retain(int(time.time() * 1000))
         finally:
             disk.close()
-        after = survey_bytes(ReadOnlyDirectory(directory))
+        after = survey_bytes(ReadOnlyDirectory(path))
     if as_json:
         sizes = {"bytes_before": before, "bytes_after": after}
         print_json({"directory": str(directory), "segments_removed": removed, **sizes, "offset": pool.offset})
@@ -332,7 +355,7 @@ def export(
         raise typer.Exit(2)
     unfinished = out.with_name(out.name + ".unfinished")
     with journal_errors():
-        disk = open_directory(directory)
+        disk = open_journal(directory)
         try:
             with progress_bar("exporting", survey_bytes(disk)) as on_progress:
                 stored = _told(_chosen(disk, first, to, worker), on_progress)
@@ -378,7 +401,7 @@ def state(
 ) -> None:
     """Show the pool as it was at any moment the journal reaches: members, blocks by worker and tier, load."""
     with journal_errors():
-        disk = open_directory(directory)
+        disk = open_journal(directory)
         offset = next_offset(disk) if at is None else resolve(disk, at)
         begin = reaches_back_to(disk)
         with progress_bar("folding", max(1, offset - begin), as_bytes=False) as on_progress:

@@ -32,9 +32,9 @@ class Journal(Protocol):
 
     Appends come from one thread; meanwhile others may sync, read, write a snapshot or retain.
 
-    Every method may raise ``OSError`` when what it is kept on fails. What ``append`` was given comes again then, perhaps
-    with more behind it: it is stored once. ``append``, ``drop_lost``, ``keep_snapshot`` and ``retain`` may raise
-    ``JournalFenced``: another process writes this journal now.
+    Every method may raise ``OSError`` when what it is kept on fails. What ``append`` was given comes again then,
+    perhaps with more behind it: it is stored once. ``append``, ``drop_lost``, ``keep_snapshot`` and ``retain`` may
+    raise ``JournalFenced``: another process writes this journal now.
     """
 
     @property

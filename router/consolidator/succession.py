@@ -42,8 +42,8 @@ class SuccessionMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.active = Gauge(
             "poolgrid_consolidator_active",
-            "1 while this consolidator writes the pool's journal, 0 while it stands by. Alert when no consolidator of a "
-            "pool is active.",
+            "1 while this consolidator writes the pool's journal, 0 while it stands by. Alert when none of a pool is "
+            "active.",
             registry=registry,
             across="largest",
         )
@@ -98,7 +98,7 @@ class Succession:
         return {**ConsolidatorHealth(service).describe(), **role}
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Stand by and be active in turn until ``stop`` is set. Raises what opening a journal raises, but ``OSError``."""
+        """Stand by and be active in turn until ``stop`` is set. Raises what opening a journal raises but ``OSError``."""
         while not stop.is_set():
             try:
                 await unless(stop, self._live(), "life of the consolidator")
@@ -115,10 +115,11 @@ class Succession:
         await self._journal.open()
         lease = LeaderLease(self._journal.connection, consolidator_id, self._settings.leader_lease_s, self._clock)
         fenced = asyncio.Event()
-        service = self._make_service(consolidator_id, lambda _: fenced.set())
+        service: ConsolidatorService | None = None
         try:
             await lease.take()
-            self.service = service
+            # Not before: its clock would take the time of standing by for one in which it stood still.
+            service = self.service = self._make_service(consolidator_id, lambda _: fenced.set())
             await unless(lease.lost, service.start(), "start of the consolidator")
             if lease.lost.is_set():
                 return
@@ -131,6 +132,7 @@ class Succession:
                 self._metrics.fenced.inc()
         finally:
             self._metrics.active.set(0)
-            await service.stop()
+            if service is not None:
+                await service.stop()
             self.service = None
             await lease.give_back()

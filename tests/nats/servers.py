@@ -31,12 +31,13 @@ START_TIMEOUT_S = 60.0
 class NatsServer:
     """One server; killed and started again it is where it was."""
 
-    def __init__(self, directory: Path, name: str, more: str = "") -> None:
+    def __init__(self, directory: Path, name: str, more: str = "", sync_always: bool = False) -> None:
         self.directory = directory / name
         self.directory.mkdir()
         self.port = 0
         self._name = name
         self._more = more
+        self._sync = "  sync_interval: always\n" if sync_always else ""
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -51,7 +52,7 @@ class NatsServer:
         configuration = self.directory / "nats.conf"
         configuration.write_text(
             f'server_name: {self._name}\nlisten: "127.0.0.1:{self.port or -1}"\n'
-            f'ports_file_dir: "{self.directory}"\njetstream {{\n  store_dir: "{self.directory}"\n}}\n{self._more}'
+            f'ports_file_dir: "{self.directory}"\njetstream {{\n  store_dir: "{self.directory}"\n{self._sync}}}\n{self._more}'
         )
         with (self.directory / "log").open("ab") as log:
             self._process = subprocess.Popen([BINARY, "-c", str(configuration)], stdout=log, stderr=log)
@@ -82,10 +83,10 @@ class NatsServer:
 
 
 @contextmanager
-def one_server(more: str = "") -> Iterator[NatsServer]:
+def one_server(sync_always: bool = False) -> Iterator[NatsServer]:
     """Run one server."""
     with tempfile.TemporaryDirectory(prefix="poolgrid-nats-") as directory:
-        server = NatsServer(Path(directory), "one", more)
+        server = NatsServer(Path(directory), "one", sync_always=sync_always)
         try:
             server.start()
             yield server
@@ -102,7 +103,7 @@ def cluster(count: int = 3, sync_always: bool = False) -> Iterator[list[NatsServ
         servers = []
         for number in range(count):
             more = f'cluster {{\n  name: c\n  listen: "127.0.0.1:{ports[count + number]}"\n  routes: [{routes}]\n}}\n'
-            servers.append(NatsServer(Path(directory), f"n{number}", more))
+            servers.append(NatsServer(Path(directory), f"n{number}", more, sync_always))
             servers[-1].port = ports[number]
         try:
             for server in servers:

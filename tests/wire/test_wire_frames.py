@@ -26,6 +26,7 @@ from poolgrid.wire import (
     feed,
     feed_frames,
     ingest,
+    leadership,
     limits,
     multimodal,
     requests,
@@ -339,6 +340,7 @@ GOLDEN: dict[tuple[str, str], Any] = {
         2.0,
     ),
     ("from_pool", "pool status, not ready"): PoolStatus(6, False),
+    ("leader", "a consolidator that is active"): leadership.Leader("c0ffee0123456789", "tcp://10.0.0.7:5557"),
     ("tensor_list", "a tensor of one image, by both ways"): TensorList(
         (
             TensorDescriptor("7-1", "image 0", "float16", (576, 4096), 4_718_592, "tcp://10.0.0.7:41001"),
@@ -407,7 +409,7 @@ class TestGoldenFrames:
         visit(list(GOLDEN.values()))
         defined = {
             value
-            for module in (card, events, feed, ingest, multimodal, requests, selection, tensors, trace_context)
+            for module in (card, events, feed, ingest, leadership, multimodal, requests, selection, tensors, trace_context)
             for value in vars(module).values()
             if isinstance(value, type) and issubclass(value, msgspec.Struct) and value is not events.Event
         }

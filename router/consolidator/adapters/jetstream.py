@@ -1,6 +1,6 @@
 """A pool's journal on NATS JetStream: a stream of records, an object store of snapshots, a bucket of who does what.
 
-    poolgrid-POOL                 stream of ``poolgrid.POOL.journal``; what is stored is told on ``poolgrid.POOL.stored``
+    poolgrid-POOL                 stream of ``poolgrid.POOL.journal``; told again at ``poolgrid.POOL.stored``
     poolgrid-POOL-snapshots       object store, an object for each snapshot
     poolgrid-POOL                 key-value bucket: ``leader``, and ``router.NAME`` for each router that follows
 

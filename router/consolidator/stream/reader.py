@@ -159,10 +159,11 @@ class StreamReader:
                 return self._break(f"the stream ends at message {facts.last_sequence}, before what was read", now_ms)
             self._goal = facts.last_sequence
         before = self.next_sequence
+        breaks = self.breaks
         effects = self._take(messages, now_ms)
-        if self.state is not FeedState.SYNCING:
+        if self.breaks == breaks:
             effects += self._take_kept(now_ms)
-        if self.state is FeedState.SYNCING:
+        if self.breaks != breaks:
             return effects
         if self.state is FeedState.LIVE and self.next_sequence > before:
             self.holes += 1

@@ -1,0 +1,170 @@
+"""A pool on a cluster of three NATS servers on loopback: its parts are killed under verified load; what appends cost.
+
+    python -m tests.nats              both parts
+    python -m tests.nats failures     servers, consolidators and workers killed, one after the other
+    python -m tests.nats costs        one server, one that syncs always, three servers
+
+The exit status is 0 when all holds, 1 when something does not, 2 when there is no nats-server to try it with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from poolgrid.cli.bench import bench
+from poolgrid.loadgen.settings import BenchSettings
+from poolgrid.router.consolidator.adapters.jetstream import JetStreamJournal, StreamShape
+from poolgrid.router.consolidator.stream.message import Outgoing, empty_body
+from poolgrid.router.consolidator.stream.ports import StreamUnavailable
+from poolgrid.runtime.clock import SystemClock
+from poolgrid.runtime.nats_connection import NatsConnection
+from poolgrid.runtime.nats_settings import EventPlaneSettings
+from tests.e2e.disturbed_load import assert_unharmed
+from tests.e2e.expectation import Verifier
+from tests.e2e.processes import eventually, index_equals_workers, pool_is_quiet, running_pool
+from tests.nats.pool import active_consolidator, leader, offset, trouble
+from tests.nats.servers import BINARY, MISSING, NatsServer, cluster, one_server
+
+LEASE_S = 2
+REQUESTS = 400
+APART_S = 6.0
+"""Between two deaths: longer than a fail-over, so that each is one of its own."""
+
+COST_S = 3.0
+"""How long each shape of append is measured."""
+
+
+def say(text: str) -> None:
+    """Tell whoever waits."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def failures() -> None:
+    """Kill what can be killed, one after the other, under load whose every answer is checked."""
+    with cluster() as servers:
+        plane = [word for server in servers for word in ("--nats-url", server.url)]
+        further = ("--consolidator-option", f"leader-lease-s={LEASE_S}", "--consolidator-option", "nats-replicas=3")
+        arguments = ("--event-plane", "nats", *plane, "--consolidators", "2", *further)
+        with running_pool(*arguments, speedup=20.0, workers=3) as up:
+            url = up.url
+            settings = BenchSettings(url=url, requests=REQUESTS, concurrency=8, isl=600, osl=24, turns=4)
+            verifier = Verifier(settings)
+            reports = []
+            load = threading.Thread(target=lambda: reports.append(bench(settings, verify=verifier)))
+            load.start()
+
+            def kill_consolidator() -> None:
+                first = leader(servers[0].url)
+                died_s = time.monotonic()
+                active_consolidator(up, servers[0].url).kill()
+                eventually("another consolidator is active", lambda: _announced(servers[0].url, first))
+                took_s = time.monotonic() - died_s
+                say(f"fail-over of the consolidator: {took_s:.1f} s, with a lease of {LEASE_S} s")
+                assert took_s <= LEASE_S + 2, "fail-over takes at most the lease and two seconds"
+
+            disturbances: list[tuple[str, Callable[[], object]]] = [
+                ("the active consolidator", kill_consolidator),
+                *((f"NATS server {number}", _restarter(server)) for number, server in enumerate(servers)),
+                ("a worker", lambda: up.child("--worker-id", "worker-1").kill()),
+                ("the active consolidator again", kill_consolidator),
+            ]
+            for what, disturb in disturbances:
+                time.sleep(APART_S)  # noqa: TID251 - the load goes on meanwhile
+                say(f"killing {what}")
+                disturb()
+            load.join()
+            assert_unharmed(reports[0])
+            say(f"{reports[0].requests} requests, {verifier.checked} checked, {len(verifier.wrong)} wrong")
+            before = offset(url)
+            eventually(
+                "the index is true", lambda: pool_is_quiet(url) and index_equals_workers(url) and trouble(url) == ""
+            )
+            say(f"index = truth at offset {before}")
+
+
+def _announced(url: str, first: object) -> bool:
+    found = leader(url)
+    return found is not None and found != first and bool(found.ingest)
+
+
+def _restarter(server: NatsServer) -> Callable[[], None]:
+    def restart() -> None:
+        server.kill()
+        time.sleep(2.0)  # noqa: TID251 - the others elect a leader meanwhile
+        server.start()
+
+    return restart
+
+
+def costs() -> None:
+    """Print what appends cost, as the table in ``docs/operations.md``."""
+    say("servers                    1 KiB ms  250 KiB ms  messages/s  MB/s")
+    with one_server() as server:
+        say("one, default               " + asyncio.run(_costs([server], 1)))
+    with one_server(sync_always=True) as server:
+        say("one, sync_interval: always " + asyncio.run(_costs([server], 1)))
+    with cluster() as servers:
+        say("three, default             " + asyncio.run(_costs(servers, 3)))
+    with cluster(sync_always=True) as servers:
+        say("three, always              " + asyncio.run(_costs(servers, 3)))
+
+
+async def _costs(servers: list[NatsServer], replicas: int) -> str:
+    settings = EventPlaneSettings(
+        event_plane="nats", nats_url=tuple(server.url for server in servers), nats_timeout_ms=30_000
+    )
+    connection = NatsConnection(settings, "costs", SystemClock())
+    await connection.open()
+    try:
+        journal = JetStreamJournal(connection, StreamShape(replicas))
+        while True:
+            try:
+                await journal.open()
+                break
+            except StreamUnavailable:
+                await asyncio.sleep(0.5)  # servers of a cluster find each other
+        small, last = await _appends(journal, 1024, 0)
+        large, _ = await _appends(journal, 250 * 1024, last)
+        return f"{1000 / small:8.2f}  {1000 / large:10.2f}  {small:10,.0f}  {large * 0.256:4.0f}"
+    finally:
+        await connection.close()
+
+
+async def _appends(journal: JetStreamJournal, size: int, last: int) -> tuple[float, int]:
+    """Append messages for a while, one after the other; return how many a second, and the last sequence."""
+    count, begun_s = 0, time.monotonic()
+    while (took_s := time.monotonic() - begun_s) < COST_S:
+        message = Outgoing(f"costs.{last}", f"costs.{last - 1}", 0, False, empty_body(0, 0) + bytes(size))
+        await journal.append([message], last)
+        last += 1
+        count += 1
+    return count / took_s, last
+
+
+def main() -> int:
+    """Run the parts that are named; return the exit status."""
+    parts = {"failures": failures, "costs": costs}
+    parser = argparse.ArgumentParser(prog="python -m tests.nats")
+    parser.add_argument("parts", nargs="*", choices=[*parts, []], help="failures, costs; both when none is named")
+    named = parser.parse_args().parts or list(parts)
+    if not BINARY:
+        say(MISSING)
+        return 2
+    for name in named:
+        say(f"-- {name}")
+        try:
+            parts[name]()
+        except AssertionError as error:
+            say(f"FAILED: {error}")
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""What a pool on NATS is asked by tests: who is active, whether it serves, whether its index is true."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import httpx
+import psutil
+
+from poolgrid.runtime.clock import SystemClock
+from poolgrid.runtime.nats_connection import NatsConnection
+from poolgrid.runtime.nats_leader import read_leader
+from poolgrid.runtime.nats_settings import EventPlaneSettings
+from poolgrid.wire.leadership import Leader
+from tests.e2e.processes import Process
+
+
+def leader(url: str) -> Leader | None:
+    """Return the consolidator that has the lease of the pool."""
+
+    async def ask() -> Leader | None:
+        connection = NatsConnection(EventPlaneSettings(event_plane="nats", nats_url=(url,)), "test", SystemClock())
+        await connection.open()
+        try:
+            return (await read_leader(connection))[1]
+        finally:
+            await connection.close()
+
+    return asyncio.run(ask())
+
+
+def active_consolidator(up: Process, url: str) -> psutil.Process:
+    """Return the consolidator of a pool that is active: it listens where NATS says."""
+    found = leader(url)
+    assert found is not None, "no consolidator is active"
+    port = int(found.ingest.rpartition(":")[2])
+    for process in up.descendants():
+        with contextlib.suppress(psutil.Error):
+            listens = {each.laddr.port for each in process.net_connections("tcp") if each.status == "LISTEN"}
+            if "consolidator" in process.cmdline() and port in listens:
+                return process
+    raise AssertionError(f"no consolidator of the pool listens at {found.ingest}")
+
+
+def ask(url: str, prompt: str) -> int:
+    """Ask something; return the status."""
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 4}
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=60.0).status_code
+
+
+def offset(url: str) -> int:
+    """Return the journal's offset as the router knows it."""
+    return int(httpx.get(f"{url}/v1/pool").json()["journal"]["offset"])
+
+
+def trouble(url: str) -> str:
+    """Return what keeps the router's state from being current."""
+    return str(httpx.get(f"{url}/v1/pool").json()["journal"]["trouble"])

@@ -1,0 +1,89 @@
+"""A whole pool whose journal is a stream on one server: serving, fail-over, a server that dies, the journal's commands."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from typer.testing import CliRunner
+
+from poolgrid.cli.main import app
+from tests.e2e.processes import Process, eventually, index_equals_workers, pool_is_quiet, running_pool
+from tests.nats.pool import active_consolidator, ask, leader, offset, trouble
+from tests.nats.servers import BINARY, MISSING, NatsServer, one_server
+
+pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not BINARY, reason=MISSING)]
+
+PROMPT = "What is said at length is cached in blocks, and what is cached in blocks is said again sooner. " * 4
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[NatsServer]:
+    with one_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def pool(server: NatsServer) -> Iterator[Process]:
+    plane = ("--event-plane", "nats", "--nats-url", server.url, "--consolidators", "2")
+    with running_pool(*plane, "--consolidator-option", "leader-lease-s=1", workers=1) as up:
+        yield up
+
+
+def knows_what_is_cached(url: str, after: int) -> bool:
+    return offset(url) > after and pool_is_quiet(url) and index_equals_workers(url)
+
+
+def test_the_router_knows_from_the_stream_what_workers_cache(pool: Process) -> None:
+    before = offset(pool.url)
+
+    assert ask(pool.url, PROMPT) == 200
+
+    eventually("the index is true", lambda: knows_what_is_cached(pool.url, before))
+    assert trouble(pool.url) == ""
+
+
+def test_when_the_active_consolidator_is_killed_another_one_goes_on_without_a_hole(
+    pool: Process, server: NatsServer
+) -> None:
+    before, first = offset(pool.url), leader(server.url)
+    active_consolidator(pool, server.url).kill()
+
+    assert ask(pool.url, "first " + PROMPT) == 200
+    eventually("another consolidator is active", lambda: leader(server.url) not in (None, first))
+
+    assert ask(pool.url, "then " + PROMPT) == 200
+    eventually("the index is true", lambda: knows_what_is_cached(pool.url, before))
+
+
+def test_when_the_server_is_killed_the_pool_serves_and_knows_everything_afterwards(
+    pool: Process, server: NatsServer
+) -> None:
+    before = offset(pool.url)
+    server.kill()
+
+    assert ask(pool.url, "meanwhile " + PROMPT) == 200
+    eventually("the router says what it lacks", lambda: "NATS has been out of reach" in trouble(pool.url))
+    server.start()
+
+    eventually("the index is true", lambda: knows_what_is_cached(pool.url, before))
+    eventually("nothing is wrong any more", lambda: trouble(pool.url) == "")
+
+
+def test_the_journal_of_the_stream_is_read_as_one_of_a_directory_is(pool: Process, server: NatsServer) -> None:
+    where = f"{server.url}/default"
+    runner = CliRunner()
+
+    verified = runner.invoke(app, ["journal", "verify", where, "--json"])
+    assert verified.exit_code == 0, verified.output
+    assert json.loads(verified.stdout)["records"] > 5
+    listed = json.loads(runner.invoke(app, ["journal", "ls", where, "--json"]).stdout)
+    assert listed["in_use"]
+    assert [row["worker"] for row in listed["streams"]] == ["worker-0"]
+    rows = runner.invoke(app, ["journal", "cat", where, "--from", "1", "--to", "4"]).stdout.splitlines()
+    assert [json.loads(row)["offset"] for row in rows] == [1, 2, 3]
+    refused = runner.invoke(app, ["journal", "compact", where])
+    assert refused.exit_code == 2
+    absent = runner.invoke(app, ["journal", "ls", f"{server.url}/another"])
+    assert absent.exit_code == 2
