@@ -44,7 +44,7 @@ class JournalInStream(StreamDirectory):
             event_plane="nats",
             nats_url=(url,),
             nats_pool=pool,
-            **given,  # type: ignore[arg-type]
+            **given,
         )
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True, name="NATS").start()

@@ -34,7 +34,7 @@ class EventPlaneSettings(Settings):
     event_plane: Literal["zmq", "nats"] = Field(
         "zmq",
         description="Where the pool's journal is: zmq = with its consolidator, in a directory or in memory, and "
-        "routers follow over ZMQ; nats = a JetStream stream, which routers follow by themselves (needs the extra nats).",
+        "routers follow over ZMQ; nats = a JetStream stream that routers follow by themselves (needs the extra nats).",
     )
     nats_url: tuple[NatsUrl, ...] = Field(
         (),

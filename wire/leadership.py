@@ -11,7 +11,7 @@ import msgspec
 from poolgrid.wire.identifiers import Identifier
 
 
-class Leader(msgspec.Struct, array_like=True, frozen=True):
+class Leader(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """The consolidator that is active."""
 
     consolidator_id: Identifier

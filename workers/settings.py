@@ -42,7 +42,8 @@ class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings):
 
     worker_id: Name = Field("worker-0", description="Name of this worker in its pool; stable over restarts.")
     consolidator: ZmqEndpoint = Field(
-        "tcp://127.0.0.1:5557", description="ZMQ endpoint at which the consolidator takes events in. With event_plane nats, NATS "
+        "tcp://127.0.0.1:5557",
+        description="ZMQ endpoint at which the consolidator takes events in. With event_plane nats, NATS "
         "says where the active one is.",
     )
     host: Name = Field("127.0.0.1", description="Address to bind; loopback unless told otherwise.")

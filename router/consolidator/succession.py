@@ -98,7 +98,7 @@ class Succession:
         return {**ConsolidatorHealth(service).describe(), **role}
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Stand by and be active in turn until ``stop`` is set. Raises what opening a journal raises but ``OSError``."""
+        """Stand by and be active in turn until ``stop`` is set. Raises ``JournalCorrupt``."""
         while not stop.is_set():
             try:
                 await unless(stop, self._live(), "life of the consolidator")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import pytest
 
 from poolgrid.router.consolidator.ports import Journal
@@ -9,8 +11,10 @@ from poolgrid.wire import codec
 from tests.consolidator.journal_builder import encoded, facts_of, fold
 from tests.consolidator.journal_kinds import BLOCKS_MAX, JournalKind
 
+J = TypeVar("J", bound=Journal)
 
-def fill(journal: Journal, count: int, at_once: int = 3) -> Journal:
+
+def fill(journal: J, count: int, at_once: int = 3) -> J:
     """Append the records below ``count`` that are not there yet; each is a second later than the one before."""
     while journal.next_offset < count:
         first = journal.next_offset

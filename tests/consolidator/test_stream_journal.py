@@ -30,7 +30,7 @@ def test_a_writer_that_was_overtaken_is_fenced_with_an_error_that_says_so() -> N
     old = fill(StreamJournal(stream, "old", 0), 5)
     new = StreamJournal(stream, "new", 0)
 
-    with pytest.raises(JournalFenced, match="message 4 is of another writer, 'new.1'"):
+    with pytest.raises(JournalFenced, match=r"message 4 is of another writer, 'new\.1'"):
         old.append(encoded(5, 1), 0)
     with pytest.raises(JournalFenced):
         old.append(encoded(5, 1), 0)  # and stays so

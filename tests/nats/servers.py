@@ -52,7 +52,8 @@ class NatsServer:
         configuration = self.directory / "nats.conf"
         configuration.write_text(
             f'server_name: {self._name}\nlisten: "127.0.0.1:{self.port or -1}"\n'
-            f'ports_file_dir: "{self.directory}"\njetstream {{\n  store_dir: "{self.directory}"\n{self._sync}}}\n{self._more}'
+            f'ports_file_dir: "{self.directory}"\n'
+            f'jetstream {{\n  store_dir: "{self.directory}"\n{self._sync}}}\n{self._more}'
         )
         with (self.directory / "log").open("ab") as log:
             self._process = subprocess.Popen([BINARY, "-c", str(configuration)], stdout=log, stderr=log)

@@ -1,4 +1,4 @@
-"""A whole pool whose journal is a stream on one server: serving, fail-over, a server that dies, the journal's commands."""
+"""A whole pool whose journal is a stream on one server: it serves, fails over, and its journal is read."""
 
 from __future__ import annotations
 

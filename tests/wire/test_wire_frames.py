@@ -409,7 +409,18 @@ class TestGoldenFrames:
         visit(list(GOLDEN.values()))
         defined = {
             value
-            for module in (card, events, feed, ingest, leadership, multimodal, requests, selection, tensors, trace_context)
+            for module in (
+                card,
+                events,
+                feed,
+                ingest,
+                leadership,
+                multimodal,
+                requests,
+                selection,
+                tensors,
+                trace_context,
+            )
             for value in vars(module).values()
             if isinstance(value, type) and issubclass(value, msgspec.Struct) and value is not events.Event
         }

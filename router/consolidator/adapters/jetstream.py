@@ -15,7 +15,7 @@ import base64
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -419,7 +419,7 @@ class ThreadedStream:
     def close(self) -> None:
         """Do nothing: the connection is its owner's."""
 
-    def _wait(self, work: Any) -> Any:
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         try:
             return wait_from_thread(self._loop, work, f"stream {self.name}", self._timeout_s)
         except TimeoutError as error:

@@ -35,7 +35,7 @@ class _Window:
 
 
 class StreamDirectory:
-    """Implements ``poolgrid.router.consolidator.ports.Disk`` for reading; what it shows is the stream when it was made."""
+    """Implements ``poolgrid.router.consolidator.ports.Disk`` for reading: the stream as it was when this was made."""
 
     def __init__(self, stream: Readable) -> None:
         self._stream = stream
