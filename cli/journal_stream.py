@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import os
 import threading
+import weakref
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -22,6 +22,8 @@ T = TypeVar("T")
 
 CONNECT_TIMEOUT_S = 10.0
 """How long a command waits for a server that does not answer; services wait for ever."""
+
+CLOSE_TIMEOUT_S = 2.0
 
 FROM_ENVIRONMENT = ("nats_credentials", "nats_nkey", "nats_tls_ca", "nats_tls_certificate", "nats_tls_key")
 """Settings that are the same for every pool of an account: commands take them where services find them."""
@@ -53,7 +55,8 @@ class JournalInStream(StreamDirectory):
             self._wait(self._connection.open(), CONNECT_TIMEOUT_S)
         except TimeoutError:
             raise OSError(f"no NATS server answers at {url} within {CONNECT_TIMEOUT_S:g} s") from None
-        atexit.register(self._end)
+        # Also at the end of the process, for whoever keeps it that long.
+        weakref.finalize(self, _end, self._loop, self._connection)
         stream = ThreadedStream(JetStreamJournal(self._connection), self._loop)
         if not stream.facts().last_sequence:
             raise ValueError(
@@ -68,8 +71,10 @@ class JournalInStream(StreamDirectory):
     def _wait(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
         return wait_from_thread(self._loop, work, "journal in a stream", timeout_s)
 
-    def _end(self) -> None:
-        try:
-            self._wait(self._connection.close(), 2.0)
-        except TimeoutError:
-            pass
+
+def _end(loop: asyncio.AbstractEventLoop, connection: NatsConnection) -> None:
+    try:
+        wait_from_thread(loop, connection.close(), "end of the connection", CLOSE_TIMEOUT_S)
+    except TimeoutError:
+        pass  # the process, or somebody else's patience, ends anyway
+    loop.call_soon_threadsafe(loop.stop)

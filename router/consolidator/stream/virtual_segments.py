@@ -7,9 +7,9 @@ whatever reads a directory reads a stream. Nothing is changed, and a consolidato
 from __future__ import annotations
 
 import errno
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NoReturn
 
 from poolgrid.router.consolidator.journal import snapshot_file
@@ -45,7 +45,7 @@ class StreamDirectory:
         self._snapshots: dict[str, Anchor] = {
             snapshot_file.name_of(anchor.offset): anchor for anchor in self._history.usable_snapshots(self._facts)
         }
-        self._content = lru_cache(maxsize=SEGMENTS_KEPT)(self._read)
+        self._kept: OrderedDict[str, bytes] = OrderedDict()
 
     @property
     def stored_bytes(self) -> int:
@@ -84,6 +84,14 @@ class StreamDirectory:
     def read(self, name: str, at: int, length: int) -> bytes:
         """Return up to ``length`` bytes from position ``at``."""
         return self._content(name)[at : at + length]
+
+    def _content(self, name: str) -> bytes:
+        content = self._kept.get(name)
+        if content is None:
+            content = self._kept[name] = self._read(name)
+            if len(self._kept) > SEGMENTS_KEPT:
+                self._kept.popitem(last=False)
+        return content
 
     def _read(self, name: str) -> bytes:
         anchor = self._snapshots.get(name)
