@@ -80,6 +80,9 @@ class FleetWatch:
         """Be there no more."""
         if self._state.log is self:
             self._state.log = self._next
+        self._turns_gone += len(self._turns)
+        self._turns.clear()
+        self._turns_bytes = 0
 
     def turns(self, first: int) -> tuple[list[Turn], int]:
         """Return the prompts that were sent from a number on (none for one below 0), and the number of the next."""

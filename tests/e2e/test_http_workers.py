@@ -101,7 +101,7 @@ def test_processes_share_a_port_and_limits_answer_for_all_and_are_replaced_when_
             assert metric(url, "poolgrid_router_workers", state="ready") == 1, "a fact of the pool is not counted twice"
 
             for _ in range(3):  # the page of either process
-                follow_until(url, OPERATOR, "the requests of both", lambda _, requests: len(requests) == 12)
+                follow_until(url, OPERATOR, "the requests of both", lambda _, requests: len(requests) >= 12)
             kept = [CLIENT.get(f"{url}/v1/fleet/requests/page-{at}", headers=OPERATOR) for at in range(12)]
             assert [answer.status_code for answer in kept] == [200] * 12, "what one process keeps, each opens"
             assert all(answer.json()["legs"] for answer in kept)

@@ -192,3 +192,5 @@ def test_turns_that_siblings_did_not_ask_for_in_time_are_let_go_of(monkeypatch: 
 
     assert (names(-1), names(0), names(3), names(5)) == ([], ["r2", "r3", "r4"], ["r3", "r4"], [])
     assert names(9) == [], "the number is of another life of the process"
+    watch.end()
+    assert names(3) == [], "nothing is kept for nobody"
