@@ -23,8 +23,16 @@ import zmq
 
 from attacks.mutation import mutated
 from attacks.wiretap import Message
+from poolgrid.wire import codec
+from poolgrid.wire.errors import DecodeError
+from poolgrid.wire.requests import Generate
 
 BURST = 200
+
+WORK_SHARE, WORK_BYTES_MAX = 0.05, 4096
+"""Of mutations that are requests still, so many are sent, and only short ones. On a plane without keys a worker cannot
+tell them from a router's, and the time that their work takes is no harm of their form."""
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -79,8 +87,13 @@ def _send(order: Order) -> None:
             for endpoint in order.endpoints:
                 peer.connect(endpoint)
             for _ in range(BURST):
+                message = _changed(order.kind, source, source.choice(order.messages), pieces)
+                if _asks_for_work(message) and (
+                    source.random() >= WORK_SHARE or sum(map(len, message)) > WORK_BYTES_MAX
+                ):
+                    continue
                 try:
-                    peer.send_multipart(_changed(order.kind, source, source.choice(order.messages), pieces))
+                    peer.send_multipart(message)
                 except zmq.Again:
                     break
                 sent += 1
@@ -101,6 +114,13 @@ def _changed(kind: int, source: random.Random, message: Message, pieces: list[by
         changed = changed[: source.randint(1, len(changed))] + changed[: source.randint(0, 3)]
     # An XSUB would meet that assertion with each message of several frames that its peer refuses.
     return changed[:1] if kind == zmq.XSUB else changed
+
+
+def _asks_for_work(message: list[bytes]) -> bool:
+    try:
+        return isinstance(codec.to_worker.decode(message[-1]), Generate)
+    except DecodeError:
+        return False
 
 
 if __name__ == "__main__":
