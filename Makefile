@@ -1,7 +1,7 @@
 PYTHON ?= .venv/bin/python
 export PYTHON
 
-.PHONY: check lint types test format docs boards proof site plots soak long attack clients nixl schemathesis ui vllm kubernetes nats
+.PHONY: check lint types test format docs boards proof site plots soak long attack clients nixl schemathesis ui vllm kubernetes nats slurm
 
 check: lint types test  ## everything CI runs, in the environment that is there
 
@@ -83,3 +83,6 @@ kubernetes:  ## the Helm chart against the schemas of three versions of Kubernet
 
 nats:  ## a pool on three NATS servers on loopback: servers, consolidators and workers killed under load; what appends cost
 	$(PYTHON) -m tests.nats
+
+slurm:  ## the job scripts on a real Slurm, this machine as three nodes; needs Debian's slurm-wlm and munge
+	$(PYTHON) -m tests.slurm

@@ -22,6 +22,7 @@ NAVIGATION: Mapping[str, Sequence[str]] = {
         "docs/operations",
         "docs/bare_metal",
         "docs/kubernetes",
+        "docs/slurm",
         "docs/fleet_page",
         "docs/engine_check",
         "docs/command_line",

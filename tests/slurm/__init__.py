@@ -1,0 +1,1 @@
+"""The job scripts of ``deploy/slurm`` on a real Slurm: this machine as several nodes, simulated engines."""
