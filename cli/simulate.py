@@ -90,7 +90,11 @@ def run_simulation(trace: Path, settings: SimulationSettings) -> int:
                 limits,
                 timing,
                 routers=RouterFleet(
-                    settings.routers, settings.event_delay_ms, settings.separate_routers, settings.crowding_retries
+                    settings.routers,
+                    settings.event_delay_ms,
+                    settings.separate_routers,
+                    settings.crowding_retries,
+                    settings.retention,
                 ),
             )
             result = pool.run(lambda done, task=task: progress.update(task, completed=done))  # type: ignore[misc]
@@ -101,6 +105,7 @@ def run_simulation(trace: Path, settings: SimulationSettings) -> int:
         "workers": settings.workers,
         "routers": settings.routers,
         "event_delay_ms": settings.event_delay_ms,
+        "retention": settings.retention,
         "speed": settings.speed,
         "block_size": settings.block_size,
         "blocks_per_worker": limits.total_kv_blocks,

@@ -15,6 +15,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from typing import Literal
+
+import msgspec
 
 from poolgrid.router.core.approximate_index import ApproximateIndex
 from poolgrid.router.core.candidates import RoutingRequest
@@ -23,6 +26,7 @@ from poolgrid.router.core.load_ledger import CROWDING_RETRIES, LoadLedger
 from poolgrid.router.core.policy import POLICY_NAMES, Policy
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
+from poolgrid.router.core.retention.learner import RetentionLearner
 from poolgrid.router.core.selector import Selector
 from poolgrid.simulation.workload import SimulatedRequest, Workload
 from poolgrid.wire.card import WorkerCard, WorkerLimits
@@ -39,6 +43,9 @@ from poolgrid.workers.core.booked_prefill import BookedPrefill
 from poolgrid.workers.engines.simulated.core.cache_recorder import WireRecorder
 from poolgrid.workers.engines.simulated.core.engine import EngineLimits, Fact, SimulatedEngine, StepOutcome
 from poolgrid.workers.engines.simulated.core.timing import PolynomialTiming, TimingModel
+
+Retention = Literal["off", "learned"]
+"""What engines are told of how long blocks should stay: nothing, or what the router has learnt."""
 
 MODEL = "simulated"
 SIMULATED_POLICIES = tuple(name for name in POLICY_NAMES if name != "approximate")
@@ -87,12 +94,15 @@ class RouterFleet:
     """How often a worker may refuse a request because others were quicker; see
     ``poolgrid.workers.core.booked_prefill``."""
 
+    retention: Retention = "off"
+    """What engines are told of how long blocks should stay."""
+
     def make_state(self) -> Projection:
         """Return what one more router knows at the start."""
         index = PrefixIndex()
         ledger = LoadLedger(reservation_ttl_ms=float("inf"))
         approximate = ApproximateIndex(index, APPROXIMATE_TTL_MS) if self.separate else None
-        return Projection(index, ledger, approximate)
+        return Projection(index, ledger, approximate, RetentionLearner() if self.retention == "learned" else None)
 
 
 class SimulatedPool:
@@ -195,11 +205,16 @@ class SimulatedPool:
             ledger.crowded(
                 decision.worker, selector.projection.index.slot(decision.worker), request.request_id, booked, now
             )
+        generate = request.generate
+        if selector.projection.retention is not None:
+            selector.advise(decision, request.path, now)
+            if decision.retention is not None:
+                generate = msgspec.structs.replace(generate, retention=decision.retention)
         selector.book(decision, request.path, now)
         overlap_tokens = min(request.isl, decision.overlap_blocks * block_size)
         self._books[number].accept(request.request_id, request.isl - overlap_tokens)
         self._arrived[request.request_id] = request
-        self.engines[number].submit(request.generate, now, request.path)
+        self.engines[number].submit(generate, now, request.path)
         self.result.worker_tokens[number] += request.isl
         self.result.worker_requests[number] += 1
         self.result.prompt_tokens += request.isl

@@ -53,6 +53,9 @@ class SimulationSettings(Settings):
         0.0, ge=0.0, le=60_000.0, description="How long a worker's events take to reach the routers."
     )
     temperature: float = Field(0.0, ge=0, le=1000, description="Above 0, workers are sampled by cost.")
+    retention: Literal["off", "learned"] = Field(
+        "off", description="What engines are told of how long blocks should stay: nothing, or what the router learns."
+    )
     timing: TimingName = Field(PUBLISHED, description=TIMING_TEXT)
     timing_table: Path | None = Field(
         None, description="JSON table of measured step times of your own, instead of those that timing names."

@@ -131,18 +131,14 @@ class KvRetention(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     def of_blocks(self, block_size: int, blocks: int, prompt_tokens: int) -> list[tuple[int, int | None]]:
         """Return priority and duration of the first ``blocks`` blocks of a request, by where each begins."""
-        found: list[tuple[int, int | None]] = []
-        for start in range(0, blocks * block_size, block_size):
-            if start >= prompt_tokens:
-                found.append((self.decode_priority, self.decode_duration_ms))
-                continue
-            for each in self.ranges:
-                if each.start <= start and (each.end is None or start < each.end):
-                    found.append((each.priority, each.duration_ms))
-                    break
-            else:
-                found.append((RETENTION_DEFAULT, None))
-        return found
+        of_prompt = min(blocks, -(-prompt_tokens // block_size))
+        usual: tuple[int, int | None] = (RETENTION_DEFAULT, None)
+        found = [usual] * of_prompt
+        for each in self.ranges:
+            first = min(of_prompt, -(-each.start // block_size))
+            end = of_prompt if each.end is None else min(of_prompt, -(-each.end // block_size))
+            found[first:end] = [(each.priority, each.duration_ms)] * (end - first)
+        return found + [(self.decode_priority, self.decode_duration_ms)] * (blocks - of_prompt)
 
     def capped(self, highest: int) -> KvRetention:
         """Return this with no priority above ``highest``."""

@@ -35,6 +35,8 @@ class RoutingRequest(msgspec.Struct, frozen=True, gc=False):
     """u64 hashes of its media, in order."""
     media_kinds: tuple[str, ...] = ()
     """Kinds of media that the worker must take."""
+    seed: int = 0
+    """Of its blocks' hashes (``poolgrid.wire.hashing.hash_seed``), where how long they stay is learnt; else 0."""
 
     @property
     def drawn_by(self) -> str:

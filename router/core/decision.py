@@ -18,6 +18,7 @@ from poolgrid.router.core.policy import Choice
 from poolgrid.wire.answers import CandidateRow, DecisionExplanation, DecisionRow, MediaRow
 from poolgrid.wire.identifiers import STAGE_WORD, WorkerKey
 from poolgrid.wire.request_ids import dispatch_of, kept_under, name_of
+from poolgrid.wire.requests import KvRetention
 
 DECISION_BYTES = 1000
 """Measured: the record itself, its request, its place in the log."""
@@ -55,6 +56,9 @@ class Decision:
 
     behind_records: int = 0
     """Records that the pool's journal was known to hold beyond ``offset``; above 0 the router was catching up."""
+
+    retention: KvRetention | None = None
+    """How long the prompt's blocks should stay, as far as that was learnt; ``None`` = as long as others."""
 
     is_reservation: bool = False
     """Whether it was made for a global router, past which the tokens do not come here."""

@@ -18,6 +18,7 @@ from poolgrid.router.core.approximate_index import ApproximateIndex
 from poolgrid.router.core.fleet import Fleet
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.prefix_index import PrefixIndex
+from poolgrid.router.core.retention.learner import RetentionLearner
 from poolgrid.router.core.stream_trust import StreamTrust
 from poolgrid.wire.events import (
     BlocksReleased,
@@ -95,7 +96,13 @@ class SnapshotLoad:
 class Projection:
     """Fleet, prefix index and load ledger of one pool, at one journal offset."""
 
-    def __init__(self, index: PrefixIndex, ledger: LoadLedger, approximate: ApproximateIndex | None = None) -> None:
+    def __init__(
+        self,
+        index: PrefixIndex,
+        ledger: LoadLedger,
+        approximate: ApproximateIndex | None = None,
+        retention: RetentionLearner | None = None,
+    ) -> None:
         self.fleet = Fleet()
         self.index = index
         self.ledger = ledger
@@ -104,6 +111,8 @@ class Projection:
         """Every record below this offset has been applied."""
         self.approximate = approximate
         """What feeds the index in approximate mode: choices, instead of events."""
+        self.retention = retention
+        """What learns how long blocks should stay, where that is wanted."""
 
     def expect(self, offset: int) -> None:
         """Raise ``Hole`` unless the record at an offset is the next."""
@@ -137,12 +146,16 @@ class Projection:
                     worker.requests_total += 1
                 if not event.cached_later:
                     self.trust.started(key, event.request_id, event.cached_tokens)
+                if self.retention is not None:
+                    self.retention.started(key, event.request_id, event.cached_tokens)
             elif type(event) is PrefillCompleted:
                 self.ledger.prefill_completed(key, event.request_id)
             elif type(event) is RequestProgressed:
                 self.ledger.progressed(key, event.request_id, event.active_blocks)
             elif type(event) is RequestFinished:
                 self.ledger.finished(key, event.request_id)
+                if self.retention is not None:
+                    self.retention.end(key, event.request_id, now_ms)
                 if event.cached_tokens is not None:
                     self.trust.started(key, event.request_id, event.cached_tokens)
                 self.trust.not_started(key, event.request_id)
@@ -153,6 +166,8 @@ class Projection:
                 if self.approximate is None:
                     index.clear(key)
                     self.ledger.move(key, index.slot(key))
+                if self.retention is not None:
+                    self.retention.drop(key)
             elif type(event) is WorkerJoined:
                 self._forget(key)
                 worker = self.fleet.join(key, record.epoch, event.card)
@@ -227,3 +242,5 @@ class Projection:
             self.approximate.drop(key)
         self.ledger.drop(key)
         self.trust.forget(key)
+        if self.retention is not None:
+            self.retention.drop(key)

@@ -62,6 +62,8 @@ class RouterState:
         log = self.log
         if type(given) is WorkerWanted:
             found = self._select(given)
+            if self.projection.retention is not None and type(found) is Decision:
+                self.selector.advise(found, given.path, given.now_ms)
             if log is not None and type(found) is Decision:
                 log.note(given, found)
             return found
@@ -72,6 +74,8 @@ class RouterState:
         elif type(given) is Released:
             if not self.projection.ledger.release(given.worker, given.dispatch_id):
                 return False
+            if self.projection.retention is not None:
+                self.projection.retention.abandon(given.worker, given.dispatch_id)
             if log is not None:
                 log.note(given)
             return True
@@ -109,7 +113,10 @@ class RouterState:
 
     def preview(self, wanted: WorkerWanted) -> Found:
         """Return what ``apply`` would return for a request now; nothing is changed, counted or noted."""
-        return self._select(wanted, dry_run=True)
+        found = self._select(wanted, dry_run=True)
+        if self.projection.retention is not None and type(found) is Decision:
+            self.selector.advise(found, wanted.path, wanted.now_ms)
+        return found
 
     def _select(self, wanted: WorkerWanted, dry_run: bool = False) -> Found:
         return self.selector.select(

@@ -24,6 +24,9 @@ from poolgrid.router.core.prefix_index import PrefixIndex, slots_of
 from poolgrid.router.core.projection import Projection
 from poolgrid.wire.identifiers import Role, Stage, WorkerKey
 
+PROMPT_STAGES = (Stage.WHOLE, Stage.PREFILL)
+"""Legs that compute a prompt."""
+
 FEW_WORKERS = 8
 """Up to this many holders of a prefix are filled in one by one; beyond, their mask is unpacked at once."""
 
@@ -304,6 +307,12 @@ class Selector:
             mask_of_group |= 1 << slot
         return next((depth for depth, mask in self._projection.index.find(path) if mask & mask_of_group), 0)
 
+    def advise(self, decision: Decision, path: Sequence[int], now_ms: float) -> None:
+        """Let a decision say how long the prompt's blocks should stay, where that is learnt and the worker takes it."""
+        retention, request = self._projection.retention, decision.request
+        if retention is not None and request.stage in PROMPT_STAGES:
+            decision.retention = retention.advise(request, path, now_ms)
+
     def book(
         self,
         decision: Decision,
@@ -330,6 +339,10 @@ class Selector:
         self._projection.ledger.reserve(
             worker, slot, dispatch_id or request.request_id, uncached, blocks, now_ms, lease_ms
         )
+        retention = self._projection.retention
+        if retention is not None and request.stage in PROMPT_STAGES:
+            blocks = self._projection.fleet.workers[worker].card.limits.total_kv_blocks
+            retention.begin(worker, blocks, dispatch_id or request.request_id, request, path, now_ms)
         if request.stage is Stage.ENCODE:
             pass  # it leaves no block of the prompt there
         elif self._approximate is not None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from poolgrid.loadgen.trace import TraceRow, read_trace
 from poolgrid.router.core.policy import POLICY_NAMES, make_policy
-from poolgrid.simulation.pool import RunResult, SimulatedPool
+from poolgrid.simulation.pool import Retention, RouterFleet, RunResult, SimulatedPool
 from poolgrid.simulation.workload import Workload, build_workload
 from poolgrid.wire.hashing import unpack_hashes
 from poolgrid.wire.identifiers import Tier
@@ -163,3 +163,21 @@ def test_progress_is_told_and_ends_with_all_requests(conversations: Workload) ->
 
     assert told == sorted(told)
     assert told[-1] == 300
+
+
+def test_retention_that_is_learnt_reuses_what_lru_loses_and_changes_nothing_where_all_fits() -> None:
+    # Six prompts of 8 x 512 tokens in turn, and after each one that never comes again, over a cache for eight.
+    names = [at // 2 % 6 if at % 2 == 0 else 6 + at for at in range(600)]
+    rows = [row(*range(8 * name, 8 * name + 8), at=1000.0 * at) for at, name in enumerate(names)]
+    workload = build_workload(rows, 1.0, 64)
+
+    def reused(blocks: int | None, retention: Retention) -> int:
+        fleet = RouterFleet(retention=retention)
+        pool = SimulatedPool(workload, make_policy("kv"), 1, limits(workload, blocks), routers=fleet)
+        result = pool.run()
+        assert_books_balance(workload, pool, result)
+        return result.cached_tokens
+
+    assert reused(520, "off") == 0
+    assert reused(520, "learned") > 0.2 * 300 * 8 * 512
+    assert reused(None, "learned") == reused(None, "off")

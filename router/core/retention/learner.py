@@ -1,0 +1,519 @@
+"""How long the blocks of each prompt are worth keeping, learnt from the prompts that came before.
+
+Theory of operation
+    1. ``advise`` looks at a prompt and says how long its blocks should stay: which of its runs came how often, which
+       turn of a conversation it is, and what became of such runs before (``return_times``). It changes nothing.
+       ``begin`` takes the same prompt in when it goes to a worker, ``started`` and ``end`` hear what the worker says.
+    2. Priorities never rise along a prompt, nor do durations, and a run never has less than what was said before of
+       anything that hangs off it, while that holds. So no engine evicts a block before what continues it.
+    3. Two ghosts of all caches together, one with these priorities and one without, hear of the same requests. What is
+       learnt is said only while the first finds more. Where keeping does not pay, engines are left to themselves. A
+       ghost for each worker would not do: prompts go where their blocks are, and so the ghost that is like the real
+       caches finds more, whichever that is.
+    4. Prompts with different seeds (model, adapter, cache salt) share nothing: what is learnt of one kind of prompt is
+       not said of another. They share the room, by how much of it they ask for.
+    5. Everything is a function of the calls and their times: no clock, no chance.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import islice
+
+import msgspec
+
+from poolgrid.router.core.candidates import RoutingRequest
+from poolgrid.router.core.retention.ghost_cache import GhostCache, Kept
+from poolgrid.router.core.retention.prefix_history import GRANULE_TOKENS, GRANULES_MAX, PrefixHistory, Run
+from poolgrid.router.core.retention.return_times import NOTHING, Keep, Plan, ReturnTimes
+from poolgrid.wire.identifiers import WorkerKey
+from poolgrid.wire.limits import RETAINED_RANGES_MAX
+from poolgrid.wire.requests import RETENTION_DEFAULT, KvRetention, RetainedTokens
+
+VISIT_STEPS = (1, 2, 4, 8, 16)
+"""Most visits of each step but the last."""
+
+ISL_STEPS = (3_000, 8_000, 24_000)
+"""Most prompt tokens of each step but the last, of what begins a conversation."""
+
+GAP_STEPS_MS = (16_000.0, 32_000.0, 64_000.0, 256_000.0)
+"""Most time since the turn before of each step but the last."""
+
+ADDED_STEPS = (128, 512, 1_600)
+"""Most prompt tokens that a turn has more than the one before, of each step but the last."""
+
+_FIRSTS = 2 * (len(ISL_STEPS) + 1)
+_LATERS = (len(GAP_STEPS_MS) + 1) * (len(ADDED_STEPS) + 1)
+KINDS_PER_STEP = _FIRSTS + _LATERS
+KINDS = (len(VISIT_STEPS) + 1) * KINDS_PER_STEP
+
+PLAN_EVERY_MS = 10_000.0
+"""How often it is worked out anew what is kept; it takes a few milliseconds."""
+
+LEARNING_MS = 30_000.0
+"""Nothing is kept before counts stand for so long: rates would mean nothing."""
+
+ROOM_SHARE = 0.9
+"""Part of the room that is given away: the rest is for what the counts do not tell."""
+
+LOWEST_KEPT = 40
+PRIORITY_STEPS_PER_OCTAVE = 12
+"""What is worth twice as much for its room has a priority higher by 12: 100 is 32 times what just fits."""
+
+NOT_KEPT = 20
+"""Priority of what is not worth keeping: it goes before all that nobody spoke of."""
+
+SPENT = 10
+"""Priority of what has never come again: the rest behind the last granule, and the output."""
+
+USUAL_OUTPUT_TOKENS = 343
+"""Output that a prompt's request is taken to leave in a cache: the mean of a published chat trace."""
+
+LONGEST_ANSWER_MS = 60_000.0
+"""Durations count from when a request is over, which the router cannot know when it sends it: so much later at most."""
+
+GHOST_GRANULES_MAX = 131_072
+"""Room of a ghost, 10 to 20 MiB: 67 million tokens. Of larger caches it has one granule of two, four, …"""
+
+LRU_GHOSTS_MAX = 16
+"""Workers of which it is counted what they reuse that they would have lost: enough to see whether keeping helps."""
+
+GHOST_MEMORY_MS = 600_000.0
+"""After ten minutes a ghost's find counts 1/e."""
+
+PAYS, PAYS_NO_MORE = 1.02, 1.005
+"""How much more the ghost with priorities must find before what is learnt is said, and until it is said no more."""
+
+LOST_MS = 3_600_000.0
+"""After an hour a request of whose end nobody spoke is taken to be over."""
+
+LOST_AT_ONCE = 1_000
+"""Of them are let go at one time, the oldest: most of those that a router has under way."""
+
+SEEDS_MAX = 256
+"""Seeds that are learnt of at a time; of more, that whose prompts came last longest ago is forgotten."""
+
+NO_TAIL = 0.5
+"""A rest behind the last granule that comes again less often than this, when its prompt does, is spent."""
+
+
+class Chapter:
+    """What is known of the prompts of one seed."""
+
+    __slots__ = ("history", "plan", "tails", "tails_returned", "times")
+
+    def __init__(self, granules_max: int) -> None:
+        self.history = PrefixHistory(granules_max)
+        self.times = ReturnTimes(KINDS, KINDS_PER_STEP)
+        self.plan: Plan = NOTHING
+        self.tails = 0
+        """Prompts that came again, with something behind their last granule."""
+        self.tails_returned = 0
+        """Those of them of which that came again too."""
+
+    @property
+    def keeps_tails(self) -> bool:
+        """Tell whether what is behind the last granule comes again."""
+        return self.tails_returned >= NO_TAIL * self.tails
+
+
+class Held(msgspec.Struct, frozen=True, gc=False):
+    """A prompt that a worker has."""
+
+    granules: list[int]
+    kept: list[Kept]
+    rest: float
+    """Granules that its last tokens and its output fill."""
+    granule_tokens: int
+    found: int
+    """Granules that the worker would have had without priorities; -1 where that is not counted."""
+    generation: int
+    """Of the ghosts that have it."""
+    begun_ms: float
+
+
+class _Look(msgspec.Struct, frozen=True, gc=False):
+    """A prompt beside what is known."""
+
+    found: list[tuple[int, Run, int]]
+    known: int
+    """Granules that came before."""
+    turn: int
+    kinds: list[int]
+    """Of each run, a new one included."""
+    kept: list[Kept]
+
+
+def aspect_of(turn: int, known: int, isl: int, gap_ms: float, added_tokens: int) -> int:
+    """Return what sort of prompt it is.
+
+    One that begins a conversation is told by its length and by whether its beginning is shared; a later turn by how
+    soon it came and by how much it adds.
+    """
+    if turn > 1:
+        gap, added = bisect_left(GAP_STEPS_MS, gap_ms), bisect_left(ADDED_STEPS, added_tokens)
+        return _FIRSTS + gap * (len(ADDED_STEPS) + 1) + added
+    return 2 * bisect_left(ISL_STEPS, isl) + (known > 1)
+
+
+def kind_of(visits: int, turn: int, aspect: int) -> int:
+    """Return what a run is taken for that so many prompts had, the last of them being of this turn and aspect."""
+    return bisect_left(VISIT_STEPS, max(visits, turn)) * KINDS_PER_STEP + aspect
+
+
+def priority_of(keep: Keep) -> int:
+    """Return the priority of what is kept."""
+    return min(100, LOWEST_KEPT + round(PRIORITY_STEPS_PER_OCTAVE * math.log2(max(1.0, keep.worth))))
+
+
+class RetentionLearner:
+    """Learns from one router's requests; ``granules_max`` bounds what is known of each seed, and of all together."""
+
+    def __init__(self, granules_max: int = GRANULES_MAX) -> None:
+        self._granules_max = granules_max
+        self._chapters: OrderedDict[tuple[str, int], Chapter] = OrderedDict()
+        """By model and seed, that which was used last at the end."""
+        self._room: dict[WorkerKey, int] = {}
+        self._kept, self._plain = GhostCache(1), GhostCache(1)
+        """All caches together, with priorities and without."""
+        self._every = 1
+        """Of which they have one granule of so many, a power of two."""
+        self._generation = 0
+        self._lru: dict[WorkerKey, GhostCache] = {}
+        """Caches of workers as they would be without priorities, for requests that go where they go with them."""
+        self._rest = 0.0
+        self._rests: dict[WorkerKey, float] = {}
+        """Parts of granules that are still to be added to ghosts."""
+        self._held: dict[tuple[WorkerKey, str], Held] = {}
+        self._held_granules = 0.0
+        self._usually_held = 0.0
+        self._spent = 0
+        self._plan_at_ms = 0.0
+        self._now_ms = 0.0
+        self._own = self._all = 0.0
+        """Requests that this router sent, and that the workers said of any router's that they began."""
+        self.kept_hits = self.plain_hits = 0.0
+        self.pays = False
+        """Whether what is learnt is said."""
+        self.gained_tokens = self.lost_tokens = 0
+        """Tokens that workers reused and a cache without priorities would not have had, and the other way round."""
+
+    def advise(self, request: RoutingRequest, path: Sequence[int], now_ms: float) -> KvRetention | None:
+        """Return how long a prompt's blocks should stay; ``None`` = as long as others. Changes nothing."""
+        if not self.pays:
+            return None
+        step = max(1, GRANULE_TOKENS // request.block_size)
+        granules = list(path[step - 1 :: step])
+        chapter = self._chapters.get((request.model, request.seed))
+        if chapter is None or not granules or chapter.plan is NOTHING:
+            return None
+        return _said(self._look(chapter, granules, request.isl, now_ms).kept, chapter, request, step)
+
+    def begin(
+        self,
+        worker: WorkerKey,
+        total_blocks: int,
+        dispatch_id: str,
+        request: RoutingRequest,
+        path: Sequence[int],
+        now_ms: float,
+    ) -> None:
+        """Take in a prompt that goes to a worker whose cache has ``total_blocks``."""
+        self._own += 1
+        self._now_ms = now_ms
+        if now_ms >= self._plan_at_ms:
+            self._plan_at_ms = now_ms + PLAN_EVERY_MS
+            self._make_plans(now_ms)
+        step = max(1, GRANULE_TOKENS // request.block_size)
+        granules = list(path[step - 1 :: step])
+        if not granules:
+            return
+        self._room[worker] = max(1, total_blocks // step)
+        chapter = self._chapter((request.model, request.seed))
+        look = self._look(chapter, granules, request.isl, now_ms)
+        _note(chapter, granules, path, request.isl, look, step, now_ms)
+        self._bound(chapter)
+        granule_tokens = step * request.block_size
+        rest = (request.isl + USUAL_OUTPUT_TOKENS) / granule_tokens - len(granules)
+        found = self._begin_ghosts(worker, granules, now_ms)
+        held = Held(granules, look.kept, rest, granule_tokens, found, self._generation, now_ms)
+        self._held[(worker, dispatch_id)] = held
+        self._held_granules += len(granules) + rest
+
+    def started(self, worker: WorkerKey, dispatch_id: str, cached_tokens: int) -> None:
+        """Hear how much of a prompt a worker reused; also of prompts that other routers sent."""
+        self._all += 1
+        held = self._held.get((worker, dispatch_id))
+        if held is not None and held.found >= 0:
+            more = cached_tokens // held.granule_tokens - held.found
+            if more > 0:
+                self.gained_tokens += more * held.granule_tokens
+            else:
+                self.lost_tokens -= more * held.granule_tokens
+
+    def end(self, worker: WorkerKey, dispatch_id: str, now_ms: float) -> None:
+        """Hear that a prompt's request is over."""
+        held = self._held.pop((worker, dispatch_id), None)
+        if held is None:
+            return
+        self._held_granules -= len(held.granules) + held.rest
+        if held.generation == self._generation:
+            granules, kept = self._sample(held.granules, held.kept)
+            self._kept.end(granules, kept, now_ms)
+            self._plain.end(granules, ((len(granules), RETENTION_DEFAULT, 0),), now_ms)
+            self._rest += held.rest / self._every
+            while self._rest >= 1.0:
+                self._rest -= 1.0
+                self._spent -= 1
+                self._kept.add_spent(self._spent, SPENT, now_ms)
+                self._plain.add_spent(self._spent, RETENTION_DEFAULT, now_ms)
+        lru = self._lru.get(worker)
+        if lru is not None and held.found >= 0:
+            lru.end(held.granules, ((len(held.granules), RETENTION_DEFAULT, 0),), now_ms)
+            rest = self._rests[worker] + held.rest
+            while rest >= 1.0:
+                rest -= 1.0
+                self._spent -= 1
+                lru.add_spent(self._spent, RETENTION_DEFAULT, now_ms)
+            self._rests[worker] = rest
+
+    def abandon(self, worker: WorkerKey, dispatch_id: str) -> None:
+        """Hear that the router has taken a prompt off a worker."""
+        self.end(worker, dispatch_id, self._now_ms)
+
+    def drop(self, worker: WorkerKey) -> None:
+        """Forget a worker that is gone, or has lost its cache."""
+        self._room.pop(worker, None)
+        self._lru.pop(worker, None)
+        self._rests.pop(worker, None)
+        for key in [key for key in self._held if key[0] == worker]:
+            # The ghosts of all caches have no way to lose what one worker had; it is idle there from now on.
+            self.end(worker, key[1], self._now_ms)
+
+    def __len__(self) -> int:
+        """Return how many granules are known."""
+        return sum(len(chapter.history) for chapter in self._chapters.values())
+
+    # -- within ----------------------------------------------------------------------------------------------------
+
+    def _chapter(self, key: tuple[str, int]) -> Chapter:
+        chapter = self._chapters.get(key)
+        if chapter is None:
+            chapter = self._chapters[key] = Chapter(self._granules_max)
+            if len(self._chapters) > SEEDS_MAX:
+                self._chapters.popitem(last=False)
+        else:
+            self._chapters.move_to_end(key)
+        return chapter
+
+    def _bound(self, current: Chapter) -> None:
+        """Forget what was used last longest ago while all seeds together know too much."""
+        if len(self._chapters) == 1:
+            return
+        known = len(self)
+        while known > self._granules_max:
+            key, oldest = next(iter(self._chapters.items()))
+            if oldest is current:
+                return
+            known -= len(oldest.history)
+            del self._chapters[key]
+
+    @staticmethod
+    def _look(chapter: Chapter, granules: list[int], isl: int, now_ms: float) -> _Look:
+        found = chapter.history.find(granules)
+        turn, gap_ms, added, known = 1, 0.0, 0, 0
+        for _, _, size in found:
+            known += size
+        if found:
+            _, run, size = found[-1]
+            # Many prompts may go on from a shared beginning where one of them ended: that is no conversation.
+            if run.turn and size == len(run.granules) and run.visits <= run.turn:
+                turn = run.turn + 1
+                gap_ms, added = now_ms - run.last_ms, isl - run.end_tokens
+        aspect = aspect_of(turn, known, isl, gap_ms, added)
+        keep = chapter.plan.of(granules[-1] / 2**64)
+        kinds: list[int] = []
+        kept: list[Kept] = []
+        for _, run, size in found:
+            kind = kind_of(run.visits + 1, turn, aspect)
+            kinds.append(kind)
+            priority, duration_ms = _level(keep, kind)
+            if run.until_ms > now_ms:
+                priority = max(priority, run.priority)
+                duration_ms = max(duration_ms, run.duration_ms)
+            kept.append((size, priority, duration_ms))
+        if known < len(granules):
+            kind = kind_of(1, turn, aspect)
+            kinds.append(kind)
+            kept.append((len(granules) - known, *_level(keep, kind)))
+        # Neither rises along a prompt.
+        lowest, shortest = 0, 0
+        for at in range(len(kept) - 1, -1, -1):
+            size, priority, duration_ms = kept[at]
+            lowest = max(lowest, priority)
+            shortest = max(shortest, duration_ms) if lowest > RETENTION_DEFAULT else 0
+            kept[at] = (size, lowest, shortest)
+        return _Look(found, known, turn, kinds, kept)
+
+    def _begin_ghosts(self, worker: WorkerKey, granules: list[int], now_ms: float) -> int:
+        """Let ghosts have a prompt; return what the worker would have had of it without priorities."""
+        sampled, _ = self._sample(granules, ())
+        self.kept_hits += self._kept.begin(sampled, now_ms)
+        self.plain_hits += self._plain.begin(sampled, now_ms)
+        lru = self._lru.get(worker)
+        if lru is None:
+            if len(self._lru) >= LRU_GHOSTS_MAX:
+                return -1
+            lru = self._lru[worker] = GhostCache(self._room[worker])
+            self._rests[worker] = 0.0
+        return lru.begin(granules, now_ms)
+
+    def _sample(self, granules: list[int], kept: Sequence[Kept]) -> tuple[list[int], Sequence[Kept]]:
+        """Return those granules that the ghosts of all caches have."""
+        if self._every == 1:
+            return granules, kept
+        others = self._every - 1
+        sampled = [granule for granule in granules if not granule & others]
+        levels: list[Kept] = []
+        at = 0
+        for count, priority, duration_ms in kept:
+            there = sum(not granule & others for granule in granules[at : at + count])
+            levels.append((there, priority, duration_ms))
+            at += count
+        return sampled, levels
+
+    def _resize_ghosts(self, granules: int) -> None:
+        every = 1
+        while granules > every * GHOST_GRANULES_MAX:
+            every *= 2
+        if every != self._every:
+            self._every = every
+            self._generation += 1
+            self._kept, self._plain = GhostCache(1), GhostCache(1)
+        self._kept.capacity = self._plain.capacity = max(1, granules // every)
+
+    def _make_plans(self, now_ms: float) -> None:
+        # Of whom nothing was heard for so long nothing will be.
+        lost = [key for key, held in islice(self._held.items(), LOST_AT_ONCE) if held.begun_ms < now_ms - LOST_MS]
+        for worker, dispatch_id in lost:
+            self.end(worker, dispatch_id, now_ms)
+        if self.kept_hits > self.plain_hits * PAYS:
+            self.pays = True
+        elif self.kept_hits < self.plain_hits * PAYS_NO_MORE:
+            self.pays = False
+        factor = math.exp(-PLAN_EVERY_MS / GHOST_MEMORY_MS)
+        self.kept_hits *= factor
+        self.plain_hits *= factor
+        # Of several routers each knows its own requests, and plans for as much of the room as these ask for.
+        share = min(1.0, self._own / self._all) if self._all else 1.0
+        self._own *= factor
+        self._all *= factor
+        self._resize_ghosts(int(share * sum(self._room.values())))
+        for worker, lru in self._lru.items():
+            lru.capacity = max(1, int(self._room[worker] * share))
+        held = self._held_granules
+        self._usually_held = 0.9 * self._usually_held + 0.1 * held if self._usually_held else held
+        room = ROOM_SHARE * max(1.0, share * sum(self._room.values()) - self._usually_held)
+        rates: list[float] = []
+        for chapter in self._chapters.values():
+            chapter.times.age(now_ms)
+            rates.append(chapter.times.per_s if chapter.times.weight_ms > LEARNING_MS else 0.0)
+        total = sum(rates)
+        for chapter, rate in zip(self._chapters.values(), rates, strict=True):
+            chapter.plan = chapter.times.plan(room * rate / total) if rate else NOTHING
+
+
+def _level(keep: dict[int, Keep], kind: int) -> tuple[int, int]:
+    own = keep.get(kind)
+    return (NOT_KEPT, 0) if own is None else (priority_of(own), own.duration_ms)
+
+
+def _note(
+    chapter: Chapter, granules: list[int], path: Sequence[int], isl: int, look: _Look, step: int, now_ms: float
+) -> None:
+    """Let a chapter know of a prompt."""
+    history, times = chapter.history, chapter.times
+    found = look.found
+    if found:
+        number, run, size = found[-1]
+        if size < len(run.granules):
+            found[-1] = (number, history.cut(number, size), size)
+        elif run.turn and run.end_block > look.known * step:
+            chapter.tails += 1
+            if run.end_block <= len(path) and path[run.end_block - 1] == run.end_hash:
+                chapter.tails_returned += 1
+    chain: list[tuple[int | None, Run]] = []
+    for (number, run, size), kind, (_, priority, duration_ms) in zip(found, look.kinds, look.kept, strict=False):
+        times.note_return(run.kind, now_ms - run.last_ms, size)
+        times.note_visit(kind, size)
+        until_ms = now_ms + duration_ms + LONGEST_ANSWER_MS
+        chain.append(
+            (
+                number,
+                Run(
+                    run.granules,
+                    run.visits + 1,
+                    now_ms,
+                    kind,
+                    run.turn,
+                    run.end_block,
+                    run.end_hash,
+                    run.end_tokens,
+                    priority,
+                    duration_ms,
+                    until_ms,
+                ),
+            )
+        )
+    if look.known < len(granules):
+        kind, (size, priority, duration_ms) = look.kinds[-1], look.kept[-1]
+        times.note_visit(kind, size)
+        until_ms = now_ms + duration_ms + LONGEST_ANSWER_MS
+        fresh = Run(
+            tuple(granules[look.known :]),
+            1,
+            now_ms,
+            kind,
+            priority=priority,
+            duration_ms=duration_ms,
+            until_ms=until_ms,
+        )
+        chain.append((None, fresh))
+    number_of_last, last = chain[-1]
+    last = msgspec.structs.replace(last, turn=look.turn, end_block=len(path), end_hash=path[-1], end_tokens=isl)
+    chain[-1] = (number_of_last, last)
+    history.note(chain)
+
+
+def _said(kept: Sequence[Kept], chapter: Chapter, request: RoutingRequest, step: int) -> KvRetention:
+    """Return levels as what a worker is told."""
+    levels: list[Kept] = []
+    for count, priority, duration_ms in kept:
+        if levels and levels[-1][1:] == (priority, duration_ms):
+            levels[-1] = (levels[-1][0] + count, priority, duration_ms)
+        else:
+            levels.append((count, priority, duration_ms))
+    while len(levels) >= RETAINED_RANGES_MAX:
+        # Two by two, each pair as its front part, which has no less.
+        levels = [
+            (first[0] + (levels[at + 1][0] if at + 1 < len(levels) else 0), first[1], first[2])
+            for at, first in enumerate(levels)
+            if not at % 2
+        ]
+    ranges: list[RetainedTokens] = []
+    start = 0
+    granule_tokens = step * request.block_size
+    for count, priority, duration_ms in levels:
+        end = start + count * granule_tokens
+        ranges.append(RetainedTokens(start, end, priority, duration_ms or None))
+        start = end
+    if not chapter.keeps_tails:
+        if start < request.isl:
+            ranges.append(RetainedTokens(start, request.isl, SPENT))
+        return KvRetention(tuple(ranges), SPENT)
+    last = ranges[-1]
+    ranges[-1] = RetainedTokens(last.start, request.isl, last.priority, last.duration_ms)
+    return KvRetention(tuple(ranges), last.priority, last.duration_ms)
