@@ -13,6 +13,7 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
+from poolgrid.cli.drain import Told, drain_here
 from poolgrid.runtime.clock import SystemClock
 from poolgrid.wire.events import (
     BlocksStored,
@@ -402,6 +403,9 @@ def test_only_its_own_machine_drains_a_worker_over_http() -> None:
                 assert (await worker.post(path)).status_code == status
             assert (await worker.get("/drain")).status_code == 405
             assert (await worker.get("/health")).json()["status"] == "ready"
+            # As a preStop hook does.
+            assert await asyncio.to_thread(drain_here, worker.http_url, Told(25_000, PATIENCE_S), False) == 0
+            assert (await worker.get("/health")).json()["status"] == "drained"
 
     asyncio.run(scenario())
     here = {"client": ("10.0.0.7", 4711), "server": ("10.0.0.7", 9000)}
