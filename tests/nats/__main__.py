@@ -31,7 +31,9 @@ from tests.nats.pool import active_consolidator, leader, offset, trouble
 from tests.nats.servers import BINARY, MISSING, NatsServer, cluster, one_server
 
 LEASE_S = 2
-REQUESTS = 400
+REQUESTS = 100
+"""Of one round of load; rounds follow each other until everything was killed."""
+
 APART_S = 6.0
 """Between two deaths: longer than a fail-over, so that each is one of its own."""
 
@@ -53,11 +55,6 @@ def failures() -> None:
         arguments = ("--event-plane", "nats", *plane, "--consolidators", "2", *further)
         with running_pool(*arguments, speedup=20.0, workers=3) as up:
             url = up.url
-            settings = BenchSettings(url=url, requests=REQUESTS, concurrency=8, isl=600, osl=24, turns=4)
-            verifier = Verifier(settings)
-            reports = []
-            load = threading.Thread(target=lambda: reports.append(bench(settings, verify=verifier)))
-            load.start()
 
             def kill_consolidator() -> None:
                 first = leader(servers[0].url)
@@ -74,18 +71,46 @@ def failures() -> None:
                 ("a worker", lambda: up.child("--worker-id", "worker-1").kill()),
                 ("the active consolidator again", kill_consolidator),
             ]
-            for what, disturb in disturbances:
-                time.sleep(APART_S)  # noqa: TID251 - the load goes on meanwhile
-                say(f"killing {what}")
-                disturb()
-            load.join()
-            assert_unharmed(reports[0])
-            say(f"{reports[0].requests} requests, {verifier.checked} checked, {len(verifier.wrong)} wrong")
+            failed: list[BaseException] = []
+            done = threading.Event()
+
+            def disturb_all() -> None:
+                try:
+                    for what, disturb in disturbances:
+                        done.wait(APART_S)  # the load goes on meanwhile
+                        say(f"killing {what}")
+                        disturb()
+                    done.wait(APART_S)
+                except BaseException as error:
+                    failed.append(error)
+                finally:
+                    done.set()
+
+            disturber = threading.Thread(target=disturb_all)
+            disturber.start()
+            requests, verified = _load_until(done, url)
+            disturber.join()
+            if failed:
+                raise AssertionError(f"disturbing failed: {failed[0]!r}") from failed[0]
+            say(f"{requests} requests, {verified} texts checked, none wrong, none failed")
             before = offset(url)
             eventually(
                 "the index is true", lambda: pool_is_quiet(url) and index_equals_workers(url) and trouble(url) == ""
             )
             say(f"index = truth at offset {before}")
+
+
+def _load_until(done: threading.Event, url: str) -> tuple[int, int]:
+    """Send requests whose answers are checked until something is done; return how many, and how many were checked."""
+    requests = verified = 0
+    while not done.is_set():
+        settings = BenchSettings(url=url, requests=REQUESTS, concurrency=(8,), isl=600, osl=48)
+        verifier = Verifier(settings)
+        report = bench(settings, verify=verifier)
+        assert_unharmed(report)
+        requests += report.requests
+        verified += verifier.checked
+    return requests, verified
 
 
 def _announced(url: str, first: object) -> bool:
