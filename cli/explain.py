@@ -120,6 +120,10 @@ def _add_attempt(root: Tree, attempt: DecisionExplanation) -> None:
             f"{counted(media.items, 'medium')}: {media.compared_blocks:,} of {counted(whole, 'whole block')} compared "
             f"with what workers hold{rest}"
         )
+    if attempt.expected_ttft_ms is not None:
+        real = attempt.realised_ttft_ms
+        came = "not known yet what it was" if real is None else f"it was {number(real)} ms"
+        branch.add(f"TTFT of {number(attempt.expected_ttft_ms)} ms expected, {came}")
     if attempt.behind_records:
         branch.add(
             f"[yellow]the router was catching up[/]: {counted(attempt.behind_records, 'record')} or more of the pool's "

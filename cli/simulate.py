@@ -13,12 +13,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from poolgrid.cli.json_output import cannot_write, json_text, print_json
 from poolgrid.loadgen.trace import TraceError, read_trace
 from poolgrid.router.core.cost import CostWeights
-from poolgrid.router.core.policy import make_policy
+from poolgrid.router.core.policy import Policy
+from poolgrid.router.policy_loading import PolicyError, policy_named
 from poolgrid.runtime.figures import number, percent
 from poolgrid.runtime.terminal_table import Heading, TerminalTable, terminal
 from poolgrid.simulation.pool import SIMULATED_POLICIES, RouterFleet, SimulatedPool
 from poolgrid.simulation.report import policy_report
 from poolgrid.simulation.settings import SimulationSettings
+from poolgrid.simulation.ttft_targets import TargetError, TtftTargets
+from poolgrid.simulation.worker_speeds import SpeedError, WorkerSpeeds
 from poolgrid.simulation.workload import build_workload
 from poolgrid.workers.engines.simulated.core.engine import EngineLimits
 from poolgrid.workers.engines.simulated.core.shipped_timing import timing_model
@@ -29,16 +32,29 @@ def run_simulation(trace: Path, settings: SimulationSettings) -> int:
     """Simulate each policy on a trace; return the exit status."""
     errors = Console(stderr=True)
     names = [name.strip() for name in settings.policy.split(",") if name.strip()]
+    weights = CostWeights(
+        prefill_weight=settings.prefill_weight,
+        queue_weight=settings.queue_weight,
+        decode_weight=settings.decode_weight,
+        device_weight=settings.device_weight,
+    )
+    chosen: dict[str, Policy] = {}
     for name in names or [""]:
-        if name not in SIMULATED_POLICIES:
-            errors.print(
-                f"simulating: policy {name!r} is unknown, allowed are {', '.join(SIMULATED_POLICIES)}", markup=False
-            )
+        if name not in SIMULATED_POLICIES and ":" not in name:
+            allowed = f"{', '.join(SIMULATED_POLICIES)}, or module:Class"
+            errors.print(f"simulating: policy {name!r} is unknown, allowed are {allowed}", markup=False)
+            return 2
+        try:
+            chosen[name] = policy_named(name, weights, settings.temperature)
+        except PolicyError as error:
+            errors.print(f"simulating: {error}", markup=False)
             return 2
     try:
         rows = read_trace(trace, settings.requests)
         timing = timing_model(settings.timing, settings.timing_table)
-    except (TraceError, TableError, OSError) as error:
+        targets = TtftTargets.parse(settings.ttft_targets_ms, not settings.hide_targets)
+        speeds = WorkerSpeeds.parse(settings.worker_speeds, settings.slowdowns, settings.workers)
+    except (TraceError, TableError, SpeedError, TargetError, OSError) as error:
         errors.print(f"simulating: {error}", markup=False)
         return 2
     if fault := cannot_write(settings.out):
@@ -66,12 +82,6 @@ def run_simulation(trace: Path, settings: SimulationSettings) -> int:
             markup=False,
         )
         return 2
-    weights = CostWeights(
-        prefill_weight=settings.prefill_weight,
-        queue_weight=settings.queue_weight,
-        decode_weight=settings.decode_weight,
-        device_weight=settings.device_weight,
-    )
     policies = {}
     with Progress(
         TextColumn("{task.description:12}"),
@@ -81,11 +91,11 @@ def run_simulation(trace: Path, settings: SimulationSettings) -> int:
         console=errors,
         disable=not sys.stderr.isatty(),
     ) as progress:
-        for name in names:
+        for name, policy in chosen.items():
             task = progress.add_task(name, total=len(workload.requests))
             pool = SimulatedPool(
                 workload,
-                make_policy(name, weights, settings.temperature),
+                policy,
                 settings.workers,
                 limits,
                 timing,
@@ -96,6 +106,8 @@ def run_simulation(trace: Path, settings: SimulationSettings) -> int:
                     settings.crowding_retries,
                     settings.retention,
                 ),
+                speeds=None if speeds == WorkerSpeeds() else speeds,
+                targets=targets,
             )
             result = pool.run(lambda done, task=task: progress.update(task, completed=done))  # type: ignore[misc]
             policies[name] = policy_report(result, settings.workers)

@@ -38,7 +38,7 @@ class BenchSettings(Settings):
     )
     policies: Words = Field(
         (),
-        examples=["kv", "approximate", "round-robin", "random", "least-loaded"],
+        examples=["kv", "approximate", "predicted", "field", "lmetric", "round-robin", "random", "least-loaded"],
         description="In place of url: compare these routing policies, each in a pool of simulated workers that is "
         "started for it.",
     )

@@ -48,6 +48,8 @@ class RequestBooks:
         self._clock = clock
         self._on_ended = on_ended
         self.reservations = Reservations(state, clock, self._under_way)
+        if state.projection.paces is not None:
+            state.projection.paces.on_first_token = self.first_token
 
     def enter(self, routed: Routed, chosen: Chosen, dispatch_id: str) -> None:
         """Book a leg that was sent to its worker.
@@ -107,6 +109,20 @@ class RequestBooks:
                 metrics.overlap_realised_tokens.value += cached_tokens
         if self.record is not None:
             self.record.realised(request.request_id, decision.attempt, cached_tokens)
+
+    def first_token(self, dispatch_id: str, expected_ms: float, real_ms: float) -> None:
+        """Note how long a first token really took, of a policy that predicts it."""
+        metrics = self._metrics
+        error_ms = real_ms - expected_ms
+        if error_ms > 0:
+            metrics.ttft_later.value += error_ms / 1000
+        else:
+            metrics.ttft_sooner.value -= error_ms / 1000
+        if real_ms > 0.0:
+            metrics.ttft_error.observe(abs(error_ms) / real_ms)
+        decision = self.decisions.first_token(dispatch_id, real_ms)
+        if decision is not None and self.record is not None:
+            self.record.first_token(decision.request.request_id, decision.attempt, real_ms)
 
     def heard(self, machine: RequestMachine, heard: Heard) -> None:
         """Take note of how much of the prompt a leg's worker reused: at its first output, or at its end."""

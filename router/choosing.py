@@ -38,6 +38,7 @@ from poolgrid.router.core.stage_plan import (
 )
 from poolgrid.router.fleet_links import FleetLinks
 from poolgrid.router.settings import RouterSettings
+from poolgrid.router.targets import ttft_target_ms
 from poolgrid.runtime.clock import Clock
 from poolgrid.wire.hashing import hash_seed
 from poolgrid.wire.identifiers import STAGE_WORD, Stage, WorkerKey
@@ -305,4 +306,5 @@ def _routing(request: InferenceRequest, output_tokens: int, block_size: int, leg
         leg.stage,
         media_hashes(request),
         () if leg.stage is Stage.DECODE else media_kinds(request),
+        ttft_target_ms=ttft_target_ms(request.hints) if request.hints else 0.0,
     )

@@ -24,6 +24,8 @@ from poolgrid.wire.streams import OWN_STATES, WORKER_SOURCE
 
 DECISION_SECONDS_BUCKETS = (10e-6, 25e-6, 50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 50e-3)
 QUEUE_SECONDS_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+TTFT_ERROR_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0)
+"""Shares of a time: the step that is under way alone is some tenths of a short one."""
 ERROR_BUCKETS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
 """Shares of a prompt: fine where an index is nearly right, which is where it should be."""
 
@@ -92,6 +94,22 @@ class RouterMetrics:
             buckets=ERROR_BUCKETS,
             registry=registry,
         )
+        self.ttft_error = Histogram(
+            "poolgrid_router_ttft_prediction_error_ratio",
+            "How far the time to the first token that a worker was chosen for was from what it then took, either way, "
+            "as a share of that. Only with a policy that predicts times; near 1 and above, step times are unlike "
+            "those of the card, or workers change faster than is learned.",
+            buckets=TTFT_ERROR_BUCKETS,
+            registry=registry,
+        )
+        self.ttft_error_seconds = Counter(
+            "poolgrid_router_ttft_prediction_error_seconds_total",
+            "Time by which first tokens came `later` or `sooner` than the policy expected when it chose.",
+            ["direction"],
+            registry=registry,
+        )
+        self.ttft_later = self.ttft_error_seconds.labels("later")
+        self.ttft_sooner = self.ttft_error_seconds.labels("sooner")
         self.leg_times = LegTimes("poolgrid_router_leg_seconds", registry)
         Gauge(
             "poolgrid_router_http_workers",

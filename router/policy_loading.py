@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 
+from poolgrid.router.core.cost import CostWeights
 from poolgrid.router.core.policy import Policy, make_policy
 from poolgrid.router.settings import RouterSettings
 
@@ -14,18 +15,23 @@ class PolicyError(ValueError):
 
 def load_policy(settings: RouterSettings) -> Policy:
     """Return the policy that the settings name; raises ``PolicyError``."""
-    if ":" not in settings.policy:
+    return policy_named(settings.policy, settings.cost_weights(), settings.temperature)
+
+
+def policy_named(name: str, weights: CostWeights, temperature: float) -> Policy:
+    """Return a policy that comes with poolgrid, or an object of ``module:Class``; raises ``PolicyError``."""
+    if ":" not in name:
         try:
-            return make_policy(settings.policy, settings.cost_weights(), settings.temperature)
+            return make_policy(name, weights, temperature)
         except ValueError as error:
             raise PolicyError(f"{error}, or module:Class") from None
-    module_name, _, class_name = settings.policy.partition(":")
+    module_name, _, class_name = name.partition(":")
     try:
         policy = getattr(importlib.import_module(module_name), class_name)()
     except Exception as error:
-        raise PolicyError(f"loading policy {settings.policy!r}: {type(error).__name__}: {error}") from error
-    missing = [name for name in ("name", "needs_overlap", "choose") if not hasattr(policy, name)]
+        raise PolicyError(f"loading policy {name!r}: {type(error).__name__}: {error}") from error
+    missing = [each for each in ("name", "needs_overlap", "choose") if not hasattr(policy, each)]
     if missing:
-        raise PolicyError(f"loading policy {settings.policy!r}: it lacks {', '.join(missing)}; see docs/policies.md")
+        raise PolicyError(f"loading policy {name!r}: it lacks {', '.join(missing)}; see docs/policies.md")
     loaded: Policy = policy
     return loaded

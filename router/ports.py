@@ -14,6 +14,10 @@ class DecisionRecord(Protocol):
         """Note what the chosen worker really reused."""
         ...
 
+    def first_token(self, request_id: str, attempt: int, ttft_ms: float) -> None:
+        """Note how long the first token of a choice really took, of a policy that expected something."""
+        ...
+
     def ended(self, request_id: str, output_tokens: int) -> None:
         """Note that a request is over."""
         ...

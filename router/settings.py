@@ -43,9 +43,9 @@ class RouterSettings(ServerSettings, TraceSettings, EventPlaneSettings):
     )
     policy: str = Field(
         "kv",
-        examples=["kv", "approximate", "round-robin", "random", "least-loaded"],
-        description="How a worker is chosen: kv, approximate, round-robin, random, least-loaded, or module:Class of "
-        "your own.",
+        examples=["kv", "approximate", "predicted", "field", "lmetric", "round-robin", "random", "least-loaded"],
+        description="How a worker is chosen: kv, approximate, predicted, field, lmetric, round-robin, random, "
+        "least-loaded, or module:Class of your own.",
     )
     prefill_weight: float = Field(1.0, ge=0, le=1000, description="Cost of one block that must be computed.")
     queue_weight: float = Field(

@@ -23,11 +23,13 @@ from poolgrid.router.core.approximate_index import ApproximateIndex
 from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.load_ledger import CROWDING_RETRIES, LoadLedger
-from poolgrid.router.core.policy import POLICY_NAMES, Policy
+from poolgrid.router.core.policy import EXPECTED_MS, POLICY_NAMES, Policy
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
 from poolgrid.router.core.retention.learner import RetentionLearner
 from poolgrid.router.core.selector import Selector
+from poolgrid.simulation.ttft_targets import TtftTargets
+from poolgrid.simulation.worker_speeds import WorkerSpeeds, changing
 from poolgrid.simulation.workload import SimulatedRequest, Workload
 from poolgrid.wire.card import WorkerCard, WorkerLimits
 from poolgrid.wire.events import (
@@ -42,7 +44,7 @@ from poolgrid.wire.identifiers import Role, WorkerId, WorkerKey
 from poolgrid.workers.core.booked_prefill import BookedPrefill
 from poolgrid.workers.engines.simulated.core.cache_recorder import WireRecorder
 from poolgrid.workers.engines.simulated.core.engine import EngineLimits, Fact, SimulatedEngine, StepOutcome
-from poolgrid.workers.engines.simulated.core.timing import PolynomialTiming, TimingModel
+from poolgrid.workers.engines.simulated.core.timing import PolynomialTiming, TimingModel, step_times_of
 
 Retention = Literal["off", "learned"]
 """What engines are told of how long blocks should stay: nothing, or what the router has learnt."""
@@ -51,6 +53,9 @@ MODEL = "simulated"
 SIMULATED_POLICIES = tuple(name for name in POLICY_NAMES if name != "approximate")
 UNLIMITED_QUEUE = 10**9
 """Nothing is refused in a simulation: how requests pile up is what it measures."""
+
+SHORT_PROMPT_TOKENS = 1000
+"""A prompt below is short: it is computed in less time than it may wait behind a long one."""
 
 APPROXIMATE_TTL_MS = 1e12
 """Separate routers never forget their own choices: the best case for them."""
@@ -67,6 +72,12 @@ class RunResult:
     overlap_found_tokens: int = 0
     output_tokens: int = 0
     ttft_ms: list[float] = field(default_factory=list)
+    short_ttft_ms: list[float] = field(default_factory=list)
+    """Of prompts below ``SHORT_PROMPT_TOKENS``."""
+    predicted: list[tuple[float, int, float, float]] = field(default_factory=list)
+    """When a request came, its worker, the TTFT that the policy expected and what it was; in order of first tokens."""
+    targets_met: int = 0
+    """Requests whose TTFT was within their target."""
     itl_ms: list[tuple[float, int]] = field(default_factory=list)
     """Gaps between tokens and how often each occurred."""
     busy_ms: float = 0.0
@@ -117,7 +128,11 @@ class SimulatedPool:
         timing: TimingModel | Sequence[TimingModel] | None = None,
         on_fact: Callable[[Fact, float], None] | None = None,
         routers: RouterFleet | None = None,
+        speeds: WorkerSpeeds | None = None,
+        targets: TtftTargets | None = None,
     ) -> None:
+        """``speeds`` are what the cards do not say of the workers; without them all are as fast as ``timing`` says."""
+        self._targets = targets
         self._workload = workload
         self._policy = policy
         self._on_fact = on_fact
@@ -137,7 +152,10 @@ class SimulatedPool:
         self._keys = [WorkerKey(WorkerId(f"worker-{number:03}")) for number in range(workers)]
         self._number = {key: number for number, key in enumerate(self._keys)}
         self._recorders = [WireRecorder() for _ in self._keys]
-        timings = timing if isinstance(timing, Sequence) else [timing or PolynomialTiming()] * workers
+        given = timing if isinstance(timing, Sequence) else [timing or PolynomialTiming()] * workers
+        self._speeds = speeds
+        self._changing = [] if speeds is None else changing(given)
+        timings: Sequence[TimingModel] = given if speeds is None else self._changing
         self.engines = [
             SimulatedEngine(limits, timing=own, recorder=recorder, report_tokens=False)
             for own, recorder in zip(timings, self._recorders, strict=True)
@@ -145,6 +163,8 @@ class SimulatedPool:
         self._seq = [0] * workers
         self._offset = 0
         self._arrived: dict[str, SimulatedRequest] = {}
+        self._expected_ms: dict[str, float] = {}
+        """TTFT by request, of a policy that predicts it."""
         self.result = RunResult(
             policy.name,
             worker_tokens=[0] * workers,
@@ -155,7 +175,14 @@ class SimulatedPool:
             limits.max_batch_size, limits.max_num_tokens, limits.total_kv_blocks, limits.max_sequence_length
         )
         for number in range(workers):
-            card = WorkerCard(MODEL, Role.AGGREGATED, limits.block_size, card_limits, f"inproc://{number}")
+            card = WorkerCard(
+                MODEL,
+                Role.AGGREGATED,
+                limits.block_size,
+                card_limits,
+                f"inproc://{number}",
+                step_times=step_times_of(given[number]),
+            )
             self._tell(number, 0.0, [WorkerJoined(card)])
         self._deliver(float("inf"))
 
@@ -186,7 +213,15 @@ class SimulatedPool:
     def arrive(self, request: SimulatedRequest, now: float) -> int:
         """Route a request and hand it to its engine; return the engine's number."""
         block_size = self._workload.block_size
-        routing = RoutingRequest(request.request_id, MODEL, request.isl, block_size, -(-request.isl // block_size))
+        target_ms = 0.0 if self._targets is None else self._targets.of(request.request_id)
+        routing = RoutingRequest(
+            request.request_id,
+            MODEL,
+            request.isl,
+            block_size,
+            -(-request.isl // block_size),
+            ttft_target_ms=target_ms if self._targets is not None and self._targets.told else 0.0,
+        )
         self._deliver(now)
         selector = self._selectors[self._turn % len(self._selectors)]
         self._turn += 1
@@ -211,6 +246,9 @@ class SimulatedPool:
             if decision.retention is not None:
                 generate = msgspec.structs.replace(generate, retention=decision.retention)
         selector.book(decision, request.path, now)
+        expected = decision.choice.terms.get(EXPECTED_MS)
+        if expected is not None:
+            self._expected_ms[request.request_id] = float(expected[decision.choice.row])
         overlap_tokens = min(request.isl, decision.overlap_blocks * block_size)
         self._books[number].accept(request.request_id, request.isl - overlap_tokens)
         self._arrived[request.request_id] = request
@@ -223,6 +261,9 @@ class SimulatedPool:
 
     def begin_step(self, number: int, now: float, horizon: float) -> StepOutcome | None:
         """Let an idle engine begin; ``None`` when it has nothing to do."""
+        if self._speeds is not None:
+            self._changing[number].speed = self._speeds.at(number, now)
+            horizon = min(horizon, self._speeds.next_change_ms(number, now))
         outcome = self.engines[number].step(now, horizon)
         if outcome is not None:
             result = self.result
@@ -248,7 +289,16 @@ class SimulatedPool:
             if isinstance(fact, RequestStarted):
                 result.cached_tokens += fact.cached_tokens
             elif isinstance(fact, PrefillCompleted):
-                result.ttft_ms.append(now - self._arrived[fact.request_id].arrival_ms)
+                arrived = self._arrived[fact.request_id]
+                ttft_ms = now - arrived.arrival_ms
+                result.ttft_ms.append(ttft_ms)
+                if self._targets is not None:
+                    result.targets_met += ttft_ms <= self._targets.of(fact.request_id)
+                if arrived.isl < SHORT_PROMPT_TOKENS:
+                    result.short_ttft_ms.append(ttft_ms)
+                expected_ms = self._expected_ms.pop(fact.request_id, None)
+                if expected_ms is not None:
+                    result.predicted.append((arrived.arrival_ms, number, expected_ms, ttft_ms))
             elif isinstance(fact, RequestFinished):
                 result.requests += 1
                 result.output_tokens += self._arrived.pop(fact.request_id).osl

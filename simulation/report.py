@@ -32,6 +32,27 @@ def latency_summary(values: Sequence[float], weights: Sequence[int] | None = Non
     }
 
 
+def prediction_summary(predicted: Sequence[tuple[float, int, float, float]]) -> dict[str, float] | None:
+    """Return how far expected TTFTs were from what they became; ``None`` for a policy that expects none.
+
+    ``error`` is the sum of all distances over the sum of what was; ``bias`` is above 1 when too much was expected;
+    ``p50`` and ``p90`` are of each request's distance as a share of its TTFT.
+    """
+    if not predicted:
+        return None
+    table = np.asarray(predicted, np.float64)
+    expected, real = table[:, 2], table[:, 3]
+    distances = np.abs(expected - real)
+    shares = latency_summary((distances / real).tolist())
+    return {
+        "requests": len(predicted),
+        "error": float(distances.sum() / real.sum()),
+        "bias": float(expected.sum() / real.sum()),
+        "p50": shares["p50"],
+        "p90": shares["p90"],
+    }
+
+
 def policy_report(result: RunResult, workers: int) -> dict[str, Any]:
     """Return the figures of one policy."""
     tokens = result.worker_tokens
@@ -42,6 +63,9 @@ def policy_report(result: RunResult, workers: int) -> dict[str, Any]:
         if result.prompt_tokens
         else 0.0,
         "ttft_ms": latency_summary(result.ttft_ms),
+        "short_prompt_ttft_ms": latency_summary(result.short_ttft_ms),
+        "ttft_targets_met_ratio": result.targets_met / result.requests if result.requests else 0.0,
+        "predicted_ttft": prediction_summary(result.predicted),
         "itl_ms": latency_summary([gap for gap, _ in result.itl_ms], [count for _, count in result.itl_ms]),
         "busy_ratio": result.busy_ms / (workers * result.span_ms) if result.span_ms else 0.0,
         "worker_tokens_max_over_mean": max(tokens) / (sum(tokens) / len(tokens)) if sum(tokens) else 0.0,

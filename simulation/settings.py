@@ -18,8 +18,8 @@ class SimulationSettings(Settings):
     workers: int = Field(8, ge=1, le=4096, description="Simulated workers.")
     policy: str = Field(
         "kv,round-robin,least-loaded",
-        examples=["kv", "round-robin", "random", "least-loaded"],
-        description="Policies to compare, separated by commas.",
+        examples=["kv", "predicted", "field", "lmetric", "round-robin", "random", "least-loaded"],
+        description="Policies to compare, separated by commas: known ones, or module:Class of your own.",
     )
     speed: float = Field(1.0, gt=0, le=10_000, description="How many times faster than recorded the trace arrives.")
     requests: int | None = Field(None, ge=1, description="Only the first N requests of the trace.")
@@ -60,6 +60,24 @@ class SimulationSettings(Settings):
     timing_table: Path | None = Field(
         None, description="JSON table of measured step times of your own, instead of those that timing names."
     )
+    worker_speeds: str = Field(
+        "1",
+        description="How fast workers are beside what their cards say: speeds of the first ones, separated by commas, "
+        "after which it begins again; 1,1,1,0.33 makes every fourth three times slower.",
+    )
+    slowdowns: str = Field(
+        "",
+        description="WORKER:FROM_S:TO_S:SPEED, separated by commas: that worker (from 0) has that speed from then to "
+        "then, in seconds of the simulated time.",
+    )
+    ttft_targets_ms: str = Field(
+        "",
+        description="TTFT targets in milliseconds, separated by commas; each request gets one of them by its id, says "
+        "it to the router, and the report says how many met theirs.",
+    )
+    hide_targets: bool = Field(
+        False, description="The router is not told the targets: what a router that uses them is compared with."
+    )
     as_json: bool = Field(False, description="Print the figures to standard output as JSON, and no table.")
     out: Path | None = Field(None, description="Write the figures to this file too, as JSON.")
 
@@ -93,7 +111,7 @@ class WhatIfSettings(EngineSettings):
 
     policy: str | None = Field(
         None,
-        examples=["kv", "round-robin", "random", "least-loaded"],
+        examples=["kv", "predicted", "field", "lmetric", "round-robin", "random", "least-loaded"],
         description="Policies; by default the recorded one.",
     )
     overlap_weight: str | None = Field(

@@ -14,6 +14,7 @@ NAVIGATION: Mapping[str, Sequence[str]] = {
         "docs/parsers",
         "docs/logits_processors",
         "docs/policies",
+        "docs/predicted",
         "docs/bench",
         "docs/simulate",
         "docs/what_if",

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from poolgrid.loadgen.trace import read_trace
+from poolgrid.router.core.candidates import Candidates, RoutingRequest
 from poolgrid.router.core.cost import CostWeights
-from poolgrid.router.core.policy import make_policy
-from poolgrid.simulation.pool import RouterFleet, SimulatedPool
+from poolgrid.router.core.policy import Choice, Predicted, make_policy
+from poolgrid.simulation.pool import RouterFleet, RunResult, SimulatedPool
 from poolgrid.simulation.report import policy_report
+from poolgrid.simulation.worker_speeds import SpeedChange, WorkerSpeeds
 from poolgrid.simulation.workload import build_workload
 from poolgrid.workers.engines.simulated.core.engine import EngineLimits
 from poolgrid.workers.engines.simulated.core.timing import PolynomialTiming
@@ -51,6 +53,67 @@ def simulated(policy: str, *, speed: float = 1.0, cache_tokens: int | None = Non
         workload, make_policy(policy, CostWeights(), 0.0), WORKERS, limits, PolynomialTiming(), routers=RouterFleet()
     )
     return policy_report(pool.run(), WORKERS)
+
+
+class Watched(Predicted):
+    """The policy, and what it believed of each worker's pace at each choice."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, list[float]]] = []
+        """By request, in order of arrival."""
+
+    def choose(self, request: RoutingRequest, candidates: Candidates) -> Choice:
+        """Choose as the policy does."""
+        assert candidates.engines is not None
+        self.seen.append((request.request_id, candidates.engines.paces.tolist()))
+        return super().choose(request, candidates)
+
+
+UNLIKE = WorkerSpeeds((1.0,) * 7 + (1 / 3,), (SpeedChange(0, 100_000.0, 200_000.0, 0.25),))
+"""The last worker is three times slower, and the first has a quarter of its speed for a hundred seconds."""
+
+
+def unlike_run() -> tuple[Watched, RunResult, Mapping[str, float]]:
+    """Return the policy ``predicted`` after the trace on unlike workers, what came of it, and when requests came."""
+    workload = build_workload(read_trace(TRACE, None), 1.0, BLOCK_SIZE)
+    count = len(workload.requests)
+    limits = EngineLimits(
+        block_size=BLOCK_SIZE,
+        total_kv_blocks=workload.total_tokens // BLOCK_SIZE + 2 * count + 1,
+        max_sequence_length=workload.longest + 1,
+        max_waiting_requests=count,
+    )
+    policy = Watched()
+    pool = SimulatedPool(workload, policy, WORKERS, limits, PolynomialTiming(), speeds=UNLIKE)
+    return policy, pool.run(), {each.request_id: each.arrival_ms for each in workload.requests}
+
+
+def draw_paces(axes: Any) -> None:
+    """What is believed of three workers' paces over time, and what they are."""
+    policy, _, arrival_ms = unlike_run()
+    seconds = [arrival_ms[request_id] / 1000 for request_id, _ in policy.seen]
+    for number, label, ink in (
+        (0, "slows down to a quarter", INK["round-robin"]),
+        (7, "three times slower", INK["kv"]),
+        (3, "as its card says", INK["least-loaded"]),
+    ):
+        axes.plot(seconds, [paces[number] for _, paces in policy.seen], color=ink, label=label)
+        moments = sorted({0.0, 99.999, 100.0, 199.999, 200.0, seconds[-1]})
+        truth = [1 / UNLIKE.at(number, 1000 * moment) for moment in moments]
+        axes.plot(moments, truth, color=ink, linestyle=":", linewidth=1)
+    axes.set(xlabel="time, s", ylabel="times slower than the card says", ylim=(0, 6))
+    axes.legend(frameon=False)
+
+
+def draw_expected(axes: Any) -> None:
+    """What was expected of each first token, and when it came."""
+    _, result, _ = unlike_run()
+    for chosen, label, ink in ((True, "worker 0", INK["round-robin"]), (False, "the others", INK["kv"])):
+        points = [(expected, real) for _, worker, expected, real in result.predicted if (worker == 0) is chosen]
+        axes.plot(*zip(*points, strict=True), marker=".", markersize=3, linestyle="", color=ink, label=label)
+    axes.axline((10, 10), (10_000, 10_000), color="#333333", linewidth=0.8)
+    axes.set(xlabel="TTFT expected, ms", ylabel="TTFT, ms", xscale="log", yscale="log")
+    axes.legend(frameon=False)
 
 
 def table_rows(page: str, first_cell: str) -> list[list[str]]:
@@ -157,6 +220,8 @@ PLOTTED: Mapping[str, Callable[[Any], None]] = {
     "pools": draw_pools,
     "front_ends": draw_front_ends,
     "gpu": draw_gpu,
+    "paces": draw_paces,
+    "expected": draw_expected,
 }
 """By the name of the file."""
 

@@ -188,6 +188,9 @@ class DecisionExplanation(DecisionRow, frozen=True, kw_only=True):
     block_size: int
     margin: float | None
     runner_up: str | None
+    expected_ttft_ms: float | None
+    """What the policy expected, of one that predicts times."""
+    realised_ttft_ms: float | None
     rows: list[CandidateRow]
     filtered: dict[str, str]
     untrusted: dict[str, str]

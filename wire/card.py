@@ -14,6 +14,7 @@ from poolgrid.wire.limits import (
     IMAGE_RESOLUTIONS_MAX,
     LORAS_PER_WORKER_MAX,
     MEDIA_KINDS_MAX,
+    STEP_TIMES_MAX,
     STOP_TOKENS_MAX,
 )
 
@@ -111,6 +112,18 @@ class ChatSpec(msgspec.Struct, array_like=True, frozen=True):
 NO_CHAT_SPEC = ChatSpec()
 
 
+class StepTimes(msgspec.Struct, array_like=True, frozen=True):
+    """How long the engine's steps take, where that is known; routers begin with it and learn what is true."""
+
+    prefill: Annotated[tuple[tuple[U32, float], ...], Meta(max_length=STEP_TIMES_MAX)] = ()
+    """Prompt tokens of a step and its milliseconds, by increasing tokens."""
+    decode: Annotated[tuple[tuple[float, float], ...], Meta(max_length=STEP_TIMES_MAX)] = ()
+    """Share of the KV blocks in use (0 to 1) and milliseconds of a decode step, by increasing share."""
+
+
+NO_STEP_TIMES = StepTimes()
+
+
 class WorkerCard(msgspec.Struct, array_like=True, frozen=True):
     """Identity, shape and addresses of a worker; checked by the consolidator before the worker may join."""
 
@@ -141,6 +154,8 @@ class WorkerCard(msgspec.Struct, array_like=True, frozen=True):
     """How many times faster than real ones its simulated engine is; 0 = it is a real one, or does not say."""
     chat: ChatSpec = NO_CHAT_SPEC
     """How chats with its model are written and read, where it was told."""
+    step_times: StepTimes = NO_STEP_TIMES
+    """What its steps take, where that is known."""
 
 
 SHOWN_CHARS = 60

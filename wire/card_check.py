@@ -11,6 +11,9 @@ from poolgrid.wire.addresses import http_url_problem, zmq_endpoint_problem
 from poolgrid.wire.card import WorkerCard, shown_value
 from poolgrid.wire.output_parsers import AUTO, REASONING_PARSERS, TOOL_CALL_PARSERS
 
+STEP_MS_MAX = 1e9
+"""A step that takes longer than eleven days is a mistake."""
+
 SHOWN_CHARS_MAX = 200
 """Characters of a refused value that are repeated in the reason."""
 
@@ -21,6 +24,19 @@ def name_problem(field: str, name: str, needed: bool) -> str | None:
         return f"{field} is empty, allowed are 1 to 256 characters"
     if not name.isprintable():
         return f"{field} is {name[:SHOWN_CHARS_MAX]!r}, allowed are printable characters"
+    return None
+
+
+def _times_problem(part: str, points: tuple[tuple[float, float], ...], least: float, most: float) -> str | None:
+    """Say which point of a curve of step times is none, or ``None``."""
+    before = -1.0
+    for position, (x, ms) in enumerate(points):
+        where = f"the card's step_times.{part}[{position}]"
+        if not least <= x <= most or x <= before:
+            return f"{where} is at {x:g} after {before:g}, allowed are rising values from {least:g} to {most:g}"
+        if not 0.0 < ms <= STEP_MS_MAX:
+            return f"{where} takes {ms:g} ms, allowed are above 0 to {STEP_MS_MAX:g}"
+        before = x
     return None
 
 
@@ -40,6 +56,13 @@ def card_problem(card: WorkerCard) -> str | None:
         if name and (name == AUTO or name not in known):
             allowed = ", ".join(each for each in known if each != AUTO)
             return f"the card's chat.{field} is {shown_value(name)}, allowed are {allowed}, and empty"
+    problem = _times_problem("prefill", card.step_times.prefill, 0.0, float("inf")) or _times_problem(
+        "decode", card.step_times.decode, 0.0, 1.0
+    )
+    if problem is not None:
+        return problem
+    if bool(card.step_times.prefill) != bool(card.step_times.decode):
+        return "the card's step_times have only one of prefill and decode, allowed are both or neither"
     if card.block_size < 1:
         return f"the card's block_size is {card.block_size}, allowed are integers from 1"
     problem = zmq_endpoint_problem(card.request_endpoint)

@@ -70,6 +70,9 @@ MEDIA_KINDS_MAX = 16
 IMAGE_RESOLUTIONS_MAX = 256
 """Resolutions of tiled images on a card; models have 5 to 36."""
 
+STEP_TIMES_MAX = 64
+"""Measured points of an engine's step times in a card; a dozen draw the curve."""
+
 CHAT_TEMPLATE_CHARS_MAX = 65_536
 """A chat template in a card; published ones have up to some 20,000 characters."""
 

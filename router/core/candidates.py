@@ -9,16 +9,17 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from poolgrid.router.core.step_curve import FloatArray, StepCurve
 from poolgrid.wire.identifiers import Stage, WorkerKey
 from poolgrid.wire.request_ids import name_of
 
-FloatArray = NDArray[np.float64]
+IndexArray = NDArray[np.intp]
 
 Column = FloatArray | Sequence[float]
 """One number per candidate, as a record keeps it."""
 
 
-class RoutingRequest(msgspec.Struct, frozen=True, gc=False):
+class RoutingRequest(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """What a policy may know of a request."""
 
     request_id: str
@@ -37,6 +38,8 @@ class RoutingRequest(msgspec.Struct, frozen=True, gc=False):
     """Kinds of media that the worker must take."""
     seed: int = 0
     """Of its blocks' hashes (``poolgrid.wire.hashing.hash_seed``), where how long they stay is learnt; else 0."""
+    ttft_target_ms: float = 0.0
+    """Within how long the client wants its first token; 0 = it did not say."""
 
     @property
     def drawn_by(self) -> str:
@@ -47,6 +50,59 @@ class RoutingRequest(msgspec.Struct, frozen=True, gc=False):
     def tie_key(self) -> str:
         """Return what ties are broken by: the name, or the media, so that equal media meet among equal workers."""
         return " ".join(map(str, self.media)) if self.media else self.drawn_by
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """What is known of the candidates' engines, for policies that predict times; rows as in ``Candidates``."""
+
+    curves: tuple[StepCurve, ...]
+    """The different step times that there are."""
+    curve: IndexArray
+    """Whose place in ``curves`` is each worker's."""
+    step_tokens: FloatArray
+    """Prompt tokens of one step."""
+    total_blocks: FloatArray
+    paces: FloatArray
+    """How much slower each is than its curve says."""
+    done_ms: FloatArray
+    """Milliseconds at pace 1 by which its queue is shorter than its tokens say, for it is at work."""
+    waiting: FloatArray
+    """Requests that wait for their first token there."""
+    choices_per_ms: float
+    """Requests that come, of late."""
+    typical_ms: float
+    """What a prompt took of them at pace 1, on average."""
+
+    def prompt_ms(self, tokens: FloatArray) -> FloatArray:
+        """Return how long each would take at pace 1 to compute so many prompt tokens."""
+        if len(self.curves) == 1:
+            return self.curves[0].prompt_ms(tokens, self.step_tokens)
+        times = np.zeros(len(tokens))
+        for place, curve in enumerate(self.curves):
+            rows = self.curve == place
+            times[rows] = curve.prompt_ms(tokens[rows], self.step_tokens[rows])
+        return times
+
+    def joined_ms(self, queued: FloatArray, tokens: FloatArray) -> FloatArray:
+        """Return how much longer at pace 1 the last step of so many queued tokens takes when others join it.
+
+        A step has room for ``step_tokens``, and all that is in it is there when it ends.
+        """
+        last = queued - np.floor(queued / self.step_tokens) * self.step_tokens
+        full = np.minimum(self.step_tokens, last + tokens)
+        return np.where(last > 0.0, self.prompt_ms(full) - self.prompt_ms(last), 0.0)
+
+    def decode_ms(self, active_blocks: FloatArray) -> FloatArray:
+        """Return how long a decode step of each takes at pace 1 while so many blocks are active."""
+        shares = active_blocks / self.total_blocks
+        if len(self.curves) == 1:
+            return self.curves[0].decode_ms(shares)
+        times = np.zeros(len(shares))
+        for place, curve in enumerate(self.curves):
+            rows = self.curve == place
+            times[rows] = curve.decode_ms(shares[rows])
+        return times
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +120,8 @@ class Candidates:
     """Leading blocks of the prompt already in device memory."""
     host_overlap: FloatArray
     disk_overlap: FloatArray
+    engines: Engines | None = None
+    """Given to policies that say ``needs_paces``."""
 
     def __len__(self) -> int:
         """Return the number of candidates (at least 1 when a policy is asked)."""

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from poolgrid.router.core.candidates import FloatArray
+from poolgrid.router.core.step_curve import FloatArray
 
 
 @dataclass(frozen=True, slots=True)

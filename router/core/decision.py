@@ -14,7 +14,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from poolgrid.router.core.candidates import Candidates, FewCandidates, RoutingRequest
-from poolgrid.router.core.policy import Choice
+from poolgrid.router.core.policy import EXPECTED_MS, Choice
 from poolgrid.wire.answers import CandidateRow, DecisionExplanation, DecisionRow, MediaRow
 from poolgrid.wire.identifiers import STAGE_WORD, WorkerKey
 from poolgrid.wire.request_ids import dispatch_of, kept_under, name_of
@@ -51,6 +51,8 @@ class Decision:
     """0 for the first dispatch, n for the n-th migration."""
     realised_cached_tokens: int | None = None
     """What the worker then really reused."""
+    realised_ttft_ms: float | None = None
+    """How long its first token then really took, as far as the policy expected something."""
     untrusted: Mapping[WorkerKey, str] = field(default_factory=dict)
     """Workers whose overlap is what the router's own choices predict, because their stream is not believed, and why."""
 
@@ -122,6 +124,11 @@ class Decision:
         row = min((row for row in range(len(costs)) if row != self.choice.row), key=lambda row: float(costs[row]))
         return self.candidates.workers[row]
 
+    def expected_ttft_ms(self) -> float | None:
+        """Return what the policy expected of the chosen worker; ``None`` for one that expects nothing."""
+        expected = self.choice.terms.get(EXPECTED_MS)
+        return None if expected is None else float(expected[self.choice.row])
+
     def summary(self) -> DecisionRow:
         """Return one line of facts, for lists."""
         costs = self.choice.costs
@@ -165,6 +172,8 @@ class Decision:
             attempt=self.attempt,
             block_size=self.request.block_size,
             margin=self.margin(),
+            expected_ttft_ms=self.expected_ttft_ms(),
+            realised_ttft_ms=self.realised_ttft_ms,
             runner_up=None if (runner_up := self.runner_up()) is None else str(runner_up),
             rows=rows,
             filtered={str(worker): why for worker, why in self.filtered.items()},
@@ -250,6 +259,13 @@ class DecisionLog:
         if decision is None or decision.realised_cached_tokens is not None:
             return None
         decision.realised_cached_tokens = cached_tokens
+        return decision
+
+    def first_token(self, dispatch_id: str, ttft_ms: float) -> Decision | None:
+        """Note how long the first token of a dispatch really took; return its decision, if it is kept."""
+        decision = self._decisions.get((dispatch_id, 0)) or self._decisions.get(dispatch_of(dispatch_id))
+        if decision is not None:
+            decision.realised_ttft_ms = ttft_ms
         return decision
 
     def newest(self, limit: int) -> list[Decision]:

@@ -233,6 +233,10 @@ class LoadLedger:
             if not entry.confirmed:
                 heappush(self._unconfirmed, (entry.due_ms, worker, request_id))
 
+    def knows(self, worker: WorkerKey, request_id: str) -> bool:
+        """Tell whether a request has an entry."""
+        return (worker, request_id) in self._entries
+
     def entries(self) -> dict[tuple[WorkerKey, str], LoadEntry]:
         """Return all entries (a copy)."""
         return dict(self._entries)

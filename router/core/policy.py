@@ -16,14 +16,19 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from poolgrid.router.core.candidates import Candidates, Column, FewCandidates, FloatArray, RoutingRequest
-from poolgrid.router.core.cost import CostFormula, CostWeights, cost_formula, softmax_weights
+from poolgrid.router.core.candidates import Candidates, Column, FewCandidates, RoutingRequest
+from poolgrid.router.core.cost import FIELD_WEIGHTS, CostFormula, CostWeights, cost_formula, softmax_weights
+from poolgrid.router.core.step_curve import FloatArray
 from poolgrid.wire.hashing import stable_u64
 from poolgrid.wire.identifiers import Stage
 
 _TIE_SEED = 1
 _SAMPLE_SEED = 2
 _RANDOM_SEED = 3
+
+EXPECTED_MS, PACE, OWN_MS = "expected_ttft_ms", "pace", "own_ms"
+"""Terms of a policy that ``needs_paces``, by which its choices are learned from: the time to the first token that it
+expects, the pace that it reckoned with, and what the request's own prompt takes at pace 1."""
 
 
 class Choice(msgspec.Struct, frozen=True, gc=False):
@@ -41,6 +46,8 @@ class Policy(Protocol):
     """Chooses a worker.
 
     One that counts also has ``checkpoint() -> int`` and ``restore(count)``, so that a replay can begin in the middle.
+    One with ``needs_paces = True`` finds ``Candidates.engines``: step times, and paces that are learned from the terms
+    ``EXPECTED_MS``, ``PACE`` and ``OWN_MS`` of its choices.
     """
 
     @property
@@ -69,12 +76,12 @@ def lowest(costs: FloatArray, tie_key: str) -> tuple[int, str]:
 class KvAware:
     """Least work left: uncached prefill, queued prefill and decode load, weighed by ``poolgrid.router.core.cost``."""
 
-    name = "kv"
     needs_overlap = True
 
-    def __init__(self, weights: CostWeights | None = None, temperature: float = 0.0) -> None:
+    def __init__(self, weights: CostWeights | None = None, temperature: float = 0.0, name: str = "kv") -> None:
         if not 0.0 <= temperature <= 1000.0:
-            raise ValueError(f"making a kv policy: temperature is {temperature}, allowed are 0 to 1000")
+            raise ValueError(f"making a {name} policy: temperature is {temperature}, allowed are 0 to 1000")
+        self.name = name
         self.weights = weights if weights is not None else CostWeights()
         self.temperature = temperature
 
@@ -119,6 +126,119 @@ class KvAware:
         for _ in range(stable_u64(request.tie_key, _TIE_SEED) % count):
             row = costs.index(least, row + 1)
         return Choice(row, "tie", costs, terms)
+
+
+class Predicted:
+    """Least time to the first token, and least delay of others, in milliseconds that are learned per worker.
+
+        queue    = max(own, prompt_ms(queued + uncached) − done)   what the engine computes until then, at pace 1
+        expected = pace · (queue + steps · decode_ms)              decode steps come between, while others generate
+        own      = prompt_ms(uncached)                             who comes behind it waits for that, too
+        joined   = pace · (who is in the last step) · (how much longer that step takes)
+        crowding = rate · (after² − before²) / 2                   and so do those who would have been free of a queue
+        cost     = expected + own + joined + crowding
+
+    What a prompt takes of others is counted at pace 1: a slow worker's requests wait longer for it, and are fewer.
+    ``prompt_ms`` and ``decode_ms`` are the step times of a worker's card, its pace is learned from its first tokens
+    (``poolgrid.router.core.paces``). Nothing is weighed against anything, so there is no knob.
+
+    An engine's step ends for all prompts in it at once. Those that would be in the last step of the queue are delayed
+    by the part of this prompt that joins them. So a long prompt keeps away from short ones that have only just come.
+
+    Crowding is of the worker with the shortest queue alone: the next requests would go there. Its queue becomes longer
+    by the prompt, or the next worker is the shortest; until either is worked off, ``rate`` requests a millisecond find
+    a queue of ``after`` in the place of ``before``. So a long prompt does not take the last free worker from short ones
+    where it can as well wait behind another long one.
+    """
+
+    name = "predicted"
+    needs_overlap = True
+    needs_paces = True
+
+    def choose(self, request: RoutingRequest, candidates: Candidates) -> Choice:
+        """Choose the least cost in milliseconds; who only decodes is chosen by the length of its steps."""
+        engines = candidates.engines
+        if engines is None:
+            raise ValueError("choosing by predicted times: the candidates came without what is known of their engines")
+        paces, blocks = engines.paces, candidates.active_blocks
+        if request.stage is Stage.DECODE:
+            step = paces * engines.decode_ms(blocks + request.blocks)
+            row, reason = lowest(step, request.tie_key)
+            return Choice(row, reason, step, {"step_ms": step, PACE: paces})
+        held = candidates.device_overlap + HOST_WORTH * candidates.host_overlap + DISK_WORTH * candidates.disk_overlap
+        # Engines compute at least one token, or there would be no next one.
+        uncached = np.maximum(1.0, request.isl - held * request.block_size)
+        ahead = candidates.prefill_tokens + uncached
+        own = engines.prompt_ms(uncached)
+        queue = np.maximum(own, engines.prompt_ms(ahead) - engines.done_ms)
+        steps = np.ceil(ahead / engines.step_tokens)
+        between = np.where(candidates.requests > 0.0, steps * engines.decode_ms(blocks), 0.0)
+        expected = paces * (queue + between)
+        before = paces * np.maximum(0.0, engines.prompt_ms(candidates.prefill_tokens) - engines.done_ms)
+        crowding = _crowding(before, paces * own, paces * engines.typical_ms, engines.choices_per_ms)
+        queued = np.maximum(1.0, candidates.prefill_tokens)
+        in_last_step = (
+            engines.waiting * (queued - np.floor(queued / engines.step_tokens) * engines.step_tokens) / queued
+        )
+        joined = paces * in_last_step * engines.joined_ms(candidates.prefill_tokens, uncached)
+        others = own + joined + crowding
+        costs = expected + others
+        if request.ttft_target_ms > 0.0:
+            # In time is in time: what counts then is the others, and of those in time the place that is worth least.
+            late = np.maximum(0.0, expected * TARGET_MARGIN - request.ttft_target_ms)
+            costs = EARLY_WORTH * expected + others + LATE_WORTH * late
+        row, reason = lowest(costs, request.tie_key)
+        terms = {
+            "uncached_tokens": uncached, EXPECTED_MS: expected, OWN_MS: own,
+            "joined_ms": joined, "crowding_ms": crowding, PACE: paces,
+        }  # fmt: skip
+        return Choice(row, reason, costs, terms)
+
+
+def _crowding(queues: FloatArray, own: FloatArray, typical: FloatArray, rate_per_ms: float) -> FloatArray:
+    """Return what a prompt costs those who come next, by worker; all in milliseconds.
+
+    ``queues`` are what each has to do, ``own`` is what the prompt adds, ``typical`` what a typical next one would.
+    """
+    crowding = np.zeros(len(queues))
+    if len(queues) > 1:
+        soonest = queues + typical
+        order = np.argsort(soonest, kind="stable")
+        first, second = int(order[0]), int(order[1])
+        before = float(queues[first])
+        after = min(before + float(own[first]), float(soonest[second] - typical[first]))
+        crowding[first] = rate_per_ms * (after * after - before * before) / 2.0
+    return crowding
+
+
+TARGET_MARGIN = 1.25
+"""By how much a first token may be later than expected and still be within its target."""
+
+EARLY_WORTH, LATE_WORTH = 0.1, 10.0
+"""What a millisecond is worth that a first token comes within its target, and after it."""
+
+HOST_WORTH, DISK_WORTH = CostWeights().host_weight, CostWeights().disk_weight
+"""What a block on a lower tier spares of its computation: it must be brought back first."""
+
+
+class Lmetric:
+    """New tokens times batch size, the product that LMetric's authors propose in the place of a weighted sum.
+
+    New tokens are those of this prompt that the worker does not hold, and all that it has accepted and not computed.
+    The batch is the worker's requests with this one, so that an idle worker's product still tells of the prompt.
+    """
+
+    name = "lmetric"
+    needs_overlap = True
+
+    def choose(self, request: RoutingRequest, candidates: Candidates) -> Choice:
+        """Choose the smallest product; blocks on any tier count as held."""
+        held = candidates.device_overlap + candidates.host_overlap + candidates.disk_overlap
+        new = np.maximum(0.0, request.isl - held * request.block_size) + candidates.prefill_tokens
+        batch = candidates.requests + 1.0
+        costs = new * batch
+        row, reason = lowest(costs, request.tie_key)
+        return Choice(row, reason, costs, {"new_tokens": new, "batch": batch})
 
 
 class LeastLoaded:
@@ -170,7 +290,7 @@ class Random:
         return Choice(stable_u64(request.drawn_by, _RANDOM_SEED) % len(candidates), "drawn")
 
 
-POLICY_NAMES = ("kv", "approximate", "round-robin", "random", "least-loaded")
+POLICY_NAMES = ("kv", "approximate", "predicted", "field", "lmetric", "round-robin", "random", "least-loaded")
 """Policies that ``--policy`` knows by name; ``approximate`` is ``kv`` over the router's own choices."""
 
 
@@ -178,6 +298,12 @@ def make_policy(name: str, weights: CostWeights | None = None, temperature: floa
     """Return one of the policies that come with poolgrid."""
     if name in ("kv", "approximate"):
         return KvAware(weights, temperature)
+    if name == "predicted":
+        return Predicted()
+    if name == "field":
+        return KvAware(FIELD_WEIGHTS, temperature, name)
+    if name == "lmetric":
+        return Lmetric()
     if name == "round-robin":
         return RoundRobin()
     if name == "random":

@@ -17,6 +17,7 @@ from typing import assert_never
 from poolgrid.router.core.approximate_index import ApproximateIndex
 from poolgrid.router.core.fleet import Fleet
 from poolgrid.router.core.load_ledger import LoadLedger
+from poolgrid.router.core.paces import Paces
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.retention.learner import RetentionLearner
 from poolgrid.router.core.stream_trust import StreamTrust
@@ -107,6 +108,8 @@ class Projection:
         self.index = index
         self.ledger = ledger
         self.trust = StreamTrust(index)
+        self.paces: Paces | None = None
+        """How fast workers really are; only for a policy that asks for it."""
         self.next_offset = 0
         """Every record below this offset has been applied."""
         self.approximate = approximate
@@ -150,6 +153,8 @@ class Projection:
                     self.retention.started(key, event.request_id, event.cached_tokens)
             elif type(event) is PrefillCompleted:
                 self.ledger.prefill_completed(key, event.request_id)
+                if self.paces is not None:
+                    self.paces.first_token(key, event.request_id, now_ms)
             elif type(event) is RequestProgressed:
                 self.ledger.progressed(key, event.request_id, event.active_blocks)
             elif type(event) is RequestFinished:
@@ -159,6 +164,8 @@ class Projection:
                 if event.cached_tokens is not None:
                     self.trust.started(key, event.request_id, event.cached_tokens)
                 self.trust.not_started(key, event.request_id)
+                if self.paces is not None:
+                    self.paces.ended(key, event.request_id)
             elif type(event) is LoadReported:
                 if worker is not None:
                     worker.load = event
@@ -233,6 +240,8 @@ class Projection:
             for request in state.requests:
                 prefill = request.isl - request.cached_tokens if request.prefilling else 0
                 self.ledger.started(key, slot, request.request_id, prefill, request.active_blocks, now_ms)
+        if self.paces is not None:
+            self.paces.keep_only(frozenset(keys))
         self.next_offset = next_offset
 
     def _forget(self, key: WorkerKey) -> None:
@@ -244,3 +253,5 @@ class Projection:
         self.trust.forget(key)
         if self.retention is not None:
             self.retention.drop(key)
+        if self.paces is not None:
+            self.paces.forget(key)

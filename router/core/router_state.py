@@ -76,6 +76,9 @@ class RouterState:
                 return False
             if self.projection.retention is not None:
                 self.projection.retention.abandon(given.worker, given.dispatch_id)
+            paces = self.projection.paces
+            if paces is not None:
+                paces.ended(given.worker, given.dispatch_id)
             if log is not None:
                 log.note(given)
             return True
@@ -95,6 +98,9 @@ class RouterState:
             return True
         elif type(given) is Expired:
             expired, renewed = self.projection.ledger.expire(given.now_ms, given.held)
+            paces = self.projection.paces
+            if expired and paces is not None:
+                paces.await_only(self.projection.ledger.knows)
             if log is not None and (expired or renewed):
                 # Of all that is held, only what was due made a difference.
                 log.note(Expired(given.now_ms, renewed))

@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import ge, itemgetter
 
 import numpy as np
 
-from poolgrid.router.core.candidates import Candidates, FewCandidates, FloatArray, RoutingRequest
+from poolgrid.router.core.candidates import Candidates, Engines, FewCandidates, IndexArray, RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.fleet import Worker
 from poolgrid.router.core.load_ledger import Pick
 from poolgrid.router.core.media_affinity import MediaAffinity
-from poolgrid.router.core.policy import Choice, KvAware, Policy
+from poolgrid.router.core.paces import Paces
+from poolgrid.router.core.policy import EXPECTED_MS, OWN_MS, PACE, Choice, KvAware, Policy
 from poolgrid.router.core.prefix_index import PrefixIndex, slots_of
 from poolgrid.router.core.projection import Projection
+from poolgrid.router.core.step_curve import PUBLISHED, FloatArray, StepCurve
+from poolgrid.wire.card import StepTimes
 from poolgrid.wire.identifiers import Role, Stage, WorkerKey
 
 PROMPT_STAGES = (Stage.WHOLE, Stage.PREFILL)
@@ -90,6 +93,16 @@ class _Few:
 
 
 @dataclass(slots=True)
+class _EngineColumns:
+    """What workers' cards say of their engines' times."""
+
+    curves: tuple[StepCurve, ...]
+    curve: IndexArray
+    step_tokens: FloatArray
+    total_blocks: FloatArray
+
+
+@dataclass(slots=True)
 class _Group:
     """Workers of one model, ready to be looked at; rebuilt when the fleet or a worker's slot changes."""
 
@@ -107,6 +120,8 @@ class _Group:
     """The highest of ``slots``, 0 without any."""
     few: _Few | None
     """The same in plain numbers, where there are few workers and at least one."""
+    engines: _EngineColumns | None
+    """Given where paces are learned."""
 
 
 class Selector:
@@ -125,6 +140,8 @@ class Selector:
         self._encode_policy: Policy = MediaAffinity()
         self._groups: dict[tuple[str, tuple[Role, ...]], _Group] = {}
         self._groups_version = -1
+        if getattr(policy, "needs_paces", False) and projection.paces is None:
+            projection.paces = Paces()
 
     @property
     def projection(self) -> Projection:
@@ -199,6 +216,10 @@ class Selector:
             host[rows],
             disk[rows],
         )
+        if projection.paces is not None and group.engines is not None:
+            candidates = replace(
+                candidates, engines=_engines(group.engines, projection.paces, candidates.workers, rows, now_ms)
+            )
         if dry_run:
             policy = copy.deepcopy(policy)
         try:
@@ -358,6 +379,15 @@ class Selector:
                 now_ms,
                 decision.overlap_blocks if asked else None,
             )
+        paces = self._projection.paces
+        if paces is not None:
+            choice = decision.choice
+            expected = choice.terms.get(EXPECTED_MS)
+            if expected is not None:
+                row, pace = choice.row, float(choice.terms[PACE][choice.row])
+                own_ms = float(choice.terms[OWN_MS][row])
+                unit_ms = float(expected[row]) / pace
+                paces.chosen(worker, dispatch_id or request.request_id, unit_ms, own_ms, pace, now_ms)
 
     def _eligible(
         self,
@@ -456,7 +486,47 @@ class Selector:
             tuple(frozenset(worker.card.media.kinds) for worker in taken),
             int(slots.max(initial=0)),
             _few(taken, slots.tolist(), limits.tolist()),
+            None if self._projection.paces is None else _engine_columns(taken),
         )
+
+
+def _engine_columns(workers: Sequence[Worker]) -> _EngineColumns:
+    curves: dict[StepTimes, StepCurve] = {}
+    curve = []
+    for worker in workers:
+        times = worker.card.step_times
+        if times not in curves:
+            curves[times] = StepCurve(times.prefill, times.decode) if times.prefill and times.decode else PUBLISHED
+        curve.append(list(curves).index(times))
+    limits = [worker.card.limits for worker in workers]
+    return _EngineColumns(
+        tuple(curves.values()),
+        np.array(curve, np.intp),
+        np.array([max(1, each.max_num_tokens) for each in limits], np.float64),
+        np.array([max(1, each.total_kv_blocks) for each in limits], np.float64),
+    )
+
+
+def _engines(
+    columns: _EngineColumns,
+    paces: Paces,
+    workers: Sequence[WorkerKey],
+    rows: np.ndarray[tuple[int], np.dtype[np.intp]],
+    now_ms: float,
+) -> Engines:
+    learned, done, waiting = paces.believed(workers, now_ms)
+    choices_per_ms, typical_ms = paces.arrivals(now_ms)
+    return Engines(
+        columns.curves,
+        columns.curve[rows],
+        columns.step_tokens[rows],
+        columns.total_blocks[rows],
+        np.array(learned, np.float64),
+        np.array(done, np.float64),
+        np.array(waiting, np.float64),
+        choices_per_ms,
+        typical_ms,
+    )
 
 
 def _few(workers: Sequence[Worker], slots: list[int], limits: list[float]) -> _Few | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from poolgrid.router.core.approximate_index import Beliefs, BelievedChain
 from poolgrid.router.core.load_ledger import LoadEntry
+from poolgrid.router.core.paces import Arrivals, Paces, WorkerPace
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.stream_trust import OpenChoice as AwaitedChoice
 from poolgrid.router.core.stream_trust import Window
@@ -14,12 +15,17 @@ from poolgrid.router.decision_journal.entries import (
     BelievedBlocks,
     Checkpoint,
     CheckWindow,
+    KeptPaces,
     LedgerEntry,
     OpenChoice,
+    PaceEntry,
     RouterBeliefs,
 )
 from poolgrid.wire.hashing import pack_hashes, unpack_hashes
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
+
+POOL = WorkerKey(WorkerId(""), 0)
+"""Whose pace is that of the pool; no worker has an empty name."""
 
 
 @dataclass(slots=True)
@@ -36,6 +42,7 @@ class Draft:
     windows: list[Window] = field(default_factory=list)
     beliefs: Beliefs | None = None
     untrusted: dict[WorkerKey, str] = field(default_factory=dict)
+    paces: tuple[Arrivals, WorkerPace, list[tuple[WorkerKey, WorkerPace]]] | None = None
 
     def checkpoint(self, max_believed_blocks: int) -> Checkpoint:
         """Return the entry."""
@@ -59,6 +66,7 @@ class Draft:
                 for worker, window, is_suspect in self.windows
             ],
             beliefs,
+            None if self.paces is None else kept_paces(*self.paces),
         )
 
 
@@ -94,7 +102,37 @@ def draft_of(state: RouterState, now_ms: float, time_ms: int) -> Draft:
         trust.windows(),
         beliefs,
         dict(trust.untrusted),
+        None if projection.paces is None else projection.paces.state(),
     )
+
+
+def kept_paces(arrivals: Arrivals, pool: WorkerPace, workers: Sequence[tuple[WorkerKey, WorkerPace]]) -> KeptPaces:
+    """Return the part of a checkpoint that says how fast workers are."""
+    return KeptPaces(
+        arrivals,
+        [
+            PaceEntry(
+                worker.worker_id,
+                worker.dp_rank,
+                pace.observed_ms,
+                pace.unit_ms,
+                pace.seen_ms,
+                pace.served_ms,
+                list(pace.awaited.items()),
+            )
+            for worker, pace in [(POOL, pool), *workers]
+        ],
+    )
+
+
+def restore_paces(paces: Paces, kept: KeptPaces) -> None:
+    """Have paces go on from those of a checkpoint."""
+    pool, *workers = (
+        WorkerPace(each.observed_ms, each.unit_ms, each.seen_ms, each.served_ms, dict(each.awaited))
+        for each in kept.workers
+    )
+    names = [WorkerKey(WorkerId(each.worker_id), each.dp_rank) for each in kept.workers[1:]]
+    paces.restore(kept.arrivals, pool, zip(names, workers, strict=True))
 
 
 def restore(state: RouterState, checkpoint: Checkpoint) -> None:
@@ -123,6 +161,8 @@ def restore(state: RouterState, checkpoint: Checkpoint) -> None:
     if beliefs is not None:
         believed = projection.approximate or trust.predictions
         believed.restore(believed_chains(beliefs), beliefs.exact_from_ms, checkpoint.now_ms)
+    if projection.paces is not None and checkpoint.paces is not None and checkpoint.paces.workers:
+        restore_paces(projection.paces, checkpoint.paces)
     policy = state.selector.policy
     if checkpoint.policy_count is not None and hasattr(policy, "restore"):
         policy.restore(checkpoint.policy_count)

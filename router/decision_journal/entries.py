@@ -20,6 +20,7 @@ from poolgrid.router.consolidator.journal.stored_records import SegmentKind
 from poolgrid.router.core.candidates import Candidates, FewCandidates, RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import WorkerWanted
+from poolgrid.router.core.paces import Arrivals, Awaited
 from poolgrid.router.core.policy import Choice
 from poolgrid.wire.events import JournalRecord
 from poolgrid.wire.hashing import pack_hashes, unpack_hashes
@@ -119,6 +120,27 @@ class RouterBeliefs(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Workers whose events are not believed, and why, in the order and words of when it was judged."""
 
 
+class PaceEntry(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What was learned of the speed of one worker, or of the pool as a whole."""
+
+    worker_id: str
+    """Empty for the pool."""
+    dp_rank: int
+    observed_ms: float
+    unit_ms: float
+    seen_ms: float
+    served_ms: float
+    awaited: list[tuple[str, Awaited]]
+
+
+class KeptPaces(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What a router had learned of its workers' speeds, and of how requests come."""
+
+    arrivals: Arrivals
+    workers: list[PaceEntry]
+    """The pool's as the first."""
+
+
 class Checkpoint(JournalEntry, frozen=True):
     """All of the router's state that the pool's journal before ``offset`` does not tell."""
 
@@ -136,6 +158,8 @@ class Checkpoint(JournalEntry, frozen=True):
     windows: list[CheckWindow] = []
     beliefs: RouterBeliefs | None = None
     """Given when the router goes by more than the events of its workers."""
+    paces: KeptPaces | None = None
+    """Given when the policy learns paces."""
 
 
 class InputsLost(JournalEntry, frozen=True):
@@ -246,6 +270,14 @@ class OverlapRealised(JournalEntry, frozen=True):
     cached_tokens: int
 
 
+class FirstTokenCame(JournalEntry, frozen=True):
+    """How long the first token of a choice really took, of a policy that expected something."""
+
+    request_id: str
+    attempt: int
+    ttft_ms: float
+
+
 class RequestEnded(JournalEntry, frozen=True):
     """A request that this router served is over."""
 
@@ -268,6 +300,7 @@ AnyEntry = (
     | EntryReleased
     | ReservationsExpired
     | OverlapRealised
+    | FirstTokenCame
     | RequestEnded
 )
 

@@ -33,6 +33,7 @@ from poolgrid.router.decision_journal.entries import (
     DecisionBooked,
     DecisionMade,
     EntryReleased,
+    FirstTokenCame,
     InputsLost,
     JournalEntry,
     LeaseRenewed,
@@ -191,7 +192,7 @@ class InputReader:
                 return Expired(entry.now_ms, frozenset(entry.renewed))
             case RouterSettingsNoted() | Checkpoint() | InputsLost() | WorkersNamed():
                 return None
-            case OverlapRealised() | RequestEnded():
+            case OverlapRealised() | FirstTokenCame() | RequestEnded():
                 return None  # what came of decisions, which none depends on
             case _:
                 assert_never(entry)

@@ -18,6 +18,7 @@ from poolgrid.router.decision_journal.entries import (
     AnyEntry,
     Checkpoint,
     DecisionMade,
+    FirstTokenCame,
     OverlapRealised,
     RouterSettingsNoted,
     WorkersNamed,
@@ -139,4 +140,9 @@ def decisions_about(
                 decision = recorded.decision
                 if (decision.request.request_id, decision.attempt) == (entry.request_id, entry.attempt):
                     decision.realised_cached_tokens = entry.cached_tokens
+        elif isinstance(entry, FirstTokenCame) and entry.request_id in ids:
+            for recorded in found:
+                decision = recorded.decision
+                if (decision.request.request_id, decision.attempt) == (entry.request_id, entry.attempt):
+                    decision.realised_ttft_ms = entry.ttft_ms
     return found

@@ -29,6 +29,7 @@ from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.decision_journal.checkpoints import Draft, draft_of
 from poolgrid.router.decision_journal.entries import (
     INPUTS_VERSION,
+    FirstTokenCame,
     InputsLost,
     JournalEntry,
     OverlapRealised,
@@ -170,6 +171,10 @@ class DecisionRecorder:
     def realised(self, request_id: str, attempt: int, cached_tokens: int) -> None:
         """Note what a worker really reused."""
         self._add(OverlapRealised(request_id, attempt, cached_tokens))
+
+    def first_token(self, request_id: str, attempt: int, ttft_ms: float) -> None:
+        """Note how long a first token really took."""
+        self._add(FirstTokenCame(request_id, attempt, ttft_ms))
 
     def ended(self, request_id: str, output_tokens: int) -> None:
         """Note that a request is over."""

@@ -86,6 +86,22 @@ def test_options_reach_the_policy_and_the_engines(tmp_path: Path) -> None:
     assert measured["policies"]["kv"]["ttft_ms"]["mean"] != plain["policies"]["kv"]["ttft_ms"]["mean"]
 
 
+def test_a_policy_of_ones_own_is_named_as_the_router_takes_it(tmp_path: Path) -> None:
+    own = "poolgrid.router.core.policy:LeastLoaded"
+    policies = report(tmp_path, "--requests", "50", "--policy", f"{own},least-loaded")["policies"]
+
+    assert list(policies) == [own, "least-loaded"]
+    assert policies[own] == policies["least-loaded"]
+
+
+def test_the_fields_policy_is_kv_with_the_fields_weights(tmp_path: Path) -> None:
+    given = ("--requests", "150", "--workers", "4", "--speed", "3")
+    field = report(tmp_path, *given, "--policy", "field", "--queue-weight", "0.1")["policies"]["field"]
+    spelled = report(tmp_path, *given, "--policy", "kv", "--queue-weight", "1", "--decode-weight", "1")["policies"]
+
+    assert field == spelled["kv"]
+
+
 def test_the_table_names_every_policy() -> None:
     done = simulate(CONVERSATION, "--requests", "20", "--policy", ",".join(SIMULATED_POLICIES))
 
@@ -97,9 +113,10 @@ def test_the_table_names_every_policy() -> None:
     ("arguments", "words"),
     [
         (("no-such-file",), "no-such-file"),
-        ((CONVERSATION, "--policy", "best"), "policy 'best' is unknown, allowed are kv, round-robin"),
+        ((CONVERSATION, "--policy", "best"), "policy 'best' is unknown, allowed are kv, predicted"),
         ((CONVERSATION, "--policy", "approximate"), "policy 'approximate' is unknown"),
         ((CONVERSATION, "--policy", ""), "is unknown"),
+        ((CONVERSATION, "--policy", "kv,no_such_module:Policy"), "No module named 'no_such_module'"),
         ((CONVERSATION, "--requests", "5", "--blocks-per-worker", "3"), "blocks_per_worker is 3, the longest request"),
         ((CONVERSATION, "--requests", "5", "--timing-table", "none.json"), "none.json"),
         (

@@ -27,7 +27,7 @@ from tests.router.recorded_router import BLOCKS_MAX, NAMES, RecordedRouter, writ
 
 T = TypeVar("T")
 
-POLICIES = ("kv", "approximate", "round-robin", "random", "least-loaded")
+POLICIES = ("kv", "approximate", "predicted", "round-robin", "random", "least-loaded")
 
 
 def recorded(
@@ -99,6 +99,7 @@ def become_stale_and_heal(router: RecordedRouter, number: int) -> None:
 MIDWAY: dict[str, dict[str, Any]] = {
     "trusted workers": {"seed": 3, "temperature": 0.2},
     "a policy that counts": {"seed": 3, "policy": "round-robin"},
+    "a policy that learns": {"seed": 3, "policy": "predicted"},
     "approximate mode": {"seed": 3, "policy": "approximate", "approximate_ttl_ms": 2000},
     "stale workers": {"seed": 5, "change": become_stale_and_heal},
     "suspect workers": {"seed": 5, "honesty": 0.1, "churn": 0.05},
@@ -415,6 +416,23 @@ def test_a_request_is_explained_from_the_journal_with_what_was_really_reused() -
     assert decisions_about(router.decisions_disk, "nobody") == []
     (by_body,) = decisions_about(router.decisions_disk, "chatcmpl-request-7")
     assert by_body.decision.explanation() == explained
+
+
+def test_a_prediction_is_explained_from_the_journal_with_what_came_of_it() -> None:
+    router = recorded(
+        seed=12,
+        steps=50,
+        policy="predicted",
+        change=lambda router, number: router.recorder.first_token("request-7", 0, 123.5),
+    )
+
+    (found,) = decisions_about(router.decisions_disk, "request-7")
+
+    explained = found.decision.explanation()
+    assert explained.expected_ttft_ms is not None
+    assert explained.expected_ttft_ms > 0.0
+    assert explained.realised_ttft_ms == 123.5
+    assert "pace" in explained.rows[0].terms
 
 
 def test_a_byte_flipped_anywhere_is_located_and_everything_before_it_is_read() -> None:

@@ -100,6 +100,7 @@ def told(state: RouterState) -> dict[str, Any]:
         "untrusted": projection.trust.untrusted,
         "windows": projection.trust.windows(),
         "awaited": [(each[0], each[1], list(each[2]), *each[3:]) for each in projection.trust.open_choices()],
+        "paces": projection.paces and projection.paces.state(),
         "depths": [projection.index.find([1000 * talk + block for block in range(30)]) for talk in range(4)],
     }  # fmt: skip
 
@@ -108,7 +109,7 @@ def told(state: RouterState) -> dict[str, Any]:
 @given(
     st.integers(0, 10_000),
     st.integers(1, 250),
-    st.sampled_from(("kv", "approximate", "round-robin", "random", "least-loaded")),
+    st.sampled_from(("kv", "approximate", "predicted", "round-robin", "random", "least-loaded")),
 )
 def test_a_state_that_is_given_the_log_of_another_is_like_it_and_decides_alike(
     seed: int, steps: int, policy: str

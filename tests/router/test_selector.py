@@ -14,7 +14,7 @@ import poolgrid.router.core.selector as selector_module
 from poolgrid.router.core.candidates import Candidates, FewCandidates, RoutingRequest
 from poolgrid.router.core.cost import FIELD_WEIGHTS, CostWeights
 from poolgrid.router.core.decision import Decision, DecisionLog
-from poolgrid.router.core.policy import KvAware, LeastLoaded, Policy, Random, RoundRobin, make_policy
+from poolgrid.router.core.policy import KvAware, LeastLoaded, Lmetric, Policy, Random, RoundRobin, make_policy
 from poolgrid.router.core.selector import BUSY, NoWorker
 from poolgrid.router.decision_journal.entries import pack_columns
 from poolgrid.wire.events import (
@@ -104,6 +104,22 @@ def test_ties_depend_on_the_request_alone_and_spread_over_the_workers() -> None:
     assert len(counts) == 4
     assert min(counts.values()) > 60
     assert {decision.choice.reason for decision in chosen} == {"tie"}
+
+
+def test_lmetric_multiplies_new_tokens_by_the_batch() -> None:
+    pool = Pool()
+    a, b, c = pool.join("a", "b", "c")
+    pool.say(a, stored(PATH[:8]), RequestStarted("x", 3 * BLOCK_SIZE, 0, 3))
+    pool.say(b, stored(PATH[:4]))
+
+    decision = decide(pool, Lmetric(), PATH)
+
+    assert decision.choice.costs is not None
+    # a: 2 blocks of its own behind 3, for two; b: 6 for one; c: 10 for one.
+    assert [cost / BLOCK_SIZE for cost in decision.choice.costs] == [10.0, 6.0, 10.0]
+    assert (decision.worker, decision.reason) == (b, "cheapest")
+    assert list(decision.choice.terms["batch"]) == [2.0, 1.0, 1.0]
+    assert c in decision.candidates.workers
 
 
 def test_temperature_samples_by_cost() -> None:
@@ -332,11 +348,16 @@ def test_numbers_and_columns_have_one_cost_to_the_bit(
     queued, active, device, host, disk = zip(*rows, strict=True)
     requests = (0,) * len(rows)
     few = FewCandidates(workers, queued, active, requests, device, host, disk)
-    columns = [np.array(column, np.float64) for column in (queued, active, requests, device, host, disk)]
+    columns = {
+        name: np.array(getattr(few, name), np.float64) for name in FewCandidates.__struct_fields__ if name != "workers"
+    }
     wanted = RoutingRequest(f"r{tie}", "m", isl, block_size, -(-isl // block_size), stage=stage)
     policy = KvAware(weights)
 
-    plain, general = policy.choose_of_few(wanted, few), policy.choose(wanted, Candidates(workers, *columns))
+    plain, general = (
+        policy.choose_of_few(wanted, few),
+        policy.choose(wanted, Candidates(workers, engines=None, **columns)),
+    )
 
     assert (plain.row, plain.reason) == (general.row, general.reason)
     assert list(plain.terms) == list(general.terms)

@@ -34,7 +34,7 @@ from poolgrid.router.service import RouterService
 from poolgrid.router.settings import RouterSettings
 from poolgrid.runtime.clock import SystemClock
 from poolgrid.wire.card import WorkerCard, WorkerLimits
-from poolgrid.wire.events import AnyEvent, JournalRecord, WorkerJoined, WorkerLeft
+from poolgrid.wire.events import AnyEvent, JournalRecord, PrefillCompleted, RequestStarted, WorkerJoined, WorkerLeft
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.identifiers import Role, WorkerId, WorkerKey
 from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, Sampling, TokenBatch, TokenDelta
@@ -171,6 +171,30 @@ def test_a_request_moves_to_a_worker_that_joins_in_the_turn_in_which_its_own_bre
             router.bring_up(AFTER)
             assert service.counts() == (1, 0)
             assert router.sent == [BEFORE, AFTER]
+
+    asyncio.run(scenario())
+
+
+def test_a_predicted_first_token_is_kept_beside_what_it_became_and_a_target_is_told() -> None:
+    async def scenario() -> None:
+        async with routed(make_policy("predicted")) as router:
+            service = router.service
+            router.feed.tell((OLD, WorkerJoined(card(BEFORE))))
+            router.bring_up(BEFORE)
+            hints = {"headers": {"x-ttft-target-ms": "250"}}
+            await service.submit(msgspec.structs.replace(REQUEST, hints=hints))
+            [decision] = service.books.decisions.of_request("r")
+            assert decision.request.ttft_target_ms == 250.0
+            assert decision.explanation().realised_ttft_ms is None
+
+            router.feed.tell((OLD, RequestStarted("r", 20, 0, 2)), (OLD, PrefillCompleted("r")))
+
+            explained = decision.explanation()
+            assert explained.expected_ttft_ms is not None
+            assert explained.realised_ttft_ms is not None
+            metrics = router.metrics
+            off_s = metrics.ttft_sooner.value + metrics.ttft_later.value
+            assert off_s == pytest.approx(abs(explained.expected_ttft_ms - explained.realised_ttft_ms) / 1000)
 
     asyncio.run(scenario())
 

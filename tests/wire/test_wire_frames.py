@@ -34,7 +34,7 @@ from poolgrid.wire import (
     tensors,
     trace_context,
 )
-from poolgrid.wire.card import ChatSpec, MediaSpec, ResizedGrid, TiledGrid, WorkerCard, WorkerLimits
+from poolgrid.wire.card import ChatSpec, MediaSpec, ResizedGrid, StepTimes, TiledGrid, WorkerCard, WorkerLimits
 from poolgrid.wire.codec import Codec
 from poolgrid.wire.errors import DecodeError, LimitError
 from poolgrid.wire.events import (
@@ -152,6 +152,7 @@ FULL_CARD = WorkerCard(
     endpoint_name="poolgrid.decode.generate",
     simulated_speedup=2.5,
     chat=ChatSpec("qwen3", "hermes", "{{ messages }}"),
+    step_times=StepTimes(((1, 12.5), (8192, 220.75)), ((0.0, 7.5), (1.0, 21.25))),
 )
 LOAD = LoadReported(3, 1, 4096, 700, 900, 1024, steps=12_345_678_901)
 

@@ -156,6 +156,9 @@ function attemptItem(attempt, openWorker) {
     el("li", {}, `${counted(attempt.isl, "prompt token")} = ${counted(attempt.isl_blocks, "block")}; ${count(attempt.overlap_blocks)} believed to be there, ${reused === null ? "not known yet how much was reused" : `${counted(reused, "token")} reused`}`),
     attempt.media ? el("li", {}, `${counted(attempt.media.items, "medium", "media")}: ${count(attempt.media.compared_blocks)} of ${counted(Math.floor(attempt.isl / attempt.block_size), "whole block")} compared with what workers hold${attempt.media.compared_blocks >= Math.floor(attempt.isl / attempt.block_size) ? "" : "; the rest is output, or stands behind a medium of which the workers do not say how many tokens it becomes"}`) : null,
     attempt.behind_records ? el("li", {}, el("span", { class: "mark" }, "the router was catching up"), `: ${counted(attempt.behind_records, "record")} or more of the journal were not applied yet`) : null,
+    attempt.expected_ttft_ms !== null
+      ? el("li", {}, `TTFT of ${number(attempt.expected_ttft_ms)} ms expected, ${attempt.realised_ttft_ms === null ? "not known yet what it was" : `it was ${number(attempt.realised_ttft_ms)} ms`}`)
+      : null,
     attempt.margin !== null ? el("li", {}, `the runner-up, ${attempt.runner_up ?? "not named"}, would have cost ${number(attempt.margin)} more`) : null,
     el("li", {}, candidates(attempt, openWorker)),
     ...Object.entries(attempt.filtered).map(([worker, why]) => el("li", {}, el("span", { class: "mark" }, `not ${worker}`), `: ${why}`)),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from poolgrid.wire.card import MediaSpec, WorkerCard, WorkerLimits
+from poolgrid.wire.card import NO_STEP_TIMES, MediaSpec, WorkerCard, WorkerLimits
+from poolgrid.workers.engines.simulated.core.timing import TimingModel, step_times_of
 from poolgrid.workers.engines.simulated.settings import SimulatedWorkerSettings
 
 ENGINE_NAME = "poolgrid-simulated"
 
 
-def make_card(settings: SimulatedWorkerSettings, request_port: int, http_port: int) -> WorkerCard:
-    """Return what the worker says of itself, with the ports it got."""
+def make_card(
+    settings: SimulatedWorkerSettings, request_port: int, http_port: int, timing: TimingModel | None = None
+) -> WorkerCard:
+    """Return what the worker says of itself, with the ports it got; an encode worker has no ``timing``."""
     host = settings.advertised_host
     return WorkerCard(
         model=settings.model,
@@ -30,6 +33,7 @@ def make_card(settings: SimulatedWorkerSettings, request_port: int, http_port: i
         vocabulary_size=settings.token_ids,
         media=media_spec(settings),
         simulated_speedup=settings.speedup,
+        step_times=NO_STEP_TIMES if timing is None else step_times_of(timing),
     )
 
 

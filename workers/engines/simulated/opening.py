@@ -105,13 +105,14 @@ async def _open_whole(settings: SimulatedWorkerSettings, around: EngineHost) -> 
     Raises ``TableError`` when the timing table cannot be used, and what ``make_tensor_transfer`` raises.
     """
     settings, words = await _with_tokenizer(settings)
-    card = make_card(settings, around.request_port, around.http_port)
+    timing = make_timing(settings)
+    card = make_card(settings, around.request_port, around.http_port, timing)
     path = settings.tokenizer_path
     vocabulary = settings.vocabulary(words)
     engine = RealTimeSimulatedEngine(
         settings.engine_limits(),
         vocabulary,
-        make_timing(settings),
+        timing,
         around.clock,
         settings.transfer_model(),
         KvSource(card.request_endpoint, settings.worker_id, around.epoch),

@@ -15,6 +15,8 @@ from typing import Protocol
 
 import msgspec
 
+from poolgrid.wire.card import StepTimes
+
 SPEEDUP_MAX = 1e6
 
 
@@ -142,6 +144,19 @@ class TableTiming:
     def decode_ms(self, used_share: float) -> float:
         """Return the time of one decode step."""
         return self._decode.at(used_share)
+
+
+PREFILL_POINTS = (1, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768)
+DECODE_POINTS = (0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
+"""Where a worker's card says how long its steps take."""
+
+
+def step_times_of(timing: TimingModel) -> StepTimes:
+    """Return what a card says of these times."""
+    return StepTimes(
+        tuple((tokens, timing.prefill_ms(tokens)) for tokens in PREFILL_POINTS),
+        tuple((share, timing.decode_ms(share)) for share in DECODE_POINTS),
+    )
 
 
 class ScaledTiming:

@@ -1,0 +1,186 @@
+"""Policies on equal and unlike workers, in virtual time: the tables of ``docs/predicted.md``.
+
+    python -m benchmarks.predicted_times TRACE [--rows 4000] [--table equal] [--policies kv,predicted] [--jobs 2]
+
+Tables: ``equal`` (load and caches), ``unlike`` (half of the workers three times slower, one at a quarter of its speed
+for a third of the time, both), ``targets`` (requests that are in a hurry, and not). Nothing is timed, so a busy machine
+finds the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from poolgrid.loadgen.trace import read_trace
+from poolgrid.router.core.cost import CostWeights
+from poolgrid.router.core.policy import KvAware, Policy, make_policy
+from poolgrid.simulation.pool import RunResult, SimulatedPool
+from poolgrid.simulation.report import policy_report
+from poolgrid.simulation.ttft_targets import TtftTargets
+from poolgrid.simulation.worker_speeds import SpeedChange, WorkerSpeeds
+from poolgrid.simulation.workload import Workload, build_workload
+from poolgrid.workers.engines.simulated.core.engine import EngineLimits
+from poolgrid.workers.engines.simulated.core.shipped_timing import timing_model
+
+WORKERS = 8
+BLOCK_SIZE = 64
+SMALL, LARGE = 8192, 60_000
+"""Blocks of a worker: half a million tokens, and more than it ever needs."""
+
+FIXED = {
+    "1/0": CostWeights(queue_weight=1.0, decode_weight=0.0),
+    "0.5/0": CostWeights(queue_weight=0.5, decode_weight=0.0),
+    "0.1/0": CostWeights(queue_weight=0.1, decode_weight=0.0),
+}
+"""Weights of queue and decode load that ``kv`` could have had, besides its own and the field's."""
+
+TARGETS_MS = (200.0, 1000.0, 4000.0)
+"""A third of the requests each."""
+
+HALF_SLOW = WorkerSpeeds((1.0, 1.0, 1.0, 1.0, 1 / 3, 1 / 3, 1 / 3, 1 / 3))
+
+
+@dataclass(frozen=True)
+class Run:
+    """One simulation."""
+
+    trace: Path
+    rows: int
+    speed: float
+    blocks: int
+    policy: str
+    speeds: WorkerSpeeds | None = None
+    timing: str = "published"
+    labels: tuple[str, ...] = field(default=())
+    targets: TtftTargets | None = None
+
+
+def policy_called(name: str) -> Policy:
+    """Return a policy by its name, or ``kv`` with weights of ``FIXED``."""
+    return KvAware(FIXED[name], name=name) if name in FIXED else make_policy(name)
+
+
+def limits_of(workload: Workload, blocks: int) -> EngineLimits:
+    """Return engines with so many blocks."""
+    return EngineLimits(
+        block_size=BLOCK_SIZE,
+        total_kv_blocks=blocks,
+        max_sequence_length=workload.longest + 1,
+        max_waiting_requests=len(workload.requests),
+    )
+
+
+def play(run: Run) -> tuple[Run, RunResult]:
+    """Simulate one run."""
+    workload = build_workload(read_trace(run.trace, run.rows), run.speed, BLOCK_SIZE)
+    timing = timing_model(run.timing)  # type: ignore[arg-type]
+    pool = SimulatedPool(
+        workload,
+        policy_called(run.policy),
+        WORKERS,
+        limits_of(workload, run.blocks),
+        timing,
+        speeds=run.speeds,
+        targets=run.targets,
+    )
+    return run, pool.run()
+
+
+def middle_third(trace: Path, rows: int, speed: float, share: float) -> SpeedChange:
+    """Return that the first worker has a share of its speed in the middle third of the time."""
+    last_ms = read_trace(trace, rows)[-1].timestamp / speed
+    return SpeedChange(0, last_ms / 3, 2 * last_ms / 3, share)
+
+
+def equal_runs(options: argparse.Namespace) -> Iterator[Run]:
+    """Yield runs on equal workers."""
+    for speed in options.loads or (1.0, 2.0, 4.0, 7.0):
+        for blocks in (SMALL, LARGE):
+            for policy in options.policies or ("kv", "field", *FIXED, "lmetric", "predicted"):
+                labels = (f"x{speed:g}", "small" if blocks == SMALL else "large")
+                yield Run(options.trace, options.rows, speed, blocks, policy, None, options.timing, labels)
+
+
+def unlike_runs(options: argparse.Namespace) -> Iterator[Run]:
+    """Yield runs on unlike workers."""
+    for speed in options.loads or (1.0, 2.0):
+        slows = middle_third(options.trace, options.rows, speed, 0.25)
+        pools = {
+            "half 3x slower": HALF_SLOW,
+            "one at a quarter": WorkerSpeeds(changes=(slows,)),
+            "both": WorkerSpeeds(HALF_SLOW.pattern, (slows,)),
+        }
+        for name, speeds in pools.items():
+            for policy in options.policies or ("kv", "field", "lmetric", "predicted"):
+                yield Run(
+                    options.trace, options.rows, speed, LARGE, policy, speeds, options.timing, (f"x{speed:g}", name)
+                )
+
+
+def target_runs(options: argparse.Namespace) -> Iterator[Run]:
+    """Yield runs of requests with TTFT targets, which the router is told and not told."""
+    for speed in options.loads or (2.0, 4.0, 7.0):
+        for name, speeds in (("equal", None), ("half 3x slower", HALF_SLOW)):
+            for policy in options.policies or ("kv", "predicted"):
+                for told in (False, True) if policy == "predicted" else (False,):
+                    labels = (f"x{speed:g}", f"{name}, {'told' if told else 'not told'}")
+                    targets = TtftTargets(TARGETS_MS, told)
+                    yield Run(
+                        options.trace, options.rows, speed, LARGE, policy, speeds, options.timing, labels, targets
+                    )
+
+
+def shown(run: Run, result: RunResult) -> str:
+    """Return a row of a table."""
+    report = policy_report(result, WORKERS)
+    ttft, short, guess = report["ttft_ms"], report["short_prompt_ttft_ms"], report["predicted_ttft"]
+    cells = [
+        *run.labels,
+        run.policy,
+        f"{ttft['mean']:,.1f}",
+        f"{ttft['p99']:,.0f}",
+        f"{short['mean']:,.0f}",
+        f"{short['p99']:,.0f}",
+        f"{100 * report['cached_token_ratio']:.1f}",
+        f"{100 * report['busy_ratio']:.0f}",
+        "" if run.targets is None else f"{100 * report['ttft_targets_met_ratio']:.1f}",
+        "" if guess is None else f"{guess['error']:.2f} {guess['bias']:.2f} {guess['p50']:.2f}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+HEAD = "| load | pool | policy | TTFT | p99 | short | short p99 | cached % | busy % | met % | error, bias, p50 |"
+
+TABLES = {"equal": equal_runs, "unlike": unlike_runs, "targets": target_runs}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--rows", type=int, default=4000)
+    parser.add_argument("--table", choices=TABLES, default="equal")
+    parser.add_argument("--policies", type=lambda text: tuple(text.split(",")), default=())
+    parser.add_argument("--loads", type=lambda text: tuple(map(float, text.split(","))), default=())
+    parser.add_argument("--timing", default="published")
+    parser.add_argument("--jobs", type=int, default=1)
+    options = parser.parse_args(arguments)
+    print(HEAD, flush=True)
+    print(f"|{'---|' * (HEAD.count('|') - 1)}", flush=True)
+    runs = list(TABLES[options.table](options))
+    if options.jobs == 1:
+        for run in runs:
+            print(shown(*play(run)), flush=True)
+        return
+    with ProcessPoolExecutor(options.jobs) as executor:
+        for run, result in executor.map(play, runs):
+            print(shown(run, result), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

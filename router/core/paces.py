@@ -1,0 +1,264 @@
+"""How much slower each worker is than its step times say, learned from its first tokens.
+
+Rules
+    1. A choice leaves what was predicted for it at pace 1: until its first token, the queue included, and for its own
+       prompt alone. Its first token says how long it really took. A worker's pace is the ratio of the two sums, in
+       which old observations count less (``KEPT``) and so do all when time passes (``MEMORY_MS``).
+    2. A worker begins with ``PRIOR_MS`` worth of the pool's pace, which its observations replace, and what time takes
+       from these is filled up with it again. So a worker that nobody was sent to for long returns to the pool's pace,
+       and what was slow is tried again. The pool's own begins with 1, the word of the cards.
+    3. A worker that does not answer says nothing, and must look slow all the same. It is never believed to be faster
+       than its oldest request without a first token allows, once that is late beyond doubt.
+    4. A request that ends without a first token teaches nothing, unless it had waited longer than was predicted.
+    5. It is a fold like the projection it belongs to: choices, events and their times decide, nothing else. All
+       operations are those of IEEE, so the same inputs give the same bits on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import msgspec
+
+from poolgrid.wire.identifiers import WorkerKey
+
+AWAITED_MAX = 16_384
+"""Chosen requests whose first token is awaited; one more is not learned from."""
+
+KEPT = 0.917
+"""What an observation counts after the next one; after eight it counts half, so a busy worker is known in seconds."""
+
+MEMORY_MS = 120_000.0
+"""Time after which what was observed counts half: long enough that a worker with little traffic stays known."""
+
+ARRIVALS_MEMORY_MS = 30_000.0
+"""Over what time the rate of requests is an average."""
+
+PRIOR_MS = 500.0
+"""How much the pool's pace counts, in predicted milliseconds: a handful of requests outweighs it."""
+
+NOISE, CERTAIN = 1.2, 1.5
+"""Up to the one a worker's pace is not told from the pool's, from the other on it is believed as it is. Single times
+are off by a tenth, and to tell workers apart that are equal sends prompts away from where they are cached."""
+
+GRACE_MS = 250.0
+"""How much later than predicted a first token may come before it counts as late: a full step that was under way."""
+
+
+class Awaited(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A choice whose first token is awaited."""
+
+    chosen_ms: float
+    unit_ms: float
+    """Predicted time to its first token at pace 1, from the choice on."""
+    own_ms: float
+    """The part of it that computes its own prompt."""
+    pace: float
+    """With which the choice reckoned."""
+
+
+class Arrivals(msgspec.Struct, array_like=True):
+    """Requests that were chosen for of late; those of long ago count less."""
+
+    count: float = 0.0
+    own_ms: float = 0.0
+    """Sum of what their prompts take, at pace 1."""
+    last_ms: float = 0.0
+
+    def add(self, own_ms: float, now_ms: float) -> None:
+        """Count a request."""
+        kept = _remembered(now_ms - self.last_ms, ARRIVALS_MEMORY_MS)
+        self.count = self.count * kept + 1.0
+        self.own_ms = self.own_ms * kept + own_ms
+        self.last_ms = now_ms
+
+
+class WorkerPace(msgspec.Struct):
+    """What is known of one worker."""
+
+    observed_ms: float = 0.0
+    unit_ms: float = 0.0
+    """What was predicted, at pace 1, for what was observed."""
+    seen_ms: float = 0.0
+    """When the last observation was made."""
+    served_ms: float = 0.0
+    """Since when the engine is at the oldest of ``awaited``: the last first token."""
+    awaited: dict[str, Awaited] = {}
+    """By dispatch, in order of choice."""
+
+    def add(self, observed_ms: float, unit_ms: float, prior: float, now_ms: float) -> None:
+        """Take an observation, after what time has made of those before."""
+        kept = _remembered(now_ms - self.seen_ms)
+        filled_ms = PRIOR_MS * (1.0 - kept)
+        self.observed_ms = (self.observed_ms * kept + filled_ms * prior) * KEPT + observed_ms
+        self.unit_ms = (self.unit_ms * kept + filled_ms) * KEPT + unit_ms
+        self.seen_ms = now_ms
+
+    def ratio(self, prior: float, now_ms: float) -> float:
+        """Return the ratio of the sums; what time has taken from them is filled up with ``prior``."""
+        kept = _remembered(now_ms - self.seen_ms)
+        filled_ms = PRIOR_MS * (1.0 - kept)
+        return (self.observed_ms * kept + filled_ms * prior) / (self.unit_ms * kept + filled_ms)
+
+
+def _remembered(age_ms: float, memory_ms: float = MEMORY_MS) -> float:
+    """Return how much of what was seen counts after a time; a quotient, because powers differ between machines."""
+    return memory_ms / (memory_ms + max(0.0, age_ms))
+
+
+def _told_apart(pace: float, prior: float) -> float:
+    """Return a worker's pace, or the pool's as far as the two cannot be told apart."""
+    times = pace / prior if pace > prior else prior / pace
+    if times >= CERTAIN:
+        return pace
+    if times <= NOISE:
+        return prior
+    times = 1.0 + (CERTAIN - 1.0) * (times - NOISE) / (CERTAIN - NOISE)
+    return prior * times if pace > prior else prior / times
+
+
+class Paces:
+    """The paces of all workers of a pool."""
+
+    def __init__(self) -> None:
+        self._workers: dict[WorkerKey, WorkerPace] = {}
+        self._pool = WorkerPace(PRIOR_MS, PRIOR_MS)
+        self._arrivals = Arrivals()
+        self._awaited = 0
+        self._latest_ms = 0.0
+        """Of the moments that it was told."""
+        self.on_first_token: Callable[[str, float, float], None] | None = None
+        """Told the dispatch, the expected and the real time to its first token, in milliseconds; changes nothing."""
+
+    # -- choices and facts -----------------------------------------------------------------------------------------
+
+    def chosen(
+        self, worker: WorkerKey, dispatch_id: str, unit_ms: float, own_ms: float, pace: float, now_ms: float
+    ) -> None:
+        """Await the first token of a choice that reckoned with a pace; both predictions are at pace 1."""
+        self._latest_ms = now_ms
+        known = self._workers.get(worker)
+        if known is None:
+            known = self._workers[worker] = WorkerPace(PRIOR_MS * self.pool_pace(now_ms), PRIOR_MS, now_ms, now_ms)
+        self._arrivals.add(own_ms, now_ms)
+        if self._awaited >= AWAITED_MAX and dispatch_id not in known.awaited:
+            return
+        self._awaited += dispatch_id not in known.awaited
+        known.awaited[dispatch_id] = Awaited(now_ms, unit_ms, own_ms, pace)
+
+    def first_token(self, worker: WorkerKey, dispatch_id: str, now_ms: float) -> None:
+        """Learn from a first token; one that was not chosen here teaches nothing but that the engine is at the next."""
+        self._latest_ms = now_ms
+        known = self._workers.get(worker)
+        if known is None:
+            return
+        known.served_ms = now_ms
+        awaited = known.awaited.pop(dispatch_id, None)
+        if awaited is not None:
+            self._awaited -= 1
+            self._learn(known, awaited, now_ms)
+            if self.on_first_token is not None:
+                self.on_first_token(dispatch_id, awaited.unit_ms * awaited.pace, now_ms - awaited.chosen_ms)
+
+    def ended(self, worker: WorkerKey, dispatch_id: str) -> None:
+        """Await a request no longer: it ended, or was taken away, and had no first token."""
+        now_ms = self._latest_ms
+        known = self._workers.get(worker)
+        awaited = None if known is None else known.awaited.pop(dispatch_id, None)
+        if known is None or awaited is None:
+            return
+        self._awaited -= 1
+        if now_ms - awaited.chosen_ms > awaited.unit_ms * self._ratio(known, now_ms) + GRACE_MS:
+            self._learn(known, awaited, now_ms)
+
+    def await_only(self, is_open: Callable[[WorkerKey, str], bool]) -> None:
+        """Await no request that the ledger does not have any more: nobody will speak of it."""
+        for worker, known in self._workers.items():
+            for dispatch_id in [each for each in known.awaited if not is_open(worker, each)]:
+                del known.awaited[dispatch_id]
+                self._awaited -= 1
+
+    def forget(self, worker: WorkerKey) -> None:
+        """Forget a worker that left, or whose life ended."""
+        known = self._workers.pop(worker, None)
+        if known is not None:
+            self._awaited -= len(known.awaited)
+
+    def keep_only(self, workers: Collection[WorkerKey]) -> None:
+        """Go on after a snapshot, which tells of workers and not of first tokens: await none, keep who is there."""
+        for worker in [each for each in self._workers if each not in workers]:
+            self.forget(worker)
+        self.await_only(lambda worker, dispatch_id: False)
+
+    def _learn(self, known: WorkerPace, awaited: Awaited, now_ms: float) -> None:
+        observed_ms = max(0.0, now_ms - awaited.chosen_ms)
+        known.add(observed_ms, awaited.unit_ms, self.pool_pace(now_ms), now_ms)
+        self._pool.add(observed_ms, awaited.unit_ms, 1.0, now_ms)
+
+    # -- what is believed ------------------------------------------------------------------------------------------
+
+    def pool_pace(self, now_ms: float) -> float:
+        """Return the pace of the pool, in which a worker counts by what it was sent."""
+        return self._pool.ratio(1.0, now_ms)
+
+    def arrivals(self, now_ms: float) -> tuple[float, float]:
+        """Return how many requests come per millisecond, and what a prompt takes of them at pace 1, on average."""
+        known = self._arrivals
+        kept = _remembered(now_ms - known.last_ms, ARRIVALS_MEMORY_MS)
+        return known.count * kept / ARRIVALS_MEMORY_MS, known.own_ms / known.count if known.count else 0.0
+
+    def _ratio(self, known: WorkerPace, now_ms: float) -> float:
+        return known.ratio(self.pool_pace(now_ms), now_ms)
+
+    def believed(self, workers: Sequence[WorkerKey], now_ms: float) -> tuple[list[float], list[float], list[int]]:
+        """Return each worker's pace, the milliseconds at pace 1 of its queue that are done, and how many it awaits.
+
+        The engine has been at its oldest request since that was chosen, or since the last first token.
+        """
+        prior = self.pool_pace(now_ms)
+        paces: list[float] = []
+        done: list[float] = []
+        waiting: list[int] = []
+        for worker in workers:
+            known = self._workers.get(worker)
+            if known is None:
+                paces.append(prior)
+                done.append(0.0)
+                waiting.append(0)
+                continue
+            pace = _told_apart(known.ratio(prior, now_ms), prior)
+            done_ms = 0.0
+            for oldest in known.awaited.values():
+                age_ms = now_ms - oldest.chosen_ms
+                if age_ms > CERTAIN * pace * (oldest.unit_ms + GRACE_MS):
+                    pace = age_ms / (oldest.unit_ms + GRACE_MS)
+                since_ms = max(oldest.chosen_ms, known.served_ms)
+                done_ms = min(max(0.0, now_ms - since_ms) / pace, oldest.own_ms)
+                break
+            paces.append(pace)
+            done.append(done_ms)
+            waiting.append(len(known.awaited))
+        return paces, done, waiting
+
+    # -- for a state that goes on elsewhere ------------------------------------------------------------------------
+
+    def state(self) -> tuple[Arrivals, WorkerPace, list[tuple[WorkerKey, WorkerPace]]]:
+        """Return copies of what is known of requests, of the pool (``served_ms`` is the latest moment), of workers."""
+        pool = msgspec.structs.replace(self._pool, served_ms=self._latest_ms)
+        return (
+            msgspec.structs.replace(self._arrivals),
+            pool,
+            [(worker, _copied(known)) for worker, known in self._workers.items()],
+        )
+
+    def restore(self, arrivals: Arrivals, pool: WorkerPace, workers: Iterable[tuple[WorkerKey, WorkerPace]]) -> None:
+        """Go on from what another one knew."""
+        self._arrivals = msgspec.structs.replace(arrivals)
+        self._pool = _copied(pool)
+        self._latest_ms = pool.served_ms
+        self._workers = {worker: _copied(known) for worker, known in workers}
+        self._awaited = sum(len(known.awaited) for known in self._workers.values())
+
+
+def _copied(known: WorkerPace) -> WorkerPace:
+    return msgspec.structs.replace(known, awaited=dict(known.awaited))

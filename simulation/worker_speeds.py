@@ -1,0 +1,109 @@
+"""How fast each simulated worker is, and when that changes: what a router has to find out by itself.
+
+A speed divides all step times: 1 is what the worker's card says, 0.25 a quarter of it. A change holds for the steps
+that begin in its time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from poolgrid.workers.engines.simulated.core.timing import SPEEDUP_MAX, TimingModel
+
+SPEED_FORM = f"above 0 to {SPEEDUP_MAX:g}"
+
+
+class SpeedError(ValueError):
+    """A description of speeds cannot be used; the message names the place."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedChange:
+    """One worker's speed for a while."""
+
+    worker: int
+    from_ms: float
+    to_ms: float
+    speed: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpeeds:
+    """The speeds of all workers at all times."""
+
+    pattern: tuple[float, ...] = (1.0,)
+    """Speeds of the first workers; the next ones begin with the first again."""
+    changes: tuple[SpeedChange, ...] = ()
+
+    @classmethod
+    def parse(cls, pattern: str, changes: str, workers: int) -> WorkerSpeeds:
+        """Return the speeds of ``1,1,0.33`` and changes ``WORKER:FROM_S:TO_S:SPEED,...``; raises ``SpeedError``."""
+        return cls(
+            tuple(_speed(each, f"worker_speeds[{at}]") for at, each in enumerate(pattern.split(","))),
+            tuple(_change(each, f"slowdowns[{at}]", workers) for at, each in enumerate(changes.split(",")) if each),
+        )
+
+    def at(self, worker: int, now_ms: float) -> float:
+        """Return the speed with which a worker begins a step; of changes that overlap the last named one holds."""
+        for change in reversed(self.changes):
+            if change.worker == worker and change.from_ms <= now_ms < change.to_ms:
+                return change.speed
+        return self.pattern[worker % len(self.pattern)]
+
+    def next_change_ms(self, worker: int, now_ms: float) -> float:
+        """Return when a worker's speed changes next; infinity when it does not."""
+        moments = [
+            moment
+            for change in self.changes
+            if change.worker == worker
+            for moment in (change.from_ms, change.to_ms)
+            if moment > now_ms
+        ]
+        return min(moments, default=float("inf"))
+
+
+class ChangingTiming:
+    """Another model's times divided by a speed that somebody sets before each step."""
+
+    def __init__(self, model: TimingModel) -> None:
+        self._model = model
+        self.speed = 1.0
+
+    def prefill_ms(self, new_tokens: int) -> float:
+        """Return the time to compute ``new_tokens`` prompt tokens."""
+        return self._model.prefill_ms(new_tokens) / self.speed
+
+    def decode_ms(self, used_share: float) -> float:
+        """Return the time of one decode step."""
+        return self._model.decode_ms(used_share) / self.speed
+
+
+def changing(timings: Sequence[TimingModel]) -> list[ChangingTiming]:
+    """Return one such timing for each worker."""
+    return [ChangingTiming(timing) for timing in timings]
+
+
+def _speed(text: str, place: str) -> float:
+    try:
+        speed = float(text)
+    except ValueError:
+        speed = 0.0
+    if not 0.0 < speed <= SPEEDUP_MAX:
+        raise SpeedError(f"{place} is {text!r}, allowed are numbers {SPEED_FORM}")
+    return speed
+
+
+def _change(text: str, place: str, workers: int) -> SpeedChange:
+    parts = text.split(":")
+    try:
+        worker, from_s, to_s = int(parts[0]), float(parts[1]), float(parts[2])
+    except (ValueError, IndexError):
+        raise SpeedError(f"{place} is {text!r}, must be WORKER:FROM_S:TO_S:SPEED") from None
+    if len(parts) != 4:
+        raise SpeedError(f"{place} is {text!r}, must be WORKER:FROM_S:TO_S:SPEED")
+    if not 0 <= worker < workers:
+        raise SpeedError(f"{place} is about worker {worker}, allowed are 0 to {workers - 1}")
+    if not 0.0 <= from_s < to_s:
+        raise SpeedError(f"{place} is from {parts[1]} to {parts[2]} s, allowed are times from 0, the second later")
+    return SpeedChange(worker, 1000.0 * from_s, 1000.0 * to_s, _speed(parts[3], place))

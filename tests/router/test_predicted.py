@@ -1,0 +1,198 @@
+"""The policy ``predicted`` counts in milliseconds, and learns what they are."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from poolgrid.router.core.candidates import RoutingRequest
+from poolgrid.router.core.decision import Decision
+from poolgrid.router.core.paces import KEPT, PRIOR_MS
+from poolgrid.router.core.policy import EXPECTED_MS, OWN_MS, PACE, Predicted
+from poolgrid.router.core.selector import Selector
+from poolgrid.router.core.step_curve import PUBLISHED, StepCurve
+from poolgrid.wire.card import StepTimes
+from poolgrid.wire.events import PrefillCompleted, RequestStarted, WorkerJoined
+from poolgrid.wire.identifiers import Role, Stage, WorkerKey
+from poolgrid.workers.engines.simulated.core.timing import PolynomialTiming, step_times_of
+from tests.router.fleet_builder import BLOCK_SIZE, Pool, decided, make_card, stored, worker_key
+
+PATH = list(range(100, 350))
+LONG = RoutingRequest("long", "m", 250 * BLOCK_SIZE, BLOCK_SIZE, 250)
+
+
+def make_pool(*names: str) -> tuple[Pool, Selector]:
+    pool = Pool()
+    selector = pool.selector(Predicted())
+    pool.join(*names, card=make_card(max_sequence_length=100_000))
+    return pool, selector
+
+
+def choose(selector: Selector, now_ms: float, request_id: str = "r", request: RoutingRequest = LONG) -> Decision:
+    asked = msgspec.structs.replace(request, request_id=request_id)
+    return decided(selector.select(asked, PATH, now_ms, 0))
+
+
+def serve(pool: Pool, selector: Selector, worker: WorkerKey, took_ms: float, now_ms: float, request_id: str) -> None:
+    """Have a worker be chosen, since the others cannot be reached, and answer after a time."""
+    others = {key: "unreachable" for key in pool.projection.fleet.workers if key != worker}
+    asked = msgspec.structs.replace(LONG, request_id=request_id)
+    decision = decided(selector.select(asked, [], now_ms, 0, others))
+    selector.book(decision, [], now_ms)
+    assert pool.projection.paces is not None
+    pool.projection.paces.first_token(worker, request_id, now_ms + took_ms)
+    pool.projection.ledger.finished(worker, request_id)
+
+
+def test_expected_is_the_time_of_what_is_queued_and_not_cached() -> None:
+    pool, selector = make_pool("a", "b")
+    pool.say(worker_key("a"), stored(PATH[:200]), RequestStarted("x", 10_000, 0, 0))
+
+    decision = choose(selector, 0.0)
+    terms = decision.choice.terms
+
+    engine = PolynomialTiming()
+    a = engine.prefill_ms(8192) + engine.prefill_ms(10_000 + 50 * BLOCK_SIZE - 8192) + 2 * engine.decode_ms(0.0)
+    assert terms[EXPECTED_MS][0] == pytest.approx(a, rel=0.02)
+    assert terms[EXPECTED_MS][1] == pytest.approx(engine.prefill_ms(250 * BLOCK_SIZE), rel=0.02)
+    assert terms[OWN_MS][0] == pytest.approx(engine.prefill_ms(50 * BLOCK_SIZE), rel=0.02)
+    assert list(terms["uncached_tokens"]) == [800.0, 4000.0]
+    assert decision.worker == worker_key("b")
+    assert decision.expected_ttft_ms() == terms[EXPECTED_MS][1]
+
+
+def test_a_worker_that_took_three_times_as_long_is_avoided_although_it_holds_more() -> None:
+    pool, selector = make_pool("a", "b")
+    a, b = worker_key("a"), worker_key("b")
+    pool.say(a, stored(PATH[:100]))
+    assert choose(selector, 0.0).worker == a
+
+    for number in range(20):
+        serve(pool, selector, a, 260.0, 1000.0 * number, f"a{number}")
+        serve(pool, selector, b, 87.0, 1000.0 * number + 500, f"b{number}")
+
+    decision = choose(selector, 20_000.0)
+    assert decision.worker == b
+    assert decision.choice.terms[PACE][0] == pytest.approx(3.0, rel=0.25)
+    assert decision.choice.terms[PACE][1] == pytest.approx(1.0, rel=0.25)
+
+
+def test_step_times_of_a_card_are_begun_with() -> None:
+    pool = Pool()
+    selector = pool.selector(Predicted())
+    slow = StepTimes(((1, 100.0), (1000, 300.0)), ((0.0, 50.0),))
+    pool.say(worker_key("a"), WorkerJoined(make_card()))
+    pool.say(worker_key("b"), WorkerJoined(msgspec.structs.replace(make_card(), step_times=slow)))
+
+    short = RoutingRequest("r", "m", 1000, BLOCK_SIZE, 63)
+    decision = decided(selector.select(short, [], 0.0, 0))
+
+    assert decision.worker == worker_key("a")
+    assert decision.choice.terms[EXPECTED_MS][1] == pytest.approx(300.0)
+
+
+def test_a_decode_worker_is_chosen_by_its_steps() -> None:
+    pool = Pool()
+    selector = pool.selector(Predicted())
+    pool.join("a", "b", card=make_card(role=Role.DECODE))
+    pool.say(worker_key("a"), RequestStarted("x", 100, 100, 400))
+
+    request = RoutingRequest("r", "m", 1000, BLOCK_SIZE, 63, stage=Stage.DECODE)
+    decision = decided(selector.select(request, PATH, 0.0, 0, roles=(Role.DECODE,)))
+
+    assert decision.worker == worker_key("b")
+    selector.book(decision, PATH, 0.0)
+    assert pool.projection.paces is not None
+    assert pool.projection.paces.state()[2] == [], "no first token is awaited of it"
+
+
+def test_events_teach_and_a_dry_run_leaves_no_trace() -> None:
+    pool, selector = make_pool("a")
+    paces = pool.projection.paces
+    assert paces is not None
+    decision = choose(selector, 0.0)
+    before = paces.state()
+    selector.select(LONG, PATH, 0.0, 0, dry_run=True)
+    assert paces.state() == before
+
+    selector.book(decision, PATH, -500.0)
+    pool.say(worker_key("a"), RequestStarted("r", LONG.isl, 0, 250), PrefillCompleted("r"))  # at 0.0
+
+    _, _, [(worker, known)] = paces.state()
+    # Beside what it began with, of which an observation takes its part.
+    assert worker == worker_key("a")
+    assert known.observed_ms == pytest.approx(500.0 + KEPT * PRIOR_MS)
+    assert known.unit_ms == pytest.approx(decision.choice.terms[EXPECTED_MS][0] + KEPT * PRIOR_MS)
+
+
+def test_other_policies_learn_nothing() -> None:
+    pool = Pool()
+    assert pool.projection.paces is None
+
+
+def test_a_long_prompt_does_not_take_the_last_free_worker_where_requests_come_fast() -> None:
+    pool, selector = make_pool("a", "b")
+    a, b = worker_key("a"), worker_key("b")
+    long = msgspec.structs.replace(LONG, isl=60_000, blocks=3750)
+    pool.say(a, RequestStarted("x", 16_000, 0, 0))
+    assert decided(selector.select(long, [], 0.0, 0)).worker == b
+
+    for number in range(300):  # a hundred a second
+        serve(pool, selector, b, 87.0, 10.0 * number, f"b{number}")
+
+    assert decided(selector.select(long, [], 3000.0, 0)).worker == a
+    assert decided(selector.select(LONG, [], 3000.0, 0)).worker == b, "a shorter one is soon done"
+
+
+def test_the_published_curve_is_near_the_published_polynomials() -> None:
+    engine = PolynomialTiming()
+    tokens = np.array([1.0, 100.0, 700.0, 3000.0, 8000.0, 20_000.0])
+
+    steps = PUBLISHED.step_ms(tokens)
+
+    assert list(steps) == [pytest.approx(engine.prefill_ms(int(each)), rel=0.05) for each in tokens]
+    assert PUBLISHED.step_ms(np.zeros(1))[0] == 0.0
+    shares = np.array([0.0, 0.3, 1.0])
+    assert list(PUBLISHED.decode_ms(shares)) == [pytest.approx(engine.decode_ms(each), rel=0.02) for each in shares]
+
+
+def test_prompts_are_computed_in_steps_and_a_cards_curve_is_the_engines() -> None:
+    times = step_times_of(PolynomialTiming())
+    curve = StepCurve(times.prefill, times.decode)
+    engine = PolynomialTiming()
+
+    found = curve.prompt_ms(np.array([20_000.0]), np.array([8192.0]))
+
+    assert found[0] == pytest.approx(2 * engine.prefill_ms(8192) + engine.prefill_ms(20_000 - 2 * 8192), rel=0.01)
+
+
+def test_a_long_prompt_keeps_away_from_a_short_one_whose_step_it_would_join() -> None:
+    _, selector = make_pool("a", "b")
+    a, b = worker_key("a"), worker_key("b")
+    short = RoutingRequest("short", "m", 100, BLOCK_SIZE, 7)
+    booked = decided(selector.select(short, [], 0.0, 0, {b: "unreachable"}))
+    selector.book(booked, [], 0.0)
+
+    decision = choose(selector, 0.0)
+
+    assert decision.worker == b
+    joined = decision.choice.terms["joined_ms"]
+    engine = PolynomialTiming()
+    assert joined[0] == pytest.approx(engine.prefill_ms(100 + LONG.isl) - engine.prefill_ms(100), rel=0.05)
+    assert joined[1] == 0.0
+    assert a in decision.candidates.workers
+
+
+def test_who_has_time_goes_where_others_lose_least_and_who_has_none_where_it_is_soonest() -> None:
+    pool, selector = make_pool("a", "b")
+    a, b = worker_key("a"), worker_key("b")
+    pool.say(a, stored(PATH[:100]), RequestStarted("x", 8192, 0, 0))
+
+    def chosen(target_ms: float) -> WorkerKey:
+        asked = msgspec.structs.replace(LONG, ttft_target_ms=target_ms)
+        return decided(selector.select(asked, PATH, 0.0, 0)).worker
+
+    assert chosen(0.0) == b
+    assert chosen(100.0) == b
+    assert chosen(5000.0) == a, "there is less to compute, and time to wait for it"

@@ -1,0 +1,108 @@
+"""Workers are as fast as they are said to be, and the router finds out."""
+
+from __future__ import annotations
+
+import pytest
+
+from poolgrid.loadgen.trace import read_trace
+from poolgrid.router.core.policy import make_policy
+from poolgrid.simulation.pool import RunResult, SimulatedPool
+from poolgrid.simulation.report import policy_report
+from poolgrid.simulation.ttft_targets import TargetError, TtftTargets
+from poolgrid.simulation.worker_speeds import ChangingTiming, SpeedChange, SpeedError, WorkerSpeeds
+from poolgrid.simulation.workload import Workload, build_workload
+from poolgrid.workers.engines.simulated.core.timing import PolynomialTiming
+from tests.simulation.builders import CONVERSATION, limits, row
+
+
+@pytest.fixture(scope="module")
+def conversations() -> Workload:
+    return build_workload(read_trace(CONVERSATION, 300), 2.0, 64)
+
+
+def play(workload: Workload, policy: str, speeds: WorkerSpeeds | None, targets: TtftTargets | None = None) -> RunResult:
+    return SimulatedPool(
+        workload, make_policy(policy), 4, limits(workload), speeds=speeds, targets=targets
+    ).run()  # fmt: skip
+
+
+def test_a_pattern_begins_again_and_a_change_holds_for_its_time() -> None:
+    speeds = WorkerSpeeds.parse("1,0.5", "2:1:3:0.25,2:2:4:0.1", 4)
+
+    assert [speeds.at(worker, 0.0) for worker in range(4)] == [1.0, 0.5, 1.0, 0.5]
+    assert [speeds.at(2, now_ms) for now_ms in (999.0, 1000.0, 2000.0, 3999.0, 4000.0)] == [1.0, 0.25, 0.1, 0.1, 1.0]
+    assert [speeds.next_change_ms(2, now_ms) for now_ms in (0.0, 1000.0, 4000.0)] == [1000.0, 2000.0, float("inf")]
+    assert speeds.next_change_ms(1, 0.0) == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "changes", "words"),
+    [
+        ("1,fast", "", r"worker_speeds\[1\] is 'fast', allowed are numbers above 0"),
+        ("0", "", r"worker_speeds\[0\] is '0'"),
+        ("1", "0:1:2", r"slowdowns\[0\] is '0:1:2', must be WORKER:FROM_S:TO_S:SPEED|is '', allowed"),
+        ("1", "x:1:2:1", "must be WORKER"),
+        ("1", "4:1:2:0.5", "is about worker 4, allowed are 0 to 3"),
+        ("1", "0:2:1:0.5", "from 2 to 1 s"),
+        ("1", "0:1:2:-1", r"slowdowns\[0\] is '-1'"),
+    ],
+)
+def test_speeds_that_are_none_are_named(pattern: str, changes: str, words: str) -> None:
+    with pytest.raises(SpeedError, match=words):
+        WorkerSpeeds.parse(pattern, changes, 4)
+
+
+def test_a_slower_engine_takes_longer() -> None:
+    timing = ChangingTiming(PolynomialTiming())
+    timing.speed = 0.25
+
+    assert timing.prefill_ms(1000) == 4 * PolynomialTiming().prefill_ms(1000)
+    assert timing.decode_ms(0.5) == 4 * PolynomialTiming().decode_ms(0.5)
+
+
+def test_a_slowdown_is_felt_from_then_to_then() -> None:
+    workload = build_workload([row(number, at=10_000.0 * number, osl=1) for number in range(3)], 1.0, 64)
+    slow = WorkerSpeeds(changes=(SpeedChange(0, 9_000.0, 15_000.0, 0.5),))
+
+    result = SimulatedPool(workload, make_policy("kv"), 1, limits(workload), speeds=slow).run()
+
+    first, second, third = result.ttft_ms
+    assert first == pytest.approx(third)
+    assert second == pytest.approx(2 * first)
+
+
+def test_predicted_finds_slow_workers_out_and_kv_does_not(conversations: Workload) -> None:
+    slow = WorkerSpeeds((1.0, 1.0, 1.0, 0.25))
+
+    kv, predicted = (play(conversations, policy, slow) for policy in ("kv", "predicted"))
+
+    assert predicted.worker_tokens[3] < 0.5 * kv.worker_tokens[3]
+    assert sum(predicted.ttft_ms) < 0.85 * sum(kv.ttft_ms)
+    report = policy_report(predicted, 4)["predicted_ttft"]
+    assert report["requests"] == 300
+    assert report["error"] < 0.4
+    assert policy_report(kv, 4)["predicted_ttft"] is None
+
+
+def test_what_is_expected_on_equal_workers_is_nearly_what_comes(conversations: Workload) -> None:
+    report = policy_report(play(conversations, "predicted", None), 4)["predicted_ttft"]
+
+    assert report["error"] < 0.25
+    assert 0.9 < report["bias"] < 1.1
+
+
+def test_requests_that_met_their_target_are_counted(conversations: Workload) -> None:
+    never, always = TtftTargets((0.001,)), TtftTargets((1e9,), told=False)
+
+    assert play(conversations, "predicted", None, never).targets_met == 0
+    assert policy_report(play(conversations, "predicted", None, always), 4)["ttft_targets_met_ratio"] == 1.0
+
+
+def test_targets_are_drawn_by_the_request_and_what_is_none_is_named() -> None:
+    targets = TtftTargets.parse("100,200", told=True)
+    assert targets is not None
+    assert {targets.of(f"r{number}") for number in range(20)} == {100.0, 200.0}
+    assert TtftTargets.parse(" ", told=True) is None
+    for text in ("soon", "0", "nan", "100,"):
+        with pytest.raises(TargetError, match="allowed is a finite number"):
+            TtftTargets.parse(text, told=True)
