@@ -35,8 +35,8 @@ settings.load_profile("poolgrid")
 def keep_compiled() -> None:
     """Let every process that tests start find compiled what it imports, also where the environment says otherwise.
 
-    Images for containers do. Each of hundreds of processes would compile a thousand modules, and take three times the
-    CPU to start.
+    Images for containers do. Each of hundreds of processes would compile a thousand modules, and take twice the CPU to
+    start.
     """
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
