@@ -84,7 +84,7 @@ LRU_GHOSTS_MAX = 16
 GHOST_MEMORY_MS = 600_000.0
 """After ten minutes a ghost's find counts 1/e."""
 
-PAYS, PAYS_NO_MORE = 1.02, 1.005
+PAYS, PAYS_NO_MORE = 1.1, 1.04
 """How much more the ghost with priorities must find before what is learnt is said, and until it is said no more."""
 
 LOST_MS = 3_600_000.0
