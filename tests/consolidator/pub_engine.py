@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import select
 import struct
-from collections import deque
+from collections import Counter, deque
 from itertools import groupby, islice
 from typing import Any
 
@@ -66,13 +66,16 @@ def all_cleared(dialect: str) -> Any:
 
 
 class Cache:
-    """An engine's blocks: engine hash (signed, as engines send it) to sequence hash, per tier."""
+    """An engine's blocks: engine hash (signed, as engines send it) to sequence hash, per tier.
+
+    What is stored again is there twice, as in vLLM: each copy is told of, and each is removed by itself.
+    """
 
     def __init__(self, dialect: str, salt: int = 0) -> None:
         self.dialect = dialect
         self.salt = salt
         self.truth: dict[Tier, dict[int, int]] = {tier: {} for tier in Tier}
-        self._names: dict[int, int] = {}
+        self._copies: Counter[tuple[Tier, int]] = Counter()
 
     def store(self, tokens: list[int], tier: Tier = Tier.DEVICE, lora: str | None = None, cut: int = 0) -> Any:
         """Store a prompt from block ``cut`` on."""
@@ -80,6 +83,7 @@ class Cache:
         engine = [self._engine_hash(name) for name in names]
         for name, engine_hash in zip(names[cut:], engine[cut:], strict=True):
             self.truth[tier][engine_hash] = name
+            self._copies[tier, engine_hash] += 1
         parent = engine[cut - 1] if cut else None
         return block_stored(self.dialect, engine[cut:], parent, tokens[cut * BLOCK :], MEDIA[tier], lora)
 
@@ -104,19 +108,24 @@ class Cache:
     def remove(self, count: int, tier: Tier = Tier.DEVICE) -> Any:
         held = self.truth[tier]
         hashes = list(islice(reversed(held), count))[::-1]
-        for engine_hash in hashes:
-            del held[engine_hash]
+        self._remove_copies(tier, hashes)
         return block_removed(self.dialect, hashes, MEDIA[tier])
 
     def evict(self, count: int) -> Any:
         """Remove the oldest blocks of the device, parents before their children."""
         held = self.truth[Tier.DEVICE]
         hashes = list(islice(held, count))
-        for engine_hash in hashes:
-            del held[engine_hash]
+        self._remove_copies(Tier.DEVICE, hashes)
         return block_removed(self.dialect, hashes, MEDIA[Tier.DEVICE])
 
+    def _remove_copies(self, tier: Tier, hashes: list[int]) -> None:
+        for engine_hash in hashes:
+            self._copies[tier, engine_hash] -= 1
+            if not self._copies[tier, engine_hash]:
+                del self.truth[tier][engine_hash]
+
     def clear(self) -> Any:
+        self._copies.clear()
         for held in self.truth.values():
             held.clear()
         return all_cleared(self.dialect)
