@@ -140,6 +140,7 @@ def report_of(stage: Stage, speed: float, policies: Mapping[str, Any]) -> dict[s
         "workers": stage.workers,
         "routers": 1,
         "event_delay_ms": 0.0,
+        "retention": "off",  # routers do not send what is learnt, so nothing recorded has any
         "speed": speed,
         "block_size": stage.workload.block_size,
         "blocks_per_worker": stage.limits.total_kv_blocks,
