@@ -21,7 +21,14 @@ log = logging.getLogger(__name__)
 class EmbeddingFetcher:
     """The fetches of one worker; as many at a time as the service lets requests wait."""
 
-    def __init__(self, transfer: TensorTransfer, fetches_max: int) -> None:
+    def __init__(
+        self,
+        transfer: TensorTransfer,
+        fetches_max: int,
+        read: Callable[[bytes], Sequence[TensorDescriptor]] = lambda params: codec.tensor_list.decode(params).tensors,
+    ) -> None:
+        """``read`` finds the tensors in a request's ``disaggregated_params``, or raises ``DecodeError``."""
+        self._read = read
         self._transfer = transfer
         self._fetches_max = fetches_max
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -42,7 +49,7 @@ class EmbeddingFetcher:
                 f"{self._fetches_max}"
             )
         try:
-            tensors = codec.tensor_list.decode(request.disaggregated_params).tensors
+            tensors = self._read(request.disaggregated_params)
         except DecodeError as error:
             raise RefusedError(
                 f"the disaggregated_params of request {request.request_id!r} describe no embeddings ({error})"

@@ -80,7 +80,11 @@ class Transfers:
         kv = self._kv
         if kv is not None and request.stage is Stage.DECODE:
             kv.fetcher.begin(request.request_id, kv.handover.wanted(request))
-        elif self._embeddings is not None and request.disaggregated_params is not None:
+        elif (
+            self._embeddings is not None
+            and request.disaggregated_params is not None
+            and request.stage is not Stage.DECODE
+        ):
             self._embeddings.fetcher.begin(request)
         else:
             return False

@@ -24,6 +24,7 @@ from poolgrid.workers.engines.trtllm.engine import EngineLimits, TrtllmEngine, l
 from poolgrid.workers.engines.trtllm.library import load_library
 from poolgrid.workers.engines.trtllm.settings import TrtllmSettings
 from poolgrid.workers.metrics import WorkerMetrics
+from poolgrid.workers.tensor_transfer.port import TensorTransfer
 from tests.fakes import install_tensorrt_llm
 from tests.fakes.tensorrt_llm._fake.executor import Executor
 from tests.fakes.tensorrt_llm.llmapi.llm import media_hash
@@ -115,7 +116,11 @@ class RunningEngine:
 
 @asynccontextmanager
 async def running_engine(
-    role: Role = Role.AGGREGATED, limits: EngineLimits | None = None, runs: bool = True, **settings: Any
+    role: Role = Role.AGGREGATED,
+    limits: EngineLimits | None = None,
+    runs: bool = True,
+    tensors: TensorTransfer | None = None,
+    **settings: Any,
 ) -> AsyncIterator[RunningEngine]:
     install_tensorrt_llm()
     given = {
@@ -142,6 +147,7 @@ async def running_engine(
         "served",
         takes_media=chosen.modality == "multimodal",
         encode_endpoint=chosen.encode_endpoint,
+        tensors=tensors,
     ) as opened:
         told = RunningEngine(opened.engine, opened.engine._llm, metrics)
         if runs:

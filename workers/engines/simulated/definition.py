@@ -6,6 +6,7 @@ from contextlib import AbstractAsyncContextManager
 
 from poolgrid.workers.engines.definition import EngineDefinition, EngineHost, OpenedEngine
 from poolgrid.workers.engines.simulated.settings import SimulatedWorkerSettings
+from poolgrid.workers.tensor_transfer.settings import TensorSettings
 
 
 def _open(settings: SimulatedWorkerSettings, around: EngineHost) -> AbstractAsyncContextManager[OpenedEngine]:
@@ -24,4 +25,5 @@ ENGINE = EngineDefinition(
     open=_open,
     shortest_timeout_ms=_shortest_timeout_ms,
     about="With `--engine simulated`.",
+    tables=(SimulatedWorkerSettings, TensorSettings),
 )

@@ -19,6 +19,7 @@ from poolgrid.workers.engines.simulated.real_time import RealTimeSimulatedEngine
 from poolgrid.workers.engines.simulated.settings import SimulatedWorkerSettings
 from poolgrid.workers.engines.simulated.words import TokenizerWords, read_words
 from poolgrid.workers.kv_fetcher import KvFetcher
+from poolgrid.workers.tensor_transfer.opening import open_tensor_transfer
 from poolgrid.workers.tensor_transfer.port import TensorTransfer
 from poolgrid.workers.transfers import EmbeddingExchange, KvExchange
 
@@ -45,31 +46,7 @@ def make_tensor_transfer(settings: SimulatedWorkerSettings, around: EngineHost) 
     """
     if settings.modality == "text":
         return None
-    # Imported where there are tensors: NumPy is a fifth of what a worker takes to start.
-    from poolgrid.workers.tensor_transfer.metrics import TensorMetrics
-    from poolgrid.workers.tensor_transfer.nixl_transfer import NixlTensorTransfer, make_agent
-    from poolgrid.workers.tensor_transfer.tensor_store import TensorStore
-    from poolgrid.workers.tensor_transfer.zmq_transfer import ZmqTensorTransfer
-
-    metrics = TensorMetrics(around.registry, settings.tensor_transport)
-    # Before the socket: without NIXL nothing has been bound.
-    name = f"{settings.worker_id}-{around.epoch}"
-    agent = make_agent(name) if settings.tensor_transport == "nixl" else None
-    store = TensorStore(f"{around.epoch:x}", settings.tensor_store_mb * 2**20, settings.tensor_lease_ms)
-    over_zmq = ZmqTensorTransfer(
-        around.context,
-        settings.host,
-        settings.tensor_port,
-        settings.advertise_host,
-        store,
-        around.awake,
-        metrics,
-        chunk_bytes=settings.tensor_chunk_kb * 1024,
-        timeout_ms=settings.tensor_fetch_timeout_ms,
-    )
-    if agent is None:
-        return over_zmq
-    return NixlTensorTransfer(agent, name, over_zmq, around.awake, metrics, settings.tensor_fetch_timeout_ms)
+    return open_tensor_transfer(settings, settings.tensor_transport, around)
 
 
 async def _with_tokenizer(settings: SimulatedWorkerSettings) -> tuple[SimulatedWorkerSettings, tuple[int, ...]]:

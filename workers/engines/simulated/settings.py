@@ -30,13 +30,14 @@ from poolgrid.workers.engines.simulated.core.kv_transfer import (
 from poolgrid.workers.engines.simulated.core.next_token import Vocabulary
 from poolgrid.workers.engines.simulated.core.shipped_timing import PUBLISHED, TIMING_TEXT, TimingName
 from poolgrid.workers.engines.simulated.core.timing import SPEEDUP_MAX
-from poolgrid.workers.settings import GPU_INTERVAL_TEXT, Name, WorkerProcessSettings
+from poolgrid.workers.settings import GPU_INTERVAL_TEXT, Name
+from poolgrid.workers.tensor_transfer.settings import TensorSettings
 
 VOCABULARY_SIZE_DEFAULT = 32_000
 """What early models of Llama's kind have."""
 
 
-class SimulatedWorkerSettings(WorkerProcessSettings):
+class SimulatedWorkerSettings(TensorSettings):
     """A worker process with the simulated engine."""
 
     engine_name: ClassVar[str] = "simulated"
@@ -153,30 +154,6 @@ class SimulatedWorkerSettings(WorkerProcessSettings):
         "zmq",
         description="How embeddings come from encode workers: in messages, or read from their memory with NIXL "
         "(poolgrid[nixl]). poolgrid_worker_tensor_transport shows it.",
-    )
-    tensor_port: int = Field(
-        0, ge=0, le=65535, description="Port at which tensors are asked for and let go of; 0 = any free one."
-    )
-    tensor_store_mb: int = Field(
-        256,
-        ge=1,
-        le=1_048_576,
-        description="Embeddings kept for other workers, in 2^20 bytes; beyond it encode legs are refused as busy.",
-    )
-    tensor_lease_ms: float = Field(
-        10_000.0,
-        ge=10.0,
-        le=TIMEOUT_MS_MAX,
-        description="How long embeddings are kept that nobody asks for; as long as a silent router keeps its lease.",
-    )
-    tensor_fetch_timeout_ms: float = Field(
-        2000.0,
-        ge=10.0,
-        le=TIMEOUT_MS_MAX,
-        description="Silence of an encode worker after which a fetch of embeddings ends as broken.",
-    )
-    tensor_chunk_kb: int = Field(
-        1024, ge=1, le=4096, description="Piece of a tensor in one message, in 2^10 bytes, without NIXL."
     )
     loras: tuple[Name, ...] = Field((), max_length=LORAS_PER_WORKER_MAX, description="LoRA adapters that are served.")
 

@@ -16,7 +16,7 @@ Rules:
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -143,8 +143,17 @@ class TrtllmCalls:
             self.media.note(digests, [item.media_hash for item in items], seed)
         return seed if self._library.names_media else None
 
-    def generate(self, request: Generate, plan: Plan | None, inputs: Any, context_only: bool) -> Any:
+    def generate(
+        self,
+        request: Generate,
+        plan: Plan | None,
+        inputs: Any,
+        context_only: bool,
+        handles: Sequence[tuple[codec.HandleField, dict[str, Any]]] = (),
+    ) -> Any:
         """Give a request to the engine and return its result, which grows.
+
+        ``handles`` are those of embeddings that were fetched for it.
 
         Raises ``RefusedError``, and what TensorRT-LLM raises.
         """
@@ -152,7 +161,7 @@ class TrtllmCalls:
             return self._llm.generate_async(inputs)
         routing = request.routing
         given: dict[str, Any] = {"sampling_params": self.sampling_params(request, plan), "streaming": not context_only}
-        params, prompt = self._disaggregated_params(request, context_only)
+        params, prompt = self._disaggregated_params(request, context_only, handles)
         if params is not None:
             given["disaggregated_params"] = params
         if prompt is not None:
@@ -242,7 +251,9 @@ class TrtllmCalls:
             arguments["logits_processor"] = processor
         return self._library.sampling_params(**arguments)
 
-    def _disaggregated_params(self, request: Generate, context_only: bool) -> tuple[Any, bytes | None]:
+    def _disaggregated_params(
+        self, request: Generate, context_only: bool, handles: Sequence[tuple[codec.HandleField, dict[str, Any]]]
+    ) -> tuple[Any, bytes | None]:
         """Return what the leg before left, made into what this leg is asked for (``None`` for a whole request).
 
         The second value are the token ids of a prompt with media, for a decode leg.
@@ -263,6 +274,8 @@ class TrtllmCalls:
                     "the embeddings of the request are in the memory of another machine, and TensorRT-LLM's handles of "
                     "them mean nothing here"
                 )
+            if decoded.tensors:
+                _set_handles(made, handles)
             fresh = set(decoded.dropped) - self._dropped_fields
             if fresh:
                 self._dropped_fields |= fresh
@@ -287,8 +300,21 @@ class TrtllmCalls:
             log.warning(
                 "an encode worker on another machine made embeddings for a request of this worker: they cannot be "
                 "taken from there, and such requests begin anew with their pictures. Run the encode workers of a model "
-                "on the machines of those that compute its prompts"
+                "on the machines of those that compute its prompts, or start both with --tensor-transport zmq or nixl"
             )
+
+
+def _set_handles(made: Any, handles: Sequence[tuple[codec.HandleField, dict[str, Any]]]) -> None:
+    """Put handles of what was fetched where the engine looks for them."""
+    if not handles:
+        raise UnableError(
+            "the embeddings of the request are to be fetched from an encode worker, and this worker has "
+            "tensor_transport none: start it with zmq or nixl, as the encode worker"
+        )
+    for field, handle in handles:
+        if field != codec.EMBEDDINGS:
+            setattr(made, field, handle)
+    made.multimodal_embedding_handles = [handle for field, handle in handles if field == codec.EMBEDDINGS]
 
 
 def _duration(duration_ms: int | None) -> timedelta | None:

@@ -6,6 +6,7 @@ from contextlib import AbstractAsyncContextManager
 
 from poolgrid.workers.engines.definition import EngineDefinition, EngineHost, OpenedEngine, StartPlan
 from poolgrid.workers.engines.trtllm.settings import TrtllmSettings, TrtllmWorkerSettings
+from poolgrid.workers.tensor_transfer.settings import TensorSettings
 
 
 def _open(settings: TrtllmWorkerSettings, around: EngineHost) -> AbstractAsyncContextManager[OpenedEngine]:
@@ -15,7 +16,10 @@ def _open(settings: TrtllmWorkerSettings, around: EngineHost) -> AbstractAsyncCo
 
 
 def _shortest_timeout_ms(settings: TrtllmWorkerSettings) -> float:
-    return min(settings.health_timeout_ms, settings.progress_timeout_ms, settings.answer_timeout_ms)
+    own = min(settings.health_timeout_ms, settings.progress_timeout_ms, settings.answer_timeout_ms)
+    if settings.tensor_transport == "none":
+        return own
+    return min(own, settings.tensor_lease_ms, settings.tensor_fetch_timeout_ms)
 
 
 def _start_plan(settings: TrtllmWorkerSettings) -> StartPlan:
@@ -32,6 +36,6 @@ ENGINE = EngineDefinition(
     shortest_timeout_ms=_shortest_timeout_ms,
     about="With `--engine trtllm`. `--print-engine-args` prints what the engine would get and where each value came "
     "from ([what wins](engine_configs.md)), and starts nothing.",
-    tables=(TrtllmSettings, TrtllmWorkerSettings),
+    tables=(TrtllmSettings, TrtllmWorkerSettings, TensorSettings),
     start_plan=_start_plan,
 )

@@ -15,7 +15,9 @@ Rules:
 4. What a request causes is its own error, and one that befell the engine moves its requests: an error that comes after
    output, that several requests have at once, or that speaks of the engine, is the engine's. Of any other error that
    comes late nobody can tell, so another worker may try.
-5. An engine that has shut down, or says that it is not healthy, ends ``run``: the worker then tells everybody and ends.
+5. Where embeddings travel as bytes, an encode leg is *kept* too, until its taker has them or their lease ends
+   (``embedding_offers``).
+6. An engine that has shut down, or says that it is not healthy, ends ``run``: the worker then tells everybody and ends.
    One that is silent (``lifecycle.health``) has its requests taken away, each ending as broken: they go on elsewhere.
 """
 
@@ -38,6 +40,7 @@ from prometheus_client import CollectorRegistry
 
 from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.tasks import owned
+from poolgrid.wire.errors import WireError
 from poolgrid.wire.events import (
     AnyEvent,
     BlocksStored,
@@ -60,11 +63,13 @@ from poolgrid.workers.engines.trtllm.arguments.engine_arguments import EngineArg
 from poolgrid.workers.engines.trtllm.arguments.later_arguments import missing
 from poolgrid.workers.engines.trtllm.calls import TrtllmCalls
 from poolgrid.workers.engines.trtllm.collector import EngineCollector
+from poolgrid.workers.engines.trtllm.core.disaggregated_params import with_tensors
 from poolgrid.workers.engines.trtllm.core.loras import adapters
 from poolgrid.workers.engines.trtllm.core.model_abilities import abilities_of, model_problem
 from poolgrid.workers.engines.trtllm.core.model_facts import ModelFacts
 from poolgrid.workers.engines.trtllm.core.outputs import FINISH_REASONS, GOES_ON
 from poolgrid.workers.engines.trtllm.core.statistics import EngineStatistics, load_of
+from poolgrid.workers.engines.trtllm.embedding_offers import EmbeddingOffers
 from poolgrid.workers.engines.trtllm.feed import TrtllmFeed, WireCacheEvent
 from poolgrid.workers.engines.trtllm.generations import End, Generations, Growth, MediaLoader
 from poolgrid.workers.engines.trtllm.library import TrtllmLibrary, is_alive, load_library
@@ -72,10 +77,12 @@ from poolgrid.workers.engines.trtllm.logits import ProcessorsOfRequests
 from poolgrid.workers.engines.trtllm.media import load_media
 from poolgrid.workers.engines.trtllm.metrics import TrtllmMetrics
 from poolgrid.workers.engines.trtllm.model_files import read_model_facts
+from poolgrid.workers.engines.trtllm.shared_tensors import HostTensor, SharedTensors
 from poolgrid.workers.engines.trtllm.stream import EngineStream
 from poolgrid.workers.logits.failure_channel import FailureChannel
 from poolgrid.workers.logits.registry import LogitsProcessorRegistry
 from poolgrid.workers.metrics import WorkerMetrics
+from poolgrid.workers.tensor_transfer.port import Tensor, TensorTransfer
 
 log = logging.getLogger(__name__)
 
@@ -185,6 +192,7 @@ class TrtllmEngine:
         processors: ProcessorsOfRequests,
         context: zmq.Context[Any],
         load_media: MediaLoader | None = None,
+        tensors: TensorTransfer | None = None,
     ) -> None:
         self._thread = thread
         self._library = library
@@ -197,8 +205,18 @@ class TrtllmEngine:
         self._takes_media = load_media is not None
         self._calls = TrtllmCalls(library, llm, arguments, facts, processors)
         self._generations = Generations(
-            thread, library, llm, self._calls, self._on_growths, load_media, trtllm_metrics.note_miscounted
+            thread,
+            library,
+            llm,
+            self._calls,
+            self._on_growths,
+            load_media,
+            trtllm_metrics.note_miscounted,
+            None if tensors is None else SharedTensors(),
         )
+        self._offers: EmbeddingOffers | None = None
+        if tensors is not None and role is Role.ENCODE:
+            self._offers = EmbeddingOffers(tensors, self._on_embeddings_gone)
         self._transfers_kv = bool((arguments.values.get("cache_transceiver_config") or {}).get("backend"))
         self._dp_size = arguments.attention_dp_size
         self._stream: EngineStream | None = None
@@ -286,8 +304,11 @@ class TrtllmEngine:
         self._observer = changed
 
     def describe(self) -> dict[str, object]:
-        """Return how reading its events goes, and which ranks' indexes lack something after a loss."""
-        return {"feed": self._feed.describe()} if self._reads else {}
+        """Return how reading its events goes, which ranks' indexes lack something after a loss, what is on offer."""
+        described: dict[str, object] = {"feed": self._feed.describe()} if self._reads else {}
+        if self._offers is not None:
+            described["kept_embeddings"] = len(self._offers)
+        return described
 
     @property
     def loras(self) -> tuple[str, ...]:
@@ -333,10 +354,14 @@ class TrtllmEngine:
 
         What the engine itself refuses is told with the request's only delta.
         """
+        self.submit_embedded(request, ())
+
+    def submit_embedded(self, request: Generate, tensors: Sequence[Tensor]) -> None:
+        """Do the same with a request whose embeddings were fetched, as its ``disaggregated_params`` say."""
         active = self._admit(request)
         plan = self._calls.plan(request)
         self._enter(active)
-        self._thread.post(self._generations.begin, active.serial, request, plan, active.context_only)
+        self._thread.post(self._generations.begin, active.serial, request, plan, active.context_only, tensors)
         self._feed.wake()
 
     def cancel(self, request_id: str) -> None:
@@ -345,6 +370,10 @@ class TrtllmEngine:
         if kept is not None:
             # The usual way for a leg to end: its router says so when the decode worker has the KV.
             self._release(kept, PREFILLED)
+            return
+        if self._offers is not None and request_id in self._offers:
+            self._offers.withdraw(request_id)
+            self._let_go(request_id, CANCELLED)
             return
         active = self._active.get(request_id)
         if active is None or active.cancelled_ms is not None:
@@ -360,7 +389,11 @@ class TrtllmEngine:
         sampling = request.sampling
         if self._health.broken.done() or self._closed:
             raise BrokenError("the engine has shut down")
-        if request.request_id in self._active or request.request_id in self._kept:
+        if (
+            request.request_id in self._active
+            or request.request_id in self._kept
+            or (self._offers is not None and request.request_id in self._offers)
+        ):
             raise RefusedError(f"request id {request.request_id!r} is already active on this worker")
         if stage in (Stage.PREFILL, Stage.DECODE) and not self._transfers_kv:
             raise BrokenError(
@@ -450,6 +483,7 @@ class TrtllmEngine:
                 released=pending.released,
                 expired=pending.expired,
                 kept_transfers=len(self._kept),
+                keeps_encoded=self._offers is not None,
             )
         )
 
@@ -477,7 +511,7 @@ class TrtllmEngine:
         if active.cancelled_ms is not None:
             self._finish(active, delta, CANCELLED)
         elif active.request.stage is Stage.ENCODE:
-            self._finish(active, delta, ENCODED, params=end.params, metrics=end.metrics)
+            self._finish_encoded(active, delta, end)
         elif active.context_only and reason in GOES_ON:
             self._finish(active, delta, PREFILLED, params=end.params, metrics=end.metrics)
         elif reason == CANCELLED:
@@ -486,6 +520,37 @@ class TrtllmEngine:
             self._finish(active, delta, FINISH_REASONS[reason], metrics=end.metrics)
         else:
             self._finish(active, delta, ERROR, error=f"the engine ended the request with {reason!r}", refusal=BROKEN)
+
+    def _finish_encoded(self, active: _Active, delta: TokenDelta, end: End) -> None:
+        """End an encode leg; what it left is offered, where it travels as bytes."""
+        params = end.params
+        if self._offers is not None and end.embeddings:
+            assert params is not None, "an encode leg has some"
+            try:
+                params = self._offer(self._offers, active.request_id, params, end.embeddings)
+            except RefusedError as refusal:
+                self._finish(active, delta, ERROR, error=refusal.reason, refusal=refusal.kind)
+                return
+        self._finish(active, delta, ENCODED, params=params, metrics=end.metrics)
+
+    @staticmethod
+    def _offer(offers: EmbeddingOffers, request_id: str, params: bytes, tensors: Sequence[HostTensor]) -> bytes:
+        carried = offers.offer(request_id, tensors)
+        try:
+            return with_tensors(params, carried)
+        except WireError as error:
+            offers.withdraw(request_id)
+            raise UnableError(f"what the next leg needs cannot travel: {error}") from None
+
+    def _on_embeddings_gone(self, request_id: str, expired: bool) -> None:
+        self._let_go(request_id, EXPIRED if expired else ENCODED)
+
+    def _let_go(self, request_id: str, reason: FinishReason) -> None:
+        """Take an encode leg off the books whose embeddings were kept."""
+        self._loads[0].left(request_id)
+        self._pending.released.append(request_id)
+        self._pending.rank(0).append(RequestFinished(request_id, reason))
+        self._flush_soon()
 
     def _book(self, active: _Active, cached_tokens: int, fresh: int) -> None:
         """Note that a request has grown, in the books and for the event stream."""
@@ -566,6 +631,10 @@ class TrtllmEngine:
         if reason == PREFILLED:
             active.deadline_ms = now_ms + self._limits.kv_transfer_timeout_ms
             self._kept[request_id] = active
+            self._loads[active.rank].keep(request_id)
+            self._pending.rank(active.rank)
+            return
+        if reason == ENCODED and self._offers is not None and request_id in self._offers:
             self._loads[active.rank].keep(request_id)
             self._pending.rank(active.rank)
             return
@@ -737,8 +806,11 @@ async def load_engine(
     logits_processors: Sequence[str] = (),
     takes_media: bool = False,
     encode_endpoint: str = "",
+    tensors: TensorTransfer | None = None,
 ) -> AsyncIterator[LoadedEngine]:
     """Load a model and keep its engine until the end of the block; whatever ends it, the engine is shut down.
+
+    ``tensors``: embeddings travel by it, and not as handles.
 
     Takes minutes; cancelling it leaves what is being made to be shut down when it exists. Raises
     ``LibraryMissingError``, ``EngineBrokenError``, and what TensorRT-LLM raises.
@@ -787,6 +859,7 @@ async def load_engine(
                 partial(load_media, takes_embeddings=abilities.takes_embeddings, encoded_by=encode_endpoint)
                 if takes_media
                 else None,
+                tensors,
             )
             try:
                 await engine.begin()

@@ -11,7 +11,9 @@ Rules:
    blocks. What is finished is not aborted: the engine has forgotten it, and would only complain.
 4. Preparing media takes long: where the installed version can do so apart (``LLM.preprocess``), it happens beside this
    thread, decoding pictures always does.
-5. A request with media that goes on from another worker keeps its output only if the engine's own tokens of the longer
+5. Where embeddings travel as bytes (``shared_tensors``), an encode leg's handles are opened when its result is
+   complete, and handles of what was fetched for a leg are made before the engine gets it; both in a thread.
+6. A request with media that goes on from another worker keeps its output only if the engine's own tokens of the longer
    prompt end with it; else it is refused.
 """
 
@@ -20,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -36,6 +38,8 @@ from poolgrid.workers.engines.trtllm.calls import Plan, TrtllmCalls
 from poolgrid.workers.engines.trtllm.core import disaggregated_params as codec
 from poolgrid.workers.engines.trtllm.core.outputs import GOES_ON, OutputCursor, prompt_logprobs
 from poolgrid.workers.engines.trtllm.library import REQUEST_ERRORS, TrtllmLibrary, is_alive
+from poolgrid.workers.engines.trtllm.shared_tensors import HostTensor, SharedHandles, SharedTensors
+from poolgrid.workers.tensor_transfer.port import Tensor
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +65,8 @@ class End:
     """Whether the engine lived when the error was met."""
     params: bytes | None = None
     """What the next leg needs."""
+    embeddings: tuple[HostTensor, ...] = ()
+    """What the next leg is to fetch."""
     metrics: dict[str, Any] = field(default_factory=dict)
 
 
@@ -93,6 +99,12 @@ class _Leg:
     plan: Plan
     context_only: bool
     cursor: OutputCursor
+    fetched: Sequence[Tensor] = ()
+    """Its embeddings, where they came as bytes."""
+    shared: SharedHandles | None = None
+    """Handles of them; kept as long as the engine may open them."""
+    copies: tuple[HostTensor, ...] = ()
+    """What an encode leg's handles stood for."""
     result: Any = None
     task: asyncio.Task[None] | None = None
     began: bool = False
@@ -118,8 +130,13 @@ class Generations:
         grown: Callable[[], None],
         load_media: MediaLoader | None,
         miscounted: Callable[[int, int], None],
+        shared_tensors: SharedTensors | None = None,
     ) -> None:
-        """``miscounted`` is told of prompts with media: the tokens that a router counted, and the engine's."""
+        """``miscounted`` is told of prompts with media: the tokens that a router counted, and the engine's.
+
+        ``shared_tensors``: embeddings travel as bytes, not as handles.
+        """
+        self._shared_tensors = shared_tensors
         self._thread = thread
         self._library = library
         self._llm = llm
@@ -141,9 +158,11 @@ class Generations:
             untaken, self._untaken = self._untaken, {}
         return list(untaken.values())
 
-    def begin(self, serial: int, request: Generate, plan: Plan, context_only: bool) -> None:
+    def begin(
+        self, serial: int, request: Generate, plan: Plan, context_only: bool, fetched: Sequence[Tensor] = ()
+    ) -> None:
         """Give a request to the engine; its growth and its end are told under ``serial``."""
-        leg = _Leg(serial, request, plan, context_only, OutputCursor(request.sampling.logprobs))
+        leg = _Leg(serial, request, plan, context_only, OutputCursor(request.sampling.logprobs), fetched)
         self._legs[serial] = leg
         if request.multimodal is not None:
             leg.task = detached(self._prepare(leg), f"request {request.request_id}")
@@ -180,12 +199,13 @@ class Generations:
 
     def _start(self, leg: _Leg, inputs: Any) -> None:
         """Call the engine; raises what it raises."""
+        handles = () if leg.shared is None else leg.shared.handles
         try:
-            leg.result = self._calls.generate(leg.request, leg.plan, inputs, leg.context_only)
+            leg.result = self._calls.generate(leg.request, leg.plan, inputs, leg.context_only, handles)
         except self._library.request_error:
             # A fault of the engine's own threads is raised at whichever request comes next; one that is the request's
             # own is raised again.
-            leg.result = self._calls.generate(leg.request, leg.plan, inputs, leg.context_only)
+            leg.result = self._calls.generate(leg.request, leg.plan, inputs, leg.context_only, handles)
 
     async def _prepare(self, leg: _Leg) -> None:
         """Load a request's media beside the loop, give it to the engine, follow it."""
@@ -196,6 +216,8 @@ class Generations:
             has_handles = request.disaggregated_params is not None and request.stage is not Stage.ENCODE
             seed = None if request.stage is Stage.ENCODE else leg.plan.hash_seed
             inputs = await asyncio.to_thread(self._load_media, request, has_handles, seed)
+            if leg.fetched:
+                leg.shared = await asyncio.to_thread(self._share, leg)
             if emitted:
                 inputs["prompt"] += self._calls.text_of(emitted)
             if self._preprocess is not None and request.stage is not Stage.ENCODE and not has_handles:
@@ -214,6 +236,11 @@ class Generations:
         else:
             await self._follow(leg)
 
+    def _share(self, leg: _Leg) -> SharedHandles:
+        assert self._shared_tensors is not None, "who fetches has them"
+        fetched, leg.fetched = leg.fetched, ()
+        return self._shared_tensors.share(codec.carried_tensors(leg.request.disaggregated_params or b""), fetched)
+
     def _compare_length(self, leg: _Leg) -> None:
         """Count a prompt that the engine made longer or shorter than its router believed."""
         request = leg.request
@@ -230,6 +257,9 @@ class Generations:
         try:
             async for _ in leg.result:
                 self._touch(leg)
+            if leg.request.stage is Stage.ENCODE and self._shared_tensors is not None and not leg.aborting:
+                made = leg.result.disaggregated_params
+                leg.copies = await asyncio.to_thread(self._shared_tensors.copy_out, made)
         except Exception as error:
             self._end(leg, error)
         else:
@@ -320,11 +350,12 @@ class Generations:
             if made is None:
                 return End(error=UnreadableError("the engine returned no disaggregated params"))
             try:
-                machine = self._calls.machine if made.multimodal_embedding_handles else ""
-                params = codec.encode(made, self._engine_prompt(leg), machine)
+                without = codec.HANDLE_FIELDS if leg.copies else ()
+                machine = self._calls.machine if made.multimodal_embedding_handles and not without else ""
+                params = codec.encode(made, self._engine_prompt(leg), machine, without)
             except (TypeError, WireError) as error:
                 return End(error=UnableError(f"what the next leg needs cannot travel: {error}"))
-        return End(reason, params=params, metrics=metrics)
+        return End(reason, params=params, embeddings=leg.copies, metrics=metrics)
 
     @staticmethod
     def _engine_prompt(leg: _Leg) -> bytes | None:

@@ -14,7 +14,7 @@ from pydantic import Field, StringConstraints, field_validator, model_validator
 from poolgrid.runtime.settings import Settings
 from poolgrid.wire.identifiers import Role
 from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX
-from poolgrid.workers.settings import WorkerProcessSettings
+from poolgrid.workers.tensor_transfer.settings import TensorSettings
 
 DisaggregationMode = Literal["prefill_and_decode", "prefill", "decode", "encode"]
 
@@ -209,11 +209,17 @@ class TrtllmSettings(Settings):
         return self.endpoint or f"{self.namespace}.{COMPONENTS[self.disaggregation_mode]}.generate"
 
 
-class TrtllmWorkerSettings(WorkerProcessSettings, TrtllmSettings):
+class TrtllmWorkerSettings(TensorSettings, TrtllmSettings):
     """A worker process with TensorRT-LLM."""
 
     engine_name: ClassVar[str] = "trtllm"
 
+    tensor_transport: Literal["none", "zmq", "nixl"] = Field(
+        "none",
+        description="How embeddings come from encode workers: as handles that are good on one machine only (none), as "
+        "bytes in messages, or read from their host memory with NIXL (poolgrid[nixl]). Encode workers and the workers "
+        "that compute their prompts need the same, except that zmq and nixl go together.",
+    )
     kept_transfers_max: int = Field(
         KEPT_TRANSFERS_MAX_DEFAULT,
         ge=1,

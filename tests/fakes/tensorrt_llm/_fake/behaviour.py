@@ -61,6 +61,8 @@ class Behaviour:
     """``LLM`` must be shut down by the thread that made it, as MPI wants."""
     stop_file: str = ""
     """While there is a file of this name, the engine's process is stopped: for tests whose worker is a process."""
+    machine: str = ""
+    """Where the engine is: handles of tensors made on a machine of another name cannot be opened."""
     out_of_memory_at: tuple[int, ...] = ()
     """Iterations that run out of memory: all requests of the engine are answered with an error, and it goes on."""
     stdout_lines: int = 0

@@ -413,11 +413,9 @@ class BaseLLM:
             return [media_hash(each) for kind in sorted(media) for each in _as_list(media[kind])]
         if (params.mrope_position_ids_handle is None) != (params.mrope_position_deltas_handle is None):
             raise ValueError("mrope_position_ids_handle and mrope_position_deltas_handle must be both set or both None")
-        for handle in params.multimodal_embedding_handles or ():
-            if handle.get("method_key", 1) not in (1, 2):
-                raise ValueError(f"Unsupported shared tensor method key: {handle['method_key']}")
         if params.request_type == "generation_only" and (media or params.multimodal_embedding_handles):
             raise ValueError("Multimodal data is not allowed in generation_only requests")
+        _open_embeddings(params)
         transceiver = getattr(self.args, "cache_transceiver_config", None)
         if params.request_type != "context_and_generation":
             if transceiver is None or transceiver.backend is None:
@@ -664,15 +662,29 @@ def media_hash(item: Any) -> bytes:
     return b"".join(xxh3_64_intdigest(text, seed).to_bytes(8, "big") for seed in range(4))
 
 
+def _open_embeddings(params: DisaggregatedParams) -> None:
+    """Open the handles of embeddings and look into them, as the model does; raises what opening them raises."""
+    handles = params.multimodal_embedding_handles
+    if not handles:
+        return
+    from .._torch.shared_tensor import SharedTensorContainer
+    from .._torch.shared_tensor.shared_tensor import embeddings_of
+
+    opened = [SharedTensorContainer.from_dict(handle).get_local_view() for handle in handles]
+    for tensor, words in zip(opened, params.multimodal_hashes or (), strict=False):
+        digest = b"".join((word & 0xFFFFFFFF).to_bytes(4, "big") for word in words)
+        if tensor.content() != embeddings_of(digest, tensor.content()[1][0]).content():
+            raise ValueError("the embeddings are not those of the picture")
+
+
 def _encoded(media: dict[str, Any], params: DisaggregatedParams | None, eyes: SeeingModel | None) -> Response:
     """What an encoder answers: a handle per item, and its hash as 8 integers."""
     items = [each for kind in sorted(media) for each in _as_list(media[kind])]
     digests = [media_hash(each) for each in items]
     counts = [576 if eyes is None else eyes.count(each) for each in items]
-    handles: Any = [
-        {"method_key": 1, "tensor_size": (rows, 4096), "storage_handle": digest, "storage_size_bytes": rows * 4096 * 2}
-        for digest, rows in zip(digests, counts, strict=True)
-    ]
+    from .._torch.shared_tensor.shared_tensor import encoder_handle
+
+    handles: Any = [encoder_handle(digest, rows) for digest, rows in zip(digests, counts, strict=True)]
     hashes = [[int.from_bytes(digest[at : at + 4], "big", signed=True) for at in range(0, 32, 4)] for digest in digests]
     made = DisaggregatedParams(multimodal_embedding_handles=handles, multimodal_hashes=hashes)
     if params is not None:

@@ -12,20 +12,24 @@ Rules:
 5. Log probabilities of the first token are objects of the engine's: their values travel. Logits do not, and decode
    does without.
 6. Handles of embeddings mean something on one machine only: which one travels along.
-7. A prompt with media has other token ids in the engine than on the wire: those that the context engine computed travel
+7. Where embeddings travel as tensors, the params have no handles: they say where each tensor is fetched, and which
+   handle is to be made of it (``CarriedTensor``).
+8. A prompt with media has other token ids in the engine than on the wire: those that the context engine computed travel
    along, because the decode engine gets no media to make them of.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Collection, Sequence
+from typing import Annotated, Any, Final, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from poolgrid.wire.errors import DecodeError, LimitError
-from poolgrid.wire.limits import OPAQUE_BYTES_MAX
+from poolgrid.wire.limits import OPAQUE_BYTES_MAX, TENSORS_PER_REQUEST_MAX
+from poolgrid.wire.tensors import TensorDescriptor
 
 CONTEXT_ONLY = "context_only"
 GENERATION_ONLY = "generation_only"
@@ -48,8 +52,26 @@ _WHAT = "disaggregated params"
 
 _PROMPT = "poolgrid_prompt_token_ids"
 _MACHINE = "poolgrid_machine"
+_TENSORS = "poolgrid_tensors"
+
+EMBEDDINGS: Final = "multimodal_embedding_handles"
+"""The field with one handle for each medium; the others below have one handle."""
+
+HandleField = Literal["multimodal_embedding_handles", "mrope_position_ids_handle", "mrope_position_deltas_handle"]
+
+HANDLE_FIELDS: tuple[HandleField, ...] = (EMBEDDINGS, "mrope_position_ids_handle", "mrope_position_deltas_handle")
+"""Fields whose values are handles of tensors."""
 
 P = TypeVar("P")
+
+
+class CarriedTensor(msgspec.Struct, array_like=True, frozen=True):
+    """A tensor that a worker is to fetch before its engine can have the handle of it."""
+
+    field: HandleField
+    dtype: Annotated[str, Meta(max_length=32)]
+    """PyTorch's name: the descriptor has NumPy's, which has no ``bfloat16``."""
+    tensor: TensorDescriptor
 
 
 class Decoded(NamedTuple, Generic[P]):
@@ -61,6 +83,8 @@ class Decoded(NamedTuple, Generic[P]):
     """Token ids of the prompt as the context engine computed it, u32 little-endian; only of a prompt with media."""
     machine: str = ""
     """Where its handles mean something; empty = not told."""
+    tensors: tuple[CarriedTensor, ...] = ()
+    """What is fetched in place of handles."""
 
 
 class CarriedLogprob(msgspec.Struct, array_like=True, frozen=True):
@@ -84,29 +108,55 @@ class _Known(msgspec.Struct, kw_only=True):
     mrope_position_deltas_handle: dict[str, Any] | None = None
 
 
+class _Carrying(msgspec.Struct):
+    tensors: Annotated[tuple[CarriedTensor, ...], Meta(max_length=TENSORS_PER_REQUEST_MAX)] = msgspec.field(
+        default=(), name=_TENSORS
+    )
+
+
 class _Hashes(msgspec.Struct):
     multimodal_hashes: list[list[int]] | None = None
 
 
-def encode(params: Any, prompt: bytes | None = None, machine: str = "") -> bytes:
+def encode(params: Any, prompt: bytes | None = None, machine: str = "", without: Collection[str] = ()) -> bytes:
     """Return the msgpack form of a ``DisaggregatedParams``, of the prompt's token ids if they are given, and of the
-    machine on which its handles mean something.
+    machine on which its handles mean something; ``without`` some fields.
 
     Raises ``TypeError`` naming the field whose value cannot travel (a tensor), ``LimitError`` when it is too large.
     """
     carried: dict[str, Any] = {}
     for field in dataclasses.fields(params):
         value = getattr(params, field.name)
-        if value is not None and field.name not in DROPPED:
+        if value is not None and field.name not in DROPPED and field.name not in without:
             carried[field.name] = _outward(value, field.name)
     if prompt is not None:
         carried[_PROMPT] = prompt
     if machine:
         carried[_MACHINE] = machine
     try:
-        data = msgspec.msgpack.encode(carried)
+        return _bounded(msgspec.msgpack.encode(carried))
     except OverflowError as error:
         raise TypeError(f"encoding {_WHAT}: an integer is beyond 64 bits: {error}") from None
+
+
+def with_tensors(data: bytes, tensors: Sequence[CarriedTensor]) -> bytes:
+    """Return encoded params with what is fetched in place of their handles; raises ``LimitError``."""
+    if len(tensors) > TENSORS_PER_REQUEST_MAX:
+        raise LimitError("tensors of a request", len(tensors), TENSORS_PER_REQUEST_MAX)
+    carried: dict[str, Any] = msgspec.msgpack.decode(data, type=dict[str, msgspec.Raw])
+    carried[_TENSORS] = tensors
+    return _bounded(msgspec.msgpack.encode(carried))
+
+
+def carried_tensors(data: bytes | memoryview) -> tuple[CarriedTensor, ...]:
+    """Return what encoded params have fetched in place of handles; raises ``DecodeError``."""
+    try:
+        return msgspec.msgpack.decode(data, type=_Carrying, ext_hook=_passed_over).tensors
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise DecodeError(_WHAT, str(error)) from None
+
+
+def _bounded(data: bytes) -> bytes:
     if len(data) > OPAQUE_BYTES_MAX:
         raise LimitError(f"size of {_WHAT}", len(data), OPAQUE_BYTES_MAX)
     return data
@@ -139,26 +189,28 @@ def decode(
     machine = carried.pop(_MACHINE, "")
     if not isinstance(machine, str):
         raise DecodeError(_WHAT, f"{_MACHINE} is no text")
+    tensors = carried_tensors(data) if carried.pop(_TENSORS, None) is not None else ()
     installed = {field.name for field in dataclasses.fields(params_class)}  # type: ignore[arg-type]
     dropped = tuple(name for name in carried if name not in installed)
     try:
         params = params_class(**{name: value for name, value in carried.items() if name in installed})
     except (TypeError, ValueError) as error:
         raise DecodeError(_WHAT, f"TensorRT-LLM refuses them: {error}") from None
-    return Decoded(params, dropped, prompt, machine)
+    return Decoded(params, dropped, prompt, machine, tensors)
 
 
 def media_digests(data: bytes | memoryview) -> list[str]:
     """Return the digests of the media that params speak of, as events name them; none where the form is wrong."""
 
-    def passed_over(code: int, data: memoryview) -> Any:
-        return None
-
     try:
-        hashes = msgspec.msgpack.decode(data, type=_Hashes, ext_hook=passed_over).multimodal_hashes or []
+        hashes = msgspec.msgpack.decode(data, type=_Hashes, ext_hook=_passed_over).multimodal_hashes or []
         return [b"".join((word & 0xFFFF_FFFF).to_bytes(4, "big") for word in words).hex() for words in hashes]
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return []  # whoever decodes them says so
+
+
+def _passed_over(code: int, data: memoryview) -> Any:
+    return None
 
 
 def _check(known: _Known) -> None:

@@ -1,0 +1,43 @@
+"""Opens a worker's end of tensor transfers."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from poolgrid.workers.engines.definition import EngineHost
+from poolgrid.workers.tensor_transfer.port import TensorTransfer
+from poolgrid.workers.tensor_transfer.settings import TensorSettings
+
+
+def open_tensor_transfer(
+    settings: TensorSettings, transport: Literal["zmq", "nixl"], around: EngineHost
+) -> TensorTransfer:
+    """Return this worker's end of tensor transfers.
+
+    Raises ``OSError`` when the port cannot be bound, ``NixlMissing``.
+    """
+    # Imported where there are tensors: NumPy is a fifth of what a worker takes to start.
+    from poolgrid.workers.tensor_transfer.metrics import TensorMetrics
+    from poolgrid.workers.tensor_transfer.nixl_transfer import NixlTensorTransfer, make_agent
+    from poolgrid.workers.tensor_transfer.tensor_store import TensorStore
+    from poolgrid.workers.tensor_transfer.zmq_transfer import ZmqTensorTransfer
+
+    metrics = TensorMetrics(around.registry, transport)
+    # Before the socket: without NIXL nothing has been bound.
+    name = f"{settings.worker_id}-{around.epoch}"
+    agent = make_agent(name) if transport == "nixl" else None
+    store = TensorStore(f"{around.epoch:x}", settings.tensor_store_mb * 2**20, settings.tensor_lease_ms)
+    over_zmq = ZmqTensorTransfer(
+        around.context,
+        settings.host,
+        settings.tensor_port,
+        settings.advertise_host,
+        store,
+        around.awake,
+        metrics,
+        chunk_bytes=settings.tensor_chunk_kb * 1024,
+        timeout_ms=settings.tensor_fetch_timeout_ms,
+    )
+    if agent is None:
+        return over_zmq
+    return NixlTensorTransfer(agent, name, over_zmq, around.awake, metrics, settings.tensor_fetch_timeout_ms)
