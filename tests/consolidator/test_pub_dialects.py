@@ -124,7 +124,16 @@ def test_blocks_that_cover_more_than_tokens_are_ignored() -> None:
     later = {**block_stored("trtllm", [2], 1, [1] * 4), "extra_keys": [["image-hash"]]}
     lora = {**block_stored("trtllm", [1], None, [1] * 4, lora="a"), "extra_keys": [["a"]]}
 
+    mixed = {
+        **block_stored("trtllm", [7, 8, 9, 10], None, list(range(16)), lora="a"),
+        "extra_keys": [["a", "salt"], ["a"], ["a", ["image-hash", 2]], ["a"]],
+    }
+    child = block_stored("trtllm", [11], 10, [1] * 4)
+
     assert translated([image]) == []
+    # What comes before a picture is text as any other, and what comes after it hangs on it.
+    (event,) = translated([mixed, child, block_removed("trtllm", [9, 10])])
+    assert list(unpack_hashes(event.sequence_hashes)) == names(list(range(8)), "a", "salt")
     assert translated([old]) == []
     assert translated([block_stored("trtllm", [1], None, [1] * 4), later])[1:] == []
     assert len(translated([lora])) == 1

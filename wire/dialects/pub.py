@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 
 from poolgrid.wire.errors import DecodeError
-from poolgrid.wire.hashing import hash_seed
+from poolgrid.wire.hashing import TOKEN_BYTES, hash_seed
 from poolgrid.wire.identifiers import Tier
 from poolgrid.wire.limits import BLOCKS_PER_EVENT_MAX, FRAME_BYTES_MAX, IDENTIFIER_BYTES_MAX
 
@@ -218,7 +218,11 @@ def _stored(fields: dict[Any, Any]) -> EngineStored | None:
     if fields.get("lora_id") is not None and not lora:
         # A number says nothing about which adapter it is on another worker.
         return None
-    salt = _salt_of_keys(fields.get("extra_keys"), lora, salt, parent is None)
+    salt, of_text = _salt_of_keys(fields.get("extra_keys"), lora, salt, parent is None)
+    if of_text is not None:
+        # The blocks from a picture on are nobody's by their tokens alone; those before it are as any others.
+        hashes = hashes[:of_text]
+        token_bytes = token_bytes[: TOKEN_BYTES * of_text * block_size]
     # What goes on from a parent has the parent's adapter and salt, of which the event may name the first alone.
     seed = hash_seed(lora, salt) if parent is None and (lora or salt) else None
     return EngineStored(hashes, None if parent is None else _hash(parent), token_bytes, block_size, seed, tier, group)
@@ -263,15 +267,17 @@ def _name(value: Any) -> str:
     return value
 
 
-def _salt_of_keys(keys: Any, lora: str, salt: str, is_root: bool) -> str:
-    """Return the salt of a chain; refuse blocks whose engine hash covers more than tokens, adapter and salt.
+def _salt_of_keys(keys: Any, lora: str, salt: str, is_root: bool) -> tuple[str, int | None]:
+    """Return the salt of a chain, and how many blocks come before its first medium (``None`` = it has none).
+
+    Refuses blocks whose engine hash covers more than tokens, adapter and salt, but for what comes before a medium.
 
     The keys of a block are untagged: adapter, media as pairs, the salt in the first block of a prompt only, embeddings.
     So one text that nobody has named, in the first block and in no other, is a salt. Should it be a medium of an old
     version, which wrote them as texts, nobody's prompt has the name that comes of it.
     """
     if not keys:
-        return salt
+        return salt, None
     if not isinstance(keys, list):
         raise _Senseless("extra_keys")
     named = (None, lora, salt)
@@ -283,10 +289,12 @@ def _salt_of_keys(keys: Any, lora: str, salt: str, is_root: bool) -> str:
         for key in entry:
             if key in named:
                 continue
+            if position and isinstance(key, list):
+                return salt, position
             if position or not is_root or salt or not isinstance(key, str):
                 raise _Senseless("extra_keys")
             salt = _name(key)
-    return salt
+    return salt, None
 
 
 def _hashes(raw: Any) -> list[int]:

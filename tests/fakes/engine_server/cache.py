@@ -29,6 +29,13 @@ class Running:
     blocks: list[Block] = field(default_factory=list)
     filled: int = 0
     """Blocks that are whole and cached."""
+    media: tuple[tuple[int, int, str], ...] = ()
+    """Pictures among the tokens: where each begins, how many tokens it has, and what it is called."""
+
+
+def media_keys(media: Sequence[tuple[int, int, str]], start: int, end: int) -> list[list[Any]]:
+    """What an event says of the pictures in one block: their names, and where in the block they begin."""
+    return [[name, offset - start] for offset, length, name in media if offset < end and start < offset + length]
 
 
 class PagedCache:
@@ -44,25 +51,32 @@ class PagedCache:
 
     def names(self) -> set[int]:
         """What our index must hold: the sequence hash of every block that can be reused."""
-        return {self._names[engine_hash] for engine_hash in self._cached}
+        return {self._names[engine_hash] for engine_hash in self._cached if engine_hash in self._names}
 
-    def chain(self, tokens: Sequence[int], lora: str, salt: str) -> list[int]:
-        """The engine's hashes of the whole blocks of a prompt."""
+    def chain(
+        self, tokens: Sequence[int], lora: str, salt: str, media: Sequence[tuple[int, int, str]] = ()
+    ) -> list[int]:
+        """The engine's hashes of the whole blocks of a prompt; pictures go into those that they touch."""
         size = self.block_size
         whole = tokens[: len(tokens) // size * size]
         chain: list[int] = []
         parent = xxh3_64_intdigest(f"{self._life}/{lora}/{salt}".encode())
         for at in range(0, len(whole), size):
-            parent = xxh3_64_intdigest(parent.to_bytes(8, "big") + pack_tokens(whole[at : at + size]))
+            touching = "".join(map(str, media_keys(media, at, at + size))).encode()
+            parent = xxh3_64_intdigest(parent.to_bytes(8, "big") + pack_tokens(whole[at : at + size]) + touching)
             chain.append(parent)
-        names = sequence_hashes(block_hashes(pack_tokens(whole), size, hash_seed(lora, salt)))
-        self._names.update(zip(chain, names, strict=True))
+        # From the first picture on a block has no name: its tokens alone do not say what is in it.
+        named = whole[: media[0][0] // size * size] if media else whole
+        names = sequence_hashes(block_hashes(pack_tokens(named), size, hash_seed(lora, salt)))
+        self._names.update(zip(chain, names, strict=False))
         return chain
 
-    def begin(self, tokens: list[int], lora: str, salt: str) -> tuple[Running, int]:
+    def begin(
+        self, tokens: list[int], lora: str, salt: str, media: tuple[tuple[int, int, str], ...] = ()
+    ) -> tuple[Running, int]:
         """Take a prompt in; return how many of its tokens were cached. The last token is always computed."""
-        sequence = Running(list(tokens), lora, salt)
-        for engine_hash in self.chain(tokens, lora, salt)[: (len(tokens) - 1) // self.block_size]:
+        sequence = Running(list(tokens), lora, salt, media=media)
+        for engine_hash in self.chain(tokens, lora, salt, media)[: (len(tokens) - 1) // self.block_size]:
             copies = self._cached.get(engine_hash)
             if not copies:
                 break
@@ -81,12 +95,15 @@ class PagedCache:
         whole = computed // size
         if whole <= sequence.filled:
             return
-        chain = self.chain(sequence.tokens[: whole * size], sequence.lora, sequence.salt)
+        chain = self.chain(sequence.tokens[: whole * size], sequence.lora, sequence.salt, sequence.media)
         fresh = chain[sequence.filled :]
         for block, engine_hash in zip(sequence.blocks[sequence.filled : whole], fresh, strict=True):
             block.engine_hash = engine_hash
             self._cached.setdefault(engine_hash, {})[block.number] = block
-        keys = [[sequence.lora] if sequence.lora else [] for _ in fresh]
+        keys: list[list[Any]] = [
+            [*([sequence.lora] if sequence.lora else []), *media_keys(sequence.media, at * size, (at + 1) * size)]
+            for at in range(sequence.filled, whole)
+        ]
         if sequence.salt and not sequence.filled:
             keys[0].append(sequence.salt)
         self._publish(

@@ -9,9 +9,10 @@ import asyncio
 import json
 from typing import Any
 
+from poolgrid.wire.multimodal import digest_media, media_hash_u64
 from tests.fakes.engine_server.cache import Running
 from tests.fakes.engine_server.http import Reply, Request
-from tests.fakes.engine_server.vllm import Options, VllmServer, next_token
+from tests.fakes.engine_server.vllm import Options, VllmServer, filled_in, next_token, picture_bytes
 
 ROOMS: dict[int, asyncio.Event] = {}
 """Rooms in which somebody has come for the KV; servers of one test share them."""
@@ -20,11 +21,19 @@ ROOMS: dict[int, asyncio.Event] = {}
 class SglangServer(VllmServer):
     """One server; ``role`` is ``prefill`` or ``decode`` where the two are apart."""
 
-    def __init__(self, context: Any, options: Options | None = None, role: str = "", incremental: bool = False) -> None:
+    def __init__(
+        self,
+        context: Any,
+        options: Options | None = None,
+        role: str = "",
+        incremental: bool = False,
+        sees: bool = False,
+    ) -> None:
         super().__init__(context, options)
         self.options.arrays = True  # without salts and adapters
         self.role = role
         self.incremental = incremental
+        self.sees = sees
 
     async def _handle(self, request: Request, reply: Reply) -> None:
         options = self.options
@@ -55,6 +64,8 @@ class SglangServer(VllmServer):
                     "internal_states": [{"anything": 1}],
                 },
             )
+        elif request.path == "/model_info":
+            await reply.whole(200, {"model_path": "/models/tiny", "has_image_understanding": self.sees})
         elif request.path == "/generate":
             await self._complete(request, reply)
         else:
@@ -72,7 +83,16 @@ class SglangServer(VllmServer):
             if self.role == "decode":
                 met.set()
             await met.wait()
-        sequence, cached = self.caches[0].begin(body["input_ids"], "", "")
+        try:
+            pictures = [picture_bytes(each) for each in body.get("image_data") or []]
+        except ValueError as error:
+            await reply.whole(400, {"error": {"message": str(error)}})
+            return
+        prompt, places = filled_in(body["input_ids"], pictures)
+        for (first, count), data in zip(places, pictures, strict=True):
+            # A number for each picture, beyond every vocabulary: what is cached, and told of, is known by it.
+            prompt[first : first + count] = [1_000_000 + media_hash_u64(digest_media(data)) % (1 << 30)] * count
+        sequence, cached = self.caches[0].begin(prompt, "", "")
         self.running += 1
         try:
             await self._answer(body, reply, sequence, cached)

@@ -7,6 +7,7 @@ and on nothing else, so a request that goes on elsewhere must give the same answ
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,11 +17,14 @@ import zmq.asyncio
 from xxhash import xxh3_64_intdigest
 
 from poolgrid.wire.hashing import pack_tokens
+from poolgrid.wire.multimodal import digest_media
 from tests.consolidator.pub_engine import PubEngine
 from tests.fakes.engine_server.cache import PagedCache, Running
 from tests.fakes.engine_server.http import Cut, HttpServer, Reply, Request
 
 VOCABULARY = 4096
+IMAGE_TOKEN = 4100
+"""The token that stands for a picture; no text has it, and no answer."""
 
 
 def next_token(tokens: list[int]) -> int:
@@ -33,6 +37,38 @@ def answer_of(prompt: list[int], count: int) -> list[int]:
     for _ in range(count):
         tokens.append(next_token(tokens))
     return tokens[len(prompt) :]
+
+
+def tokens_of_picture(data: bytes) -> int:
+    """How many tokens the model makes of a picture."""
+    return 5 + len(data) % 7
+
+
+def picture_bytes(url: str) -> bytes:
+    """The bytes of a data URL; raises ``ValueError`` for any other."""
+    head, _, data = url.partition(",")
+    if not head.startswith("data:image/") or not head.endswith(";base64"):
+        raise ValueError("cannot identify image file")
+    return base64.b64decode(data, validate=True)
+
+
+def filled_in(tokens: list[int], pictures: list[bytes]) -> tuple[list[int], list[tuple[int, int]]]:
+    """A prompt with the tokens of pictures in place of its placeholders, in order, and where they stand.
+
+    What is left of placeholders stays as it is; raises ``ValueError`` for a picture too many.
+    """
+    filled: list[int] = []
+    places: list[tuple[int, int]] = []
+    for token in tokens:
+        if token == IMAGE_TOKEN and len(places) < len(pictures):
+            count = tokens_of_picture(pictures[len(places)])
+            places.append((len(filled), count))
+            filled += [IMAGE_TOKEN] * count
+        else:
+            filled.append(token)
+    if len(places) < len(pictures):
+        raise ValueError(f"Expected there to be {len(pictures)} prompt placeholders, but found {len(places)}")
+    return filled, places
 
 
 @dataclass
@@ -74,6 +110,10 @@ class Options:
     ranks: int = 1
     step_s: float = 0.0
     kv_connector: bool = False
+    scale_out: bool = False
+    """``--enable-scale-out``: ``/inference/v1/generate`` is there."""
+    content_parts: bool = True
+    """Whether that takes pictures; versions that do not ignore them, as any field that they do not know."""
 
 
 ARRAY_FIELDS = {
@@ -191,6 +231,10 @@ class VllmServer:
             await reply.whole(200, self._sources())
         elif path == "/v1/completions":
             await self._complete(request, reply)
+        elif path == "/openapi.json":
+            await reply.whole(200, self._openapi())
+        elif path == "/inference/v1/generate":
+            await self._generate_tokens(request, reply)
         else:
             await reply.whole(404, {"detail": "Not Found"})
 
@@ -223,8 +267,43 @@ class VllmServer:
             for rank, each in found.items()
         ]
 
-    async def _complete(self, request: Request, reply: Reply) -> None:
+    def _openapi(self) -> Any:
+        paths: dict[str, Any] = {"/v1/completions": {}}
+        schemas: dict[str, Any] = {"CompletionRequest": {"properties": {"prompt": {}}}, "Mode": {"type": "string"}}
+        if self.options.scale_out:
+            paths["/inference/v1/generate"] = {}
+            fields = ("token_ids", "sampling_params", *(("content_parts",) if self.options.content_parts else ()))
+            schemas["GenerateRequest"] = {"properties": {name: {} for name in fields}}
+        return {"openapi": "3.1.0", "paths": paths, "components": {"schemas": schemas}}
+
+    async def _generate_tokens(self, request: Request, reply: Reply) -> None:
+        """Fill pictures in, and answer as completions do, with log probabilities in another form."""
+        if not self.options.scale_out:
+            message = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
+            await reply.whole(403, {"error": {"message": message, "type": "PermissionDeniedError", "code": 403}})
+            return
         body = request.json()
+        parts = body.get("content_parts") or [] if self.options.content_parts else []
+        names = []
+        try:
+            pictures = [picture_bytes(part["url"]) for part in parts]
+            names = [part.get("uuid") or digest_media(data).hex() for part, data in zip(parts, pictures, strict=True)]
+            body["prompt"], places = filled_in(body["token_ids"], pictures)
+        except ValueError as error:
+            await reply.whole(400, {"error": {"message": str(error), "type": "BadRequestError", "code": 400}})
+            return
+        body["by_token_id"] = True
+        asked = {"max_tokens": 16, "logprobs": None, **body["sampling_params"]}
+        body.update({"max_tokens": asked["max_tokens"], "logprobs": asked["logprobs"]})
+        media = tuple((offset, length, name) for (offset, length), name in zip(places, names, strict=True))
+        await self._answer_to(request, reply, body, media)
+
+    async def _complete(self, request: Request, reply: Reply) -> None:
+        await self._answer_to(request, reply, request.json(), ())
+
+    async def _answer_to(
+        self, request: Request, reply: Reply, body: dict[str, Any], media: tuple[tuple[int, int, str], ...]
+    ) -> None:
         self.bodies.append(body)
         self.headers.append(request.headers)
         if self.faults.statuses:
@@ -242,7 +321,7 @@ class VllmServer:
             return
         rank = int(request.headers.get("x-data-parallel-rank", "0"))
         lora = body["model"] if body["model"] in options.adapters else ""
-        sequence, cached = self.caches[rank].begin(prompt, lora, body.get("cache_salt") or "")
+        sequence, cached = self.caches[rank].begin(prompt, lora, body.get("cache_salt") or "", media)
         self.running += 1
         try:
             await self._generate(body, reply, rank, sequence, cached)
@@ -324,7 +403,20 @@ class VllmServer:
         if self.options.token_ids:
             choice["token_ids"] = list(tokens)
         wanted = body.get("logprobs")
-        if wanted is not None:
+        if wanted is not None and body.get("by_token_id"):
+            others = [{"token_id": each, "logprob": -1.0 - each} for each in range(max(0, wanted - 1))]
+            choice["logprobs"] = {
+                "content": [
+                    {
+                        "token_id": token,
+                        "logprob": -0.25,
+                        "rank": 1,
+                        "top_logprobs": [{"token_id": token, "logprob": -0.25}, *others],
+                    }
+                    for token in tokens
+                ]
+            }
+        elif wanted is not None:
             choice["logprobs"] = {
                 "text_offset": [0] * len(tokens),
                 "tokens": [f"token_id:{token}" for token in tokens],

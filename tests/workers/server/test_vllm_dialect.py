@@ -110,7 +110,6 @@ def test_adapters_salts_ranks_priorities_and_traces_go_where_the_server_reads_th
     ("asking", "error", "words"),
     [
         (request(logits_processors=(LogitsProcessorCall("own"),)), UnableError, "logits_processors are set (own)"),
-        (msgspec.structs.replace(request(), multimodal=b"x"), UnableError, "the request has media"),
         (
             msgspec.structs.replace(request(), retention=KvRetention()),
             UnableError,

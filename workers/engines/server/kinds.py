@@ -30,6 +30,11 @@ class ServerKind:
     """What to start it with so that it publishes its cache events."""
     block_size_option: str
     """What to start it with for blocks of N tokens."""
+    pictures_missing: Callable[[ServerClient], Awaitable[str]]
+    """Ask why a server takes no pictures beside token ids, and what to do; empty = it takes them, or does not say.
+
+    Raises ``ServerError``.
+    """
 
 
 class UnknownServer(ValueError):

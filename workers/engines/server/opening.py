@@ -8,9 +8,10 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from poolgrid.wire.card import WorkerCard, WorkerLimits
+from poolgrid.wire.card import MediaSpec, WorkerCard, WorkerLimits
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.limits import PROMPT_TOKENS_MAX
+from poolgrid.wire.multimodal import MediaKind
 from poolgrid.workers.engines.definition import EngineHost, OpenedEngine
 from poolgrid.workers.engines.server.core.calls import Dialect
 from poolgrid.workers.engines.server.core.launching import Launch
@@ -70,6 +71,8 @@ async def _asked(
     try:
         facts = completed(await _first_facts(client, kind, settings), settings, kind)
         assert facts.block_size is not None, "completed has seen to it"
+        if settings.image_placeholder:
+            await _check_pictures(client, kind, settings)
         events = CacheEvents()
         if not settings.follow_events:
             log.warning("the cache events of %s are not followed (follow_events)", client.target.url)
@@ -130,6 +133,16 @@ async def _first_facts(client: ServerClient, kind: ServerKind, settings: EngineS
         await asyncio.sleep(ASK_AGAIN_S)
 
 
+async def _check_pictures(client: ServerClient, kind: ServerKind, settings: EngineServerSettings) -> None:
+    """Raise ``ValueError`` when pictures are to be taken, and the server takes none."""
+    missing = await kind.pictures_missing(client)
+    if missing:
+        raise ValueError(
+            f"image_placeholder is {settings.image_placeholder!r}, and {kind.title} at {client.target.url} takes no "
+            f"pictures: {missing}, or leave image_placeholder out"
+        )
+
+
 def completed(facts: ServerFacts, settings: EngineServerSettings, kind: ServerKind) -> ServerFacts:
     """Return what a server says with what was said of it; raises ``ValueError`` for what nobody said."""
     facts = replace(
@@ -182,6 +195,8 @@ def make_card(
         http_endpoint=f"{settings.http_scheme}://{settings.advertised_host}:{http_port}",
         loras=facts.loras,
         dp_size=facts.ranks,
+        # How many tokens a picture becomes is not said: a router compares the blocks before the first one.
+        media=MediaSpec((MediaKind.IMAGE,), settings.image_placeholder) if settings.image_placeholder else MediaSpec(),
         engine=f"{kind.title} {facts.version}".strip(),
     )
 

@@ -137,6 +137,12 @@ class EngineServerSettings(WorkerProcessSettings):
         description="Give requests' priorities to the server, which must schedule by them; others refuse such "
         "requests. Routers order by priority in either case.",
     )
+    image_placeholder: str = Field(
+        "",
+        max_length=256,
+        description="How the model's chat template writes a picture, as <|image_pad|>: with it requests may have "
+        "pictures, and a server that takes none beside token ids is refused; empty = text only.",
+    )
     kv_transfer_timeout_ms: float = Field(
         60_000.0,
         ge=10.0,
@@ -193,6 +199,15 @@ class EngineServerSettings(WorkerProcessSettings):
                     else ("engine_url", "a server that the worker starts")
                 )
                 raise ValueError(f"{name} is {getattr(self, name)!r} with {mine}: it is for {other}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_pictures(self) -> Self:
+        if self.image_placeholder and self.role != "aggregated":
+            raise ValueError(
+                f"image_placeholder is {self.image_placeholder!r} with role {self.role}: servers are given pictures "
+                "with whole requests only, allowed is role aggregated"
+            )
         return self
 
     @property

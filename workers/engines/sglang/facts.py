@@ -3,6 +3,7 @@
 /v1/models      model, adapters, max_model_len
 /server_info    its arguments and its scheduler's numbers: page size, ranks, publishers, bootstrap port
                 (``/get_server_info`` in old versions)
+/model_info     whether the model takes pictures (``/get_model_info`` in old versions)
 """
 
 from __future__ import annotations
@@ -60,6 +61,10 @@ class _Info(msgspec.Struct):
     disaggregation_bootstrap_port: int = 8998
     kv_events: _Publishing | None = None
     kv_events_config: str | None = None
+
+
+class _Model(msgspec.Struct):
+    has_image_understanding: bool | None = None
 
 
 async def learn(client: ServerClient, listed: ModelList, model: ListedModel) -> ServerFacts:
@@ -134,4 +139,14 @@ def _moved(endpoint: str, ports: int) -> str:
     return f"{address}:{int(port) + ports}"
 
 
-KIND = ServerKind("sglang", "SGLang", "sglang", learn, EVENTS_OPTION, "--page-size N")
+async def pictures_missing(client: ServerClient) -> str:
+    """Say why a server takes no pictures, and what to do; empty = it takes them, or does not say."""
+    said = await client.ask_if_there("/model_info", _Model)
+    if said is None:
+        said = await client.ask_if_there("/get_model_info", _Model)
+    if said is None or said.has_image_understanding is not False:
+        return ""
+    return "its model takes none (has_image_understanding): start it with one that does, and with --enable-multimodal"
+
+
+KIND = ServerKind("sglang", "SGLang", "sglang", learn, EVENTS_OPTION, "--page-size N", pictures_missing)

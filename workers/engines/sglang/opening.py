@@ -28,6 +28,7 @@ def make_dialect(facts: ServerFacts, settings: EngineServerSettings) -> Dialect:
         priorities=settings.engine_priorities,
         lower_is_earlier=bool(extra.get("lower_is_earlier")),
         follows_events=settings.follow_events and not facts.events_missing,
+        takes_pictures=bool(settings.image_placeholder),
         bootstrap_host=Target(settings.engine_url).host,
         bootstrap_port=int(extra.get("bootstrap_port") or 8998),
     )

@@ -30,6 +30,11 @@ async def learn(client: ServerClient, listed: ModelList, model: ListedModel) -> 
     )
 
 
+async def pictures_missing(client: ServerClient) -> str:
+    """Say that it takes no pictures beside token ids, and what does."""
+    return "its /v1/completions takes none beside token ids: a worker with --engine trtllm does"
+
+
 KIND = ServerKind(
     "trtllm-serve",
     "trtllm-serve",
@@ -37,4 +42,5 @@ KIND = ServerKind(
     learn,
     EVENTS_OPTION,
     "kv_cache_config: {tokens_per_block: N} in its YAML",
+    pictures_missing,
 )

@@ -4,6 +4,7 @@
 /version            its version
 /metrics            vllm:cache_config_info: block size, device blocks of a rank
 /kv_event_sources   publishers by rank (0.26 and newer): a map by rank, or a list
+/openapi.json       whether it takes pictures beside token ids
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from poolgrid.workers.engines.server.core.server_facts import (
 )
 from poolgrid.workers.engines.server.kinds import ServerKind
 from poolgrid.workers.engines.server.server_client import ServerClient, ServerError
+from poolgrid.workers.engines.vllm.core.dialect import GENERATE
 
 CACHE_CONFIG = "vllm:cache_config_info"
 EVENTS_OPTION = (
@@ -44,6 +46,19 @@ class _Source(msgspec.Struct):
     publisher: str = "zmq"
     enable_kv_cache_events: bool = True
     data_parallel_rank: int = 0
+
+
+class _Schema(msgspec.Struct):
+    properties: dict[str, Any] = {}
+
+
+class _Components(msgspec.Struct):
+    schemas: dict[str, _Schema] = {}
+
+
+class _OpenApi(msgspec.Struct):
+    components: _Components = msgspec.field(default_factory=_Components)
+    paths: dict[str, Any] = {}
 
 
 async def learn(client: ServerClient, listed: ModelList, model: ListedModel) -> ServerFacts:
@@ -129,4 +144,16 @@ def _source(rank: int, said: _Source, host: str) -> EventSource:
     return EventSource(rank, endpoint, replay, said.topic, doubt=doubt)
 
 
-KIND = ServerKind("vllm", "vLLM", "vllm", learn, EVENTS_OPTION, "--block-size N")
+async def pictures_missing(client: ServerClient) -> str:
+    """Say why a server takes no pictures beside token ids, and what to do; empty = it takes them."""
+    said = await client.ask_if_there("/openapi.json", _OpenApi) or _OpenApi()
+    asked = said.components.schemas.get("GenerateRequest", _Schema())
+    if GENERATE in said.paths and "content_parts" in asked.properties:
+        return ""
+    return (
+        f"its /openapi.json names no content_parts of {GENERATE}: start version 0.32 or newer with --enable-scale-out, "
+        "and without --disable-fastapi-docs"
+    )
+
+
+KIND = ServerKind("vllm", "vLLM", "vllm", learn, EVENTS_OPTION, "--block-size N", pictures_missing)

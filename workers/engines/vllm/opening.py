@@ -23,4 +23,4 @@ def make_dialect(facts: ServerFacts, settings: EngineServerSettings) -> Dialect:
     """Return how requests are put to a server."""
     # Requests name the global number of their rank, which is not the local one where ranks are on several machines.
     ranks = [source.dp_rank for source in facts.sources] or list(range(facts.ranks))
-    return VllmDialect(facts.model, ranks, settings.engine_priorities)
+    return VllmDialect(facts.model, ranks, settings.engine_priorities, bool(settings.image_placeholder))

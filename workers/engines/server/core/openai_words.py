@@ -95,11 +95,6 @@ def bias_of(sampling: Sampling) -> dict[str, float] | None:
 
 def refuse_what_nobody_has(title: str, request: Generate) -> None:
     """Refuse what no such server does, by name."""
-    if request.multimodal is not None:
-        raise UnableError(
-            f"the request has media, which are not sent to {title}: it is asked with token ids alone, and how many of "
-            "them a picture becomes only the server knows"
-        )
     if request.sampling.logits_processors:
         names = ", ".join(each.name for each in request.sampling.logits_processors)
         raise UnableError(f"logits_processors are set ({names}), {title} runs none that a request brings")

@@ -9,6 +9,8 @@ Rules:
    room that both are told. So a prefill leg counts as prefilled as soon as its server has it.
 4. Events name neither salts nor adapters: blocks under one would be taken for everybody's. Requests with one are
    refused while events are followed.
+5. Pictures go beside token ids (``image_data``). The server then makes text of the ids, and tokens of the text with
+   what stands for the pictures, which are numbers of its own in its events: no text has them.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from poolgrid.workers.engines.server.core.openai_words import (
     refusal_of,
     refuse_what_nobody_has,
 )
+from poolgrid.workers.engines.server.core.pictures import prompt_with_pictures
 
 TITLE = "SGLang"
 GENERATE = "/generate"
@@ -96,6 +99,8 @@ class SglangDialect:
     follows_events: bool = True
     bootstrap_host: str = ""
     bootstrap_port: int = 8998
+    takes_pictures: bool = False
+    """Whether its model takes pictures."""
     health_path: str = "/health"
     tells_reuse_first: bool = True
 
@@ -105,12 +110,15 @@ class SglangDialect:
         sampling, routing = request.sampling, request.routing
         self._refuse_unnamed(request)
         whole = sampling.prompt_logprobs is not None
+        token_ids, pictures = self._prompt(request)
         body: dict[str, Any] = {
-            "input_ids": prompt_of(request),
+            "input_ids": token_ids,
             "sampling_params": _sampling(request),
             "stream": not whole,
             "rid": request.request_id,
         }
+        if pictures:
+            body["image_data"] = pictures
         if routing.lora_name:
             body["lora_path"] = routing.lora_name
         if routing.cache_salt:
@@ -139,6 +147,17 @@ class SglangDialect:
     def refusal(self, status: int, body: bytes) -> Failure:
         """Return what an answer with another status than 200 means."""
         return refusal_of(TITLE, status, body)
+
+    def _prompt(self, request: Generate) -> tuple[list[int], list[str]]:
+        """Return the token ids, and the pictures as URLs."""
+        if request.multimodal is None:
+            return prompt_of(request), []
+        if not self.takes_pictures:
+            raise UnableError(
+                f"the request has media, which are not given to this {TITLE}: its worker needs image_placeholder"
+            )
+        token_ids, pictures = prompt_with_pictures(TITLE, request)
+        return token_ids, [each.url for each in pictures]
 
     def _refuse_unnamed(self, request: Generate) -> None:
         if not self.follows_events:

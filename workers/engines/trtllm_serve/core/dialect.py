@@ -127,6 +127,11 @@ class TrtllmServeDialect:
 def _refuse(request: Generate) -> None:
     """Refuse what has no place in its requests, by name."""
     sampling, routing = request.sampling, request.routing
+    if request.multimodal is not None:
+        raise UnableError(
+            f"the request has media, and {COMPLETIONS} of {TITLE} takes none beside token ids: a worker with the "
+            "engine trtllm does"
+        )
     if routing.lora_name:
         raise UnableError(f"lora_name is {routing.lora_name!r}, {TITLE} would need the adapter's path with the request")
     if routing.cache_salt:

@@ -1,4 +1,4 @@
-"""Requests as vLLM's ``/v1/completions`` takes them, and its answers. Pure.
+"""Requests as vLLM's ``/v1/completions`` takes them, those with pictures as ``/inference/v1/generate`` does. Pure.
 
 Rules:
 
@@ -8,6 +8,9 @@ Rules:
 4. A prefill leg is an ordinary request for one token whose KV stays (``kv_transfer_params``), answered whole. The
    token is left out: the decode leg's server samples the first token itself.
 5. Log probabilities come by token id (``return_tokens_as_token_ids``). Those of prompts come in whole answers only.
+6. Token ids and pictures together are taken by ``/inference/v1/generate`` alone (``content_parts``), which newer
+   versions have and which ``--enable-scale-out`` switches on. It fills in placeholders itself. There rule 2 does not
+   hold: what is left open is what vLLM's own defaults say, and the model's ``generation_config.json`` is not read.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import msgspec
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, Sampling, TokenLogprobs
+from poolgrid.workers.core.refusal import UnableError
 from poolgrid.workers.engines.server.core.calls import Call, Failure, Piece
 from poolgrid.workers.engines.server.core.left_kv import leave, left_for
 from poolgrid.workers.engines.server.core.openai_words import (
@@ -35,9 +39,11 @@ from poolgrid.workers.engines.server.core.openai_words import (
     refusal_of,
     refuse_what_nobody_has,
 )
+from poolgrid.workers.engines.server.core.pictures import prompt_with_pictures
 
 TITLE = "vLLM"
 COMPLETIONS = "/v1/completions"
+GENERATE = "/inference/v1/generate"
 TOKEN_ID = "token_id:"
 """How a token is written among log probabilities when asked for by id."""
 
@@ -54,10 +60,25 @@ KEEP_KV = {
 """What a prefill leg asks of the server's KV connector."""
 
 
+class _TokenLogprob(msgspec.Struct, gc=False):
+    """One token among others."""
+
+    token_id: int
+    logprob: float
+
+
+class _Position(_TokenLogprob, gc=False):
+    """A token that was generated."""
+
+    top_logprobs: list[_TokenLogprob] = []
+
+
 class _Logprobs(msgspec.Struct, gc=False):
     tokens: list[str] = []
     token_logprobs: list[float | None] = []
     top_logprobs: list[dict[str, float] | None] | None = None
+    content: list[_Position] | None = None
+    """All of it, as ``/inference/v1/generate`` has it."""
 
 
 class _PromptLogprob(msgspec.Struct, gc=False):
@@ -100,12 +121,16 @@ class VllmDialect:
     """Global number of each data-parallel rank; with more than one, requests name theirs."""
     priorities: bool = False
     """Whether the server schedules by priority; one that does not refuses requests that have any."""
+    takes_pictures: bool = False
+    """Whether it takes pictures beside token ids."""
     health_path: str = "/health"
     tells_reuse_first: bool = False
 
     def call(self, request: Generate) -> Call:
         """Return how to ask for a request; raises ``RefusedError`` for what vLLM cannot do."""
         refuse_what_nobody_has(TITLE, request)
+        if request.multimodal is not None:
+            return self._call_with_pictures(request)
         sampling = request.sampling
         routing = request.routing
         whole = sampling.prompt_logprobs is not None
@@ -136,13 +161,43 @@ class VllmDialect:
         if whole:
             body["stream"] = False
             del body["stream_options"]
+        reader = _Reader(sampling.logprobs, sampling.prompt_logprobs, leaves_kv)
+        return Call(COMPLETIONS, _encode(body), reader.read, not whole, self._headers(request))
+
+    def _call_with_pictures(self, request: Generate) -> Call:
+        if not self.takes_pictures:
+            raise UnableError(
+                f"the request has media, which are not given to this {TITLE}: its worker needs image_placeholder, and "
+                "the server --enable-scale-out"
+            )
+        token_ids, pictures = prompt_with_pictures(TITLE, request)
+        sampling, routing = request.sampling, request.routing
+        asked = {"max_tokens": sampling.max_tokens, "detokenize": False, **_sampling(sampling)}
+        asked.pop("return_tokens_as_token_ids", None)  # there it is always so
+        if request.stop_token_ids:
+            asked["stop_token_ids"] = list(request.stop_token_ids)
+        body: dict[str, Any] = {
+            "model": routing.lora_name or self.model,
+            "token_ids": token_ids,
+            "content_parts": [{"type": "image_url", "url": each.url, "uuid": each.name} for each in pictures],
+            "sampling_params": asked,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if routing.cache_salt:
+            body["cache_salt"] = routing.cache_salt
+        if self.priorities and routing.priority:
+            body["priority"] = -routing.priority
+        reader = _Reader(sampling.logprobs, None, leaves_kv=False)
+        return Call(GENERATE, _encode(body), reader.read, headers=self._headers(request))
+
+    def _headers(self, request: Generate) -> tuple[str, ...]:
         headers = [f"X-Request-Id: {_header_text(request.request_id)}"]
         if len(self.ranks) > 1:
-            headers.append(f"X-data-parallel-rank: {self.ranks[routing.dp_rank]}")
+            headers.append(f"X-data-parallel-rank: {self.ranks[request.routing.dp_rank]}")
         if request.trace is not None:
             headers += [f"{name}: {value}" for name, value in request.trace.headers.items()]
-        reader = _Reader(sampling.logprobs, sampling.prompt_logprobs, leaves_kv)
-        return Call(COMPLETIONS, _encode(body), reader.read, not whole, tuple(headers))
+        return tuple(headers)
 
     def refusal(self, status: int, body: bytes) -> Failure:
         """Return what an answer with another status than 200 means."""
@@ -249,6 +304,15 @@ def _token_id(text: str) -> int:
 
 
 def _logprobs(tokens: Sequence[int], said: _Logprobs, alternatives: int) -> tuple[TokenLogprobs, ...]:
+    if said.content is not None:
+        if [each.token_id for each in said.content] != list(tokens):
+            raise DecodeError(
+                f"log probabilities of {TITLE}", f"{len(said.content)} do not go with {len(tokens)} tokens"
+            )
+        return tuple(
+            best_of(each.token_id, each.logprob, {top.token_id: top.logprob for top in each.top_logprobs}, alternatives)
+            for each in said.content
+        )
     tops = said.top_logprobs or [None] * len(tokens)
     if len(said.token_logprobs) != len(tokens) or len(tops) != len(tokens):
         raise DecodeError(f"log probabilities of {TITLE}", f"{len(said.token_logprobs)} come with {len(tokens)} tokens")
