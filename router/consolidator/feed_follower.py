@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
 from typing import Any
 
 import zmq
 
-from poolgrid.router.consolidator.core.feed_reader import Deliver, FeedEffect, FeedReader, FeedState, Snapshot
+from poolgrid.router.consolidator.core.feed_reader import Deliver, FeedEffect, FeedReader, Snapshot
+from poolgrid.router.consolidator.journal_follower import JournalFollower
 from poolgrid.router.consolidator.ports import PoolListener
 from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.complaints import Complaints
@@ -27,7 +27,7 @@ FEED_QUEUE_MAX = 50_000
 """Messages that ZMQ keeps for us while we are busy; beyond it some are lost, which shows as a hole."""
 
 
-class FeedFollower:
+class FeedFollower(JournalFollower[FeedReader]):
     """Calls a listener as the consolidator in another process would, had it been in this one.
 
     The listener gets ``on_snapshot`` first, and again whenever the consolidator restarted or too much was missed.
@@ -43,10 +43,8 @@ class FeedFollower:
         make_context: Callable[[], zmq.Context[Any]] = zmq.Context,
     ) -> None:
         self._endpoints = (feed_endpoint, query_endpoint)
-        self._listener = listener
-        self._clock = clock
+        super().__init__(FeedReader(answer_timeout_ms), listener, clock)
         self._complaints = Complaints(log, clock)
-        self._reader = FeedReader(answer_timeout_ms)
         self._context: zmq.Context[Any] = make_context()
         self._subscription: zmq.Socket[bytes] = self._socket(zmq.SUB)
         self._subscription.setsockopt(zmq.RCVHWM, FEED_QUEUE_MAX)
@@ -56,9 +54,6 @@ class FeedFollower:
         self._query.setsockopt(zmq.SNDHWM, 16)  # one question stands at a time
         self._subscription_inbox = BatchSocket(self._subscription, self._on_feed)
         self._query_inbox = BatchSocket(self._query, self._on_answers)
-        self._timer: asyncio.TimerHandle | None = None
-        self._synced = asyncio.Event()
-        self._closed = False
         self.heard_ms: float | None = None
         """Monotonic time of the last message of the consolidator: it speaks at least every ``feed_keep_alive_ms``."""
         self.undecodable = 0
@@ -72,29 +67,9 @@ class FeedFollower:
         return socket
 
     @property
-    def state(self) -> FeedState:
-        """Return whether we are syncing, filling a hole, or live."""
-        return self._reader.state
-
-    @property
-    def next_offset(self) -> int:
-        """Return the offset of the next record."""
-        return self._reader.next_offset
-
-    @property
     def behind(self) -> int:
         """Return how many records, at least, are missing of those that the consolidator is known to have."""
         return max(self._reader.behind, int(self._subscription_inbox.has_more))
-
-    @property
-    def holes(self) -> int:
-        """Return how many holes were found in the feed."""
-        return self._reader.holes
-
-    @property
-    def snapshots(self) -> int:
-        """Return how many snapshots were taken."""
-        return self._reader.snapshots
 
     async def start(self) -> None:
         """Subscribe and ask for the snapshot."""
@@ -104,25 +79,12 @@ class FeedFollower:
         self._query.connect(self._endpoints[1])
         self._carry_out(self._reader.start(self._clock.monotonic_ms()))
 
-    def resync(self) -> None:
-        """Ask for a snapshot: the listener could not use what it got. May be called from inside the listener."""
-        asyncio.get_running_loop().call_soon(self._resync)
-
-    def _resync(self) -> None:
-        if not self._closed:
-            self._carry_out(self._reader.resync(self._clock.monotonic_ms()))
-
-    async def wait_synced(self) -> None:
-        """Wait until the listener has had its first snapshot and we are live."""
-        await self._synced.wait()
-
     async def stop(self) -> None:
         """Close the sockets."""
         if self._closed:
             return
         self._closed = True
-        if self._timer is not None:
-            self._timer.cancel()
+        self._stop_timer()
         self._subscription_inbox.stop()
         self._query_inbox.stop()
         self._context.destroy(linger=0)
@@ -152,17 +114,6 @@ class FeedFollower:
         self.undecodable += 1
         self._complaints.about("the consolidator", error)
 
-    def _on_timer(self) -> None:
-        self._timer = None
-        self._carry_out(self._reader.tick(self._clock.monotonic_ms()))
-
-    def _tell(self, records: list[JournalRecord]) -> None:
-        try:
-            self._listener.on_records(records)
-        except Exception:
-            # What else is to be done must not wait for it: a question to the consolidator, the timer.
-            log.exception("the reader failed on records %d to %d", records[0].offset, records[-1].offset)
-
     def _carry_out(self, effects: list[FeedEffect]) -> None:
         delivered: list[JournalRecord] = []
         for effect in effects:
@@ -183,12 +134,4 @@ class FeedFollower:
                 self._query_inbox.check()
         if delivered:
             self._tell(delivered)
-        if self._reader.state is FeedState.LIVE:
-            self._synced.set()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        due_ms = self._reader.due_ms()
-        if due_ms is not None and not self._closed:
-            wait_ms = max(1.0, due_ms - self._clock.monotonic_ms())
-            self._timer = asyncio.get_running_loop().call_later(wait_ms / 1000, self._on_timer)
+        self._settle()

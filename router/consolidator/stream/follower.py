@@ -11,13 +11,13 @@ from poolgrid.router.consolidator.core.feed_reader import Deliver, FeedState
 from poolgrid.router.consolidator.core.pool_state import PoolState
 from poolgrid.router.consolidator.journal import snapshot_file
 from poolgrid.router.consolidator.journal.errors import JournalCorrupt
+from poolgrid.router.consolidator.journal_follower import JournalFollower
 from poolgrid.router.consolidator.ports import PoolListener
 from poolgrid.router.consolidator.stream.message import Damaged, StoredMessage, first_offset_of
 from poolgrid.router.consolidator.stream.ports import Anchor, FollowedStream, StreamUnavailable
 from poolgrid.router.consolidator.stream.reader import LoadSnapshot, ReadFrom, StreamEffect, StreamReader
 from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.tasks import cancel_all, detached
-from poolgrid.wire.events import JournalRecord
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ COMPLAIN_EVERY_MS = 10_000.0
 """Between two lines in the log about what does not work."""
 
 
-class StreamFollower:
+class StreamFollower(JournalFollower[StreamReader]):
     """Calls a listener as the consolidator that writes the stream would, had it been in this process.
 
     The listener gets ``on_snapshot`` first, and again whenever the stream was not what it had been, or too much was
@@ -46,42 +46,12 @@ class StreamFollower:
         blocks_per_worker_max: int,
         reader: StreamReader | None = None,
     ) -> None:
+        super().__init__(reader or StreamReader(), listener, clock)
         self._stream = stream
-        self._listener = listener
-        self._clock = clock
         self._blocks_per_worker_max = blocks_per_worker_max
         self._complained_ms = float("-inf")
-        self._reader = reader or StreamReader()
-        self._timer: asyncio.TimerHandle | None = None
         self._position_timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._synced = asyncio.Event()
-        self._closed = False
-
-    @property
-    def state(self) -> FeedState:
-        """Return whether we are syncing, filling a hole, or live."""
-        return self._reader.state
-
-    @property
-    def next_offset(self) -> int:
-        """Return the offset of the next record."""
-        return self._reader.next_offset
-
-    @property
-    def behind(self) -> int:
-        """Return how many messages, at least, are missing of those that are known to be stored."""
-        return self._reader.behind
-
-    @property
-    def holes(self) -> int:
-        """Return how often messages were missed."""
-        return self._reader.holes
-
-    @property
-    def snapshots(self) -> int:
-        """Return how many snapshots were taken."""
-        return self._reader.snapshots
 
     async def start(self) -> None:
         """Listen, and ask for the snapshot."""
@@ -89,26 +59,14 @@ class StreamFollower:
         self._carry_out(self._reader.start(self._clock.monotonic_ms()))
         self._note_position()
 
-    def resync(self) -> None:
-        """Ask for a snapshot: the listener could not use what it got. May be called from inside the listener."""
-        asyncio.get_running_loop().call_soon(self._resync)
-
-    def _resync(self) -> None:
-        if not self._closed:
-            self._carry_out(self._reader.resync(self._clock.monotonic_ms()))
-
-    async def wait_synced(self) -> None:
-        """Wait until the listener has had its first snapshot and we are live."""
-        await self._synced.wait()
-
     async def stop(self) -> None:
         """Stop listening."""
         if self._closed:
             return
         self._closed = True
-        for timer in (self._timer, self._position_timer):
-            if timer is not None:
-                timer.cancel()
+        self._stop_timer()
+        if self._position_timer is not None:
+            self._position_timer.cancel()
         await cancel_all(self._tasks)
         await self._stream.close()
 
@@ -119,10 +77,6 @@ class StreamFollower:
     def _on_connected(self) -> None:
         if not self._closed:
             self._carry_out(self._reader.connected(self._clock.monotonic_ms()))
-
-    def _on_timer(self) -> None:
-        self._timer = None
-        self._carry_out(self._reader.tick(self._clock.monotonic_ms()))
 
     def _note_position(self) -> None:
         if self._closed:
@@ -154,28 +108,7 @@ class StreamFollower:
         if self._reader.fault and breaks:
             self._complain(self._reader.fault)
             self._reader.fault = ""
-        if self._reader.state is FeedState.LIVE:
-            self._synced.set()
-        self._set_timer()
-
-    def _set_timer(self) -> None:
-        if self._closed:
-            return
-        loop = asyncio.get_running_loop()
-        when_s = loop.time() + max(0.001, (self._reader.due_ms() - self._clock.monotonic_ms()) / 1000)
-        if self._timer is not None:
-            # It mostly moves away; the timer then finds nothing due, and is set again.
-            if self._timer.when() <= when_s:
-                return
-            self._timer.cancel()
-        self._timer = loop.call_at(when_s, self._on_timer)
-
-    def _tell(self, records: list[JournalRecord]) -> None:
-        try:
-            self._listener.on_records(records)
-        except Exception:
-            # What else is to be done must not wait for it: a question, the timer.
-            log.exception("the reader failed on records %d to %d", records[0].offset, records[-1].offset)
+        self._settle()
 
     async def _read(self, question: ReadFrom) -> None:
         try:
@@ -238,7 +171,7 @@ class StreamFollower:
     def _failed(self, request: int, error: Exception) -> None:
         self._reader.failed(request, self._clock.monotonic_ms())
         self._complain(error)
-        self._set_timer()
+        self._settle()
 
     def _complain(self, what: object) -> None:
         now_ms = self._clock.monotonic_ms()
