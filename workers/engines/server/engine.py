@@ -341,8 +341,10 @@ class ServerEngine:
         """Take what arrived of one answer."""
         if self._active.get(active.request_id) is not active:
             return  # it was taken away; or its decode leg has it all
-        if piece.cached_tokens is not None:
-            active.cached_tokens = piece.cached_tokens
+        cached = piece.cached_tokens
+        if cached is not None:
+            # The server counts the tokens of pictures too, and nobody else knows how many those are.
+            active.cached_tokens = cached if cached <= active.prompt_tokens else active.prompt_tokens
         if piece.failure is not None:
             active.failure = piece.failure
             return
