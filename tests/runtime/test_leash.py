@@ -67,4 +67,5 @@ def test_a_command_whose_leash_was_cut_ends_too() -> None:
         # The pipe of its output ends with it.
         assert select.select([process.stdout], [], [], PATIENCE_S)[0]
         assert os.read(process.stdout.fileno(), 1) == b""
+        psutil.wait_procs([command], PATIENCE_S)  # it closes what it inherited a moment before it is gone
         assert not command.is_running() or command.status() == psutil.STATUS_ZOMBIE

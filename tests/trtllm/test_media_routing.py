@@ -220,6 +220,7 @@ def test_embeddings_of_an_encode_worker_are_found_by_the_digest_that_came_with_t
             await engine.finish(leg(request, params=encoded.disaggregated_params))
             await tells(engine, client.path(request)[:-1])
             salted = client.request("s", HEAD_FIRST, [picture()], "a tenant")
+            encoded = await encode.finish(leg(salted, Stage.ENCODE))  # a handle can be opened once
             await engine.finish(leg(salted, params=encoded.disaggregated_params))
             await engine.turned(lambda: counts(engine).foreign_blocks)
             assert told(engine).isdisjoint(client.path(salted)), "its first block cannot be told from that of others"

@@ -52,8 +52,16 @@ def test_tokens_for_tokens_and_the_index_is_what_the_server_holds(incremental: b
                 assert all(each.logprobs for each in front.router.deltas[name] if each.token_ids)
             assert [front.router.deltas[name][0].cached_tokens for name in ("cold", "warm")] == [0, 20]
             await front.settled()
-            started = [each for each in front.journal.events if isinstance(each, RequestStarted)]
-            assert [(each.cached_tokens, each.cached_later) for each in started] == [(0, False), (20, False)]
+            await front.consolidator.until(
+                lambda journal: (
+                    [
+                        (each.cached_tokens, each.cached_later)
+                        for each in journal.events
+                        if isinstance(each, RequestStarted)
+                    ]
+                    == [(0, False), (20, False)]
+                )
+            )
             server.faults.errors_after.append(2)
             await front.router.send(make_request("amid", prompt, 6))
             await front.router.until_finished("amid")
