@@ -99,7 +99,8 @@ def test_most_of_a_pool_that_drains_at_once_under_load_costs_nothing(pool: Proce
     moved = metric(pool.url, "poolgrid_router_migrations_total")
 
     def drain_two() -> None:
-        eventually("it has requests", lambda: active_requests(pool.url, "worker-1") > 0)
+        # So many that not all of them can end before the order comes.
+        eventually("it has requests", lambda: active_requests(pool.url, "worker-1") >= 4)
         pool.child("--worker-id", "worker-2").send_signal(signal.SIGTERM)
         assert drain(pool.url, ["worker-1"], Told(timeout_ms=0, wait_s=60), as_json=False) == 0
 
