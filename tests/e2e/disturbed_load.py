@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import httpx
 import psutil
@@ -16,10 +18,15 @@ from poolgrid.workers.engines.simulated.core.next_token import Vocabulary
 from tests.e2e.expectation import SPOKEN, Verifier
 from tests.e2e.processes import eventually, metric
 
+_seeds = itertools.count()
+
 
 def load_while(url: str, disturb: Callable[[], None], requests: int = 400, vocabulary: Vocabulary = SPOKEN) -> Report:
-    """Run verified streaming load and disturb the pool in the middle of it."""
-    settings = BenchSettings(url=url, concurrency=(16,), isl=500, osl=100, requests=requests)
+    """Run verified streaming load and disturb the pool in the middle of it.
+
+    No two loads share a prompt: those of an earlier one would all go to the workers that still hold them.
+    """
+    settings = BenchSettings(url=url, concurrency=(16,), isl=500, osl=100, requests=requests, seed=next(_seeds))
     verify = Verifier(settings, vocabulary)
     tokens_before = metric(url, "poolgrid_frontend_output_tokens_total")
     disturbed = threading.Event()
@@ -41,10 +48,24 @@ def load_while(url: str, disturb: Callable[[], None], requests: int = 400, vocab
 
 
 def kill_at_work(router_url: str, worker_id: str, worker: psutil.Process) -> None:
-    """Kill a worker that has requests: it is stopped first, so that those which it has stay with it until then."""
+    """Kill a worker that has requests."""
+    with held_at_work(router_url, worker_id, worker):
+        worker.kill()
+
+
+@contextlib.contextmanager
+def held_at_work(router_url: str, worker_id: str, worker: psutil.Process, requests: int = 1) -> Iterator[None]:
+    """A worker stands still with so many requests while this context lasts: none of them can end before.
+
+    Polling for them while the worker runs may miss them all: on a quick machine they end between two looks.
+    """
     worker.send_signal(signal.SIGSTOP)
-    eventually("it has requests", lambda: active_requests(router_url, worker_id) > 0)
-    worker.kill()
+    try:
+        eventually(f"it has {requests} requests", lambda: active_requests(router_url, worker_id) >= requests)
+        yield
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            worker.send_signal(signal.SIGCONT)
 
 
 def active_requests(router_url: str, worker_id: str) -> int:

@@ -17,7 +17,7 @@ from poolgrid.cli.bench import bench
 from poolgrid.cli.drain import Told, drain
 from poolgrid.loadgen.settings import BenchSettings
 from poolgrid.loadgen.statistics import Report
-from tests.e2e.disturbed_load import active_requests, assert_unharmed, kill_at_work, load_while
+from tests.e2e.disturbed_load import assert_unharmed, held_at_work, kill_at_work, load_while
 from tests.e2e.expectation import PLAIN, Verifier
 from tests.e2e.processes import (
     Process,
@@ -99,9 +99,9 @@ def test_most_of_a_pool_that_drains_at_once_under_load_costs_nothing(pool: Proce
     moved = metric(pool.url, "poolgrid_router_migrations_total")
 
     def drain_two() -> None:
-        # So many that not all of them can end before the order comes.
-        eventually("it has requests", lambda: active_requests(pool.url, "worker-1") >= 4)
-        pool.child("--worker-id", "worker-2").send_signal(signal.SIGTERM)
+        # It continues with so many that not all of them can end before the order comes.
+        with held_at_work(pool.url, "worker-1", pool.child("--worker-id", "worker-1"), requests=4):
+            pool.child("--worker-id", "worker-2").send_signal(signal.SIGTERM)
         assert drain(pool.url, ["worker-1"], Told(timeout_ms=0, wait_s=60), as_json=False) == 0
 
     report = load_while(pool.url, drain_two)
