@@ -36,6 +36,7 @@ class Commands(LateGroup):
         "engine-config": "poolgrid.cli.commands.engine_config",
         "engine-check": "poolgrid.cli.commands.engine_check",
         "keys": "poolgrid.cli.commands.keys",
+        "model": "poolgrid.cli.commands.model",
         "journal": "poolgrid.cli.commands.journal",
         "completion": "poolgrid.cli.commands.completion",
     }
