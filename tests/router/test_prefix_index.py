@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import os
 import random
+from typing import Any
 
 import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from poolgrid.router.core.prefix_index import BYTES_PER_BLOCK, HASHES_END, RUN_BLOCKS_MAX, PrefixIndex, TierOverlap
-from poolgrid.wire.hashing import unpack_hashes
+from poolgrid.router.core.prefix_index import (
+    BYTES_PER_BLOCK,
+    HASHES_END,
+    RUN_BLOCKS_MAX,
+    PrefixIndex,
+    TierOverlap,
+    slots_of,
+)
+from poolgrid.wire.hashing import stable_u64, unpack_hashes
 from poolgrid.wire.identifiers import Tier, WorkerId, WorkerKey
 from tests.router.index_structure import assert_sound
 from tests.router.naive_index import NaiveIndex
@@ -497,3 +505,52 @@ def test_many_depths_on_a_long_path_are_each_found(seed: int) -> None:
         assert found == {slot: depth for slot, depth in expected.items() if depth}
         depths = [depth for depth, _ in index.find(asked)]
         assert depths == sorted(set(depths), reverse=True)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_path_of_many_short_runs_is_leapt_over_to_where_somebody_ends(seed: int) -> None:
+    """Side branches cut the path into runs that the same workers hold; some of these workers end here and there."""
+    randomness = random.Random(seed)
+    index, model = PrefixIndex(), NaiveIndex()
+    trunk = [randomness.getrandbits(64) for _ in range(300)]
+    names = [WorkerKey(WorkerId(f"w{number:02}")) for number in range(randomness.choice([1, 2, 8]))]
+    for worker in names:
+        held = trunk[: randomness.randrange(1, 301)]
+        index.store(worker, None, held)
+        model.store(worker, held)
+        for before in range(randomness.randrange(1, 4), len(held), randomness.choice([1, 2, 7])):
+            index.store(worker, held[before - 1], [randomness.getrandbits(64)])
+
+    for length in [1, 2, 300, *(randomness.randrange(1, 301) for _ in range(40))]:
+        asked = trunk[:length] + [randomness.getrandbits(64) for _ in range(randomness.choice([0, 1, 90]))]
+        found = {slot: depth for depth, mask in index.find(asked) for slot in slots_of(mask)}
+        assert found == {index.slot(worker): model.overlap(asked, worker)[0] for worker in names}
+        assert_sound(index)
+
+
+def test_finding_looks_up_no_more_where_a_path_is_cut_into_ever_more_runs() -> None:
+    looked_up = []
+    for blocks in (200, 1000, 5000):
+        index = PrefixIndex()
+        path = [stable_u64("path", position) for position in range(2 * blocks)]
+        index.store(A, None, path[:blocks])
+        index.store(B, None, path[: blocks // 2])
+        for before in range(1, blocks, 2):
+            index.store(A, path[before], [stable_u64("side", before)])
+        counting = CountingPath(path)
+
+        assert index.find(counting) == [(blocks, 0b1), (blocks // 2, 0b10)]
+        looked_up.append(counting.asked)
+
+    assert looked_up[-1] < 100
+    assert looked_up[2] - looked_up[1] <= looked_up[1] - looked_up[0] + 8
+
+
+class CountingPath(list[int]):
+    """A path that counts how often one of its blocks is asked for."""
+
+    asked = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        self.asked += 1
+        return super().__getitem__(at)
