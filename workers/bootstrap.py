@@ -25,16 +25,18 @@ from poolgrid.workers.adapters.http_api import HttpApi
 from poolgrid.workers.adapters.sockets import RequestSocket
 from poolgrid.workers.chat_words import card_of_rank, chat_spec, told_card
 from poolgrid.workers.core.push_stream import PushStream, PushTiming
-from poolgrid.workers.engines.definition import EngineHost
+from poolgrid.workers.engines.definition import EngineDefinition, EngineHost, OpenedEngine
 from poolgrid.workers.engines.lifecycle.closing import close_in_order
 from poolgrid.workers.engines.registry import engine_definition
 from poolgrid.workers.gpus.metrics import GpuCollector
 from poolgrid.workers.gpus.nvml import NvmlReader, library_installed
 from poolgrid.workers.gpus.watch import GpuWatch
 from poolgrid.workers.metrics import WorkerMetrics
+from poolgrid.workers.model_fetch import cached_model
 from poolgrid.workers.publisher import EventPublisher
 from poolgrid.workers.service import ServiceLimits, WorkerService
 from poolgrid.workers.settings import WorkerProcessSettings
+from poolgrid.workers.start_phases import Phase, StartPhases
 
 log = logging.getLogger(__name__)
 
@@ -72,12 +74,16 @@ async def serve(
         publishers: list[EventPublisher] = []
         close_in_order(opened, partial(_close_publishers, publishers))
         requests = _open_requests(opened, settings, context)
-        around = EngineHost(context, registry, metrics, clock, awake, epoch, requests.port, http.port, api.say_start)
-        opening = opened.enter_async_context(definition.open(settings, around))
+        start = StartPhases(metrics, clock, api.say_start)
+        around = EngineHost(
+            context, registry, metrics, clock, awake, epoch, requests.port, http.port, api.say_start, start
+        )
+        opening = _open_engine(opened, definition, settings, around)
         engine = await unless(stop, opening, "start of the engine")
         if engine is None:
             log.info("worker %s was stopped before its engine was ready", settings.worker_id)
             return
+        start.enter(Phase.REGISTER)
         card = told_card(engine.card, settings, chat)
         # Engines that cannot fail by themselves never say that they are well.
         metrics.engine_healthy.set(not engine.engine.unhealthy_reason)
@@ -100,7 +106,7 @@ async def serve(
             _open_publisher(publishers, settings, around, service, card_of_rank(card, dp_rank), dp_rank)
         if settings.on_nats:
             await _follow_consolidator(opened, settings, publishers, clock, stop)
-        _announce_when_registered(opened, publishers, card.http_endpoint, ready)
+        _announce_when_registered(opened, publishers, start, card.http_endpoint, ready)
         log.info("worker %s at %s, health at %s", settings.worker_id, card.request_endpoint, card.http_endpoint)
         await service.run(publishers, stop)
 
@@ -147,6 +153,18 @@ def _open_requests(opened: AsyncExitStack, settings: WorkerProcessSettings, cont
     requests = RequestSocket(context, settings.host, settings.request_port)
     close_in_order(opened, requests.close)
     return requests
+
+
+async def _open_engine(
+    opened: AsyncExitStack,
+    definition: EngineDefinition[WorkerProcessSettings],
+    settings: WorkerProcessSettings,
+    around: EngineHost,
+) -> OpenedEngine:
+    """Bring the model where it is to be loaded from, and open the engine."""
+    settings = await cached_model(settings, definition.loads(settings), definition.with_model, around.start)
+    around.start.enter(Phase.LOAD)
+    return await opened.enter_async_context(definition.open(settings, around))
 
 
 def _open_publisher(
@@ -205,11 +223,16 @@ def _close_publishers(publishers: Sequence[EventPublisher], orderly: bool) -> No
 
 
 def _announce_when_registered(
-    opened: AsyncExitStack, publishers: Sequence[EventPublisher], url: str, ready: Callable[[str], None]
+    opened: AsyncExitStack,
+    publishers: Sequence[EventPublisher],
+    start: StartPhases,
+    url: str,
+    ready: Callable[[str], None],
 ) -> None:
     async def announce() -> None:
         for publisher in publishers:
             await publisher.until_registered()
+        start.end()
         ready(url)
 
     opened.push_async_callback(cancel_all, [supervised(announce, "announcement")])

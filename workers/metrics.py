@@ -149,6 +149,18 @@ class WorkerMetrics:
             ("worker", "model", "role", "engine"),
         )
         self.engine_load_seconds = gauge("engine_load_seconds", "Time from the start of loading to the first token.")
+        self.start_seconds = gauge(
+            "start_seconds",
+            "Duration of each phase of the start: `wait` (another process fetches the model), `fetch`, `verify`, "
+            "`load` (the engine with its model), `warm_up` (until its first token), `register` (until the "
+            "consolidator has welcomed every rank). It is 0 while the phase is under way.",
+            ("phase",),
+        )
+        self.start_left_bytes = gauge(
+            "start_left_bytes",
+            "Bytes of the model that are still to be fetched, read or loaded in this phase of the start; 0 where "
+            "nobody says, and afterwards.",
+        )
         self.engine_healthy = gauge(
             "engine_healthy",
             "1 while the engine does its work. 0 while it makes no progress, or gave no token when the worker "

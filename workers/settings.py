@@ -94,6 +94,23 @@ class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings):
         "holds too. All workers of a model must agree.",
     )
 
+    model_cache_dir: Path | None = Field(
+        None,
+        description="Directory of models on this machine (poolgrid model): a model that is no directory here is "
+        "fetched into it, unless it is there, and loaded from it. Empty = the engine brings its model by itself.",
+    )
+    model_source: str = Field(
+        "",
+        max_length=4096,
+        description="With model_cache_dir: directory, URL of a mirror, or ORG/MODEL[@REVISION] on a hub that the model "
+        "is fetched from; empty = what the engine is told to load.",
+    )
+    check_model: bool = Field(
+        False,
+        description="With model_cache_dir: read the model before it is loaded, and fetch again what is not what it "
+        "was. Takes as long as reading all of it once more.",
+    )
+
     @field_validator("reasoning_parser", "tool_call_parser", mode="before")
     @classmethod
     def _parser_name(cls, given: object) -> object:
@@ -113,6 +130,15 @@ class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings):
                 f"gpu_interval_ms is {self.gpu_interval_ms}, allowed are 0 (none) and {GPU_INTERVAL_MIN_MS} to "
                 "3,600,000"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_model_cache(self) -> Self:
+        for name in ("model_source", "check_model"):
+            if getattr(self, name) and self.model_cache_dir is None:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r} without model_cache_dir: it is for models kept there"
+                )
         return self
 
     @model_validator(mode="after")

@@ -19,6 +19,10 @@ def _gauge(name: str) -> str:
     return f"sum by (instance) (poolgrid_worker_{name}{{{POOL}}})"
 
 
+def _each(name: str, label: str) -> str:
+    return f"sum by (instance, {label}) (poolgrid_worker_{name}{{{POOL}}})"
+
+
 def _rate(name: str) -> str:
     return f"sum by (instance) (rate(poolgrid_worker_{name}_total{{{POOL}}}[$__rate_interval]))"
 
@@ -88,6 +92,15 @@ WORKERS_BOARD = Board(
                     "Prompt tokens computed, and tokens decoded, per second.",
                     "Prefill without decode on a worker of the whole: very short answers, or it only fills caches.",
                     "cache-thrashing",
+                    no_value=NO_WORKER,
+                ),
+                Panel(
+                    "Start by phase",
+                    "s",
+                    (_own(_each("start_seconds", "phase"), "{{worker}} {{phase}}"),),
+                    "What the last start of each worker took, by phase.",
+                    "Long `fetch` or `wait`: keep models on machines (`poolgrid model`). Long `load`: faster disks.",
+                    "engine-unhealthy",
                     no_value=NO_WORKER,
                 ),
                 Panel(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from prometheus_client import CollectorRegistry
@@ -17,6 +18,7 @@ from poolgrid.wire.card import WorkerCard
 from poolgrid.workers.engines.protocol import Engine
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.settings import WorkerProcessSettings
+from poolgrid.workers.start_phases import StartPhases
 from poolgrid.workers.transfers import EmbeddingExchange, KvExchange
 
 if TYPE_CHECKING:
@@ -40,6 +42,8 @@ class EngineHost:
     http_port: int
     say_start: Callable[[str], None]
     """Shows people what the start of the engine waits for."""
+    start: StartPhases
+    """In which phase the start is; an engine tells what it knows of loading and of its first token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,5 +88,9 @@ class EngineDefinition(Generic[S]):
     """The settings classes of that table, where it is more than ``settings``."""
     server_kind: Callable[[], ServerKind] | None = None
     """How its server is recognised, where it runs in one that is asked over HTTP."""
+    loads: Callable[[S], str | None] = lambda settings: None
+    """What it loads with these settings, as they name it, which may be nothing yet; ``None`` = it loads no model."""
+    with_model: Callable[[S, Path], S] | None = None
+    """The settings by which it loads a model from this directory, under the name that clients know."""
     start_plan: Callable[[S], StartPlan] | None = None
     """What ``--print-engine-args`` prints; raises ``ValueError`` saying what is wrong. ``None`` = there are none."""

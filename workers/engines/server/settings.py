@@ -185,7 +185,7 @@ class EngineServerSettings(WorkerProcessSettings):
 
     @model_validator(mode="after")
     def _check_that_there_is_a_server(self) -> Self:
-        if not self.engine_url and not self.model_path:
+        if not (self.engine_url or self.model_path or self.model_source):
             raise ValueError(
                 f"neither engine_url nor model_path is given: a worker with the engine {self.engine_name} goes before "
                 "a server that runs, as http://gpu1:8000, or starts one with a model"
@@ -209,6 +209,15 @@ class EngineServerSettings(WorkerProcessSettings):
                 "with whole requests only, allowed is role aggregated"
             )
         return self
+
+    def loads(self) -> str | None:
+        """Return the model that the worker's own server loads; ``None`` before a server that runs already."""
+        return self.model_path if self.starts_server else None
+
+    def with_model(self, path: Path) -> Self:
+        """Return settings by which the server loads its model from a directory, under the name it would have had."""
+        name = self.served_model_name or self.model_path or self.model_source
+        return self.model_copy(update={"model_path": str(path), "served_model_name": name})
 
     @property
     def starts_server(self) -> bool:

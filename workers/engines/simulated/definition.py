@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 
 from poolgrid.workers.engines.definition import EngineDefinition, EngineHost, OpenedEngine
 from poolgrid.workers.engines.simulated.settings import SimulatedWorkerSettings
@@ -19,11 +20,20 @@ def _shortest_timeout_ms(settings: SimulatedWorkerSettings) -> float:
     return min(settings.kv_fetch_timeout_ms, settings.tensor_lease_ms, settings.tensor_fetch_timeout_ms)
 
 
+def _with_model(settings: SimulatedWorkerSettings, path: Path) -> SimulatedWorkerSettings:
+    """Of a model it needs the tokenizer, if anything."""
+    if settings.tokenizer_path is not None or not (path / "tokenizer.json").is_file():
+        return settings
+    return settings.model_copy(update={"tokenizer_path": path})
+
+
 ENGINE = EngineDefinition(
     title="the simulated engine",
     settings=SimulatedWorkerSettings,
     open=_open,
     shortest_timeout_ms=_shortest_timeout_ms,
     about="With `--engine simulated`.",
+    loads=lambda settings: "",
+    with_model=_with_model,
     tables=(SimulatedWorkerSettings, TensorSettings),
 )

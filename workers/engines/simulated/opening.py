@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from poolgrid.workers.embedding_fetcher import EmbeddingFetcher
 from poolgrid.workers.engines.definition import EngineHost, OpenedEngine
@@ -23,14 +23,28 @@ from poolgrid.workers.tensor_transfer.opening import open_tensor_transfer
 from poolgrid.workers.tensor_transfer.port import TensorTransfer
 from poolgrid.workers.transfers import EmbeddingExchange, KvExchange
 
+LOAD_STEP_S = 0.25
+"""How often a load says how far it is; what is said goes out once a second."""
 
-def open_engine(settings: SimulatedWorkerSettings, around: EngineHost) -> AbstractAsyncContextManager[OpenedEngine]:
+
+@asynccontextmanager
+async def open_engine(settings: SimulatedWorkerSettings, around: EngineHost) -> AsyncIterator[OpenedEngine]:
     """Open the engine of the worker's role.
 
     Raises ``TableError`` when the timing table cannot be used, ``OSError`` when a port cannot be bound, and
     ``NixlMissing``.
     """
-    return _open_encode(settings, around) if settings.role == "encode" else _open_whole(settings, around)
+    await _load(settings, around)
+    async with _open_encode(settings, around) if settings.role == "encode" else _open_whole(settings, around) as opened:
+        yield opened
+
+
+async def _load(settings: SimulatedWorkerSettings, around: EngineHost) -> None:
+    """Take as long as weights would, and say how many are still to come."""
+    began_ms = around.clock.monotonic_ms()
+    while (past_ms := around.clock.monotonic_ms() - began_ms) < settings.load_ms:
+        around.start.move(int(settings.load_bytes * past_ms / settings.load_ms), settings.load_bytes)
+        await asyncio.sleep(min(LOAD_STEP_S, (settings.load_ms - past_ms) / 1e3))
 
 
 def make_timing(settings: SimulatedWorkerSettings) -> TimingModel:

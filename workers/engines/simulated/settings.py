@@ -155,6 +155,19 @@ class SimulatedWorkerSettings(TensorSettings):
         description="How embeddings come from encode workers: in messages, or read from their memory with NIXL "
         "(poolgrid[nixl]). poolgrid_worker_tensor_transport shows it.",
     )
+    load_ms: float = Field(
+        0.0,
+        ge=0.0,
+        le=86_400_000.0,
+        description="Time that loading the weights takes, as a real engine's would; real time, whatever speedup.",
+    )
+    load_bytes: int = Field(
+        16_000_000_000,
+        ge=1,
+        le=2**50,
+        description="Bytes of these weights, for what the worker says while it loads; the default is an 8B model's in "
+        "16 bit.",
+    )
     loras: tuple[Name, ...] = Field((), max_length=LORAS_PER_WORKER_MAX, description="LoRA adapters that are served.")
 
     @model_validator(mode="after")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 
 from poolgrid.workers.engines.definition import EngineDefinition, EngineHost, OpenedEngine, StartPlan
 from poolgrid.workers.engines.trtllm.settings import TrtllmSettings, TrtllmWorkerSettings
@@ -29,6 +30,12 @@ def _start_plan(settings: TrtllmWorkerSettings) -> StartPlan:
     return StartPlan(render(arguments), arguments.warnings, *arguments.gpus)
 
 
+def _with_model(settings: TrtllmWorkerSettings, path: Path) -> TrtllmWorkerSettings:
+    return settings.model_copy(
+        update={"model_path": str(path), "served_model_name": settings.model_name or settings.model_source}
+    )
+
+
 ENGINE = EngineDefinition(
     title="TensorRT-LLM",
     settings=TrtllmWorkerSettings,
@@ -37,5 +44,7 @@ ENGINE = EngineDefinition(
     about="With `--engine trtllm`. `--print-engine-args` prints what the engine would get and where each value came "
     "from ([what wins](engine_configs.md)), and starts nothing.",
     tables=(TrtllmSettings, TrtllmWorkerSettings, TensorSettings),
+    loads=lambda settings: settings.model_path,
+    with_model=_with_model,
     start_plan=_start_plan,
 )

@@ -807,10 +807,11 @@ async def load_engine(
     takes_media: bool = False,
     encode_endpoint: str = "",
     tensors: TensorTransfer | None = None,
+    warming: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[LoadedEngine]:
     """Load a model and keep its engine until the end of the block; whatever ends it, the engine is shut down.
 
-    ``tensors``: embeddings travel by it, and not as handles.
+    ``tensors``: embeddings travel by it, and not as handles. ``warming`` is called between loading and the first token.
 
     Takes minutes; cancelling it leaves what is being made to be shut down when it exists. Raises
     ``LibraryMissingError``, ``EngineBrokenError``, and what TensorRT-LLM raises.
@@ -862,6 +863,7 @@ async def load_engine(
                 tensors,
             )
             try:
+                warming()
                 await engine.begin()
                 load_s = (clock.monotonic_ms() - started_ms) / 1e3
                 metrics.engine_load_seconds.set(load_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 from poolgrid.wire.identifiers import Role
 from poolgrid.wire.tensors import TensorDescriptor
@@ -16,6 +17,7 @@ from poolgrid.workers.engines.trtllm.card import make_card
 from poolgrid.workers.engines.trtllm.core.disaggregated_params import carried_tensors
 from poolgrid.workers.engines.trtllm.engine import EngineLimits, load_engine
 from poolgrid.workers.engines.trtllm.settings import TrtllmWorkerSettings
+from poolgrid.workers.start_phases import Phase
 from poolgrid.workers.tensor_transfer.opening import open_tensor_transfer
 from poolgrid.workers.tensor_transfer.port import TensorTransfer
 from poolgrid.workers.transfers import EmbeddingExchange
@@ -54,6 +56,7 @@ async def open_engine(settings: TrtllmWorkerSettings, around: EngineHost) -> Asy
             takes_media=settings.modality == "multimodal",
             encode_endpoint=settings.encode_endpoint,
             tensors=tensors,
+            warming=partial(around.start.enter, Phase.WARM_UP),
         ) as opened,
     ):
         card = make_card(settings, arguments, opened, around.request_port, around.http_port)

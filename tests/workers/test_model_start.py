@@ -1,0 +1,166 @@
+"""A worker starts in phases, with its model out of the machine's cache where it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from poolgrid.workers import bootstrap
+from poolgrid.workers.adapters.http_api import HttpApi
+from poolgrid.workers.engines.registry import engine_definition
+from poolgrid.workers.metrics import WorkerMetrics
+from poolgrid.workers.model_fetch import ModelFetchError, cached_model
+from poolgrid.workers.settings import WorkerProcessSettings
+from poolgrid.workers.start_phases import Phase, StartPhases
+from tests.runtime.leftovers import ended_leaving_nothing
+from tests.workers.fakes import FakeConsolidator, Journal
+from tests.workers.running import make_settings, running_worker
+
+
+class SetClock:
+    """A clock that stands."""
+
+    now_ms = 0.0
+
+    def monotonic_ms(self) -> float:
+        return self.now_ms
+
+    def wall_ms(self) -> int:
+        return int(self.now_ms)
+
+
+class Start(StartPhases):
+    """A start whose words are kept."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.registry = CollectorRegistry()
+        self.clock = SetClock()
+        super().__init__(WorkerMetrics(self.registry), self.clock, self.said.append)
+
+    def seconds(self) -> dict[str, float]:
+        (family,) = (each for each in self.registry.collect() if each.name == "poolgrid_worker_start_seconds")
+        return {sample.labels["phase"]: sample.value for sample in family.samples}
+
+
+def settings_of(engine: str, **given: Any) -> WorkerProcessSettings:
+    settings: WorkerProcessSettings = engine_definition(engine).settings.model_validate(given)
+    return settings
+
+
+async def with_cache(settings: Any, start: StartPhases) -> Any:
+    definition = engine_definition(settings.engine_name)
+    return await cached_model(settings, definition.loads(settings), definition.with_model, start)
+
+
+def test_each_phase_has_its_time_and_says_what_is_left() -> None:
+    start = Start()
+
+    start.enter(Phase.FETCH, 1000)
+    start.clock.now_ms = 1500.0
+    start.move(400, 1000)
+    assert start.left_bytes == 600
+    start.enter(Phase.LOAD)
+    start.clock.now_ms = 2000.0
+    start.enter(Phase.FETCH)
+    start.clock.now_ms = 2250.0
+    start.end()
+
+    assert start.seconds() == {"fetch": 1.75, "load": 0.5}
+    assert (start.phase, start.left_bytes) == (None, 0)
+    assert start.said[1] == "the model is fetched: 400 B of 1000 B"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"engine": "trtllm", "model_path": "org/model"},
+        {"engine": "trtllm", "model_path": "/nowhere/model", "model_cache_dir": "CACHE"},
+        {"engine": "trtllm", "model_path": "HERE", "model_cache_dir": "CACHE"},
+        {"engine": "vllm", "engine_url": "http://gpu1:8000", "model_cache_dir": "CACHE"},
+        {"engine": "simulated", "model_cache_dir": "CACHE"},
+    ],
+)
+def test_without_a_cache_or_with_a_directory_of_its_own_nothing_is_fetched(given: Any, tmp_path: Path) -> None:
+    places = {"CACHE": str(tmp_path / "cache"), "HERE": str(tmp_path)}
+    settings = settings_of(**{name: places.get(value, value) for name, value in given.items()})
+
+    assert asyncio.run(with_cache(settings, Start())) is settings
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("engine", ["trtllm", "vllm", "sglang", "trtllm-serve", "simulated"])
+def test_an_engine_loads_the_cached_directory_under_the_name_that_clients_know(engine: str, tmp_path: Path) -> None:
+    definition = engine_definition(engine)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    given = {} if engine == "simulated" else {"model_path": "org/model"}
+    assert definition.with_model is not None
+
+    made: Any = definition.with_model(settings_of(engine, **given), tmp_path)
+
+    if engine == "simulated":
+        assert made.tokenizer_path == tmp_path
+    else:
+        assert (made.model_path, made.served_model_name) == (str(tmp_path), "org/model")
+
+
+def test_a_source_for_an_engine_that_loads_nothing_is_refused(tmp_path: Path) -> None:
+    settings = settings_of(
+        "vllm", engine_url="http://gpu1:8000", model_cache_dir=str(tmp_path), model_source="org/model"
+    )
+
+    with pytest.raises(ValueError, match="with these settings the engine vllm loads no model: leave it out"):
+        asyncio.run(with_cache(settings, Start()))
+
+
+def test_settings_of_the_cache_without_a_cache_are_refused() -> None:
+    with pytest.raises(ValueError, match="model_source is 'org/model' without model_cache_dir"):
+        settings_of("trtllm", model_path="m", model_source="org/model")
+
+
+def test_a_worker_fetches_its_model_and_then_loads_it_and_each_phase_is_measured(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    cache = {"model_cache_dir": str(tmp_path / "cache"), "model_source": str(source), "check_model": True}
+
+    async def scenario() -> None:
+        async with running_worker(**cache, load_ms=1.0, load_bytes=1000) as worker:
+            for phase in ("fetch", "load", "register"):
+                assert await worker.metric("poolgrid_worker_start_seconds", phase=phase) > 0
+            assert await worker.metric("poolgrid_worker_start_left_bytes") == 0
+
+    asyncio.run(scenario())
+    assert (tmp_path / "cache" / "source" / "config.json").read_text() == "{}"
+
+
+def test_a_model_that_cannot_be_fetched_ends_the_start_and_says_why(tmp_path: Path) -> None:
+    settings = settings_of("trtllm", model_path="m", model_cache_dir=str(tmp_path / "c"), model_source="/nowhere/m")
+
+    with pytest.raises(ModelFetchError, match=r"fetching the model /nowhere/m into .*/c: reading /nowhere/m: No such"):
+        asyncio.run(with_cache(settings, Start()))
+
+
+def test_a_worker_that_loads_says_how_far_it_is_and_ends_when_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    async def scenario() -> None:
+        stop = asyncio.Event()
+
+        def say(api: HttpApi, reason: str) -> None:
+            said.append(reason)
+            if "GiB" in reason:
+                stop.set()
+
+        monkeypatch.setattr(HttpApi, "say_start", say)
+        async with FakeConsolidator(Journal()) as consolidator:
+            settings = make_settings(consolidator.endpoint, load_ms=3_600_000, load_bytes=10**10)
+            await bootstrap.serve(settings, stop, lambda url: None)
+
+    ended_leaving_nothing(scenario)
+    assert re.fullmatch(r"the engine loads its model: .* of 9\.3 GiB", said[1])
