@@ -34,6 +34,7 @@ from poolgrid.wire.answers import (
     PoolList,
     RecordedBy,
     RequestExplanation,
+    RetentionRow,
 )
 
 UNCOMPARED = "the rest is output, or stands behind a medium of which the workers do not say how many tokens it becomes"
@@ -102,6 +103,16 @@ def _add_attempts(root: Tree, attempts: Sequence[DecisionExplanation]) -> None:
                 _add_attempt(branch, attempt)
 
 
+def _retention_line(retention: RetentionRow) -> str:
+    """Return how long the engine was told to keep what, highest priority first, as ranges are in a prompt."""
+    parts = []
+    for each in retention.ranges:
+        end = "the end" if each.end is None else f"{each.end:,}"
+        lasts = "" if each.duration_ms is None else f" for {number(each.duration_ms / 1000)} s"
+        parts.append(f"{each.start:,} to {end} with priority {each.priority}{lasts}")
+    return f"its blocks should stay: tokens {', '.join(parts)}; the output {retention.decode_priority}"
+
+
 def _add_attempt(root: Tree, attempt: DecisionExplanation) -> None:
     reused = attempt.realised_cached_tokens
     came = "not known yet how much was reused" if reused is None else f"{counted(reused, 'token')} reused"
@@ -124,6 +135,8 @@ def _add_attempt(root: Tree, attempt: DecisionExplanation) -> None:
         real = attempt.realised_ttft_ms
         came = "not known yet what it was" if real is None else f"it was {number(real)} ms"
         branch.add(f"TTFT of {number(attempt.expected_ttft_ms)} ms expected, {came}")
+    if attempt.retention is not UNSET:
+        branch.add(_retention_line(attempt.retention))
     if attempt.behind_records:
         branch.add(
             f"[yellow]the router was catching up[/]: {counted(attempt.behind_records, 'record')} or more of the pool's "

@@ -161,6 +161,9 @@ class UpSettings(EventPlaneSettings):
         "--pools, only the global router listens at --host then, and everything behind it on loopback.",
     )
     policy: str = Field("kv", description="How a worker is chosen; see poolgrid router --help.")
+    retention: Literal["off", "learned"] = Field(
+        "off", description="What engines are told of how long blocks should stay; see poolgrid router --help."
+    )
     model_path: Path = Field(TINY_MODEL_PATH, description="Hugging Face style model directory (no weights needed).")
     block_size: int = Field(32, ge=1, le=4096, description="Tokens in a KV block.")
     blocks_per_worker: int = Field(16_384, ge=16, le=1_048_576, description="KV blocks of each worker.")
@@ -353,7 +356,9 @@ class UpSettings(EventPlaneSettings):
     def router_arguments(self) -> list[str]:
         """Return what a pool's router is told of choosing workers, and of clients."""
         file = [] if self.settings_file is None else ["--settings-file", str(self.settings_file)]
-        return [*file, *self._unless_from_file("policy", "--policy", self.policy), *self.front_end_arguments()]
+        retention = [] if self.retention == "off" else ["--retention", self.retention]
+        policy = self._unless_from_file("policy", "--policy", self.policy)
+        return [*file, *policy, *retention, *self.front_end_arguments()]
 
     def front_end_arguments(self) -> list[str]:
         """Return what routers of both kinds are told of clients."""

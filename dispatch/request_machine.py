@@ -30,7 +30,7 @@ from poolgrid.dispatch.legs import Dispatch, LegPlan
 from poolgrid.dispatch.token_delivery import TokenDelivery
 from poolgrid.frontend.ports import InferenceRequest, StreamDelta
 from poolgrid.wire.identifiers import Stage, WorkerKey
-from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, TokenDelta
+from poolgrid.wire.requests import FinishReason, Generate, KvRetention, RefusalKind, TokenDelta
 from poolgrid.wire.trace_context import TraceContext
 
 
@@ -427,13 +427,16 @@ class RequestMachine:
         overlap_tokens: int = 0,
         expected_prefill_tokens: int | None = None,
         trace: TraceContext | None = None,
+        retention: KvRetention | None = None,
     ) -> Generate:
         """Start the next leg on a worker and return the message for it."""
         assert not self.ended, "nothing is sent for an ended request"
         self.cannot_do = False
         self.delivery.worker = str(worker)
         output = self.delivery.output
-        return self.plan.begin(worker, endpoint, stage, output, overlap_tokens, expected_prefill_tokens, trace)
+        return self.plan.begin(
+            worker, endpoint, stage, output, overlap_tokens, expected_prefill_tokens, trace, retention
+        )
 
     def not_sent(self) -> None:
         """Take back the leg that was begun last: its message could not be sent."""

@@ -36,7 +36,7 @@ from poolgrid.global_router.pools import PoolConnection, PoolLost, Pools
 from poolgrid.global_router.settings import GlobalRouterSettings
 from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.tracing.record import SpanKind, SpanRecord, TraceRecord
-from poolgrid.wire.hashing import HASH_SPEC, pack_hashes, stable_u64
+from poolgrid.wire.hashing import HASH_SPEC, hash_seed, pack_hashes, stable_u64
 from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey
 from poolgrid.wire.limits import BLOCKS_PER_EVENT_MAX, WORKERS_EXCLUDED_MAX
 from poolgrid.wire.selection import Probe, Reservation, Select, Selected, SelectRefusal, SelectRefused
@@ -339,7 +339,7 @@ class Placing:
                 worker = WorkerKey(WorkerId(answer.worker.worker_id), answer.worker.dp_rank)
                 context = self._not_kept if trace is None else begin_leg(trace, machine, worker, work, pool.name)
                 overlap_tokens = answer.overlap_blocks * answer.block_size
-                generate = machine.begin(worker, link.endpoint, work, overlap_tokens, trace=context)
+                generate = machine.begin(worker, link.endpoint, work, overlap_tokens, None, context, answer.retention)
                 if link.generate(generate):
                     now_ms = self._clock.monotonic_ms()
                     flight.legs[generate.request_id] = ReservedLeg(pool, reservation, ticket, answer.lease_ms, now_ms)
@@ -369,6 +369,7 @@ class Placing:
             media_hashes=pack_hashes(media_hashes(request)),
             media_kinds=() if work is Stage.DECODE else media_kinds(request),
             trace=trace,
+            seed=hash_seed(request.lora_name, request.cache_salt) if request.lora_name or request.cache_salt else 0,
         )
 
 

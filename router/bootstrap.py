@@ -26,6 +26,7 @@ from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.policy import POLICY_NAMES
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
+from poolgrid.router.core.retention.learner import RetentionLearner
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.selector import Selector
 from poolgrid.router.decision_journal.opening import open_recorder
@@ -190,7 +191,10 @@ def _make_state(settings: RouterSettings) -> RouterState:
     index = PrefixIndex(settings.index_budget_bytes)
     ledger = LoadLedger(settings.reservation_ttl_ms, settings.ledger_budget_bytes)
     approximate = ApproximateIndex(index, settings.approximate_ttl_ms) if settings.policy == POLICY_NAMES[1] else None
-    return RouterState(Selector(Projection(index, ledger, approximate), policy, settings.worker_queue_factor))
+    retention = RetentionLearner() if settings.retention == "learned" else None
+    return RouterState(
+        Selector(Projection(index, ledger, approximate, retention), policy, settings.worker_queue_factor)
+    )
 
 
 def _load_prompt_model(frontend: FrontendSettings) -> PromptModel:

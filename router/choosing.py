@@ -147,6 +147,8 @@ class Chooser:
         self._state = state
         self._selector = state.selector
         self._projection = state.projection
+        self._learns = state.projection.retention is not None
+        """Whether it is learned how long blocks should stay: of prompts with one seed, for prompts with that seed."""
         self._links = links
         self._clock = clock
         self._behind_records = behind_records
@@ -196,13 +198,14 @@ class Chooser:
         if not routed.path and block_size:
             routed.path = self.path_now(request)
         output_tokens = machine.delivery.tokens
+        seed = hash_seed(request.lora_name, request.cache_salt) if self._learns else 0
         leg = self._next_leg(machine.plan, output_tokens, routed.path, block_size)
         forgiven = False
         while True:
             unreachable = self._links.unreachable
             found = self._state.apply(
                 WorkerWanted(
-                    _routing(request, output_tokens, block_size, leg),
+                    _routing(request, output_tokens, block_size, leg, seed),
                     routed.path,
                     now_ms,
                     self._clock.wall_ms(),
@@ -243,9 +246,10 @@ class Chooser:
         block_size = self.block_size(request.model)
         path = self.path_now(request)
         leg = self._next_leg(LegPlan(request), 0, path, block_size)
+        seed = hash_seed(request.lora_name, request.cache_salt) if self._learns else 0
         found = self._state.preview(
             WorkerWanted(
-                _routing(request, 0, block_size, leg),
+                _routing(request, 0, block_size, leg, seed),
                 path,
                 self._clock.monotonic_ms(),
                 self._clock.wall_ms(),
@@ -292,7 +296,7 @@ class Chooser:
         return staff
 
 
-def _routing(request: InferenceRequest, output_tokens: int, block_size: int, leg: Leg) -> RoutingRequest:
+def _routing(request: InferenceRequest, output_tokens: int, block_size: int, leg: Leg, seed: int) -> RoutingRequest:
     """Return what a policy may know of a request: what it was given and has generated so far is one prompt."""
     tokens = len(request.token_ids) // 4 + output_tokens
     size = max(1, block_size)
@@ -306,5 +310,6 @@ def _routing(request: InferenceRequest, output_tokens: int, block_size: int, leg
         leg.stage,
         media_hashes(request),
         () if leg.stage is Stage.DECODE else media_kinds(request),
+        seed=seed,
         ttft_target_ms=ttft_target_ms(request.hints) if request.hints else 0.0,
     )

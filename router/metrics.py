@@ -353,7 +353,7 @@ class StateCollector(Collector):
         )
         for name, text, value, across in gauges:
             yield GaugeFamily(f"poolgrid_router_{name}", text, across=across, value=value)
-        ledger, trust = projection.ledger, projection.trust
+        ledger, trust, retention = projection.ledger, projection.trust, projection.retention
         for name, text, count in (
             (
                 "index_evicted_blocks",
@@ -391,6 +391,19 @@ class StateCollector(Collector):
                 "suspect_verdicts",
                 "Times a worker reused so much more or less than its events said that they are not believed.",
                 trust.verdicts,
+            ),
+            (
+                "retention_gained_tokens",
+                "Reused prompt tokens that the worker's cache would have lost, had it evicted what nobody used for the "
+                "longest time; of up to 16 workers. Only with `retention`, and workers that take it.",
+                0 if retention is None else retention.gained_tokens,
+            ),
+            (
+                "retention_lost_tokens",
+                "Prompt tokens that were not reused, and would have been, had the worker's cache evicted what nobody "
+                "used for the longest time. If it grows faster than `poolgrid_router_retention_gained_tokens_total`, "
+                "what is learned does harm: switch `retention` off.",
+                0 if retention is None else retention.lost_tokens,
             ),
         ):
             yield CounterMetricFamily(f"poolgrid_router_{name}", text, value=count)

@@ -36,7 +36,7 @@ from poolgrid.runtime.tracing.tracing import Tracing
 from poolgrid.runtime.zmq_socket import CallbackSocket, bind
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
-from poolgrid.wire.hashing import unpack_hashes
+from poolgrid.wire.hashing import hash_seed, unpack_hashes
 from poolgrid.wire.identifiers import Role, Stage, WorkerId, WorkerKey
 from poolgrid.wire.limits import LORAS_PER_WORKER_MAX, POOL_MODELS_MAX, REFUSAL_REASONS_MAX, TEXT_CHARS_MAX
 from poolgrid.wire.selection import (
@@ -65,6 +65,7 @@ QUESTIONS_QUEUED_MAX = 64
 """Questions of one asker that ZMQ keeps while we are busy; the rest wait at the asker. They may be large."""
 
 EXCLUDED = "excluded by the asker"
+UNSALTED = hash_seed()
 NOT_READY_RETRY_S = 1.0
 
 
@@ -217,6 +218,7 @@ class SelectPlane:
             message.priority,
             unpack_hashes(message.media_hashes),
             message.media_kinds,
+            seed=message.seed,
         )
         if not isinstance(decision, Decision):
             return self._refusal(message.ask, decision)
@@ -235,6 +237,7 @@ class SelectPlane:
             worker.card.block_size,
             decision.reason,
             int(lease_ms),
+            decision.retention,
         )
 
     def probe(self, message: Probe) -> Probed:
@@ -310,10 +313,20 @@ class SelectPlane:
         media: tuple[int, ...] = (),
         media_kinds: tuple[str, ...] = (),
         dry_run: bool = False,
+        seed: int = 0,
     ) -> Found:
         block_size = max(1, self._block_size(model))
         request = RoutingRequest(
-            request_id, model, isl, block_size, -(-isl // block_size), priority, stage, media, media_kinds
+            request_id,
+            model,
+            isl,
+            block_size,
+            -(-isl // block_size),
+            priority,
+            stage,
+            media,
+            media_kinds,
+            seed or UNSALTED if self._selector.projection.retention is not None else 0,
         )
         unavailable = {**self._pool.unreachable, **excluded} if excluded else self._pool.unreachable
         wanted = WorkerWanted(

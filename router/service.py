@@ -237,7 +237,9 @@ class RouterService:
         )
         trace = machine.request.trace
         context = self._not_kept if trace is None else self._begin_leg(trace, machine, chosen)
-        generate = machine.begin(decision.worker, link.endpoint, leg.stage, chosen.overlap_tokens, believed, context)
+        generate = machine.begin(
+            decision.worker, link.endpoint, leg.stage, chosen.overlap_tokens, believed, context, decision.retention
+        )
         if not link.generate(generate):
             machine.not_sent()
             if trace is not None:

@@ -182,6 +182,7 @@ class SimulatedPool:
                 card_limits,
                 f"inproc://{number}",
                 step_times=step_times_of(given[number]),
+                takes_retention=True,
             )
             self._tell(number, 0.0, [WorkerJoined(card)])
         self._deliver(float("inf"))

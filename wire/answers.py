@@ -179,6 +179,27 @@ class MediaRow(Answer, frozen=True, kw_only=True):
     """Leading blocks of the prompt whose names are known: they end at a medium whose tokens nobody can count."""
 
 
+class RetainedRow(Answer, frozen=True, kw_only=True):
+    """How long the blocks of a range of a prompt should stay."""
+
+    start: int
+    """Its first token."""
+    end: int | None
+    """The token behind its last one; ``null`` = all that follow."""
+    priority: int
+    duration_ms: int | None
+    """How long the priority holds; ``null`` = until something else is said."""
+
+
+class RetentionRow(Answer, frozen=True, kw_only=True):
+    """How long a prompt's blocks should stay in its worker's cache, as a router has learned."""
+
+    ranges: list[RetainedRow]
+    decode_priority: int
+    """Of blocks of the output."""
+    decode_duration_ms: int | None
+
+
 class DecisionExplanation(DecisionRow, frozen=True, kw_only=True):
     """Everything about one decision."""
 
@@ -198,6 +219,8 @@ class DecisionExplanation(DecisionRow, frozen=True, kw_only=True):
     """Only when it was read from a decision journal."""
     media: MediaRow | UnsetType = UNSET
     """Only of a request with media."""
+    retention: RetentionRow | UnsetType = UNSET
+    """Only where it is learned, and pays."""
 
 
 class RequestExplanation(Answer, frozen=True, kw_only=True):

@@ -156,6 +156,8 @@ class WorkerCard(msgspec.Struct, array_like=True, frozen=True):
     """How chats with its model are written and read, where it was told."""
     step_times: StepTimes = NO_STEP_TIMES
     """What its steps take, where that is known."""
+    takes_retention: bool = False
+    """Its engine takes ``Generate.retention``: how long the blocks of a request stay."""
 
 
 SHOWN_CHARS = 60

@@ -30,6 +30,7 @@ from poolgrid.wire.limits import (
     RENEWALS_MAX,
     WORKERS_EXCLUDED_MAX,
 )
+from poolgrid.wire.requests import KvRetention
 from poolgrid.wire.trace_context import TraceContext
 
 
@@ -63,6 +64,8 @@ class Select(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
     """Kinds of media that the worker must take."""
     trace: TraceContext | None = None
     """The asker's span of this question, for a request that is traced; ``None`` where nobody traces."""
+    seed: U64 = 0
+    """Of the hashes (``poolgrid.wire.hashing.hash_seed``) of a request with an adapter or a cache salt; 0 = neither."""
 
 
 class Probe(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
@@ -118,6 +121,8 @@ class Selected(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False)
     """Short reason code of the choice."""
     lease_ms: U32
     """How long the reservation stands unconfirmed."""
+    retention: KvRetention | None = None
+    """How long the prompt's blocks should stay, for ``Generate``, where the pool's router learns that."""
 
 
 class SelectRefusal(StrEnum):

@@ -15,7 +15,14 @@ from msgspec import UNSET, UnsetType
 
 from poolgrid.router.core.candidates import Candidates, FewCandidates, RoutingRequest
 from poolgrid.router.core.policy import EXPECTED_MS, Choice
-from poolgrid.wire.answers import CandidateRow, DecisionExplanation, DecisionRow, MediaRow
+from poolgrid.wire.answers import (
+    CandidateRow,
+    DecisionExplanation,
+    DecisionRow,
+    MediaRow,
+    RetainedRow,
+    RetentionRow,
+)
 from poolgrid.wire.identifiers import STAGE_WORD, WorkerKey
 from poolgrid.wire.request_ids import dispatch_of, kept_under, name_of
 from poolgrid.wire.requests import KvRetention
@@ -179,6 +186,21 @@ class Decision:
             filtered={str(worker): why for worker, why in self.filtered.items()},
             untrusted={str(worker): why for worker, why in self.untrusted.items()},
             media=self._media(),
+            retention=self._retention(),
+        )
+
+    def _retention(self) -> RetentionRow | UnsetType:
+        """Return how long the prompt's blocks should stay, where that was learned."""
+        said = self.retention
+        if said is None:
+            return UNSET
+        return RetentionRow(
+            ranges=[
+                RetainedRow(start=each.start, end=each.end, priority=each.priority, duration_ms=each.duration_ms)
+                for each in said.ranges
+            ],
+            decode_priority=said.decode_priority,
+            decode_duration_ms=said.decode_duration_ms,
         )
 
     def _media(self) -> MediaRow | UnsetType:

@@ -242,6 +242,9 @@ class Projection:
                 self.ledger.started(key, slot, request.request_id, prefill, request.active_blocks, now_ms)
         if self.paces is not None:
             self.paces.keep_only(frozenset(keys))
+        if self.retention is not None:
+            self.retention.keep_only(frozenset(keys))
+            self.retention.hold_only(self.ledger.knows)
         self.next_offset = next_offset
 
     def _forget(self, key: WorkerKey) -> None:

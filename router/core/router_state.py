@@ -98,9 +98,11 @@ class RouterState:
             return True
         elif type(given) is Expired:
             expired, renewed = self.projection.ledger.expire(given.now_ms, given.held)
-            paces = self.projection.paces
+            paces, retention = self.projection.paces, self.projection.retention
             if expired and paces is not None:
                 paces.await_only(self.projection.ledger.knows)
+            if expired and retention is not None:
+                retention.hold_only(self.projection.ledger.knows)
             if log is not None and (expired or renewed):
                 # Of all that is held, only what was due made a difference.
                 log.note(Expired(given.now_ms, renewed))

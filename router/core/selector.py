@@ -331,8 +331,11 @@ class Selector:
     def advise(self, decision: Decision, path: Sequence[int], now_ms: float) -> None:
         """Let a decision say how long the prompt's blocks should stay, where that is learnt and the worker takes it."""
         retention, request = self._projection.retention, decision.request
-        if retention is not None and request.stage in PROMPT_STAGES:
+        if retention is not None and request.stage in PROMPT_STAGES and self._takes_retention(decision.worker):
             decision.retention = retention.advise(request, path, now_ms)
+
+    def _takes_retention(self, worker: WorkerKey) -> bool:
+        return self._projection.fleet.workers[worker].card.takes_retention
 
     def book(
         self,
@@ -361,7 +364,8 @@ class Selector:
             worker, slot, dispatch_id or request.request_id, uncached, blocks, now_ms, lease_ms
         )
         retention = self._projection.retention
-        if retention is not None and request.stage in PROMPT_STAGES:
+        if retention is not None and request.stage in PROMPT_STAGES and self._takes_retention(worker):
+            # What is on workers that cannot be told is no part of what is shared out.
             blocks = self._projection.fleet.workers[worker].card.limits.total_kv_blocks
             retention.begin(worker, blocks, dispatch_id or request.request_id, request, path, now_ms)
         if request.stage is Stage.ENCODE:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from poolgrid.router.core.approximate_index import Beliefs, BelievedChain
 from poolgrid.router.core.load_ledger import LoadEntry
 from poolgrid.router.core.paces import Arrivals, Paces, WorkerPace
+from poolgrid.router.core.retention.learner import LearnerState
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.stream_trust import OpenChoice as AwaitedChoice
 from poolgrid.router.core.stream_trust import Window
@@ -43,6 +44,7 @@ class Draft:
     beliefs: Beliefs | None = None
     untrusted: dict[WorkerKey, str] = field(default_factory=dict)
     paces: tuple[Arrivals, WorkerPace, list[tuple[WorkerKey, WorkerPace]]] | None = None
+    retention: LearnerState | None = None
 
     def checkpoint(self, max_believed_blocks: int) -> Checkpoint:
         """Return the entry."""
@@ -67,6 +69,7 @@ class Draft:
             ],
             beliefs,
             None if self.paces is None else kept_paces(*self.paces),
+            self.retention,
         )
 
 
@@ -103,6 +106,7 @@ def draft_of(state: RouterState, now_ms: float, time_ms: int) -> Draft:
         beliefs,
         dict(trust.untrusted),
         None if projection.paces is None else projection.paces.state(),
+        None if projection.retention is None else projection.retention.state(),
     )
 
 
@@ -163,6 +167,8 @@ def restore(state: RouterState, checkpoint: Checkpoint) -> None:
         believed.restore(believed_chains(beliefs), beliefs.exact_from_ms, checkpoint.now_ms)
     if projection.paces is not None and checkpoint.paces is not None and checkpoint.paces.workers:
         restore_paces(projection.paces, checkpoint.paces)
+    if projection.retention is not None and checkpoint.retention is not None:
+        projection.retention.restore(checkpoint.retention)
     policy = state.selector.policy
     if checkpoint.policy_count is not None and hasattr(policy, "restore"):
         policy.restore(checkpoint.policy_count)

@@ -22,9 +22,11 @@ from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.paces import Arrivals, Awaited
 from poolgrid.router.core.policy import Choice
+from poolgrid.router.core.retention.learner import LearnerState
 from poolgrid.wire.events import JournalRecord
 from poolgrid.wire.hashing import pack_hashes, unpack_hashes
 from poolgrid.wire.identifiers import WorkerKey
+from poolgrid.wire.requests import KvRetention
 
 DECISIONS = SegmentKind(
     b"PGRIDDEC",
@@ -160,6 +162,8 @@ class Checkpoint(JournalEntry, frozen=True):
     """Given when the router goes by more than the events of its workers."""
     paces: KeptPaces | None = None
     """Given when the policy learns paces."""
+    retention: LearnerState | None = None
+    """Given when it is learned how long blocks should stay."""
 
 
 class InputsLost(JournalEntry, frozen=True):
@@ -220,6 +224,8 @@ class DecisionMade(JournalEntry, frozen=True):
     untrusted: list[tuple[int, str]] = []
     behind_records: int = 0
     """Records that the pool's journal was known to hold beyond ``offset``."""
+    retention: KvRetention | None = None
+    """How long the prompt's blocks should stay, as far as that was learned."""
 
 
 class DecisionBooked(JournalEntry, frozen=True):
@@ -364,6 +370,7 @@ def decision_of(made: DecisionMade, workers: Sequence[WorkerKey]) -> Decision:
         made.attempt,
         untrusted={workers[number]: why for number, why in made.untrusted},
         behind_records=made.behind_records,
+        retention=made.retention,
         compared_blocks=len(made.path) // 8 if made.request.media else None,
     )
 
@@ -395,4 +402,5 @@ def made_of(wanted: WorkerWanted, decision: Decision, number_of: Mapping[WorkerK
         [(number_of[worker], why) for worker, why in decision.filtered.items()],
         [(number_of[worker], why) for worker, why in decision.untrusted.items()],
         decision.behind_records,
+        decision.retention,
     )

@@ -30,6 +30,7 @@ from poolgrid.router.core.load_ledger import LEDGER_BYTES, LoadLedger
 from poolgrid.router.core.policy import POLICY_NAMES, Policy
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
+from poolgrid.router.core.retention.learner import RetentionLearner
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.selector import Selector
 from poolgrid.router.decision_journal.checkpoints import restore
@@ -164,7 +165,8 @@ class Replay:
         )
         # The first recordings do not name the ledger's budget.
         ledger = LoadLedger(known["reservation_ttl_ms"], known.get("ledger_budget_bytes", LEDGER_BYTES))
-        projection = Projection(index, ledger, approximate)
+        retention = RetentionLearner() if known.get("retention", "off") == "learned" else None
+        projection = Projection(index, ledger, approximate, retention)
         return RouterState(Selector(projection, policy, known["worker_queue_factor"]))
 
     def _restore(self, checkpoint: Checkpoint) -> None:

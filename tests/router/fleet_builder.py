@@ -27,11 +27,15 @@ def make_card(
     role: Role = Role.AGGREGATED,
     max_batch_size: int = 8,
     max_sequence_length: int = 4096,
+    total_kv_blocks: int = 1000,
+    takes_retention: bool = False,
     media: MediaSpec = MediaSpec(),  # noqa: B008
     chat: ChatSpec = ChatSpec(),  # noqa: B008
 ) -> WorkerCard:
-    limits = WorkerLimits(max_batch_size, 8192, 1000, max_sequence_length)
-    return WorkerCard(model, role, BLOCK_SIZE, limits, "tcp://127.0.0.1:1", media=media, chat=chat)
+    limits = WorkerLimits(max_batch_size, 8192, total_kv_blocks, max_sequence_length)
+    return WorkerCard(
+        model, role, BLOCK_SIZE, limits, "tcp://127.0.0.1:1", media=media, chat=chat, takes_retention=takes_retention
+    )
 
 
 def stored(hashes: Sequence[int], parent: int | None = None, tier: Tier = Tier.DEVICE) -> BlocksStored:

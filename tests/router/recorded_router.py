@@ -25,6 +25,7 @@ from poolgrid.router.core.inputs import (
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
+from poolgrid.router.core.retention.learner import RetentionLearner
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.selector import Selector
 from poolgrid.router.decision_journal.opening import DECIDING_SETTINGS, policy_of
@@ -72,8 +73,15 @@ class RecordedRouter:
     """Projection, selector and recorder, driven by a seeded hand."""
 
     def __init__(
-        self, seed: int = 0, segment_bytes: int = 1 << 20, honesty: float = 0.9, churn: float = 1.0, **given: object
+        self,
+        seed: int = 0,
+        segment_bytes: int = 1 << 20,
+        honesty: float = 0.9,
+        churn: float = 1.0,
+        scale: int = 1,
+        **given: object,
     ) -> None:
+        """``scale``: how much longer than usual prompts are, and everything takes; then half of them come only once."""
         self.settings = RouterSettings.model_validate({"reservation_ttl_ms": 500, **given})
         self.clock = TurnedClock()
         self.pool_disk = FakeDisk()
@@ -91,6 +99,8 @@ class RecordedRouter:
         self._segment_bytes = segment_bytes
         self._honesty = honesty
         """Share of the requests that reuse what the index says."""
+        self._scale = scale
+        self._conversations, self._kv_blocks = (4, 1000) if scale == 1 else (24, 4000)
         self._churn = churn
         """How often workers come and go, as a share of the usual."""
         self.begin()
@@ -101,7 +111,10 @@ class RecordedRouter:
         index = PrefixIndex(settings.index_budget_bytes)
         approximate = ApproximateIndex(index, settings.approximate_ttl_ms) if settings.policy == "approximate" else None
         self.projection = Projection(
-            index, LoadLedger(settings.reservation_ttl_ms, settings.ledger_budget_bytes), approximate
+            index,
+            LoadLedger(settings.reservation_ttl_ms, settings.ledger_budget_bytes),
+            approximate,
+            RetentionLearner() if settings.retention == "learned" else None,
         )
         policy = load_policy(settings)
         self.selector = Selector(self.projection, policy, settings.worker_queue_factor)
@@ -150,7 +163,11 @@ class RecordedRouter:
         worker = worker_key(name)
         self.joined[worker] = self._epoch
         self.open = [each for each in self.open if each[0] != worker]
-        card = msgspec.structs.replace(make_card(max_batch_size=4), simulated_speedup=self.simulated_speedup)
+        card = msgspec.structs.replace(
+            make_card(max_batch_size=4, max_sequence_length=4096 * self._scale, total_kv_blocks=self._kv_blocks),
+            simulated_speedup=self.simulated_speedup,
+            takes_retention=name != NAMES[-1],
+        )
         self.say(worker, WorkerJoined(card), source="consolidator")
 
     def crash(self, name: str) -> None:
@@ -163,9 +180,12 @@ class RecordedRouter:
     def request(self) -> None:
         """Route a request, and book it unless its connection is full."""
         chance = self.chance
-        conversation = chance.randrange(4)
-        path = [1000 * conversation + block for block in range(chance.randrange(1, 30))]
+        conversation = chance.randrange(self._conversations)
+        blocks = self._scale * chance.randrange(1, 30)
         self.requests += 1
+        if self._scale > 1 and self.requests % 2:
+            conversation = 10 * self.requests
+        path = [1000 * self._scale * conversation + block for block in range(blocks)]
         request_id = f"request-{self.requests}"
         routing = RoutingRequest(request_id, "m", len(path) * BLOCK_SIZE + 3, BLOCK_SIZE, len(path) + 1)
         down = {worker_key(chance.choice(NAMES)): "unreachable"} if chance.random() < 0.2 else {}
@@ -188,7 +208,7 @@ class RecordedRouter:
     def step(self) -> None:
         """Let something happen."""
         chance = self.chance
-        self.clock.ms += chance.choice((0.0, 0.25, 3.0, 60.0))
+        self.clock.ms += self._scale * chance.choice((0.0, 0.25, 3.0, 60.0))
         draw = chance.random()
         if draw < 0.5:
             self.request()

@@ -29,6 +29,7 @@ from poolgrid.router.core.inputs import (
 from poolgrid.router.core.load_ledger import ENTRY_BYTES, LoadLedger
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
+from poolgrid.router.core.retention.learner import RetentionLearner
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.selector import Selector
 from poolgrid.router.decision_journal import recorder
@@ -85,7 +86,9 @@ def fresh(router: RecordedRouter) -> RouterState:
     index = PrefixIndex(known.index_budget_bytes)
     approximate = ApproximateIndex(index, known.approximate_ttl_ms) if known.policy == "approximate" else None
     ledger = LoadLedger(known.reservation_ttl_ms, known.ledger_budget_bytes)
-    return RouterState(Selector(Projection(index, ledger, approximate), load_policy(known), known.worker_queue_factor))
+    retention = RetentionLearner() if known.retention == "learned" else None
+    projection = Projection(index, ledger, approximate, retention)
+    return RouterState(Selector(projection, load_policy(known), known.worker_queue_factor))
 
 
 def told(state: RouterState) -> dict[str, Any]:
@@ -101,6 +104,7 @@ def told(state: RouterState) -> dict[str, Any]:
         "windows": projection.trust.windows(),
         "awaited": [(each[0], each[1], list(each[2]), *each[3:]) for each in projection.trust.open_choices()],
         "paces": projection.paces and projection.paces.state(),
+        "retention": None if projection.retention is None else projection.retention.state(),
         "depths": [projection.index.find([1000 * talk + block for block in range(30)]) for talk in range(4)],
     }  # fmt: skip
 
@@ -114,7 +118,8 @@ def told(state: RouterState) -> dict[str, Any]:
 def test_a_state_that_is_given_the_log_of_another_is_like_it_and_decides_alike(
     seed: int, steps: int, policy: str
 ) -> None:
-    router, log = played(seed, steps, policy=policy, temperature=0.2 if seed % 2 else 0.0)
+    learning = {"scale": 20, "retention": "learned"} if seed % 3 == 0 else {}
+    router, log = played(seed, steps, policy=policy, temperature=0.2 if seed % 2 else 0.0, **learning)
     again = fresh(router)
 
     came_to = [again.apply(each) for each, _ in log]

@@ -26,6 +26,7 @@ from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.policy import Choice, Policy, make_policy
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.projection import Projection
+from poolgrid.router.core.retention.learner import RetentionLearner
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.selector import Selector
 from poolgrid.router.fleet_links import Objection
@@ -35,9 +36,19 @@ from poolgrid.router.settings import RouterSettings
 from poolgrid.runtime.clock import SystemClock
 from poolgrid.wire.card import WorkerCard, WorkerLimits
 from poolgrid.wire.events import AnyEvent, JournalRecord, PrefillCompleted, RequestStarted, WorkerJoined, WorkerLeft
-from poolgrid.wire.hashing import pack_tokens
+from poolgrid.wire.hashing import hash_seed, pack_tokens
 from poolgrid.wire.identifiers import Role, WorkerId, WorkerKey
-from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, Sampling, TokenBatch, TokenDelta
+from poolgrid.wire.requests import (
+    FinishReason,
+    Generate,
+    KvRetention,
+    RefusalKind,
+    RetainedTokens,
+    Sampling,
+    TokenBatch,
+    TokenDelta,
+)
+from tests.router.retention.mixed_prompts import trained
 
 OLD, NEW = WorkerKey(WorkerId("old")), WorkerKey(WorkerId("new"))
 
@@ -82,10 +93,12 @@ class ToldLink(WorkerLink):
     """A real link that is up when a test says so, and remembers instead of sending."""
 
     sent: list[str]
+    last: Generate | None = None
 
     def generate(self, message: Generate) -> bool:
         if self.is_up:
             self.sent.append(self.endpoint)
+            self.last = message
         return self.is_up
 
 
@@ -98,10 +111,11 @@ class Routed:
         policy: Policy | None = None,
         links_max: int = LINKS_MAX,
         objection: Objection = lambda _: "",
+        learner: RetentionLearner | None = None,
         **settings_: Any,
     ) -> None:
         settings = RouterSettings.model_validate(settings_)
-        projection = Projection(PrefixIndex(), LoadLedger())
+        projection = Projection(PrefixIndex(), LoadLedger(), retention=learner)
         state = RouterState(Selector(projection, policy or make_policy("kv", settings.cost_weights(), 0.0)))
         self.feed = ToldFeed()
         self.metrics = RouterMetrics(CollectorRegistry())
@@ -195,6 +209,35 @@ def test_a_predicted_first_token_is_kept_beside_what_it_became_and_a_target_is_t
             metrics = router.metrics
             off_s = metrics.ttft_sooner.value + metrics.ttft_later.value
             assert off_s == pytest.approx(abs(explained.expected_ttft_ms - explained.realised_ttft_ms) / 1000)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_what_is_learned_goes_with_the_request_to_an_engine_that_takes_it_and_what_the_client_says_goes_first(
+    takes: bool,
+) -> None:
+    async def scenario() -> None:
+        request = msgspec.structs.replace(REQUEST, token_ids=pack_tokens(range(640)))
+        own = KvRetention((RetainedTokens(0, 64, 90),))
+        async with routed(learner=trained(hash_seed())) as router:
+            router.feed.tell((OLD, WorkerJoined(msgspec.structs.replace(card(BEFORE), takes_retention=takes))))
+            router.bring_up(BEFORE)
+
+            async def sent(request_id: str, **given: Any) -> KvRetention | None:
+                await router.service.submit(msgspec.structs.replace(request, request_id=request_id, **given))
+                generate = router.links[BEFORE].last
+                assert generate is not None
+                assert generate.request_id == request_id
+                return generate.retention
+
+            learned = await sent("learned")
+            assert (learned is not None) is takes
+            if learned is not None:
+                assert learned.ranges[-1].end == 640
+                assert not learned.fault
+            assert await sent("own", retention=own) == own
+            assert await sent("salted", cache_salt="acme") is None, "nothing was learned of prompts with this salt"
 
     asyncio.run(scenario())
 

@@ -566,7 +566,9 @@ def test_how_long_blocks_stay_is_given_as_the_bindings_take_it() -> None:
                 (6, 7, 5, None),
                 (7, 10, 10, timedelta(milliseconds=250)),
             ], "of an output that moved here the engine only knows that it is prompt"
+            assert told.engine.takes_retention, "as the card says"
             told.engine._calls._accepted -= {"kv_cache_retention_config"}
+            assert not told.engine.takes_retention
             with pytest.raises(RefusedError, match="kv_cache_retention_config is given"):
                 told.engine.submit(msgspec.structs.replace(make_request("t"), retention=retention))
 

@@ -153,6 +153,7 @@ FULL_CARD = WorkerCard(
     simulated_speedup=2.5,
     chat=ChatSpec("qwen3", "hermes", "{{ messages }}"),
     step_times=StepTimes(((1, 12.5), (8192, 220.75)), ((0.0, 7.5), (1.0, 21.25))),
+    takes_retention=True,
 )
 LOAD = LoadReported(3, 1, 4096, 700, 900, 1024, steps=12_345_678_901)
 
@@ -314,12 +315,24 @@ GOLDEN: dict[tuple[str, str], Any] = {
         pack_hashes([7, U64_MAX]),
         ("embeddings", "image"),
         TraceContext("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-00"),
+        U64_MAX,
     ),
     ("to_pool", "probe"): Probe(3, "tiny", Stage.PREFILL, 100, pack_hashes([5])),
     ("to_pool", "renew"): Renew((Reservation("r-1", WorkerRank("w1")), Reservation("r-2", WorkerRank("w2", 1)))),
     ("to_pool", "release"): Release(Reservation("r-1", WorkerRank("w1"))),
     ("to_pool", "ask status"): AskStatus(U64_MAX),
     ("from_pool", "selected"): Selected(1, WorkerRank("w1"), "tcp://10.0.0.7:40001", 7, 3, 32, "lowest_cost", 30_000),
+    ("from_pool", "selected, with retention"): Selected(
+        1,
+        WorkerRank("w1"),
+        "tcp://10.0.0.7:40001",
+        7,
+        3,
+        32,
+        "lowest_cost",
+        30_000,
+        KvRetention((RetainedTokens(0, 2048, 80, 600_000), RetainedTokens(2048, None, 20)), 10),
+    ),
     ("from_pool", "select refused"): SelectRefused(
         2,
         SelectRefusal.BUSY,

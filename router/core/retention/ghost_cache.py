@@ -12,10 +12,24 @@ from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from itertools import repeat
 
+import msgspec
+
 from poolgrid.wire.requests import RETENTION_DEFAULT
 
 Kept = tuple[int, int, int]
 """Granules, and the priority and duration in ms (0 = for ever) of each of them."""
+
+
+class GhostState(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """All that a ghost is, as values."""
+
+    capacity: int
+    refs: dict[int, int]
+    idle: list[tuple[int, list[int]]]
+    """By priority, as they were first used: granules, that which lies longest first."""
+    priority: dict[int, tuple[int, int]]
+    lapses: list[tuple[float, int, list[int]]]
+    made: int
 
 
 class GhostCache:
@@ -90,6 +104,28 @@ class GhostCache:
         if priority != RETENTION_DEFAULT:
             self._priority[granule] = (priority, 0)
         self._idle.setdefault(priority, OrderedDict())[granule] = None
+
+    def state(self) -> GhostState:
+        """Return a copy of all of it."""
+        return GhostState(
+            self.capacity,
+            dict(self._refs),
+            [(priority, list(idle)) for priority, idle in self._idle.items()],
+            dict(self._priority),
+            [(at_ms, made, list(granules)) for at_ms, made, granules in self._lapses],
+            self._made,
+        )
+
+    @classmethod
+    def of_state(cls, state: GhostState) -> GhostCache:
+        """Return a ghost that goes on from what another one was."""
+        ghost = cls(state.capacity)
+        ghost._refs = dict(state.refs)
+        ghost._idle = {priority: OrderedDict.fromkeys(granules) for priority, granules in state.idle}
+        ghost._priority = dict(state.priority)
+        ghost._lapses = list(state.lapses)
+        ghost._made = state.made
+        return ghost
 
     def _holds(self, granule: int, made: int) -> bool:
         """Tell whether an idle granule still has the priority that this release gave it."""

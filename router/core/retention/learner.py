@@ -20,16 +20,16 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from itertools import islice
 
 import msgspec
 
 from poolgrid.router.core.candidates import RoutingRequest
-from poolgrid.router.core.retention.ghost_cache import GhostCache, Kept
+from poolgrid.router.core.retention.ghost_cache import GhostCache, GhostState, Kept
 from poolgrid.router.core.retention.prefix_history import GRANULE_TOKENS, GRANULES_MAX, PrefixHistory, Run
 from poolgrid.router.core.retention.return_times import NOTHING, Keep, Plan, ReturnTimes
-from poolgrid.wire.identifiers import WorkerKey
+from poolgrid.wire.identifiers import WorkerId, WorkerKey
 from poolgrid.wire.limits import RETAINED_RANGES_MAX
 from poolgrid.wire.requests import RETENTION_DEFAULT, KvRetention, RetainedTokens
 
@@ -84,8 +84,12 @@ LRU_GHOSTS_MAX = 16
 GHOST_MEMORY_MS = 600_000.0
 """After ten minutes a ghost's find counts 1/e."""
 
-PAYS, PAYS_NO_MORE = 1.1, 1.04
-"""How much more the ghost with priorities must find before what is learnt is said, and until it is said no more."""
+PAYS, PAYS_NO_MORE = 2.0, 1.5
+"""How often as much the ghost with priorities must find that the other has not, as the other way round, before what is
+learnt is said, and until it is said no more. What both find says nothing, however much it is."""
+
+SEEN_GRANULES = 100.0
+"""And so much more it must find: fewer may be chance. A prompt of 50,000 tokens that is found whole is no proof."""
 
 LOST_MS = 3_600_000.0
 """After an hour a request of whose end nobody spoke is taken to be over."""
@@ -120,7 +124,7 @@ class Chapter:
         return self.tails_returned >= NO_TAIL * self.tails
 
 
-class Held(msgspec.Struct, frozen=True, gc=False):
+class Held(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A prompt that a worker has."""
 
     granules: list[int]
@@ -133,6 +137,47 @@ class Held(msgspec.Struct, frozen=True, gc=False):
     generation: int
     """Of the ghosts that have it."""
     begun_ms: float
+
+
+class ChapterState(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What is known of the prompts of one seed, as values."""
+
+    model: str
+    seed: int
+    runs: list[Run]
+    """Those that came last longest ago first."""
+    visits: list[float]
+    returned: dict[int, list[float]]
+    weight_ms: float
+    as_of_ms: float | None
+    plan: Plan
+    tails: int
+    tails_returned: int
+
+
+class LearnerState(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """All that a learner's advice depends on, as values; what it only counts is not in it."""
+
+    chapters: list[ChapterState]
+    room: list[tuple[str, int, int]]
+    """Name and rank of workers, and the granules that each has room for."""
+    kept: GhostState
+    plain: GhostState
+    every: int
+    generation: int
+    rest: float
+    held: list[tuple[str, int, str, Held]]
+    """Name and rank of a worker, the id of a dispatch, and the prompt."""
+    held_granules: float
+    usually_held: float
+    spent: int
+    plan_at_ms: float
+    now_ms: float
+    own: float
+    all: float
+    gained_hits: float
+    lost_hits: float
+    pays: bool
 
 
 class _Look(msgspec.Struct, frozen=True, gc=False):
@@ -190,12 +235,14 @@ class RetentionLearner:
         self._held: dict[tuple[WorkerKey, str], Held] = {}
         self._held_granules = 0.0
         self._usually_held = 0.0
-        self._spent = 0
+        self._spent = self._lru_spent = 0
+        """Names of what nobody will ask for: apart, as what only counts is in no checkpoint."""
         self._plan_at_ms = 0.0
         self._now_ms = 0.0
         self._own = self._all = 0.0
         """Requests that this router sent, and that the workers said of any router's that they began."""
-        self.kept_hits = self.plain_hits = 0.0
+        self.gained_hits = self.lost_hits = 0.0
+        """Granules that only the ghost with priorities found of late, and that only the other one found."""
         self.pays = False
         """Whether what is learnt is said."""
         self.gained_tokens = self.lost_tokens = 0
@@ -276,8 +323,8 @@ class RetentionLearner:
             rest = self._rests[worker] + held.rest
             while rest >= 1.0:
                 rest -= 1.0
-                self._spent -= 1
-                lru.add_spent(self._spent, RETENTION_DEFAULT, now_ms)
+                self._lru_spent -= 1
+                lru.add_spent(self._lru_spent, RETENTION_DEFAULT, now_ms)
             self._rests[worker] = rest
 
     def abandon(self, worker: WorkerKey, dispatch_id: str) -> None:
@@ -292,6 +339,84 @@ class RetentionLearner:
         for key in [key for key in self._held if key[0] == worker]:
             # The ghosts of all caches have no way to lose what one worker had; it is idle there from now on.
             self.end(worker, key[1], self._now_ms)
+
+    def keep_only(self, workers: Container[WorkerKey]) -> None:
+        """Forget workers that are not among these."""
+        for worker in [worker for worker in self._room if worker not in workers]:
+            self.drop(worker)
+
+    def hold_only(self, is_held: Callable[[WorkerKey, str], bool]) -> None:
+        """Let go of prompts whose requests nobody knows any more."""
+        for worker, dispatch_id in [key for key in self._held if not is_held(*key)]:
+            self.end(worker, dispatch_id, self._now_ms)
+
+    def state(self) -> LearnerState:
+        """Return all that advice depends on: references to what never changes, and copies of the rest."""
+        return LearnerState(
+            [
+                ChapterState(
+                    model,
+                    seed,
+                    chapter.history.runs(),
+                    list(chapter.times.visits),
+                    {kind: list(counts) for kind, counts in chapter.times.returned.items()},
+                    chapter.times.weight_ms,
+                    chapter.times.as_of_ms,
+                    chapter.plan,
+                    chapter.tails,
+                    chapter.tails_returned,
+                )
+                for (model, seed), chapter in self._chapters.items()
+            ],
+            [(worker.worker_id, worker.dp_rank, granules) for worker, granules in self._room.items()],
+            self._kept.state(),
+            self._plain.state(),
+            self._every,
+            self._generation,
+            self._rest,
+            [(worker.worker_id, worker.dp_rank, name, held) for (worker, name), held in self._held.items()],
+            self._held_granules,
+            self._usually_held,
+            self._spent,
+            self._plan_at_ms,
+            self._now_ms,
+            self._own,
+            self._all,
+            self.gained_hits,
+            self.lost_hits,
+            self.pays,
+        )
+
+    def restore(self, state: LearnerState) -> None:
+        """Go on from what another learner knew; what would be there without priorities is not counted of its prompts.
+
+        Raises ``ValueError`` for one that knows other kinds.
+        """
+        self._chapters.clear()
+        for each in state.chapters:
+            if len(each.visits) != KINDS or any(not 0 <= kind < KINDS for kind in each.returned):
+                raise ValueError(f"restoring what was learned: {len(each.visits)} kinds, this version has {KINDS}")
+            chapter = self._chapters[each.model, each.seed] = Chapter(self._granules_max)
+            chapter.history.restore(each.runs)
+            chapter.times.visits = list(each.visits)
+            chapter.times.returned = {kind: list(counts) for kind, counts in each.returned.items()}
+            chapter.times.weight_ms, chapter.times.as_of_ms = each.weight_ms, each.as_of_ms
+            chapter.plan = NOTHING if each.plan == NOTHING else each.plan
+            chapter.tails, chapter.tails_returned = each.tails, each.tails_returned
+        self._room = {WorkerKey(WorkerId(name), rank): granules for name, rank, granules in state.room}
+        self._kept, self._plain = GhostCache.of_state(state.kept), GhostCache.of_state(state.plain)
+        self._every, self._generation = state.every, state.generation
+        self._lru, self._rests = {}, {}
+        self._rest = state.rest
+        self._held = {
+            (WorkerKey(WorkerId(name), rank), dispatch_id): msgspec.structs.replace(held, found=-1)
+            for name, rank, dispatch_id, held in state.held
+        }
+        self._held_granules, self._usually_held = state.held_granules, state.usually_held
+        self._spent = state.spent
+        self._plan_at_ms, self._now_ms = state.plan_at_ms, state.now_ms
+        self._own, self._all = state.own, state.all
+        self.gained_hits, self.lost_hits, self.pays = state.gained_hits, state.lost_hits, state.pays
 
     def __len__(self) -> int:
         """Return how many granules are known."""
@@ -361,8 +486,11 @@ class RetentionLearner:
     def _begin_ghosts(self, worker: WorkerKey, granules: list[int], now_ms: float) -> int:
         """Let ghosts have a prompt; return what the worker would have had of it without priorities."""
         sampled, _ = self._sample(granules, ())
-        self.kept_hits += self._kept.begin(sampled, now_ms)
-        self.plain_hits += self._plain.begin(sampled, now_ms)
+        more = self._kept.begin(sampled, now_ms) - self._plain.begin(sampled, now_ms)
+        if more > 0:
+            self.gained_hits += more
+        else:
+            self.lost_hits -= more
         lru = self._lru.get(worker)
         if lru is None:
             if len(self._lru) >= LRU_GHOSTS_MAX:
@@ -400,13 +528,14 @@ class RetentionLearner:
         lost = [key for key, held in islice(self._held.items(), LOST_AT_ONCE) if held.begun_ms < now_ms - LOST_MS]
         for worker, dispatch_id in lost:
             self.end(worker, dispatch_id, now_ms)
-        if self.kept_hits > self.plain_hits * PAYS:
+        least = SEEN_GRANULES / self._every
+        if self.gained_hits > PAYS * self.lost_hits + least:
             self.pays = True
-        elif self.kept_hits < self.plain_hits * PAYS_NO_MORE:
+        elif self.gained_hits <= PAYS_NO_MORE * self.lost_hits + PAYS_NO_MORE / PAYS * least:
             self.pays = False
         factor = math.exp(-PLAN_EVERY_MS / GHOST_MEMORY_MS)
-        self.kept_hits *= factor
-        self.plain_hits *= factor
+        self.gained_hits *= factor
+        self.lost_hits *= factor
         # Of several routers each knows its own requests, and plans for as much of the room as these ask for.
         share = min(1.0, self._own / self._all) if self._all else 1.0
         self._own *= factor

@@ -2,43 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import msgspec
+import pytest
 
 from poolgrid.router.core.candidates import RoutingRequest
-from poolgrid.router.core.retention.learner import SPENT, RetentionLearner
-from poolgrid.wire.hashing import stable_u64
+from poolgrid.router.core.retention.learner import SPENT, LearnerState, RetentionLearner
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
 from poolgrid.wire.requests import KvRetention
-
-WORKER = WorkerKey(WorkerId("w"))
-BLOCKS = 64
-"""Of 512 tokens each, as many as granules."""
-
-Sent = tuple[int, KvRetention | None]
+from tests.router.retention.mixed_prompts import BLOCKS, WORKER, asked, mixed, prompt
 
 
-def prompt(name: str, blocks: int) -> list[int]:
-    return [stable_u64(f"{name} {at}") for at in range(blocks)]
-
-
-def asked(request_id: str, isl: int, seed: int = 0) -> RoutingRequest:
-    return RoutingRequest(request_id, "m", isl, 512, -(-isl // 512), seed=seed)
-
-
-def mixed(learner: RetentionLearner, minutes: int, seed: int = 0) -> Iterator[Sent]:
-    """Let six prompts of 8 blocks come in turn, and after each one that never comes again, one a second.
-
-    What LRU keeps is 8 prompts, and 12 come until one comes again.
-    """
-    for second in range(minutes * 60):
-        number = second // 2 % 6 if second % 2 == 0 else 100 + second
-        now_ms = second * 1000.0
-        path, request = prompt(f"{seed} {number}", 8), asked(f"r{seed} {now_ms}", 4_200, seed)
-        said = learner.advise(request, path, now_ms)
-        learner.begin(WORKER, BLOCKS, request.request_id, request, path, now_ms)
-        learner.started(WORKER, request.request_id, 0)
-        learner.end(WORKER, request.request_id, now_ms + 500.0)
-        yield number, said
+def _decisive(learner: RetentionLearner) -> LearnerState:
+    """All that advice depends on: what would be there without priorities is only counted."""
+    state = learner.state()
+    held = [(name, rank, each, msgspec.structs.replace(one, found=-1)) for name, rank, each, one in state.held]
+    return msgspec.structs.replace(state, held=held)
 
 
 def test_nothing_is_said_until_it_pays_and_then_what_comes_again_is_kept_and_the_rest_is_not() -> None:
@@ -89,6 +67,66 @@ def test_the_same_requests_at_the_same_times_teach_the_same() -> None:
         other.advise(asked("preview", 4_200), prompt("0 7", 8), 1e9)
         found.append((number, said))
     assert found == expected
+
+
+def test_what_both_ghosts_find_is_no_reason_to_say_anything_however_much_it_is() -> None:
+    learner = RetentionLearner()
+    for number, said in mixed(learner, 10):
+        assert number >= 6 or said is None or learner.gained_hits > 2 * learner.lost_hits
+    gained, lost = learner.gained_hits, learner.lost_hits
+    assert gained > 2 * lost + 100
+    # From now on only what both have comes again: what was gained before fades, and with it what is said.
+    for second in range(600, 3_600):
+        path, request = prompt("both", 8), asked(f"b{second}", 4_200)
+        learner.begin(WORKER, BLOCKS, request.request_id, request, path, second * 1000.0)
+        learner.end(WORKER, request.request_id, second * 1000.0 + 500.0)
+    assert learner.gained_hits < gained / 10
+    assert not learner.pays
+
+
+def test_a_learner_that_is_given_anothers_state_says_what_that_one_says() -> None:
+    one = RetentionLearner()
+    for _ in mixed(one, 8):
+        pass
+    request, path = asked("under way", 4_200), prompt("under way", 8)
+    one.begin(WORKER, BLOCKS, "under way", request, path, 480_000.0)
+    kept = msgspec.msgpack.encode(one.state())
+    other = RetentionLearner()
+    other.restore(msgspec.msgpack.decode(kept, type=LearnerState))
+    for each in (one, other):
+        each.end(WORKER, "under way", 480_500.0)
+    expected, found = list(mixed(one, 5, since=9)), list(mixed(other, 5, since=9))
+    assert found == expected
+    assert any(said is not None for _, said in found)
+    assert _decisive(other) == _decisive(one)
+    # A copy: what happens to the one later is nothing to the other.
+    assert len(list(mixed(one, 1, since=20))) == 60
+    assert _decisive(other) != _decisive(one)
+
+
+def test_a_state_of_other_kinds_is_refused() -> None:
+    learner = RetentionLearner()
+    for _ in mixed(learner, 1):
+        pass
+    state = learner.state()
+    chapter = msgspec.structs.replace(state.chapters[0], visits=[0.0])
+    with pytest.raises(ValueError, match="1 kinds, this version has"):
+        RetentionLearner().restore(msgspec.structs.replace(state, chapters=[chapter]))
+
+
+def test_after_a_snapshot_only_what_is_there_is_known() -> None:
+    learner = RetentionLearner()
+    for name in ("here", "gone"):
+        worker = WorkerKey(WorkerId(name))
+        for request_id in ("1", "2"):
+            request = asked(f"{name} {request_id}", 4_200)
+            learner.begin(worker, BLOCKS, request.request_id, request, prompt(request.request_id, 8), 0.0)
+    here = WorkerKey(WorkerId("here"))
+    learner.keep_only([here])
+    learner.hold_only(lambda worker, dispatch_id: dispatch_id == "here 2")
+    state = learner.state()
+    assert state.room == [("here", 0, BLOCKS)]
+    assert [(name, dispatch_id) for name, _, dispatch_id, _ in state.held] == [("here", "here 2")]
 
 
 def test_short_prompts_and_lost_workers_leave_nothing_behind() -> None:

@@ -34,6 +34,7 @@ def make_card(
         media=media_spec(settings),
         simulated_speedup=settings.speedup,
         step_times=NO_STEP_TIMES if timing is None else step_times_of(timing),
+        takes_retention=True,
     )
 
 

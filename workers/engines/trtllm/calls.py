@@ -99,6 +99,11 @@ class TrtllmCalls:
         if facts.vocabulary_size and facts.image_token_id is not None:
             self.media = MediaNames(facts.vocabulary_size, facts.image_token_id)
 
+    @property
+    def takes_retention(self) -> bool:
+        """Whether the engine can be told how long the blocks of a request stay."""
+        return self._library.kv_cache_retention is not None and "kv_cache_retention_config" in self._accepted
+
     def plan(self, request: Generate) -> Plan | None:
         """Return what a request becomes, ``None`` for an encode leg; raises ``RefusedError``."""
         if request.stage is Stage.ENCODE:
@@ -116,9 +121,7 @@ class TrtllmCalls:
         if request.sampling.prompt_logprobs is not None and request.stage is not Stage.DECODE and has_salts:
             # The engine tells them of what it computes: with a salt of its own a request reuses nothing.
             salt = f"{salt}{PROMPT_SALT}{request.request_id}"
-        if request.retention is not None and (
-            self._library.kv_cache_retention is None or "kv_cache_retention_config" not in self._accepted
-        ):
+        if request.retention is not None and not self.takes_retention:
             raise UnableError(
                 "kv_cache_retention_config is given, and this TensorRT-LLM takes none: leave it out, or use 1.2"
             )

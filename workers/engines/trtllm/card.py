@@ -45,6 +45,7 @@ def make_card(
         vocabulary_size=facts.vocabulary_size,
         media=_media(settings, loaded),
         endpoint_name=settings.endpoint_name,
+        takes_retention=loaded.takes_retention,
     )
 
 

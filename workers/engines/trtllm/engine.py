@@ -290,6 +290,11 @@ class TrtllmEngine:
         return self._takes_media and self._calls.media is not None
 
     @property
+    def takes_retention(self) -> bool:
+        """Whether the engine can be told how long the blocks of a request stay."""
+        return self._calls.takes_retention
+
+    @property
     def unhealthy_reason(self) -> str:
         """Why the engine does not do its work; empty = it does."""
         return self._health.unhealthy_reason
@@ -791,6 +796,8 @@ class LoadedEngine:
     facts: ModelFacts
     names_media: bool = False
     """Whether its events say which blocks depend on a picture, by a name that routers know."""
+    takes_retention: bool = False
+    """Whether it can be told how long the blocks of a request stay."""
 
 
 @asynccontextmanager
@@ -870,7 +877,7 @@ async def load_engine(
                 metrics.engine_healthy.set(1)
                 log.info("the engine is ready after %.1f s", load_s)
                 names_media = engine.names_media and (library.names_media or bool(encode_endpoint))
-                yield LoadedEngine(engine, library.version, facts, names_media)
+                yield LoadedEngine(engine, library.version, facts, names_media, engine.takes_retention)
             finally:
                 await engine.close()
         finally:
