@@ -24,6 +24,7 @@ from poolgrid.frontend.media.settings import MediaSettings
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.global_router.settings import GlobalRouterSettings
 from poolgrid.loadgen.settings import BenchSettings
+from poolgrid.naming.settings import NamesSettings
 from poolgrid.router.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
 from poolgrid.router.settings import RouterSettings
 from poolgrid.runtime.http_settings import HttpSettings, ServerSettings
@@ -122,6 +123,13 @@ SECTIONS = (
         (EventPlaneSettings,),
         "`router`, `worker`, `consolidator` and `up` have the same options; they must agree for all processes of a "
         "pool: [a pool on NATS](operations.md#a-pool-on-nats).",
+    ),
+    Section(
+        "Names instead of addresses",
+        "router",
+        (NamesSettings,),
+        "`router`, `worker`, `consolidator` and `global-router` have the same options: "
+        "[names](operations.md#names-instead-of-addresses).",
     ),
     Section(
         "Traces",

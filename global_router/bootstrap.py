@@ -32,9 +32,13 @@ from poolgrid.global_router.document_file import read_document_file
 from poolgrid.global_router.fleet_source import GlobalFleetSource
 from poolgrid.global_router.http_api import add_global_router_endpoints
 from poolgrid.global_router.metrics import GlobalRouterMetrics, register_views
-from poolgrid.global_router.pools import Discover, Pools, select_endpoint
+from poolgrid.global_router.pools import Pools, RouterAddress, Routers, select_endpoint
+from poolgrid.global_router.router_link import Discover
 from poolgrid.global_router.service import GlobalRouterService
 from poolgrid.global_router.settings import GlobalRouterSettings
+from poolgrid.naming.names import Names
+from poolgrid.naming.opening import open_names
+from poolgrid.naming.ports import Scope
 from poolgrid.runtime.awake_clock import AwakeClock
 from poolgrid.runtime.clock import Clock, SystemClock
 from poolgrid.runtime.event_loop import LoopMetrics
@@ -45,6 +49,7 @@ from poolgrid.runtime.tasks import Restart, cancel_all, supervised, unless
 from poolgrid.runtime.tls import client_context
 from poolgrid.runtime.tracing.opening import open_tracing
 from poolgrid.runtime.tracing.tracing import Tracing
+from poolgrid.wire.names import GLOBAL_ROUTER, ROUTER, is_name, parse_name
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +61,10 @@ def discovery(client: httpx.AsyncClient) -> Discover:
     """Return the way from a pool's URL to its select plane: ``GET /v1/pool``."""
 
     async def discover(url: str) -> str:
+        if is_name(url):
+            raise ValueError(f"the pool's url is {url} and names is none: nothing knows where that is")
         if not url:
-            raise ValueError("the pool has no url: give one in the document, or --pool-url NAME=URL")
+            raise ValueError("the pool has no url: give one in the document, or --pool-url NAME=URL, or --names")
         try:
             answer = await client.get(f"{url}/v1/pool")
             answer.raise_for_status()
@@ -73,6 +80,20 @@ def _check_urls(document: GridDocument, urls: dict[str, str]) -> None:
     unknown = sorted(set(urls) - names)
     if unknown:
         raise ValueError(f"pool_url names {', '.join(unknown)}; the document's pools are {', '.join(sorted(names))}")
+
+
+def named_routers(names: Names) -> Routers:
+    """Return the way from the name of a pool's routers to those that are registered, the oldest first."""
+
+    def routers(address: str) -> list[RouterAddress]:
+        name = parse_name(address)
+        return [
+            RouterAddress(each.life, each.endpoints.get("http", ""), each.endpoints["select"])
+            for each in names.registry.instances(name.namespace, name.component)
+            if "select" in each.endpoints
+        ]
+
+    return routers
 
 
 def _pool_headers(path: Path | None) -> dict[str, str]:
@@ -112,7 +133,8 @@ async def serve(
         awake = _start_clock(opened, settings, clock)
         client = await _open_client(opened, settings)
         configuration = Configuration(loaded, settings.config, awake)
-        pools = _open_pools(opened, settings, context, client, awake)
+        names = await open_names(opened, settings, clock, registry) if settings.has_names else None
+        pools = _open_pools(opened, settings, context, client, awake, names)
         links = _open_links(opened, settings, context, awake, metrics)
         tracing = open_tracing(opened, settings, clock, "poolgrid-global-router", f"pid-{os.getpid()}")
         service = _open_service(opened, settings, configuration, pools, links, metrics, awake, tracing)
@@ -156,6 +178,9 @@ async def serve(
         hang_up = _take_hang_ups(opened, group)
         if member is not None and group_metrics is not None:
             await _join_group(opened, member, group_metrics, group, of_page)
+        if names is not None:
+            names.follow(Scope(component=ROUTER), pools.look_for_routers)
+            await unless(stop, names.first_look(), "first look at names")
         use_document()
         server.start()
         reload_s = settings.reload_interval_ms / 1000
@@ -168,6 +193,10 @@ async def serve(
         missing = [pool.name for pool in pools.all() if pool.status is None]
         if member is not None:
             member.set_ready(True)
+        if names is not None:
+            instance = "global-router" if place is None else f"global-router.{place.index}"
+            await names.register(GLOBAL_ROUTER, instance, {"http": settings.reachable(server.url)})
+            opened.push_async_callback(names.withdraw)
         log.info("global router at %s, revision 1; pools missing: %s", server.url, ", ".join(missing) or "none")
         ready(server.url)
         await stop.wait()
@@ -238,10 +267,12 @@ def _open_pools(
     context: zmq.Context[Any],
     client: httpx.AsyncClient,
     awake: Clock,
+    names: Names | None,
 ) -> Pools:
     discover = discovery(client)
+    routers = None if names is None else named_routers(names)
     urls, interval_ms, timeout_ms = settings.pool_urls(), settings.status_interval_ms, settings.status_timeout_ms
-    pools = Pools(urls, context, discover, awake, interval_ms, timeout_ms)
+    pools = Pools(urls, context, discover, awake, interval_ms, timeout_ms, routers)
     opened.callback(pools.close)
     return pools
 

@@ -22,6 +22,7 @@ from poolgrid.wire.answers import (
     PlacedList,
     PoolList,
     PoolModelRow,
+    PoolRouterRow,
     PoolRow,
     QueueRow,
     ReloadRow,
@@ -135,6 +136,7 @@ def pool_row(pool: PoolConnection, stage: StageName, speed_rank: int, in_flight:
         waiting_requests=None if status is None else status.waiting_requests,
         models=[] if status is None else [_model_row(model) for model in status.models],
         speed_rank=speed_rank,
+        routers=[PoolRouterRow(url=url, state=word, reason=why) for url, word, why in pool.routers()],
     )
 
 

@@ -32,7 +32,8 @@ from poolgrid.global_router.decisions import Placement, Refusal
 from poolgrid.global_router.flight import Flight, ReservedLeg
 from poolgrid.global_router.metrics import GlobalRouterMetrics
 from poolgrid.global_router.pool_status import model_status
-from poolgrid.global_router.pools import PoolConnection, PoolLost, Pools
+from poolgrid.global_router.pools import PoolConnection, Pools
+from poolgrid.global_router.router_link import PoolLost
 from poolgrid.global_router.settings import GlobalRouterSettings
 from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.tracing.record import SpanKind, SpanRecord, TraceRecord

@@ -1,14 +1,13 @@
-"""The pools as the global router sees them: a connection to each pool's router, its last status, its circuit breaker.
+"""The pools as the global router sees them: connections to each pool's routers, its last status, its circuit breaker.
 
 Rules
-    1. One task per pool: find the select plane through the pool's URL (``/v1/pool``), connect, ask for the status every
-       ``status_interval_ms``. A connection that breaks, or is silent for ``status_timeout_ms``, is dropped and the pool
-       looked for again, at growing intervals: a router that comes back elsewhere behind its URL is found.
-    2. While there is no connection the pool has no status: it is down. Questions that were open when a connection broke
-       fail at once.
-    3. An answer that comes after its question was given up, or just as its asker is cancelled, is undone: a worker that
-       was reserved is released. After ``LATE_ANSWER_MS`` it is no longer waited for.
-    4. Pools are kept by name. A changed document adds, drops and moves them; what is under way is not touched, because
+    1. A pool has one router behind its URL, or those that are registered under its name. There is a connection to each
+       (``router_link``). One of them is active: what the pool is, is what that one says, and it is asked for workers.
+    2. The active one stays so while it is ready. When it is lost, or does not answer, the oldest that is ready follows
+       it at once, and what it was asked is asked again: a pool is down when none of its routers is left.
+    3. What a router reserved is renewed and released there. What a lost router had reserved went with it.
+    4. Names are for finding: a router whose registration is gone stays as long as its connection does.
+    5. Pools are kept by name. A changed document adds, drops and moves them; what is under way is not touched, because
        tokens go between us and the workers directly.
 """
 
@@ -16,66 +15,53 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+import msgspec
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from poolgrid.global_router.core.choice.circuit_breaker import BreakerStep, CircuitBreaker
 from poolgrid.global_router.core.choice.fallback import PoolStanding
 from poolgrid.global_router.core.document.grid_document import CircuitBreakerSettings, GridDocument
 from poolgrid.global_router.pool_status import state_for
-from poolgrid.runtime.awake_clock import within
+from poolgrid.global_router.router_link import Discover, PoolLost, RouterLink
 from poolgrid.runtime.clock import Clock
-from poolgrid.runtime.complaints import Complaints
 from poolgrid.runtime.log_lines import about
-from poolgrid.runtime.tasks import Restart, supervised
-from poolgrid.runtime.zmq_socket import CallbackSocket
-from poolgrid.wire import codec
 from poolgrid.wire.addresses import zmq_endpoint_problem
-from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.identifiers import Stage
-from poolgrid.wire.limits import RENEWALS_MAX
+from poolgrid.wire.names import ROUTER, SCHEME, is_name
 from poolgrid.wire.selection import (
-    AskStatus,
     PoolStatus,
     Probe,
     Probed,
-    Release,
-    Renew,
     Reservation,
     Select,
     Selected,
+    SelectRefusal,
     SelectRefused,
-    ToPool,
 )
 
 log = logging.getLogger(__name__)
 
-RETRY_MIN_S = 0.1
-RETRY_MAX_S = 2.0
-"""Between two attempts to find a pool that is not there; a pool that comes up is used two seconds later at most."""
-
-FOLLOWING = Restart(limit=None, pause_s=RETRY_MIN_S, pause_max_s=RETRY_MAX_S)
-"""A pool whose follower fails in a way that nobody thought of is followed again, and is down meanwhile."""
-
-ASKS_OPEN_MAX = 100_000
-"""Questions open at one pool; far more than requests arrive within a select timeout. Beyond, the pool is lost."""
-
-LATE_ANSWER_MS = 10_000.0
-"""How long an answer is waited for after its question was given up, to undo it. By then a pool that is this late has
-long let the reservation end with its lease, and what was asked must not pile up."""
-
-Discover = Callable[[str], Awaitable[str]]
-"""Return the select plane's endpoint behind a pool's URL; raises ``OSError`` or ``ValueError``."""
+ROUTERS_MAX = 64
+"""Connections to routers of one pool; of further ones the latest lives are left out."""
 
 
-class PoolLost(Exception):
-    """A pool's router does not answer."""
+class RouterAddress(NamedTuple):
+    """Where one router of a pool is, as it registered."""
+
+    key: str
+    """Tells it from others, and sorts before those that came later."""
+    url: str
+    select: str
+
+
+Routers = Callable[[str], Sequence[RouterAddress]]
+"""Return who is registered under the name of a pool's routers."""
 
 
 @dataclass(slots=True)
@@ -96,12 +82,12 @@ class RoomAsked(NamedTuple):
 
 
 class PoolConnection:
-    """One pool: where it is, how it is, and the questions that are open there."""
+    """One pool: where its routers are, how it is, and what it has reserved for us."""
 
     def __init__(
         self,
         name: str,
-        url: str,
+        address: str,
         breaker: CircuitBreakerSettings,
         context: zmq.Context[zmq.Socket[bytes]],
         discover: Discover,
@@ -109,9 +95,13 @@ class PoolConnection:
         status_interval_ms: float,
         status_timeout_ms: float,
         on_news: Callable[[], None],
+        routers: Routers | None = None,
     ) -> None:
+        """``address`` is the URL of its router, or the name of its routers, which ``routers`` finds."""
         self.name = name
-        self.url = url
+        self.address = address
+        self.url = address
+        """The active router's, where there is one."""
         self.breaker = CircuitBreaker(breaker)
         self.breaker_steps: list[BreakerStep] = []
         """The last changes, newest last."""
@@ -123,19 +113,18 @@ class PoolConnection:
         self._context = context
         self._discover = discover
         self._clock = clock
-        self._complaints = Complaints(log, clock)
-        self._interval_s = status_interval_ms / 1000
+        self._interval_ms = status_interval_ms
         self._timeout_ms = status_timeout_ms
         self._on_news = on_news
-        self._socket: CallbackSocket | None = None
-        self._monitor: CallbackSocket | None = None
-        self._lost = asyncio.Event()
-        self._heard_ms = 0.0
-        self._ask = 0
-        self._asks: dict[int, tuple[asyncio.Future[Selected | SelectRefused | Probed], str]] = {}
-        self._given_up: deque[tuple[float, int]] = deque()
-        """When questions were given up that have no answer yet, oldest first."""
-        self._task: asyncio.Task[None] | None = None
+        self._routers = routers if is_name(address) else None
+        self._asks = count(1)
+        self._links: dict[str, RouterLink] = {}
+        self._named: set[str] = set()
+        """Those of the links whose routers are registered."""
+        self._active: RouterLink | None = None
+        self._reserved: dict[str, RouterLink] = {}
+        """Who reserved what, where there may be several."""
+        self._tidying: asyncio.Handle | None = None
         self._freed: dict[tuple[str, bool], FreedRoom] = {}
         """By model, and whether it is for encoding: all else that a pool's workers do takes the same room."""
 
@@ -143,183 +132,181 @@ class PoolConnection:
 
     def start(self) -> None:
         """Begin to look for the pool."""
-        self._task = supervised(self._follow, f"pool {self.name}", FOLLOWING)
+        if self._routers is None:
+            self._add("", self.address, self._discover)
+        else:
+            self.look_for_routers()
 
-    def close(self) -> None:
-        """End the connection; open questions fail."""
-        if self._task is not None:
-            self._task.cancel()
-        self._disconnect("this router lets go of it", expected=True)
-
-    async def _follow(self) -> None:
-        pause_s = RETRY_MIN_S
-        while True:
-            try:
-                endpoint = await self._discover(self.url)
-                self._connect(endpoint)
-                await self._stay_connected()
-            except (OSError, ValueError, zmq.ZMQError) as error:
-                self.last_error = str(error) or type(error).__name__
-                log.debug("pool %s: %s", self.name, self.last_error, extra=about(pool=self.name))
-            except Exception as error:
-                # A pool whose looking-for ended would be down until the process is started again.
-                why = f"{type(error).__name__}: {error}"
-                if why != self.last_error:
-                    log.exception(
-                        "looking for pool %s failed as it should not; it is tried again",
-                        self.name,
-                        extra=about(pool=self.name),
-                    )
-                self.last_error = why
-            if self._socket is not None:
-                pause_s = RETRY_MIN_S
-                self._disconnect(self.last_error)
-            if not self.reached.is_set():
-                self.reached.set()
-                self._on_news()  # who waited for the first answer need not wait for this one
-            await asyncio.sleep(pause_s)
-            pause_s = min(RETRY_MAX_S, 2 * pause_s)
-
-    async def _stay_connected(self) -> None:
-        """Ask for the status again and again; returns when the connection is of no use any more."""
-        while True:
-            self._forget_given_up()
-            self._ask += 1
-            self._send(AskStatus(self._ask))
-            try:
-                async with asyncio.timeout(self._interval_s):
-                    await self._lost.wait()
-            except TimeoutError:
-                silent_ms = self._clock.monotonic_ms() - self._heard_ms
-                if silent_ms > self._timeout_ms:
-                    self.last_error = f"silent for {silent_ms:.0f} ms, allowed are {self._timeout_ms:.0f}"
-                    return
-            else:
-                self.last_error = "connection lost"
-                return
-
-    def _connect(self, endpoint: str) -> None:
-        socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SNDHWM, ASKS_OPEN_MAX)
-        socket.setsockopt(zmq.RCVHWM, 0)  # bounded by the questions that are open
-        socket.setsockopt(zmq.RECONNECT_IVL, -1)  # a lost pool is looked for behind its URL
-        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED)
-        self._lost.clear()
-        self._heard_ms = self._clock.monotonic_ms()
-        self.endpoint = endpoint
-        self._monitor = CallbackSocket(monitor, self._on_monitor)
-        self._socket = CallbackSocket(socket, self._on_frames)
-        socket.connect(endpoint)
-
-    def _disconnect(self, why: str, expected: bool = False) -> None:
-        if self._socket is not None and self._monitor is not None:
-            if self.status is not None and not expected:
-                log.warning("pool %s at %s is lost: %s", self.name, self.url, why, extra=about(pool=self.name))
-            self._socket.socket.disable_monitor()
-            self._monitor.close()
-            self._socket.close()
-            self._socket = self._monitor = None
-        self.status = None
-        self.endpoint = ""
-        self._given_up.clear()
-        asks, self._asks = self._asks, {}
-        for future, _ in asks.values():
-            if not future.done():
-                future.set_exception(PoolLost(f"pool {self.name}: {why}"))
-        self._on_news()
-
-    def _on_monitor(self, frames: list[bytes]) -> None:
-        parse_monitor_message(frames)
-        self._lost.set()
-
-    # -- messages --------------------------------------------------------------------------------------------------
-
-    def _send(self, message: ToPool) -> bool:
-        return self._socket is not None and self._socket.send([codec.to_pool.encode(message)])
-
-    def _on_frames(self, frames: list[bytes]) -> None:
-        try:
-            message = codec.from_pool.decode(frames[-1])
-        except DecodeError as error:
-            self._complaints.about(f"pool {self.name}", error)
+    def look_for_routers(self) -> None:
+        """Take in who is registered as a router of this pool now; nothing where it has a URL."""
+        if self._routers is None:
             return
-        self._heard_ms = self._clock.monotonic_ms()
-        if isinstance(message, PoolStatus):
-            if self.status is None and message.ready:
-                log.info("pool %s at %s is there", self.name, self.url, extra=about(pool=self.name))
-            self.status = message
-            self.last_error = ""
+        try:
+            found = {router.key: router for router in self._routers(self.address)[:ROUTERS_MAX]}
+            why = f"no router is registered as {self.address}"
+        except ValueError as error:
+            found, why = {}, str(error)
+        self._named = set(found)
+        for key, router in found.items():
+            if key not in self._links and len(self._links) < ROUTERS_MAX:
+                self._add(key, router.url, _known(router.select))
+        self._tidy()
+        if not self._links:
+            self.last_error = why
             self.reached.set()
             self._on_news()
+
+    def _add(self, key: str, url: str, discover: Discover) -> None:
+        link = self._links[key] = RouterLink(
+            self.name,
+            url,
+            self._context,
+            discover,
+            self._clock,
+            self._interval_ms,
+            self._timeout_ms,
+            self._heard,
+            self.next_ask,
+        )
+        link.start()
+
+    def close(self) -> None:
+        """End the connections; open questions fail."""
+        if self._tidying is not None:
+            self._tidying.cancel()
+        links, self._links = self._links, {}
+        for link in links.values():
+            link.close()
+        self._heard()
+
+    def _heard(self) -> None:
+        """Take in that some router said something, or was lost."""
+        before = self._active
+        if before is None or before.status is None or not before.status.ready or before not in self._links.values():
+            there = [link for _, link in sorted(self._links.items()) if link.status is not None]
+            ready = [link for link in there if link.status is not None and link.status.ready]
+            self._use(next(iter(ready or there), None))
+        active = self._active
+        self.status = None if active is None else active.status
+        if active is not None:
+            self.last_error = active.last_error
+        elif self._links:
+            self.last_error = "; ".join(dict.fromkeys(link.last_error for _, link in sorted(self._links.items())))
+        # Before all of them were looked for, one that is there is enough to begin.
+        if active is not None or all(link.reached.is_set() for link in self._links.values()):
+            self.reached.set()
+        if self._routers is not None and self._tidying is None and self._to_forget():
+            self._tidying = asyncio.get_running_loop().call_soon(self._tidy)  # this may be a link's own turn
+        self._on_news()
+
+    def _use(self, link: RouterLink | None) -> None:
+        if link is self._active:
             return
-        future, request_id = self._asks.pop(message.ask, (None, ""))
-        if future is not None and not future.done():
-            future.set_result(message)
-        else:
-            self._undo(message, request_id)
+        if link is not None and self._active is not None:
+            log.warning(
+                "pool %s is asked through its router at %s instead of the one at %s, which %s",
+                self.name,
+                link.url,
+                self._active.url,
+                self._active.last_error or "does not answer",
+                extra=about(pool=self.name),
+            )
+        self._active = link
+        self.endpoint = "" if link is None else link.endpoint
+        self.url = self.address if link is None else link.url
+
+    def _to_forget(self) -> list[str]:
+        return [key for key, link in self._links.items() if key not in self._named and link.status is None]
+
+    def _tidy(self) -> None:
+        """Let go of routers that are neither registered nor connected."""
+        self._tidying = None
+        for key in self._to_forget():
+            link = self._links.pop(key)
+            self._reserved = {name: kept for name, kept in self._reserved.items() if kept is not link}
+            link.close()
+
+    def routers(self) -> list[tuple[str, str, str]]:
+        """Return where each router of a named pool is, and whether it is active, stands by or is away, and why."""
+        if self._routers is None:
+            return []
+        return [
+            (
+                link.url,
+                "away" if link.status is None else "active" if link is self._active else "standby",
+                link.last_error,
+            )
+            for _, link in sorted(self._links.items())
+        ]
+
+    # -- questions -------------------------------------------------------------------------------------------------
 
     def next_ask(self) -> int:
         """Return the number of the next question."""
-        self._ask += 1
-        return self._ask
+        return next(self._asks)
 
     async def select(self, message: Select, timeout_s: float) -> Selected | SelectRefused:
-        """Have a worker chosen and reserved; raises ``PoolLost``."""
-        answer = await self._question(message, message.request_id, timeout_s)
-        if isinstance(answer, Probed):
-            raise PoolLost(f"pool {self.name} answered a select with a probe")
-        return answer
+        """Have a worker chosen and reserved, by the next router where one does not answer; raises ``PoolLost``."""
+        link = self._asked()
+        if len(self._links) <= 1 and self._routers is None:
+            return await link.select(message, timeout_s)
+        tried: list[RouterLink] = []
+        while True:
+            tried.append(link)
+            lost: PoolLost | None = None
+            answer: Selected | SelectRefused | None = None
+            try:
+                answer = await link.select(message, timeout_s)
+            except PoolLost as error:
+                lost = error
+            if isinstance(answer, Selected):
+                self._reserved[message.request_id] = link
+            if answer is not None and not (
+                isinstance(answer, SelectRefused) and answer.code is SelectRefusal.NOT_READY
+            ):
+                if link is not self._active and link.status is not None:
+                    self._use(link)
+                    self._heard()
+                return answer
+            others = [each for _, each in sorted(self._links.items()) if each.status is not None and each not in tried]
+            if not others:
+                if answer is not None:
+                    return answer
+                assert lost is not None, "no answer is a pool that was lost"
+                raise lost
+            link = others[0]
+            message = msgspec.structs.replace(message, ask=self.next_ask())
 
     async def probe(self, message: Probe, timeout_s: float) -> Probed:
         """Ask what a select would find; raises ``PoolLost``."""
-        answer = await self._question(message, "", timeout_s)
-        if not isinstance(answer, Probed):
-            raise PoolLost(f"pool {self.name} answered a probe with a selection")
-        return answer
+        return await self._asked().probe(message, timeout_s)
 
-    async def _question(
-        self, message: Select | Probe, request_id: str, timeout_s: float
-    ) -> Selected | SelectRefused | Probed:
-        future: asyncio.Future[Selected | SelectRefused | Probed] = asyncio.get_running_loop().create_future()
-        if len(self._asks) >= ASKS_OPEN_MAX or not self._send(message):
-            raise PoolLost(f"pool {self.name}: {self.last_error or 'too many questions are open'}")
-        self._asks[message.ask] = (future, request_id)
-        try:
-            return await within(1000 * timeout_s, self._clock, future)
-        except asyncio.CancelledError:
-            if future.done() and not future.cancelled() and future.exception() is None:
-                self._undo(future.result(), request_id)
-            raise
-        except TimeoutError:
-            raise PoolLost(f"pool {self.name} did not answer within {1000 * timeout_s:.0f} ms") from None
-        finally:
-            if message.ask in self._asks:
-                self._given_up.append((self._clock.monotonic_ms(), message.ask))
-
-    def _undo(self, answer: Selected | SelectRefused | Probed, request_id: str) -> None:
-        """Give back what an answer reserved that nobody takes."""
-        if isinstance(answer, Selected) and request_id:
-            self.release(Reservation(request_id, answer.worker))
-
-    def _forget_given_up(self) -> None:
-        before_ms = self._clock.monotonic_ms() - LATE_ANSWER_MS
-        while self._given_up and self._given_up[0][0] < before_ms:
-            self._asks.pop(self._given_up.popleft()[1], None)
+    def _asked(self) -> RouterLink:
+        if self._active is None:
+            raise PoolLost(f"pool {self.name}: {self.last_error}")
+        return self._active
 
     def release(self, reservation: Reservation) -> None:
-        """Take a dispatch off the pool's books; a pool that is lost forgets it by itself."""
-        self._send(Release(reservation))
+        """Take a dispatch off the pool's books; a router that is lost forgets it by itself."""
+        link = self._reserved.pop(reservation.request_id, self._active)
+        if link is not None:
+            link.release(reservation)
 
     def renew(self, reservations: list[Reservation]) -> None:
         """Keep reservations that no worker confirmed yet."""
-        for start in range(0, len(reservations), RENEWALS_MAX):
-            self._send(Renew(tuple(reservations[start : start + RENEWALS_MAX])))
+        if not self._reserved:
+            if self._active is not None:
+                self._active.renew(reservations)
+            return
+        for link in list(self._links.values()):
+            due = [each for each in reservations if self._reserved.get(each.request_id, self._active) is link]
+            if due:
+                link.renew(due)
 
     def ask_status(self) -> None:
         """Ask how the pool is before it is time to."""
-        self._ask += 1
-        self._send(AskStatus(self._ask))
+        if self._active is not None:
+            self._active.ask_status()
 
     def note_freed(self, model: str, stage: Stage) -> None:
         """Take note that a dispatch of ours ended."""
@@ -386,8 +373,11 @@ class Pools:
         clock: Clock,
         status_interval_ms: float,
         status_timeout_ms: float,
+        routers: Routers | None = None,
     ) -> None:
+        """``urls`` replace those of the document; ``routers`` finds the routers of pools that have names."""
         self._urls = urls
+        self._routers = routers
         self._context = context
         self._discover = discover
         self._clock = clock
@@ -402,7 +392,9 @@ class Pools:
         for stage in document.stages.values():
             for pool in stage.pools:
                 wanted[pool.name] = self._urls.get(pool.name, (pool.url or "").rstrip("/"))
-        for name in [each for each, pool in self._pools.items() if wanted.get(each) != pool.url]:
+                if self._routers is not None and not wanted[pool.name]:
+                    wanted[pool.name] = f"{SCHEME}{pool.name}.{ROUTER}.select"
+        for name in [each for each, pool in self._pools.items() if wanted.get(each) != pool.address]:
             self._pools.pop(name).close()
         for name, url in wanted.items():
             pool_there = self._pools.get(name)
@@ -417,12 +409,18 @@ class Pools:
                     self._interval_ms,
                     self._timeout_ms,
                     self._news,
+                    self._routers,
                 )
                 self._pools[name] = made
                 made.start()
             else:
                 pool_there.breaker.use(document.circuit_breaker)
         self._pools = {name: self._pools[name] for name in wanted}
+
+    def look_for_routers(self) -> None:
+        """Take in who is registered now."""
+        for pool in list(self._pools.values()):
+            pool.look_for_routers()
 
     async def first_look(self) -> None:
         """Wait until every pool was found, or not, for the first time."""
@@ -449,6 +447,13 @@ class Pools:
             pool.close()
         self._pools.clear()
         self._news()
+
+
+def _known(endpoint: str) -> Discover:
+    async def discover(url: str) -> str:
+        return endpoint
+
+    return discover
 
 
 def select_endpoint(url: str, answer: object) -> str:

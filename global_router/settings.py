@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
+from poolgrid.naming.settings import NamesSettings
 from poolgrid.runtime.http_settings import ServerSettings
 from poolgrid.runtime.tracing.settings import TraceSettings
 from poolgrid.wire.addresses import http_url_problem
+from poolgrid.wire.names import is_name, parse_name
 
 
-class GlobalRouterSettings(ServerSettings, TraceSettings):
+class GlobalRouterSettings(ServerSettings, TraceSettings, NamesSettings):
     """Pools' health, dispatch, reload and HTTP of one global router."""
 
     config: Path = Field(
@@ -27,7 +30,9 @@ class GlobalRouterSettings(ServerSettings, TraceSettings):
     pool_url: tuple[str, ...] = Field(
         (),
         max_length=512,
-        description="NAME=URL: where the router of a pool listens, instead of the document's url. Repeat for more.",
+        description="NAME=URL: where the router of a pool listens, instead of the document's url. Repeat for more. "
+        "With names also NAME=dyn://namespace.router.select; a pool without any url is looked for in the namespace of "
+        "its name.",
     )
     pool_api_key: Path | None = Field(
         None, description="File with an operator's API key of the pools' routers, when those have --api-keys."
@@ -118,6 +123,9 @@ class GlobalRouterSettings(ServerSettings, TraceSettings):
     def _name_and_url(cls, values: tuple[str, ...]) -> tuple[str, ...]:
         for value in values:
             name, _, url = value.partition("=")
+            if name and is_name(url):
+                parse_name(url)
+                continue
             if not name or not url.startswith(("http://", "https://")):
                 raise ValueError(f"{value!r} is not of the form NAME=http://host:port")
             problem = http_url_problem(url)
@@ -128,3 +136,9 @@ class GlobalRouterSettings(ServerSettings, TraceSettings):
     def pool_urls(self) -> dict[str, str]:
         """Return the given URLs by pool name; the last one of a name wins."""
         return {name: url.rstrip("/") for name, _, url in (value.partition("=") for value in self.pool_url)}
+
+    @model_validator(mode="after")
+    def _check_pool_names(self) -> Self:
+        for name, url in self.pool_urls().items():
+            self.check_named(f"pool_url of {name}", url)
+        return self

@@ -18,6 +18,9 @@ from poolgrid.frontend.fleet_page.endpoints import open_fleet_page
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.traffic import open_report
+from poolgrid.naming.consolidators import NamedConsolidator
+from poolgrid.naming.names import Names
+from poolgrid.naming.opening import open_names
 from poolgrid.router.consolidator.bootstrap import create as create_consolidator
 from poolgrid.router.consolidator.service import ConsolidatorService
 from poolgrid.router.consolidator.settings import ConsolidatorSettings
@@ -59,10 +62,11 @@ from poolgrid.runtime.event_loop import LoopMetrics
 from poolgrid.runtime.http_server import open_server
 from poolgrid.runtime.planes import CurveKeys, MakeContext, PlaneContext, PlaneMetrics
 from poolgrid.runtime.process_group import GroupMember, GroupMetrics, GroupPlace, LoopAnswer
-from poolgrid.runtime.tasks import unless
+from poolgrid.runtime.tasks import detached, unless
 from poolgrid.runtime.tracing.opening import open_tracing
 from poolgrid.runtime.tracing.tracing import Tracing
 from poolgrid.wire.card import WorkerCard
+from poolgrid.wire.names import CONSOLIDATOR, ROUTER, is_name
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +109,10 @@ async def serve(
         _warn_of_exposures(settings, frontend)
         state = _make_state(settings)
         prompt_model = _load_prompt_model(frontend)
+        names = await open_names(opened, settings, clock, registry) if settings.has_names else None
         feed, embedded = _make_feed(settings, consolidator, registry, clock, awake, make_context)
+        if names is not None and isinstance(feed, RemoteFeed):
+            _follow_by_name(settings, names, feed)
         context = _open_context(opened, make_context)
         recorder = _open_recorder(opened, settings, consolidator, state, awake, registry)
         tracing = open_tracing(opened, settings, clock, "poolgrid-router", settings.router_id)
@@ -151,6 +158,8 @@ async def serve(
         if member is not None:
             member.set_ready(True)
         offset = state.projection.next_offset
+        if names is not None:
+            await _register(opened, settings, names, server.url, plane, embedded)
         log.info("router at %s, policy %s, journal offset %d", server.url, state.selector.policy.name, offset)
         ready(Endpoints(server.url, embedded.ingest_endpoint if embedded is not None else "", plane.endpoint))
         await stop.wait()
@@ -218,7 +227,10 @@ def _make_feed(
 ) -> tuple[JournalFeed, ConsolidatorService | None]:
     """Return the feed, and the consolidator if it is one of this process; the service starts and ends both."""
     if settings.feed_endpoint is not None and settings.query_endpoint is not None:
-        return RemoteFeed(settings.feed_endpoint, settings.query_endpoint, awake, make_context), None
+        feed, query = settings.feed_endpoint, settings.query_endpoint
+        if is_name(feed):
+            feed = query = ""  # names say where they are
+        return RemoteFeed(feed, query, awake, make_context), None
     if settings.on_nats:
         # Late: most routers have no use for it.
         from poolgrid.router.nats_feed import NatsFeed
@@ -228,6 +240,40 @@ def _make_feed(
         return NatsFeed(connection, settings.router_id, awake, consolidator.blocks_per_worker_max), None
     embedded = create_consolidator(consolidator, registry, clock, make_context)
     return EmbeddedFeed(embedded), embedded
+
+
+def _follow_by_name(settings: RouterSettings, names: Names, feed: RemoteFeed) -> None:
+    """Follow the journal of a consolidator wherever it is, when it was given by name."""
+    feed_name, query_name = settings.feed_endpoint, settings.query_endpoint
+    if feed_name is None or query_name is None or not is_name(feed_name):
+        return
+
+    def move(where: list[str]) -> None:
+        detached(feed.move(where[0], where[1]), "move to another consolidator")
+
+    NamedConsolidator(names, [feed_name, query_name], move).start()
+
+
+async def _register(
+    opened: AsyncExitStack,
+    settings: RouterSettings,
+    names: Names,
+    url: str,
+    plane: SelectPlane,
+    embedded: ConsolidatorService | None,
+) -> None:
+    """Have the names of a router, and of the consolidator in it; they are given back before anything else ends."""
+    opened.push_async_callback(names.withdraw)
+    reachable = settings.reachable
+    endpoints = {"http": reachable(url), "select": reachable(plane.endpoint)}
+    await names.register(ROUTER, settings.router_id, endpoints)
+    if embedded is not None:
+        planes = {
+            "ingest": reachable(embedded.ingest_endpoint),
+            "feed": reachable(embedded.feed_endpoint),
+            "query": reachable(embedded.query_endpoint),
+        }
+        await names.register(CONSOLIDATOR, settings.router_id, planes)
 
 
 def _make_player(consolidator: ConsolidatorSettings, embedded: ConsolidatorService | None) -> Player:

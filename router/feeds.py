@@ -12,6 +12,7 @@ from poolgrid.router.consolidator.feed_follower import FeedFollower
 from poolgrid.router.consolidator.ports import PoolListener
 from poolgrid.router.consolidator.service import ConsolidatorService
 from poolgrid.runtime.clock import Clock
+from poolgrid.runtime.tasks import unless
 
 SILENCE_MS = 2500.0
 """Silence of a consolidator that is worth a word: it speaks every ``feed_keep_alive_ms``, 500 unless set otherwise."""
@@ -60,7 +61,7 @@ class EmbeddedFeed:
 
 
 class RemoteFeed:
-    """A consolidator in another process, shared with other routers."""
+    """A consolidator in another process, shared with other routers; where it is may change."""
 
     def __init__(
         self,
@@ -69,16 +70,47 @@ class RemoteFeed:
         clock: Clock,
         make_context: Callable[[], zmq.Context[Any]] = zmq.Context,
     ) -> None:
+        """Empty endpoints are not known yet: ``move`` says them."""
         self._endpoints = (feed_endpoint, query_endpoint)
+        self._listener: PoolListener | None = None
+        self._moving = asyncio.Lock()
+        self._moved = asyncio.Event()
+        self._known = asyncio.Event()
+        if feed_endpoint and query_endpoint:
+            self._known.set()
         self._clock = clock
         self._make_context = make_context
         self._follower: FeedFollower | None = None
 
     async def start(self, listener: PoolListener) -> None:
         """Follow; returns when the first snapshot was delivered, however long the consolidator takes to come up."""
+        self._listener = listener
+        await self._known.wait()
+        async with self._moving:
+            await self._follow(listener)
+        while True:
+            follower = self._follower
+            assert follower is not None, "it was made just now"
+            self._moved.clear()
+            await unless(self._moved, follower.wait_synced(), "first snapshot of the consolidator")
+            if follower is self._follower:
+                return
+
+    async def move(self, feed_endpoint: str, query_endpoint: str) -> None:
+        """Follow a consolidator that is elsewhere now; its first snapshot replaces what is known."""
+        async with self._moving:
+            if self._endpoints == (feed_endpoint, query_endpoint):
+                return
+            self._endpoints = (feed_endpoint, query_endpoint)
+            self._known.set()
+            if self._follower is not None and self._listener is not None:
+                await self._follower.stop()
+                await self._follow(self._listener)
+                self._moved.set()
+
+    async def _follow(self, listener: PoolListener) -> None:
         self._follower = FeedFollower(*self._endpoints, listener, self._clock, make_context=self._make_context)
         await self._follower.start()
-        await self._follower.wait_synced()
 
     def resync(self) -> None:
         """Ask for a snapshot."""

@@ -15,12 +15,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from poolgrid.router.core.fleet import Worker
 from poolgrid.wire.answers import EndpointRow, InstanceRow
 from poolgrid.wire.identifiers import Role, WorkerKey
+from poolgrid.wire.names import COMPONENTS
 
 INSTANCES_SHOWN_MAX = 64
 """Workers of an endpoint that are named; of more than these only the number is told. Probes ask every few seconds."""
-
-COMPONENTS = {Role.AGGREGATED: "worker", Role.PREFILL: "prefill", Role.DECODE: "decode", Role.ENCODE: "encode"}
-"""Middle part of the endpoint name of a worker that says none."""
 
 
 def endpoint_name(worker: Worker) -> str:

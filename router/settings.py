@@ -8,16 +8,18 @@ from pydantic import Field, model_validator
 
 from poolgrid.dispatch.prompt_paths import BUDGET_BYTES
 from poolgrid.dispatch.reuse_sketch import SKETCH_BYTES
+from poolgrid.naming.settings import NamesSettings
 from poolgrid.router.core.cost import CostWeights
 from poolgrid.router.core.decision import DECISION_LOG_BYTES
 from poolgrid.router.core.load_ledger import CROWDING_RETRIES, LEDGER_BYTES
 from poolgrid.runtime.http_settings import ServerSettings
 from poolgrid.runtime.nats_settings import EventPlaneSettings
-from poolgrid.runtime.settings import ZmqEndpoint
+from poolgrid.runtime.settings import ZmqAddress
 from poolgrid.runtime.tracing.settings import TraceSettings
+from poolgrid.wire.names import is_name
 
 
-class RouterSettings(ServerSettings, TraceSettings, EventPlaneSettings):
+class RouterSettings(ServerSettings, TraceSettings, EventPlaneSettings, NamesSettings):
     """Selection, admission, dispatch and HTTP of one router."""
 
     select_port: int = Field(
@@ -33,13 +35,15 @@ class RouterSettings(ServerSettings, TraceSettings, EventPlaneSettings):
         description="Processes that share the HTTP port, each a router of its own over the same event stream, with its "
         "own admission queue and caches. One uses one core; take as many as there are cores to spare.",
     )
-    feed_endpoint: ZmqEndpoint | None = Field(
+    feed_endpoint: ZmqAddress | None = Field(
         None,
-        description="Feed of a consolidator that runs alone (tcp://host:port), with query_endpoint; without them, one "
-        "runs inside this process.",
+        description="Feed of a consolidator that runs alone (tcp://host:port, with names also "
+        "dyn://namespace.consolidator.feed), with query_endpoint; without them, one runs inside this process.",
     )
-    query_endpoint: ZmqEndpoint | None = Field(
-        None, description="Where that consolidator answers replay and snapshot requests (tcp://host:port)."
+    query_endpoint: ZmqAddress | None = Field(
+        None,
+        description="Where that consolidator answers replay and snapshot requests (tcp://host:port, with names also "
+        "dyn://namespace.consolidator.query).",
     )
     policy: str = Field(
         "kv",
@@ -190,6 +194,16 @@ class RouterSettings(ServerSettings, TraceSettings, EventPlaneSettings):
     def _both_endpoints(self) -> Self:
         if (self.feed_endpoint is None) != (self.query_endpoint is None):
             raise ValueError("feed_endpoint and query_endpoint go together: give both, or neither")
+        self.check_named("feed_endpoint", self.feed_endpoint)
+        self.check_named("query_endpoint", self.query_endpoint)
+        if self.feed_endpoint is not None and self.query_endpoint is not None:
+            named = [is_name(each) for each in (self.feed_endpoint, self.query_endpoint)]
+            parts = [each.rpartition(".")[0] for each in (self.feed_endpoint, self.query_endpoint)]
+            if any(named) and (not all(named) or parts[0] != parts[1]):
+                raise ValueError(
+                    f"feed_endpoint is {self.feed_endpoint} and query_endpoint is {self.query_endpoint}: both are "
+                    "addresses, or both names of one consolidator"
+                )
         if self.feed_endpoint is not None and self.on_nats:
             raise ValueError(
                 f"feed_endpoint is {self.feed_endpoint} and event_plane is nats: the journal is followed there"

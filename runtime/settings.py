@@ -12,6 +12,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from poolgrid.wire.addresses import zmq_endpoint_problem
+from poolgrid.wire.names import is_name, parse_name
 
 
 class Settings(BaseModel):
@@ -30,5 +31,15 @@ def _check_endpoint(endpoint: str) -> str:
     return endpoint
 
 
+def _check_address(address: str) -> str:
+    if is_name(address):
+        parse_name(address)
+        return address
+    return _check_endpoint(address)
+
+
 ZmqEndpoint = Annotated[str, AfterValidator(_check_endpoint)]
 """Where another process listens: wrong at the start is better than an error out of ZMQ, which names no setting."""
+
+ZmqAddress = Annotated[str, AfterValidator(_check_address)]
+"""The same, or the name of an endpoint (``dyn://``) where processes have names."""

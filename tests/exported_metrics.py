@@ -15,6 +15,8 @@ from poolgrid.frontend.metrics import FrontendMetrics
 from poolgrid.global_router.core.choice.fallback import PoolStanding
 from poolgrid.global_router.metrics import GlobalRouterMetrics
 from poolgrid.global_router.metrics import register_views as register_pool_views
+from poolgrid.naming.core.registry import Registry, Seen
+from poolgrid.naming.metrics import NamesMetrics
 from poolgrid.router.consolidator.bootstrap import create as create_consolidator
 from poolgrid.router.consolidator.settings import ConsolidatorSettings
 from poolgrid.router.consolidator.succession import SuccessionMetrics
@@ -38,11 +40,16 @@ from poolgrid.runtime.http_settings import HttpLimits
 from poolgrid.runtime.planes import PlaneMetrics
 from poolgrid.runtime.security import SecuritySettings
 from poolgrid.runtime.tls import Tls
+from poolgrid.wire.registration import Registration, encode_registration
 from poolgrid.workers.engines.trtllm.metrics import TrtllmMetrics
 from poolgrid.workers.gpus.metrics import GpuCollector
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.tensor_transfer.metrics import TensorMetrics
 from tests.consolidator.journal_builder import FakeDisk
+
+REGISTERED = Registration(
+    namespace="pool", component="router", instance="r", life="0" * 24, endpoints={}, lease_ms=10_000
+)
 
 
 class Exported(NamedTuple):
@@ -107,6 +114,9 @@ async def _registered() -> list[Exported]:
     Tls.load(SecuritySettings(), registry)
     TrtllmMetrics(registry)
     registry.register(GpuCollector(lambda: None))
+    known = Registry()
+    known.look([Seen(REGISTERED.key, encode_registration(REGISTERED))], 0.0)
+    NamesMetrics(registry, known)
     FrontendMetrics(registry)
     MediaMetrics(registry)
     metrics = RouterMetrics(registry)

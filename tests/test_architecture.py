@@ -24,15 +24,17 @@ ANYTHING = ("",)
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "wire": (),
     "runtime": ("wire",),
+    "naming.core": ("wire",),
+    "naming": ("wire", "runtime"),
     "frontend": ("wire", "runtime"),
     "admission": (),
     "router.core": ("wire",),
     "router.consolidator.core": ("wire",),
-    "router.consolidator": ("wire", "runtime"),
+    "router.consolidator": ("wire", "runtime", "naming"),
     "dispatch": ("wire", "runtime", "frontend.ports"),
-    "router": ("wire", "runtime", "admission", "frontend", "dispatch"),
+    "router": ("wire", "runtime", "naming", "admission", "frontend", "dispatch"),
     "global_router.core": ("wire",),
-    "global_router": ("wire", "runtime", "admission", "frontend", "dispatch"),
+    "global_router": ("wire", "runtime", "naming", "admission", "frontend", "dispatch"),
     "workers.core": ("wire",),
     "workers.engines.simulated.core": ("wire", "workers.core"),
     "workers.engines.trtllm.core": ("wire", "workers.core"),
@@ -40,7 +42,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "workers.engines.vllm.core": ("wire", "workers.core", "workers.engines.server.core"),
     "workers.engines.sglang.core": ("wire", "workers.core", "workers.engines.server.core"),
     "workers.engines.trtllm_serve.core": ("wire", "workers.core", "workers.engines.server.core"),
-    "workers": ("wire", "runtime"),
+    "workers": ("wire", "runtime", "naming"),
     "simulation": (
         "wire",
         "runtime.settings",
@@ -66,6 +68,7 @@ SERVICES = ("router", "global_router", "workers")
 
 PURE = (
     "wire",
+    "naming.core",
     "admission",
     "router.core",
     "router.consolidator.core",

@@ -90,7 +90,7 @@ def test_every_setting_is_read_by_its_own_service() -> None:
     for model in _settings_models():
         package = ROOT / model.__module__.split(".")[1]  # behind our name
         # Those of the front end are read by both routers.
-        holders = {package, *(ROOT / name for name in ("cli", "runtime"))}
+        holders = {package, *(ROOT / name for name in ("cli", "runtime", "naming"))}
         if package.name == "frontend":
             holders |= {ROOT / "router", ROOT / "global_router"}
         code = "\n".join(path.read_text() for holder in holders for path in holder.rglob("*.py"))

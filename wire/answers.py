@@ -326,6 +326,15 @@ class BreakerRow(Answer, frozen=True, kw_only=True):
     steps: list[dict[str, Any]]
 
 
+class PoolRouterRow(Answer, frozen=True, kw_only=True):
+    """One of several routers of a pool, as the global router sees it."""
+
+    url: str
+    state: str
+    """``active``, ``standby`` or ``away``."""
+    reason: str = ""
+
+
 class PoolRow(Answer, frozen=True, kw_only=True):
     """One pool: its state, its last status, its breaker."""
 
@@ -341,6 +350,8 @@ class PoolRow(Answer, frozen=True, kw_only=True):
     waiting_requests: int | None
     models: list[PoolModelRow]
     speed_rank: int
+    routers: list[PoolRouterRow] = []
+    """Those of a pool that is found by name, the oldest first."""
 
     def roles(self) -> list[RoleRow]:
         """Return the figures of all its workers."""

@@ -12,6 +12,9 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry
 
+from poolgrid.naming.consolidators import NamedConsolidator
+from poolgrid.naming.names import Names
+from poolgrid.naming.opening import open_names
 from poolgrid.runtime.awake_clock import AwakeClock
 from poolgrid.runtime.clock import Clock, SystemClock
 from poolgrid.runtime.event_loop import LoopMetrics
@@ -21,9 +24,10 @@ from poolgrid.runtime.tasks import cancel_all, supervised, unless
 from poolgrid.runtime.tls import Tls
 from poolgrid.runtime.tracing.opening import open_tracing
 from poolgrid.wire.card import WorkerCard
+from poolgrid.wire.names import COMPONENTS
 from poolgrid.workers.adapters.http_api import HttpApi
 from poolgrid.workers.adapters.sockets import RequestSocket
-from poolgrid.workers.chat_words import card_of_rank, chat_spec, told_card
+from poolgrid.workers.chat_words import card_of_rank, chat_spec, named_card, told_card
 from poolgrid.workers.core.push_stream import PushStream, PushTiming
 from poolgrid.workers.engines.definition import EngineDefinition, EngineHost, OpenedEngine
 from poolgrid.workers.engines.lifecycle.closing import close_in_order
@@ -66,6 +70,7 @@ async def serve(
         context = _open_context(opened, settings, registry)
         for warning in settings.exposures(settings.host, http=True, planes="the request plane"):
             log.warning("%s", warning)
+        names = await open_names(opened, settings, clock, registry) if settings.has_names else None
         epoch = time.time_ns()
         api = HttpApi(registry)
         http = _open_server(opened, settings, registry, api)
@@ -84,7 +89,7 @@ async def serve(
             log.info("worker %s was stopped before its engine was ready", settings.worker_id)
             return
         start.enter(Phase.REGISTER)
-        card = told_card(engine.card, settings, chat)
+        card = named_card(told_card(engine.card, settings, chat), settings)
         # Engines that cannot fail by themselves never say that they are well.
         metrics.engine_healthy.set(not engine.engine.unhealthy_reason)
         metrics.info.labels(settings.worker_id, card.model, card.role.name.lower(), settings.engine_name).set(1)
@@ -106,6 +111,8 @@ async def serve(
             _open_publisher(publishers, settings, around, service, card_of_rank(card, dp_rank), dp_rank)
         if settings.on_nats:
             await _follow_consolidator(opened, settings, publishers, clock, stop)
+        if names is not None:
+            await _use_names(opened, settings, names, publishers, card)
         _announce_when_registered(opened, publishers, start, card.http_endpoint, ready)
         log.info("worker %s at %s, health at %s", settings.worker_id, card.request_endpoint, card.http_endpoint)
         await service.run(publishers, stop)
@@ -180,7 +187,7 @@ def _open_publisher(
     stream = PushStream(settings.worker_id, dp_rank, around.epoch, card, timing, settings.outbox_bytes)
     publisher = EventPublisher(
         around.context,
-        "" if settings.on_nats else settings.consolidator,
+        "" if settings.on_nats or settings.consolidator_name else settings.consolidator,
         stream,
         partial(service.restate, dp_rank),
         around.clock,
@@ -215,6 +222,26 @@ async def _follow_consolidator(
     await unless(stop, connection.open(), "connection to NATS")
     if not stop.is_set():
         await watch.start()
+
+
+async def _use_names(
+    opened: AsyncExitStack,
+    settings: WorkerProcessSettings,
+    names: Names,
+    publishers: Sequence[EventPublisher],
+    card: WorkerCard,
+) -> None:
+    """Push to the consolidator of the namespace, wherever it is, and have a name."""
+
+    def move(where: list[str]) -> None:
+        for publisher in publishers:
+            publisher.follow(where[0])
+
+    if settings.consolidator_name:
+        NamedConsolidator(names, [settings.consolidator_name], move).start()
+    opened.push_async_callback(names.withdraw)
+    endpoints = {"generate": card.request_endpoint, "http": card.http_endpoint}
+    await names.register(COMPONENTS[card.role], settings.worker_id, endpoints)
 
 
 def _close_publishers(publishers: Sequence[EventPublisher], orderly: bool) -> None:

@@ -8,6 +8,7 @@ import msgspec
 
 from poolgrid.wire.card import ChatSpec, WorkerCard
 from poolgrid.wire.limits import CHAT_TEMPLATE_CHARS_MAX
+from poolgrid.wire.names import COMPONENTS
 from poolgrid.wire.output_parsers import AUTO
 from poolgrid.workers.settings import WorkerProcessSettings
 
@@ -29,6 +30,14 @@ def told_card(card: WorkerCard, settings: WorkerProcessSettings, chat: ChatSpec)
     if settings.max_file_size_mb is not None:
         media = msgspec.structs.replace(media, item_bytes_max=settings.max_file_size_mb * MEBIBYTE)
     return msgspec.structs.replace(card, media=media, chat=chat)
+
+
+def named_card(card: WorkerCard, settings: WorkerProcessSettings) -> WorkerCard:
+    """Return a card with the name that the worker has in its namespace, where it has one and the engine gave none."""
+    if not settings.has_names or card.endpoint_name:
+        return card
+    name = f"{settings.namespace}.{COMPONENTS[card.role]}.generate"
+    return msgspec.structs.replace(card, endpoint_name=name)
 
 
 def card_of_rank(card: WorkerCard, dp_rank: int) -> WorkerCard:

@@ -111,7 +111,8 @@ class EventPublisher:
                     f"at {self._endpoint} for {waited_s:.0f} s: is a router or a consolidator running, and is this its "
                     "ingest address (--consolidator)?"
                     if self._endpoint
-                    else f"for {waited_s:.0f} s: none is active, as far as NATS knows. Does one of this pool run?"
+                    else f"for {waited_s:.0f} s: none is active, as far as is known where they register. Does one of "
+                    "this pool run?"
                 )
                 log.warning(
                     "no consolidator has welcomed this worker %s It goes on asking, and serves nobody until then", where

@@ -10,12 +10,14 @@ from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
+from poolgrid.naming.settings import NamesSettings
 from poolgrid.runtime.http_settings import HttpSettings
 from poolgrid.runtime.nats_settings import EventPlaneSettings
-from poolgrid.runtime.settings import ZmqEndpoint
+from poolgrid.runtime.settings import ZmqAddress
 from poolgrid.runtime.tracing.settings import TraceSettings
 from poolgrid.wire.addresses import host_problem
 from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX
+from poolgrid.wire.names import CONSOLIDATOR, EndpointName, is_name
 from poolgrid.wire.output_parsers import ReasoningParser, ToolCallParser, parser_name
 from poolgrid.workers.core.outbox import OUTBOX_BYTES_DEFAULT, OUTBOX_BYTES_MIN
 
@@ -34,17 +36,18 @@ GPU_INTERVAL_MIN_MS = 100
 """The driver's own counters move about as often."""
 
 
-class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings):
+class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings, NamesSettings):
     """What every worker process has, whatever its engine."""
 
     engine_name: ClassVar[str] = ""
     """Name of the engine whose settings these are."""
 
     worker_id: Name = Field("worker-0", description="Name of this worker in its pool; stable over restarts.")
-    consolidator: ZmqEndpoint = Field(
+    consolidator: ZmqAddress = Field(
         "tcp://127.0.0.1:5557",
-        description="ZMQ endpoint at which the consolidator takes events in. With event_plane nats, NATS "
-        "says where the active one is.",
+        description="ZMQ endpoint at which the consolidator takes events in, or with names its name, "
+        "dyn://namespace.consolidator.ingest; with names that of this namespace unless another is given. With "
+        "event_plane nats, NATS says where the active one is.",
     )
     host: Name = Field("127.0.0.1", description="Address to bind; loopback unless told otherwise.")
     advertise_host: str = Field(
@@ -147,6 +150,7 @@ class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings):
             raise ValueError(
                 f"consolidator is {self.consolidator} and event_plane is nats: NATS says where the active one is"
             )
+        self.check_named("consolidator", self.consolidator)
         return self
 
     @model_validator(mode="after")
@@ -164,6 +168,15 @@ class WorkerProcessSettings(HttpSettings, TraceSettings, EventPlaneSettings):
                 "give a name or an IP address, without scheme, port or brackets"
             )
         return self
+
+    @property
+    def consolidator_name(self) -> str:
+        """The name by which the consolidator is found; empty when it has an address, or NATS says where it is."""
+        if self.on_nats or not self.has_names:
+            return ""
+        if "consolidator" not in self.model_fields_set:
+            return str(EndpointName(self.namespace, CONSOLIDATOR, "ingest"))
+        return self.consolidator if is_name(self.consolidator) else ""
 
     @property
     def advertised_host(self) -> str:

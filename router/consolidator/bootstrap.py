@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import NamedTuple
@@ -11,6 +12,7 @@ from typing import NamedTuple
 import zmq
 from prometheus_client import CollectorRegistry
 
+from poolgrid.naming.opening import open_names
 from poolgrid.router.consolidator.adapters.posix_disk import PosixDisk
 from poolgrid.router.consolidator.http_api import ConsolidatorHealth
 from poolgrid.router.consolidator.journal.errors import JournalFenced
@@ -26,6 +28,7 @@ from poolgrid.runtime.http_server import HttpServer
 from poolgrid.runtime.planes import CurveKeys, MakeContext, PlaneContext, PlaneMetrics
 from poolgrid.runtime.tasks import unless
 from poolgrid.runtime.tls import Tls
+from poolgrid.wire.names import CONSOLIDATOR
 
 log = logging.getLogger(__name__)
 
@@ -74,10 +77,21 @@ async def serve(settings: ConsolidatorProcessSettings, stop: asyncio.Event, read
         if settings.on_nats:
             await _serve_in_turn(opened, settings, registry, stop, ready)
             return
+        names = await open_names(opened, settings, SystemClock(), registry) if settings.has_names else None
         service = _open_service(opened, settings, registry)
         await service.start()
         server = _open_server(opened, settings, registry, ConsolidatorHealth(service))
         server.start()
+        if names is not None:
+            opened.push_async_callback(names.withdraw)
+            planes = {
+                "ingest": service.ingest_endpoint,
+                "feed": service.feed_endpoint,
+                "query": service.query_endpoint,
+                "http": server.url,
+            }
+            own = {name: settings.reachable(address) for name, address in planes.items()}
+            await names.register(CONSOLIDATOR, f"{CONSOLIDATOR}-{os.getpid()}", own)
         ready(
             Endpoints(
                 ingest=service.ingest_endpoint,

@@ -7,6 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from poolgrid.naming.settings import NamesSettings
 from poolgrid.router.consolidator.core.consolidator import ConsolidatorLimits
 from poolgrid.router.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
 from poolgrid.runtime.http_settings import HttpSettings
@@ -17,7 +18,7 @@ from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX
 MIB = 1024 * 1024
 
 
-class ConsolidatorSettings(SecuritySettings, EventPlaneSettings):
+class ConsolidatorSettings(SecuritySettings, EventPlaneSettings, NamesSettings):
     """Sockets, journal, leases and limits of a pool's event store."""
 
     data_dir: Path | None = Field(
@@ -121,8 +122,8 @@ class ConsolidatorProcessSettings(ConsolidatorSettings, HttpSettings):
     advertise_host: str = Field(
         default="",
         max_length=IDENTIFIER_BYTES_MAX,
-        description="With event_plane nats: host that workers connect to; empty = the bound one. Needed when host is "
-        "0.0.0.0 or ::.",
+        description="With event_plane nats, or names: host that others connect to; empty = the bound one. Needed when "
+        "host is 0.0.0.0 or ::.",
     )
     nats_replicas: int = Field(
         default=1,

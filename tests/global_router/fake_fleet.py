@@ -22,7 +22,8 @@ from poolgrid.frontend.ports import InferenceRequest, StreamDelta
 from poolgrid.global_router.configuration import Configuration
 from poolgrid.global_router.core.document.reader import load_document
 from poolgrid.global_router.metrics import GlobalRouterMetrics
-from poolgrid.global_router.pools import PoolConnection, PoolLost, Pools
+from poolgrid.global_router.pools import PoolConnection, Pools
+from poolgrid.global_router.router_link import PoolLost
 from poolgrid.global_router.service import GlobalRouterService
 from poolgrid.global_router.settings import GlobalRouterSettings
 from poolgrid.wire.hashing import HASH_SPEC, pack_tokens, unpack_tokens

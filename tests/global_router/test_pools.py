@@ -13,7 +13,8 @@ from poolgrid.global_router.core.choice.circuit_breaker import BreakerState
 from poolgrid.global_router.core.choice.fallback import PoolStanding
 from poolgrid.global_router.core.document.grid_document import CircuitBreakerSettings
 from poolgrid.global_router.pool_status import state_for
-from poolgrid.global_router.pools import PoolConnection, PoolLost, Pools, select_endpoint
+from poolgrid.global_router.pools import PoolConnection, Pools, select_endpoint
+from poolgrid.global_router.router_link import PoolLost, RouterLink
 from poolgrid.runtime.clock import SystemClock
 from poolgrid.runtime.zmq_socket import CallbackSocket
 from poolgrid.wire import codec
@@ -104,6 +105,11 @@ class Scene:
             400,
             self._news.set,
         )
+
+    @property
+    def link(self) -> RouterLink:
+        [link] = self.pool._links.values()
+        return link
 
     async def _discover(self, url: str) -> str:
         self.looks += 1
@@ -230,15 +236,15 @@ def test_a_worker_that_is_reserved_as_its_asker_is_cancelled_is_released() -> No
         assert made.router is not None
         asking = asyncio.ensure_future(made.pool.select(SELECT, 10))
         await asyncio.sleep(0)  # it has asked
-        [(future, _)] = made.pool._asks.values()
+        [(future, _)] = made.link._asks.values()
 
-        def receive(frames: list[bytes], genuine: Callable[[list[bytes]], None] = made.pool._on_frames) -> None:
+        def receive(frames: list[bytes], genuine: Callable[[list[bytes]], None] = made.link._on_frames) -> None:
             genuine(frames)
             if future.done():
                 asking.cancel()  # the answer and the client's leaving come in one turn of the loop
 
-        assert made.pool._socket is not None
-        made.pool._socket._handle = receive
+        assert made.link._socket is not None
+        made.link._socket._handle = receive
         with pytest.raises(asyncio.CancelledError):
             await asking
 
@@ -248,7 +254,7 @@ def test_a_worker_that_is_reserved_as_its_asker_is_cancelled_is_released() -> No
 
 
 def test_a_question_that_was_given_up_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("poolgrid.global_router.pools.LATE_ANSWER_MS", 30.0)
+    monkeypatch.setattr("poolgrid.global_router.router_link.LATE_ANSWER_MS", 30.0)
 
     async def scenario(made: Scene) -> None:
         await made.until(PoolStanding.AVAILABLE)
@@ -256,9 +262,9 @@ def test_a_question_that_was_given_up_is_not_waited_for_for_ever(monkeypatch: py
         made.router.silent = {Select}
         with pytest.raises(PoolLost, match="did not answer within 10 ms"):
             await made.pool.select(SELECT, 0.01)
-        assert made.pool._asks
+        assert made.link._asks
 
-        while made.pool._asks:
+        while made.link._asks:
             made._news.clear()
             await made._news.wait()  # statuses go on coming, and with each the pool looks
 

@@ -1,0 +1,30 @@
+"""From settings to names: the only place that picks a backend."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+
+from prometheus_client import CollectorRegistry
+
+from poolgrid.naming.names import Names
+from poolgrid.naming.ports import NameStore
+from poolgrid.naming.settings import NamesSettings
+from poolgrid.runtime.clock import Clock
+
+
+async def open_names(
+    opened: AsyncExitStack, settings: NamesSettings, clock: Clock, registry: CollectorRegistry | None = None
+) -> Names:
+    """Return the names that settings ask for, reached; raises ``ValueError`` or ``OSError``."""
+    names = Names(_store(settings, clock), settings.namespace, settings.names_lease_s, clock, registry)
+    opened.push_async_callback(names.close)
+    await names.open()
+    return names
+
+
+def _store(settings: NamesSettings, clock: Clock) -> NameStore:
+    # Each is imported when it is used: nobody needs two of them.
+    assert settings.names_dir is not None, "the settings have seen to that"
+    from poolgrid.naming.directory import DirectoryNames
+
+    return DirectoryNames(settings.names_dir, clock)

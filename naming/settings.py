@@ -1,0 +1,84 @@
+"""Settings of names: where processes register, under which namespace, and for how long."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from poolgrid.runtime.settings import Settings
+from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX
+from poolgrid.wire.names import is_name, part_problem
+
+EVERYWHERE = ("0.0.0.0", "::", "*")
+"""Hosts that stand for all addresses of a machine."""
+
+
+class NamesSettings(Settings):
+    """Where a process registers under its name, and finds others by theirs."""
+
+    names: Literal["none", "directory"] = Field(
+        "none",
+        description="Where processes register and find each other: none = by the addresses they are given; directory = "
+        "files in names_dir, on one host.",
+    )
+    names_dir: Path | None = Field(
+        None,
+        description="With names directory: where the registrations are. Made with mode 0700 when it is not there; who "
+        "may write into it may register.",
+    )
+    namespace: str = Field(
+        "poolgrid",
+        min_length=1,
+        max_length=IDENTIFIER_BYTES_MAX,
+        description="The pool among those that share names: first part of namespace.component.endpoint.",
+    )
+    advertise_host: str = Field(
+        "",
+        max_length=IDENTIFIER_BYTES_MAX,
+        description="With names: host that others connect to; empty = the bound one. Needed when host is 0.0.0.0 or "
+        "::.",
+    )
+    names_lease_s: int = Field(
+        10,
+        ge=1,
+        le=600,
+        description="How long a registration counts after it was renewed last, which is done three times as often "
+        "(whole seconds): who is killed has its name for so long.",
+    )
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        if (self.names == "directory") != (self.names_dir is not None):
+            given = f"names is {self.names} and names_dir is {self.names_dir or 'not given'}"
+            raise ValueError(f"{given}: names_dir goes with names directory, and the other way round")
+        if self.has_names:
+            problem = part_problem(self.namespace)
+            if problem is not None:
+                raise ValueError(f"namespace is {self.namespace!r}, which {problem}")
+            host = getattr(self, "host", "")
+            if host in EVERYWHERE and not self.advertise_host:
+                raise ValueError(
+                    f"host is {host!r}, to which nobody can connect, and names is {self.names}: set advertise_host to "
+                    "this machine's address"
+                )
+        return self
+
+    def check_named(self, setting: str, address: str | None) -> None:
+        """Raise ``ValueError`` when an address is a name and there are none."""
+        if address is not None and is_name(address) and not self.has_names:
+            raise ValueError(f"{setting} is {address} and names is none: nothing would know where that is")
+
+    def reachable(self, address: str) -> str:
+        """Return an address that this process bound as others connect to it."""
+        if not self.advertise_host or not address:
+            return address
+        host = f"[{self.advertise_host}]" if ":" in self.advertise_host else self.advertise_host
+        scheme, _, place = address.partition("://")
+        return f"{scheme}://{host}:{place.rpartition(':')[2]}"
+
+    @property
+    def has_names(self) -> bool:
+        """Return whether processes find each other by names."""
+        return self.names != "none"

@@ -1,0 +1,118 @@
+"""A pool whose processes find each other by name: no address is given to any of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.disturbed_load import assert_unharmed, load_while
+from tests.e2e.fleet import all_available, assert_serves, pools
+from tests.e2e.processes import Process, eventually, is_settled
+
+pytestmark = pytest.mark.e2e
+
+POOL = "blue"
+
+
+def one_pool() -> dict[str, Any]:
+    grid = {
+        "pools": [{"name": POOL}],
+        "isl_min": 0,
+        "isl_max": 100,
+        "isl_resolution": 1,
+        "ttft_min_ms": 0,
+        "ttft_max_ms": 1000,
+        "ttft_resolution": 1,
+        "itl_min_ms": 0,
+        "itl_max_ms": 100,
+        "itl_resolution": 1,
+        "mapping": [[[POOL]]],
+    }
+    return {"version": 1, "mode": "aggregated", "aggregated": grid}
+
+
+class NamedPool:
+    """A consolidator, two routers, a worker and a global router, which share a directory and nothing else."""
+
+    def __init__(self, directory: Path, opened: ExitStack) -> None:
+        self.names = directory / "names"
+        self._opened = opened
+        document = directory / "pool.json"
+        document.write_text(json.dumps(one_pool()))
+        # All at once: whoever is first waits for the others.
+        consolidator = self.begin("consolidator", "--http-port", "0")
+        routers = [self.begin_router(f"router-{number}") for number in range(2)]
+        worker = self.begin("worker", "--worker-id", "w", "--model", "tiny", "--speedup", "50")
+        for process in (consolidator, *routers, worker):
+            process.wait_ready()
+        self.routers, self.worker = routers, worker
+        self.front = self.begin("global-router", "--config", str(document), "--port", "0").wait_ready()
+
+    def begin(self, *arguments: str) -> Process:
+        names = ("--names", "directory", "--names-dir", str(self.names), "--names-lease-s", "2", "--namespace", POOL)
+        return self._opened.enter_context(Process(*arguments, *names))
+
+    def begin_router(self, name: str) -> Process:
+        feed = ("--feed-endpoint", f"dyn://{POOL}.consolidator.feed")
+        query = ("--query-endpoint", f"dyn://{POOL}.consolidator.query")
+        return self.begin("router", "--port", "0", "--router-id", name, *feed, *query)
+
+    def router_at(self, url: str) -> Process:
+        return next(router for router in self.routers if router.url == url)
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NamedPool]:
+    with ExitStack() as opened:
+        yield NamedPool(tmp_path_factory.mktemp("named"), opened)
+
+
+def test_a_pool_is_found_by_its_name_and_serves(pool: NamedPool) -> None:
+    eventually("the pool is available", lambda: all_available(pool.front.url))
+
+    assert_serves(pool.front.url)
+
+    assert pools(pool.front.url)[POOL]["url"] in {router.url for router in pool.routers}
+    [row] = httpx.get(f"{pool.routers[0].url}/health").json()["endpoints"]
+    assert row["endpoint"] == f"{POOL}.worker.generate"
+
+
+def test_one_of_two_routers_killed_under_load_costs_nothing_and_its_successor_is_found(pool: NamedPool) -> None:
+    eventually("the pool is available", lambda: all_available(pool.front.url))
+    active = pools(pool.front.url)[POOL]["url"]
+    victim = pool.router_at(active)
+
+    report = load_while(pool.front.url, victim.kill, requests=120)
+
+    assert_unharmed(report)
+    now = pools(pool.front.url)[POOL]
+    assert now["state"] == "available"
+    assert now["url"] != active
+    pool.routers.remove(victim)
+    pool.routers.append(pool.begin_router("router-2").wait_ready())
+    survivor = pool.router_at(now["url"])
+    eventually(
+        "the new router stands by",
+        lambda: {row["state"] for row in pools(pool.front.url)[POOL]["routers"]} == {"active", "standby"},
+    )
+
+    report = load_while(pool.front.url, survivor.kill, requests=120)
+
+    assert_unharmed(report)
+    eventually("what is cached is known", lambda: is_settled(pool.routers[-1].url))
+
+
+def test_who_ends_in_order_gives_its_name_back(pool: NamedPool) -> None:
+    before = {path.name for path in pool.names.glob(f"{POOL}.worker.*.json")}
+    assert len(before) == 1
+
+    status, errors = pool.worker.stop()
+
+    assert status == 0, errors
+    assert not list(pool.names.glob(f"{POOL}.worker.*.json"))
