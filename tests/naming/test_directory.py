@@ -29,9 +29,12 @@ def names_in(directory: Path, lease_s: int = 5) -> Names:
 
 
 async def until(holds: Callable[[], bool]) -> None:
+    tick = asyncio.Event()
     async with asyncio.timeout(60):
         while not holds():
-            await asyncio.sleep(0.02)
+            asyncio.get_running_loop().call_later(0.02, tick.set)
+            await tick.wait()
+            tick.clear()
 
 
 async def until_found(names: Names, count: int) -> list[str]:
