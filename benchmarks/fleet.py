@@ -8,16 +8,24 @@ Rules
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
 import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
-from benchmarks.http_load import family
+import msgspec
+
+from benchmarks.http_load import LoadSpec, family
 
 STOP_TIMEOUT_S = 10.0
 """Several times what any of them takes to end when it is told to; then it is killed."""
+
+LOAD_TIMEOUT_S = 600.0
+"""Several times what the longest load takes that a benchmark asks for; then the benchmark fails."""
 
 
 class Fleet:
@@ -59,6 +67,20 @@ class Fleet:
         words = dict(word.split("=", 1) for word in line[1:] if "=" in word)
         words["http"] = next((word for word in line[1:] if word.startswith("http")), "")
         return words
+
+    def load(self, spec: LoadSpec) -> dict[str, Any]:
+        """Put a load on, by a process beside those not under test, and return what it measured.
+
+        Raises ``RuntimeError`` with the end of what it printed when it fails.
+        """
+        file = self.logs / "spec.json"
+        file.write_bytes(msgspec.json.encode(spec))
+        command = self.pinned([sys.executable, "-m", "benchmarks.http_load", str(file)])
+        answer = subprocess.run(command, capture_output=True, timeout=LOAD_TIMEOUT_S, check=False)
+        if answer.returncode:
+            raise RuntimeError(answer.stderr.decode()[-2000:])
+        measured: dict[str, Any] = json.loads(answer.stdout)
+        return measured
 
     def close(self) -> None:
         """End everything, the last started first."""

@@ -27,7 +27,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -35,7 +34,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -50,7 +48,6 @@ UNLOADED_SECONDS_MAX = 2.0
 """Of the load of one client that TTFT added is taken from: some hundreds of the slowest requests."""
 
 WARM_UP_S = 1.0
-LOAD_TIMEOUT_S = 600.0
 STRAIGHT = "straight"
 """Stands for no peer at all."""
 
@@ -134,13 +131,7 @@ class Bench:
             pids={"peer": pid},
             **{"warmup_s": WARM_UP_S, **shape},
         )
-        file = self._logs / "spec.json"
-        file.write_bytes(msgspec.json.encode(spec))
-        command = fleet.pinned([sys.executable, "-m", "benchmarks.http_load", str(file)])
-        answer = subprocess.run(command, capture_output=True, timeout=LOAD_TIMEOUT_S, check=False)
-        if answer.returncode:
-            raise RuntimeError(answer.stderr.decode()[-2000:])
-        measured: dict[str, Any] = json.loads(answer.stdout)
+        measured = fleet.load(spec)
         cpu = measured["cpu_s"]["peer"]
         measured["us_per_request"] = cpu / max(1, measured["requests"]) * 1e6
         measured["us_per_token"] = cpu / max(1, measured["tokens"]) * 1e6

@@ -15,19 +15,16 @@ import argparse
 import json
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.fleet import Fleet
-from benchmarks.http import LOAD_TIMEOUT_S, TESTS
+from benchmarks.http import TESTS
 from benchmarks.http_load import LoadSpec
 from benchmarks.http_model import ensure_model
 from benchmarks.peers import BLOCK_SIZE, ENGINES, MODEL
@@ -76,13 +73,7 @@ def us_per_request(fleet: Fleet, model: Path, test: str, place: tuple[int, int],
         pids={"router": pid},
         **shape,
     )
-    file = fleet.logs / "spec.json"
-    file.write_bytes(msgspec.json.encode(spec))
-    command = fleet.pinned([sys.executable, "-m", "benchmarks.http_load", str(file)])
-    answer = subprocess.run(command, capture_output=True, timeout=LOAD_TIMEOUT_S, check=False)
-    if answer.returncode:
-        raise RuntimeError(answer.stderr.decode()[-2000:])
-    measured: dict[str, Any] = json.loads(answer.stdout)
+    measured = fleet.load(spec)
     if measured["failures"]:
         raise RuntimeError(f"{measured['failures']} requests failed: {measured['failure']}")
     cpu_s: float = measured["cpu_s"]["router"]

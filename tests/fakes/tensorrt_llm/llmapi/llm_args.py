@@ -32,9 +32,10 @@ from pydantic import (
 )
 
 from poolgrid.workers.engines.trtllm.arguments.contract import contract as facts_at_run_time
+from poolgrid.workers.engines.trtllm.arguments.later_arguments import KV_EVENTS, LATER_FIELDS
 
 from .._fake.profile import PROFILE
-from .._fake.surface import ADDED, KV_EVENTS, LACKING
+from .._fake.surface import ADDED, LACKING
 
 _FACTS: dict[str, Any] = json.loads((Path(__file__).parents[2] / "contract_1_2_1.json").read_text(encoding="utf-8"))
 _REQUIRED = "<required>"
@@ -285,7 +286,8 @@ def _decoding(name: str, kind: str, base: type[StrictBaseModel] = _DecodingRules
 # -- the models --------------------------------------------------------------------------------------------------------
 
 if PROFILE.second_cache_manager:
-    KVEventsConfig = _model("KVEventsConfig", "kv_events_config", facts=KV_EVENTS)
+    KVEventsConfig = _model("KVEventsConfig", KV_EVENTS, facts=LATER_FIELDS[KV_EVENTS])
+    _NAMES[KV_EVENTS] = KVEventsConfig  # facts of later versions name sections where those of the contract name classes
 KvCacheConfig = _model("KvCacheConfig", "kv_cache_config")
 DynamicBatchConfig = _model("DynamicBatchConfig", "dynamic_batch_config")
 SchedulerConfig = _model("SchedulerConfig", "scheduler_config")

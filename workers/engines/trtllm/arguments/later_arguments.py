@@ -1,39 +1,27 @@
-"""Arguments that came after TensorRT-LLM 1.2.1 and that poolgrid knows what to do with, in the words of the contract.
+"""Arguments that came after TensorRT-LLM 1.2.1 and that poolgrid knows what to do with (``later_arguments.json``).
 
 They pass the check of arguments, which happens before the package is imported. Whether the installed version has them
-is asked of its own classes, when it is (``missing``). Source: the published reference of the 1.3 line
-(``KvCacheConfig``, ``KVEventsConfig``).
+is asked of its own classes, when it is (``missing``).
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
+from importlib import resources
 from typing import Any
 
 KV_CACHE = "kv_cache_config"
 KV_EVENTS = "kv_events_config"
 
-LATER_FIELDS: dict[str, dict[str, dict[str, Any]]] = {
-    KV_CACHE: {
-        "use_kv_cache_manager_v2": {"type": "bool | Literal['auto']", "default": "auto"},
-        "kv_cache_event_hash_algo": {
-            "type": "Literal['auto','v1_block_key','v2_sha256','v2_sha256_64']",
-            "default": "auto",
-        },
-        KV_EVENTS: {"type": f"{KV_EVENTS} | None", "default": None},
-    },
-    KV_EVENTS: {
-        "enable_kv_cache_events": {"type": "bool", "default": False},
-        "publisher": {"type": "Literal['null','zmq'] | None", "default": None},
-        "endpoint": {"type": "str", "default": "tcp://*:5557"},
-        "replay_endpoint": {"type": "str | None", "default": None},
-        "buffer_steps": {"type": "int", "default": 10_000, "range": "> 0"},
-        "hwm": {"type": "int", "default": 100_000, "range": "> 0"},
-        "max_queue_size": {"type": "int", "default": 100_000, "range": "> 0"},
-        "topic": {"type": "str", "default": ""},
-    },
-}
-"""By section."""
+
+def _read() -> dict[str, dict[str, dict[str, Any]]]:
+    text = resources.files(__package__).joinpath("later_arguments.json").read_text(encoding="utf-8")
+    return {name: fields for name, fields in json.loads(text).items() if not name.startswith("_")}
+
+
+LATER_FIELDS = _read()
+"""By section; those of ``kv_events_config`` are a section of their own that came with it."""
 
 
 def missing(values: Mapping[str, Any], kv_cache_fields: Collection[str]) -> list[str]:
