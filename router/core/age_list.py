@@ -21,6 +21,9 @@ A = TypeVar("A", bound=Aged)
 class AgeList(Generic[A]):
     """A doubly linked ring with its own end; oldest first.
 
+    What is taken out keeps no link to what stays: should anything still name it, it would else keep alive whatever was
+    its neighbour, and that its own next neighbour, and so on without end.
+
     One walk at a time goes from the newest to the oldest in as many steps as one likes. It meets all that was there
     when it began and is not removed before its turn; what comes in behind a thing that was not met yet is met as well.
     """
@@ -59,6 +62,7 @@ class AgeList(Generic[A]):
         newer = thing.newer
         older.newer = newer
         newer.older = older
+        thing.older = thing.newer = None
         self.entries -= 1
         if self._cursor is thing:
             self._cursor = older
@@ -82,12 +86,11 @@ class AgeList(Generic[A]):
         return None if thing is self._end else thing
 
     def discard_newest(self) -> A | None:
-        """Take out and return the newest thing, its links cut: nothing that still names it keeps others alive."""
+        """Take out and return the newest thing."""
         thing = self._end.older
         if thing is self._end:
             return None
         self.remove(thing)
-        thing.older = thing.newer = None
         return thing  # type: ignore[no-any-return]
 
     def __iter__(self) -> Iterator[A]:

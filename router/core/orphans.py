@@ -126,6 +126,7 @@ class Orphans:
             self._below[orphan.parent] = right
         else:
             del self._below[orphan.parent]
+        orphan.left = orphan.right = None
 
     @property
     def oldest(self) -> Orphan | None:

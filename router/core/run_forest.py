@@ -6,6 +6,8 @@ Rules
        is what to evict first.
     3. All links lie in the runs themselves. Adding, splitting and removing a run takes the same time in any forest,
        also where a hundred thousand runs continue the same one.
+    4. A run names only runs that are in the forest: one that is taken out loses its links, and one that is no leaf has
+       none to leaves. A prefix that stays for days would else keep alive whatever was its neighbour once.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ class Run(Aged):
         """One of the runs that continue the last block; the others follow to its right."""
         self.left: Run | None = None
         self.right: Run | None = None
+        self.older_leaf = self.newer_leaf = None
         self.used = False
         """True when it grew or was stored again since eviction looked at it last."""
 
@@ -79,6 +82,7 @@ class RunForest:
             older, newer = run.older_leaf, run.newer_leaf
             tail.older_leaf, tail.newer_leaf = older, newer
             older.newer_leaf = newer.older_leaf = tail
+            run.older_leaf = run.newer_leaf = None
         return tail
 
     def remove(self, run: Run, above: Run | None, evicted: bool = False) -> None:
@@ -101,6 +105,7 @@ class RunForest:
                 self.append_leaf(above)
                 if evicted:
                     self._make_oldest_leaf(above)
+        run.child = run.left = run.right = None
 
     @property
     def oldest_leaf(self) -> Run | None:
@@ -120,7 +125,7 @@ class RunForest:
             if run.child is None:
                 self._no_leaf(run)
             # A parent, which goes later, still names its child: that must not keep all that it names alive.
-            run.child = run.left = run.right = run.older_leaf = run.newer_leaf = None
+            run.child = run.left = run.right = None
         return run
 
     def append_leaf(self, run: Run) -> None:
@@ -144,3 +149,4 @@ class RunForest:
         older, newer = run.older_leaf, run.newer_leaf
         older.newer_leaf = newer
         newer.older_leaf = older
+        run.older_leaf = run.newer_leaf = None

@@ -46,6 +46,10 @@ def assert_sound(index: PrefixIndex) -> None:
         leaf = leaf.newer_leaf
     assert len(leaves) == len({id(each) for each in leaves})
     assert {id(each) for each in leaves} == {id(run) for run in runs if run.child is None}
+    known = {id(None), id(end), *ages}
+    for run in runs:
+        named = (run.child, run.left, run.right, run.older_leaf, run.newer_leaf)
+        assert all(id(each) in known for each in named), "a run names one that is gone, and keeps it alive"
 
     orphans = list(index._orphans)
     assert index._orphans.entries == len(orphans)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 from typing import Any
@@ -19,6 +20,7 @@ from poolgrid.router.core.prefix_index import (
     TierOverlap,
     slots_of,
 )
+from poolgrid.router.core.run_forest import Run
 from poolgrid.wire.hashing import stable_u64, unpack_hashes
 from poolgrid.wire.identifiers import Tier, WorkerId, WorkerKey
 from tests.router.index_structure import assert_sound
@@ -429,6 +431,33 @@ def test_a_prefix_that_everybody_continues_stays_while_its_continuations_are_for
 
     assert index.overlap([1, 2, 3, 1199], A) == TierOverlap(4)
     assert index.overlap([1, 2, 3, 1000], A) == TierOverlap(3)
+
+
+def test_a_prefix_that_stays_keeps_nothing_alive_of_what_came_and_went_beside_it() -> None:
+    def runs() -> int:
+        gc.collect()
+        return sum(isinstance(each, Run) for each in gc.get_objects())
+
+    earlier = runs()
+    index = PrefixIndex()
+    index.store(A, None, [1, 2, 3])
+    index.store(A, None, [11, 12])
+    index.store(A, 3, [4])  # the first is no leaf any more: its neighbour among the leaves was the second
+    index.store(B, 100, [101])
+    for number in range(1000, 1100):
+        index.store(A, None, [number])
+        index.store(B, number, [10 * number])
+        index.store(A, 3, [20 * number])
+        if number % 2:
+            index.remove(A, [12, 11])
+            index.store(A, None, [11, 12])
+        index.remove(A, [number, 20 * number])
+        index.remove(B, [10 * number])
+
+    assert len(index) == 7
+    # Three prefixes and the end of the leaves, which looks like a run.
+    assert runs() - earlier == 4
+    assert_sound(index)
 
 
 @pytest.mark.parametrize("step", [RUN_BLOCKS_MAX // 3, 5 * RUN_BLOCKS_MAX])
