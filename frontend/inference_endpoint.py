@@ -748,8 +748,12 @@ class _Pumps:
         return arrived
 
     def close(self) -> None:
-        """End the tasks that are still waiting."""
-        for task in self._tasks:
+        """End the tasks that are still waiting.
+
+        They are let go of: a task that was cancelled holds the frames it was cancelled in, and these hold this.
+        """
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
             task.cancel()
 
     async def _pump(self, output: SequenceOutput) -> None:

@@ -50,10 +50,12 @@ class StreamHead:
             pass
 
     def close(self) -> None:
-        """Send nothing more by itself."""
+        """Send nothing more by itself; nobody asks this for anything afterwards."""
         self._timer.cancel()
-        if self._task is not None:
-            self._task.cancel()
+        # Let go of: a task that was cancelled holds the frame it was cancelled in, which holds this.
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
 
     def _waited(self) -> None:
         if not self._sent:

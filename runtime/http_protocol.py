@@ -142,6 +142,10 @@ def _is_over(_: bytes) -> bool:
     return True
 
 
+def _nobody() -> None:
+    """In the place of ``on_response`` where no answer will come."""
+
+
 class DirectProtocol(BoundedProtocol):
     """One connection."""
 
@@ -228,12 +232,17 @@ class DirectProtocol(BoundedProtocol):
         self._start_asgi_task(cycle, cycle.endpoint)
 
     def abandon(self) -> None:
-        """Forget the body that is not whole."""
-        self._gathering = None
+        """Forget the body that is not whole, and its request, which nobody begins.
+
+        uvicorn breaks the circle of protocol and cycle when the endpoint returns; here there is none to return.
+        """
+        gathering, self._gathering = self._gathering, None
+        if gathering is not None:
+            gathering.on_response = _nobody
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell the endpoint at once."""
-        self._gathering = None
+        self.abandon()
         super().connection_lost(exc)
         serving, self._serving = self._serving, None
         if serving is not None and not serving.response_complete:

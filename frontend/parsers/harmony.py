@@ -16,6 +16,7 @@ vocabulary, fetches that from the network, and raises on output that breaks the 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from poolgrid.frontend.parsers.markers import first_marker, held_length
 from poolgrid.frontend.parsers.pieces import Kind, Piece, joined_pieces
@@ -41,7 +42,8 @@ class Harmony:
     def __init__(self, *, reasoning: bool = True, calls: bool = True) -> None:
         self._show_reasoning = reasoning
         self._show_calls = calls
-        self._state = self._start
+        self._state: Callable[[Harmony], bool] = Harmony._start
+        """What takes from the buffer next: no bound method, which would be a circle that waits for the collector."""
         self._buffer = ""
         self._kind = Kind.CONTENT
         self._empty = True
@@ -52,14 +54,14 @@ class Harmony:
     def feed(self, text: str) -> list[Piece]:
         """Take new text and return what is certain now."""
         self._buffer += text
-        while self._buffer and self._state():
+        while self._buffer and self._state(self):
             pass
         return self._taken()
 
     def finish(self) -> list[Piece]:
         """Return what was held back."""
         rest, self._buffer = self._buffer, ""
-        if self._state == self._body:
+        if self._state == Harmony._body:
             self._show(rest)
             self._end_message()
         elif rest.strip():
@@ -76,7 +78,7 @@ class Harmony:
         if not stripped:
             return False
         if stripped.startswith(_BEGINNINGS):
-            self._state = self._header
+            self._state = Harmony._header
         elif any(beginning.startswith(stripped) for beginning in _BEGINNINGS):
             return False
         else:
@@ -121,10 +123,10 @@ class Harmony:
         self._end_message()
         if marker == "<|channel|>":
             self._buffer = self._buffer[at:]
-            self._state = self._header
+            self._state = Harmony._header
         else:
             self._buffer = self._buffer[at + len(marker) :]
-            self._state = self._header if marker == "<|start|>" else self._between
+            self._state = Harmony._header if marker == "<|start|>" else Harmony._between
         return True
 
     def _between(self) -> bool:
@@ -132,7 +134,7 @@ class Harmony:
         for marker in ("<|start|>", "<|channel|>"):
             if stripped.startswith(marker):
                 self._buffer = stripped.removeprefix("<|start|>")
-                self._state = self._header
+                self._state = Harmony._header
                 return bool(self._buffer)
             if marker.startswith(stripped):
                 return False
@@ -142,7 +144,7 @@ class Harmony:
     def _begin_message(self, kind: Kind) -> None:
         self._kind = kind
         self._empty = True
-        self._state = self._body
+        self._state = Harmony._body
 
     def _show(self, text: str) -> None:
         if not text:

@@ -6,7 +6,7 @@ templates of some models open it themselves, or close it to have none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 from poolgrid.frontend.parsers.markers import Trimmer, first_marker, held_length, may_begin
@@ -46,20 +46,23 @@ class MarkedReasoning:
         self._buffer = ""
         self._out: list[Piece] = []
         self._space = Trimmer()
-        self._state = self._content if begins is Begins.CONTENT else self._start
+        self._state: Callable[[MarkedReasoning], bool] = (
+            MarkedReasoning._content if begins is Begins.CONTENT else MarkedReasoning._start
+        )
+        """What takes from the buffer next: no bound method, which would be a circle that waits for the collector."""
 
     def feed(self, text: str) -> list[Piece]:
         """Take new text and return what is certain now."""
-        if self._state == self._content and not self._drops and not self._buffer:
+        if self._state == MarkedReasoning._content and not self._drops and not self._buffer:
             return [Piece(Kind.CONTENT, text)] if text else []
         self._buffer += text
-        while self._buffer and self._state():
+        while self._buffer and self._state(self):
             pass
         return self._taken()
 
     def finish(self) -> list[Piece]:
         """Return what was held back."""
-        kind = Kind.REASONING if self._state == self._reasoning else Kind.CONTENT
+        kind = Kind.REASONING if self._state == MarkedReasoning._reasoning else Kind.CONTENT
         rest = self._buffer
         if kind is Kind.REASONING:
             rest = self._space.feed(rest) + self._space.release()
@@ -78,16 +81,16 @@ class MarkedReasoning:
         for opener in self._openers:
             if stripped.startswith(opener):
                 self._buffer = stripped[len(opener) :]
-                self._state = self._reasoning
+                self._state = MarkedReasoning._reasoning
                 return True
         if may_begin(stripped, self._openers):
             return False
         if self._begins is Begins.REASONING and not stripped.startswith(self._guided):
             if may_begin(stripped, self._guided):
                 return False
-            self._state = self._reasoning
+            self._state = MarkedReasoning._reasoning
         else:
-            self._state = self._content
+            self._state = MarkedReasoning._content
         return True
 
     def _reasoning(self) -> bool:
@@ -98,7 +101,7 @@ class MarkedReasoning:
             self._buffer = self._buffer[end:]
             return False
         self._buffer = self._buffer[end + len(found[1]) :]
-        self._state = self._gap
+        self._state = MarkedReasoning._gap
         return True
 
     def _gap(self) -> bool:
@@ -110,7 +113,7 @@ class MarkedReasoning:
                 return True
         if not self._buffer or any(marker.startswith(self._buffer) for marker in self._drops):
             return False
-        self._state = self._content
+        self._state = MarkedReasoning._content
         return True
 
     def _content(self) -> bool:

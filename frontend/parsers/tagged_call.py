@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +63,8 @@ class TaggedCall:
     def __init__(self, tags: Tags, schemas: Mapping[str, Mapping[str, Any]]) -> None:
         self._tags = tags
         self._schemas = schemas
-        self._state = self._open if tags.opener else self._read_name
+        self._state: Callable[[TaggedCall], bool] = TaggedCall._open if tags.opener else TaggedCall._read_name
+        """What takes from the buffer next: no bound method, which would be a circle that waits for the collector."""
         self._buffer = ""
         self._raw = ""
         """What was taken from the buffer and is in no piece."""
@@ -80,7 +81,7 @@ class TaggedCall:
     def feed(self, text: str, at: int) -> int:
         """Take ``text`` from ``at`` on and return where the call ended or failed, or the end of ``text``."""
         self._buffer += text[at:]
-        while self._buffer and not self.done and not self.failed and self._state():
+        while self._buffer and not self.done and not self.failed and self._state(self):
             pass
         if not self.done and not self.failed:
             return len(text)
@@ -100,7 +101,7 @@ class TaggedCall:
     def _open(self) -> bool:
         if self._expect(self._tags.opener) is None:
             return False
-        self._state = self._read_name
+        self._state = TaggedCall._read_name
         return True
 
     def _read_name(self) -> bool:
@@ -118,13 +119,13 @@ class TaggedCall:
             return False
         self._name = match[0]
         self._take(end)
-        self._state = self._end_name if self._tags.name_end else self._next
+        self._state = TaggedCall._end_name if self._tags.name_end else TaggedCall._next
         return True
 
     def _end_name(self) -> bool:
         if self._expect(self._tags.name_end) is None:
             return False
-        self._state = self._next
+        self._state = TaggedCall._next
         return True
 
     def _next(self) -> bool:
@@ -132,7 +133,7 @@ class TaggedCall:
         found = self._expect(self._tags.key_begin, self._tags.end)
         if found == self._tags.key_begin:
             self._key = ""
-            self._state = self._read_key
+            self._state = TaggedCall._read_key
         elif found is not None:
             if not self._begun:
                 self.pieces.append(Piece(Kind.CALL, self._name))
@@ -152,7 +153,7 @@ class TaggedCall:
         self._key += self._buffer[:known]
         self._take(known if at < 0 else at + len(end))
         if at >= 0:
-            self._state = self._begin_value
+            self._state = TaggedCall._begin_value
         return at >= 0
 
     def _begin_value(self) -> bool:
@@ -167,13 +168,13 @@ class TaggedCall:
         self.pieces.append(Piece(Kind.ARGUMENTS, f"{before}{json.dumps(key, ensure_ascii=False)}: {quote}"))
         self._begun = True
         self._raw = self._value = ""
-        self._state = self._drop_line_break if self._tags.drops_line_breaks else self._read_value
+        self._state = TaggedCall._drop_line_break if self._tags.drops_line_breaks else TaggedCall._read_value
         return True
 
     def _drop_line_break(self) -> bool:
         if self._buffer[0] == "\n":
             self._buffer = self._buffer[1:]
-        self._state = self._read_value
+        self._state = TaggedCall._read_value
         return True
 
     def _read_value(self) -> bool:
@@ -201,7 +202,7 @@ class TaggedCall:
         closing = '"' if self._types == _STRING else as_json(self._value, self._types)
         self.pieces.append(Piece(Kind.ARGUMENTS, closing))
         self._raw = ""
-        self._state = self._next
+        self._state = TaggedCall._next
         return True
 
     def _skip_space(self) -> None:

@@ -45,7 +45,8 @@ class ToolCalls:
         self._markers = self._openers + self._drops
         self._separators = separators
         """Characters that may stand between calls outside a list."""
-        self._state = self._begin if bare else self._text
+        self._state: Callable[[ToolCalls], bool] = ToolCalls._begin if bare else ToolCalls._text
+        """What takes from the buffer next: no bound method, which would be a circle that waits for the collector."""
         self._buffer = ""
         self._out: list[Piece] = []
         self._space = Trimmer(leading=False)
@@ -60,7 +61,7 @@ class ToolCalls:
     def feed(self, text: str) -> list[Piece]:
         """Take new text and return what is certain now."""
         self._buffer += text
-        while self._buffer and self._state():
+        while self._buffer and self._state(self):
             pass
         return self._taken()
 
@@ -92,10 +93,10 @@ class ToolCalls:
         if not stripped:
             return False
         if stripped[0] in "[{":
-            self._state = self._open
+            self._state = ToolCalls._open
             self._announced = False
         else:
-            self._state = self._text
+            self._state = ToolCalls._text
         return True
 
     def _text(self) -> bool:
@@ -112,7 +113,7 @@ class ToolCalls:
         if marker in self._openers:
             self._aside.append(marker)
             self._announced = False
-            self._state = self._open
+            self._state = ToolCalls._open
         return True
 
     def _open(self) -> bool:
@@ -126,7 +127,7 @@ class ToolCalls:
             self._buffer = self._buffer[1:]
             return True
         self._call = self._form(character)
-        self._state = self._read
+        self._state = ToolCalls._read
         return True
 
     def _read(self) -> bool:
@@ -143,7 +144,7 @@ class ToolCalls:
             call.pieces.clear()
         if call.done:
             self._call = None
-            self._state = self._after
+            self._state = ToolCalls._after
             self._closers_left = self._closers
         elif call.failed:
             self._call = None
@@ -166,7 +167,7 @@ class ToolCalls:
                 self._in_list = False
                 self._aside.clear()
             else:
-                self._state = self._next_in_list
+                self._state = ToolCalls._next_in_list
             return True
         for number, closer in enumerate(self._closers_left):
             if self._buffer.startswith(closer):
@@ -179,7 +180,7 @@ class ToolCalls:
         if character in self._separators:
             self._aside.append(character)
             self._buffer = self._buffer[1:]
-            self._state = self._next_alone
+            self._state = ToolCalls._next_alone
             return True
         self._give_back()
         return True
@@ -188,7 +189,7 @@ class ToolCalls:
         if not self._skip_space():
             return False
         self._call = self._form(self._buffer[0])
-        self._state = self._read
+        self._state = ToolCalls._read
         return True
 
     def _next_alone(self) -> bool:
@@ -196,7 +197,7 @@ class ToolCalls:
             return False
         if self._buffer[0] == "{":
             self._call = self._form("{")
-            self._state = self._read
+            self._state = ToolCalls._read
         else:
             self._give_back()
         return True
@@ -214,7 +215,7 @@ class ToolCalls:
         self._content("".join(self._aside))
         self._aside.clear()
         self._in_list = False
-        self._state = self._text
+        self._state = ToolCalls._text
 
     def _content(self, text: str) -> None:
         shown = self._space.feed(text)

@@ -103,7 +103,7 @@ class _Server(uvicorn.Server):
     def __init__(self, app: FastAPI, http: Http) -> None:
         if not isinstance(http, str):
             http = http.serving(HttpLimits(), None)
-        super().__init__(uvicorn.Config(app, log_level="warning", http=http, access_log=False))
+        super().__init__(uvicorn.Config(app, log_level="warning", http=http, access_log=False, proxy_headers=False))
         self.answering = threading.Event()
         self._ending = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
