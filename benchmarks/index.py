@@ -313,7 +313,7 @@ def main() -> int:
     figures["blocks"] = blocks
     figures["distinct_blocks"] = len(projection.index)
     figures["find"] = find_figures(projection, tree, options.holders)
-    figures["decision"] = decision_figures(256)
+    figures["decision"] = {workers: decision_figures(workers) for workers in (256, 1000)}
 
     table = Table("what", "ours", "peer", "ratio", "ratio without hop", title=f"{blocks:,} resident entries")
     for shape, figure in figures["find"].items():
@@ -353,9 +353,10 @@ def main() -> int:
             "",
         )
     console.print(table)
-    parts = Table("one decision: ISL 8,192, 256 workers", "µs")
-    for name, value in figures["decision"].items():
-        parts.add_row(name.removesuffix("_us").replace("_", " "), f"{value:.1f}")
+    decisions = figures["decision"]
+    parts = Table("one decision: ISL 8,192", *(f"{workers:,} workers" for workers in decisions), title="µs")
+    for name in decisions[256]:
+        parts.add_row(name.removesuffix("_us").replace("_", " "), *(f"{each[name]:.1f}" for each in decisions.values()))
     console.print(parts)
     if options.json is not None:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")

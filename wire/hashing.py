@@ -14,7 +14,10 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import repeat
+from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
@@ -23,9 +26,16 @@ HASH_SPEC = "xxh3-64/1337"
 """Name of this scheme on a worker card; a pool refuses a worker that hashes otherwise."""
 
 TOKEN_BYTES = 4
+CUT_BLOCKS = 32
+"""Blocks of a prompt that are cut out at a time; for each there is a word of a format, kept ready."""
+
+BLOCK_SIZES_MAX = 16
+"""Block sizes whose formats are kept ready; those of more are made anew, in some microseconds."""
+
 _U64 = 2**64
 _LONG_TOKENS = 256
 _NATIVE_U32 = sys.byteorder == "little" and array("I").itemsize == TOKEN_BYTES
+_Cut = Callable[[memoryview], Iterator[tuple[Any, ...]]]
 _pair = struct.Struct("<QQ")
 _hashes = [struct.Struct(f"<{count}Q") for count in range(513)]
 _unpackers = {8 * count: packed.unpack for count, packed in enumerate(_hashes)}
@@ -45,6 +55,12 @@ def hash_seed(lora_name: str = "", cache_salt: str = "") -> int:
     return seed % _U64
 
 
+@lru_cache(BLOCK_SIZES_MAX)
+def _cuts(stride: int) -> tuple[_Cut, _Cut]:
+    """Return what cuts bytes into blocks of ``stride``: one at a time, and ``CUT_BLOCKS`` at a time."""
+    return struct.Struct(f"{stride}s").iter_unpack, struct.Struct(f"{stride}s" * CUT_BLOCKS).iter_unpack
+
+
 def block_hashes(
     token_bytes: bytes | memoryview,
     block_size: int,
@@ -59,11 +75,19 @@ def block_hashes(
     if block_size < 1:
         raise ValueError(f"hashing blocks: block_size is {block_size}, allowed are integers from 1")
     stride = block_size * TOKEN_BYTES
-    # A memoryview slice copies nothing; the digest function reads it in place.
     view = memoryview(token_bytes)
-    whole = len(view) - len(view) % stride
+    blocks = len(view) // stride
+    if not blocks:
+        return []
     digest = xxh3_64_intdigest
-    hashes = [digest(view[at : at + stride], seed) for at in range(0, whole, stride)]
+    each_block, each_cut = _cuts(stride)
+    cut = blocks - blocks % CUT_BLOCKS
+    # Blocks are copied many at a time: that takes half the time of a memoryview for each, and is free again at once.
+    hashes: list[int] = []
+    if cut:
+        for some in each_cut(view[: cut * stride]):
+            hashes.extend(map(digest, some, repeat(seed)))
+    hashes.extend([digest(block, seed) for (block,) in each_block(view[cut * stride : blocks * stride])])
     if multimodal_hashes:
         for position, objects in multimodal_hashes.items():
             if 0 <= position < len(hashes) and objects:

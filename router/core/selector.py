@@ -30,8 +30,8 @@ from poolgrid.wire.identifiers import Role, Stage, WorkerKey
 PROMPT_STAGES = (Stage.WHOLE, Stage.PREFILL)
 """Legs that compute a prompt."""
 
-FEW_WORKERS = 8
-"""Up to this many holders of a prefix are filled in one by one; beyond, their mask is unpacked at once."""
+FEW_HOLDERS = 48
+"""Up to this many holders of a path are filled in one by one; beyond, their masks are unpacked at once."""
 
 
 FEW_CANDIDATES = 16
@@ -198,7 +198,8 @@ class Selector:
         if not len(rows):
             busy = frozenset(worker for worker, why in filtered.items() if why is BUSY)
             return NoWorker(request.model, filtered, busy, frozenset(group.filtered))
-        slots = group.slots[rows]
+        everyone = rows is group.all_rows
+        slots = group.slots if everyone else group.slots[rows]
         ledger = projection.ledger
         device = np.zeros(len(group.workers))
         host = disk = np.zeros(len(group.workers))
@@ -208,13 +209,13 @@ class Selector:
             if untrusted:
                 self._predict_overlap(group, path, untrusted, now_ms, device, host, disk)
         candidates = Candidates(
-            tuple(group.workers[row] for row in rows) if len(rows) < len(group.workers) else group.workers,
+            group.workers if everyone else tuple(group.workers[row] for row in rows),
             ledger.prefill_tokens[slots].astype(np.float64),
             ledger.active_blocks[slots].astype(np.float64),
             ledger.requests[slots].astype(np.float64),
-            device[rows],
-            host[rows],
-            disk[rows],
+            device if everyone else device[rows],
+            host if everyone else host[rows],
+            disk if everyone else disk[rows],
         )
         if projection.paces is not None and group.engines is not None:
             candidates = replace(
@@ -425,22 +426,19 @@ class Selector:
     def _fill_overlap(self, group: _Group, path: Sequence[int], device: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Fill in leading blocks per row of the group; return the host and disk columns."""
         index: PrefixIndex = self._projection.index
+        found = index.find(path)
+        if not index.uses_lower_tiers:
+            _fill_depths(group, found, device)
+            nothing = np.zeros(len(group.workers))
+            return nothing, nothing
         host = np.zeros(len(group.workers))
         disk = np.zeros(len(group.workers))
-        tiered = index.uses_lower_tiers
-        for depth, mask in index.find(path):
-            if mask.bit_count() <= FEW_WORKERS or tiered:
-                for slot in slots_of(mask):
-                    row = group.row_of_slot.get(slot)
-                    if row is not None:
-                        overlap = index.by_tier(path, slot, depth)
-                        device[row], host[row], disk[row] = overlap.device, overlap.host, overlap.disk
-            else:
-                width = (mask.bit_length() + 7) // 8
-                bits = np.unpackbits(np.frombuffer(mask.to_bytes(width, "little"), np.uint8), bitorder="little")
-                held = np.zeros(max(len(bits), int(group.slots.max()) + 1), bool)
-                held[: len(bits)] = bits
-                device[held[group.slots]] = depth
+        for depth, mask in found:
+            for slot in slots_of(mask):
+                row = group.row_of_slot.get(slot)
+                if row is not None:
+                    overlap = index.by_tier(path, slot, depth)
+                    device[row], host[row], disk[row] = overlap.device, overlap.host, overlap.disk
         return host, disk
 
     def _predict_overlap(
@@ -492,6 +490,29 @@ class Selector:
             _few(taken, slots.tolist(), limits.tolist()),
             None if self._projection.paces is None else _engine_columns(taken),
         )
+
+
+def _fill_depths(group: _Group, found: Sequence[tuple[int, int]], device: FloatArray) -> None:
+    """Fill in, per row of the group, the depth that ``PrefixIndex.find`` found of its worker."""
+    if not found:
+        return
+    holders = sum(mask.bit_count() for _, mask in found)
+    if holders <= FEW_HOLDERS:
+        row_of_slot = group.row_of_slot
+        for depth, mask in found:
+            for slot in slots_of(mask):
+                row = row_of_slot.get(slot)
+                if row is not None:
+                    device[row] = depth
+        return
+    # Every mask as a row of bits, all of them unpacked at once. No worker is in two.
+    bits = max(group.last_slot + 1, *(mask.bit_length() for _, mask in found))
+    width = (bits + 7) // 8
+    packed = b"".join([mask.to_bytes(width, "little") for _, mask in found])
+    held = np.flatnonzero(np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little").view(bool))
+    depths = np.zeros(8 * width)
+    depths[held % (8 * width)] = np.array([depth for depth, _ in found], np.float64)[held // (8 * width)]
+    device[:] = depths[group.slots]
 
 
 def _engine_columns(workers: Sequence[Worker]) -> _EngineColumns:

@@ -413,3 +413,25 @@ def test_few_workers_are_compared_without_arrays_to_the_same_bit(stage: Stage, m
         )
         reasons.add(few.reason)
     assert reasons == {"only", "cheapest", "tie"}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_many_holders_of_a_path_are_filled_in_at_once_as_one_by_one(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of the holders left, drain or serve another model; whatever the way, each candidate has its own depth."""
+    source = random.Random(seed)
+    pool = Pool()
+    path = [source.getrandbits(64) for _ in range(40)]
+    depths: dict[WorkerKey, int] = {}
+    for number in range(source.choice([17, 64, 150])):
+        [worker] = pool.join(f"w{number:03}", card=make_card("other" if source.random() < 0.1 else "m"))
+        depths[worker] = source.choice([0, 1, 7, 7, 39, source.randrange(41)])
+        pool.say(worker, stored(path[: depths[worker]]))
+    for worker in source.sample(sorted(depths), len(depths) // 5):
+        pool.say(worker, WorkerLeft("gone") if source.random() < 0.5 else WorkerDraining())
+
+    for few in (0, 10_000):
+        monkeypatch.setattr(selector_module, "FEW_HOLDERS", few)
+        candidates = decide(pool, KvAware(), path).candidates
+        assert [depths[worker] for worker in candidates.workers] == list(candidates.device_overlap)
+        assert not any(candidates.host_overlap)
+        assert not any(candidates.disk_overlap)

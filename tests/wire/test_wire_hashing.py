@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import struct
 
 import pytest
@@ -11,6 +12,7 @@ from xxhash import xxh3_64_intdigest
 
 from poolgrid.wire.hashing import (
     BASE_SEED,
+    CUT_BLOCKS,
     HASH_SPEC,
     block_hashes,
     child_hash,
@@ -84,6 +86,19 @@ class TestBlocks:
     @pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (15, 0), (16, 1), (31, 1), (32, 2), (63, 3)])
     def test_only_whole_blocks_are_hashed(self, tokens: int, blocks: int) -> None:
         assert block_hashes(TOKENS[: 4 * tokens], 16) == PLAIN[:blocks]
+
+    @pytest.mark.parametrize("block_size", [1, 7, 16, 64])
+    @pytest.mark.parametrize("blocks", [1, CUT_BLOCKS - 1, CUT_BLOCKS, CUT_BLOCKS + 1, 3 * CUT_BLOCKS, 200])
+    def test_each_block_of_a_long_prompt_is_hashed_by_its_own_tokens_alone(self, block_size: int, blocks: int) -> None:
+        size = 4 * block_size
+        packed = random.Random(blocks).randbytes(size * blocks + size - 1)
+
+        expected = [xxh3_64_intdigest(packed[at : at + size], 5) for at in range(0, size * blocks, size)]
+        assert block_hashes(packed, block_size, 5) == expected
+        assert block_hashes(memoryview(packed), block_size, 5) == expected
+
+    def test_a_block_longer_than_any_prompt_hashes_nothing(self) -> None:
+        assert block_hashes(TOKENS, 2**62) == []
 
     @pytest.mark.parametrize("block_size", [0, -1])
     def test_a_block_size_below_one_is_refused_by_value(self, block_size: int) -> None:
