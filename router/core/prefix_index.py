@@ -64,6 +64,9 @@ EVICTION_SLICE_BLOCKS = 1024
 LOOK_SLICE_ENTRIES = 2048
 """Entries looked at per call by whoever wants all that a worker holds, and a shard's more: half a millisecond."""
 
+DEVICE = Tier.DEVICE
+"""Found without asking the enumeration, for each event anew."""
+
 HASHES_END = 1 << KEY_BITS
 """Behind the last hash."""
 
@@ -191,33 +194,34 @@ class PrefixIndex:
         if slot is None:
             slot = self.slot(worker)
         bit = 1 << slot
-        if tier is not Tier.DEVICE:
+        if tier is not DEVICE:
             self._store_lower(slot, bit, hashes, tier)
         elif self._lower.off_device.entries:
             self._lower.onboard(bit, hashes)
-        reach = self._reach
+        reach, orphans = self._reach, self._orphans
         shards, shift = reach.shards, reach.shift
         first = hashes[0]
+        count = len(hashes)
         above = None if parent is None else shards[parent >> shift].get(parent)
         if (
             first in shards[first >> shift]
             or (parent is not None and (above is None or not above.mask & bit))
-            or (self._orphans.entries and self._orphans.concern(hashes))
-            or len(hashes) > RUN_BLOCKS_MAX
+            or (orphans.entries and orphans.concern(hashes))
+            or count > RUN_BLOCKS_MAX
         ):
             stored = self._store(bit, parent, hashes)
         else:
             # The usual case: a chain that nobody has yet, below blocks that this worker holds.
-            stored = len(hashes) if self._add_run(bit, above, parent, hashes) else 0
+            stored = count if self._add_run(bit, above, parent, hashes) else 0
         self._held[slot] += stored
         counters = self.counters
         counters.blocks_stored += stored
-        if stored != len(hashes):
-            counters.repeated_stores += len(hashes) - stored
+        if stored != count:
+            counters.repeated_stores += count - stored
         if self._dead or self._sweeping:
-            self._sweep_slice(SWEPT_PER_CALL + SWEPT_PER_BLOCK * len(hashes))
-        if reach.entries + self._orphans.entries > self._max_blocks:
-            self._evict(EVICTION_SLICE_BLOCKS + 4 * len(hashes))
+            self._sweep_slice(SWEPT_PER_CALL + SWEPT_PER_BLOCK * count)
+        if reach.entries + orphans.entries > self._max_blocks:
+            self._evict(EVICTION_SLICE_BLOCKS + 4 * count)
 
     def remove(self, worker: WorkerKey, hashes: Sequence[int], tier: Tier = Tier.DEVICE) -> None:
         """Record that blocks left one tier; in any order, also parents before their children."""
@@ -538,16 +542,19 @@ class PrefixIndex:
 
     def _add_run(self, bit: int, above: Run | None, parent: int | None, blocks: Sequence[int]) -> bool:
         """Add new blocks, few enough for a run; refuse (False) what contradicts the index."""
-        grows = (
+        reach = self._reach
+        shards, shift = reach.shards, reach.shift
+        count = len(blocks)
+        if (
             above is not None
             and above.mask == bit
             and above.child is None
-            and above.blocks[-1] == parent
-            and len(above.blocks) + len(blocks) <= RUN_BLOCKS_MAX
-        )
-        run = above if grows and above is not None else Run(parent, array("Q", blocks), bit)
-        reach = self._reach
-        shards, shift = reach.shards, reach.shift
+            and (before := above.blocks)[-1] == parent
+            and len(before) + count <= RUN_BLOCKS_MAX
+        ):
+            run = above
+        else:
+            run = Run(parent, array("Q", blocks), bit)
         for block in blocks:
             if block in (shard := shards[block >> shift]):
                 # A resident block, or one that stands twice in the chain: take back what was added before it.
@@ -558,7 +565,7 @@ class PrefixIndex:
                 self.counters.contradictions += 1
                 return False
             shard[block] = run
-        reach.entries += len(blocks)
+        reach.entries += count
         if len(shard) > reach.shard_entries:
             reach.relieve(block)
         if run is above:

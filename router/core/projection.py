@@ -42,8 +42,10 @@ from poolgrid.wire.events import (
 )
 from poolgrid.wire.feed import BlockChain, WorkerState
 from poolgrid.wire.hashing import hash_array, unpack_hashes
-from poolgrid.wire.identifiers import WorkerId, WorkerKey
+from poolgrid.wire.identifiers import StreamState, WorkerId, WorkerKey
 from poolgrid.wire.streams import fold
+
+LIVE = StreamState.LIVE
 
 LOAD_STEP_BLOCKS = 4096
 """Blocks of a snapshot loaded between two turns of a router: one to three milliseconds."""
@@ -134,6 +136,8 @@ class Projection:
         worker = self.fleet.workers.get((record.worker_id, record.dp_rank))  # type: ignore[call-overload]
         key = WorkerKey(WorkerId(record.worker_id), record.dp_rank) if worker is None else worker.key
         index = self.index
+        # Whether an event says how far the stream can be trusted. Else one that is live stays so, without ``fold``.
+        tells = False
         for event in record.events:
             if type(event) is BlocksStored:
                 if worker is not None and self.approximate is None:
@@ -170,6 +174,7 @@ class Projection:
                 if worker is not None:
                     worker.load = event
             elif type(event) is CacheCleared or type(event) is SnapshotBegan:
+                tells = True
                 if self.approximate is None:
                     index.clear(key)
                     self.ledger.move(key, index.slot(key))
@@ -188,11 +193,14 @@ class Projection:
             elif type(event) is BlocksShared or type(event) is BlocksReleased:
                 pass  # another source of the worker: what the worker as a whole holds is the same
             elif type(event) is SnapshotEnded or type(event) is StreamStateChanged:
-                pass  # ``fold`` takes these, below
+                tells = True  # ``fold`` takes these, below
             else:
                 assert_never(event)
         if worker is not None:
-            if fold(worker.streams, record.source, record.events):
+            known = worker.streams.get(record.source)
+            if (tells or known is None or known.state is not LIVE) and fold(
+                worker.streams, record.source, record.events
+            ):
                 self.trust.note_streams(key, worker.streams.values())
             worker.last_event_ms = record.time_ms
             worker.last_recorded_ms = record.recorded_ms
