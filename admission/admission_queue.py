@@ -216,6 +216,11 @@ class AdmissionQueue(Generic[T]):
         """Tell whether anybody waits in a lane, resumed requests of all lanes included."""
         return lane in self._lanes or bool(self._resumed)
 
+    @property
+    def is_empty(self) -> bool:
+        """Tell whether nobody waits."""
+        return not (self._lanes or self._resumed)
+
     def enter(self, request: QueuedRequest[T]) -> list[QueuedRequest[T]]:
         """Queue a request; return who gives way for it, out of the queue already.
 

@@ -122,29 +122,13 @@ class InFlight:
         if trace is not None:
             follow_legs(trace, machine, effects)  # first: what is placed next is linked to what was lost
         for effect in effects:
-            if isinstance(effect, Heard):
+            # Exact types, those of every request first.
+            if type(effect) is Heard:
                 books.heard(machine, effect)
-            elif isinstance(effect, Cancel):
-                link = self._link_of(effect.dispatch.endpoint)
-                if link is not None and link.is_up:
-                    link.cancel(effect.dispatch.id)
-            elif isinstance(effect, Release):
+            elif type(effect) is Release:
                 self._forget(machine, effect.dispatch)
                 books.release(machine, effect.dispatch)
-            elif isinstance(effect, Avoid):
-                books.avoid(machine, effect.dispatch, effect.why)
-            elif isinstance(effect, Blame):
-                if effect.happened is Happened.OUT_OF_PLACE:
-                    self._on_fault("position")
-                    worker = str(effect.dispatch.worker)
-                    named = machine.request.named(worker=worker)
-                    log.warning("request %s: output of %s is out of place", effect.dispatch.id, worker, extra=named)
-                books.blame(machine, effect.dispatch)
-            elif isinstance(effect, Crowded):
-                books.crowded(machine, effect.dispatch, effect.booked_tokens)
-            elif isinstance(effect, PlaceNext):
-                self._place_next(machine, effect)
-            elif isinstance(effect, End):
+            elif type(effect) is End:
                 if effect.last.poison:
                     request = machine.request
                     log.error(
@@ -154,6 +138,23 @@ class InFlight:
                         extra=request.named(),
                     )
                 books.ended(machine, effect)
+            elif type(effect) is Cancel:
+                link = self._link_of(effect.dispatch.endpoint)
+                if link is not None and link.is_up:
+                    link.cancel(effect.dispatch.id)
+            elif type(effect) is Avoid:
+                books.avoid(machine, effect.dispatch, effect.why)
+            elif type(effect) is Blame:
+                if effect.happened is Happened.OUT_OF_PLACE:
+                    self._on_fault("position")
+                    worker = str(effect.dispatch.worker)
+                    named = machine.request.named(worker=worker)
+                    log.warning("request %s: output of %s is out of place", effect.dispatch.id, worker, extra=named)
+                books.blame(machine, effect.dispatch)
+            elif type(effect) is Crowded:
+                books.crowded(machine, effect.dispatch, effect.booked_tokens)
+            elif type(effect) is PlaceNext:
+                self._place_next(machine, effect)
             else:
                 assert_never(effect)
 

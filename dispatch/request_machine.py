@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
+from typing import final
 
 import msgspec
 
@@ -306,6 +307,7 @@ HAPPENED_OF = {
 # -- effects -------------------------------------------------------------------------------------------------------
 
 
+@final
 class Heard(msgspec.Struct, frozen=True):
     """A leg's worker said more than further tokens, and it was in its place."""
 
@@ -315,18 +317,21 @@ class Heard(msgspec.Struct, frozen=True):
     """Whether the client had no token before."""
 
 
+@final
 class Cancel(msgspec.Struct, frozen=True):
     """Tell a leg's worker to stop and to let go of what it keeps."""
 
     dispatch: Dispatch
 
 
+@final
 class Release(msgspec.Struct, frozen=True):
     """Take a leg off its worker's books."""
 
     dispatch: Dispatch
 
 
+@final
 class Avoid(msgspec.Struct, frozen=True):
     """A leg's worker comes last from now on."""
 
@@ -334,6 +339,7 @@ class Avoid(msgspec.Struct, frozen=True):
     why: str
 
 
+@final
 class Blame(msgspec.Struct, frozen=True):
     """A leg's worker has failed it."""
 
@@ -342,6 +348,7 @@ class Blame(msgspec.Struct, frozen=True):
     why: str
 
 
+@final
 class Crowded(msgspec.Struct, frozen=True):
     """A leg's worker has promised ``booked_tokens``; the leg is off its books."""
 
@@ -349,6 +356,7 @@ class Crowded(msgspec.Struct, frozen=True):
     booked_tokens: int
 
 
+@final
 class PlaceNext(msgspec.Struct, frozen=True):
     """Place what ``RequestMachine.plan`` says comes next."""
 
@@ -359,6 +367,7 @@ class PlaceNext(msgspec.Struct, frozen=True):
     """Whether this is a migration; else it is the next leg, or the same one chosen again."""
 
 
+@final
 class End(msgspec.Struct, frozen=True):
     """The request is over; the client has ``last``, and the books are to be closed."""
 

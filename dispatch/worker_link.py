@@ -125,12 +125,11 @@ class WorkerLink:
             self._complaints.about(self.endpoint, error)
             return
         self._heard = True
-        if isinstance(message, Pong):
-            if not self.is_up and message.nonce >= self._fresh_from:
-                self.is_up = True
-                self._on_up(self)
-        elif isinstance(message, TokenBatch):
+        if type(message) is TokenBatch:
             self._on_tokens(self, message)
+        elif isinstance(message, Pong) and not self.is_up and message.nonce >= self._fresh_from:
+            self.is_up = True
+            self._on_up(self)
 
     def _on_monitor(self, frames: list[bytes]) -> None:
         event = parse_monitor_message(frames)["event"]

@@ -17,8 +17,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from functools import lru_cache, partial
+from time import perf_counter
 from typing import Any
 
 import msgspec
@@ -62,6 +63,9 @@ log = logging.getLogger(__name__)
 
 WORKERS_IN_HEADER_MAX = 16
 """Distinct workers that ``x-poolgrid-worker`` lists for a request of many sequences."""
+
+HEADER_VALUES_MAX = 4096
+"""Names of workers, pools and reasons that are kept as headers have them; what was used longest ago goes first."""
 
 LOOK_UP_BYTES_MAX = 512 * 1024
 """Largest body whose prompt is rendered and looked up on the event loop, before it is known how much of it is new. Both
@@ -140,26 +144,29 @@ class InferenceEndpoint:
         self.body_bytes_max = settings.max_body_bytes
         """Largest body that a server may gather before it calls."""
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one POST."""
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
+        """Return what serves one POST: a coroutine around it would be woken with it every time."""
         arrived_ms = self._clock.monotonic_ms()
         headers = _Headers(scope)
         wanted_id = self._request_ids.wanted(headers.request_id)
         extensions = scope.get("extensions")
         direct = extensions.get(CONNECTION) if extensions else None
-        exchange = _Exchange(self, wanted_id, headers, arrived_ms, caller_of(scope), receive, send, direct)
+        return _Exchange(self, wanted_id, headers, arrived_ms, caller_of(scope), receive, send, direct).run()
+
+    def begin(self, exchange: _Exchange) -> None:
+        """Take note of a request that begins."""
         if self._tracing is not None:
-            exchange.trace = self._tracing.begin_request(self.name, headers.all, arrived_ms)
+            exchange.trace = self._tracing.begin_request(self.name, exchange._headers.all, exchange._arrived_ms)
         self._in_flight.value += 1
         self._traffic.running.add(exchange)
-        try:
-            await exchange.run()
-        finally:
-            self._traffic.end(exchange)
-            self._in_flight.value -= 1
-            self._metrics.answered(self.name, exchange.status, exchange.streaming)
-            if exchange.trace is not None and self._tracing is not None:
-                self._tracing.end(exchange.trace, tell(exchange.trace, exchange))
+
+    def end(self, exchange: _Exchange) -> None:
+        """Take note of a request that is over."""
+        self._traffic.end(exchange)
+        self._in_flight.value -= 1
+        self._metrics.answered(self.name, exchange.status, exchange.streaming)
+        if exchange.trace is not None and self._tracing is not None:
+            self._tracing.end(exchange.trace, tell(exchange.trace, exchange))
 
 
 class _Exchange:
@@ -208,8 +215,15 @@ class _Exchange:
         watcher: asyncio.Task[None] | None = None
         task = asyncio.current_task()
         assert task is not None, "ASGI servers call applications in a task"
+        self._endpoint.begin(self)
         try:
-            body = await self._read_body(self._headers.content_type, self._headers.content_length)
+            limit = self._endpoint.body_bytes_max
+            check_announced(self._headers.content_type, self._headers.content_length, limit)
+            body: bytes | None
+            if self._direct is None:
+                body = await receive_body(self._receive, limit)
+            else:
+                body, self._direct.body = self._direct.body, b""
             if body is None:
                 self._left()
                 return
@@ -273,19 +287,13 @@ class _Exchange:
                 watcher.cancel()
             if self._direct is not None:
                 self._direct.on_left = None
-            self._give_up()
-            if self._lease is not None:
-                self._lease.close()
-            self._count_tokens()
-
-    async def _read_body(self, content_type: bytes, content_length: bytes) -> bytes | None:
-        """Return the body, or ``None`` when the client left before it was complete; raises ``RequestError``."""
-        limit = self._endpoint._settings.max_body_bytes
-        check_announced(content_type, content_length, limit)
-        if self._direct is not None:
-            whole, self._direct.body = self._direct.body, b""
-            return whole
-        return await receive_body(self._receive, limit)
+            try:
+                self._give_up()
+                if self._lease is not None:
+                    self._lease.close()
+                self._count_tokens()
+            finally:
+                self._endpoint.end(self)
 
     async def _prepared(self, body: bytes) -> Job:
         """Return the job that a body asks for; raises ``RequestError``."""
@@ -311,7 +319,8 @@ class _Exchange:
 
     async def _tokenize(self, job: Job, body_bytes: int) -> list[Prompt]:
         pool = self._endpoint._tokenization
-        began_ms = self._clock.monotonic_ms()
+        began_s = perf_counter()
+        began_ms = 0.0 if self.trace is None else self._clock.monotonic_ms()
         fast = job.model.tokenizes_fast
         if not job.has_text or (not job.chat and pool.is_short(body_bytes, fast)):
             prompts = job.tokenize()
@@ -324,7 +333,7 @@ class _Exchange:
         job.forget_prompt()
         if self.trace is not None:
             self.trace.add("render and tokenize", began_ms)
-        self._metrics.tokenization.observe((self._clock.monotonic_ms() - began_ms) / 1000)
+        self._metrics.tokenization.observe(perf_counter() - began_s)
         return prompts
 
     async def _serve(self, job: Job, prompts: Sequence[Prompt], request_ids: list[str]) -> None:
@@ -342,7 +351,7 @@ class _Exchange:
                 request,
                 job.output_model,
                 job.stops,
-                collect=not job.stream,
+                collect=not self.streaming,
                 echo=prompts[index // per_prompt].text,
                 prompt_only=job.prompt_only,
             )
@@ -351,8 +360,9 @@ class _Exchange:
             if len(requests) > 1:
                 # Others come between the sequences of this one: 128 of them take 40 ms.
                 await asyncio.sleep(0)
+        observe_isl = self._metrics.isl.observe
         for prompt in prompts:
-            self._metrics.isl.observe(prompt.isl)
+            observe_isl(prompt.isl)
         encoder = job.encoder(prompts, request_ids, self._clock.wall_ms() // 1000)
         encoder.outputs = outputs
         self._encoder = encoder
@@ -362,7 +372,7 @@ class _Exchange:
             )
         pumps = _Pumps(outputs) if len(outputs) > 1 else None
         try:
-            if job.stream:
+            if self.streaming:
                 await self._stream(job, prompts, encoder, pumps)
             else:
                 await self._whole(job, prompts, encoder, pumps)
@@ -498,16 +508,23 @@ class _Exchange:
                         unfinished -= 1
                         if output.finish_reason == "error":
                             raise _generation_failed(output)
-        whole = partial(encoder.whole, self._outputs, self._usage(job, prompts))
-        body = await self._completed(job, encoder, whole)
+        counts = self._usage(job, prompts)
+        if job.form is None:
+            body = encoder.whole(self._outputs, counts)
+        else:
+            body = await self._completed(job, encoder, partial(encoder.whole, self._outputs, counts))
         headers = [*self._response_headers(), (b"content-type", b"application/json")]
         if len(body) >= self._endpoint._gzip_bytes:
             headers.append((b"vary", b"accept-encoding"))
             if accepts_gzip(self._headers.accept_encoding):
                 body = compressed(body)
                 headers.append((b"content-encoding", b"gzip"))
+        self._begin(200, headers)
+        if self._direct is not None and self._direct.answer(200, headers, body):
+            self._connection.done = True
+            return
         headers.append((b"content-length", b"%d" % len(body)))
-        await self._start(200, headers)
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         await self._end(body)
 
     async def _completed(self, job: Job, encoder: AnswerEncoder, complete: Callable[[], bytes]) -> bytes:
@@ -581,27 +598,31 @@ class _Exchange:
         streams = [output.stream for output in self._outputs if output.stream is not None]
         if len(streams) == 1:
             [stream] = streams
-            workers, reasons, pools = [stream.worker], [stream.decision_reason], [stream.pool]
+            worker, reason, pool = stream.worker, stream.decision_reason, stream.pool
         else:
-            workers = list(dict.fromkeys([stream.worker for stream in streams]))
-            reasons = list(dict.fromkeys([stream.decision_reason for stream in streams]))
-            pools = list(dict.fromkeys([stream.pool for stream in streams if stream.pool]))
+            worker = _listed([stream.worker for stream in streams])
+            reason = _listed([stream.decision_reason for stream in streams])
+            pool = _listed([stream.pool for stream in streams if stream.pool])
         headers = [
             *named,
-            (b"x-poolgrid-worker", _header_value(workers)),
-            (b"x-poolgrid-decision", _header_value(reasons)),
+            (b"x-poolgrid-worker", _header_value(worker)),
+            (b"x-poolgrid-decision", _header_value(reason)),
         ]
-        if any(pools):
-            headers.append((b"x-poolgrid-pool", _header_value(pools)))
+        if pool:
+            headers.append((b"x-poolgrid-pool", _header_value(pool)))
         if self.trace is not None:
             headers.append((b"traceresponse", self.trace.root.place.traceparent.encode()))
         return headers
 
-    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+    def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        """Complete the headers of an answer that begins."""
         self.status = status
         if self._caller is not None:
             headers += limit_headers(self._caller.standing(self._clock.monotonic_ms()))
         self._connection.started = True
+
+    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self._begin(status, headers)
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def _start_stream(self) -> None:
@@ -825,8 +846,12 @@ class _Headers:
                 self.hints[_HINT_HEADERS[name]] = value.decode("latin-1")
 
 
-def _header_value(values: list[str]) -> bytes:
-    text = ",".join(values[:WORKERS_IN_HEADER_MAX])
+def _listed(values: list[str]) -> str:
+    return ",".join(list(dict.fromkeys(values))[:WORKERS_IN_HEADER_MAX])
+
+
+@lru_cache(HEADER_VALUES_MAX)
+def _header_value(text: str) -> bytes:
     if text.isascii() and text.isprintable():
         return text.encode()
     return "".join(character if " " <= character <= "~" else "?" for character in text).encode()

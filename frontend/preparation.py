@@ -273,6 +273,7 @@ class Job(msgspec.Struct):
         """Return one request per prompt and choice, in the order of their ``index``; raises ``RequestError``."""
         body = self.body
         per_prompt = self.choices_per_prompt
+        salt = self.own_salt or self.client_salt
         stop_token_ids = self._stop_token_ids()
         nvext = body.nvext
         hints = nvext.agent_hints if nvext is not None else None
@@ -301,7 +302,7 @@ class Job(msgspec.Struct):
                         stop_token_ids=stop_token_ids,
                         priority=priority,
                         lora_name=self.lora_name,
-                        cache_salt=self.own_salt or self.client_salt,
+                        cache_salt=salt,
                         cache_shares=None if self.domain is None else self.domain.shares,
                         expected_output_tokens=expected,
                         multimodal=prompt.multimodal,
@@ -397,12 +398,12 @@ class Job(msgspec.Struct):
         )
 
     def _sampling(self, prompt: Prompt) -> Sampling:
-        body = self.body
-        room = self.max_sequence_length - prompt.isl
-        if prompt.isl < 1:
+        body, isl = self.body, prompt.isl
+        room = self.max_sequence_length - isl
+        if isl < 1:
             raise invalid(self.prompt_param, f"{self.prompt_param} is empty: allowed is a prompt of at least one token")
         if room < 1:
-            raise self._too_long(prompt.isl)
+            raise self._too_long(isl)
         name, max_tokens = "max_tokens", body.max_tokens
         if isinstance(body, ChatBody):
             if body.max_completion_tokens is not None:
@@ -416,9 +417,9 @@ class Job(msgspec.Struct):
         if max_tokens > room:
             raise self._overflow(
                 name,
-                prompt.isl,
+                isl,
                 max_tokens,
-                f"you requested {prompt.isl + max_tokens} tokens ({prompt.isl} in the {self.prompt_param}, "
+                f"you requested {isl + max_tokens} tokens ({isl} in the {self.prompt_param}, "
                 f"{max_tokens} in the completion): allowed for {name} is 1 to {room}",
             )
         min_tokens = body.min_tokens or 0

@@ -172,6 +172,11 @@ class PromptEncoder:
 
     def encode(self, text: str, add_special_tokens: bool = False, domain: CacheDomain | None = None) -> bytes:
         """Return the token ids of a text, u32 little-endian; without a ``domain`` nothing is looked up or kept."""
+        if len(text) < 2 * SEGMENT_CHARS_MIN or not self.delimiters:
+            # Nothing is cut or kept of it, with or without a domain.
+            [packed] = self._encode((text,), add_special_tokens)
+            self.encoded_tokens += len(packed) // 4
+            return packed
         return self.complete(self.look_up(text, add_special_tokens, domain))
 
     def look_up(self, text: str, add_special_tokens: bool = False, domain: CacheDomain | None = None) -> Lookup:

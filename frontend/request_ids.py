@@ -37,7 +37,8 @@ class RequestIds:
         """Return the client's name when it is sane (letters, digits, ``._:-``, at most 128), else a fresh one."""
         if header is not None and _SANE.fullmatch(header):
             return header.decode("ascii")
-        return FreshName(self._unique())
+        self._count += 1
+        return FreshName(f"{self._prefix}{self._count:x}")
 
     def of_sequences(self, wanted: str, sequences: int) -> list[str]:
         """Return ids for the sequences of a request: of ``<name>`` for one, of ``<name>-<i>`` for several."""

@@ -44,7 +44,9 @@ def escape_line_ends(encoded: bytes) -> bytes:
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
     """Return OpenAI's usage object."""
     return {
-        **counts_so_far(prompt_tokens, completion_tokens),
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
 
@@ -144,10 +146,10 @@ class AnswerEncoder:
 
     def whole(self, outputs: Sequence[SequenceOutput], counts: dict[str, Any]) -> bytes:
         """Return the body of an answer that is not a stream."""
-        envelope = self._envelope
+        answer = {**self._envelope, "choices": [self._choice(output) for output in outputs], "usage": counts}
         if self._chat:
-            envelope = {**envelope, "object": "chat.completion"}
-        return _encode({**envelope, "choices": [self._choice(output) for output in outputs], "usage": counts})
+            answer["object"] = "chat.completion"
+        return _encode(answer)
 
     def logprobs(self, placed: Sequence[PlacedLogprobs]) -> dict[str, Any]:
         """Return log probabilities in the form of the endpoint."""

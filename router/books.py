@@ -52,7 +52,7 @@ class RequestBooks:
             state.projection.paces.on_first_token = self.first_token
 
     def enter(self, routed: Routed, chosen: Chosen, dispatch_id: str) -> None:
-        """Book a leg that was sent to its worker.
+        """Book a leg that was sent to its worker; its delivery has the reason of the decision already.
 
         The ledger knows the dispatch, not the client's request: a migration is a new entry on another worker.
         """
@@ -64,7 +64,7 @@ class RequestBooks:
         self.active[plan.request.request_id] = routed
         metrics = self._metrics
         metrics.leg_times.sent(routed.watch, decision.attempt, perf_counter())
-        metrics.decisions.labels(decision.policy, chosen.reason).value += 1
+        metrics.decisions.labels(decision.policy, routed.machine.delivery.decision_reason).value += 1
         if decision.behind_records:
             metrics.decisions_behind.inc()
         metrics.legs.labels(STAGE_WORD[leg.stage], leg.reason).value += 1

@@ -99,6 +99,8 @@ class CatchingUp:
     @property
     def behind_records(self) -> int:
         """Return how many of the records that arrived are not applied yet, or would be in a snapshot."""
+        if self._loading is None and not self._arrived and not self._lost:
+            return 0
         behind = len(self._arrived)
         if self._loading is not None:
             behind += max(1, self._loading.next_offset - self._projection.next_offset)

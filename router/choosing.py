@@ -163,9 +163,13 @@ class Chooser:
         workers = self._projection.fleet.models().get(model)
         return workers[0].card.block_size if workers else 0
 
+    def is_quick(self, request: InferenceRequest) -> bool:
+        """Return whether a prompt is hashed in one go."""
+        return len(request.token_ids) <= LONG_PROMPT_BYTES or request.multimodal is not None
+
     async def path(self, request: InferenceRequest) -> list[int]:
         """Return the sequence hashes of a prompt; a long one of text lets others have their turn meanwhile."""
-        if len(request.token_ids) <= LONG_PROMPT_BYTES or request.multimodal is not None:
+        if self.is_quick(request):
             return self.path_now(request)
         block_size = self.block_size(request.model)
         path: list[int] = []
@@ -189,7 +193,7 @@ class Chooser:
 
     # -- workers ---------------------------------------------------------------------------------------------------
 
-    def place(self, routed: Routed, send: Callable[[Chosen], bool]) -> NotPlaced | None:
+    def place(self, routed: Routed, send: Callable[[Routed, Chosen], bool]) -> NotPlaced | None:
         """Choose a worker and ``send`` the request there, or say why not; who cannot be sent to is passed over."""
         machine = routed.machine
         request = machine.request
@@ -215,8 +219,8 @@ class Chooser:
                     self._behind_records(),
                 )
             )
-            if isinstance(found, Decision):
-                if send(Chosen(found, leg, now_ms)):
+            if type(found) is Decision:
+                if send(routed, Chosen(found, leg, now_ms)):
                     return None
                 routed.tried[found.worker] = "its connection is full"
             elif isinstance(found, PolicyFailed):
@@ -308,8 +312,8 @@ def _routing(request: InferenceRequest, output_tokens: int, block_size: int, leg
         -(-tokens // size),
         request.priority,
         leg.stage,
-        media_hashes(request),
-        () if leg.stage is Stage.DECODE else media_kinds(request),
+        () if request.multimodal is None else media_hashes(request),
+        () if request.multimodal is None or leg.stage is Stage.DECODE else media_kinds(request),
         seed=seed,
         ttft_target_ms=ttft_target_ms(request.hints) if request.hints else 0.0,
     )

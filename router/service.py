@@ -185,7 +185,8 @@ class RouterService:
             raise Refused(409, "duplicate_request", f"request {request.request_id!r} is already being served")
         started = perf_counter()
         watch = LegWatch(started)
-        path = await self.chooser.path(request)
+        chooser = self.chooser
+        path = chooser.path_now(request) if chooser.is_quick(request) else await chooser.path(request)
         self._metrics.hash_seconds.observe(perf_counter() - started)
         delivery = TokenDelivery(request.request_id, self._on_client_left)
         routed = Routed(RequestMachine(request, delivery, self._settings.migration_limit), path, watch)
@@ -222,7 +223,7 @@ class RouterService:
         trace = routed.machine.request.trace
         if trace is not None:
             self._choosing_ms = trace.now_ms()
-        missing = self.chooser.place(routed, lambda chosen: self._send(routed, chosen))
+        missing = self.chooser.place(routed, self._send)
         if missing is None:
             self._metrics.decision_seconds.observe(perf_counter() - started)
         return missing

@@ -155,7 +155,7 @@ class WaitingLine:
 
     def pump(self) -> None:
         """Place waiting requests while workers have room: resumed ones, then the head of each model's lane."""
-        if self._pumping or self._closed or not len(self._queue):
+        if self._pumping or self._closed or self._queue.is_empty:
             return
         self._pumping = True
         try:
@@ -235,6 +235,8 @@ class WaitingLine:
     def finished(self, routed: Routed) -> None:
         """Note that a request that was on a worker has ended: its tokens count in its tenant's turns."""
         self._drain.finished(self._clock.monotonic_ms())
+        if self._queue.is_empty:
+            return  # nobody has turns
         request = routed.machine.request
         self._queue.charge(
             request.model, request.tenant, request.tenant_weight, request.priority, routed.machine.delivery.tokens

@@ -17,7 +17,7 @@ Rules
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -26,6 +26,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCy
 from poolgrid.runtime.bounded_protocol import BoundedProtocol
 from poolgrid.runtime.http_connections import HttpConnections, InvalidRequests
 from poolgrid.runtime.http_settings import HttpLimits
+from poolgrid.runtime.tasks import owned
 
 CONNECTION = "poolgrid.connection"
 """Key of the ``Connection`` among a scope's extensions."""
@@ -37,14 +38,20 @@ BODY_BYTES_MAX_DEFAULT = 1024 * 1024
 """Largest body that is gathered for an endpoint that names no limit of its own."""
 
 
+Answer = Callable[[int, Iterable[tuple[bytes, bytes]], bytes], bool]
+
+
 class Connection:
     """What a direct endpoint gets beside ASGI."""
 
-    __slots__ = ("body", "on_left", "write")
+    __slots__ = ("answer", "body", "on_left", "write")
 
-    def __init__(self, body: bytes, write: Callable[[bytes], bool]) -> None:
+    def __init__(self, body: bytes, write: Callable[[bytes], bool], answer: Answer) -> None:
         self.body = body
         """The whole body."""
+        self.answer = answer
+        """Writes a whole answer at once (status, headers without ``content-length``, body); ``False`` = it did not,
+        because the client reads too slowly: send it, which waits."""
         self.write = write
         """Writes the next part of a body whose length was not announced, at once; ``False`` = it did not, because the
         client reads too slowly: send it, which waits."""
@@ -58,7 +65,29 @@ class _DirectCycle(RequestResponseCycle):
     endpoint: Any
     parts: list[bytes]
     connection: Connection | None = None
+    task: asyncio.Task[None] | None = None
+    """Who serves it."""
+    tasks: set[asyncio.Task[None]]
+    """All that serve requests of its server, which waits for them when it ends."""
     _head: bytes = b""
+
+    async def run_asgi(self, app: Any) -> None:
+        """Serve it, and answer 500 for an endpoint that fails; as uvicorn, without a coroutine around its own."""
+        try:
+            await app(self.scope, self.receive, self.send)
+            if not self.response_complete and not self.disconnected:
+                raise RuntimeError("serving a request: the endpoint returned without a complete response")
+        except BaseException as error:
+            self.logger.error("an endpoint failed: this is a bug", exc_info=error)
+            if self.response_started:
+                self.transport.close()
+            else:
+                await self.send_500_response()
+        finally:
+            self.on_response = _nobody
+            if self.task is not None:
+                self.tasks.discard(self.task)
+                self.task = None
 
     async def send(self, message: Any) -> None:
         """Write; the first body of known length takes the headers along."""
@@ -108,11 +137,7 @@ class _DirectCycle(RequestResponseCycle):
             self.transport.write(b"0\r\n\r\n")
         if not more_body:
             self.response_complete = True
-            self._let_go()
-            self.message_event.set()
-            if not self.keep_alive:
-                self.transport.close()
-            self.on_response()
+            self._complete()
 
     def write_now(self, part: bytes) -> bool:
         """Write the next part of a body of unknown length without waiting; return False where that has to wait."""
@@ -123,11 +148,39 @@ class _DirectCycle(RequestResponseCycle):
         self.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
         return True
 
+    def answer_now(self, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> bool:
+        """Write a whole answer without waiting; return False where that has to wait."""
+        if self.disconnected:
+            return True
+        if self.flow.write_paused or self.response_started:
+            return False
+        self.response_started = self.response_complete = True
+        self.waiting_for_100_continue = self.chunked_encoding = False
+        head = [STATUS_LINE[status]]
+        for name, value in self.default_headers:
+            head += (name, b": ", value, b"\r\n")
+        for name, value in headers:
+            head += (name, b": ", value, b"\r\n")
+        if not self.keep_alive:
+            head.append(b"connection: close\r\n")
+        head += (b"content-length: %d\r\n\r\n" % len(body), body)
+        self.transport.write(b"".join(head))
+        self._complete()
+        return True
+
+    def _complete(self) -> None:
+        self._let_go()
+        self.message_event.set()
+        if not self.keep_alive:
+            self.transport.close()
+        self.on_response()
+
     def _let_go(self) -> None:
         """Break the circle of connection and cycle, which else stays until the collector comes round, minutes later."""
         connection, self.connection = self.connection, None
         if connection is not None:
             connection.write = _is_over
+            connection.answer = _is_answered
 
     def left(self) -> None:
         """Tell the endpoint that its client is gone."""
@@ -142,8 +195,14 @@ def _is_over(_: bytes) -> bool:
     return True
 
 
+def _is_answered(_: int, __: Iterable[tuple[bytes, bytes]], ___: bytes) -> bool:
+    """In the place of ``Connection.answer`` after the last byte."""
+    return True
+
+
 def _nobody() -> None:
-    """In the place of ``on_response`` where no answer will come."""
+    """In the place of ``on_response`` where no answer will come, or it has come: the circle of protocol and cycle is
+    broken."""
 
 
 class DirectProtocol(BoundedProtocol):
@@ -224,12 +283,19 @@ class DirectProtocol(BoundedProtocol):
             return
         self._gathering = None
         parts = cycle.parts
-        cycle.connection = Connection(parts[0] if len(parts) == 1 else b"".join(parts), cycle.write_now)
+        body = parts[0] if len(parts) == 1 else b"".join(parts)
+        cycle.connection = Connection(body, cycle.write_now, cycle.answer_now)
         cycle.parts = []
         cycle.more_body = False
         cycle.scope["extensions"] = {CONNECTION: cycle.connection}  # type: ignore[dict-item]
         self._serving = cycle
-        self._start_asgi_task(cycle, cycle.endpoint)
+        self._start(cycle)
+
+    def _start(self, cycle: _DirectCycle) -> None:
+        """As uvicorn starts a task, which takes itself from the running ones: a callback of its end is a turn more."""
+        cycle.tasks = self.tasks
+        cycle.task = task = owned(cycle.run_asgi(cycle.endpoint), "request")
+        self.tasks.add(task)
 
     def abandon(self) -> None:
         """Forget the body that is not whole, and its request, which nobody begins.

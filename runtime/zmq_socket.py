@@ -56,6 +56,14 @@ def receive_frames(socket: zmq.Socket[bytes], flags: int) -> list[bytes]:
     return frames
 
 
+def _plain_send(socket: zmq.Socket[bytes]) -> Callable[[bytes, int], object]:
+    """Return what sends a message of one frame: beneath the library's comforts, of which it needs none and which cost a
+    call. A socket with a way to send of its own keeps it."""
+    if type(socket).send is zmq.Socket.send:
+        return partial(zmq.backend.Socket.send, socket)
+    return socket.send
+
+
 class _LoopSocket:
     """A socket on an event loop: watched, read in turns, and what fails over a message costs that message alone."""
 
@@ -117,18 +125,22 @@ class _MessageSocket(_LoopSocket):
     ) -> None:
         super().__init__(socket, on_message)
         self._receive = receive
+        self._send_frame: Callable[[bytes, int], object] = _plain_send(socket)
         self.start()
 
     def send(self, frames: Sequence[bytes]) -> bool:
         """Send without waiting; return False when the high-water mark is reached and nothing was sent."""
         try:
             if len(frames) == 1:
-                self.socket.send(frames[0], _NOBLOCK)
+                self._send_frame(frames[0], _NOBLOCK)
             else:
                 self.socket.send_multipart(frames, zmq.NOBLOCK, copy=True)
         except zmq.Again:
+            self.check()
             return False
-        finally:
+        # Sending may have used up the signal of what came meanwhile; what comes from here on signals anew. Asking costs
+        # a quarter of a look in the loop's next turn.
+        if not self._scheduled and self.socket.getsockopt(_EVENTS) & _POLLIN:  # type: ignore[operator]
             self.check()
         return True
 

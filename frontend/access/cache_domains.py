@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from poolgrid.frontend.access.cache_salt import SALT_BYTES, cache_salt
 from poolgrid.frontend.access.tenants import Caller
 from poolgrid.frontend.preparation import Job
-from poolgrid.runtime.tenant_caches import WHOLE, CacheDomain
+from poolgrid.runtime.tenant_caches import EVERYBODY, WHOLE, CacheDomain
 
 Headers = Iterable[tuple[bytes, bytes]]
 
@@ -35,7 +35,8 @@ class CacheDomains:
         if caller is not None:
             job.domain = caller.cache_domain(job.client_salt)
         elif not self._isolate:
-            job.domain = CacheDomain("", job.client_salt, WHOLE)
+            salt = job.client_salt
+            job.domain = CacheDomain("", salt, WHOLE) if salt else EVERYBODY
         else:
             job.own_salt = self._salt(headers, job.client_salt)
 

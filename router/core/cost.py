@@ -14,7 +14,7 @@ weight trades far more reuse than the balance is worth (measured in ``docs/decis
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -45,30 +45,27 @@ X = TypeVar("X", float, FloatArray)
 """One worker's number, or the numbers of all workers."""
 
 
-CostFormula = Callable[[X, X, X, X, X], tuple[X, X, X, X]]
-"""Prefill tokens, active blocks, overlap on device, host and disk -> credit, adjusted prefill, decode blocks, cost."""
+def costs_of(
+    rows: Iterable[tuple[X, X, X, X, X]], weights: CostWeights, isl: int, block_size: int, blocks: int
+) -> list[tuple[X, X, X, X]]:
+    """Return what a request would cost on each worker: the one place where the formula stands.
 
-
-def cost_formula(
-    weights: CostWeights, isl: int, block_size: int, blocks: int, maximum: Callable[[X, float], X]
-) -> CostFormula[X]:
-    """Return the cost of a request, as a function of what is true of a worker: the one place where the formula stands.
-
-    The function takes a worker's prefill tokens, active blocks, and overlap in blocks on device, host and disk; it
-    returns its overlap credit, adjusted prefill, potential decode blocks and cost, all in blocks. Columns of workers
-    may stand in the place of numbers: ``maximum`` is ``max`` for numbers and ``numpy.maximum`` for columns, and the
-    results are the same bit for bit, because both do the same IEEE operations in the same order.
+    A row is a worker's prefill tokens, active blocks, and overlap in blocks on device, host and disk. What is returned
+    of it is its overlap credit, adjusted prefill, potential decode blocks and cost, all in blocks. Columns of workers
+    may stand in the place of numbers, as one row of columns. The results are the same bit for bit, because both do the
+    same IEEE operations in the same order.
     """
     queue_weight, prefill_weight, decode_weight = weights.queue_weight, weights.prefill_weight, weights.decode_weight
     device_weight, host_weight, disk_weight = weights.device_weight, weights.host_weight, weights.disk_weight
-
-    def cost(prefill_tokens: X, active_blocks: X, device: X, host: X, disk: X) -> tuple[X, X, X, X]:
+    costs: list[tuple[X, X, X, X]] = []
+    for prefill_tokens, active_blocks, device, host, disk in rows:
         credit = device_weight * device + host_weight * host + disk_weight * disk
-        prefill = maximum((queue_weight * prefill_tokens + isl) / block_size - credit, 0.0)
+        left = (queue_weight * prefill_tokens + isl) / block_size - credit
+        # max(0, left), to the bit: doubling and halving lose nothing. It is the same operator for numbers and columns.
+        prefill = (left + abs(left)) / 2.0
         decode = active_blocks + blocks
-        return credit, prefill, decode, prefill_weight * prefill + decode_weight * decode
-
-    return cost
+        costs.append((credit, prefill, decode, prefill_weight * prefill + decode_weight * decode))
+    return costs
 
 
 def softmax_weights(costs: FloatArray, temperature: float) -> FloatArray:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import final
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -41,6 +42,7 @@ OTHER_BYTES = 200
 """About what a worker that was no candidate takes, with the reason."""
 
 
+@final
 @dataclass(slots=True)
 class Decision:
     """Why one request went to one worker."""
@@ -77,6 +79,9 @@ class Decision:
 
     compared_blocks: int | None = None
     """Leading blocks of a prompt with media that could be compared with what workers hold."""
+
+    kept_bytes: int = 0
+    """What it takes of a log that keeps it."""
 
     worker: WorkerKey = field(init=False)
     """The chosen worker."""
@@ -241,15 +246,16 @@ class DecisionLog:
         key = (decision.request.request_id, decision.attempt)
         replaced = self._decisions.pop(key, None)
         if replaced is not None:
-            self.size_bytes -= replaced.size_bytes
+            self.size_bytes -= replaced.kept_bytes
         self._decisions[key] = decision
         self._latest[name_of(key[0])] = key[0]
-        self.size_bytes += decision.size_bytes
+        decision.kept_bytes = decision.size_bytes
+        self.size_bytes += decision.kept_bytes
         while len(self._decisions) > self._capacity or (
             self.size_bytes > self._budget_bytes and len(self._decisions) > 1
         ):
             (request_id, attempt), forgotten = self._decisions.popitem(last=False)
-            self.size_bytes -= forgotten.size_bytes
+            self.size_bytes -= forgotten.kept_bytes
             name = name_of(request_id)
             # What comes later of the same request is younger, and still there.
             if self._latest.get(name) == request_id and (request_id, attempt + 1) not in self._decisions:

@@ -257,9 +257,13 @@ class LoadLedger:
             self.refused_entries += 1
             return
         slot = entry.slot
-        self.ensure_slot(slot)
+        if slot >= len(self._requests):
+            self.ensure_slot(slot)
         self._entries[(worker, request_id)] = entry
-        self._of_worker.setdefault(worker, {})[request_id] = None
+        of_worker = self._of_worker.get(worker)
+        if of_worker is None:
+            of_worker = self._of_worker[worker] = {}
+        of_worker[request_id] = None
         self._prefill_tokens[slot] += entry.prefill_tokens
         self._active_blocks[slot] += entry.active_blocks
         self._requests[slot] += 1

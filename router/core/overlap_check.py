@@ -73,16 +73,18 @@ class OverlapCheck:
         return self.is_suspect is not before
 
     def _enter(self, predicted: int, realised: int, disagreeing: int) -> None:
-        self._window.append((predicted, realised, disagreeing))
-        self._count(predicted, realised, disagreeing, 1)
-        if len(self._window) > WINDOW:
-            self._count(*self._window.popleft(), -1)
-
-    def _count(self, predicted: int, realised: int, disagreeing: int, sign: int) -> None:
-        self.predicted_tokens += sign * predicted
-        self.realised_tokens += sign * realised
-        self.disagreeing_tokens += sign * disagreeing
-        self.weight_tokens += sign * max(predicted, realised)
+        window = self._window
+        window.append((predicted, realised, disagreeing))
+        self.predicted_tokens += predicted
+        self.realised_tokens += realised
+        self.disagreeing_tokens += disagreeing
+        self.weight_tokens += predicted if predicted > realised else realised
+        if len(window) > WINDOW:
+            predicted, realised, disagreeing = window.popleft()
+            self.predicted_tokens -= predicted
+            self.realised_tokens -= realised
+            self.disagreeing_tokens -= disagreeing
+            self.weight_tokens -= predicted if predicted > realised else realised
 
     def says(self) -> str:
         """Return the verdict in words, with the numbers."""

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from poolgrid.router.core.candidates import Candidates, Column, FewCandidates, RoutingRequest
-from poolgrid.router.core.cost import FIELD_WEIGHTS, CostFormula, CostWeights, cost_formula, softmax_weights
+from poolgrid.router.core.cost import FIELD_WEIGHTS, CostWeights, costs_of, softmax_weights
 from poolgrid.router.core.step_curve import FloatArray
 from poolgrid.wire.hashing import stable_u64
 from poolgrid.wire.identifiers import Stage
@@ -95,8 +95,8 @@ class KvAware:
         if request.stage is Stage.DECODE:
             isl, queued = 0, np.zeros(len(candidates))
             device = host = disk = queued
-        cost: CostFormula[FloatArray] = cost_formula(self.weights, isl, request.block_size, request.blocks, np.maximum)
-        credit, prefill, decode, costs = cost(queued, candidates.active_blocks, device, host, disk)
+        columns = (queued, candidates.active_blocks, device, host, disk)
+        [(credit, prefill, decode, costs)] = costs_of([columns], self.weights, isl, request.block_size, request.blocks)
         terms = {"overlap_credit": credit, "adjusted_prefill": prefill, "potential_decode_blocks": decode}
         if self.temperature > 0.0 and len(costs) > 1:
             shares = np.cumsum(softmax_weights(costs, self.temperature))
@@ -114,9 +114,10 @@ class KvAware:
         if request.stage is Stage.DECODE:
             isl, queued = 0, (0.0,) * len(few)
             device = host = disk = queued
-        cost: CostFormula[float] = cost_formula(self.weights, isl, request.block_size, request.blocks, max)
-        rows = map(cost, queued, few.active_blocks, device, host, disk)
-        credits, prefills, decoded, costs = zip(*rows, strict=True)
+        rows = zip(queued, few.active_blocks, device, host, disk, strict=True)
+        credits, prefills, decoded, costs = zip(
+            *costs_of(rows, self.weights, isl, request.block_size, request.blocks), strict=True
+        )
         terms = {"overlap_credit": credits, "adjusted_prefill": prefills, "potential_decode_blocks": decoded}
         least = min(costs)
         row = costs.index(least)

@@ -90,9 +90,10 @@ class StreamTrust:
         pending = self._pending.pop((worker, request_id), None)
         if pending is None:
             return
-        overlap = self._index.overlap(pending.path, worker)
-        bounds = sorted((pending.blocks * pending.block_size, overlap.blocks * pending.block_size))
-        predicted = min(max(cached_tokens, bounds[0]), bounds[1])
+        predicted = pending.blocks * pending.block_size
+        if predicted != cached_tokens:
+            now = self._index.overlap(pending.path, worker).blocks * pending.block_size
+            predicted = min(max(cached_tokens, min(predicted, now)), max(predicted, now))
         check = self._checks.get(worker)
         if check is None:
             check = self._checks[worker] = OverlapCheck()

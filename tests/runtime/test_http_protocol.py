@@ -29,6 +29,7 @@ class Endpoint:
         self.hold = asyncio.Event()
         self.entered = asyncio.Event()
         self.hold.set()
+        self.wrote_at_once: list[bool] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection: Connection | None = (scope.get("extensions") or {}).get(CONNECTION)
@@ -55,6 +56,15 @@ class Endpoint:
         if headers.get(b"x-bare"):
             await send({"type": "http.response.start", "status": 200})
             await send({"type": "http.response.body", "body": b"bare"})
+            return
+        if headers.get(b"x-whole") and connection is not None:
+            answer = b"w" * int(headers[b"x-whole"])
+            self.wrote_at_once.append(connection.answer(200, [(b"x-how", how)], answer))
+            if not self.wrote_at_once[-1]:
+                length = (b"content-length", b"%d" % len(answer))
+                await send({"type": "http.response.start", "status": 200, "headers": [length]})
+                await send({"type": "http.response.body", "body": answer, "more_body": False})
+            assert connection.answer(500, [], b"again"), "after the last byte it is taken and goes nowhere"
             return
         answer = b"%d %s" % (len(body), how)
         headers_out = [(b"content-length", b"%d" % len(answer))]
@@ -122,6 +132,47 @@ def post(body: bytes, *headers: str, length: bool = True, path: str = "/direct")
 
 
 CHUNKED = post(b"3\r\nabc\r\n0\r\n\r\n", "transfer-encoding: chunked", length=False)
+
+
+def test_a_whole_answer_goes_out_at_once_with_its_length() -> None:
+    async def go() -> None:
+        async with talking() as (application, client):
+            for close in ((), ("connection: close",)):
+                client.writer.write(post(b"abc", "x-whole: 5", *close))
+                status, headers, body = await client.response()
+                assert (status, headers["x-how"], body) == (200, "gathered", b"wwwww")
+                assert headers.get("connection") == ("close" if close else None)
+            assert await client.reader.read() == b"", "the second asked for the end of the connection"
+        assert application.endpoint.wrote_at_once == [True, True]
+
+    asyncio.run(go())
+
+
+def test_a_whole_answer_waits_for_a_client_that_reads_slowly() -> None:
+    async def go() -> None:
+        large = 16 * 2**20
+        async with talking() as (application, client):
+            client.writer.write(post(b"abc", f"x-whole: {large}"))
+            client.writer.write(post(b"abc", "x-whole: 3"))
+            for expected in (large, 3):
+                _, _, body = await client.response()
+                assert body == b"w" * expected
+        assert application.endpoint.wrote_at_once == [True, False]
+
+    asyncio.run(go())
+
+
+def test_an_endpoint_that_fails_is_answered_for_and_its_connection_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def go() -> None:
+        async with talking() as (_, client):
+            client.writer.write(post(b"abc", "x-whole: none"))
+            status, _, body = await client.response()
+            assert (status, body) == (500, b"Internal Server Error")
+        assert "an endpoint failed" in caplog.text
+
+    asyncio.run(go())
 
 
 @pytest.mark.parametrize(
