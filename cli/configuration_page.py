@@ -28,7 +28,7 @@ from poolgrid.naming.settings import NamesSettings
 from poolgrid.router.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
 from poolgrid.router.settings import RouterSettings
 from poolgrid.runtime.http_settings import HttpSettings, ServerSettings
-from poolgrid.runtime.nats_settings import EventPlaneSettings
+from poolgrid.runtime.nats_settings import EventPlaneSettings, NatsSettings
 from poolgrid.runtime.security import SecuritySettings
 from poolgrid.runtime.settings import Settings
 from poolgrid.runtime.tracing.settings import TraceSettings
@@ -120,9 +120,9 @@ SECTIONS = (
     Section(
         "Event plane on NATS",
         "router",
-        (EventPlaneSettings,),
+        (EventPlaneSettings, NatsSettings),
         "`router`, `worker`, `consolidator` and `up` have the same options; they must agree for all processes of a "
-        "pool: [a pool on NATS](operations.md#a-pool-on-nats).",
+        "pool. `global-router` has those of the connection, for names: [a pool on NATS](operations.md#a-pool-on-nats).",
     ),
     Section(
         "Names instead of addresses",

@@ -24,6 +24,10 @@ async def open_names(
 
 def _store(settings: NamesSettings, clock: Clock) -> NameStore:
     # Each is imported when it is used: nobody needs two of them.
+    if settings.names == "nats":
+        from poolgrid.naming.nats import NatsNames
+
+        return NatsNames(settings, settings.names_lease_s, settings.names_replicas, clock)
     assert settings.names_dir is not None, "the settings have seen to that"
     from poolgrid.naming.directory import DirectoryNames
 

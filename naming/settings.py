@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from poolgrid.runtime.settings import Settings
+from poolgrid.runtime.nats_settings import NatsSettings
 from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX
 from poolgrid.wire.names import is_name, part_problem
 
@@ -15,13 +15,13 @@ EVERYWHERE = ("0.0.0.0", "::", "*")
 """Hosts that stand for all addresses of a machine."""
 
 
-class NamesSettings(Settings):
+class NamesSettings(NatsSettings):
     """Where a process registers under its name, and finds others by theirs."""
 
-    names: Literal["none", "directory"] = Field(
+    names: Literal["none", "directory", "nats"] = Field(
         "none",
         description="Where processes register and find each other: none = by the addresses they are given; directory = "
-        "files in names_dir, on one host.",
+        "files in names_dir, on one host; nats = a bucket of JetStream at nats_url (needs the extra nats).",
     )
     names_dir: Path | None = Field(
         None,
@@ -46,6 +46,13 @@ class NamesSettings(Settings):
         le=600,
         description="How long a registration counts after it was renewed last, which is done three times as often "
         "(whole seconds): who is killed has its name for so long.",
+    )
+
+    names_replicas: int = Field(
+        1,
+        ge=1,
+        le=5,
+        description="With names nats, for who comes first and makes the bucket: servers that keep a copy of it.",
     )
 
     @model_validator(mode="after")

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from poolgrid.runtime.clock import Clock
-from poolgrid.runtime.nats_settings import EventPlaneSettings
+from poolgrid.runtime.nats_settings import EventPlaneSettings, NatsSettings
 from poolgrid.runtime.tasks import end_process
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class PublishAnswer:
 class NatsConnection:
     """One connection; belongs to the loop that opens it."""
 
-    def __init__(self, settings: EventPlaneSettings, name: str, clock: Clock) -> None:
+    def __init__(self, settings: NatsSettings, name: str, clock: Clock) -> None:
         self._settings = settings
         self._name = name
         self._clock = clock
@@ -93,6 +93,7 @@ class NatsConnection:
     @property
     def pool(self) -> str:
         """Return the pool's name."""
+        assert isinstance(self._settings, EventPlaneSettings), "only a journal is a pool's"
         return self._settings.nats_pool
 
     async def open(self) -> None:

@@ -1,4 +1,4 @@
-"""Settings of the event plane: where a pool's journal is, and how its processes reach NATS when it is there."""
+"""Settings of NATS: how processes reach it, and of the event plane, which may be there."""
 
 from __future__ import annotations
 
@@ -28,24 +28,14 @@ NatsUrl = Annotated[str, AfterValidator(_check_url)]
 """Where a NATS server listens."""
 
 
-class EventPlaneSettings(Settings):
-    """Where a pool's journal is, and how to reach it."""
+class NatsSettings(Settings):
+    """How to reach NATS, for whatever a process keeps there."""
 
-    event_plane: Literal["zmq", "nats"] = Field(
-        "zmq",
-        description="Where the pool's journal is: zmq = with its consolidator, in a directory or in memory, and "
-        "routers follow over ZMQ; nats = a JetStream stream that routers follow by themselves (needs the extra nats).",
-    )
     nats_url: tuple[NatsUrl, ...] = Field(
         (),
         max_length=64,
         description="Address of a NATS server with JetStream, nats://host:port or tls://host:port; may be repeated, "
         "and any of them will do.",
-    )
-    nats_pool: str = Field(
-        "default",
-        pattern=r"^[A-Za-z0-9_-]{1,64}$",
-        description="Name of the pool among those of the NATS account; its stream is poolgrid-NAME.",
     )
     nats_credentials: Path | None = Field(
         None, description="Credentials file (.creds) of the NATS account: a user's JWT with its key."
@@ -68,16 +58,33 @@ class EventPlaneSettings(Settings):
     )
 
     @model_validator(mode="after")
-    def _check_event_plane(self) -> Self:
-        if self.event_plane == "nats" and not self.nats_url:
-            raise ValueError("event_plane is nats and nats_url is not given: name at least one server")
-        if self.event_plane == "zmq" and self.nats_url:
-            raise ValueError("nats_url is given and event_plane is zmq: nothing would connect there")
+    def _check_nats(self) -> Self:
+        users = {name: getattr(self, name) for name in ("event_plane", "names") if hasattr(self, name)}
+        said = " and ".join(f"{name} is {value}" for name, value in users.items())
+        if "nats" in users.values() and not self.nats_url:
+            raise ValueError(f"{said} and nats_url is not given: name at least one server")
+        if "nats" not in users.values() and self.nats_url:
+            raise ValueError(f"nats_url is given and {said}: nothing would connect there")
         if (self.nats_tls_certificate is None) != (self.nats_tls_key is None):
             raise ValueError("nats_tls_certificate and nats_tls_key go together: give both, or neither")
         if self.nats_credentials is not None and self.nats_nkey is not None:
             raise ValueError("nats_credentials and nats_nkey are both given: a connection has one user")
         return self
+
+
+class EventPlaneSettings(NatsSettings):
+    """Where a pool's journal is, and how to reach it."""
+
+    event_plane: Literal["zmq", "nats"] = Field(
+        "zmq",
+        description="Where the pool's journal is: zmq = with its consolidator, in a directory or in memory, and "
+        "routers follow over ZMQ; nats = a JetStream stream that routers follow by themselves (needs the extra nats).",
+    )
+    nats_pool: str = Field(
+        "default",
+        pattern=r"^[A-Za-z0-9_-]{1,64}$",
+        description="Name of the pool among those of the NATS account; its stream is poolgrid-NAME.",
+    )
 
     @property
     def on_nats(self) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,30 +15,14 @@ from poolgrid.naming.names import Names
 from poolgrid.naming.ports import NamesUnavailable, Scope
 from poolgrid.router.settings import RouterSettings
 from poolgrid.runtime.clock import SystemClock
-from poolgrid.wire.names import parse_name
 from poolgrid.wire.registration import encode_registration
 from poolgrid.workers.engines.simulated.settings import SimulatedWorkerSettings
 from tests.naming.registrations import registration
-
-HTTP = parse_name("dyn://blue.router.http")
+from tests.naming.waiting import HTTP, until, until_found
 
 
 def names_in(directory: Path, lease_s: int = 5) -> Names:
     return Names(DirectoryNames(directory, SystemClock()), "blue", lease_s, SystemClock())
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    tick = asyncio.Event()
-    async with asyncio.timeout(60):
-        while not holds():
-            asyncio.get_running_loop().call_later(0.02, tick.set)
-            await tick.wait()
-            tick.clear()
-
-
-async def until_found(names: Names, count: int) -> list[str]:
-    await until(lambda: len(names.addresses(HTTP)) == count)
-    return names.addresses(HTTP)
 
 
 def test_who_registers_is_found_and_who_closes_is_gone(tmp_path: Path) -> None:

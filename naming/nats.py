@@ -1,0 +1,183 @@
+"""Registrations in a key-value bucket of NATS JetStream, for processes of many hosts.
+
+Rules
+    1. An entry is written with its lease as its time to live, and renewed by writing it again: the servers end it,
+       whatever became of its process. They count whole seconds, and look once a second.
+    2. Looks read the bucket's stream from its beginning, as many messages with one question as an answer takes. There
+       is no consumer that could be lost, and an entry that is renewed meanwhile comes again at the end.
+    3. The bucket is one for all namespaces of the account, ``poolgrid-names``. Who may write what is for NATS to say,
+       by subject: ``$KV.poolgrid-names.NAMESPACE.>``.
+    4. The connection is made in the background: a process does not wait for NATS to start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import logging
+from collections.abc import Sequence
+
+from poolgrid.naming.core.registry import Seen
+from poolgrid.naming.ports import NamesUnavailable, Scope
+from poolgrid.runtime.clock import Clock
+from poolgrid.runtime.nats_connection import NatsConnection, NatsUnavailable, NatsUnusable
+from poolgrid.runtime.nats_settings import NatsSettings
+from poolgrid.runtime.tasks import cancel_all, end_process, supervised
+from poolgrid.wire.registration import ENTRY_BYTES_MAX, Registration
+
+log = logging.getLogger(__name__)
+
+BUCKET = "poolgrid-names"
+STREAM = f"KV_{BUCKET}"
+SUBJECT = f"$KV.{BUCKET}."
+
+ENTRIES_PER_ANSWER = 512
+"""Messages of one answer: at most 2 MiB of entries."""
+
+ENTRIES_MAX = 65_536
+"""Entries that one look reads; a bucket with more is full of something else."""
+
+BUCKET_BYTES_MAX = 64 * 1024 * 1024
+"""What the servers keep of it: 16,384 entries as large as they may be, ten times as many as they are."""
+
+MESSAGE_BYTES_MAX = 2 * ENTRY_BYTES_MAX
+"""An entry with its headers."""
+
+START_S = 2.0
+"""How long a first question waits for the connection."""
+
+ENDED_TTL_S = 5
+"""How long the servers keep that a name was taken back."""
+
+
+class NatsNames:
+    """Implements ``poolgrid.naming.ports.NameStore``."""
+
+    kind = "nats"
+    writable = True
+
+    def __init__(self, settings: NatsSettings, lease_s: int, replicas: int, clock: Clock) -> None:
+        self._connection = NatsConnection(settings, "poolgrid names", clock)
+        self._lease_s = lease_s
+        self._replicas = replicas
+        self._opening: asyncio.Task[None] | None = None
+        self._is_open = asyncio.Event()
+        self.where = ", ".join(url.rpartition("@")[2] for url in settings.nats_url)
+
+    async def open(self) -> None:
+        """Begin to connect; raises ``ValueError`` without nats-py."""
+        if importlib.util.find_spec("nats") is None:
+            raise ValueError(
+                "names is nats and nats-py is not installed: install poolgrid with the extra nats "
+                "(pip install 'poolgrid[nats]')"
+            )
+        self._opening = supervised(self._open, "connection to NATS for names")
+
+    async def _open(self) -> None:
+        try:
+            await self._connection.open()
+        except NatsUnusable as error:
+            end_process("connection to NATS for names", error)
+            return
+        while True:
+            try:
+                await self._make_bucket()
+            except NatsUnavailable as error:
+                log.warning("making the bucket %s failed (%s): it is tried again", BUCKET, error)
+                await asyncio.sleep(1.0)
+            else:
+                self._is_open.set()
+                return
+
+    async def _make_bucket(self) -> None:
+        """Make the bucket where there is none; who may not needs one that is there."""
+        from nats.js import api
+        from nats.js.errors import NotFoundError
+
+        jetstream = self._connection.jetstream
+        try:
+            await self._connection.asked(f"looking for stream {STREAM}", jetstream.stream_info(STREAM))
+            return
+        except NotFoundError:
+            pass
+        config = api.StreamConfig(
+            name=STREAM,
+            description="names of poolgrid's processes",
+            subjects=[f"{SUBJECT}>"],
+            storage=api.StorageType.FILE,
+            discard=api.DiscardPolicy.NEW,
+            max_msgs_per_subject=1,
+            max_bytes=BUCKET_BYTES_MAX,
+            max_msg_size=MESSAGE_BYTES_MAX,
+            num_replicas=self._replicas,
+            allow_rollup_hdrs=True,
+            allow_direct=True,
+            allow_msg_ttl=True,
+        )
+        await self._connection.asked(f"making stream {STREAM}", jetstream.add_stream(config))
+
+    async def _until_open(self) -> None:
+        try:
+            async with asyncio.timeout(START_S):
+                await self._is_open.wait()
+        except TimeoutError:
+            raise NamesUnavailable(f"there is no connection to NATS at {self.where} yet") from None
+
+    async def look(self, scopes: Sequence[Scope]) -> list[Seen]:
+        """Return the entries of some scopes; raises ``NamesUnavailable``."""
+        await self._until_open()
+        found: dict[str, Seen] = {}
+        try:
+            for scope in scopes:
+                await self._read(f"{SUBJECT}{scope.namespace or '*'}.{scope.component or '*'}.*", found)
+        except NatsUnavailable as error:
+            raise NamesUnavailable(str(error)) from None
+        return list(found.values())
+
+    async def _read(self, subject: str, found: dict[str, Seen]) -> None:
+        first = 1
+        for _ in range(0, ENTRIES_MAX, ENTRIES_PER_ANSWER):
+            question = {"seq": first, "next_by_subj": subject, "batch": ENTRIES_PER_ANSWER}
+            messages = await self._connection.batch(STREAM, question)
+            for message in messages:
+                key = message.headers["Nats-Subject"].removeprefix(SUBJECT)
+                sequence = int(message.headers["Nats-Sequence"])
+                first = sequence + 1
+                if message.data and "KV-Operation" not in message.headers:
+                    found[key] = Seen(key, message.data, sequence)
+                else:
+                    found.pop(key, None)
+            if len(messages) < ENTRIES_PER_ANSWER:
+                return
+        raise NamesUnavailable(f"the bucket {BUCKET} has more than {ENTRIES_MAX} entries")
+
+    async def write(self, registration: Registration, data: bytes) -> None:
+        """Write an entry, or renew it; raises ``NamesUnavailable``."""
+        await self._publish(registration.key, data, {}, self._lease_s)
+
+    async def remove(self, key: str) -> None:
+        """Take an entry back; raises ``NamesUnavailable``."""
+        await self._publish(key, b"", {"KV-Operation": "DEL"}, ENDED_TTL_S)
+
+    async def _publish(self, key: str, data: bytes, headers: dict[str, str], ttl_s: int) -> None:
+        from nats.js.errors import NotFoundError
+
+        await self._until_open()
+        jetstream = self._connection.jetstream
+        try:
+            await self._connection.asked(
+                f"writing {key}", jetstream.publish(SUBJECT + key, data, headers=headers, msg_ttl=ttl_s)
+            )
+        except (NatsUnavailable, NotFoundError) as error:
+            # The bucket may have gone with the servers that had it.
+            try:
+                await self._make_bucket()
+            except NatsUnavailable:
+                pass  # there is no connection, or we may not make it: the next attempt finds out
+            raise NamesUnavailable(str(error)) from None
+
+    async def close(self) -> None:
+        """End the connection."""
+        if self._opening is not None:
+            await cancel_all([self._opening])
+        await self._connection.close()

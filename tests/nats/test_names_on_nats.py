@@ -1,0 +1,154 @@
+"""Names in a bucket of a real NATS server: leases that the servers end, servers that are away, entries of others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from poolgrid.global_router.settings import GlobalRouterSettings
+from poolgrid.naming.names import Names
+from poolgrid.naming.nats import STREAM, SUBJECT, NatsNames
+from poolgrid.naming.ports import Scope
+from poolgrid.naming.settings import NamesSettings
+from poolgrid.router.consolidator.settings import ConsolidatorSettings
+from poolgrid.runtime.clock import SystemClock
+from poolgrid.runtime.nats_connection import NatsConnection
+from tests.naming.registrations import registration, seen
+from tests.naming.waiting import until, until_found
+from tests.nats.servers import BINARY, MISSING, NatsServer
+
+pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not BINARY, reason=MISSING)]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    made = NatsServer(tmp_path_factory.mktemp("nats"), "names")
+    made.start()
+    yield made
+    made.kill()
+
+
+def settings_of(server: NatsServer) -> NamesSettings:
+    return NamesSettings(names="nats", nats_url=(server.url,))
+
+
+def names_on(server: NatsServer, lease_s: int = 30) -> Names:
+    return Names(NatsNames(settings_of(server), lease_s, 1, SystemClock()), "blue", lease_s, SystemClock())
+
+
+def test_who_registers_is_found_who_closes_is_gone_and_a_wrong_entry_keeps_nobody_out(server: NatsServer) -> None:
+    async def scenario() -> None:
+        one, other = names_on(server), names_on(server)
+        await one.open()
+        await other.open()
+        other.follow(Scope("blue", "router"), lambda: None)
+        await one.register("router", "r1", {"http": "http://127.0.0.1:1"})
+        await one.register("worker", "w1", {"http": "http://127.0.0.1:2"})
+        connection = NatsConnection(settings_of(server), "stranger", SystemClock())
+        await connection.open()
+        bad = seen(7)
+        wrong = {**json.loads(bad.data), "endpoints": {"http": "http://0.0.0.0:1"}}
+        for key, data in ((bad.key, json.dumps(wrong).encode()), ("blue.router.nobody", b"\xff")):
+            await connection.client.publish(SUBJECT + key, data)
+        await connection.client.flush()
+
+        assert await until_found(other, 1) == ["http://127.0.0.1:1"]
+        await until(lambda: other.registry.refused_count == 2)
+
+        assert "endpoints.http is 'http://0.0.0.0:1'" in other.registry.refused[bad.key]
+        assert {each.instance for each in (await other.whole()).instances()} == {"r1", "w1"}
+        await one.close()
+        await until_found(other, 0)
+        await connection.close()
+        await other.close()
+
+    asyncio.run(scenario())
+
+
+def test_who_is_killed_loses_its_name_with_its_lease_and_who_renews_does_not(server: NatsServer) -> None:
+    async def scenario() -> None:
+        one, other = names_on(server, lease_s=2), names_on(server)
+        await one.open()
+        await other.open()
+        other.follow(Scope("blue", "decode"), lambda: None)
+        killed = registration(3, component="decode")
+        await one.register("decode", "d1", {"http": "http://127.0.0.1:1"})
+        await until(lambda: bool(other.addresses(killed.name("http"))))
+        await one.store.write(killed, json.dumps({}).encode())
+        await until(lambda: other.registry.refused_count == 1)
+
+        await until(lambda: other.registry.refused_count == 0)
+
+        assert other.addresses(killed.name("http")) == ["http://127.0.0.1:1"], "it was renewed meanwhile"
+        await one.close()
+        await other.close()
+
+    asyncio.run(scenario())
+
+
+def test_more_entries_than_an_answer_takes_are_all_read(server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("poolgrid.naming.nats.ENTRIES_PER_ANSWER", 3)
+
+    async def scenario() -> None:
+        names = names_on(server)
+        await names.open()
+        names.follow(Scope("green"), lambda: None)
+        await names.first_look()
+        await until(lambda: not names.trouble)
+        for number in range(1, 8):
+            made = seen(number, namespace="green")
+            await names.store.write(registration(number, namespace="green"), made.data)
+
+        await until(lambda: len(names.registry.instances("green")) == 7)
+
+        await names.close()
+
+    asyncio.run(scenario())
+
+
+def test_servers_that_are_away_take_nobodys_name_and_do_not_hold_up_a_start(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        server = NatsServer(tmp_path, "away")
+        server.start()
+        try:
+            one, other = names_on(server, lease_s=3), names_on(server)
+            await one.open()
+            await other.open()
+            other.follow(Scope("blue", "router"), lambda: None)
+            await one.register("router", "r1", {"http": "http://127.0.0.1:1"})
+            await until_found(other, 1)
+
+            server.kill()
+            await until(lambda: bool(other.trouble))
+
+            assert len(await until_found(other, 1)) == 1
+            late = names_on(server, lease_s=3)
+            async with asyncio.timeout(30):
+                await late.open()
+                await late.register("router", "r2", {"http": "http://127.0.0.1:2"})
+            server.start()
+            await until_found(other, 2)
+            assert isinstance(one.store, NatsNames)
+            await one.store._connection.jetstream.delete_stream(STREAM)
+            await until(lambda: bool(other.trouble))
+            await until(lambda: not other.trouble)  # a bucket that is gone is made anew
+            await until_found(other, 2)
+            for names in (one, late, other):
+                await names.close()
+        finally:
+            server.kill()
+
+    asyncio.run(scenario())
+
+
+def test_names_on_nats_need_servers_and_servers_a_use() -> None:
+    with pytest.raises(ValidationError, match="names is nats and nats_url is not given"):
+        GlobalRouterSettings.model_validate({"config": "x", "names": "nats"})
+    with pytest.raises(ValidationError, match="nothing would connect there"):
+        ConsolidatorSettings.model_validate({"nats_url": ["nats://h:1"]})
+    assert not ConsolidatorSettings.model_validate({"nats_url": ["nats://h:1"], "names": "nats"}).on_nats
