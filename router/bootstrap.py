@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
@@ -233,11 +234,15 @@ def _make_feed(
         return RemoteFeed(feed, query, awake, make_context), None
     if settings.on_nats:
         # Late: most routers have no use for it.
+        from poolgrid.router.consolidator.adapters.jetstream import JetStreamJournal, RouterStream
         from poolgrid.router.nats_feed import NatsFeed
         from poolgrid.runtime.nats_connection import NatsConnection
 
         connection = NatsConnection(settings, f"poolgrid router {settings.router_id}", clock)
-        return NatsFeed(connection, settings.router_id, awake, consolidator.blocks_per_worker_max), None
+        # Of this life: what a process needs that was killed and started again is not what it needed before.
+        life = f"{settings.router_id.replace('.', '_')}-{os.urandom(4).hex()}"
+        stream = RouterStream(JetStreamJournal(connection), life)
+        return NatsFeed(connection, stream, awake, consolidator.blocks_per_worker_max), None
     embedded = create_consolidator(consolidator, registry, clock, make_context)
     return EmbeddedFeed(embedded), embedded
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
-from poolgrid.router.consolidator.adapters.jetstream import JetStreamJournal, RouterStream
 from poolgrid.router.consolidator.ports import PoolListener
 from poolgrid.router.consolidator.stream.follower import StreamFollower
+from poolgrid.router.consolidator.stream.ports import FollowedStream
 from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.nats_connection import NatsConnection
 from poolgrid.runtime.nats_leader import LeaderWatch
@@ -18,10 +16,11 @@ SILENCE_MS = 2500.0
 class NatsFeed:
     """Implements ``poolgrid.router.ports.JournalFeed``: no consolidator is asked for anything."""
 
-    def __init__(self, connection: NatsConnection, router_id: str, clock: Clock, blocks_per_worker_max: int) -> None:
+    def __init__(
+        self, connection: NatsConnection, stream: FollowedStream, clock: Clock, blocks_per_worker_max: int
+    ) -> None:
         self._connection = connection
-        # Of this life: what a process needs that was killed and started again is not what it needed before.
-        self._router = f"{router_id}-{os.urandom(4).hex()}"
+        self._stream = stream
         self._clock = clock
         self._blocks_per_worker_max = blocks_per_worker_max
         self._follower: StreamFollower | None = None
@@ -33,8 +32,7 @@ class NatsFeed:
         """Follow; returns when the first snapshot was delivered, however long NATS and a consolidator take to come."""
         await self._connection.open()
         await self._watch.start()
-        stream = RouterStream(JetStreamJournal(self._connection), self._router.replace(".", "_"))
-        self._follower = StreamFollower(stream, listener, self._clock, self._blocks_per_worker_max)
+        self._follower = StreamFollower(self._stream, listener, self._clock, self._blocks_per_worker_max)
         await self._follower.start()
         await self._follower.wait_synced()
 

@@ -131,7 +131,7 @@ async def _serve_in_turn(
             settings,
             registry,
             clock,
-            lambda: StreamJournal(ThreadedStream(journal, loop), consolidator_id, clock.wall_ms(), sizes),
+            lambda: StreamJournal(ThreadedStream(journal, loop), consolidator_id, clock, sizes),
             consolidator_id,
             lambda: PlaneContext.make(keys, planes),
             on_fenced,

@@ -69,12 +69,15 @@ class Succession:
         clock: Clock,
         metrics: SuccessionMetrics,
         make_service: MakeService,
+        new_id: Callable[[], str] = lambda: os.urandom(8).hex(),
     ) -> None:
+        """``new_id`` returns an id that no life of any consolidator has had."""
         self._settings = settings
         self._journal = journal
         self._clock = clock
         self._metrics = metrics
         self._make_service = make_service
+        self._new_id = new_id
         self.service: ConsolidatorService | None = None
         """The one of the life that is, or begins."""
 
@@ -111,7 +114,7 @@ class Succession:
                     pass
 
     async def _live(self) -> None:
-        consolidator_id = os.urandom(8).hex()
+        consolidator_id = self._new_id()
         await self._journal.open()
         lease = LeaderLease(self._journal.connection, consolidator_id, self._settings.leader_lease_s, self._clock)
         fenced = asyncio.Event()

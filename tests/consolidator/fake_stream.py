@@ -23,14 +23,18 @@ class FakeStream:
         self.down = False
         self.answers_lost_after: int | None = None
         """How many messages of the next append are stored before its answers are lost."""
-        self.late: list[tuple[Outgoing, int]] = []
+        self.late: list[tuple[Outgoing, int, bool]] = []
         """Messages without an answer that are still on their way."""
         self.read_max = 3
 
-    def store(self, message: Outgoing, expected: int) -> None:
+    def store(self, message: Outgoing, expected: int, begins: bool) -> None:
         """Do with one message as a server does, which knows nothing of the others."""
         if expected != self.last:
             raise OutOfTurn(f"wrong last sequence: {self.last}, expected {expected}")
+        writer = message.message_id.rpartition(".")[0]
+        own = max((at for at, each in self.messages.items() if each.message_id.rpartition(".")[0] == writer), default=0)
+        if own != (0 if begins else expected):
+            raise OutOfTurn(f"wrong last sequence of {writer}: {own}, expected {0 if begins else expected}")
         self.last += 1
         self.messages[self.last] = stored_message(self.last, message.headers(), message.body)
 
@@ -65,14 +69,15 @@ class FakeStream:
         size = sum(len(message.body) for message in self.messages.values())
         return StreamFacts(self.first, self.last, len(self.messages), size)
 
-    def append(self, messages: Sequence[Outgoing], last_sequence: int) -> None:
+    def append(self, messages: Sequence[Outgoing], last_sequence: int, begins: bool = False) -> None:
         self._check()
         lost, self.answers_lost_after = self.answers_lost_after, None
         for number, message in enumerate(messages):
+            sent = (message, last_sequence + number, begins and not number)
             if number == lost:
-                self.late.append((message, last_sequence + number))
+                self.late.append(sent)
                 raise StreamUnavailable("no answer")
-            self.store(message, last_sequence + number)
+            self.store(*sent)
         if lost is not None:
             raise StreamUnavailable("no answer")
 
@@ -110,3 +115,16 @@ class FakeStream:
 
     def close(self) -> None:
         pass
+
+
+class StillClock:
+    """Time that passes when somebody says so, milliseconds."""
+
+    def __init__(self) -> None:
+        self.now_ms = 0.0
+
+    def wall_ms(self) -> int:
+        return int(self.now_ms)
+
+    def monotonic_ms(self) -> float:
+        return self.now_ms

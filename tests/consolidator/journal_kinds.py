@@ -9,7 +9,7 @@ from poolgrid.router.consolidator.journal.files import FileJournal, JournalSetti
 from poolgrid.router.consolidator.ports import Journal
 from poolgrid.router.consolidator.stream.journal import StreamJournal, StreamJournalSettings
 from poolgrid.router.consolidator.stream.ports import RecordStream
-from tests.consolidator.fake_stream import FakeStream
+from tests.consolidator.fake_stream import FakeStream, StillClock
 from tests.consolidator.journal_builder import FakeDisk
 
 BLOCKS_MAX = 1_000_000
@@ -56,8 +56,8 @@ class InStream:
         self._lives = count()
 
     def open(self, retention_bytes: int = 2**30, retention_ms: int = 10**9) -> Journal:
-        settings = StreamJournalSettings(retention_bytes, retention_ms)
-        return StreamJournal(self.stream, f"life-{next(self._lives)}", 0, settings)
+        settings = StreamJournalSettings(retention_bytes, retention_ms, durable_after_ms=0)
+        return StreamJournal(self.stream, f"life-{next(self._lives)}", StillClock(), settings)
 
 
 class InFakeStream(InStream):

@@ -9,7 +9,7 @@ from poolgrid.router.consolidator.core.feed_reader import Deliver, FeedState
 from poolgrid.router.consolidator.stream.journal import StreamJournal
 from poolgrid.router.consolidator.stream.reader import LoadSnapshot, ReadFrom, StreamEffect, StreamReader
 from poolgrid.wire.events import JournalRecord
-from tests.consolidator.fake_stream import FakeStream
+from tests.consolidator.fake_stream import FakeStream, StillClock
 from tests.consolidator.journal_builder import record
 from tests.consolidator.journal_laws import fill, snapshot
 
@@ -79,7 +79,7 @@ class Dialogue:
 
 def followed(count: int) -> tuple[Dialogue, StreamJournal]:
     dialogue = Dialogue()
-    journal = fill(StreamJournal(dialogue.stream, "w", 0), count)
+    journal = fill(StreamJournal(dialogue.stream, "w", StillClock()), count)
     return dialogue.start(), journal
 
 
@@ -93,7 +93,7 @@ def test_a_stream_that_has_all_its_records_is_read_from_the_beginning() -> None:
 
 def test_a_snapshot_between_records_of_one_message_is_followed_by_the_rest_of_it() -> None:
     dialogue = Dialogue()
-    journal = fill(StreamJournal(dialogue.stream, "w", 0), 20)
+    journal = fill(StreamJournal(dialogue.stream, "w", StillClock()), 20)
     snapshot(journal, 13)
 
     dialogue.start()
@@ -136,7 +136,7 @@ def test_the_end_of_a_burst_that_was_not_heard_is_read_after_a_silence() -> None
 
 def test_another_writer_is_followed_without_a_snapshot() -> None:
     dialogue, _ = followed(5)
-    fill(StreamJournal(dialogue.stream, "other", 0), 8)
+    fill(StreamJournal(dialogue.stream, "other", StillClock()), 8)
 
     dialogue.hear()
 
@@ -160,7 +160,7 @@ def test_an_end_that_was_lost_means_a_snapshot() -> None:
 def test_an_end_that_was_lost_and_has_grown_again_is_noticed_by_its_names() -> None:
     dialogue, _ = followed(9)
     dialogue.stream.lose_end(2)
-    fill(StreamJournal(dialogue.stream, "other", 0), 30, at_once=1)
+    fill(StreamJournal(dialogue.stream, "other", StillClock()), 30, at_once=1)
 
     dialogue.hear()
     dialogue.settle()
@@ -175,7 +175,7 @@ def test_an_end_that_was_lost_and_is_as_long_again_is_noticed_while_nothing_happ
     dialogue, _ = followed(9)
     last = dialogue.stream.last
     dialogue.stream.lose_end(2)
-    other = StreamJournal(dialogue.stream, "other", 0)
+    other = StreamJournal(dialogue.stream, "other", StillClock())
     while dialogue.stream.last < last:
         fill(other, other.next_offset + 1)
 
@@ -232,7 +232,7 @@ def test_a_question_without_an_answer_is_asked_again_and_its_late_answer_is_igno
 def test_whatever_is_lost_the_records_come_in_order_and_in_the_end_all_of_them(data: st.DataObject) -> None:
     dialogue = Dialogue()
     lives = 0
-    journal = StreamJournal(dialogue.stream, "life-0", 0)
+    journal = StreamJournal(dialogue.stream, "life-0", StillClock())
     dialogue.note(dialogue.reader.start(0))
     for _ in range(data.draw(st.integers(1, 30))):
         what = data.draw(
@@ -260,7 +260,7 @@ def test_whatever_is_lost_the_records_come_in_order_and_in_the_end_all_of_them(d
                 dialogue.stream.lose_end(kept)
                 dialogue.heard_up_to = min(dialogue.heard_up_to, kept)
             lives += 1
-            journal = StreamJournal(dialogue.stream, f"life-{lives}", 0)
+            journal = StreamJournal(dialogue.stream, f"life-{lives}", StillClock())
             journal.recover(1000)
 
     fill(journal, journal.next_offset + 1)

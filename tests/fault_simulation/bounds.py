@@ -9,9 +9,9 @@ from poolgrid.router.core.load_ledger import LoadLedger
 from tests.fault_simulation.processes import (
     DECISIONS_KEPT,
     MAX_WAITING_REQUESTS,
+    AnyStore,
     GlobalRouterProcess,
     RouterProcess,
-    Store,
     WorkerProcess,
     kept_transfers_max,
 )
@@ -64,7 +64,7 @@ def router_faults(router: RouterProcess) -> str | None:
     return None if faults is None else f"{router.life}: {faults}"
 
 
-def store_faults(store: Store) -> str | None:
+def store_faults(store: AnyStore) -> str | None:
     """Return which bound of a consolidator does not hold."""
     journal = store.journal
     if isinstance(journal, MemoryJournal):

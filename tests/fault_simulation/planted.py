@@ -20,11 +20,13 @@ from poolgrid.router.consolidator.core.feed_reader import FeedReader
 from poolgrid.router.consolidator.journal import files
 from poolgrid.router.consolidator.journal.files import FileJournal
 from poolgrid.router.consolidator.journal_writer import JournalWriter
+from poolgrid.router.consolidator.stream.journal import StreamJournal
 from poolgrid.router.core.approximate_index import ApproximateIndex
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.fleet_links import FleetLinks
 from poolgrid.runtime.awake_clock import AwakeTime
+from poolgrid.runtime.nats_leader import LeaderWatch
 from poolgrid.wire.ingest import Hello
 from poolgrid.workers.peers import Peers
 
@@ -153,6 +155,39 @@ def _keep_every_question(self: PoolConnection) -> None:
     pass
 
 
+def _append_wherever_it_ends(self: StreamJournal, payloads: Sequence[bytes], now_ms: int) -> None:
+    facts = self._stream.facts()
+    self._writer += "x"  # with a name that nobody expects anything of
+    self._end = (facts.last_sequence, self._history.message(facts.last_sequence).message_id)
+    messages = self._messages(payloads, now_ms)
+    self._stream.append(messages, facts.last_sequence, begins=True)
+    self._end = (facts.last_sequence + len(messages), messages[-1].message_id)
+    self._next += len(payloads)
+
+
+def _forget_what_was_sent(self: StreamJournal) -> None:
+    facts = self._facts = self._stream.facts()
+    self._check_end(facts)
+    if facts.last_sequence > self._end[0]:
+        last = self._history.message(facts.last_sequence)
+        if last.message_id.rpartition(".")[0] != self._writer:
+            self._fence("another writer")
+        self._end = (last.sequence, last.message_id)
+    self._unanswered = False
+
+
+def _any_snapshot_will_do(self: StreamJournal) -> Any:
+    return self._snapshots[-2] if len(self._snapshots) > 1 else None
+
+
+_note = LeaderWatch._note
+
+
+def _note_the_first(self: LeaderWatch, leader: Any) -> None:
+    if self.leader is None or not self.leader.ingest:
+        _note(self, leader)
+
+
 PLANTED: dict[str, Planted] = {
     "a-replay-is-skipped": Planted(
         "a reader that finds a hole goes on behind it", "lossy-network", FeedReader, "_close_hole", _skip_the_hole
@@ -263,6 +298,43 @@ PLANTED: dict[str, Planted] = {
         "restore",
         _believe_nothing,
         from_seed=330,
+    ),
+    "acknowledged-before-stored-in-a-stream": Planted(
+        "batches are acknowledged before the stream has acknowledged them",
+        "streams",
+        JournalWriter,
+        "put",
+        _answer_at_once,
+    ),
+    "an-overtaken-writer-goes-on": Planted(
+        "a writer stores its records wherever the stream ends",
+        "streams",
+        StreamJournal,
+        "_append",
+        _append_wherever_it_ends,
+    ),
+    "what-was-not-answered-is-sent-again": Planted(
+        "a writer sends what was not answered again, without looking whether it is stored",
+        "streams",
+        StreamJournal,
+        "_settle",
+        _forget_what_was_sent,
+    ),
+    "a-snapshot-that-may-be-lost-is-relied-on": Planted(
+        "messages are removed behind a snapshot that servers lose when their power fails",
+        "streams",
+        StreamJournal,
+        "_durable_snapshot",
+        _any_snapshot_will_do,
+        True,
+        from_seed=130,
+    ),
+    "a-worker-stays-with-who-was-active": Planted(
+        "a worker does not notice that another consolidator is active",
+        "streams",
+        LeaderWatch,
+        "_note",
+        _note_the_first,
     ),
 }
 

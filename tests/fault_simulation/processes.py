@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import cast
@@ -22,11 +23,14 @@ from poolgrid.global_router.metrics import GlobalRouterMetrics
 from poolgrid.global_router.pools import Pools
 from poolgrid.global_router.service import GlobalRouterService
 from poolgrid.global_router.settings import GlobalRouterSettings
+from poolgrid.router.consolidator.journal.errors import JournalFenced
 from poolgrid.router.consolidator.journal.files import FileJournal, JournalSettings
 from poolgrid.router.consolidator.journal.memory import MemoryJournal
 from poolgrid.router.consolidator.ports import Disk, Journal, PoolListener
 from poolgrid.router.consolidator.service import ConsolidatorService
-from poolgrid.router.consolidator.settings import ConsolidatorSettings
+from poolgrid.router.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
+from poolgrid.router.consolidator.stream.journal import StreamJournal, StreamJournalSettings
+from poolgrid.router.consolidator.succession import Succession, SuccessionMetrics
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.policy import make_policy
 from poolgrid.router.core.prefix_index import PrefixIndex
@@ -36,14 +40,17 @@ from poolgrid.router.core.selector import Selector
 from poolgrid.router.feeds import EmbeddedFeed, RemoteFeed
 from poolgrid.router.fleet_links import link_opener
 from poolgrid.router.metrics import RouterMetrics
+from poolgrid.router.nats_feed import NatsFeed
 from poolgrid.router.ports import JournalFeed
 from poolgrid.router.select_plane import SelectPlane
 from poolgrid.router.service import RouterService
 from poolgrid.router.settings import RouterSettings
 from poolgrid.runtime.awake_clock import AwakeClock
+from poolgrid.runtime.nats_leader import LeaderWatch
 from poolgrid.wire.card import WorkerCard, WorkerLimits
 from poolgrid.wire.events import JournalRecord
 from poolgrid.wire.feed import BlockChain, WorkerState
+from poolgrid.wire.leadership import Leader
 from poolgrid.workers.adapters.sockets import RequestSocket
 from poolgrid.workers.core.push_stream import PushStream, PushTiming
 from poolgrid.workers.engines.simulated.core.engine import EngineLimits
@@ -56,6 +63,7 @@ from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.publisher import EventPublisher
 from poolgrid.workers.service import ServiceLimits, WorkerService
 from poolgrid.workers.transfers import KvExchange
+from tests.fault_simulation.jetstream import HeardStream, SimulatedJetStream, WrittenStream
 from tests.fault_simulation.machine import Machine
 from tests.fault_simulation.network import Network
 from tests.fault_simulation.recordings import Recordings, is_recorded
@@ -76,6 +84,9 @@ KV_FETCH_TIMEOUT_MS = 1_500.0
 """Longer than a socket that lost its connection waits before it tries again."""
 MAX_WAITING_REQUESTS = 12
 DECISIONS_KEPT = 50
+LEADER_LEASE_S = 1
+STREAM_RETENTION_BYTES = 12_000
+"""Of a journal in a stream; of that of a scenario which makes no snapshots it is a hundred times as much."""
 BLOCKS_PER_WORKER_MAX = 1024
 
 _ROUTER_SETTINGS = RouterSettings(
@@ -101,6 +112,8 @@ class World:
         self.network = network
         self.watcher = watcher
         self.vocabulary = vocabulary
+        self.streams: dict[str, SimulatedJetStream] = {}
+        """By pool: the servers of those whose journal is in a stream."""
         self.recordings = Recordings() if is_recorded(scenario.seed) else None
         self.lives: list[Life] = []
         self.ports = 0
@@ -215,6 +228,31 @@ class Store:
         )
         return self.service
 
+    def make_successor(
+        self, consolidator_id: str, on_fenced: Callable[[JournalFenced], None], servers: SimulatedJetStream
+    ) -> ConsolidatorService:
+        """Return the service of one of the lives of a process that shares its pool's stream."""
+
+        def open_stream() -> Journal:
+            stream = WrittenStream(servers, self._machine.name)
+            durable_after_ms = 1000 * self._world.scenario.stream.sync_s
+            sizes = StreamJournalSettings(servers.retention_bytes, 600_000, durable_after_ms)
+            self.journal = journal = StreamJournal(stream, consolidator_id, self._machine, sizes)
+            watched = WatchedJournal(journal, self._world.watcher, self._plan.name, consolidator_id, servers.ever)
+            return cast(Journal, watched)
+
+        self.journal = None
+        self.service = ConsolidatorService(
+            self._settings,
+            CollectorRegistry(),
+            self._machine,
+            open_stream,
+            consolidator_id,
+            self._world.network.context,
+            on_fenced,
+        )
+        return self.service
+
     def _open(self, consolidator_id: str) -> Journal:
         scenario = self._world.scenario
         journal: Journal
@@ -263,6 +301,90 @@ class ConsolidatorProcess(Process):
         service = self.store.make()
         await service.start()
         await asyncio.Event().wait()
+
+
+class SucceedingProcess(Process):
+    """``poolgrid consolidator --event-plane nats``: one of several of a pool."""
+
+    kind = "consolidator"
+
+    def __init__(self, world: World, plan: PoolPlan, number: int) -> None:
+        super().__init__(world, f"{plan.name}.consolidator{number}")
+        self.store = Store(world, plan, self.machine)
+        self.succession: Succession | None = None
+        self._servers = world.streams[plan.name]
+        self._ids = 0
+
+    async def run(self, life: Life) -> None:
+        """Stand by and be active in turn, for ever."""
+        self.succession = None
+        link = self._servers.link(life)
+        await link.open()
+        settings = ConsolidatorProcessSettings.model_construct(
+            **{**ConsolidatorProcessSettings().model_dump(), "leader_lease_s": LEADER_LEASE_S}
+        )
+        self.succession = Succession(
+            settings,
+            link.journal,
+            self.machine,
+            SuccessionMetrics(CollectorRegistry()),
+            lambda name, on_fenced: self.store.make_successor(name, on_fenced, self._servers),
+            self._new_id,
+        )
+        await self.succession.run(asyncio.Event())
+
+    def _new_id(self) -> str:
+        self._ids += 1
+        return f"{self.machine.name}/{self.machine.lives}/{self._ids}"
+
+    @property
+    def active(self) -> ConsolidatorService | None:
+        """Return the service of a life that is under way, and believes to be the active one."""
+        service = self.succession.service if self.alive and self.succession is not None else None
+        return service if service is not None and service.started else None
+
+
+class SharedStore:
+    """What a pool's consolidators share: whichever is active has the state."""
+
+    def __init__(self, world: World, plan: PoolPlan, sharers: Sequence[SucceedingProcess]) -> None:
+        self.servers = world.streams[plan.name]
+        self._sharers = sharers
+        self.memory_journal_bytes = 0
+        self.ingest_endpoint = ""
+        """Workers are told by the servers."""
+
+    @property
+    def _active(self) -> SucceedingProcess | None:
+        active = [process for process in self._sharers if process.active is not None]
+        return active[0] if len(active) == 1 else None
+
+    @property
+    def machine_name(self) -> str:
+        """Return where the active one runs."""
+        active = self._active
+        return active.name if active is not None else f"one of {[process.name for process in self._sharers]}"
+
+    @property
+    def service(self) -> ConsolidatorService | None:
+        """Return the active consolidator; ``None`` while there is none, or several that believe to be it."""
+        active = self._active
+        return active.active if active is not None else None
+
+    @property
+    def journal(self) -> Journal | None:
+        """Return the journal of the active one."""
+        active = self._active
+        return active.store.journal if active is not None else None
+
+    @property
+    def offset(self) -> int | None:
+        """Return the next offset, once it is known."""
+        service = self.service
+        return service.core.pool.offset if service is not None else None
+
+
+AnyStore = Store | SharedStore
 
 
 class WatchedFeed:
@@ -315,10 +437,10 @@ class RouterProcess(Process):
 
     kind = "router"
 
-    def __init__(self, world: World, plan: PoolPlan, name: str, store: Store | None) -> None:
+    def __init__(self, world: World, plan: PoolPlan, name: str, store: AnyStore | None) -> None:
         super().__init__(world, name)
         self.plan = plan
-        self.store = store or Store(world, plan, self.machine)
+        self.store: AnyStore = store or Store(world, plan, self.machine)
         self.embedded = store is None
         self.service: RouterService | None = None
         self.feed: JournalFeed | None = None
@@ -348,7 +470,11 @@ class RouterProcess(Process):
         policy = make_policy("kv", settings.cost_weights(), settings.temperature)
         state = RouterState(Selector(projection, policy, settings.worker_queue_factor))
         feed: JournalFeed
-        if self.embedded:
+        if isinstance(self.store, SharedStore):
+            link = self.store.servers.link(life)
+            stream = HeardStream(link, str(life))
+            feed = NatsFeed(link.connection, stream, clock, BLOCKS_PER_WORKER_MAX)
+        elif self.embedded:
             feed = EmbeddedFeed(self.store.make())
         else:
             feed = RemoteFeed(
@@ -463,6 +589,11 @@ class WorkerProcess(Process):
         )
         self._stop = asyncio.Event()
         try:
+            servers = world.streams.get(plan.pool)
+            if servers is not None:
+                link = servers.link(life)
+                await link.open()
+                await LeaderWatch(link.connection, partial(_push_to, publisher)).start()
             await service.run([publisher], self._stop)
         finally:
             fetcher.close(orderly=True)
@@ -474,6 +605,10 @@ class WorkerProcess(Process):
         if self.alive and self._stop is not None:
             self.world.watcher.note("drain", str(self.life))
             self._stop.set()
+
+
+def _push_to(publisher: EventPublisher, leader: Leader | None) -> None:
+    publisher.follow("" if leader is None else leader.ingest)
 
 
 class GlobalRouterProcess(Process):

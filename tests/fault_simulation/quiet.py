@@ -14,16 +14,19 @@ from poolgrid.router.consolidator.core.feed_reader import FeedState
 from poolgrid.router.consolidator.core.pool_state import FrozenPool, PoolState
 from poolgrid.router.consolidator.journal.errors import JournalCorrupt
 from poolgrid.router.consolidator.journal.files import FileJournal, records_of
+from poolgrid.router.consolidator.stream.history import StreamHistory
 from poolgrid.router.feeds import RemoteFeed
+from poolgrid.router.nats_feed import NatsFeed
 from poolgrid.wire.hashing import unpack_hashes
 from poolgrid.wire.identifiers import StreamState, Tier, WorkerId, WorkerKey
 from poolgrid.wire.streams import WORKER_SOURCE
 from tests.fault_simulation.bounds import ledger_faults
 from tests.fault_simulation.processes import (
     BLOCKS_PER_WORKER_MAX,
+    AnyStore,
     GlobalRouterProcess,
     RouterProcess,
-    Store,
+    SharedStore,
     WorkerProcess,
 )
 from tests.fault_simulation.watcher import Watcher
@@ -70,7 +73,7 @@ def unquiet_worker(worker: WorkerProcess) -> str | None:
     return None
 
 
-def unquiet_store(store: Store, workers: Iterable[WorkerProcess], watcher: Watcher) -> str | None:
+def unquiet_store(store: AnyStore, workers: Iterable[WorkerProcess], watcher: Watcher) -> str | None:
     """Return where a consolidator does not agree with the workers of its pool."""
     service = store.service
     if service is None or not service.ready:
@@ -137,7 +140,7 @@ def unquiet_router(router: RouterProcess, workers: Iterable[WorkerProcess]) -> s
     if active or waiting or links:
         return f"{router.life} has {list(service.books.active)} active, {waiting} waiting, on links {links}"
     feed, offset = router.feed, router.store.offset
-    if isinstance(feed, RemoteFeed):
+    if isinstance(feed, RemoteFeed | NatsFeed):
         follower = feed._follower
         if follower is None or follower.state is not FeedState.LIVE or follower.next_offset != offset:
             return f"{router.life} does not follow the feed up to {offset}"
@@ -182,8 +185,39 @@ def unquiet_global(router: GlobalRouterProcess) -> str | None:
     return None
 
 
-def unsound_journal(store: Store) -> str | None:
-    """Return what is wrong with a journal on disk."""
+class _Reading:
+    """The stream as it is, without a fault on the way."""
+
+    def __init__(self, store: SharedStore) -> None:
+        servers = store.servers
+        self.name = servers.machine
+        self.facts, self.read = servers.facts, servers.read
+        self.snapshots = lambda: sorted(servers.objects, key=lambda anchor: anchor.offset)
+        self.get_snapshot = servers.objects.__getitem__
+
+
+def _unsound_stream(store: SharedStore) -> str | None:
+    service = store.service
+    if service is None:
+        return f"none of {store.machine_name} is active"
+    truth = PoolState(BLOCKS_PER_WORKER_MAX)
+    for record in store.servers.records:
+        truth.apply(record)
+    different = differ("the fold of all that was ever stored", truth, service.core.pool)
+    if different is not None:
+        return different
+    reading = _Reading(store)
+    try:
+        read = StreamHistory(reading).recover(BLOCKS_PER_WORKER_MAX, reading.facts()).pool
+    except JournalCorrupt as error:
+        return f"the stream cannot be read again: {error}"
+    return differ("the stream, read again,", read, service.core.pool)
+
+
+def unsound_journal(store: AnyStore) -> str | None:
+    """Return what is wrong with a journal on disk, or in a stream."""
+    if isinstance(store, SharedStore):
+        return _unsound_stream(store)
     service, journal = store.service, store.journal
     if not isinstance(journal, FileJournal) or service is None:
         return None

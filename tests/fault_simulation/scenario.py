@@ -13,6 +13,7 @@ from typing import Literal
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.identifiers import Role
 from poolgrid.wire.requests import Sampling
+from tests.fault_simulation.jetstream import StreamFaults
 from tests.fault_simulation.network import Faults
 
 PROFILES = (
@@ -26,6 +27,7 @@ PROFILES = (
     "everything",
     "pauses",
     "stalls",
+    "streams",
 )
 
 STRICT = ("calm", "pauses")
@@ -36,6 +38,9 @@ LONG_PAUSED = ("pauses", "stalls")
 
 LONG_PAUSES_S = (1.5, 4.0, 8.0, 30.0)
 """A lease and a link time out within a second here, a peer within two."""
+
+CONSOLIDATORS = 2
+"""Of a pool whose journal is in a stream: one is active, the other one stands by."""
 
 MODEL = "m"
 VOCABULARY_SIZE = 500
@@ -59,6 +64,7 @@ FaultKind = Literal[
     "slow-write",
     "slow-disk",
     "silence",
+    "leaderless",
 ]
 
 
@@ -108,7 +114,7 @@ class PoolPlan:
     embedded: bool
     """The consolidator lives in the (only) router's process."""
     workers: tuple[WorkerPlan, ...]
-    journal: Literal["memory", "disk"]
+    journal: Literal["memory", "disk", "stream"]
     fsync: Literal["interval", "always", "never"]
 
 
@@ -155,6 +161,8 @@ class Scenario:
     queue_limit: int
     worker_queue_factor: float
     restart_s: float
+    stream: StreamFaults = StreamFaults()
+    """What goes wrong with streams, beside ``faults``."""
 
     @property
     def strict(self) -> bool:
@@ -184,6 +192,20 @@ _MIXES: dict[str, _Mix] = {
     "slow-readers": _Mix((2, 6), {"pause": 6, "break": 1, "crash": 1}),
     "disaggregated": _Mix((0, 5), {"crash": 4, "drain": 1, "break": 2, "partition": 2, "pause": 1}),
     "pools": _Mix((0, 5), {"crash": 4, "drain": 1, "break": 2, "partition": 2, "pause": 1}),
+    "streams": _Mix(
+        (2, 7),
+        {
+            "crash": 5,
+            "power-failure": 3,
+            "leaderless": 2,
+            "slow-disk": 1,
+            "partition": 4,
+            "break": 3,
+            "pause": 4,
+            "clock-jump": 1,
+            "drain": 1,
+        },
+    ),
     "everything": _Mix(
         (3, 9),
         {
@@ -212,7 +234,7 @@ def make_scenario(seed: int, profile: str | None = None) -> Scenario:
         raise ValueError(f"making a scenario: the profile is {profile!r}, allowed are {', '.join(PROFILES)}")
     rng = Random(f"{seed}/{profile}")
     disaggregated = profile == "disaggregated" or (
-        profile in ("pools", "everything", "pauses", "stalls") and rng.random() < 0.5
+        profile in ("pools", "everything", "pauses", "stalls", "streams") and rng.random() < 0.5
     )
     global_router = profile == "pools" or (profile in ("everything", "stalls") and rng.random() < 0.3)
     block_size = rng.choice((4, 8, 16))
@@ -226,6 +248,8 @@ def make_scenario(seed: int, profile: str | None = None) -> Scenario:
         rng, rng.randint(4, 12 if profile in LONG_PAUSED else 24), span_s, entrances, block_size, profile
     )
     ends_s = span_s + 1.0 + (CALM_START_S - START_S if profile in STRICT else 0.0)
+    if profile == "streams":
+        ends_s += 2.0  # a lease ends, another consolidator begins, and something happens to that one
     faults = _faults(rng, profile, pools, global_router, ends_s)
     if profile in LONG_PAUSED:
         faults += _long_pauses(rng, profile, pools, global_router, ends_s)
@@ -251,6 +275,28 @@ def make_scenario(seed: int, profile: str | None = None) -> Scenario:
         queue_limit=rng.choice((2, 100)) if profile not in STRICT else 100,
         worker_queue_factor=rng.choice((0.5, 1.0, 2.0)),
         restart_s=rng.choice((0.05, 0.3, 1.5)),
+        stream=_stream_faults(rng) if profile == "streams" else StreamFaults(),
+    )
+
+
+def _stream_faults(rng: Random) -> StreamFaults:
+    """Return what goes wrong between a pool and NATS."""
+
+    def some(*shares: float) -> float:
+        return rng.choice((0.0, 0.0, *shares))
+
+    return StreamFaults(
+        refused=some(0.02, 0.1),
+        lost=some(0.02, 0.1),
+        late=some(0.05, 0.2),
+        unanswered=some(0.02, 0.1),
+        doubled=some(0.05, 0.3),
+        untold=some(0.05, 0.3),
+        told_twice=some(0.1),
+        told_late=some(0.1, 0.4),
+        lagging=some(0.1, 0.5),
+        slow=some(0.05),
+        sync_s=rng.choice((0.0, 0.3, 1.0, 120.0)),
     )
 
 
@@ -275,7 +321,8 @@ def _pools(rng: Random, profile: str, disaggregated: bool, global_router: bool) 
             if rng.random() < 0.2:
                 roles.append(Role.AGGREGATED)
         routers = 1 if global_router else rng.choice((1, 1, 2))
-        embedded = routers == 1 and rng.random() < 0.4
+        streamed = profile == "streams"
+        embedded = routers == 1 and rng.random() < 0.4 and not streamed
         on_disk = profile in ("disk", "pauses") or (profile != "calm" and rng.random() < 0.5)
         pools.append(
             PoolPlan(
@@ -296,7 +343,7 @@ def _pools(rng: Random, profile: str, disaggregated: bool, global_router: bool) 
                     )
                     for number, role in enumerate(roles)
                 ),
-                "disk" if on_disk else "memory",
+                "stream" if streamed else "disk" if on_disk else "memory",
                 rng.choice(("interval", "interval", "always", "never")),
             )
         )
@@ -342,10 +389,17 @@ def _faults(
     workers = [worker.name for pool in pools for worker in pool.workers]
     routers = [router for pool in pools for router in pool.routers]
     stores = [pool.routers[0] if pool.embedded else f"{pool.name}.consolidator" for pool in pools]
+    servers = [f"{pool.name}.nats" for pool in pools if pool.journal == "stream"]
+    if servers:
+        # What is new with streams is who writes them.
+        stores = [f"{pool.name}.consolidator{number}" for pool in pools for number in range(CONSOLIDATORS)]
+        stores = [*stores, *stores]
     everyone = [*workers, *workers, *routers, *stores, *(["global"] if global_router else [])]
 
     def talks_to(name: str) -> list[str]:
         """Return whom a machine has connections with."""
+        if servers:
+            return [*workers, *routers, *stores, *servers * 4] if name not in servers else [*stores, *everyone]
         if name == "global":
             return [*workers, *routers]
         pool = next(pool for pool in pools if name.startswith(f"{pool.name}."))
@@ -378,14 +432,21 @@ def _faults(
                 if len(alike) < 2:
                     continue
                 removed.add(target)
+        elif kind in ("leaderless", "slow-disk") or (servers and kind == "power-failure"):
+            target = rng.choice(servers)
+            for_s = min(left_s, rng.choice((0.3, 1.0, 2.5))) if kind != "power-failure" else 0.0
+            amount_ms = rng.choice((20, 200)) if kind == "slow-disk" else 0
         elif kind in ("power-failure", "disk-full", "sync-fails"):
             target = rng.choice(stores)
             for_s = min(left_s, rng.choice((0.1, 0.6, 2.0))) if kind != "power-failure" else 0.0
         elif kind in ("partition", "break"):
-            other = rng.choice(talks_to(target))
+            if servers and rng.random() < 0.6:
+                target = rng.choice(servers)
+            other = rng.choice([each for each in talks_to(target) if each != target])
             for_s = min(left_s, rng.choice((0.1, 0.7, 1.5, 3.0))) if kind == "partition" else 0.0
         elif kind == "pause":
-            for_s = min(left_s, rng.choice((0.05, 0.4, 1.5)))
+            # Longer than a lease: another one takes over, and then this one goes on.
+            for_s = min(left_s, rng.choice((0.4, 1.5, 3.0) if servers else (0.05, 0.4, 1.5)))
         elif kind == "clock-jump":
             amount_ms = rng.choice((-3_600_000, -5_000, 5_000, 3_600_000))
         faults.append(Fault(at_s, kind, target, other, for_s, amount_ms))

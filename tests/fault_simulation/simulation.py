@@ -29,18 +29,31 @@ from poolgrid.wire.requests import Sampling
 from poolgrid.workers.engines.simulated.core.answer_lengths import AnswerLengths
 from poolgrid.workers.engines.simulated.core.next_token import Vocabulary, expected_reply
 from tests.fault_simulation import bounds, quiet
+from tests.fault_simulation.jetstream import SimulatedJetStream
 from tests.fault_simulation.network import Network
 from tests.fault_simulation.processes import (
     BLOCKS_PER_WORKER_MAX,
+    STREAM_RETENTION_BYTES,
+    AnyStore,
     ConsolidatorProcess,
     GlobalRouterProcess,
     Process,
     RouterProcess,
-    Store,
+    SharedStore,
+    SucceedingProcess,
     WorkerProcess,
     World,
 )
-from tests.fault_simulation.scenario import MODEL, VOCABULARY_SIZE, Fault, RequestPlan, Scenario, make_scenario
+from tests.fault_simulation.scenario import (
+    CONSOLIDATORS,
+    MODEL,
+    VOCABULARY_SIZE,
+    Fault,
+    PoolPlan,
+    RequestPlan,
+    Scenario,
+    make_scenario,
+)
 from tests.fault_simulation.trace import Trace
 from tests.fault_simulation.virtual_loop import Life, StillBusy, VirtualLoop
 from tests.fault_simulation.watcher import LogWatcher, Watcher
@@ -51,6 +64,8 @@ AFTERMATH_S = 1.0
 ENTRANCE_WAIT_S = 0.1
 PROBE_AGAIN_S = 0.5
 PROBES_MAX = 60
+SNAPSHOTS_SPARSE = 1000
+"""Records between two snapshots of a scenario that means to make none."""
 REFUSALS = frozenset({"busy", "no_worker", "not_ready"})
 ERRORS = (
     "moved ",
@@ -116,7 +131,7 @@ class Simulation:
         self.world = World(scenario, self.loop, self.network, self.watcher, vocabulary)
         self.world.on_end = self._on_end
         self.processes: dict[str, Process] = {}
-        self.stores: dict[str, Store] = {}
+        self.stores: dict[str, AnyStore] = {}
         self.outcomes: list[Outcome] = []
         self._joined = 0
         self._probes_to_come = 0
@@ -129,8 +144,10 @@ class Simulation:
         entrances: list[RouterProcess] = []
         by_pool: dict[str, RouterProcess] = {}
         for plan in scenario.pools:
-            store: Store | None = None
-            if not plan.embedded:
+            store: AnyStore | None = None
+            if plan.journal == "stream":
+                store = self._build_stream(plan)
+            elif not plan.embedded:
                 consolidator = ConsolidatorProcess(world, plan)
                 store = consolidator.store
                 self._add(consolidator)
@@ -151,6 +168,20 @@ class Simulation:
             entrance = GlobalRouterProcess(world, load_document(_document(scenario), "simulated"), by_pool)
             self._add(entrance)
             self.entrances = [entrance] if scenario.mode == "disagg" else [entrance, *entrances]
+
+    def _build_stream(self, plan: PoolPlan) -> SharedStore:
+        scenario, world = self.scenario, self.world
+        servers = SimulatedJetStream(plan.name, self.loop, self.network, self.watcher, scenario.seed)
+        servers.faults = scenario.stream
+        # What is never durable is never removed.
+        grows = scenario.snapshot_every_records > SNAPSHOTS_SPARSE or scenario.stream.sync_s > scenario.ends_s
+        servers.retention_bytes = STREAM_RETENTION_BYTES * (100 if grows else 1)
+        world.streams[plan.name] = servers
+        self.watcher.streams[plan.name] = servers.ever
+        sharers = [SucceedingProcess(world, plan, number) for number in range(CONSOLIDATORS)]
+        for sharer in sharers:
+            self._add(sharer)
+        return SharedStore(world, plan, sharers)
 
     def _add(self, process: Process) -> None:
         self.processes[process.name] = process
@@ -189,6 +220,7 @@ class Simulation:
                 **self.network.counts,
                 "dispatches": watcher.dispatches,
                 "lives": len(self.world.lives),
+                **{name: count for each in self.world.streams.values() for name, count in each.counts.items()},
                 **(self.world.recordings.counts() if self.world.recordings is not None else {}),
             },
             self.trace.lines(),
@@ -226,6 +258,13 @@ class Simulation:
             return
         for pool in recordings.by_pool:
             lives = [self.watcher.histories[life].records for life in self.watcher.lives_of.get(pool, ())]
+            ever = self.watcher.streams.get(pool)
+            if ever is not None:
+                # Also of what no writer was ever told that it is stored.
+                times = max(map(len, ever.values()), default=0)
+                lives = [
+                    {offset: each[time] for offset, each in ever.items() if time < len(each)} for time in range(times)
+                ]
             differing = recordings.differing(pool, lives, BLOCKS_PER_WORKER_MAX)
             if differing is not None:
                 self.watcher.fail(differing)
@@ -327,10 +366,14 @@ class Simulation:
             process.start()
 
     def _strike(self, fault: Fault) -> None:
-        process = self.processes[fault.target]
         self.watcher.note("FAULT", str(fault))
         network = self.network
         until_s = self.loop.time() + fault.for_s
+        servers = next((each for each in self.world.streams.values() if each.machine == fault.target), None)
+        if servers is not None:
+            self._strike_servers(servers, fault, until_s)
+            return
+        process = self.processes[fault.target]
         if fault.kind == "crash":
             process.kill()
         elif fault.kind == "power-failure":
@@ -374,9 +417,28 @@ class Simulation:
             process.machine.disk.sync_fails = True
             self._at(until_s, lambda: setattr(process.machine.disk, "sync_fails", False))
 
+    def _strike_servers(self, servers: SimulatedJetStream, fault: Fault, until_s: float) -> None:
+        if fault.kind == "power-failure":
+            servers.power_failure()
+            for machine in self.processes:
+                servers.break_link(machine)
+        elif fault.kind == "leaderless":
+            servers.leaderless(until_s)
+        elif fault.kind == "slow-disk":
+            servers.slow_s = fault.amount_ms / 1000
+            self._at(until_s, lambda: setattr(servers, "slow_s", 0.0))
+        elif fault.kind == "break":
+            servers.break_link(fault.other)
+        elif fault.kind == "partition":
+            self.network.block(fault.other, fault.target, until_s)
+            if self._rng.random() < 0.7:
+                self.network.block(fault.target, fault.other, until_s)
+
     def _mend(self) -> None:
         self.watcher.note("mend", "everything")
         self.network.heal()
+        for servers in self.world.streams.values():
+            servers.mend()
         for process in self.processes.values():
             disk = process.machine.disk
             disk.full = disk.sync_fails = False

@@ -28,6 +28,9 @@ T = TypeVar("T")
 THREAD_DELAY_MAX_S = 0.010
 """Longest time after which a thread's work is done, mostly."""
 
+WAITS_ON_THE_WAY_OUT_MAX = 20
+"""How often a task that is closed may wait for something before it has ended."""
+
 SLOW_THREAD_SHARE = 0.1
 SLOW_THREAD_DELAY_MAX_S = 0.2
 """Some take longer: a disk that syncs slowly."""
@@ -50,6 +53,10 @@ class Life:
 
 
 LIFE: contextvars.ContextVar[Life | None] = contextvars.ContextVar("LIFE", default=None)
+
+
+class _Over(BaseException):
+    """Ends a task of a run that is over; ``close`` would leave what it waits for on its way out to the collector."""
 
 
 class StillBusy(Exception):
@@ -273,10 +280,12 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             for life in lives:
                 for task in list(life.tasks):
                     task._log_destroy_pending = False  # type: ignore[attr-defined]
-                    try:
-                        cast(Coroutine[Any, Any, Any], task.get_coro()).close()
-                    except Exception:
-                        pass  # what it does on its way out no longer matters
+                    # What it does on its way out no longer matters, but it has to be out: it may wait there, too.
+                    for _ in range(WAITS_ON_THE_WAY_OUT_MAX):
+                        try:
+                            cast(Coroutine[Any, Any, Any], task.get_coro()).throw(_Over())
+                        except (Exception, asyncio.CancelledError, _Over):
+                            break
         finally:
             asyncio._set_running_loop(None)
         self._ready.clear()

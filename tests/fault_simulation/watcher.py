@@ -8,7 +8,9 @@ Rules that are watched
 3. No request is sent to a worker that the router knows to be gone or draining.
 4. Every bound holds, and the sums of a ledger are the sums of its entries (``bounds.py``).
 5. No router closes a connection on which requests are under way: what flows is not cut.
-6. Nothing raises what nobody expects, and no event loop waits for a disk.
+6. What is stored in a stream continues it: no record twice, no hole, nobody who was overtaken (``jetstream.py``). What
+   a consolidator takes for stored was stored there.
+7. Nothing raises what nobody expects, and no event loop waits for a disk.
 
 A *reference fold* applies to each journal's records what the consolidator claims of them; ``quiet.py`` compares both.
 """
@@ -23,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from poolgrid.router.consolidator.core.pool_state import FrozenPool, PoolState
 from poolgrid.router.consolidator.ports import Journal
 from poolgrid.router.feeds import RemoteFeed
+from poolgrid.router.nats_feed import NatsFeed
 from poolgrid.wire import codec
 from poolgrid.wire.events import JournalRecord
 from poolgrid.wire.hashing import unpack_hashes
@@ -65,6 +68,8 @@ class Watcher:
         """By the id of a consolidator's life."""
         self.lives_of: dict[str, list[str]] = {}
         """By pool: the lives of its consolidator, in order."""
+        self.streams: dict[str, dict[int, list[JournalRecord]]] = {}
+        """By pool whose journal is in a stream, and offset: what was ever stored there."""
         self._positions: dict[Life, int] = {}
         self.routers: dict[str, RouterProcess] = {}
         self.durable_machines: dict[str, Machine] = {}
@@ -124,6 +129,9 @@ class Watcher:
     def on_records(self, router: RouterProcess, records: Sequence[JournalRecord]) -> None:
         """A router is given records."""
         assert router.life is not None
+        if isinstance(router.feed, NatsFeed):
+            self._on_heard(router, records)
+            return
         history = self.histories.get(_followed(router))
         for record in records:
             expected = self._positions.get(router.life)
@@ -133,6 +141,19 @@ class Watcher:
             self._positions[router.life] = record.offset + 1
             if history is not None and history.records.get(record.offset) != record and not self._was_there(record):
                 self.fail(f"{router.life} was given a record {record.offset} that is not in the journal")
+
+    def _on_heard(self, router: RouterProcess, records: Sequence[JournalRecord]) -> None:
+        """A router that follows a stream is given records: perhaps before their writer knows that they are stored."""
+        assert router.life is not None
+        ever = self.streams[router.plan.name]
+        for record in records:
+            expected = self._positions.get(router.life)
+            if record.offset != expected:
+                self.fail(f"{router.life} was given record {record.offset}, after it had those below {expected}")
+                return
+            self._positions[router.life] = record.offset + 1
+            if record not in ever.get(record.offset, ()):
+                self.fail(f"{router.life} was given a record {record.offset} that was never in the stream")
 
     def _was_there(self, record: JournalRecord) -> bool:
         """Say whether an earlier life had a record: the last of it may be read in the turn that tells of the next."""
@@ -216,11 +237,20 @@ def reload(frozen: FrozenPool) -> PoolState:
 class WatchedJournal:
     """A journal that tells the watcher what is in it; everything else is the journal's own."""
 
-    def __init__(self, journal: Journal, watcher: Watcher, pool: str, life: str) -> None:
+    def __init__(
+        self,
+        journal: Journal,
+        watcher: Watcher,
+        pool: str,
+        life: str,
+        ever: dict[int, list[JournalRecord]] | None = None,
+    ) -> None:
+        """``ever`` is what was stored in the stream, by offset, when the journal is in one."""
         self._journal = journal
         self._watcher = watcher
         self._pool = pool
         self._life = life
+        self._ever = ever
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._journal, name)
@@ -228,6 +258,11 @@ class WatchedJournal:
     def append(self, payloads: Sequence[bytes], now_ms: int) -> None:
         """Append, then tell."""
         self._journal.append(payloads, now_ms)
+        for payload in payloads if self._ever is not None else ():
+            assert self._ever is not None
+            record = codec.journal_record.decode(payload)
+            if record not in self._ever.get(record.offset, ()):
+                self._watcher.fail(f"{self._life} takes record {record.offset} for stored, which it never was")
         self._watcher.on_append(self._life, payloads)
 
     def recover(self, blocks_per_worker_max: int) -> PoolState:

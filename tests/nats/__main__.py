@@ -166,7 +166,7 @@ async def _appends(journal: JetStreamJournal, size: int, last: int) -> tuple[flo
     count, begun_s = 0, time.monotonic()
     while (took_s := time.monotonic() - begun_s) < COST_S:
         message = Outgoing(f"costs.{last}", f"costs.{last - 1}", 0, False, empty_body(0, 0) + bytes(size))
-        await journal.append([message], last)
+        await journal.append([message], last, begins=last == 0)
         last += 1
         count += 1
     return count / took_s, last

@@ -16,6 +16,7 @@ from poolgrid.runtime.clock import SystemClock
 from poolgrid.runtime.nats_connection import NatsConnection
 from poolgrid.runtime.nats_settings import EventPlaneSettings
 from poolgrid.runtime.tasks import wait_from_thread
+from tests.consolidator.fake_stream import StillClock
 from tests.consolidator.journal_builder import encoded, facts_of, fold
 from tests.consolidator.journal_kinds import BLOCKS_MAX, InStream
 from tests.consolidator.journal_laws import JournalLaws, fill, offsets, snapshot
@@ -131,7 +132,7 @@ def test_pieces_of_a_snapshot_whose_writer_was_killed_are_cleared_away(kind: OnS
 
 
 def test_the_stream_is_as_large_as_retention_says_some_times_over_and_refuses_then(kind: OnServer) -> None:
-    journal = StreamJournal(kind.stream, "w", 0)
+    journal = StreamJournal(kind.stream, "w", StillClock())
     large = [b"x" * (200 * 1024)] * 10
     journal.append(large, 0)
 

@@ -1,6 +1,6 @@
 """A pool's journal on NATS JetStream: a stream of records, an object store of snapshots, a bucket of who does what.
 
-    poolgrid-POOL                 stream of ``poolgrid.POOL.journal``; told again at ``poolgrid.POOL.stored``
+    poolgrid-POOL                 stream of ``poolgrid.POOL.journal.WRITER``; told again at ``….stored.WRITER``
     poolgrid-POOL-snapshots       object store, an object for each snapshot
     poolgrid-POOL                 key-value bucket: ``leader``, and ``router.NAME`` for each router that follows
 
@@ -73,8 +73,8 @@ class JetStreamJournal:
         self._shape = shape or StreamShape()
         pool = connection.pool
         self.name = f"poolgrid-{pool}"
-        self._subject = f"poolgrid.{pool}.journal"
-        self._stored_subject = f"poolgrid.{pool}.stored"
+        self._subjects = f"poolgrid.{pool}.journal"
+        self._stored_subjects = f"poolgrid.{pool}.stored.>"
         self._objects = f"poolgrid-{pool}-snapshots"
         self._objects_stream = f"OBJ_{self._objects}"
         self._bucket_stream = bucket_stream(pool)
@@ -97,7 +97,7 @@ class JetStreamJournal:
             api.StreamConfig(
                 name=self.name,
                 description="journal of a poolgrid pool",
-                subjects=[self._subject],
+                subjects=[f"{self._subjects}.>"],
                 retention=api.RetentionPolicy.LIMITS,
                 storage=api.StorageType.FILE,
                 discard=api.DiscardPolicy.NEW,
@@ -105,7 +105,7 @@ class JetStreamJournal:
                 num_replicas=shape.replicas,
                 duplicate_window=DUPLICATE_WINDOW_S,
                 allow_direct=True,
-                republish=api.RePublish(src=self._subject, dest=self._stored_subject),
+                republish=api.RePublish(src=f"{self._subjects}.>", dest=self._stored_subjects),
             )
         )
         await self._ensure(
@@ -179,8 +179,11 @@ class JetStreamJournal:
         first = state.first_seq if state.messages else state.last_seq + 1
         return StreamFacts(first, state.last_seq, state.messages, state.bytes)
 
-    async def append(self, messages: Sequence[Outgoing], last_sequence: int) -> None:
+    async def append(self, messages: Sequence[Outgoing], last_sequence: int, begins: bool = False) -> None:
         """Store messages right behind ``last_sequence``, each sent once the one before it is stored.
+
+        Each writer has a subject of its own, and expects the last message there, too: the server compares numbers and
+        not names, and a stream that lost its end may have got as many messages from another writer.
 
         Sent together, the second message of a writer that was overtaken would expect the very sequence at which the
         first one of the next writer was stored, and would be stored behind it. To name the message before it as well
@@ -189,9 +192,15 @@ class JetStreamJournal:
         """
         what = f"appending {len(messages)} messages to stream {self.name}"
         for expected, message in enumerate(messages, last_sequence):
-            headers = {**message.headers(), "Nats-Expected-Last-Sequence": str(expected)}
+            own = 0 if begins and expected == last_sequence else expected
+            headers = {
+                **message.headers(),
+                "Nats-Expected-Last-Sequence": str(expected),
+                "Nats-Expected-Last-Subject-Sequence": str(own),
+            }
+            subject = f"{self._subjects}.{message.message_id.rpartition('.')[0]}"
             try:
-                answer = await self._connection.publish(what, self._subject, headers, message.body)
+                answer = await self._connection.publish(what, subject, headers, message.body)
             except NatsUnavailable as error:
                 raise StreamUnavailable(str(error)) from error
             if answer.error_code in WRONG_LAST_SEQUENCE:
@@ -218,11 +227,11 @@ class JetStreamJournal:
             try:
                 on_message(stored_message(int(headers.get("Nats-Sequence", "0")), headers, message.data))
             except Damaged as error:
-                log.warning("a message on %s was dropped: %s", self._stored_subject, error)
+                log.warning("a message on %s was dropped: %s", self._stored_subjects, error)
 
         self._connection.on_connected(on_connected)
         self._subscription = await self._connection.client.subscribe(
-            self._stored_subject,
+            self._stored_subjects,
             cb=heard,
             pending_msgs_limit=TELLING_MESSAGES_MAX,
             pending_bytes_limit=TELLING_BYTES_MAX,
@@ -333,7 +342,7 @@ class JetStreamJournal:
             try:
                 await subscription.unsubscribe()
             except Exception as error:
-                log.debug("ending the subscription of %s failed: %s", self._stored_subject, error)
+                log.debug("ending the subscription of %s failed: %s", self._stored_subjects, error)
 
     # Inside
 
@@ -384,9 +393,9 @@ class ThreadedStream:
         """Return the stream as its leader knows it."""
         return self._wait(self._journal.facts())
 
-    def append(self, messages: Sequence[Outgoing], last_sequence: int) -> None:
+    def append(self, messages: Sequence[Outgoing], last_sequence: int, begins: bool = False) -> None:
         """Store messages right behind ``last_sequence``."""
-        self._wait(self._journal.append(messages, last_sequence))
+        self._wait(self._journal.append(messages, last_sequence, begins))
 
     def read(self, from_sequence: int, limit: int) -> list[StoredMessage]:
         """Return messages from a sequence on."""

@@ -4,14 +4,18 @@ Rules
     1. A writer begins with a body of no records, stored right behind the last message there is. From then on nothing of
        an earlier writer is stored any more, however late it arrives: it expects an earlier end of the stream. Only then
        is the state read.
-    2. Every message is stored behind the one before it or not at all. A stream that does not end where the writer left
-       it has another writer, or lost its end: ``JournalFenced``, and nothing of this writer is stored any more.
+    2. Every message is stored behind the one before it, which must be the writer's own, or not at all. A stream that
+       does not end where the writer left it has another writer, or lost its end: ``JournalFenced``, and nothing of
+       this writer is stored any more. The sequence alone does not say so: where an end was lost another writer may
+       have written as many messages as were lost.
     3. What was sent and not answered may be stored. Before anything else is sent the stream is asked: messages of ours
        count, and what they do not hold is sent again under new names. So nothing is stored twice.
-    4. Retention removes messages, oldest first, and none that the older of the two kept snapshots needs, or a router
-       that says where it is; those hold back until there is ``HELD_BACK`` times of what is to be kept, then they take a
-       snapshot.
-    5. Where it is durable is the matter of whoever stores it: ``sync`` has nothing to do.
+    4. Retention removes messages, oldest first, and only what is behind a snapshot that a power failure cannot take
+       any more (``durable_after_ms``), with a newer one beside it in case it is damaged. Otherwise servers that lose
+       the end of the stream could lose every snapshot's message with it, and keep records that nothing comes before.
+    5. It removes none that a router needs which says where it is; those hold back until there is ``HELD_BACK`` times of
+       what is to be kept, then they take a snapshot.
+    6. Where it is durable is the matter of whoever stores it: ``sync`` has nothing to do.
 """
 
 from __future__ import annotations
@@ -42,10 +46,8 @@ from poolgrid.router.consolidator.stream.ports import (
     StreamFacts,
     StreamUnavailable,
 )
+from poolgrid.runtime.clock import Clock
 from poolgrid.wire.limits import FRAME_BYTES_MAX
-
-SNAPSHOTS_KEPT = 2
-"""The newest, and one more in case the newest is damaged."""
 
 HELD_BACK = 2
 """How many times of what retention keeps may be there for the sake of a slow router."""
@@ -60,29 +62,35 @@ class StreamJournalSettings:
 
     retention_bytes: int = 1024 * 1024 * 1024
     retention_ms: int = 24 * 3600 * 1000
+    durable_after_ms: float = 150_000.0
+    """How long after it was kept a snapshot counts as durable: servers write their files to the disk every two minutes
+    unless told otherwise, and each at its own time."""
 
 
 class StreamJournal:
     """A journal in a stream, written by one process at a time."""
 
     def __init__(
-        self, stream: RecordStream, writer: str, now_ms: int, settings: StreamJournalSettings | None = None
+        self, stream: RecordStream, writer: str, clock: Clock, settings: StreamJournalSettings | None = None
     ) -> None:
         """Begin as the next writer; ``writer`` names this life and no other. Raises ``StreamUnavailable``."""
         self._stream = stream
         self._settings = settings or StreamJournalSettings()
         self._writer = writer
+        self._clock = clock
         self._number = 0
         """Of the next message: a name is never used again, also for the same records."""
         self._history = StreamHistory(stream)
         self._snapshots: list[Anchor] = []
+        self._kept_since_ms: dict[Anchor, float] = {}
+        """By snapshot: since when this life knows it."""
         self._next = 0
         """Offset behind the last record that is stored."""
         self._done = 0
         """Offset behind the last record of which ``append`` has said so."""
         self._oldest = 0
-        self._last_sequence = 0
-        self._last_id = ""
+        self._end = (0, "")
+        """Sequence and name of the last message that is known to be stored: together, for threads that read."""
         self._unanswered = False
         """Whether messages were sent of which it is not known whether they are stored."""
         self._fenced = ""
@@ -93,23 +101,21 @@ class StreamJournal:
                 f"{(FRAME_BYTES_MAX + BODY_BYTES) // PIECES_MAX}; set max_payload there"
             )
         stream.open()
-        self._begin(now_ms)
+        self._begin(clock.wall_ms())
 
     # Opening
 
     def _begin(self, now_ms: int) -> None:
         for _ in range(BEGIN_ATTEMPTS):
             facts = self._facts = self._stream.facts()
-            self._last_sequence = facts.last_sequence
-            self._next, self._last_id = self._end_of(facts)
+            self._next, last_id = self._end_of(facts)
             self._done = self._next
-            beginning = Outgoing(self._name(), self._last_id, 0, False, empty_body(self._next, now_ms))
+            beginning = Outgoing(self._name(), last_id, 0, False, empty_body(self._next, now_ms))
             try:
-                self._stream.append([beginning], self._last_sequence)
+                self._stream.append([beginning], facts.last_sequence, begins=True)
             except OutOfTurn:
                 continue
-            self._last_sequence += 1
-            self._last_id = beginning.message_id
+            self._end = (facts.last_sequence + 1, beginning.message_id)
             self._facts = self._stream.facts()
             self._find_oldest()
             return
@@ -154,7 +160,7 @@ class StreamJournal:
 
     def recover(self, blocks_per_worker_max: int) -> PoolState:
         """Return the state after the last record: the newest sound snapshot, and the records after it."""
-        facts = StreamFacts(self._facts.first_sequence, self._last_sequence, self._facts.messages, self._facts.bytes)
+        facts = StreamFacts(self._facts.first_sequence, self._end[0], self._facts.messages, self._facts.bytes)
         usable = self._history.usable_snapshots(facts)
         for anchor in self._stream.snapshots():
             if anchor not in usable:
@@ -163,6 +169,7 @@ class StreamJournal:
                     f"{snapshot_file.name_of(anchor.offset)} is of a history that the stream lost; it was removed"
                 )
         self._snapshots = usable
+        self._kept_since_ms = dict.fromkeys(usable, self._clock.monotonic_ms())
         return self._history.recover(blocks_per_worker_max, facts).pool
 
     @property
@@ -205,20 +212,19 @@ class StreamJournal:
         messages = self._messages(payloads, now_ms)
         self._unanswered = True
         try:
-            self._stream.append(messages, self._last_sequence)
+            self._stream.append(messages, self._end[0])
         except OutOfTurn as error:
             self._settle()
             raise StreamUnavailable(
                 f"appending {len(payloads)} records to stream {self._stream.name}: {error}"
             ) from None
         self._unanswered = False
-        self._last_sequence += len(messages)
-        self._last_id = messages[-1].message_id
+        self._end = (self._end[0] + len(messages), messages[-1].message_id)
         self._next += len(payloads)
 
     def _messages(self, payloads: Sequence[bytes], now_ms: int) -> list[Outgoing]:
         messages: list[Outgoing] = []
-        after = self._last_id
+        after = self._end[1]
         for body in bodies(payloads, self._next, now_ms):
             for number, more, piece in pieces(body, self._stream.body_bytes_max):
                 messages.append(Outgoing(self._name(), after, number, more, piece))
@@ -235,19 +241,28 @@ class StreamJournal:
         Raises ``JournalFenced`` when anybody else stored something, or the stream ends before the last answer.
         """
         facts = self._facts = self._stream.facts()
-        if facts.last_sequence < self._last_sequence:
-            self._fence(
-                f"it ends at message {facts.last_sequence}, {self._last_sequence} was acknowledged: its end is lost"
-            )
-        chain = Chain(self._last_id)
-        for message in self._history.messages(self._last_sequence + 1, facts.last_sequence):
+        self._check_end(facts)
+        sequence, last_id = self._end
+        chain = Chain(last_id)
+        for message in self._history.messages(sequence + 1, facts.last_sequence):
             if message.message_id.rpartition(".")[0] != self._writer:
                 self._fence(f"message {message.sequence} is of another writer, {message.message_id!r}")
             data = chain.take(message)
-            self._last_sequence, self._last_id = message.sequence, message.message_id
+            self._end = (message.sequence, message.message_id)
             if data is not None:
                 self._next = open_body(message.sequence, data).next_offset
         self._unanswered = False
+
+    def _check_end(self, facts: StreamFacts) -> None:
+        """Raise ``JournalFenced`` when what this writer stored last is not where it was stored."""
+        sequence, last_id = self._end
+        if facts.last_sequence < sequence:
+            self._fence(f"it ends at message {facts.last_sequence}, {sequence} was acknowledged: its end is lost")
+        if facts.first_sequence > sequence:
+            self._fence(f"it begins at message {facts.first_sequence}, {sequence} was the last: another writer goes on")
+        found = self._history.message(sequence)
+        if found.message_id != last_id:
+            self._fence(f"message {sequence} is of another writer, {found.message_id!r}: its end was lost")
 
     def _fence(self, why: str) -> None:
         self._fenced = (
@@ -274,9 +289,7 @@ class StreamJournal:
             return []
         # Only what is answered for: what comes behind it may still turn out to be another's.
         facts = self._stream.facts()
-        known = StreamFacts(
-            facts.first_sequence, min(facts.last_sequence, self._last_sequence), facts.messages, facts.bytes
-        )
+        known = StreamFacts(facts.first_sequence, min(facts.last_sequence, self._end[0]), facts.messages, facts.bytes)
         first = self._history.locate(from_offset, known)
         if first is None:
             raise ValueError(f"reading the journal: offset {from_offset} is not kept any more")
@@ -302,16 +315,36 @@ class StreamJournal:
         self._check()
         facts = self._stream.facts()
         last = self._history.locate(max(0, offset - 1), facts)
+        # Behind it: what was found may be of another history only when the end is, too.
+        self._check_end(facts)
         if last is None:
             raise StreamUnavailable(
                 f"keeping a snapshot at offset {offset}: stream {self._stream.name} does not hold the record before it"
             )
         anchor = Anchor(offset, last.sequence, last.message_id)
         self._stream.put_snapshot(anchor, b"".join(parts))
-        kept = sorted({*self._snapshots, anchor}, key=lambda each: each.offset)
-        old, self._snapshots = kept[:-SNAPSHOTS_KEPT], kept[-SNAPSHOTS_KEPT:]
-        for each in old:
-            self._stream.remove_snapshot(each)
+        # One of the same offset was replaced.
+        known = [each for each in self._snapshots if each.offset != offset]
+        self._kept_since_ms[anchor] = self._clock.monotonic_ms()
+        self._snapshots = sorted([*known, anchor], key=lambda each: each.offset)
+        self._thin_out()
+
+    def _thin_out(self) -> None:
+        """Remove the snapshots that nobody needs: kept are the durable one, the next to become it, and the newest."""
+        base = self._durable_snapshot()
+        after = self._snapshots if base is None else self._snapshots[self._snapshots.index(base) + 1 :]
+        needed = {base, *after[:1], *after[-1:]}
+        for each in list(self._snapshots):
+            if each not in needed:
+                self._stream.remove_snapshot(each)
+                self._snapshots.remove(each)
+                del self._kept_since_ms[each]
+
+    def _durable_snapshot(self) -> Anchor | None:
+        """Return the newest snapshot that is durable and has a newer one beside it, or the only one."""
+        since_ms = self._clock.monotonic_ms() - self._settings.durable_after_ms
+        durable = [each for each in self._snapshots[:-1] or self._snapshots if self._kept_since_ms[each] <= since_ms]
+        return durable[-1] if durable else None
 
     def write_snapshot(self, frozen: FrozenPool) -> None:
         """Make and keep a snapshot in one go."""
@@ -320,10 +353,11 @@ class StreamJournal:
     def retain(self, now_ms: int) -> int:
         """Remove messages that are too many or too old and that nobody needs; return their number."""
         self._check()
-        if not self._snapshots:
+        base = self._durable_snapshot()
+        if base is None:
             return 0
         facts = self._facts = self._stream.facts()
-        needed = self._snapshots[0].sequence
+        needed = base.sequence
         wanted = min(needed, self._surplus(facts, now_ms, 1))
         held = min([wanted, *self._stream.positions()])
         # A router that is slower than this takes a snapshot.
@@ -350,11 +384,9 @@ class StreamJournal:
         self._check()
         if self._unanswered:
             return []  # the next append finds out
-        facts = self._stream.facts()
-        if facts.last_sequence != self._last_sequence:
-            self._settle()
         first = self._facts.first_sequence
-        self._facts = facts
+        self._settle()
+        facts = self._facts
         if facts.first_sequence != first:
             try:
                 self._find_oldest()

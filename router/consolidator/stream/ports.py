@@ -64,11 +64,12 @@ class RecordStream(Protocol):
         """Return the stream as whoever orders it knows it."""
         ...
 
-    def append(self, messages: Sequence[Outgoing], last_sequence: int) -> None:
+    def append(self, messages: Sequence[Outgoing], last_sequence: int, begins: bool = False) -> None:
         """Store messages right behind ``last_sequence``, each once the one before it is stored.
 
-        Raises ``OutOfTurn`` when the stream does not end there. Some of the messages may be stored then, and when
-        ``StreamUnavailable`` is raised: a number of them from the first on.
+        The one before the first must be of the same writer, too; with ``begins`` that writer has none yet. Raises
+        ``OutOfTurn`` when the stream does not end there, or with another writer's message. Some of the messages may be
+        stored then, and when ``StreamUnavailable`` is raised: a number of them from the first on.
         """
         ...
 
