@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from poolgrid.dispatch.request_machine import RequestMachine
-from poolgrid.global_router.pools import PoolConnection
+from poolgrid.global_router.router_link import RouterLink
 from poolgrid.router.consolidator.core.consolidator import Consolidator, Turn
 from poolgrid.router.consolidator.core.cursor import Cursor, Verdict
 from poolgrid.router.consolidator.core.feed_reader import FeedReader
@@ -151,7 +151,7 @@ def _believe_nothing(self: ApproximateIndex, *_: Any) -> None:
     pass
 
 
-def _keep_every_question(self: PoolConnection) -> None:
+def _keep_every_question(self: RouterLink) -> None:
     pass
 
 
@@ -277,7 +277,7 @@ PLANTED: dict[str, Planted] = {
     "questions-pile-up": Planted(
         "questions to a pool that were given up are kept for ever",
         "pools",
-        PoolConnection,
+        RouterLink,
         "_forget_given_up",
         _keep_every_question,
         True,

@@ -180,7 +180,7 @@ def unquiet_global(router: GlobalRouterProcess) -> str | None:
     for pool in service.pools.all():
         if pool.status is None or not pool.status.ready:
             return f"{router.life} has lost pool {pool.name}: {pool.last_error}"
-        if pool._asks:
+        if any(link._asks for link in pool._links.values()):
             return f"{router.life} has questions open at pool {pool.name}"
     return None
 
