@@ -4,7 +4,7 @@ Rules
     1. Every process follows the same event stream and so has the same projection; each has its own identity towards
        workers, its own admission queue and its own caches.
     2. A consolidator that would be embedded runs as a process of its own here, so that any router may die.
-    3. Only the first process answers global routers, at ``select_port``.
+    3. Only the first process answers global routers, at ``select_port``, and gateways, at ``ext_proc_port``.
 """
 
 from __future__ import annotations
@@ -82,14 +82,15 @@ class _Group:
         first.arguments += ["--select-port", first.word("select").rpartition(":")[2]]
         for part in self._routers:
             part.watch()
-        return [first.ready_words[0], *words, f"select={first.word('select')}"]
+        ext_proc = [f"ext-proc={first.word('ext-proc')}"] if settings.ext_proc_port is not None else []
+        return [first.ready_words[0], *words, f"select={first.word('select')}", *ext_proc]
 
     def _router(self, settings: RouterSettings, index: int) -> Part:
         own = {
             "http_workers": 1,
             "port": self._port,
             "router_id": f"{settings.router_id}.{index}",
-            **({"select_port": 0} if index else {}),
+            **({"select_port": 0, "ext_proc_port": None} if index else {}),
         }
         arguments = [
             "router",

@@ -83,6 +83,8 @@ class Endpoints(NamedTuple):
     """Where workers push their events; empty when the consolidator runs elsewhere."""
     select: str
     """Where global routers ask for workers."""
+    ext_proc: str = ""
+    """Where gateways ask for endpoints; empty where they cannot."""
 
 
 async def serve(
@@ -156,13 +158,20 @@ async def serve(
         if stop.is_set():
             return
         app.state.preparation.forms.make_ready(service.view.models())
+        ext_proc = ""
+        if settings.ext_proc_port is not None:
+            # Late: it brings gRPC, which most routers have no use for.
+            from poolgrid.router.endpoint_picker.opening import open_endpoint_picker
+
+            ext_proc = await open_endpoint_picker(opened, settings, frontend, app, service, state, registry, awake)
         if member is not None:
             member.set_ready(True)
         offset = state.projection.next_offset
         if names is not None:
             await _register(opened, settings, names, server.url, plane, embedded)
         log.info("router at %s, policy %s, journal offset %d", server.url, state.selector.policy.name, offset)
-        ready(Endpoints(server.url, embedded.ingest_endpoint if embedded is not None else "", plane.endpoint))
+        ingest = embedded.ingest_endpoint if embedded is not None else ""
+        ready(Endpoints(server.url, ingest, plane.endpoint, ext_proc))
         await stop.wait()
 
 
@@ -192,6 +201,8 @@ def _warn_of_exposures(settings: RouterSettings, frontend: FrontendSettings) -> 
         if settings.feed_endpoint or settings.on_nats
         else "the select, ingest, feed and query planes"
     )
+    if settings.ext_proc_port is not None and settings.tls_certificate is None:
+        planes += " and the endpoint picker"
     for warning in settings.exposures(settings.host, http=True, planes=planes, keyed=frontend.api_keys is not None):
         log.warning("%s", warning)
 

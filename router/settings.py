@@ -12,6 +12,7 @@ from poolgrid.naming.settings import NamesSettings
 from poolgrid.router.core.cost import CostWeights
 from poolgrid.router.core.decision import DECISION_LOG_BYTES
 from poolgrid.router.core.load_ledger import CROWDING_RETRIES, LEDGER_BYTES
+from poolgrid.router.endpoint_picker.settings import EndpointPickerSettings
 from poolgrid.runtime.http_settings import ServerSettings
 from poolgrid.runtime.nats_settings import EventPlaneSettings
 from poolgrid.runtime.settings import ZmqAddress
@@ -19,7 +20,7 @@ from poolgrid.runtime.tracing.settings import TraceSettings
 from poolgrid.wire.names import is_name
 
 
-class RouterSettings(ServerSettings, TraceSettings, EventPlaneSettings, NamesSettings):
+class RouterSettings(ServerSettings, TraceSettings, EventPlaneSettings, NamesSettings, EndpointPickerSettings):
     """Selection, admission, dispatch and HTTP of one router."""
 
     select_port: int = Field(

@@ -11,7 +11,7 @@ port``), or ``None``.
 from __future__ import annotations
 
 import re
-from ipaddress import IPv4Address, IPv6Address
+from ipaddress import IPv4Address, IPv6Address, ip_address
 
 PORT_MAX = 65_535
 """TCP ports are 16 bits; 0 means "any free one" and nobody can connect to it."""
@@ -73,6 +73,19 @@ def zmq_endpoint_problem(endpoint: str, local: bool = False) -> str | None:
     if not endpoint.startswith(TCP):
         return f"begins with neither {TCP} nor {IPC}" if local else f"does not begin with {TCP}"
     return _place_problem(endpoint.removeprefix(TCP), port_needed=True)
+
+
+def ip_endpoint_problem(endpoint: str) -> str | None:
+    """Say why a gateway cannot send to ``ip:port`` (``[ipv6]:port``), or ``None``; gateways look up no names."""
+    problem = _place_problem(endpoint, port_needed=True)
+    if problem is not None:
+        return problem
+    host = endpoint.rpartition(":")[0].strip("[]")
+    try:
+        ip_address(host)
+    except ValueError:
+        return f"has the host {host!r}, which is no IP address"
+    return None
 
 
 def http_url_problem(url: str) -> str | None:

@@ -14,6 +14,7 @@ from poolgrid.wire.limits import (
     IMAGE_RESOLUTIONS_MAX,
     LORAS_PER_WORKER_MAX,
     MEDIA_KINDS_MAX,
+    SERVING_ENDPOINTS_MAX,
     STEP_TIMES_MAX,
     STOP_TOKENS_MAX,
 )
@@ -158,6 +159,9 @@ class WorkerCard(msgspec.Struct, array_like=True, frozen=True):
     """What its steps take, where that is known."""
     takes_retention: bool = False
     """Its engine takes ``Generate.retention``: how long the blocks of a request stay."""
+    serving_endpoints: Annotated[tuple[Identifier, ...], Meta(max_length=SERVING_ENDPOINTS_MAX)] = ()
+    """``ip:port`` of the HTTP server that the engine itself has, for gateways that send requests straight there: one
+    for each data-parallel rank in their order, or one for all of them; empty = it has none, or that is not known."""
 
 
 SHOWN_CHARS = 60

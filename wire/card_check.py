@@ -7,7 +7,7 @@ and the worker's own start.
 
 from __future__ import annotations
 
-from poolgrid.wire.addresses import http_url_problem, zmq_endpoint_problem
+from poolgrid.wire.addresses import http_url_problem, ip_endpoint_problem, zmq_endpoint_problem
 from poolgrid.wire.card import WorkerCard, shown_value
 from poolgrid.wire.output_parsers import AUTO, REASONING_PARSERS, TOOL_CALL_PARSERS
 
@@ -77,4 +77,21 @@ def card_problem(card: WorkerCard) -> str | None:
             f"the card's http_endpoint is {card.http_endpoint[:SHOWN_CHARS_MAX]!r}, which {problem}; "
             "allowed are http://host:port and https://host:port"
         )
+    return _serving_problem(card)
+
+
+def _serving_problem(card: WorkerCard) -> str | None:
+    """Say what is wrong with where the engine's own server is, or ``None``."""
+    if len(card.serving_endpoints) not in (0, 1, card.dp_size):
+        return (
+            f"the card's serving_endpoints are {len(card.serving_endpoints)} and its dp_size is {card.dp_size}: "
+            "allowed are none, one for all ranks, and one for each"
+        )
+    for position, endpoint in enumerate(card.serving_endpoints):
+        problem = ip_endpoint_problem(endpoint)
+        if problem is not None:
+            return (
+                f"the card's serving_endpoints[{position}] is {endpoint[:SHOWN_CHARS_MAX]!r}, which {problem}; allowed "
+                "are ip:port and [ipv6]:port"
+            )
     return None

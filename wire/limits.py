@@ -73,6 +73,9 @@ IMAGE_RESOLUTIONS_MAX = 256
 STEP_TIMES_MAX = 64
 """Measured points of an engine's step times in a card; a dozen draw the curve."""
 
+SERVING_ENDPOINTS_MAX = 1024
+"""Addresses of an engine's own HTTP server in a card: as many as a worker may have data-parallel ranks."""
+
 CHAT_TEMPLATE_CHARS_MAX = 65_536
 """A chat template in a card; published ones have up to some 20,000 characters."""
 

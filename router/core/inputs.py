@@ -87,6 +87,14 @@ class Renewed(msgspec.Struct, frozen=True, gc=False):
 
 
 @final
+class PromptComputed(msgspec.Struct, frozen=True, gc=False):
+    """The first of a dispatch's answer was seen on its way: its prompt is no work any more, whatever events say."""
+
+    worker: WorkerKey
+    dispatch_id: str
+
+
+@final
 class Released(msgspec.Struct, frozen=True, gc=False):
     """The router takes a dispatch off a worker."""
 
@@ -102,4 +110,6 @@ class Expired(msgspec.Struct, frozen=True, gc=False):
     held: Collection[str] = frozenset()
 
 
-Input = RecordsArrived | SnapshotArrived | WorkerWanted | Booked | Crowded | Renewed | Released | Expired
+Input = (
+    RecordsArrived | SnapshotArrived | WorkerWanted | Booked | Crowded | Renewed | PromptComputed | Released | Expired
+)

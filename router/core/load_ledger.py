@@ -157,6 +157,18 @@ class LoadLedger:
             entry.prefill_tokens = 0
             entry.confirmed = True
 
+    def prompt_seen(self, worker: WorkerKey, request_id: str) -> bool:
+        """Count a request's prompt as computed, on the word of who sees its answer; its lease goes on.
+
+        Returns whether that changed something.
+        """
+        entry = self._entries.get((worker, request_id))
+        if entry is None or not entry.prefill_tokens:
+            return False
+        self._prefill_tokens[entry.slot] -= entry.prefill_tokens
+        entry.prefill_tokens = 0
+        return True
+
     def progressed(self, worker: WorkerKey, request_id: str, active_blocks: int) -> None:
         """Move the request's blocks to what the worker says."""
         entry = self._entries.get((worker, request_id))

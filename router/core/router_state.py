@@ -17,6 +17,7 @@ from poolgrid.router.core.inputs import (
     Crowded,
     Expired,
     Input,
+    PromptComputed,
     RecordsArrived,
     Released,
     Renewed,
@@ -46,7 +47,7 @@ class RouterState:
     @overload
     def apply(self, given: WorkerWanted) -> Found: ...
     @overload
-    def apply(self, given: Renewed | Released) -> bool: ...
+    def apply(self, given: Renewed | PromptComputed | Released) -> bool: ...
     @overload
     def apply(self, given: RecordsArrived | SnapshotArrived | Booked | Crowded | Expired) -> None: ...
     @overload
@@ -55,8 +56,9 @@ class RouterState:
     def apply(self, given: Input) -> Found | bool | None:
         """Let an input take effect.
 
-        Returns the decision for ``WorkerWanted``, or why there is none, and nothing changed; for ``Renewed`` and
-        ``Released`` whether there was such an entry; else ``None``. Raises ``Hole`` for records that are not the next.
+        Returns the decision for ``WorkerWanted``, or why there is none, and nothing changed; for ``Renewed``,
+        ``PromptComputed`` and ``Released`` whether there was such an entry; else ``None``. Raises ``Hole`` for records
+        that are not the next.
         """
         # One of few exact types, the commonest first: ``match`` would cost a request a microsecond more.
         log = self.log
@@ -92,6 +94,12 @@ class RouterState:
                 apply(record, now_ms)
         elif type(given) is Renewed:
             if not self.projection.ledger.renew(given.worker, given.dispatch_id, given.now_ms):
+                return False
+            if log is not None:
+                log.note(given)
+            return True
+        elif type(given) is PromptComputed:
+            if not self.projection.ledger.prompt_seen(given.worker, given.dispatch_id):
                 return False
             if log is not None:
                 log.note(given)

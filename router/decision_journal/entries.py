@@ -38,7 +38,7 @@ DECISIONS = SegmentKind(
 COMPRESSION_LEVEL = 1
 """zlib's quickest: columns are mostly small integers as floats, which it shrinks to a fifth."""
 
-INPUTS_VERSION = 1
+INPUTS_VERSION = 2
 """Which inputs a router's state is made of, and what they mean: higher than what a reader knows, it cannot replay.
 
 A kind of input more, or one that does something else to the state, is a new version. An entry that no decision depends
@@ -254,6 +254,13 @@ class LeaseRenewed(JournalEntry, frozen=True):
     now_ms: float
 
 
+class PrefillEnded(JournalEntry, frozen=True):
+    """The first of a dispatch's answer was seen by the router."""
+
+    worker: int
+    dispatch_id: str
+
+
 class EntryReleased(JournalEntry, frozen=True):
     """The router took a dispatch off its ledger."""
 
@@ -303,6 +310,7 @@ AnyEntry = (
     | DecisionBooked
     | WorkerCrowded
     | LeaseRenewed
+    | PrefillEnded
     | EntryReleased
     | ReservationsExpired
     | OverlapRealised

@@ -20,6 +20,7 @@ from poolgrid.router.core.inputs import (
     Crowded,
     Expired,
     Input,
+    PromptComputed,
     RecordsArrived,
     Released,
     Renewed,
@@ -38,6 +39,7 @@ from poolgrid.router.decision_journal.entries import (
     JournalEntry,
     LeaseRenewed,
     OverlapRealised,
+    PrefillEnded,
     RecordsApplied,
     RequestEnded,
     ReservationsExpired,
@@ -63,7 +65,7 @@ class Decided(msgspec.Struct, frozen=True, gc=False):
     decision: Decision
 
 
-Kept = Decided | Booked | Crowded | Renewed | Released | Expired | JournalEntry
+Kept = Decided | Booked | Crowded | Renewed | PromptComputed | Released | Expired | JournalEntry
 """What is kept of an input until it is written: of records and snapshots no more than the entry says."""
 
 
@@ -114,6 +116,8 @@ class InputWriter:
                 return WorkerCrowded(number, item.dispatch_id, item.booked_tokens, item.now_ms)
             case Renewed(worker):
                 return LeaseRenewed(self._named((worker,), out)[worker], item.dispatch_id, item.now_ms)
+            case PromptComputed(worker):
+                return PrefillEnded(self._named((worker,), out)[worker], item.dispatch_id)
             case Released(worker):
                 return EntryReleased(self._named((worker,), out)[worker], item.dispatch_id)
             case Expired():
@@ -186,6 +190,8 @@ class InputReader:
                 return Crowded(workers[entry.worker], entry.dispatch_id, entry.booked_tokens, entry.now_ms)
             case LeaseRenewed():
                 return Renewed(workers[entry.worker], entry.dispatch_id, entry.now_ms)
+            case PrefillEnded():
+                return PromptComputed(workers[entry.worker], entry.dispatch_id)
             case EntryReleased():
                 return Released(workers[entry.worker], entry.dispatch_id)
             case ReservationsExpired():

@@ -60,6 +60,18 @@ class Reply:
         return self._writer.is_closing()
 
 
+async def _body(reader: asyncio.StreamReader, headers: dict[str, str]) -> bytes:
+    """Read a body, in pieces where it comes in pieces: proxies send it so."""
+    if headers.get("transfer-encoding") != "chunked":
+        return await reader.readexactly(int(headers.get("content-length", "0")))
+    parts = []
+    while size := int(await reader.readuntil(b"\r\n"), 16):
+        parts.append(await reader.readexactly(size))
+        await reader.readexactly(2)
+    await reader.readuntil(b"\r\n")
+    return b"".join(parts)
+
+
 Handler = Callable[[Request, Reply], Awaitable[None]]
 
 
@@ -95,7 +107,7 @@ class HttpServer:
                 first, *lines = head.rstrip().split("\r\n")
                 method, path, _ = first.split(" ")
                 headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-                body = await reader.readexactly(int(headers.get("content-length", "0")))
+                body = await _body(reader, headers)
                 reply = Reply(writer)
                 # Who asks may leave amid the answer: then its handler ends, as in real servers.
                 handling = asyncio.ensure_future(self._handler(Request(method, path, headers, body), reply))

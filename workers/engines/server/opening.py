@@ -8,6 +8,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+from poolgrid.runtime.http_target import Target
+from poolgrid.runtime.security import is_loopback
+from poolgrid.wire.addresses import ip_endpoint_problem
 from poolgrid.wire.card import MediaSpec, WorkerCard, WorkerLimits
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.limits import PROMPT_TOKENS_MAX
@@ -113,7 +116,8 @@ async def _asked(
         )
         around.metrics.engine_healthy.set(1)
         try:
-            yield OpenedEngine(engine, make_card(settings, facts, kind, around.request_port, around.http_port))
+            card = make_card(settings, facts, kind, around.request_port, around.http_port, server is not None)
+            yield OpenedEngine(engine, card)
         finally:
             await engine.close()
     finally:
@@ -176,9 +180,14 @@ def completed(facts: ServerFacts, settings: EngineServerSettings, kind: ServerKi
 
 
 def make_card(
-    settings: EngineServerSettings, facts: ServerFacts, kind: ServerKind, request_port: int, http_port: int
+    settings: EngineServerSettings,
+    facts: ServerFacts,
+    kind: ServerKind,
+    request_port: int,
+    http_port: int,
+    started: bool = False,
 ) -> WorkerCard:
-    """Return what a worker in front of a server says of itself."""
+    """Return what a worker in front of a server says of itself; ``started``: the server is its own."""
     assert facts.block_size is not None, "nobody joins without"
     return WorkerCard(
         model=facts.model,
@@ -198,7 +207,21 @@ def make_card(
         # How many tokens a picture becomes is not said: a router compares the blocks before the first one.
         media=MediaSpec((MediaKind.IMAGE,), settings.image_placeholder) if settings.image_placeholder else MediaSpec(),
         engine=f"{kind.title} {facts.version}".strip(),
+        serving_endpoints=_serving(settings, started),
     )
+
+
+def _serving(settings: EngineServerSettings, started: bool) -> tuple[str, ...]:
+    """Return where gateways reach the server; empty where nobody said, and its URL does not tell."""
+    if settings.serving_endpoint:
+        return settings.serving_endpoint
+    target = Target(settings.engine_url)
+    if target.secure or started:
+        # Gateways speak plain HTTP to pods. A server of the worker's own is on loopback, unless its arguments say more.
+        return ()
+    host = settings.advertised_host if is_loopback(target.host) else target.host
+    endpoint = f"[{host}]:{target.port}" if ":" in host and not host.startswith("[") else f"{host}:{target.port}"
+    return () if ip_endpoint_problem(endpoint) else (endpoint,)
 
 
 def _limits(settings: EngineServerSettings) -> ServerLimits:

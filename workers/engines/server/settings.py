@@ -9,7 +9,9 @@ from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from poolgrid.runtime.http_target import Target
 from poolgrid.runtime.settings import ZmqEndpoint
+from poolgrid.wire.addresses import ip_endpoint_problem
 from poolgrid.wire.identifiers import Role
+from poolgrid.wire.limits import SERVING_ENDPOINTS_MAX
 from poolgrid.workers.engines.server.core.launching import Launch, check_arguments
 from poolgrid.workers.settings import WorkerProcessSettings
 
@@ -132,6 +134,13 @@ class EngineServerSettings(WorkerProcessSettings):
         description="Follow the server's cache events. Without them routers know of it what they sent: give them "
         "--policy approximate.",
     )
+    serving_endpoint: tuple[str, ...] = Field(
+        (),
+        max_length=SERVING_ENDPOINTS_MAX,
+        description="ip:port at which gateways reach the server's own HTTP (Envoy, which asks the router), once "
+        "for each rank in their order, or once for all; empty = engine_url's port at advertise_host where "
+        "engine_url is on loopback, else engine_url's own where it has an IP address.",
+    )
     engine_priorities: bool = Field(
         False,
         description="Give requests' priorities to the server, which must schedule by them; others refuse such "
@@ -232,6 +241,17 @@ class EngineServerSettings(WorkerProcessSettings):
     def _check_arguments(cls, arguments: tuple[str, ...]) -> tuple[str, ...]:
         check_arguments(arguments, cls.launch.own)
         return arguments
+
+    @field_validator("serving_endpoint")
+    @classmethod
+    def _check_serving(cls, endpoints: tuple[str, ...]) -> tuple[str, ...]:
+        for endpoint in endpoints:
+            problem = ip_endpoint_problem(endpoint)
+            if problem is not None:
+                raise ValueError(
+                    f"serving_endpoint is {endpoint!r}, which {problem}; allowed are ip:port and [ipv6]:port"
+                )
+        return endpoints
 
     @model_validator(mode="after")
     def _check_events(self) -> Self:

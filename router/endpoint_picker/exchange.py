@@ -1,0 +1,342 @@
+"""One HTTP request that a gateway forwards, as ext-proc tells of it: phase by phase, each of which wants an answer.
+
+When the endpoint is chosen depends on when Envoy sends the headers on:
+
+| Envoy sends the body | chosen | by |
+|---|---|---|
+| ``FULL_DUPLEX_STREAMED`` | with its last piece: headers are answered, and the pieces given back | cache, load |
+| ``BUFFERED``, ``BUFFERED_PARTIAL`` | with the body: headers were answered, and are changed now | cache, load |
+| ``STREAMED``, ``NONE`` | with the headers, which are gone before the body comes | load |
+
+Nothing here knows of gRPC, and nothing waits but the choice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+from poolgrid.frontend.errors import RequestError
+from poolgrid.router.endpoint_picker import envoy_messages as envoy
+from poolgrid.router.endpoint_picker.answer_reading import AnswerReader
+from poolgrid.router.endpoint_picker.picker import Asked, Booking, Picked, Shed
+
+DESTINATION = "x-gateway-destination-endpoint"
+"""Header and metadata key of the answer."""
+
+DESTINATION_NAMESPACE = "envoy.lb"
+
+SERVED = "x-gateway-destination-endpoint-served"
+"""Metadata key of the endpoint that a gateway says it really went to."""
+
+SUBSET_NAMESPACE, SUBSET = "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"
+"""Where a gateway says which endpoints it allows: a list, or several with commas between."""
+
+UPSTREAM_ADDRESS = "upstream.address"
+"""Attribute that says the same of a gateway that does not name the endpoint: ``response_attributes`` asks for it."""
+
+RANK_HEADER = "x-data-parallel-rank"
+
+SHOWN_BODY_MODES = (envoy.FULL_DUPLEX_STREAMED, envoy.BUFFERED, envoy.BUFFERED_PARTIAL)
+"""Modes in which a body is there before the request goes on."""
+
+Response = Any
+"""A ``ProcessingResponse``."""
+
+
+class ProtocolError(Exception):
+    """The gateway's messages do not follow on each other as ext-proc has them."""
+
+
+class Picks(Protocol):
+    """Who chooses."""
+
+    async def pick(self, asked: Asked) -> Picked | Shed:
+        """Return where a request goes, or why nowhere."""
+        ...
+
+    def count_shed(self, shed: Shed) -> None:
+        """Count what a client was told in place of an answer."""
+        ...
+
+    def served_by(self, booking: Booking, endpoint: str) -> None:
+        """Take note of which endpoint serves."""
+        ...
+
+    def answer_began(self, booking: Booking) -> None:
+        """Count the prompt as computed."""
+        ...
+
+    def ended(self, booking: Booking, cached_tokens: int | None) -> None:
+        """Take a request off the books."""
+        ...
+
+
+class BodyBudget:
+    """Memory for bodies that are gathered, over all requests; who comes beyond it is shed."""
+
+    def __init__(self, body_bytes_max: int, total_bytes_max: int) -> None:
+        """``body_bytes_max`` is for one body."""
+        self.body_bytes_max = body_bytes_max
+        self.total_bytes_max = total_bytes_max
+        self.used_bytes = 0
+
+
+class Exchange:
+    """The phases of one request."""
+
+    def __init__(self, picks: Picks, bodies: BodyBudget) -> None:
+        self._picks = picks
+        self._bodies = bodies
+        self._headers: dict[str, str] = {}
+        self._candidates: frozenset[str] | None = None
+        self._request_mode = envoy.BUFFERED
+        self._response_mode = envoy.NONE
+        self._parts: list[bytes] = []
+        self._held_bytes = 0
+        self._picked: Picked | None = None
+        self._is_over = False
+        self._status = ""
+        self._answer = AnswerReader()
+
+    async def on(self, said: Any) -> list[Response]:
+        """Return the answers to a ``ProcessingRequest``, in order; raises ``ProtocolError``.
+
+        An empty list means that the answer comes with a later message, as full duplex allows.
+        """
+        kind = said.WhichOneof(envoy.SAID)
+        if self._is_over:
+            return []
+        if kind == "request_headers":
+            return await self._on_request_headers(said)
+        if kind == "request_body":
+            return await self._on_request_body(said.request_body)
+        if kind == "request_trailers":
+            return await self._on_request_trailers()
+        if kind == "response_headers":
+            return self._on_response_headers(said)
+        if kind == "response_body":
+            return self._on_response_body(said.response_body)
+        if kind == "response_trailers":
+            self._end()
+            return [_response("response_trailers")]
+        raise ProtocolError(f"the gateway sent a message of the kind {kind}, which ext-proc does not have here")
+
+    def close(self) -> None:
+        """End what the gateway's stream was for: the request is over, or its client has gone."""
+        self._let_go()
+        self._end()
+        self._is_over = True
+
+    # -- the request -----------------------------------------------------------------------------------------------
+
+    async def _on_request_headers(self, said: Any) -> list[Response]:
+        head = said.request_headers
+        self._headers = dict(_headers(head.headers.headers))
+        self._candidates = _candidates(said.metadata_context.filter_metadata)
+        if said.HasField("protocol_config"):
+            self._request_mode = said.protocol_config.request_body_mode
+            self._response_mode = said.protocol_config.response_body_mode
+        if head.end_of_stream:
+            return await self._pick_with_headers("no_body")
+        if self._request_mode == envoy.FULL_DUPLEX_STREAMED:
+            return []
+        if self._request_mode in SHOWN_BODY_MODES:
+            return [_response("request_headers")]
+        return await self._pick_with_headers("streamed" if self._request_mode == envoy.STREAMED else "no_body")
+
+    async def _pick_with_headers(self, why: str) -> list[Response]:
+        found = await self._pick(None, why)
+        return [_shed(found)] if isinstance(found, Shed) else [_told(found, "request_headers")]
+
+    async def _on_request_body(self, body: Any) -> list[Response]:
+        if self._request_mode not in SHOWN_BODY_MODES:
+            return [_response("request_body")]
+        shed = self._hold(body.body)
+        if shed is not None:
+            self._picks.count_shed(shed)
+            self._is_over = True
+            return [_shed(shed)]
+        if self._request_mode == envoy.FULL_DUPLEX_STREAMED:
+            return await self._pick_duplex(True) if body.end_of_stream else []
+        found = await self._pick(b"".join(self._parts), "no_body")
+        self._let_go()
+        return [_shed(found)] if isinstance(found, Shed) else [_told(found, "request_body")]
+
+    async def _on_request_trailers(self) -> list[Response]:
+        if self._request_mode != envoy.FULL_DUPLEX_STREAMED or self._picked is not None:
+            return [_response("request_trailers")]
+        answers = await self._pick_duplex(False)
+        return answers if self._is_over else [*answers, _response("request_trailers")]
+
+    async def _pick_duplex(self, ends: bool) -> list[Response]:
+        """Choose by the whole body, then give headers and body back; ``ends``: no trailers come."""
+        parts = [part for part in self._parts if part]
+        found = await self._pick(b"".join(parts), "no_body")
+        self._let_go()
+        if isinstance(found, Shed):
+            return [_shed(found)]
+        answers = [_told(found, "request_headers")]
+        last = len(parts) - 1
+        for position, part in enumerate(parts):
+            answers.append(_given_back("request_body", part, ends and position == last))
+        if ends and not parts:
+            answers.append(_given_back("request_body", b"", True))
+        return answers
+
+    async def _pick(self, body: bytes | None, why: str) -> Picked | Shed:
+        headers = self._headers
+        found = await self._picks.pick(
+            Asked(
+                headers.get("x-request-id", ""),
+                headers.get(":path", ""),
+                # What is packed only the engine reads.
+                body if "content-encoding" not in headers else None,
+                self._candidates,
+                headers.get(":method", "POST") == "POST",
+                "content-encoding" if body and "content-encoding" in headers else why,
+            )
+        )
+        if isinstance(found, Picked):
+            self._picked = found
+        else:
+            self._is_over = True
+        return found
+
+    def _hold(self, part: bytes) -> Shed | None:
+        """Keep a piece of the body, or say why not."""
+        bodies = self._bodies
+        if self._held_bytes + len(part) > bodies.body_bytes_max:
+            message = f"the body is longer than {bodies.body_bytes_max} bytes, the most that is read"
+            return Shed(413, "body_too_large", message)
+        if bodies.used_bytes + len(part) > bodies.total_bytes_max:
+            return Shed(429, "bodies_full", "there is no room for the body now; try again later", 1.0)
+        self._held_bytes += len(part)
+        bodies.used_bytes += len(part)
+        self._parts.append(part)
+        return None
+
+    def _let_go(self) -> None:
+        self._bodies.used_bytes -= self._held_bytes
+        self._held_bytes = 0
+        self._parts = []
+
+    # -- the answer ------------------------------------------------------------------------------------------------
+
+    def _on_response_headers(self, said: Any) -> list[Response]:
+        booking = None if self._picked is None else self._picked.booking
+        head = said.response_headers
+        self._status = next((value for name, value in _headers(head.headers.headers) if name == ":status"), "")
+        if booking is not None:
+            served = _served(said)
+            if served:
+                self._picks.served_by(booking, served)
+        answer = _response("response_headers")
+        if self._picked is not None:
+            change = answer.response_headers.response.header_mutation
+            _set(change, "x-poolgrid-worker", self._picked.worker if booking is None else str(booking.worker))
+            _set(change, "x-poolgrid-decision", self._picked.reason)
+        if head.end_of_stream:
+            self._end()
+        return [answer]
+
+    def _on_response_body(self, body: Any) -> list[Response]:
+        booking = None if self._picked is None else self._picked.booking
+        if self._answer.take(body.body) and booking is not None and self._status == "200":
+            self._picks.answer_began(booking)
+        if body.end_of_stream:
+            self._end()
+        if self._response_mode == envoy.FULL_DUPLEX_STREAMED:
+            return [_given_back("response_body", body.body, body.end_of_stream)]
+        return [_response("response_body")]
+
+    def _end(self) -> None:
+        picked, self._picked = self._picked, None
+        if picked is not None and picked.booking is not None:
+            self._picks.ended(picked.booking, self._answer.cached_tokens())
+
+
+# -- what Envoy says ---------------------------------------------------------------------------------------------------
+
+
+def _headers(headers: Iterable[Any]) -> Iterator[tuple[str, str]]:
+    for header in headers:
+        yield header.key, (header.raw_value.decode("latin-1") if header.raw_value else header.value)
+
+
+def _candidates(metadata: Any) -> frozenset[str] | None:
+    """Return the endpoints that a gateway allows; ``None`` where it does not say."""
+    if SUBSET_NAMESPACE not in metadata or SUBSET not in metadata[SUBSET_NAMESPACE].fields:
+        return None
+    value = metadata[SUBSET_NAMESPACE].fields[SUBSET]
+    if value.WhichOneof("kind") == "list_value":
+        said = [each.string_value for each in value.list_value.values]
+    else:
+        said = value.string_value.split(",")
+    return frozenset(each.strip() for each in said if each.strip())
+
+
+def _served(said: Any) -> str:
+    """Return which endpoint a gateway went to; empty where it does not say."""
+    metadata = said.metadata_context.filter_metadata
+    if DESTINATION_NAMESPACE in metadata and SERVED in metadata[DESTINATION_NAMESPACE].fields:
+        return str(metadata[DESTINATION_NAMESPACE].fields[SERVED].string_value)
+    for group in said.attributes.values():
+        if UPSTREAM_ADDRESS in group.fields:
+            return str(group.fields[UPSTREAM_ADDRESS].string_value)
+    return ""
+
+
+# -- what it is told ---------------------------------------------------------------------------------------------------
+
+
+def _response(phase: str) -> Response:
+    """Return the answer that lets a phase go on as it is."""
+    response = envoy.ProcessingResponse()
+    getattr(response, phase).SetInParent()
+    return response
+
+
+def _told(picked: Picked, phase: str) -> Response:
+    """Return the answer that says where a request goes, as header and as metadata."""
+    response = _response(phase)
+    endpoints = ",".join(picked.endpoints)
+    common = getattr(response, phase).response
+    _set(common.header_mutation, DESTINATION, endpoints)
+    if picked.rank is not None:
+        _set(common.header_mutation, RANK_HEADER, str(picked.rank))
+    # The route may go by what has changed; where a gateway has routed already, this does nothing.
+    common.clear_route_cache = True
+    response.dynamic_metadata.update({DESTINATION_NAMESPACE: {DESTINATION: endpoints}})
+    return response
+
+
+def _given_back(phase: str, part: bytes, ends: bool) -> Response:
+    response = _response(phase)
+    streamed = getattr(response, phase).response.body_mutation.streamed_response
+    streamed.body = part
+    streamed.end_of_stream = ends
+    return response
+
+
+def _shed(shed: Shed) -> Response:
+    """Return the answer that the client gets in place of an engine's."""
+    response = envoy.ProcessingResponse()
+    answer = response.immediate_response
+    answer.status.code = shed.status
+    answer.details = f"poolgrid_{shed.code}"
+    error = RequestError(shed.status, shed.code, shed.message)
+    answer.body = error.body()
+    _set(answer.headers, "content-type", "application/json")
+    for name, value in error.headers:
+        _set(answer.headers, name.decode(), value.decode())
+    if shed.retry_after_s is not None:
+        _set(answer.headers, "retry-after", str(max(1, math.ceil(shed.retry_after_s))))
+    return response
+
+
+def _set(change: Any, name: str, value: str) -> None:
+    option = change.set_headers.add(append_action=envoy.OVERWRITE_IF_EXISTS_OR_ADD)
+    option.header.key = name
+    option.header.raw_value = value.encode("latin-1", "replace")

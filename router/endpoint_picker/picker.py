@@ -1,0 +1,322 @@
+"""Chooses and books for requests that do not come through this router: a gateway sends them to the engines itself.
+
+Rules
+    1. Choose and book happen in one callback: two requests never see the same idle worker.
+    2. A booking is an entry of the load ledger with a lease, renewed while the gateway's stream for the request lives.
+       It ends with the answer, or with that stream. Once the answer has begun, its prompt is no work any more.
+    3. Nothing waits here: a request that finds every worker full is shed, and its client told when to come back.
+    4. A worker whose own process cannot be reached, while its membership lasts, comes last: its engine may live.
+    5. Fallbacks are what would be chosen if the endpoints before were away. They are not booked; the booking moves when
+       the gateway says that another endpoint served.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
+from typing import Protocol
+
+import msgspec
+
+from poolgrid.frontend.ports import InferenceRequest
+from poolgrid.frontend.request_ids import RequestIds
+from poolgrid.router.core.candidates import RoutingRequest
+from poolgrid.router.core.decision import Decision
+from poolgrid.router.core.inputs import Booked, PromptComputed, Released, Renewed, WorkerWanted
+from poolgrid.router.core.projection import Projection
+from poolgrid.router.core.router_state import RouterState
+from poolgrid.router.core.selector import Found, NoWorker, PolicyFailed
+from poolgrid.router.core.stage_plan import DECODE_ROLES, WHOLE_ROLES
+from poolgrid.router.endpoint_picker.metrics import PickerMetrics
+from poolgrid.router.endpoint_picker.pods import Pods
+from poolgrid.router.endpoint_picker.prompt_reading import Reading
+from poolgrid.runtime.clock import Clock
+from poolgrid.wire.identifiers import Role, WorkerKey
+from poolgrid.wire.request_ids import dispatch_id
+
+log = logging.getLogger(__name__)
+
+SERVED_BY_ANOTHER = "the gateway says that another endpoint serves"
+PICKED_BEFORE = "it is among the endpoints before"
+NOT_READY_RETRY_S = 1.0
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """A request that wants an endpoint."""
+
+    name: str
+    """What its client calls it, and where people look it up; empty = it has no name."""
+    path: str
+    body: bytes | None
+    """``None`` where the gateway does not show it before it wants an answer, or there is none."""
+    candidates: frozenset[str] | None
+    """Endpoints that the gateway allows; ``None`` = all."""
+    books: bool = True
+    """Whether it is work for an engine; listing models is none."""
+    unread: str = ""
+    """Why there is no body."""
+
+
+class Shed(msgspec.Struct, frozen=True):
+    """A request that gets no endpoint, and what its client is told."""
+
+    status: int
+    code: str
+    message: str
+    retry_after_s: float | None = None
+
+
+class Booking(msgspec.Struct):
+    """A request on an engine, as the ledger has it."""
+
+    worker: WorkerKey
+    dispatch_id: str
+    wanted: WorkerWanted | None
+    """What it was chosen for; ``None`` once it has moved."""
+
+
+class Picked(msgspec.Struct, frozen=True):
+    """Where a request goes."""
+
+    endpoints: tuple[str, ...]
+    """``ip:port``, the first choice first."""
+    rank: int | None
+    """Rank that the request must name."""
+    worker: str
+    reason: str
+    booking: Booking | None
+
+
+class ReadPrompt(Protocol):
+    """Reads the prompt of a body."""
+
+    async def read(self, path: str, body: bytes, request_id: str) -> Reading:
+        """Return what was read; raises nothing for what clients write."""
+        ...
+
+
+class Router(Protocol):
+    """What a picker needs of its router."""
+
+    @property
+    def ready(self) -> bool:
+        """Tell whether the state is that of the pool."""
+        ...
+
+    @property
+    def projection(self) -> Projection:
+        """Return the router's state."""
+        ...
+
+    @property
+    def unreachable(self) -> Mapping[WorkerKey, str]:
+        """Return the workers that the router cannot talk to, and why."""
+        ...
+
+    @property
+    def behind_records(self) -> int:
+        """Return how many records the pool's journal is known to hold beyond those applied."""
+        ...
+
+    def reserved(self, decision: Decision, path: Sequence[int]) -> None:
+        """Keep and count a decision that reserved a worker."""
+        ...
+
+    def retry_after_s(self) -> float:
+        """Return when a refused client should come back."""
+        ...
+
+    def load_changed(self) -> None:
+        """Take note that a worker may have room again."""
+        ...
+
+
+class Picker:
+    """Picks for one router's gateways."""
+
+    def __init__(
+        self,
+        router: Router,
+        state: RouterState,
+        reader: ReadPrompt,
+        path_of: Callable[[InferenceRequest], Sequence[int]],
+        realised: Callable[[str, int], None],
+        request_ids: RequestIds,
+        fallbacks: int,
+        metrics: PickerMetrics,
+        clock: Clock,
+    ) -> None:
+        """``path_of`` hashes a prompt, ``realised`` is told what a dispatch really reused; ``fallbacks`` are endpoints
+        beside the first."""
+        self._router = router
+        self._state = state
+        self._reader = reader
+        self._path_of = path_of
+        self._realised = realised
+        self._request_ids = request_ids
+        self._fallbacks = fallbacks
+        self._metrics = metrics
+        self._clock = clock
+        self._pods = Pods(state.projection.fleet)
+        self._bookings: dict[str, Booking] = {}
+        metrics.in_flight.set_function(lambda: float(len(self._bookings)))
+
+    # -- in --------------------------------------------------------------------------------------------------------
+
+    async def pick(self, asked: Asked) -> Picked | Shed:
+        """Return where a request goes, booked, or why nowhere."""
+        began = perf_counter()
+        if self._router.ready:
+            wanted_id = self._request_ids.wanted(asked.name.encode("latin-1", "replace") or None)
+            (request_id,) = self._request_ids.of_sequences(wanted_id, 1)
+            if asked.body:
+                reading = await self._reader.read(asked.path, asked.body, request_id)
+            else:
+                reading = Reading("", None, why=asked.unread)
+            path = self._path_of(reading.request) if reading.request is not None else ()
+            found = self._place(asked, reading, path, request_id)
+        else:
+            found = Shed(503, "not_ready", "the endpoint picker is rebuilding its state", NOT_READY_RETRY_S)
+        if isinstance(found, Picked):
+            self._metrics.picks.labels("picked").inc()
+            self._metrics.seconds.observe(perf_counter() - began)
+        else:
+            self.count_shed(found)
+        return found
+
+    def count_shed(self, shed: Shed) -> None:
+        """Count what a client was told in place of an answer."""
+        self._metrics.picks.labels(shed.code).inc()
+
+    def _place(self, asked: Asked, reading: Reading, path: Sequence[int], request_id: str) -> Picked | Shed:
+        model = reading.model or self._any_model()
+        excluded = self._pods.excluded(asked.candidates)
+        wanted = self._wanted(request_id, model, reading, path, excluded)
+        found = self._find(wanted, asked.books)
+        if not isinstance(found, Decision):
+            return self._shed(found)
+        if asked.books:
+            self._metrics.read.labels(reading.why or "tokens").inc()
+        worker = found.worker
+        booking = self._book(found, wanted, request_id) if asked.books else None
+        return Picked(
+            self._in_order(worker, wanted), self._pods.rank_to_name(worker), str(worker), found.reason, booking
+        )
+
+    def _find(self, wanted: WorkerWanted, books: bool) -> Found:
+        """Choose among the reachable, then among all; a choice that is not booked leaves no trace."""
+        choose = self._state.apply if books else self._state.preview
+        reachable = msgspec.structs.replace(wanted, unavailable={**self._router.unreachable, **wanted.unavailable})
+        found: Found = choose(reachable)
+        if isinstance(found, NoWorker) and not found.busy and self._router.unreachable:
+            return choose(wanted)
+        return found
+
+    def _wanted(
+        self,
+        request_id: str,
+        model: str,
+        reading: Reading,
+        path: Sequence[int],
+        excluded: Mapping[WorkerKey, str],
+        attempt: int = 0,
+    ) -> WorkerWanted:
+        workers = self._router.projection.fleet.models().get(model, ())
+        size = max(1, workers[0].card.block_size) if workers else 1
+        routing = RoutingRequest(request_id, model, reading.isl, size, -(-reading.isl // size))
+        return WorkerWanted(
+            routing,
+            path,
+            self._clock.monotonic_ms(),
+            self._clock.wall_ms(),
+            excluded,
+            attempt,
+            self._roles(model, excluded),
+            self._router.behind_records,
+        )
+
+    def _roles(self, model: str, excluded: Mapping[WorkerKey, str]) -> tuple[Role, ...]:
+        """Return who does a whole request: aggregated workers, and decode workers where there are none."""
+        return WHOLE_ROLES if self._state.selector.available(model, WHOLE_ROLES, excluded) else DECODE_ROLES
+
+    def _any_model(self) -> str:
+        """Return the model of whoever asks for none that the fleet has: the first by name that a gateway reaches."""
+        excluded = self._pods.excluded(None)
+        for name, workers in self._router.projection.fleet.models().items():
+            if any(worker.key not in excluded for worker in workers):
+                return name
+        return ""
+
+    def _book(self, decision: Decision, wanted: WorkerWanted, request_id: str) -> Booking:
+        name = dispatch_id(request_id, decision.attempt)
+        self._state.apply(Booked(decision, wanted.path, name, wanted.now_ms))
+        self._router.reserved(decision, wanted.path)
+        booking = self._bookings[request_id] = Booking(decision.worker, name, wanted)
+        return booking
+
+    def _in_order(self, worker: WorkerKey, wanted: WorkerWanted) -> tuple[str, ...]:
+        """Return the endpoint of a choice, and of who would be chosen without it."""
+        endpoints = [self._pods.endpoint_of(worker)]
+        unavailable = dict(wanted.unavailable)
+        for _ in range(self._fallbacks):
+            for key in self._pods.at(endpoints[-1]):
+                unavailable[key] = PICKED_BEFORE
+            found = self._find(msgspec.structs.replace(wanted, unavailable=unavailable), books=False)
+            if not isinstance(found, Decision):
+                break
+            endpoints.append(self._pods.endpoint_of(found.worker))
+        return tuple(endpoints)
+
+    def _shed(self, found: NoWorker | PolicyFailed) -> Shed:
+        if isinstance(found, PolicyFailed):
+            log.error("choosing an endpoint for a gateway: %s", found, exc_info=found.error)
+            return Shed(500, "policy_failed", "choosing an endpoint failed; the log of the endpoint picker says why")
+        if found.busy:
+            retry_after_s = self._router.retry_after_s()
+            return Shed(429, "busy", "there is no room for the request now; try again later", retry_after_s)
+        return Shed(503, "no_worker", "no endpoint can take the request now; try again later", NOT_READY_RETRY_S)
+
+    # -- on its way ------------------------------------------------------------------------------------------------
+
+    def served_by(self, booking: Booking, endpoint: str) -> None:
+        """Take note of which endpoint serves: the booking moves there when it is not the one that was chosen."""
+        workers = self._pods.at(endpoint)
+        if booking.wanted is None or not workers or booking.worker in workers:
+            return
+        self._metrics.elsewhere.inc()
+        before, booking.wanted = booking.wanted, None
+        others = {key: SERVED_BY_ANOTHER for key in self._router.projection.fleet.workers if key not in workers}
+        again = msgspec.structs.replace(
+            before, unavailable=others, attempt=before.attempt + 1, now_ms=self._clock.monotonic_ms()
+        )
+        found = self._state.apply(again)
+        if isinstance(found, Decision):
+            self._release(booking)
+            booking.worker, booking.dispatch_id = found.worker, dispatch_id(found.request.request_id, found.attempt)
+            self._state.apply(Booked(found, again.path, booking.dispatch_id, again.now_ms))
+            self._router.reserved(found, again.path)
+
+    def answer_began(self, booking: Booking) -> None:
+        """Count the prompt as computed."""
+        if self._state.apply(PromptComputed(booking.worker, booking.dispatch_id)):
+            self._router.load_changed()
+
+    def ended(self, booking: Booking, cached_tokens: int | None) -> None:
+        """Take a request off the books, whatever ended it; ``cached_tokens`` as the engine said."""
+        for request_id in (booking.dispatch_id, booking.dispatch_id.rpartition("~")[0]):
+            if self._bookings.get(request_id) is booking:
+                del self._bookings[request_id]
+        if cached_tokens is not None:
+            self._realised(booking.dispatch_id, cached_tokens)
+        self._release(booking)
+
+    def _release(self, booking: Booking) -> None:
+        self._state.apply(Released(booking.worker, booking.dispatch_id))
+        self._router.load_changed()
+
+    def renew(self) -> None:
+        """Begin every lease anew: the gateway still holds the streams of these requests open."""
+        now_ms = self._clock.monotonic_ms()
+        for booking in self._bookings.values():
+            self._state.apply(Renewed(booking.worker, booking.dispatch_id, now_ms))

