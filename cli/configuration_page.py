@@ -26,6 +26,7 @@ from poolgrid.global_router.settings import GlobalRouterSettings
 from poolgrid.loadgen.settings import BenchSettings
 from poolgrid.naming.settings import NamesSettings
 from poolgrid.router.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
+from poolgrid.router.endpoint_picker.settings import EndpointPickerSettings
 from poolgrid.router.settings import RouterSettings
 from poolgrid.runtime.http_settings import HttpSettings, ServerSettings
 from poolgrid.runtime.nats_settings import EventPlaneSettings, NatsSettings
@@ -76,6 +77,12 @@ SECTIONS = (
         "router",
         (ServerSettings, RouterSettings),
         "How workers are chosen, how requests wait, and where the server listens.",
+    ),
+    Section(
+        "Endpoint picker",
+        "router",
+        (EndpointPickerSettings,),
+        "For an Envoy gateway in front of stock engines ([operations](operations.md#behind-an-envoy-gateway)).",
     ),
     Section(
         "HTTP API",

@@ -27,6 +27,7 @@ from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.core.selector import Selector
 from poolgrid.router.decision_journal.recorder import DecisionRecorder, settings_noted
 from poolgrid.router.decision_journal.segments import DecisionSegments
+from poolgrid.router.endpoint_picker.metrics import PickerMetrics
 from poolgrid.router.feeds import EmbeddedFeed
 from poolgrid.router.fleet_links import link_opener
 from poolgrid.router.metrics import DecisionRecordCollector, RouterMetrics, register_views
@@ -128,6 +129,7 @@ async def _registered() -> list[Exported]:
     state = RouterState(Selector(projection, load_policy(settings)))
     open_link = link_opener(context, settings, metrics, clock)
     service = RouterService(settings, state, EmbeddedFeed(consolidator), metrics, clock, open_link)
+    PickerMetrics(registry)
     register_views(registry, service.view)
     recorder = DecisionRecorder(DecisionSegments(FakeDisk(), 1, 1), state, settings_noted("r", "", {}), clock, 1, 1)
     registry.register(DecisionRecordCollector(recorder))

@@ -140,6 +140,9 @@ class Exchange:
             self._response_mode = said.protocol_config.response_body_mode
         if head.end_of_stream:
             return await self._pick_with_headers("no_body")
+        announced = self._headers.get("content-length", "")
+        if announced.isdecimal() and int(announced) > self._bodies.body_bytes_max:
+            return [self._shed_at_once(self._too_large())]
         if self._request_mode == envoy.FULL_DUPLEX_STREAMED:
             return []
         if self._request_mode in SHOWN_BODY_MODES:
@@ -155,9 +158,7 @@ class Exchange:
             return [_response("request_body")]
         shed = self._hold(body.body)
         if shed is not None:
-            self._picks.count_shed(shed)
-            self._is_over = True
-            return [_shed(shed)]
+            return [self._shed_at_once(shed)]
         if self._request_mode == envoy.FULL_DUPLEX_STREAMED:
             return await self._pick_duplex(True) if body.end_of_stream else []
         found = await self._pick(b"".join(self._parts), "no_body")
@@ -208,14 +209,22 @@ class Exchange:
         """Keep a piece of the body, or say why not."""
         bodies = self._bodies
         if self._held_bytes + len(part) > bodies.body_bytes_max:
-            message = f"the body is longer than {bodies.body_bytes_max} bytes, the most that is read"
-            return Shed(413, "body_too_large", message)
+            return self._too_large()
         if bodies.used_bytes + len(part) > bodies.total_bytes_max:
             return Shed(429, "bodies_full", "there is no room for the body now; try again later", 1.0)
         self._held_bytes += len(part)
         bodies.used_bytes += len(part)
         self._parts.append(part)
         return None
+
+    def _too_large(self) -> Shed:
+        most = self._bodies.body_bytes_max
+        return Shed(413, "body_too_large", f"the body is longer than {most} bytes, the most that is read")
+
+    def _shed_at_once(self, shed: Shed) -> Response:
+        self._picks.count_shed(shed)
+        self._is_over = True
+        return _shed(shed)
 
     def _let_go(self) -> None:
         self._bodies.used_bytes -= self._held_bytes

@@ -55,7 +55,7 @@ NOT_NEEDED = {
     },
     ("router", "poolgrid.router.bootstrap"): {
         "poolgrid.workers", "poolgrid.global_router", "poolgrid.simulation", "poolgrid.loadgen", "yaml", "httpx",
-        "rich", "matplotlib",
+        "rich", "matplotlib", "grpc", "google.protobuf",
     },
     ("global-router", "poolgrid.global_router.bootstrap"): {
         # httpx brings rich

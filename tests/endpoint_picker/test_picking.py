@@ -1,0 +1,408 @@
+"""What a gateway is told: real messages of ext-proc in, real messages out, over a fleet of a test."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry
+
+from poolgrid.frontend.ports import InferenceRequest
+from poolgrid.frontend.request_ids import RequestIds
+from poolgrid.router.core.cost import CostWeights
+from poolgrid.router.core.decision import Decision, DecisionLog
+from poolgrid.router.core.policy import make_policy
+from poolgrid.router.core.router_state import RouterState
+from poolgrid.router.endpoint_picker import envoy_messages as envoy
+from poolgrid.router.endpoint_picker.answer_reading import TAIL_BYTES, AnswerReader
+from poolgrid.router.endpoint_picker.exchange import BodyBudget, Exchange, ProtocolError
+from poolgrid.router.endpoint_picker.metrics import PickerMetrics
+from poolgrid.router.endpoint_picker.picker import Picker
+from poolgrid.router.endpoint_picker.prompt_reading import Reading
+from poolgrid.wire.card import WorkerCard
+from poolgrid.wire.events import WorkerDraining, WorkerJoined
+from poolgrid.wire.identifiers import Role, WorkerKey
+from poolgrid.wire.requests import Sampling
+from tests.router.fleet_builder import BLOCK_SIZE, Pool, make_card, stored, worker_key
+from tests.router.recorded_router import TurnedClock
+
+PATH = [11, 12, 13]
+BODY = b'{"model": "m"}'
+
+
+def card_at(*endpoints: str, ranks: int = 1, max_batch_size: int = 8, role: Role = Role.AGGREGATED) -> WorkerCard:
+    card = make_card(max_batch_size=max_batch_size, role=role)
+    return msgspec.structs.replace(card, serving_endpoints=endpoints, dp_size=ranks)
+
+
+class View:
+    """The router, as the picker sees it."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.ready = True
+        self.projection = pool.projection
+        self.decisions = DecisionLog(10)
+        self.unreachable: Mapping[WorkerKey, str] = {}
+        self.behind_records = 0
+        self.load_changes = 0
+
+    def reserved(self, decision: Decision, path: Sequence[int]) -> None:
+        self.decisions.add(decision)
+
+    def retry_after_s(self) -> float:
+        return 6.2
+
+    def load_changed(self) -> None:
+        self.load_changes += 1
+
+
+class OnePrompt:
+    """Reads every body as the same prompt of three blocks."""
+
+    async def read(self, path: str, body: bytes, request_id: str) -> Reading:
+        request = InferenceRequest(request_id, "m", bytes(4 * 3 * BLOCK_SIZE), Sampling(max_tokens=1))
+        return Reading("m", request, 3 * BLOCK_SIZE)
+
+
+class Gateway:
+    """A fleet, its picker, and one that asks."""
+
+    def __init__(self, fallbacks: int = 2) -> None:
+        self.pool = Pool()
+        self.view = View(self.pool)
+        self.clock = TurnedClock()
+        self.registry = CollectorRegistry()
+        self.reused: dict[str, int] = {}
+        self.bodies = BodyBudget(1000, 1500)
+        selector = self.pool.selector(make_policy("kv", CostWeights(), 0.0))
+        self.picker = Picker(
+            self.view,
+            RouterState(selector),
+            OnePrompt(),
+            lambda request: PATH,
+            self.reused.__setitem__,
+            RequestIds("g"),
+            fallbacks,
+            PickerMetrics(self.registry),
+            self.clock,
+        )
+
+    def joined(self, **cards: WorkerCard) -> None:
+        for name, card in cards.items():
+            for rank in range(card.dp_size):
+                self.pool.say(worker_key(name, rank), WorkerJoined(card))
+
+    def exchange(self) -> Exchange:
+        return Exchange(self.picker, self.bodies)
+
+    def booked(self) -> dict[str, str]:
+        return {name.partition("~")[0]: str(worker) for worker, name in self.pool.projection.ledger.entries()}
+
+    @property
+    def prefill_tokens(self) -> int:
+        return int(self.pool.projection.ledger.prefill_tokens.sum())
+
+
+def say(exchange: Exchange, message: Any) -> list[Any]:
+    """What it answers, after a journey over the wire."""
+    given = envoy.ProcessingRequest.FromString(message.SerializeToString())
+    answers = asyncio.run(exchange.on(given))
+    return [envoy.ProcessingResponse.FromString(each.SerializeToString()) for each in answers]
+
+
+def request_headers(
+    mode: int = envoy.FULL_DUPLEX_STREAMED,
+    ends: bool = False,
+    subset: object = None,
+    **headers: str,
+) -> Any:
+    message = envoy.ProcessingRequest()
+    message.protocol_config.request_body_mode = message.protocol_config.response_body_mode = mode
+    message.request_headers.end_of_stream = ends
+    known = {":method": "POST", ":path": "/v1/completions", **{k.replace("_", "-"): v for k, v in headers.items()}}
+    for name, value in known.items():
+        message.request_headers.headers.headers.add(key=name, raw_value=value.encode())
+    if subset is not None:
+        name = "x-gateway-destination-endpoint-subset"
+        message.metadata_context.filter_metadata["envoy.lb.subset_hint"].update({name: subset})
+    return message
+
+
+def body(part: bytes, ends: bool = True, kind: str = "request_body") -> Any:
+    message = envoy.ProcessingRequest()
+    getattr(message, kind).body = part
+    getattr(message, kind).end_of_stream = ends
+    return message
+
+
+def response_headers(status: str = "200", served: str = "") -> Any:
+    message = envoy.ProcessingRequest()
+    message.response_headers.headers.headers.add(key=":status", raw_value=status.encode())
+    if served:
+        name = "x-gateway-destination-endpoint-served"
+        message.metadata_context.filter_metadata["envoy.lb"].update({name: served})
+    return message
+
+
+def asked(gateway: Gateway, name: str = "r", **head: Any) -> tuple[Exchange, list[Any]]:
+    exchange = gateway.exchange()
+    assert say(exchange, request_headers(x_request_id=name, **head)) == []
+    return exchange, say(exchange, body(BODY))
+
+
+def headers_of(answer: Any, phase: str = "request_headers") -> dict[str, str]:
+    change = getattr(answer, phase).response.header_mutation
+    return {each.header.key: each.header.raw_value.decode() for each in change.set_headers}
+
+
+def endpoints(answers: list[Any], phase: str = "request_headers") -> list[str]:
+    """What a gateway reads of the answer: the same in the header and in the metadata."""
+    said = headers_of(answers[0], phase)["x-gateway-destination-endpoint"]
+    metadata = answers[0].dynamic_metadata["envoy.lb"]["x-gateway-destination-endpoint"]
+    assert metadata == said
+    return said.split(",")
+
+
+def test_who_holds_the_prompt_is_named_first_and_then_who_would_be_next() -> None:
+    gateway = Gateway()
+    gateway.joined(a=card_at("10.0.0.1:80"), b=card_at("10.0.0.2:80"), c=card_at("10.0.0.3:80"), d=card_at())
+    gateway.pool.say(worker_key("b"), stored([11, 12]))
+    gateway.pool.say(worker_key("c"), stored([11]))
+
+    exchange, answers = asked(gateway)
+
+    assert endpoints(answers) == ["10.0.0.2:80", "10.0.0.3:80", "10.0.0.1:80"]
+    assert [each.WhichOneof("said") for each in answers] == ["request_headers", "request_body"]
+    assert answers[1].request_body.response.body_mutation.streamed_response.body == BODY
+    assert gateway.booked() == {"r": "b"}
+    assert gateway.prefill_tokens == BLOCK_SIZE
+    exchange.close()
+    assert gateway.booked() == {}
+
+
+def test_a_prompt_is_load_until_the_answer_begins_and_the_request_until_it_ends() -> None:
+    gateway = Gateway()
+    gateway.joined(a=card_at("10.0.0.1:80"))
+    exchange, _ = asked(gateway)
+    assert gateway.prefill_tokens == 3 * BLOCK_SIZE
+    (head,) = say(exchange, response_headers())
+    assert headers_of(head, "response_headers") == {"x-poolgrid-worker": "a", "x-poolgrid-decision": "only"}
+    assert gateway.prefill_tokens == 3 * BLOCK_SIZE
+
+    (echo,) = say(exchange, body(b"data: {}\n\n", False, "response_body"))
+    assert echo.response_body.response.body_mutation.streamed_response.body == b"data: {}\n\n"
+    assert gateway.prefill_tokens == 0
+    assert gateway.booked() == {"r": "a"}
+
+    usage = b'data: {"usage": {"prompt_tokens_details": {"cached_tokens": 32}}}\n\ndata: [DONE]\n\n'
+    say(exchange, body(usage, True, "response_body"))
+    assert gateway.booked() == {}
+    assert list(gateway.reused.values()) == [32]
+    exchange.close()
+    assert list(gateway.reused.values()) == [32]
+
+
+def test_the_first_bytes_of_an_error_compute_no_prompt() -> None:
+    gateway = Gateway()
+    gateway.joined(a=card_at("10.0.0.1:80"))
+    exchange, _ = asked(gateway)
+    say(exchange, response_headers("500"))
+    say(exchange, body(b"oh", False, "response_body"))
+    assert gateway.prefill_tokens == 3 * BLOCK_SIZE
+
+
+def test_the_ports_of_a_pod_are_its_ranks() -> None:
+    gateway = Gateway(fallbacks=0)
+    gateway.joined(a=card_at("10.0.0.1:8000", "10.0.0.1:8001", ranks=2))
+    gateway.pool.say(worker_key("a", 1), stored(PATH))
+
+    _, answers = asked(gateway)
+
+    assert endpoints(answers) == ["10.0.0.1:8001"]
+    assert "x-data-parallel-rank" not in headers_of(answers[0])
+    assert gateway.booked() == {"r": "a/1"}
+
+
+def test_ranks_behind_one_port_are_named_in_a_header_and_are_one_endpoint() -> None:
+    gateway = Gateway()
+    gateway.joined(a=card_at("10.0.0.1:8000", ranks=2), b=card_at("10.0.0.2:8000"))
+    gateway.pool.say(worker_key("a", 1), stored(PATH))
+
+    exchange, answers = asked(gateway)
+
+    assert endpoints(answers) == ["10.0.0.1:8000", "10.0.0.2:8000"]
+    assert headers_of(answers[0])["x-data-parallel-rank"] == "1"
+    say(exchange, response_headers(served="10.0.0.1:8000"))
+    assert gateway.booked() == {"r": "a/1"}
+
+
+@pytest.mark.parametrize("subset", ["10.0.0.1:80, 10.0.0.3:80", ["10.0.0.1:80", "10.0.0.3:80"]])
+def test_only_endpoints_that_the_gateway_allows_are_named(subset: object) -> None:
+    gateway = Gateway()
+    gateway.joined(a=card_at("10.0.0.1:80"), b=card_at("10.0.0.2:80"), c=card_at("10.0.0.3:80"))
+    gateway.pool.say(worker_key("b"), stored(PATH))
+    gateway.pool.say(worker_key("c"), stored([11]))
+
+    _, answers = asked(gateway, subset=subset)
+
+    assert endpoints(answers) == ["10.0.0.3:80", "10.0.0.1:80"]
+
+
+def shed(answers: list[Any]) -> tuple[int, str, dict[str, str]]:
+    (answer,) = answers
+    assert answer.WhichOneof("said") == "immediate_response"
+    told = answer.immediate_response
+    headers = {each.header.key: each.header.raw_value.decode() for each in told.headers.set_headers}
+    return told.status.code, json.loads(told.body)["error"]["code"], headers
+
+
+def test_a_request_without_an_endpoint_is_answered_503() -> None:
+    gateway = Gateway()
+    gateway.joined(a=card_at("10.0.0.1:80"), b=card_at())
+    assert shed(asked(gateway, subset="10.0.0.9:80")[1])[:2] == (503, "no_worker")
+    gateway.pool.say(worker_key("a"), WorkerDraining())
+    assert shed(asked(gateway)[1])[:2] == (503, "no_worker")
+    gateway.view.ready = False
+    assert shed(asked(gateway)[1])[:2] == (503, "not_ready")
+
+
+def test_a_request_that_finds_every_engine_full_is_shed_with_429_and_when_to_come_back() -> None:
+    gateway = Gateway()
+    gateway.joined(a=card_at("10.0.0.1:80", max_batch_size=1))
+    held = [asked(gateway, f"r{number}")[0] for number in range(2)]
+
+    exchange, answers = asked(gateway, "one-more")
+
+    status, code, headers = shed(answers)
+    assert (status, code) == (429, "busy")
+    assert headers["retry-after"] == "7"
+    assert headers["x-poolgrid-refusal"] == "busy"
+    assert say(exchange, body(b"late")) == []
+    held[0].close()
+    assert endpoints(asked(gateway, "again")[1]) == ["10.0.0.1:80"]
+
+
+def test_the_booking_moves_to_who_really_serves() -> None:
+    gateway = Gateway()
+    gateway.joined(a=card_at("10.0.0.1:80"), b=card_at("10.0.0.2:80"))
+    gateway.pool.say(worker_key("a"), stored(PATH))
+    exchange, answers = asked(gateway)
+    assert endpoints(answers)[0] == "10.0.0.1:80"
+
+    (head,) = say(exchange, response_headers(served="10.0.0.2:80"))
+
+    assert headers_of(head, "response_headers")["x-poolgrid-worker"] == "b"
+    assert gateway.booked() == {"r": "b"}
+    exchange.close()
+    assert gateway.booked() == {}
+    assert gateway.registry.get_sample_value("poolgrid_router_gateway_in_flight") == 0
+    assert gateway.registry.get_sample_value("poolgrid_router_gateway_served_elsewhere_total") == 1
+
+
+def test_a_lease_lasts_as_long_as_it_is_renewed() -> None:
+    gateway = Gateway()
+    gateway.joined(a=card_at("10.0.0.1:80"))
+    asked(gateway)
+    for _ in range(3):
+        gateway.clock.ms += 20_000
+        gateway.picker.renew()
+        gateway.pool.projection.ledger.expire(gateway.clock.monotonic_ms())
+    assert gateway.booked() == {"r": "a"}
+    gateway.clock.ms += 40_000
+    gateway.pool.projection.ledger.expire(gateway.clock.monotonic_ms())
+    assert gateway.booked() == {}
+
+
+def test_a_worker_that_this_router_cannot_reach_comes_last_and_not_never() -> None:
+    gateway = Gateway()
+    gateway.joined(a=card_at("10.0.0.1:80"), b=card_at("10.0.0.2:80"))
+    gateway.pool.say(worker_key("a"), stored(PATH))
+    gateway.view.unreachable = {worker_key("a"): "unreachable"}
+    assert endpoints(asked(gateway)[1]) == ["10.0.0.2:80", "10.0.0.1:80"]
+    gateway.view.unreachable = {worker_key("a"): "unreachable", worker_key("b"): "unreachable"}
+    assert endpoints(asked(gateway, "s")[1])[0] == "10.0.0.1:80"
+
+
+def test_decode_workers_serve_where_nobody_does_it_all() -> None:
+    gateway = Gateway()
+    gateway.joined(p=card_at("10.0.0.1:80", role=Role.PREFILL), d=card_at("10.0.0.2:80", role=Role.DECODE))
+    assert endpoints(asked(gateway)[1]) == ["10.0.0.2:80"]
+
+
+def test_a_buffered_body_is_answered_with_the_headers_changed() -> None:
+    gateway = Gateway()
+    gateway.joined(a=card_at("10.0.0.1:80"))
+    exchange = gateway.exchange()
+    (head,) = say(exchange, request_headers(envoy.BUFFERED))
+    assert headers_of(head) == {}
+    assert endpoints(say(exchange, body(BODY)), "request_body") == ["10.0.0.1:80"]
+    (through,) = say(exchange, body(b"x", False, "response_body"))
+    assert not through.response_body.response.HasField("body_mutation")
+
+
+def test_pieces_of_a_body_are_given_back_as_they_came_and_trailers_end_them() -> None:
+    gateway = Gateway()
+    gateway.joined(a=card_at("10.0.0.1:80"))
+    exchange = gateway.exchange()
+    parts = [b"abc", b"", b"de", b"f"]
+    assert say(exchange, request_headers()) == []
+    for part in parts:
+        assert say(exchange, body(part, False)) == []
+    assert gateway.bodies.used_bytes == 6
+    trailers = envoy.ProcessingRequest()
+    trailers.request_trailers.SetInParent()
+
+    answers = say(exchange, trailers)
+
+    given = [each.request_body.response.body_mutation.streamed_response for each in answers[1:-1]]
+    assert [(each.body, each.end_of_stream) for each in given] == [(b"abc", False), (b"de", False), (b"f", False)]
+    assert answers[-1].WhichOneof("said") == "request_trailers"
+    assert gateway.bodies.used_bytes == 0
+
+
+def test_bodies_have_one_budget_and_a_stream_that_is_reset_gives_its_part_back() -> None:
+    gateway = Gateway()
+    gateway.joined(a=card_at("10.0.0.1:80"))
+    first, second = gateway.exchange(), gateway.exchange()
+    say(first, request_headers())
+    say(first, body(bytes(1000), False))
+    say(second, request_headers())
+    assert shed(say(second, body(bytes(600), False)))[:2] == (429, "bodies_full")
+    assert shed(say(first, body(b"x", False)))[:2] == (413, "body_too_large")
+    first.close()
+    second.close()
+    assert gateway.bodies.used_bytes == 0
+    announced = gateway.exchange()
+    assert shed(say(announced, request_headers(content_length="1001")))[:2] == (413, "body_too_large")
+
+
+def test_a_message_that_ext_proc_does_not_have_is_a_fault_of_the_gateway() -> None:
+    with pytest.raises(ProtocolError, match="does not have here"):
+        say(Gateway().exchange(), envoy.ProcessingRequest())
+
+
+@pytest.mark.parametrize(
+    ("answer", "cached"),
+    [
+        (b'{"choices":[{"text":"\\"usage\\": {"}],"usage":{"prompt_tokens_details":{"cached_tokens":7}}}', 7),
+        (b'data: {"usage":{"prompt_tokens_details":{"cached_tokens":7}}}\n\ndata: {"usage":null}\n\n', 7),
+        (b'{"usage":{"input_tokens":9,"cache_read_input_tokens":3}}', 3),
+        (b'{"usage":{"input_tokens":9,"input_tokens_details":{"cached_tokens":0}}}', 0),
+        (b'{"usage":{"prompt_tokens":9}}', None),
+        (b'{"usage":{"prompt_tokens_details":{"cached_tokens":"7"}}}', None),
+        (b'{"usage":{"prompt_tok', None),
+        (b"\x1f\x8b\x00\xff", None),
+        (b'{"usage":' + b"[" * 5000, None),
+        (b"x" * (3 * TAIL_BYTES) + b'"usage": {"prompt_tokens_details": {"cached_tokens": 5}}', 5),
+    ],
+)
+def test_what_was_reused_is_read_from_the_end_of_any_answer(answer: bytes, cached: int | None) -> None:
+    for size in (1, 7, 4096, len(answer)):
+        reader = AnswerReader()
+        firsts = [reader.take(answer[at : at + size]) for at in range(0, len(answer), size)]
+        assert firsts == [True, *(False for _ in firsts[1:])]
+        assert reader.cached_tokens() == cached

@@ -1,0 +1,98 @@
+"""Bodies of requests that go to engines unchanged: what is read of them, and what is left to the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from poolgrid.frontend.access.cache_domains import CacheDomains
+from poolgrid.frontend.models import TINY_MODEL_PATH
+from poolgrid.frontend.ports import InferenceRequest, ServedModel
+from poolgrid.frontend.preparation import Preparation
+from poolgrid.frontend.prompt_model import PromptModel
+from poolgrid.frontend.settings import FrontendSettings
+from poolgrid.frontend.tokenization import TokenizationPool
+from poolgrid.router.endpoint_picker.prompt_reading import PromptReader, Reading
+
+MODEL = PromptModel.load(TINY_MODEL_PATH, "tiny")
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "What is a router?"}]}
+TURN = "<|im_start|>user\nWhat is a router?<|im_end|>\n"
+
+
+class Backend:
+    def models(self) -> list[ServedModel]:
+        return [ServedModel("tiny", 0, 4096, ("poet",))]
+
+    async def submit(self, request: InferenceRequest) -> Any:
+        raise AssertionError("nothing is sent")
+
+
+def read(path: str, body: bytes | dict[str, Any]) -> Reading:
+    async def whole() -> Reading:
+        tokenization = TokenizationPool(1, 1, 10_000)
+        preparation = Preparation(Backend(), {"tiny": MODEL}, FrontendSettings())
+        try:
+            reader = PromptReader(preparation, tokenization, CacheDomains(isolate=False), 10_000)
+            return await reader.read(path, body if isinstance(body, bytes) else json.dumps(body).encode(), "r")
+        finally:
+            tokenization.close()
+
+    return asyncio.run(whole())
+
+
+def text_of(reading: Reading) -> str:
+    assert reading.request is not None, reading.why
+    assert reading.isl == len(reading.request.token_ids) // 4
+    return MODEL.decode(reading.request.token_ids)
+
+
+def test_chats_texts_token_ids_and_messages_become_the_prompt_that_the_engine_makes_of_them() -> None:
+    chat = read("/v1/chat/completions", CHAT)
+    assert chat.request is not None
+    assert read("/v1/chat/completions?x=1", CHAT).request == chat.request
+    messages = {**CHAT, "max_tokens": 5, "stop_sequences": ["x"]}
+    same = read("/v1/messages", messages)
+    assert same.request is not None
+    assert same.request.token_ids == chat.request.token_ids
+    assert text_of(read("/v1/completions", {"model": "tiny", "prompt": "Hello world"})) == "Hello world"
+    assert text_of(read("/v1/completions", {"model": "tiny", "prompt": list(range(100, 110))}))
+
+
+def test_adapter_and_salt_are_read_as_the_client_wrote_them() -> None:
+    found = read("/v1/completions", {"model": "poet", "prompt": "x", "cache_salt": "mine"}).request
+    assert found is not None
+    assert (found.model, found.lora_name, found.cache_salt) == ("tiny", "poet", "mine")
+
+
+def test_fields_that_shape_no_prompt_are_between_client_and_engine() -> None:
+    for more in (
+        {"n": 500, "max_tokens": 999_999, "temperature": 77, "use_beam_search": True, "guided_json": 1},
+        {"max_tokens": "many", "unheard_of": {"a": [1]}, "stream": "yes"},
+    ):
+        assert read("/v1/chat/completions", {**CHAT, **more}).request == read("/v1/chat/completions", CHAT).request
+
+
+def test_several_prompts_count_together_and_the_first_one_is_compared() -> None:
+    found = read("/v1/completions", {"model": "tiny", "prompt": [[5, 6, 7], [8, 9]]})
+    assert found.request is not None
+    assert (found.isl, len(found.request.token_ids)) == (5, 12)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "why"),
+    [
+        ("/v1/embeddings", {"model": "tiny", "input": "x"}, "another API"),
+        ("/v1/completions", b"{", "invalid_json"),
+        ("/v1/completions", b"\xff\xfe", "invalid_json"),
+        ("/v1/completions", {"model": "other", "prompt": "x"}, "model_not_found"),
+        ("/v1/completions", {"model": "tiny", "prompt": "word " * 9000}, "context_length_exceeded"),
+        ("/v1/chat/completions", {"model": "tiny", "messages": []}, "invalid_value"),
+    ],
+)
+def test_what_cannot_be_read_is_no_error_of_ours(path: str, body: Any, why: str) -> None:
+    found = read(path, body)
+    assert found.request is None
+    assert found.why == why
