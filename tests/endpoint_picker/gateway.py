@@ -187,7 +187,8 @@ def running_gateway(directory: Path, **settings: Any) -> Iterator[Gateway]:
                 )
             ]
             async with asyncio.timeout(PATIENCE_S):
-                await asyncio.wait({tasks[0], ready}, return_when=asyncio.FIRST_COMPLETED)
+                either: set[asyncio.Future[Any]] = {tasks[0], ready}
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if tasks[0].done():
                 tasks[0].result()
             parts["at"] = at = ready.result()
