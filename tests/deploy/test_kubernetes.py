@@ -65,6 +65,10 @@ def option(container: Resource, name: str) -> str:
     return str(value)
 
 
+def serving_endpoints(container: Resource) -> list[str]:
+    return [each for each in container["args"] if each.startswith("--serving-endpoint=")]
+
+
 def role_of(container: Resource) -> str:
     """Return a worker's role, which TensorRT-LLM's workers are told in its words."""
     if "--engine=trtllm" not in container["args"]:
@@ -186,8 +190,10 @@ def test_everything_that_selects_pods_finds_some_and_ports_have_names_there(name
         assert len(found(workload["spec"]["selector"]["matchLabels"])) == 1, "no other's pods are taken for its own"
     for policy in of_kind(name, "NetworkPolicy"):
         behind = found(policy["spec"]["podSelector"]["matchLabels"])
-        names = {port["name"] for pod in behind for port in container_of(pod)["ports"]}
-        assert {port["port"] for rule in policy["spec"]["ingress"] for port in rule.get("ports", [])} <= names
+        open_ports: set[str | int] = {port["name"] for pod in behind for port in container_of(pod)["ports"]}
+        # An engine's own server is no part of ours: its port is a number.
+        open_ports |= {int(each.rpartition(":")[2]) for pod in behind for each in serving_endpoints(container_of(pod))}
+        assert {port["port"] for rule in policy["spec"]["ingress"] for port in rule.get("ports", [])} <= open_ports
     for scaled in of_kind(name, "ScaledObject"):
         assert scaled["spec"]["scaleTargetRef"]["name"] in {
             each["metadata"]["name"] for each in of_kind(name, "Deployment")
@@ -250,3 +256,22 @@ def test_the_document_of_the_global_router_is_sound_and_names_services_of_pools(
     assert not loaded.warnings
     urls = {pool.url for stage in loaded.document.stages.values() for pool in stage.pools}
     assert urls == {"http://short-router:8000", "http://long-router:8000"}
+
+
+def test_an_inference_pool_has_the_engines_and_asks_the_router() -> None:
+    (pool,) = of_kind("gateway", "InferencePool")
+    (router,) = (each for each in of_kind("gateway", "Service") if each["metadata"]["name"].endswith("-router"))
+    templates = [each["spec"]["template"] for each in of_kind("gateway", "Deployment")]
+    asked = pool["spec"]["endpointPickerRef"]
+    assert asked["name"] == router["metadata"]["name"]
+    (port,) = [each for each in router["spec"]["ports"] if each["port"] == asked["port"]["number"]]
+    (template,) = [each for each in templates if selected(each["metadata"]["labels"], router["spec"]["selector"])]
+    (container_port,) = [each for each in container_of(template)["ports"] if each["name"] == port["targetPort"]]
+    assert option(container_of(template), "ext-proc-port") == str(container_port["containerPort"])
+
+    (engines,) = [
+        each for each in templates if selected(each["metadata"]["labels"], pool["spec"]["selector"]["matchLabels"])
+    ]
+    served = option(container_of(engines), "serving-endpoint").rpartition(":")[2]
+    assert [each["number"] for each in pool["spec"]["targetPorts"]] == [int(served)]
+    assert option(container_of(engines), "engine-port") == served

@@ -59,6 +59,7 @@ ALL_ON: Values = {
         {"name": "d", "role": "encode", "autoscaling": {"kind": "keda", "backlogOfGlobalRouter": True}},
     ],
     "globalRouter": {"enabled": True, "document": {"version": 1}, "poolApiKeySecret": "pool-key"},
+    "gateway": {"enabled": True, "selector": {"app": "vllm"}, "targetPorts": [8000, 8001], "failureMode": "FailOpen"},
     "security": {"tlsSecret": "tls", "curveSecret": "curve", "apiKeysSecret": "keys"},
     "networkPolicy": {"clients": [{"podSelector": {}}], "monitoring": [{"podSelector": {}}]},
     "monitoring": {"enabled": True, "labels": {"release": "prometheus"}},
@@ -80,6 +81,8 @@ REFUSED: dict[str, tuple[Values, str]] = {
     "option-with-dashes": ({"router": {"options": {"--queue-limit": 1}}}, "--queue-limit"),
     "unknown-scaler": ({"workerDefaults": {"autoscaling": {"kind": "cluster"}}}, "kind"),
     "percent": ({"workerDefaults": {"maxUnavailable": "most"}}, "maxUnavailable"),
+    "more-ranks-than-a-pool-has": ({"gateway": {"enabled": True, "targetPorts": list(range(1, 10))}}, "targetPorts"),
+    "unknown-failure-mode": ({"gateway": {"failureMode": "FailFast"}}, "failureMode"),
     "address": ({"bindAddress": "localhost"}, "bindAddress"),
 }
 """Values that a user may well give, and what the refusal must name."""

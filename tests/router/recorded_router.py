@@ -16,7 +16,6 @@ from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import (
     Booked,
     Expired,
-    PromptComputed,
     RecordsArrived,
     Released,
     Renewed,
@@ -222,8 +221,6 @@ class RecordedRouter:
         elif draw < 0.75 and self.open:
             worker, request_id = chance.choice(self.open)
             self.state.apply(Renewed(worker, request_id, self.clock.monotonic_ms()))
-            if chance.random() < 0.5:
-                self.state.apply(PromptComputed(worker, request_id))
             if worker in self.joined:
                 self.say(worker, RequestProgressed(request_id, chance.randrange(40)))
         elif draw < 0.85:

@@ -21,6 +21,7 @@ from poolgrid.router.core.inputs import (
     Crowded,
     Expired,
     Input,
+    PromptComputed,
     Released,
     Renewed,
     SnapshotArrived,
@@ -63,6 +64,12 @@ def crowd(router: RecordedRouter, number: int) -> None:
         router.state.apply(Crowded(worker, f"crowded-{number}", 500 + number, router.clock.monotonic_ms()))
 
 
+def see_an_answer(router: RecordedRouter, number: int) -> None:
+    """Now and then the first of an answer passes by, which no worker has told of."""
+    if number % 7 == 5 and router.open:
+        router.state.apply(PromptComputed(*router.open[number % len(router.open)]))
+
+
 def played(seed: int, steps: int, **given: object) -> tuple[RecordedRouter, Log]:
     """A router after many steps, and the log of its inputs."""
 
@@ -74,6 +81,7 @@ def played(seed: int, steps: int, **given: object) -> tuple[RecordedRouter, Log]
         for number in range(steps):
             router.step()
             crowd(router, number)
+            see_an_answer(router, number)
         await router.recorder.stop()
         return router, log
 
