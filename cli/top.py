@@ -22,11 +22,12 @@ from rich.text import Text
 
 from poolgrid.cli.api_key import api_key_headers, key_hint
 from poolgrid.runtime import lifecycle
-from poolgrid.runtime.figures import UNKNOWN, counted, milliseconds, number, percent
+from poolgrid.runtime.figures import UNKNOWN, counted, milliseconds, number, percent, size
 from poolgrid.runtime.terminal_table import Heading, TerminalTable, terminal
 from poolgrid.wire.answers import (
     DecisionList,
     DecisionRow,
+    LoadingRow,
     PlacedList,
     PlacedRow,
     PoolList,
@@ -135,6 +136,15 @@ WORKER_COLUMNS: tuple[Column[WorkerRow], ...] = (
     Column("requests", lambda row: f"{row.requests_total:,}"),
 )
 
+LOADING_COLUMNS: tuple[Column[LoadingRow], ...] = (
+    Column("worker", lambda row: Text(row.worker_id), False),
+    Column("role", lambda row: Text(row.role), False, optional=True),
+    Column("model", lambda row: Text(row.model), False, optional=True),
+    Column("phase", lambda row: Text(row.phase, style="yellow"), False),
+    Column("done", lambda row: usage_bar(row.done_bytes, row.total_bytes)),
+    Column("left", lambda row: size(row.left_bytes) if row.total_bytes else UNKNOWN),
+)
+
 DECISION_COLUMNS: tuple[Column[DecisionRow], ...] = (
     Column("request", lambda row: Text(row.request_id), False),
     Column("worker", lambda row: Text(row.worker), False),
@@ -240,6 +250,8 @@ def view(frame: Frame) -> RenderableType:
             for state in ("ready", "draining", "unreachable", "stale")
             if (count := sum(row.state == state for row in rows))
         )
+        if frame.workers.loading:
+            states = ", ".join(filter(None, (states, f"{len(frame.workers.loading)} loading")))
         running = sum(row.running_requests for row in rows)
         waiting = sum(row.waiting_requests for row in rows)
         headline = (
@@ -254,6 +266,8 @@ def view(frame: Frame) -> RenderableType:
     if frame.pools is not None:
         parts += _pool_parts(frame, frame.pools)
     if frame.workers is not None:
+        if frame.workers.loading:
+            parts.append(_table("loading", LOADING_COLUMNS, frame.workers.loading[:WORKERS_SHOWN_MAX]))
         parts.append(worker_table(frame.workers.data))
     if frame.decisions is not None:
         parts.append(decision_table(frame.decisions.data))

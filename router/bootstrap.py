@@ -53,7 +53,7 @@ from poolgrid.router.http_api import (
 from poolgrid.router.metrics import DecisionRecordCollector, RouterMetrics, register_views
 from poolgrid.router.playback.player import Player
 from poolgrid.router.policy_loading import load_policy
-from poolgrid.router.ports import JournalFeed
+from poolgrid.router.ports import JournalFeed, PoolFeed
 from poolgrid.router.select_plane import SelectPlane
 from poolgrid.router.service import RouterService
 from poolgrid.router.settings import RouterSettings
@@ -140,7 +140,7 @@ async def serve(
             tracing=tracing,
         )
         opened.push_async_callback(app.close)
-        _add_endpoints(app, service, clock, plane, recorder)
+        _add_endpoints(app, service, feed, clock, plane, recorder)
         open_report(opened, app.traffic, lambda: service.view.queue().requests, clock)
         server = open_server(opened, settings, registry, app, service.end_requests, reuse_port=place is not None)
         of_page: dict[str, LoopAnswer] = {}
@@ -236,7 +236,7 @@ def _make_feed(
     clock: Clock,
     awake: Clock,
     make_context: MakeContext,
-) -> tuple[JournalFeed, ConsolidatorService | None]:
+) -> tuple[PoolFeed, ConsolidatorService | None]:
     """Return the feed, and the consolidator if it is one of this process; the service starts and ends both."""
     if settings.feed_endpoint is not None and settings.query_endpoint is not None:
         feed, query = settings.feed_endpoint, settings.query_endpoint
@@ -301,11 +301,12 @@ def _make_player(consolidator: ConsolidatorSettings, embedded: ConsolidatorServi
 def _add_endpoints(
     app: Application,
     service: RouterService,
+    feed: PoolFeed,
     clock: Clock,
     plane: SelectPlane,
     recorder: DecisionRecorder | None,
 ) -> None:
-    add_router_endpoints(app, service, clock)
+    add_router_endpoints(app, service, clock, feed.loading)
     add_index_endpoint(app, service)
     add_route_endpoint(app, service)
     add_drain_endpoint(app, service)

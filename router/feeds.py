@@ -13,6 +13,7 @@ from poolgrid.router.consolidator.ports import PoolListener
 from poolgrid.router.consolidator.service import ConsolidatorService
 from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.tasks import unless
+from poolgrid.wire.loading import LoadingWorker
 
 SILENCE_MS = 2500.0
 """Silence of a consolidator that is worth a word: it speaks every ``feed_keep_alive_ms``, 500 unless set otherwise."""
@@ -47,6 +48,10 @@ class EmbeddedFeed:
     def trouble(self, now_ms: float) -> str:
         """Return what keeps the consolidator from writing as it should, if anything."""
         return self._consolidator.trouble
+
+    def loading(self) -> list[LoadingWorker]:
+        """Return the workers that still load."""
+        return self._consolidator.loading()
 
     def behind(self) -> int:
         """Return 0: records arrive in the turn in which they are written."""
@@ -126,6 +131,10 @@ class RemoteFeed:
             f"the consolidator has been silent for {(now_ms - heard_ms) / 1000:.0f} s: it is gone, cut off, or cannot "
             "write its journal"
         )
+
+    def loading(self) -> list[LoadingWorker]:
+        """Return the workers that still load."""
+        return self._follower.loading() if self._follower is not None else []
 
     def behind(self) -> int:
         """Return how many records are still to come of those that the consolidator has named."""

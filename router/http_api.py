@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -26,6 +26,7 @@ from poolgrid.wire.answers import (
     DecisionList,
     EndpointRow,
     JournalRow,
+    LoadingRow,
     ModelStatusRow,
     PoolAnswer,
     PoolStatusRow,
@@ -39,6 +40,7 @@ from poolgrid.wire.answers import (
     WorkerRow,
 )
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
+from poolgrid.wire.loading import LoadingWorker
 from poolgrid.wire.selection import PoolStatus
 
 DECISIONS_LISTED_MAX = 1000
@@ -47,12 +49,17 @@ LINES_PER_TURN = 1024
 """Lines of a worker's blocks written between two turns of the event loop: a millisecond or two."""
 
 
-def add_router_endpoints(app: FastAPI, service: RouterService, clock: Clock) -> None:
+def add_router_endpoints(
+    app: FastAPI, service: RouterService, clock: Clock, who_loads: Callable[[], Sequence[LoadingWorker]]
+) -> None:
     """Add ``/v1/workers``, ``/v1/decisions`` and ``/v1/decisions/{request_id}``."""
 
     @app.get("/v1/workers", tags=["router"])
     async def list_workers() -> dict[str, Any]:
-        """List every worker of the pool: its state, its load, what it holds, how late its events are; and the queue."""
+        """List every worker of the pool: its state, its load, what it holds, how late its events are; and the queue.
+
+        ``loading`` has those that are not in the pool yet because they still load, and how far they are.
+        """
         projection = service.projection
         now_ms = clock.wall_ms()
         rows = [
@@ -60,7 +67,10 @@ def add_router_endpoints(app: FastAPI, service: RouterService, clock: Clock) -> 
             for key in sorted(projection.fleet.workers)
         ]
         queue = msgspec.convert(service.view.queue(), QueueRow, from_attributes=True)
-        return WorkerList(offset=projection.next_offset, queue=queue, data=rows).to_json()
+        members = {row.worker_id for row in rows}
+        # Who has just joined may still be among them.
+        loading = [loading_row(each) for each in who_loads() if each.worker_id not in members]
+        return WorkerList(offset=projection.next_offset, queue=queue, data=rows, loading=loading).to_json()
 
     @app.get("/v1/decisions", tags=["router"])
     async def list_decisions(
@@ -82,6 +92,19 @@ def add_router_endpoints(app: FastAPI, service: RouterService, clock: Clock) -> 
             )
         attempts = [decision.explanation() for decision in decisions]
         return RequestExplanation(request_id=request_id, attempts=attempts).to_json()
+
+
+def loading_row(worker: LoadingWorker) -> LoadingRow:
+    """Return what ``/v1/workers`` says of a worker that still loads."""
+    return LoadingRow(
+        worker_id=worker.worker_id,
+        model=worker.model,
+        role=worker.role,
+        phase=worker.phase,
+        done_bytes=worker.done_bytes,
+        total_bytes=worker.total_bytes,
+        left_bytes=max(0, worker.total_bytes - worker.done_bytes),
+    )
 
 
 def worker_row(projection: Projection, worker: Worker, unreachable: str, now_ms: int) -> WorkerRow:

@@ -8,6 +8,7 @@ from poolgrid.router.consolidator.stream.ports import FollowedStream
 from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.nats_connection import NatsConnection
 from poolgrid.runtime.nats_leader import LeaderWatch
+from poolgrid.wire.loading import LoadingWorker
 
 SILENCE_MS = 2500.0
 """How long NATS may be out of reach, or nobody write the journal, before that is worth a word."""
@@ -52,6 +53,10 @@ class NatsFeed:
                 "say waits with them"
             )
         return ""
+
+    def loading(self) -> list[LoadingWorker]:
+        """Return nobody: what loads is said to a consolidator, and routers on NATS follow none."""
+        return []
 
     def behind(self) -> int:
         """Return how many messages are still to come of those that are known to be stored."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from poolgrid.router.consolidator.ports import PoolListener
+from poolgrid.wire.loading import LoadingWorker
 
 
 class DecisionRecord(Protocol):
@@ -47,4 +48,12 @@ class JournalFeed(Protocol):
 
     async def stop(self) -> None:
         """Stop delivering."""
+        ...
+
+
+class PoolFeed(JournalFeed, Protocol):
+    """A feed that knows too what is in no journal."""
+
+    def loading(self) -> list[LoadingWorker]:
+        """Return the workers that still load, by their own words; it is for people, and may be a second old."""
         ...

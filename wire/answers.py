@@ -106,6 +106,19 @@ class WorkerRow(Answer, frozen=True, kw_only=True):
     stream: StreamRow
 
 
+class LoadingRow(Answer, frozen=True, kw_only=True):
+    """One worker that still loads, and is not in the pool before."""
+
+    worker_id: str
+    model: str
+    role: str
+    phase: str
+    done_bytes: int
+    total_bytes: int
+    left_bytes: int
+    """Of this phase; 0 where nobody says how many it has."""
+
+
 class WorkerList(Answer, frozen=True, kw_only=True):
     """Answer of ``GET /v1/workers``."""
 
@@ -113,6 +126,7 @@ class WorkerList(Answer, frozen=True, kw_only=True):
     offset: int
     queue: QueueRow
     data: list[WorkerRow]
+    loading: list[LoadingRow] = []
 
 
 class DrainAnswer(Answer, frozen=True, kw_only=True):

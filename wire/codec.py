@@ -21,6 +21,7 @@ from poolgrid.wire.feed import FromFeed, SnapshotPart, ToFeed
 from poolgrid.wire.ingest import FromConsolidator, ToConsolidator
 from poolgrid.wire.leadership import Leader
 from poolgrid.wire.limits import FRAME_BYTES_MAX
+from poolgrid.wire.loading import LoadingWorker, LoadingWorkers
 from poolgrid.wire.multimodal import MultimodalInput
 from poolgrid.wire.requests import FromWorker, Generate, KvOffered, TokenBatch, ToWorker
 from poolgrid.wire.selection import FromPool, Probe, Select, Selected, ToPool
@@ -142,6 +143,8 @@ from_feed: Codec[FromFeed] = Codec("an answer of the feed", FromFeed, _check_fro
 to_pool: Codec[ToPool] = Codec("a message to a pool", ToPool, _check_to_pool)
 from_pool: Codec[FromPool] = Codec("an answer of a pool", FromPool, _check_from_pool)
 multimodal: Codec[MultimodalInput] = Codec("the media of a request", MultimodalInput, _no_check)
+loading_worker: Codec[LoadingWorker] = Codec("the word of a worker that loads", LoadingWorker, _no_check)
+loading_workers: Codec[LoadingWorkers] = Codec("the workers that load", LoadingWorkers, _no_check)
 leader: Codec[Leader] = Codec("the entry of a leader", Leader, _no_check)
 tensor_list: Codec[TensorList] = Codec("the tensors of a request", TensorList, _no_check)
 to_tensor_source: Codec[ToTensorSource] = Codec("a message to a tensor's source", ToTensorSource, _no_check)

@@ -4,12 +4,13 @@
     -----------  ------------------------------------------------------------------------------------------------
     records      topic (``FEED_TOPIC``), offset of the first record, life, record, record, ...
     keepalive    topic (``ALIVE_TOPIC``), offset of the next record, life
+    loading      topic (``poolgrid.wire.loading.LOADING_TOPIC``), encoded ``LoadingWorkers``
     answer       answer (``poolgrid.wire.feed.FromFeed``), life
 
 An offset is u64 big-endian, so that bytes sort like numbers; a record is an encoded ``JournalRecord``, and those of one
 message follow each other. ``life`` names one life of the consolidator. A reader that meets another one than before
 starts over with a snapshot: what it knows may be ahead of what a journal kept over a power failure. The keepalive is
-sent when the feed was silent for a while, so that a loss at the end of a burst is noticed. Both topics begin with
+sent when the feed was silent for a while, so that a loss at the end of a burst is noticed. All topics begin with
 ``FEED_TOPIC``, which is what readers subscribe to.
 """
 

@@ -7,6 +7,7 @@
 3. The worker keeps what is not acknowledged. ``Resend`` asks for it again from a sequence number; when the worker's
    bounded outbox no longer reaches back that far it sends a snapshot of itself (``SnapshotBegan`` ...) instead.
 4. ``Heartbeat`` keeps the worker's lease when it has nothing to say; ``Goodbye`` ends it.
+5. Before ``Hello``, while it loads, a worker may say so behind another tag frame (``poolgrid.wire.loading``).
 """
 
 from __future__ import annotations

@@ -20,10 +20,12 @@ from poolgrid.runtime.clock import Clock, SystemClock
 from poolgrid.runtime.event_loop import LoopMetrics
 from poolgrid.runtime.http_server import HttpServer
 from poolgrid.runtime.planes import CurveKeys, PlaneContext, PlaneMetrics, end_security
-from poolgrid.runtime.tasks import cancel_all, supervised, unless
+from poolgrid.runtime.tasks import cancel_all, detached, supervised, unless
 from poolgrid.runtime.tls import Tls
 from poolgrid.runtime.tracing.opening import open_tracing
 from poolgrid.wire.card import WorkerCard
+from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX
+from poolgrid.wire.loading import LoadingWorker
 from poolgrid.wire.names import COMPONENTS
 from poolgrid.workers.adapters.http_api import HttpApi
 from poolgrid.workers.adapters.sockets import RequestSocket
@@ -35,6 +37,7 @@ from poolgrid.workers.engines.registry import engine_definition
 from poolgrid.workers.gpus.metrics import GpuCollector
 from poolgrid.workers.gpus.nvml import NvmlReader, library_installed
 from poolgrid.workers.gpus.watch import GpuWatch
+from poolgrid.workers.loading_words import tell_while_loading
 from poolgrid.workers.metrics import WorkerMetrics
 from poolgrid.workers.model_fetch import cached_model
 from poolgrid.workers.publisher import EventPublisher
@@ -84,7 +87,11 @@ async def serve(
             context, registry, metrics, clock, awake, epoch, requests.port, http.port, api.say_start, start
         )
         opening = _open_engine(opened, definition, settings, around)
-        engine = await unless(stop, opening, "start of the engine")
+        telling = _tell_while_loading(settings, definition.serves(settings), start, context)
+        try:
+            engine = await unless(stop, opening, "start of the engine")
+        finally:
+            await cancel_all(telling)
         if engine is None:
             log.info("worker %s was stopped before its engine was ready", settings.worker_id)
             return
@@ -160,6 +167,23 @@ def _open_requests(opened: AsyncExitStack, settings: WorkerProcessSettings, cont
     requests = RequestSocket(context, settings.host, settings.request_port)
     close_in_order(opened, requests.close)
     return requests
+
+
+def _tell_while_loading(
+    settings: WorkerProcessSettings, serves: tuple[str, str], start: StartPhases, context: PlaneContext
+) -> list[asyncio.Task[None]]:
+    """Tell the consolidator how far the start is; one that is known by its name only is not told."""
+    if settings.on_nats or settings.consolidator_name:
+        return []
+
+    def now() -> LoadingWorker:
+        phase = start.phase or Phase.LOAD
+        model, role = serves
+        return LoadingWorker(
+            settings.worker_id, model[:IDENTIFIER_BYTES_MAX], role, phase, start.done_bytes, start.total_bytes
+        )
+
+    return [detached(tell_while_loading(context, settings.consolidator, now), "words of loading")]
 
 
 async def _open_engine(

@@ -9,6 +9,7 @@ from typing import Any
 import zmq
 
 from poolgrid.router.consolidator.core.feed_reader import Deliver, FeedEffect, FeedReader, Snapshot
+from poolgrid.router.consolidator.core.loading_table import LoadingTable
 from poolgrid.router.consolidator.journal_follower import JournalFollower
 from poolgrid.router.consolidator.ports import PoolListener
 from poolgrid.runtime.clock import Clock
@@ -20,6 +21,7 @@ from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import JournalRecord
 from poolgrid.wire.feed_frames import FEED_TOPIC, decode_answer, decode_feed
 from poolgrid.wire.limits import FRAME_BYTES_MAX
+from poolgrid.wire.loading import LOADING_TOPIC, LoadingWorker
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +59,7 @@ class FeedFollower(JournalFollower[FeedReader]):
         self.heard_ms: float | None = None
         """Monotonic time of the last message of the consolidator: it speaks at least every ``feed_keep_alive_ms``."""
         self.undecodable = 0
+        self._loading = LoadingTable()
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
@@ -70,6 +73,10 @@ class FeedFollower(JournalFollower[FeedReader]):
     def behind(self) -> int:
         """Return how many records, at least, are missing of those that the consolidator is known to have."""
         return max(self._reader.behind, int(self._subscription_inbox.has_more))
+
+    def loading(self) -> list[LoadingWorker]:
+        """Return the workers that still load, as the consolidator was told."""
+        return self._loading.workers(self._clock.monotonic_ms())
 
     async def start(self) -> None:
         """Subscribe and ask for the snapshot."""
@@ -94,6 +101,9 @@ class FeedFollower(JournalFollower[FeedReader]):
         effects: list[FeedEffect] = []
         for frames in messages:
             try:
+                if len(frames) == 2 and frames[0] == LOADING_TOPIC:
+                    self._loading.replace(codec.loading_workers.decode(frames[1]).workers, now_ms)
+                    continue
                 effects += self._reader.receive(decode_feed(frames), now_ms)
             except DecodeError as error:
                 self._undecodable(error)

@@ -35,6 +35,7 @@ import zmq
 from prometheus_client import CollectorRegistry
 
 from poolgrid.router.consolidator.core.consolidator import Consolidator, Now, Turn
+from poolgrid.router.consolidator.core.loading_table import LoadingTable
 from poolgrid.router.consolidator.core.pool_state import FrozenPool
 from poolgrid.router.consolidator.journal.errors import JournalCorrupt, JournalFenced
 from poolgrid.router.consolidator.journal_writer import COMPLAIN_EVERY_MS, JournalWriter
@@ -59,6 +60,7 @@ from poolgrid.wire.feed_frames import encode_alive, encode_answer, encode_record
 from poolgrid.wire.identifiers import Tier, WorkerKey
 from poolgrid.wire.ingest import BATCH_FRAME, CONTROL_FRAME
 from poolgrid.wire.limits import FEED_RECORDS_PER_MESSAGE_MAX, FRAME_BYTES_MAX, REPLAY_RECORDS_MAX
+from poolgrid.wire.loading import LOADING_FRAME, LOADING_TOPIC, TELL_EVERY_S, LoadingWorker, LoadingWorkers
 
 log = logging.getLogger(__name__)
 
@@ -190,6 +192,8 @@ class ConsolidatorService:
         self._replays: dict[bytes, Replay] = {}
         """The last question for records of each router."""
         self._replaying = False
+        self._loading = LoadingTable()
+        self._telling_loading = False
         self._waiters: dict[bytes, int] = {}
         """The last question of each router that waits for a snapshot."""
         self._telling = False
@@ -623,10 +627,12 @@ class ConsolidatorService:
                                 "an event batch", f"{len(payload)} bytes, allowed are at most {BATCH_BYTES_MAX}"
                             )
                         core.batch(peer, codec.event_batch.decode(payload), turn)
+                    elif tag == LOADING_FRAME:
+                        self._note_loading(codec.loading_worker.decode(payload))
                     elif tag == CONTROL_FRAME:
                         core.receive(peer, codec.to_consolidator.decode(payload), turn)
                     else:
-                        raise DecodeError("a worker's message", f"tag {bytes(tag[:16])!r}, allowed are B and C")
+                        raise DecodeError("a worker's message", f"tag {bytes(tag[:16])!r}, allowed are B, C and L")
                 except DecodeError as error:
                     self._undecodable(f"{shown_peer(frames[0])} on the ingest plane", error)
 
@@ -676,6 +682,24 @@ class ConsolidatorService:
             self._published_ms = now_ms
         wait_ms = max(1.0, self._published_ms + self.settings.feed_keep_alive_ms - now_ms)
         self._after("keepalive", min(wait_ms, self.settings.feed_keep_alive_ms), self._keepalive)
+
+    def loading(self) -> list[LoadingWorker]:
+        """Return the workers that still load, by their own words."""
+        return self._loading.workers(self._clock.monotonic_ms())
+
+    def _note_loading(self, worker: LoadingWorker) -> None:
+        self._loading.note(worker, self._clock.monotonic_ms())
+        if not self._telling_loading:
+            self._telling_loading = True
+            self._tell_loading()
+
+    def _tell_loading(self) -> None:
+        """Publish who loads, once more when nobody does any more. What a full socket drops is said again."""
+        workers = self.loading()
+        self._feed.send_multipart([LOADING_TOPIC, codec.loading_workers.encode(LoadingWorkers(workers))], zmq.NOBLOCK)
+        self._telling_loading = bool(workers)
+        if workers:
+            self._after("loading", 1000.0 * TELL_EVERY_S, self._tell_loading)
 
     def _after(self, name: str, delay_ms: float, work: Callable[[], None]) -> None:
         if self._stopping:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 import zmq.asyncio
 from prometheus_client import CollectorRegistry
 
 from poolgrid.router.consolidator.bootstrap import create
+from poolgrid.router.consolidator.core.loading_table import LoadingTable
 from poolgrid.router.consolidator.settings import ConsolidatorSettings
 from poolgrid.router.feeds import EmbeddedFeed, RemoteFeed
-from poolgrid.router.ports import JournalFeed
+from poolgrid.router.ports import JournalFeed, PoolFeed
 from poolgrid.runtime.clock import SystemClock
+from poolgrid.wire import codec
+from poolgrid.wire.loading import LOADING_FRAME, LOADING_WORKERS_MAX, LoadingWorker
 from tests.consolidator.pusher import Pusher, stored
 from tests.consolidator.test_service import Reader, run, truth
 
@@ -48,3 +53,42 @@ def test_a_listener_that_asks_anew_gets_the_state_and_what_follows_it(kind: str)
         await consolidator.stop()
 
     run(scenario)
+
+
+@pytest.mark.parametrize("kind", ["embedded", "remote"])
+def test_who_loads_is_told_to_whoever_follows(kind: str) -> None:
+    async def scenario(context: zmq.asyncio.Context) -> None:
+        clock = SystemClock()
+        consolidator = create(ConsolidatorSettings(), CollectorRegistry(), clock)
+        feed: PoolFeed = EmbeddedFeed(consolidator)
+        if kind == "remote":
+            await consolidator.start()
+            feed = RemoteFeed(consolidator.feed_endpoint, consolidator.query_endpoint, clock)
+        reader = Reader()
+        await feed.start(reader)
+        word = LoadingWorker("w", "m", "decode", "fetch", 10, 30)
+        socket = context.socket(zmq.DEALER)
+        socket.connect(consolidator.ingest_endpoint)
+
+        while feed.loading() != [word]:
+            await socket.send_multipart([LOADING_FRAME, codec.loading_worker.encode(word)])
+            await asyncio.sleep(0.02)  # what arrives is seen on this loop
+
+        assert reader.view == {}, "it is no member"
+        socket.close()
+        await feed.stop()
+        await consolidator.stop()
+
+    run(scenario)
+
+
+def test_who_is_silent_for_long_does_not_load_any_more_and_of_too_many_the_rest_is_not_kept() -> None:
+    table = LoadingTable()
+    for number in range(LOADING_WORKERS_MAX + 1):
+        table.note(LoadingWorker(f"{number:05}", "m", "decode", "load", number, 0), 0.0)
+
+    assert [each.done_bytes for each in table.workers(4999.0)] == list(range(LOADING_WORKERS_MAX))
+    table.note(LoadingWorker("00001", "m", "decode", "load", 7, 9), 4999.0)
+    table.note(LoadingWorker("late", "m", "decode", "load", 1, 9), 5000.0)
+    assert [each.worker_id for each in table.workers(5000.0)] == ["00001", "late"]
+    assert table.workers(10_000.0) == []

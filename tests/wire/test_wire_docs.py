@@ -18,6 +18,7 @@ from poolgrid.wire import (
     ingest,
     leadership,
     limits,
+    loading,
     multimodal,
     requests,
     selection,
@@ -30,7 +31,19 @@ PAGE = (Path(__file__).parents[2] / "docs" / "wire.md").read_text()
 # By what they are called on the wire.
 STRUCTS = {
     str(value.__struct_config__.tag or value.__name__): value
-    for module in (card, events, feed, ingest, leadership, multimodal, requests, selection, tensors, trace_context)
+    for module in (
+        card,
+        events,
+        feed,
+        ingest,
+        leadership,
+        loading,
+        multimodal,
+        requests,
+        selection,
+        tensors,
+        trace_context,
+    )
     for value in vars(module).values()
     if isinstance(value, type) and issubclass(value, msgspec.Struct) and value is not events.Event
 }

@@ -28,6 +28,7 @@ from poolgrid.wire import (
     ingest,
     leadership,
     limits,
+    loading,
     multimodal,
     requests,
     selection,
@@ -355,6 +356,13 @@ GOLDEN: dict[tuple[str, str], Any] = {
         2.0,
     ),
     ("from_pool", "pool status, not ready"): PoolStatus(6, False),
+    ("loading_worker", "fetching"): loading.LoadingWorker("w1", "org/model", "decode", "fetch", 2**31, 2**40),
+    ("loading_workers", "two"): loading.LoadingWorkers(
+        [
+            loading.LoadingWorker("w1", "org/model", "decode", "fetch", 2**31, 2**40),
+            loading.LoadingWorker("w2", "tiny", "aggregated", "load", 0, 0),
+        ]
+    ),
     ("leader", "a consolidator that is active"): leadership.Leader("c0ffee0123456789", "tcp://10.0.0.7:5557"),
     ("tensor_list", "a tensor of one image, by both ways"): TensorList(
         (
@@ -430,6 +438,7 @@ class TestGoldenFrames:
                 feed,
                 ingest,
                 leadership,
+                loading,
                 multimodal,
                 requests,
                 selection,

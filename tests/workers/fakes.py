@@ -27,6 +27,7 @@ from poolgrid.wire.ingest import (
     Unknown,
     Welcome,
 )
+from poolgrid.wire.loading import LOADING_FRAME, LoadingWorker
 from poolgrid.wire.requests import FromWorker, Pong, TokenBatch, TokenDelta, ToWorker
 
 PATIENCE_S = 30.0
@@ -40,6 +41,7 @@ class Journal:
         self.batches: list[EventBatch] = []
         self.cards: list[WorkerCard] = []
         self.goodbyes: list[str] = []
+        self.loading: list[LoadingWorker] = []
         self.epoch: int | None = None
         self.next_seq = 0
         self.refusals = 0
@@ -96,8 +98,11 @@ class FakeConsolidator:
     async def _serve(self) -> None:
         while True:
             peer, tag, frame = await self._socket.recv_multipart()
+            answer: FromConsolidator | None = None
             if tag == BATCH_FRAME:
                 answer = self._batch(codec.event_batch.decode(frame))
+            elif tag == LOADING_FRAME:
+                self.journal.loading.append(codec.loading_worker.decode(frame))
             else:
                 answer = self._control(codec.to_consolidator.decode(frame))
             if answer is not None:

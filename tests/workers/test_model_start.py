@@ -131,6 +131,9 @@ def test_a_worker_fetches_its_model_and_then_loads_it_and_each_phase_is_measured
 
     async def scenario() -> None:
         async with running_worker(**cache, load_ms=1.0, load_bytes=1000) as worker:
+            assert {(each.worker_id, each.model, each.role) for each in worker.journal.loading} <= {
+                ("w0", "m", "aggregated")
+            }
             for phase in ("fetch", "load", "register"):
                 assert await worker.metric("poolgrid_worker_start_seconds", phase=phase) > 0
             assert await worker.metric("poolgrid_worker_start_left_bytes") == 0

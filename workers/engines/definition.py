@@ -88,6 +88,8 @@ class EngineDefinition(Generic[S]):
     """The settings classes of that table, where it is more than ``settings``."""
     server_kind: Callable[[], ServerKind] | None = None
     """How its server is recognised, where it runs in one that is asked over HTTP."""
+    serves: Callable[[S], tuple[str, str]] = lambda settings: ("", "")
+    """Model and role that the worker will have, as far as the settings say; shown while it loads."""
     loads: Callable[[S], str | None] = lambda settings: None
     """What it loads with these settings, as they name it, which may be nothing yet; ``None`` = it loads no model."""
     with_model: Callable[[S, Path], S] | None = None

@@ -219,6 +219,10 @@ class EngineServerSettings(WorkerProcessSettings):
             )
         return self
 
+    def serves(self) -> tuple[str, str]:
+        """Return the model and the role that the worker will have, as far as is known before the server is asked."""
+        return self.served_model_name or self.model_path or self.model_source, self.role
+
     def loads(self) -> str | None:
         """Return the model that the worker's own server loads; ``None`` before a server that runs already."""
         return self.model_path if self.starts_server else None

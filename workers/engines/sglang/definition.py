@@ -39,6 +39,7 @@ ENGINE = EngineDefinition(
     about="With `--engine sglang`: a worker [in front of SGLang's own server](stock_engines.md). Its options are those "
     "of `--engine vllm`.",
     tables=(SglangSettings,),
+    serves=EngineServerSettings.serves,
     loads=EngineServerSettings.loads,
     with_model=EngineServerSettings.with_model,
     server_kind=_server_kind,

@@ -33,6 +33,7 @@ ENGINE = EngineDefinition(
     open=_open,
     shortest_timeout_ms=_shortest_timeout_ms,
     about="With `--engine simulated`.",
+    serves=lambda settings: (settings.model, settings.role),
     loads=lambda settings: "",
     with_model=_with_model,
     tables=(SimulatedWorkerSettings, TensorSettings),

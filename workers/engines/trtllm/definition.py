@@ -44,6 +44,7 @@ ENGINE = EngineDefinition(
     about="With `--engine trtllm`. `--print-engine-args` prints what the engine would get and where each value came "
     "from ([what wins](engine_configs.md)), and starts nothing.",
     tables=(TrtllmSettings, TrtllmWorkerSettings, TensorSettings),
+    serves=lambda settings: (settings.model_name, settings.role.name.lower()),
     loads=lambda settings: settings.model_path,
     with_model=_with_model,
     start_plan=_start_plan,

@@ -39,6 +39,7 @@ ENGINE = EngineDefinition(
     about="With `--engine trtllm-serve`: a worker [in front of TensorRT-LLM's own server](stock_engines.md). Its "
     "options are those of `--engine vllm`.",
     tables=(TrtllmServeSettings,),
+    serves=EngineServerSettings.serves,
     loads=EngineServerSettings.loads,
     with_model=EngineServerSettings.with_model,
     server_kind=_server_kind,

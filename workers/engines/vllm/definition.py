@@ -38,6 +38,7 @@ ENGINE = EngineDefinition(
     shortest_timeout_ms=lambda settings: min(settings.health_timeout_ms, settings.progress_timeout_ms),
     about="With `--engine vllm`: a worker [in front of vLLM's own server](stock_engines.md).",
     tables=(EngineServerSettings, VllmSettings),
+    serves=EngineServerSettings.serves,
     loads=EngineServerSettings.loads,
     with_model=EngineServerSettings.with_model,
     server_kind=_server_kind,

@@ -1,0 +1,30 @@
+"""A worker that loads tells its pool so, until its engine is there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from poolgrid.runtime.planes import PlaneContext
+from poolgrid.wire import codec
+from poolgrid.wire.loading import LOADING_FRAME, TELL_EVERY_S, LoadingWorker
+from poolgrid.workers.adapters.sockets import EventSocket
+
+FIRST_WORD_S = 0.25
+"""An engine that is there by then has not been loading for anybody to see."""
+
+
+async def tell_while_loading(context: PlaneContext, endpoint: str, now: Callable[[], LoadingWorker]) -> None:
+    """Send what ``now`` says to the consolidator at ``endpoint``, again and again until cancelled.
+
+    A word that the socket does not take is left out. Raises ``ValueError`` for an endpoint that cannot be used.
+    """
+    await asyncio.sleep(FIRST_WORD_S)
+    # There are no answers.
+    socket = EventSocket(context, endpoint, lambda frames: None)
+    try:
+        while True:
+            socket.send([LOADING_FRAME, codec.loading_worker.encode(now())])
+            await asyncio.sleep(TELL_EVERY_S)
+    finally:
+        socket.close(orderly=False)
