@@ -77,8 +77,10 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DisaggregatedPool
             worker.wait_ready()
         eventually("every worker is reachable", made.is_whole)
         yield made
+        decided = metric(router.url, "poolgrid_router_decisions_total")
         assert router.stop()[0] == 0
-    assert assert_decisions_replay(directory) > 100
+    # The others were made while the router was behind, or had just begun.
+    assert assert_decisions_replay(directory) > decided / 2
 
 
 def blocks_are_free(url: str) -> bool:
@@ -210,7 +212,7 @@ def test_without_prefill_workers_the_decode_workers_do_it_all(pool: Disaggregate
     for name in ("p0", "p1"):
         pool.workers[name].kill()
     eventually("both are gone", lambda: sorted(ready_workers(pool.url)) == ["d0", "d1"])
-    prompt = [11 + number % 4000 for number in range(1500)]
+    prompt = [13 + number % 4000 for number in range(1500)]
 
     answer = httpx.post(
         f"{pool.url}/v1/completions", json={"model": "tiny", "prompt": prompt, "max_tokens": 30}, timeout=30

@@ -216,8 +216,9 @@ def test_a_pool_may_be_missing_at_the_start_and_documents_may_change_while_it_ru
             assert fallen.status_code == 200, fallen.text
             assert fallen.headers["x-poolgrid-pool"] == "here"
             assert fallen.headers["x-poolgrid-decision"].startswith("fallback")
-            assert pools(router.url)["late"]["state"] == "down"
-            assert "refused" in pools(router.url)["late"]["reason"] or "failed" in pools(router.url)["late"]["reason"]
+            late = pools(router.url)["late"]
+            assert late["state"] == "down"
+            assert "refused" in late["reason"] or "failed" in late["reason"]
 
             document.write_text(two_pools(urls, ["here", "here"]))
             eventually(

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +137,20 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
         yield Observed(directory, stack.enter_context(OtlpReceiver()), stack)
 
 
+@dataclass(frozen=True)
+class Story:
+    """An answer whose worker was killed amid it."""
+
+    killed: str
+    said: str
+
+
+@pytest.fixture(scope="module")
+def story(observed: Observed) -> Story:
+    """The one request that is traced."""
+    return Story(*stream_and_kill(observed))
+
+
 def ask(observed: Observed, headers: dict[str, str], **body: Any) -> httpx.Response:
     wanted = {"model": "tiny", "max_tokens": 4, **body}
     path = "completions" if "prompt" in body else "chat/completions"
@@ -153,9 +169,16 @@ def stream_and_kill(observed: Observed) -> tuple[str, str]:
         assert answer.headers["traceresponse"].split("-")[1] == TRACE
         lines = (line for line in answer.iter_lines() if line.startswith("data: "))
         said = [next(lines) for _ in range(20)]
+        # They stand still while they are looked at: the answer cannot end before its worker is found.
+        decoders = [observed.workers[name] for name in ("d0", "d1")]
+        for worker in decoders:
+            worker.signal(signal.SIGSTOP)
         eventually("it is decoded", lambda: len(observed.decoding()) == 1)
         [first] = observed.decoding()
         observed.workers[first].kill()
+        for worker in decoders:
+            if worker is not observed.workers[first]:
+                worker.signal(signal.SIGCONT)
         said += lines
     assert said[-1] == "data: [DONE]"
     return first, "".join(said)
@@ -182,9 +205,9 @@ def outline(spans: list[Received], killed: str) -> tuple[set[tuple[str, str, str
 
 
 def test_a_request_that_loses_its_worker_amid_its_output_is_one_connected_trace_over_four_processes(
-    observed: Observed,
+    observed: Observed, story: Story
 ) -> None:
-    killed, said = stream_and_kill(observed)
+    killed = story.killed
     other = "d1" if killed == "d0" else "d0"
 
     senders = {
@@ -238,10 +261,12 @@ def test_a_request_that_loses_its_worker_amid_its_output_is_one_connected_trace_
     assert transfer.attributes["poolgrid.kv.moved_bytes"] > 0
     assert all(span.start_ns <= span.end_ns for span in spans)
     assert MARKER not in str(spans)
-    assert said.count('"finish_reason":"length"') == 1
+    assert story.said.count('"finish_reason":"length"') == 1
 
 
+@pytest.mark.usefixtures("story")
 def test_what_nobody_traces_leaves_no_span_and_no_header(observed: Observed) -> None:
+    becomes(observed.receiver.trace_ids, {TRACE})
     for headers in ({}, {"traceparent": f"00-{UNSAMPLED_TRACE}-{CALLER}-00"}):
         answer = ask(observed, headers, prompt="short")
         assert answer.status_code == 200
@@ -249,6 +274,7 @@ def test_what_nobody_traces_leaves_no_span_and_no_header(observed: Observed) -> 
     assert observed.receiver.trace_ids() == {TRACE}
 
 
+@pytest.mark.usefixtures("story")
 def test_a_bucket_of_a_histogram_names_a_trace_that_fell_into_it(observed: Observed) -> None:
     accept = {"accept": "application/openmetrics-text; version=1.0.0", "authorization": f"Bearer {OPERATOR}"}
     text = httpx.get(f"{observed.front.url}/metrics", headers=accept).text
@@ -262,6 +288,7 @@ def test_a_bucket_of_a_histogram_names_a_trace_that_fell_into_it(observed: Obser
     assert found == {TRACE}
 
 
+@pytest.mark.usefixtures("story")
 def test_logs_say_who_and_where_and_nothing_that_only_the_client_may_know(observed: Observed) -> None:
     """Last of the module: it ends the processes, so that all that they say is there."""
     user = {"role": "user", "content": MARKER}

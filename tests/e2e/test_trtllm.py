@@ -81,11 +81,16 @@ def believed_and_held(pool: Pool, rank: int) -> tuple[str, str]:
     )
 
 
+def legs(pool: Pool) -> dict[str, float]:
+    return {stage: metric(pool.url, "poolgrid_router_legs_total", stage=stage) for stage in ("prefill", "decode")}
+
+
 def is_known(pool: Pool, rank: int) -> bool:
     return len(set(believed_and_held(pool, rank))) == 1
 
 
 def test_disaggregated_answers_are_those_of_one_worker_token_for_token(pool: Pool) -> None:
+    before = legs(pool)
     for at in range(2 * RANKS):
         prompt = [100 + (at * 131 + number) % 3000 for number in range(100 + 50 * at)]
         answer = pool.complete(prompt, 30)
@@ -93,8 +98,10 @@ def test_disaggregated_answers_are_those_of_one_worker_token_for_token(pool: Poo
         assert answer.json()["choices"][0]["text"] == expected_text(pack_tokens(prompt), 30, vocabulary=PLAIN)
         assert answer.headers["x-poolgrid-worker"].partition("/")[0] == "d"
 
-    assert metric(pool.url, "poolgrid_router_legs_total", stage="prefill") == 2 * RANKS
-    assert metric(pool.url, "poolgrid_router_legs_total", stage="decode") == 2 * RANKS
+    assert {stage: count - before[stage] for stage, count in legs(pool).items()} == {
+        "prefill": 2 * RANKS,
+        "decode": 2 * RANKS,
+    }
     for rank in range(RANKS):
         eventually(f"the router knows what rank {rank} holds", partial(is_known, pool, rank))
     assert any(believed_and_held(pool, rank)[0] for rank in range(1, RANKS)), "other ranks than the first were used"
@@ -120,11 +127,11 @@ def rows(url: str) -> list[dict[str, object]]:
 
 
 def test_short_prompts_stay_where_they_decode(pool: Pool) -> None:
-    before = metric(pool.url, "poolgrid_router_legs_total", stage="prefill")
+    before = legs(pool)["prefill"]
     prompt = [9, 8, 7]
     text = pool.complete(prompt, 5).json()["choices"][0]["text"]
     assert text == expected_text(pack_tokens(prompt), 5, vocabulary=PLAIN)
-    assert metric(pool.url, "poolgrid_router_legs_total", stage="prefill") == before
+    assert legs(pool)["prefill"] == before
 
 
 def test_without_the_package_a_worker_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
