@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -513,6 +514,7 @@ def test_one_word_of_crowding_wakes_the_router_once_however_many_requests_are_re
             ledger = service.projection.ledger
             slot = service.projection.index.slot(worker)
             now_ms = SystemClock().monotonic_ms()
+            began_s = time.monotonic()
             for number in range(1000):  # one falls due in every millisecond to come
                 ledger.reserve(worker, slot, f"reserved{number}", 1, 0, now_ms, 100.0 + number)
             stream = await service.submit(REQUEST)
@@ -528,7 +530,7 @@ def test_one_word_of_crowding_wakes_the_router_once_however_many_requests_are_re
                     await asyncio.sleep(0.01)
             await asyncio.sleep(0.2)
             # A timer may fire a moment before the word runs out, and looks once more; housekeeping looks every 1.25 s.
-            assert 1 <= looks <= 3
+            assert 1 <= looks <= 3 + (time.monotonic() - began_s) // 1.25
             stream.cancel()
 
     asyncio.run(scenario())
