@@ -56,6 +56,16 @@ class AgeList(Generic[A]):
         if self._cursor is older:
             self._cursor = thing
 
+    def insert_before(self, newer: A, thing: A) -> None:
+        """Add a thing as the next older of another; a walk that has met that one meets it, too, unless it is over."""
+        older = newer.older
+        thing.older = older
+        thing.newer = newer
+        older.newer = newer.older = thing
+        self.entries += 1
+        if self._cursor is older and older is not self._end:
+            self._cursor = thing
+
     def remove(self, thing: A) -> None:
         """Take a thing out."""
         older = thing.older

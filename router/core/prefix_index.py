@@ -48,7 +48,7 @@ BYTES_PER_BLOCK = 128
 """Budgeted bytes per distinct block: 80 to 110 measured (map entry, integer, place in its run), the rest for growth."""
 
 RUN_BLOCKS_MAX = 1024
-"""Blocks of one run: what a split moves, and what is freed in one go, at the most."""
+"""Blocks of one run: what is freed in one go, at the most, and twice what a split moves."""
 
 SWEEP_SLICE_ENTRIES = 1024
 """Runs, orphans, entries of lower tiers and freed blocks looked at per call after a worker was dropped, at the most:
@@ -519,7 +519,7 @@ class PrefixIndex:
                 part = array("Q", hashes[at : at + length])
                 shared = length if blocks == part else _common_prefix(blocks, part)
                 if shared < length:
-                    self._split(run, shared)
+                    run = self._split(run, shared)
                 run.mask |= bit
                 run.used = True
                 at += shared
@@ -575,16 +575,24 @@ class PrefixIndex:
             return True
         if above is not None and above.blocks[-1] != parent:
             assert parent is not None
-            self._split(above, above.blocks.index(parent) + 1)
+            above = self._split(above, above.blocks.index(parent) + 1)
         self._runs.add(run, above)
         return True
 
-    def _split(self, run: Run, at: int) -> None:
-        """Cut a run before position ``at``; the front part stays ``run``."""
-        tail = self._runs.split(run, at)
+    def _split(self, run: Run, at: int) -> Run:
+        """Cut a run before position ``at``; return the front part, whose child the rest is.
+
+        The shorter part becomes a run of its own: its blocks are those that the map must name it for.
+        """
+        if 2 * at > len(run.blocks):
+            moved = self._runs.cut_tail(run, at)
+            front = run
+        else:
+            front = moved = self._runs.cut_front(run, at, None if run.parent is None else self._reach.get(run.parent))
         shards, shift = self._reach.shards, self._reach.shift
-        for block in tail.blocks:
-            shards[block >> shift][block] = tail
+        for block in moved.blocks:
+            shards[block >> shift][block] = moved
+        return front
 
     def _store_orphans(self, bit: int, parent: int, hashes: Sequence[int]) -> int:
         """Keep blocks apart whose worker does not hold the block before them; reach resumes where it can."""
@@ -619,7 +627,7 @@ class PrefixIndex:
                         return stored
                     else:
                         if len(run.blocks) > 1:
-                            self._split(run, 1)
+                            run = self._split(run, 1)
                         run.mask |= bit
                         run.used = True
                     orphan = orphans.get(block)
@@ -634,9 +642,9 @@ class PrefixIndex:
     # -- removing --------------------------------------------------------------------------------------------------
 
     def _remove_reached(self, run: Run, sequence_hash: int, bit: int) -> None:
+        if run.blocks[-1] != sequence_hash:
+            run = self._split(run, run.blocks.index(sequence_hash) + 1)
         blocks = run.blocks
-        if blocks[-1] != sequence_hash:
-            self._split(run, blocks.index(sequence_hash) + 1)
         child = run.child
         if child is not None:
             for each in [each for each in _siblings(child) if each.mask & bit]:
@@ -657,8 +665,7 @@ class PrefixIndex:
             child.parent = blocks[-1]
             self._reach[sequence_hash] = child
         else:
-            self._split(run, len(blocks) - 1)
-            tail = run.child
+            tail = self._split(run, len(blocks) - 1).child
             assert tail is not None, "a run that was split has no tail"
             tail.mask = rest
 

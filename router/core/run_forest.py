@@ -69,7 +69,7 @@ class RunForest:
             above.child = run
         self.append_leaf(run)
 
-    def split(self, run: Run, at: int) -> Run:
+    def cut_tail(self, run: Run, at: int) -> Run:
         """Cut a run before position ``at``: the front part stays ``run``, the tail is returned."""
         blocks = run.blocks
         tail = Run(blocks[at - 1], blocks[at:], run.mask)
@@ -84,6 +84,29 @@ class RunForest:
             older.newer_leaf = newer.older_leaf = tail
             run.older_leaf = run.newer_leaf = None
         return tail
+
+    def cut_front(self, run: Run, at: int, above: Run | None) -> Run:
+        """Cut a run before position ``at``: the tail stays ``run``, the front part is returned.
+
+        ``above`` is the run that it continues, where there is one.
+        """
+        blocks = run.blocks
+        front = Run(run.parent, blocks[:at], run.mask)
+        del blocks[:at]
+        run.parent = front.blocks[-1]
+        front.used = run.used
+        left, right = run.left, run.right
+        front.left, front.right = left, right
+        if left is not None:
+            left.right = front
+        elif above is not None:
+            above.child = front
+        if right is not None:
+            right.left = front
+        run.left = run.right = None
+        front.child = run
+        self.ages.insert_before(run, front)
+        return front
 
     def remove(self, run: Run, above: Run | None, evicted: bool = False) -> None:
         """Take a run out; ``above`` is the run that it continues, where that is still there.

@@ -20,7 +20,7 @@ from poolgrid.router.core.prefix_index import (
     TierOverlap,
     slots_of,
 )
-from poolgrid.router.core.run_forest import Run
+from poolgrid.router.core.run_forest import Run, RunForest
 from poolgrid.wire.hashing import stable_u64, unpack_hashes
 from poolgrid.wire.identifiers import Tier, WorkerId, WorkerKey
 from tests.router.index_structure import assert_sound
@@ -573,6 +573,32 @@ def test_finding_looks_up_no_more_where_a_path_is_cut_into_ever_more_runs() -> N
 
     assert looked_up[-1] < 100
     assert looked_up[2] - looked_up[1] <= looked_up[1] - looked_up[0] + 8
+
+
+def test_a_path_that_a_second_worker_stores_piece_by_piece_is_cut_by_moving_the_pieces_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    moved = 0
+    cut_front, cut_tail = RunForest.cut_front, RunForest.cut_tail
+
+    def counted(cut: Run) -> Run:
+        nonlocal moved
+        moved += len(cut.blocks)
+        return cut
+
+    monkeypatch.setattr(RunForest, "cut_front", lambda *arguments: counted(cut_front(*arguments)))
+    monkeypatch.setattr(RunForest, "cut_tail", lambda *arguments: counted(cut_tail(*arguments)))
+    index = PrefixIndex()
+    path = [stable_u64("path", position) for position in range(1000)]
+    index.store(A, None, path)
+    for at in range(0, len(path), 10):
+        index.store(B, path[at - 1] if at else None, path[at : at + 10])
+
+    assert 0 < moved <= len(path)
+    assert index.find(path) == [(1000, 0b11)]
+    index.remove(A, path[:-1:2])
+    assert index.find(path) == [(1000, 0b10)]
+    assert_sound(index)
 
 
 class CountingPath(list[int]):
