@@ -275,3 +275,31 @@ def test_an_inference_pool_has_the_engines_and_asks_the_router() -> None:
     served = option(container_of(engines), "serving-endpoint").rpartition(":")[2]
     assert [each["number"] for each in pool["spec"]["targetPorts"]] == [int(served)]
     assert option(container_of(engines), "engine-port") == served
+
+
+def test_a_model_is_fetched_onto_a_volume_that_pods_read_and_before_they_do() -> None:
+    name = "disaggregated"
+    (claim,) = [each for each in of_kind(name, "PersistentVolumeClaim") if each["metadata"]["name"].endswith("-models")]
+    (job,) = of_kind(name, "Job")
+    prefetch = container_of(job["spec"]["template"])
+    group = typer.main.get_command(app)
+    assert isinstance(group, TyperGroup)
+    models = group.commands["model"]
+    assert isinstance(models, TyperGroup)
+
+    command, fetch, *arguments = prefetch["args"]
+    context = models.commands[fetch].make_context(fetch, list(arguments))
+
+    assert command == "model"
+    fetched = f"{context.params['cache_dir']}/{context.params['name']}"
+    assert context.params["wait_s"] <= job["spec"]["activeDeadlineSeconds"]
+    readers = [each["spec"]["template"]["spec"] for each in of_kind(name, "Deployment")]
+    assert len(readers) == 3, "routers and two groups of workers"
+    for spec in readers:
+        (waiting,) = spec["initContainers"]
+        assert waiting == prefetch, "it fetches too, or waits: a Job may come late"
+        (volume,) = [each for each in spec["volumes"] if each["name"] == "models"]
+        assert volume["persistentVolumeClaim"] == {"claimName": claim["metadata"]["name"]}
+        (container,) = spec["containers"]
+        assert option(container, "model-path") == fetched
+        assert {"name": "models", "mountPath": "/models", "readOnly": True} in container["volumeMounts"]

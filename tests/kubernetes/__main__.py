@@ -65,6 +65,21 @@ ALL_ON: Values = {
     "monitoring": {"enabled": True, "labels": {"release": "prometheus"}},
 }
 VARIATIONS: dict[str, Values] = {
+    "model-fetched": {
+        "model": {
+            "cache": {
+                "kind": "pvc",
+                "source": "org/model",
+                "exclude": ["original/*"],
+                "hubEndpoint": "https://hub.example",
+                "className": "shared",
+                "nodeSelector": {"a": "b"},
+                "tolerations": [{"operator": "Exists"}],
+            }
+        },
+        "globalRouter": {"enabled": True, "document": {"version": 1}},
+    },
+    "model-of-fluid": {"model": {"path": "/models/m", "cache": {"kind": "fluid", "source": "s3://bucket/models"}}},
     "all-on": ALL_ON,
     "nothing-kept": {"consolidator": {"storage": {"enabled": False}}, "networkPolicy": {"enabled": False}},
     "one-router": {"router": {"replicas": 1}},
@@ -72,6 +87,16 @@ VARIATIONS: dict[str, Values] = {
 REFUSED: dict[str, tuple[Values, str]] = {
     "no-document": ({"pool": {"enabled": False}, "globalRouter": {"enabled": True}}, "document is empty"),
     "no-model": ({"workers": [{"name": "a", "engine": "trtllm"}]}, "workers a have the engine trtllm: give model.path"),
+    "two-volumes": (
+        {"model": {"volume": {"emptyDir": {}}, "cache": {"kind": "pvc", "source": "org/m"}}},
+        "leave model.volume empty",
+    ),
+    "nothing-to-fetch": ({"model": {"cache": {"kind": "pvc"}}}, "give model.cache.source"),
+    "fluid-without-path": (
+        {"model": {"cache": {"kind": "fluid", "source": "s3://b"}}},
+        "model.path, the directory in it",
+    ),
+    "unknown-cache": ({"model": {"cache": {"kind": "nfs"}}}, "kind"),
     "unknown-key": ({"router": {"replica": 2}}, "replica"),
     "unknown-role": ({"workers": [{"name": "a", "role": "both"}]}, "role"),
     "no-group": ({"workers": []}, "workers"),

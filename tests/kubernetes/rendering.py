@@ -12,7 +12,12 @@ import helm_python as helm
 import kubernetes_validate
 import yaml
 
-OF_OPERATORS = ("monitoring.coreos.com/v1", "keda.sh/v1alpha1", "inference.networking.k8s.io/v1")
+OF_OPERATORS = (
+    "monitoring.coreos.com/v1",
+    "keda.sh/v1alpha1",
+    "inference.networking.k8s.io/v1",
+    "data.fluid.io/v1alpha1",
+)
 """Kinds that operators add to a cluster, whose schemas are with them; tests/deploy looks at these by itself."""
 
 

@@ -174,3 +174,59 @@ scaleDown:
   stabilizationWindowSeconds: {{ .autoscaling.cooldownSeconds }}
   policies: [{type: Pods, value: 1, periodSeconds: 60}]
 {{- end }}
+
+{{/* Where models are, as pods mount them: the volume of the values, or one that the release makes. */}}
+{{- define "poolgrid.model.volume" -}}
+{{- if .Values.model.cache.kind -}}
+persistentVolumeClaim: {claimName: {{ include "poolgrid.fullname" . }}-models}
+{{- else if .Values.model.volume -}}
+{{- toYaml .Values.model.volume -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "poolgrid.model.path" -}}
+{{- if .Values.model.path -}}
+{{- .Values.model.path -}}
+{{- else if eq .Values.model.cache.kind "pvc" -}}
+/models/{{ .Values.model.cache.name }}
+{{- end -}}
+{{- end -}}
+
+{{/* The container that fetches the model unless it is there; of several that want it one does, and the others wait. */}}
+{{- define "poolgrid.model.fetch" -}}
+{{- $cache := .Values.model.cache -}}
+- name: model
+  {{- include "poolgrid.image" (dict "root" . "image" .Values.image.router) | nindent 2 }}
+  args:
+    - model
+    - fetch
+    - {{ $cache.source | quote }}
+    - --cache-dir=/models
+    - {{ printf "--name=%s" $cache.name | quote }}
+    {{- range $cache.exclude }}
+    - {{ printf "--exclude=%s" . | quote }}
+    {{- end }}
+    - --wait-s={{ int $cache.fetchSeconds }}
+  env:
+    - {name: HOME, value: /tmp}
+    {{- with $cache.hubEndpoint }}
+    - {name: HF_ENDPOINT, value: {{ . | quote }}}
+    {{- end }}
+    {{- with $cache.hubTokenSecret }}
+    - name: HF_TOKEN
+      valueFrom: {secretKeyRef: {name: {{ . }}, key: token}}
+    {{- end }}
+  resources: {{- toYaml $cache.resources | nindent 4 }}
+  {{- include "poolgrid.containerSecurity" . | nindent 2 }}
+  volumeMounts:
+    - {name: tmp, mountPath: /tmp}
+    - {name: models, mountPath: /models}
+{{- end -}}
+
+{{/* Before the process that reads the model, whose startup probe begins after it. */}}
+{{- define "poolgrid.model.init" -}}
+{{- if eq .Values.model.cache.kind "pvc" -}}
+initContainers:
+  {{- include "poolgrid.model.fetch" . | nindent 2 }}
+{{- end -}}
+{{- end }}
