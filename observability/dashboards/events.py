@@ -116,6 +116,18 @@ EVENTS = Board(
                     mappings=(("0", "writes", "green"), ("1", "stalled", "red")),
                 ),
                 Panel(
+                    "Active consolidators",
+                    "short",
+                    (Query(f"sum by (pool) (poolgrid_consolidator_active{{{POOL}}})", "{{pool}}"),),
+                    "Of a pool on NATS: how many of its consolidators believe to write the journal.",
+                    "One. None for longer than the lease and two seconds: look at NATS. Two, for a moment: one of them "
+                    "has not noticed yet, and cannot store anything.",
+                    "no-consolidator-active",
+                    kind="stat",
+                    no_value="no pool is on NATS",
+                    mappings=(("0", "none", "red"), ("1", "one", "green")),
+                ),
+                Panel(
                     "Slow writes",
                     "s",
                     (_gauge("journal_slow_write_seconds"),),

@@ -147,6 +147,15 @@ def disk_full(fleet: Fleet) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def nats_gone(fleet: Fleet) -> Iterator[None]:
+    fleet.nats.kill()
+    try:
+        yield
+    finally:
+        fleet.nats.start()
+
+
+@contextlib.contextmanager
 def publisher_gone(fleet: Fleet) -> Iterator[None]:
     fleet.publisher.kill()
     yield
@@ -222,6 +231,7 @@ DRILLS = (
     Drill("a KV block manager is killed", "lone", ("PoolgridStreamBroken",), publisher_gone),
     Drill("the disk takes nothing more (RLIMIT_FSIZE)", "staged", ("PoolgridJournalFailing",), disk_full),
     Drill("the consolidator stands still", "staged", ("PoolgridJournalSilent",), consolidator_stands_still),
+    Drill("the NATS server is killed", "streamed", ("PoolgridNoConsolidatorActive",), nats_gone),
     Drill("a pool's router stands still", "fleet", ("PoolgridPoolUnreachable",), pool_router_stands_still),
     Drill(
         "a pool's worker stands still, its router does not", "fleet", ("PoolgridBreakerOpen",), pool_worker_stands_still

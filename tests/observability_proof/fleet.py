@@ -3,6 +3,7 @@
 - *fleet*: a global router over a prefill pool and two decode pools, with tenants and a closed loop.
 - *staged*: a consolidator with a journal on disk, a router, a prefill and a decode worker.
 - *lone*: a router with TLS, CURVE and a block manager beside a worker, and four workers with small caches.
+- *streamed*: two consolidators on a NATS server.
 - *stand-in*: series of engines and GPUs that cannot be had here, on a page that this process serves.
 """
 
@@ -27,6 +28,7 @@ from poolgrid.cli.main import app
 from tests.consolidator.publisher_process import Publisher
 from tests.e2e.processes import Process
 from tests.fakes import FAKES_PATH
+from tests.nats.servers import NatsServer, one_server
 from tests.observability_proof.stack import Stack
 
 DOCUMENT = {
@@ -121,6 +123,7 @@ class Fleet:
         self.processes: dict[str, Process] = {}
         self.keys = directory / "keys.json"
         self.tenant_keys = {name: self._key(name) for name in ("acme", "globex", "initech")}
+        self.nats: NatsServer
         self.stand_in = StandIn()
         self.opened.callback(self.stand_in.close)
         self.http = httpx.Client(timeout=120, trust_env=False, verify=False)
@@ -133,6 +136,7 @@ class Fleet:
         self._start_lone()
         self._start_staged()
         self._start_fleet()
+        self._start_streamed()
         self.stack.scrape("stand-in", [self.stand_in.url], namespace="stand-in", pool="stand-in", component="worker")
 
     def provoke(self) -> None:
@@ -203,6 +207,14 @@ class Fleet:
         self.stack.scrape("staged-router", [router.wait_ready().url], **labels, component="router")
         self.stack.scrape("staged-consolidator", [consolidator.url], **labels, component="consolidator")
         self.stack.scrape("staged-workers", workers, **labels, component="worker")
+
+    def _start_streamed(self) -> None:
+        self.nats = self.opened.enter_context(one_server())
+        plane = ("--event-plane", "nats", "--nats-url", self.nats.url)
+        names = ("streamed consolidator", "second consolidator")
+        consolidators = [self.run(name, "consolidator", "--http-port", "0", *plane) for name in names]
+        urls = [consolidator.wait_ready().url for consolidator in consolidators]
+        self.stack.scrape("streamed", urls, namespace="streamed", pool="streamed", component="consolidator")
 
     def _start_lone(self) -> None:
         self.publisher = self.opened.enter_context(Publisher())
