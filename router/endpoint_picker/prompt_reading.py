@@ -27,12 +27,14 @@ Kept = Raw | UnsetType
 
 
 class _PromptFields(Struct, kw_only=True, omit_defaults=True):
-    """What makes a prompt in any of the APIs, byte for byte as the client wrote it."""
+    """What makes a prompt in any of the APIs, byte for byte as the client wrote it.
+
+    ``tool_choice`` is not among it: vLLM shows the model its tools also where it must not use them (tried on 0.32).
+    """
 
     model: Kept = UNSET
     cache_salt: Kept = UNSET
     tools: Kept = UNSET
-    tool_choice: Kept = UNSET
     chat_template_kwargs: Kept = UNSET
 
 

@@ -75,6 +75,12 @@ def test_fields_that_shape_no_prompt_are_between_client_and_engine() -> None:
         assert read("/v1/chat/completions", {**CHAT, **more}).request == read("/v1/chat/completions", CHAT).request
 
 
+def test_tools_are_in_the_prompt_also_where_they_must_not_be_used() -> None:
+    tools = {**CHAT, "tools": [{"type": "function", "function": {"name": "look_up", "parameters": {}}}]}
+    for choice in ({}, {"tool_choice": "none"}, {"tool_choice": "required"}):
+        assert "look_up" in text_of(read("/v1/chat/completions", {**tools, **choice}))
+
+
 def test_several_prompts_count_together_and_the_first_one_is_compared() -> None:
     found = read("/v1/completions", {"model": "tiny", "prompt": [[5, 6, 7], [8, 9]]})
     assert found.request is not None
