@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Generic, TypeVar
 
 import httpx
@@ -27,7 +28,9 @@ from poolgrid.runtime.terminal_table import Heading, TerminalTable, terminal
 from poolgrid.wire.answers import (
     DecisionList,
     DecisionRow,
+    FleetList,
     LoadingRow,
+    NamedRow,
     PlacedList,
     PlacedRow,
     PoolList,
@@ -53,6 +56,10 @@ TIMEOUT_S = 5.0
 BAR_CELLS = 10
 POOL_PATH = "/v1/pools"
 WORKER_PATH = "/v1/workers"
+FLEET_PATH = "/v1/fleet"
+
+Fetch = Callable[[httpx.AsyncClient, "Frame"], Awaitable["Frame"]]
+"""A look: what is to be seen now, from what was seen before."""
 
 _POOL_STYLES = {
     "available": "green",
@@ -82,6 +89,8 @@ class Frame(msgspec.Struct, frozen=True):
     """Why the last attempt failed; the answers, if any, are then from an earlier one."""
     pools: PoolList | None = None
     placements: PlacedList | None = None
+    fleet: FleetList | None = None
+    """Who has a name, when that was asked."""
 
 
 def usage_bar(used: int, total: int) -> Text:
@@ -190,6 +199,19 @@ PLACEMENT_COLUMNS: tuple[Column[PlacedRow], ...] = (
 )
 
 
+NAMED_COLUMNS: tuple[Column[NamedRow], ...] = (
+    Column("namespace", lambda row: Text(row.namespace), False),
+    Column("component", lambda row: Text(row.component), False),
+    Column("instance", lambda row: Text(row.instance), False),
+    Column("since", lambda row: Text(_day_and_time(row.started_ms)), False, optional=True),
+    Column("endpoints", lambda row: Text("  ".join(f"{k}={v}" for k, v in sorted(row.endpoints.items()))), False),
+)
+
+
+def _day_and_time(unix_ms: int) -> str:
+    return datetime.fromtimestamp(unix_ms / 1000, UTC).strftime("%m-%d %H:%M:%SZ")
+
+
 def _table(title: str, columns: Sequence[Column[R]], rows: Sequence[R]) -> TerminalTable:
     headings = [Heading(column.heading, column.numeric, column.optional) for column in columns]
     table = TerminalTable(headings, f"\n{title}")
@@ -240,6 +262,26 @@ def _pool_parts(frame: Frame, pools: PoolList) -> list[RenderableType]:
     return parts
 
 
+def _printable(text: str) -> str:
+    """Return a text without what terminals obey: others wrote a part of it."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def _fleet_parts(frame: Frame, fleet: FleetList) -> list[RenderableType]:
+    """Return what there is to see of names."""
+    counts: dict[str, int] = {}
+    for row in fleet.data:
+        counts[row.component] = counts.get(row.component, 0) + 1
+    have = ", ".join(f"{count} {component}" for component, count in sorted(counts.items()))
+    namespaces = counted(len({row.namespace for row in fleet.data}), "namespace")
+    headline = f"{frame.url}   names: {fleet.names} at {fleet.where}   {namespaces}: {have or 'nobody'}"
+    table = _table("processes", NAMED_COLUMNS, fleet.data[:WORKERS_SHOWN_MAX])
+    if len(fleet.data) > WORKERS_SHOWN_MAX:
+        table.note = f"not shown: {counted(len(fleet.data) - WORKERS_SHOWN_MAX, 'more instance')}"
+    refused = [Text(f"refused: {_printable(why)}", style="red") for why in fleet.refused.values()]
+    return [Text(headline, style="bold"), table, *refused]
+
+
 def view(frame: Frame) -> RenderableType:
     """Return one screen: a headline, the queue, the workers or pools, the decisions."""
     parts: list[RenderableType] = []
@@ -261,8 +303,11 @@ def view(frame: Frame) -> RenderableType:
         parts.append(Text(headline, style="bold"))
         parts.append(queue_line(frame.workers.queue))
     if frame.fault is not None:
-        known = "; below is what was known last" if frame.workers is not None or frame.pools is not None else ""
+        is_known = any(each is not None for each in (frame.workers, frame.pools, frame.fleet))
+        known = "; below is what was known last" if is_known else ""
         parts.append(Text(f"{frame.url} does not answer: {frame.fault}{known}", style="red"))
+    if frame.fleet is not None:
+        parts += _fleet_parts(frame, frame.fleet)
     if frame.pools is not None:
         parts += _pool_parts(frame, frame.pools)
     if frame.workers is not None:
@@ -316,6 +361,17 @@ async def fetch(client: httpx.AsyncClient, before: Frame) -> Frame:
     return msgspec.structs.replace(before, fault=fault)
 
 
+async def fetch_fleet(client: httpx.AsyncClient, before: Frame) -> Frame:
+    """Return who has a name now; on a fault what was known before, marked with the fault."""
+    try:
+        return Frame(before.url, fleet=msgspec.json.decode(await _get(client, FLEET_PATH), type=FleetList))
+    except FetchError as error:
+        fault = f"{error}; has it names (--names)?" if error.status == 404 else str(error)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        fault = f"the answer is not a router's: {error}"
+    return msgspec.structs.replace(before, fault=fault)
+
+
 async def _state(client: httpx.AsyncClient, is_global: bool) -> tuple[bool, bytes]:
     """Return whether it is a global router, and its pools or workers; what it was the last time is asked for first."""
     try:
@@ -326,12 +382,12 @@ async def _state(client: httpx.AsyncClient, is_global: bool) -> tuple[bool, byte
         return not is_global, await _get(client, WORKER_PATH if is_global else POOL_PATH)
 
 
-async def _watch(console: Console, url: str, interval_s: float, stop: asyncio.Event) -> None:
+async def _watch(console: Console, url: str, interval_s: float, stop: asyncio.Event, look: Fetch) -> None:
     frame = Frame(url)
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, headers=api_key_headers()) as client:
         with Live(console=console, screen=console.is_terminal, auto_refresh=False, transient=False) as live:
             while not stop.is_set():
-                frame = await fetch(client, frame)
+                frame = await look(client, frame)
                 live.update(view(frame), refresh=True)
                 try:
                     await asyncio.wait_for(stop.wait(), interval_s)
@@ -339,9 +395,9 @@ async def _watch(console: Console, url: str, interval_s: float, stop: asyncio.Ev
                     pass  # time for the next look
 
 
-async def _look(console: Console, url: str, as_json: bool) -> int:
+async def _look(console: Console, url: str, as_json: bool, look: Fetch) -> int:
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, headers=api_key_headers()) as client:
-        frame = await fetch(client, Frame(url))
+        frame = await look(client, Frame(url))
     if as_json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(frame)).decode() + "\n")
     else:
@@ -349,8 +405,9 @@ async def _look(console: Console, url: str, as_json: bool) -> int:
     return 0 if frame.fault is None else 1
 
 
-def top(url: str, interval_s: float, once: bool, as_json: bool = False) -> int:
+def top(url: str, interval_s: float, once: bool, as_json: bool = False, fleet: bool = False) -> int:
     """Show the router at ``url`` every ``interval_s`` seconds until SIGINT; with ``once`` show it once.
+    With ``fleet``, who has a name.
 
     Returns the exit code: with ``once`` 1 when the router did not answer as one, else 0; 2 for wrong arguments.
     """
@@ -361,11 +418,12 @@ def top(url: str, interval_s: float, once: bool, as_json: bool = False) -> int:
     # httpx logs a line per request, which would tear the screen.
     logging.getLogger("httpx").setLevel(logging.WARNING)
     console = terminal()
+    look: Fetch = fetch_fleet if fleet else fetch
     if once:
-        return asyncio.run(_look(console, url, as_json))
+        return asyncio.run(_look(console, url, as_json, look))
 
     async def main(stop: asyncio.Event) -> None:
-        await _watch(console, url, interval_s, stop)
+        await _watch(console, url, interval_s, stop, look)
 
     lifecycle.run(main)
     return 0

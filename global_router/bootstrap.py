@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 from poolgrid.dispatch.link_budget import links_that_fit
 from poolgrid.dispatch.worker_links import WorkerLinks
 from poolgrid.frontend.app import create_app
+from poolgrid.frontend.fleet_list import add_fleet_list
 from poolgrid.frontend.fleet_page.endpoints import open_fleet_page
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.settings import FrontendSettings
@@ -167,6 +168,8 @@ async def serve(
         )
         opened.push_async_callback(app.close)
         add_global_router_endpoints(app, service, awake, group)
+        if names is not None:
+            add_fleet_list(app, names.fleet)
         open_report(opened, app.traffic, lambda: service.waiting_room.view().requests, clock)
         background: list[asyncio.Task[None]] = []
         opened.push_async_callback(cancel_all, background)

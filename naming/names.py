@@ -23,6 +23,7 @@ from poolgrid.naming.ports import NameStore, NamesUnavailable, Scope
 from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.complaints import PERIOD_MS, Complaints
 from poolgrid.runtime.tasks import Restart, cancel_all, supervised
+from poolgrid.wire.answers import FleetList, NamedRow
 from poolgrid.wire.names import EndpointName
 from poolgrid.wire.registration import Registration, encode_registration
 
@@ -62,6 +63,9 @@ class Names:
         self._listeners: list[Callable[[], None]] = []
         self._own: dict[str, tuple[Registration, bytes]] = {}
         self._changed = asyncio.Event()
+        self._listing = asyncio.Lock()
+        self._listed: FleetList | None = None
+        self._listed_ms = 0.0
         self._looked = asyncio.Event()
         self._renewing: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -169,11 +173,22 @@ class Names:
         """Wait until it was looked once who is there, well or not."""
         await self._looked.wait()
 
-    async def whole(self) -> Registry:
-        """Look once at everybody, whoever is followed; raises ``NamesUnavailable``."""
-        found = Registry()
-        found.look(await self.store.look([Scope()]), self._clock.monotonic_ms())
-        return found
+    async def fleet(self) -> FleetList:
+        """Return everybody who has a name, whoever is followed, as of ``LOOK_S`` ago at most.
+
+        Raises ``NamesUnavailable``.
+        """
+        async with self._listing:
+            now_ms = self._clock.monotonic_ms()
+            if self._listed is None or now_ms - self._listed_ms >= 1000 * LOOK_S:
+                found = Registry()
+                found.look(await self.store.look([Scope()]), now_ms)
+                rows = [_row(each) for each in found.instances()]
+                self._listed = FleetList(
+                    names=self.store.kind, where=self.store.where, refused=found.refused, data=rows
+                )
+                self._listed_ms = now_ms
+            return self._listed
 
     def addresses(self, name: EndpointName) -> list[str]:
         """Return where an endpoint that is followed listens, the latest life first."""
@@ -194,3 +209,14 @@ class Names:
         log.warning(
             "%s at %s failed (%s): it is tried again for ever, and what is known stays", doing, self.store.where, error
         )
+
+
+def _row(registration: Registration) -> NamedRow:
+    return NamedRow(
+        namespace=registration.namespace,
+        component=registration.component,
+        instance=registration.instance,
+        endpoints=registration.endpoints,
+        started_ms=registration.started_ms,
+        lease_ms=registration.lease_ms,
+    )

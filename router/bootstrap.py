@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from poolgrid.dispatch.link_budget import links_that_fit
 from poolgrid.frontend.app import Application, create_app
+from poolgrid.frontend.fleet_list import add_fleet_list
 from poolgrid.frontend.fleet_page.endpoints import open_fleet_page
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.settings import FrontendSettings
@@ -141,6 +142,8 @@ async def serve(
         )
         opened.push_async_callback(app.close)
         _add_endpoints(app, service, feed, clock, plane, recorder)
+        if names is not None:
+            add_fleet_list(app, names.fleet)
         open_report(opened, app.traffic, lambda: service.view.queue().requests, clock)
         server = open_server(opened, settings, registry, app, service.end_requests, reuse_port=place is not None)
         of_page: dict[str, LoopAnswer] = {}

@@ -500,3 +500,30 @@ class ConfigAnswer(Answer, frozen=True, kw_only=True):
     document: dict[str, Any]
     reloads: list[ReloadRow]
     loop_steps: list[LoopStepRow]
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+class NamedRow(Answer, frozen=True, kw_only=True):
+    """One process under its name."""
+
+    namespace: str
+    component: str
+    instance: str
+    endpoints: dict[str, str]
+    started_ms: int
+    """Unix time at which this life of it registered."""
+    lease_ms: int
+
+
+class FleetList(Answer, frozen=True, kw_only=True):
+    """Answer of ``GET /v1/fleet``."""
+
+    object: str = "list"
+    names: str
+    """Where registrations are kept: the setting ``names``."""
+    where: str
+    refused: dict[str, str]
+    """Registrations that cannot be used, and why; at most 256."""
+    data: list[NamedRow]

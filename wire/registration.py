@@ -54,6 +54,11 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
         """Return the name of the entry where it is kept."""
         return f"{self.namespace}.{self.component}.{self.life}"
 
+    @property
+    def started_ms(self) -> int:
+        """Return when this life began, as Unix time."""
+        return int(self.life[:16], 16) // 1_000_000
+
     def name(self, endpoint: str) -> EndpointName:
         """Return the name of one of its endpoints."""
         return EndpointName(self.namespace, self.component, endpoint)

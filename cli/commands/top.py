@@ -19,9 +19,15 @@ def top(
     ] = "http://127.0.0.1:8000",
     interval: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds between two looks.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one frame and end.")] = False,
+    fleet: Annotated[
+        bool, typer.Option("--fleet", help="Show who has a name, in all namespaces, where the router has names.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --once: print the router's answers as JSON.")] = False,
 ) -> None:
-    """Watch a router's workers, or a global router's pools, its queue and its last decisions, live."""
+    """Watch a router's workers, or a global router's pools, its queue and its last decisions, live.
+
+    With --fleet, the processes of all pools that share names.
+    """
     from poolgrid.cli.top import top as watch
 
-    raise typer.Exit(watch(url, interval, once, as_json))
+    raise typer.Exit(watch(url, interval, once, as_json, fleet))

@@ -440,3 +440,35 @@ class TestTop:
         assert code == 0
         assert len(asked) >= 9
         assert "journal offset 1,234" in " ".join(capsys.readouterr().out.split())
+
+
+FLEET = {
+    "object": "list",
+    "names": "directory",
+    "where": "/run/names",
+    "refused": {"blue.router.x": "the entry 'blue.router.x' is no registration: \x1b[31m"},
+    "data": [
+        {
+            "namespace": "blue", "component": "router", "instance": "r1", "started_ms": 1_763_800_000_000,
+            "endpoints": {"http": "http://a:1", "select": "tcp://a:2"}, "lease_ms": 10_000, "a_later_field": 1,
+        },
+    ],
+}  # fmt: skip
+
+
+def test_the_fleet_is_shown_by_name_with_what_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(lambda path: (200, json.dumps(FLEET).encode()) if path == "/v1/fleet" else (404, b"")) as url:
+        assert top(url, 1, once=True, fleet=True) == 0
+
+    shown = capsys.readouterr().out
+    assert "1 namespace: 1 router" in shown
+    assert re.search(r"blue +router +r1", shown)
+    assert "refused: the entry 'blue.router.x'" in shown.replace("\n", " ")
+    assert "\x1b[31m" not in shown
+
+
+def test_a_router_without_names_says_so_in_the_place_of_a_fleet(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(lambda path: (404, b"")) as url:
+        assert top(url, 1, once=True, fleet=True) == 1
+
+    assert "--names" in capsys.readouterr().out

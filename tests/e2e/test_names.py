@@ -83,6 +83,24 @@ def test_a_pool_is_found_by_its_name_and_serves(pool: NamedPool) -> None:
     assert row["endpoint"] == f"{POOL}.worker.generate"
 
 
+def test_operators_see_everybody_at_any_router(pool: NamedPool) -> None:
+    for url in (pool.front.url, pool.routers[0].url):
+        listed = httpx.get(f"{url}/v1/fleet").json()
+
+        assert listed["names"] == "directory"
+        assert listed["refused"] == {}
+        assert sorted((row["namespace"], row["component"]) for row in listed["data"]) == [
+            (POOL, "consolidator"),
+            (POOL, "global-router"),
+            (POOL, "router"),
+            (POOL, "router"),
+            (POOL, "worker"),
+        ]
+        [worker] = [row for row in listed["data"] if row["component"] == "worker"]
+        assert worker["instance"] == "w"
+        assert worker["endpoints"]["generate"].startswith("tcp://127.0.0.1:")
+
+
 def test_one_of_two_routers_killed_under_load_costs_nothing_and_its_successor_is_found(pool: NamedPool) -> None:
     eventually("the pool is available", lambda: all_available(pool.front.url))
     active = pools(pool.front.url)[POOL]["url"]

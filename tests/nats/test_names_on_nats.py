@@ -61,7 +61,7 @@ def test_who_registers_is_found_who_closes_is_gone_and_a_wrong_entry_keeps_nobod
         await until(lambda: other.registry.refused_count == 2)
 
         assert "endpoints.http is 'http://0.0.0.0:1'" in other.registry.refused[bad.key]
-        assert {each.instance for each in (await other.whole()).instances()} == {"r1", "w1"}
+        assert {each.instance for each in (await other.fleet()).data} == {"r1", "w1"}
         await one.close()
         await until_found(other, 0)
         await connection.close()
