@@ -1,7 +1,7 @@
 PYTHON ?= .venv/bin/python
 export PYTHON
 
-.PHONY: check lint types test format docs boards proof site plots soak long attack clients nixl schemathesis ui vllm kubernetes nats slurm
+.PHONY: check lint types test format docs boards proof site plots soak long attack clients nixl schemathesis ui vllm kubernetes nats retention slurm
 
 check: lint types test  ## everything CI runs, in the environment that is there
 
@@ -83,6 +83,9 @@ kubernetes:  ## the Helm chart against the schemas of three versions of Kubernet
 
 nats:  ## a pool on three NATS servers on loopback: servers, consolidators and workers killed under load; what appends cost
 	$(PYTHON) -m tests.nats
+
+retention:  ## the same requests with and without --retention learned on pools of simulated workers, whose reuse is compared
+	$(PYTHON) -m tests.retained_prompts
 
 slurm:  ## the job scripts on a real Slurm, this machine as three nodes; needs Debian's slurm-wlm and munge
 	$(PYTHON) -m tests.slurm

@@ -186,7 +186,7 @@ def test_a_later_request_raises_a_priority_and_does_not_lower_it() -> None:
 def test_a_block_that_is_used_again_is_not_evicted_and_one_that_went_to_the_host_keeps_its_priority() -> None:
     recorder = WireRecorder()
     pool = BlockPool(2, 2, BLOCK_SIZE, recorder)
-    kept(pool, (1,), (10, None))
+    kept(pool, (1,), (31, None))
     held = names((1,))
     assert pool.take(held, pool.match(held, 1), 0)
     assert not pool.take([], Match(0, 0, 0), 2)
@@ -201,8 +201,22 @@ def test_a_block_that_is_used_again_is_not_evicted_and_one_that_went_to_the_host
     assert pool.match(held, 1) == Match(0, 0, 1), "it was the first to go again"
 
 
+def test_an_evicted_block_of_a_priority_below_30_is_gone_and_its_parent_moves_to_the_host() -> None:
+    recorder = WireRecorder()
+    pool = BlockPool(3, 3, BLOCK_SIZE, recorder)
+    told: dict[Tier, set[int]] = {tier: set() for tier in Tier}
+    kept(pool, (1, 2, 3), (30, None), (29, None), (10, None))
+
+    assert pool.take([], Match(0, 0, 0), 3)
+
+    fold(recorder.take(), told)
+    assert told[Tier.DEVICE] == set()
+    assert told[Tier.HOST] == {1}
+    assert pool.match(names((1, 2, 3)), 3) == Match(0, 0, 1)
+
+
 RETENTION = st.lists(
-    st.tuples(st.sampled_from((0, 20, 35, 60, 90)), st.sampled_from((None, 3, 9))), min_size=5, max_size=5
+    st.tuples(st.sampled_from((0, 20, 29, 30, 35, 60, 90)), st.sampled_from((None, 3, 9))), min_size=5, max_size=5
 )
 
 

@@ -63,11 +63,12 @@ LOWEST_KEPT = 40
 PRIORITY_STEPS_PER_OCTAVE = 12
 """What is worth twice as much for its room has a priority higher by 12: 100 is 32 times what just fits."""
 
-NOT_KEPT = 20
-"""Priority of what is not worth keeping: it goes before all that nobody spoke of."""
+NOT_KEPT = 30
+"""Priority of what is not worth keeping: it goes before all that nobody spoke of. The lowest with which TensorRT-LLM
+moves a block to the host, where there is a host tier."""
 
 SPENT = 10
-"""Priority of what has never come again: the rest behind the last granule, and the output."""
+"""Priority of what has never come again: the rest behind the last granule, and the output. No host tier gets it."""
 
 USUAL_OUTPUT_TOKENS = 343
 """Output that a prompt's request is taken to leave in a cache: the mean of a published chat trace."""

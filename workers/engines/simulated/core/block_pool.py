@@ -12,8 +12,9 @@ Rules:
    them from the back.
 2. So a child becomes idle before its parent, or with it and ahead of it; idle blocks in the order in which they became
    idle have every child before its parent, and evicting the oldest evicts leaves first. No tree is needed.
-3. With a host tier an evicted block moves there and keeps its name; the host evicts its oldest. A host hit brings the
-   block back to the device. A block is on one tier at a time, and every ancestor of a host block is on some tier.
+3. With a host tier an evicted block moves there and keeps its name, unless its priority is below 30; the host evicts
+   its oldest. A host hit brings the block back to the device. A block is on one tier at a time, and every ancestor of
+   a host block is on some tier.
 4. When a request fills a block whose name is already there, its copy is given up and the one there is shared.
 5. Idle blocks have a priority, 35 unless a request said otherwise. The lowest priority is evicted first, and of one
    priority the oldest. A priority above 35 may lapse; when room is needed next, the block is one of the newest with 35.
@@ -41,6 +42,10 @@ Kept = tuple[int, float | None]
 """A block's priority, and when it lapses; ``None`` = never."""
 
 USUAL: Kept = (RETENTION_DEFAULT, None)
+
+MOVED_FROM_PRIORITY = 30
+"""Evicted blocks of a lower priority are not moved to the host: TensorRT-LLM's ``secondary_offload_min_priority``,
+where it is not set."""
 
 
 class Match(NamedTuple):
@@ -320,6 +325,18 @@ class BlockPool:
             self._forget_priorities(evicted)
             self._recorder.removed(evicted, Tier.DEVICE)
             return
+        if self._kept:
+            # What hangs off these has no more than their priority (rule 5), so nothing of it is on the host.
+            dropped = [each for each in evicted if self._kept.get(each, USUAL)[0] < MOVED_FROM_PRIORITY]
+            if dropped:
+                gone = frozenset(dropped)
+                evicted = [each for each in evicted if each not in gone]
+                for sequence_hash in dropped:
+                    del self._parents[sequence_hash]
+                self._forget_priorities(dropped)
+                self._recorder.removed(dropped, Tier.DEVICE)
+                if not evicted:
+                    return
         host = self._host
         for sequence_hash in evicted:
             host[sequence_hash] = None
