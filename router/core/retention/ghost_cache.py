@@ -28,7 +28,7 @@ class GhostState(msgspec.Struct, array_like=True, frozen=True, gc=False):
     idle: list[tuple[int, list[int]]]
     """By priority, as they were first used: granules, that which lies longest first."""
     priority: dict[int, tuple[int, int]]
-    lapses: list[tuple[float, int, list[int]]]
+    lapses: list[tuple[float, int, Sequence[int]]]
     made: int
 
 
@@ -112,7 +112,7 @@ class GhostCache:
             dict(self._refs),
             [(priority, list(idle)) for priority, idle in self._idle.items()],
             dict(self._priority),
-            [(at_ms, made, list(granules)) for at_ms, made, granules in self._lapses],
+            list(self._lapses),
             self._made,
         )
 

@@ -76,8 +76,9 @@ USUAL_OUTPUT_TOKENS = 343
 LONGEST_ANSWER_MS = 60_000.0
 """Durations count from when a request is over, which the router cannot know when it sends it: so much later at most."""
 
-GHOST_GRANULES_MAX = 131_072
-"""Room of a ghost, 10 to 20 MiB: 67 million tokens. Of larger caches it has one granule of two, four, …"""
+GHOST_GRANULES_MAX = 32_768
+"""Room of a ghost, 3 to 5 MiB: 17 million tokens. Of larger caches it has one granule of two, four, …; copied for
+a checkpoint in some milliseconds."""
 
 LRU_GHOSTS_MAX = 16
 """Workers of which it is counted what they reuse that they would have lost: enough to see whether keeping helps."""
@@ -85,12 +86,8 @@ LRU_GHOSTS_MAX = 16
 GHOST_MEMORY_MS = 600_000.0
 """After ten minutes a ghost's find counts 1/e."""
 
-PAYS, PAYS_NO_MORE = 2.0, 1.5
-"""How often as much the ghost with priorities must find that the other has not, as the other way round, before what is
-learnt is said, and until it is said no more. What both find says nothing, however much it is."""
-
-SEEN_GRANULES = 100.0
-"""And so much more it must find: fewer may be chance. A prompt of 50,000 tokens that is found whole is no proof."""
+PAYS, PAYS_NO_MORE = 1.1, 1.04
+"""How much more the ghost with priorities must find before what is learnt is said, and until it is said no more."""
 
 LOST_MS = 3_600_000.0
 """After an hour a request of whose end nobody spoke is taken to be over."""
@@ -176,8 +173,8 @@ class LearnerState(msgspec.Struct, array_like=True, frozen=True, gc=False):
     now_ms: float
     own: float
     all: float
-    gained_hits: float
-    lost_hits: float
+    kept_hits: float
+    plain_hits: float
     pays: bool
 
 
@@ -242,8 +239,7 @@ class RetentionLearner:
         self._now_ms = 0.0
         self._own = self._all = 0.0
         """Requests that this router sent, and that the workers said of any router's that they began."""
-        self.gained_hits = self.lost_hits = 0.0
-        """Granules that only the ghost with priorities found of late, and that only the other one found."""
+        self.kept_hits = self.plain_hits = 0.0
         self.pays = False
         """Whether what is learnt is said."""
         self.gained_tokens = self.lost_tokens = 0
@@ -383,8 +379,8 @@ class RetentionLearner:
             self._now_ms,
             self._own,
             self._all,
-            self.gained_hits,
-            self.lost_hits,
+            self.kept_hits,
+            self.plain_hits,
             self.pays,
         )
 
@@ -417,7 +413,7 @@ class RetentionLearner:
         self._spent = state.spent
         self._plan_at_ms, self._now_ms = state.plan_at_ms, state.now_ms
         self._own, self._all = state.own, state.all
-        self.gained_hits, self.lost_hits, self.pays = state.gained_hits, state.lost_hits, state.pays
+        self.kept_hits, self.plain_hits, self.pays = state.kept_hits, state.plain_hits, state.pays
 
     def __len__(self) -> int:
         """Return how many granules are known."""
@@ -487,11 +483,8 @@ class RetentionLearner:
     def _begin_ghosts(self, worker: WorkerKey, granules: list[int], now_ms: float) -> int:
         """Let ghosts have a prompt; return what the worker would have had of it without priorities."""
         sampled, _ = self._sample(granules, ())
-        more = self._kept.begin(sampled, now_ms) - self._plain.begin(sampled, now_ms)
-        if more > 0:
-            self.gained_hits += more
-        else:
-            self.lost_hits -= more
+        self.kept_hits += self._kept.begin(sampled, now_ms)
+        self.plain_hits += self._plain.begin(sampled, now_ms)
         lru = self._lru.get(worker)
         if lru is None:
             if len(self._lru) >= LRU_GHOSTS_MAX:
@@ -529,14 +522,13 @@ class RetentionLearner:
         lost = [key for key, held in islice(self._held.items(), LOST_AT_ONCE) if held.begun_ms < now_ms - LOST_MS]
         for worker, dispatch_id in lost:
             self.end(worker, dispatch_id, now_ms)
-        least = SEEN_GRANULES / self._every
-        if self.gained_hits > PAYS * self.lost_hits + least:
+        if self.kept_hits > self.plain_hits * PAYS:
             self.pays = True
-        elif self.gained_hits <= PAYS_NO_MORE * self.lost_hits + PAYS_NO_MORE / PAYS * least:
+        elif self.kept_hits < self.plain_hits * PAYS_NO_MORE:
             self.pays = False
         factor = math.exp(-PLAN_EVERY_MS / GHOST_MEMORY_MS)
-        self.gained_hits *= factor
-        self.lost_hits *= factor
+        self.kept_hits *= factor
+        self.plain_hits *= factor
         # Of several routers each knows its own requests, and plans for as much of the room as these ask for.
         share = min(1.0, self._own / self._all) if self._all else 1.0
         self._own *= factor
