@@ -23,7 +23,9 @@ import httpx
 import psutil
 
 from poolgrid.cli.bench import bench
+from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.loadgen.settings import BenchSettings
+from poolgrid.workers.model_cache.cache import ModelCache
 from tests.e2e.disturbed_load import active_requests
 from tests.e2e.expectation import SPOKEN, Verifier
 from tests.e2e.processes import eventually, ready_workers, worker_rows
@@ -77,6 +79,15 @@ def process_of(word: str) -> psutil.Process:
     found = [each for each in psutil.process_iter(["cmdline"]) if f"--worker-id={word}" in (each.info["cmdline"] or ())]
     assert len(found) == 1, found
     return found[0]
+
+
+def the_router_reads_the_model_that_was_fetched(cluster: Cluster, pool: Job) -> None:
+    """The pool's model is the one in the cache, which is whole."""
+    fetched = ModelCache(cluster.place / "models")
+    assert fetched.names() == [TINY_MODEL_PATH.name]
+    assert fetched.partials() == []
+    option = f"--model-path={fetched.path(TINY_MODEL_PATH.name)}"
+    assert [each for each in psutil.process_iter(["cmdline"]) if option in (each.info["cmdline"] or ())]
 
 
 def a_killed_worker_costs_nothing_and_is_started_again(pool: Job) -> None:
@@ -173,9 +184,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="poolgrid-slurm-") as place, running_cluster(Path(place)) as cluster:
         jobs: list[Job] = []
         try:
-            pool = Job(cluster, "pool.sbatch", [f"--nodes={NODES}"], WORKERS=str(NODES), WORKER_OPTIONS="--speedup 20")
+            # All nodes fetch it into one directory, as they would into one that they share.
+            models = {"MODEL_SOURCE": str(TINY_MODEL_PATH), "MODEL_CACHE": str(cluster.place / "models")}
+            options = {"WORKERS": str(NODES), "WORKER_OPTIONS": "--speedup 20"}
+            pool = Job(cluster, "pool.sbatch", [f"--nodes={NODES}"], **options, **models)
             jobs.append(pool)
             pool.until_ready(NODES)
+            the_router_reads_the_model_that_was_fetched(cluster, pool)
+            sys.stdout.write("ok: the model is fetched before anything starts\n")
             steps: list[tuple[str, Callable[[], object]]] = [
                 (
                     "a killed worker costs nothing and is started again",
