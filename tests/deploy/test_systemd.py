@@ -12,10 +12,12 @@ import typer
 from typer.core import TyperGroup
 
 from poolgrid.cli.main import app
+from poolgrid.router.consolidator.settings import ConsolidatorProcessSettings
 
 ROOT = Path(__file__).parents[2]
 UNITS = sorted((ROOT / "deploy" / "systemd").glob("*.service"))
 CREDENTIALS = ROOT / "deploy" / "systemd" / "credentials.conf"
+NATS = ROOT / "deploy" / "systemd" / "nats.conf"
 ANALYZE = shutil.which("systemd-analyze")
 
 needs_systemd = pytest.mark.skipif(ANALYZE is None, reason="systemd-analyze is not there (Debian's package systemd)")
@@ -58,6 +60,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         drop_in = place / f"{unit.name}.d"
         drop_in.mkdir()
         shutil.copy(CREDENTIALS, drop_in)
+        shutil.copy(NATS, drop_in)
     return place
 
 
@@ -118,10 +121,31 @@ def test_a_unit_starts_a_command_with_its_own_settings_and_waits_longer_than_the
     assert int(directives["TimeoutStopSec"][0]) >= int(takes_ms) / 1000 + MARGIN_S
 
 
-def test_the_credentials_are_what_every_part_has_options_for() -> None:
-    given = variables(CREDENTIALS)
+PARTS_OF_A_POOL = ("router", "consolidator", "worker")
 
-    for command in ("router", "global-router", "consolidator", "worker"):
+
+@pytest.mark.parametrize(
+    ("drop_in", "commands"), [(CREDENTIALS, (*PARTS_OF_A_POOL, "global-router")), (NATS, PARTS_OF_A_POOL)]
+)
+def test_the_credentials_are_what_every_part_has_options_for(drop_in: Path, commands: tuple[str, ...]) -> None:
+    given = variables(drop_in)
+
+    for command in commands:
         assert set(given) <= variables_of(command)
-    loaded = {each.partition(":")[0] for each in settings_of(CREDENTIALS)["LoadCredential"]}
+    loaded = {each.partition(":")[0] for each in settings_of(drop_in)["LoadCredential"]}
     assert {value.removeprefix("%d/") for value in given.values()} == loaded
+
+
+def test_the_settings_of_a_pool_on_nats_that_the_page_shows_are_taken() -> None:
+    page = (ROOT / "docs" / "bare_metal.md").read_text()
+    shown = page.partition("## A pool on NATS")[2].partition("```text\n")[2].partition("```")[0]
+    settings = dict(line.split("=", 1) for line in shown.splitlines() if line.startswith("POOLGRID_"))
+    assert set(settings) <= variables_of("consolidator")
+
+    taken = {name.removeprefix("POOLGRID_").lower(): value for name, value in settings.items() if value}
+    urls = taken.pop("nats_url").strip('"').split()
+    read = ConsolidatorProcessSettings.model_validate({**taken, "nats_url": urls})
+
+    assert read.on_nats
+    assert len(read.nats_url) == 3
+    assert "POOLGRID_DATA_DIR" in settings, "the unit names a directory, which a pool on NATS does not take"
