@@ -209,11 +209,17 @@ def pages() -> dict[Path, str]:
 
 
 def table(names: list[str]) -> str:
-    """Return the table of the settings that models declare, by the models' names; raises ``KeyError``."""
-    lines = ["| setting | default | what it is |", "|---|---|---|"]
+    """Return the table of the settings that models declare, by the models' names; raises ``KeyError``.
+
+    Of a setting that several declare, the first that is named says what it is.
+    """
+    fields: dict[str, FieldInfo] = {}
     for name in names:
         for field_name, field in declared(MODELS[name]).items():
-            lines.append(f"| `{field_name}` | {shown_default(field)} | {_cell(field.description)} |")
+            fields.setdefault(field_name, field)
+    lines = ["| setting | default | what it is |", "|---|---|---|"]
+    for name, field in fields.items():
+        lines.append(f"| `{name}` | {shown_default(field)} | {_cell(field.description)} |")
     return "\n".join([*lines, ""])
 
 
@@ -247,9 +253,10 @@ def _section(section: Section) -> str:
 
 
 def declared(model: type[Settings]) -> dict[str, FieldInfo]:
-    """Return the settings that a model declares itself, without those of its bases."""
+    """Return the settings that a model declares itself, without those of its bases that it leaves as they are."""
     inherited = {name for base in model.__bases__ for name in getattr(base, "model_fields", ())}
-    return {name: field for name, field in model.model_fields.items() if name not in inherited}
+    own = model.__annotations__
+    return {name: field for name, field in model.model_fields.items() if name not in inherited or name in own}
 
 
 def _cell(text: str | None) -> str:

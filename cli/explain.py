@@ -108,7 +108,7 @@ def _retention_line(retention: RetentionRow) -> str:
     parts = []
     for each in retention.ranges:
         end = "the end" if each.end is None else f"{each.end:,}"
-        lasts = "" if each.duration_ms is None else f" for {number(each.duration_ms / 1000)} s"
+        lasts = "" if each.duration_ms is None else f" for {number(each.duration_ms / 1000, 1)} s"
         parts.append(f"{each.start:,} to {end} with priority {each.priority}{lasts}")
     return f"its blocks should stay: tokens {', '.join(parts)}; the output {retention.decode_priority}"
 
