@@ -170,6 +170,13 @@ def test_an_example_starts_serves_and_ends(name: str) -> None:
         assert len(pools(up.url)) >= 2
 
 
+def replace_whole(document: Path, text: str) -> None:
+    """Replace a document that is watched: one that is emptied first may be read, and refused, in between."""
+    new = document.with_suffix(".new")
+    new.write_text(text)
+    new.replace(document)
+
+
 def two_pools(urls: dict[str, str], cells: list[str]) -> str:
     return json.dumps(
         {
@@ -220,13 +227,13 @@ def test_a_pool_may_be_missing_at_the_start_and_documents_may_change_while_it_ru
             assert late["state"] == "down"
             assert "refused" in late["reason"] or "failed" in late["reason"]
 
-            document.write_text(two_pools(urls, ["here", "here"]))
+            replace_whole(document, two_pools(urls, ["here", "here"]))
             eventually(
                 "the new document is in force", lambda: metric(router.url, "poolgrid_global_router_revision") == 2
             )
             assert complete(router.url, [5, 6, 7], 3).headers["x-poolgrid-decision"].startswith("grid")
 
-            document.write_text(two_pools(urls, ["here", "nowhere"]))
+            replace_whole(document, two_pools(urls, ["here", "nowhere"]))
             eventually(
                 "the broken one is refused",
                 lambda: metric(router.url, "poolgrid_global_router_reloads_total", outcome="refused") == 1,

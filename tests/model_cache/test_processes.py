@@ -53,7 +53,7 @@ def until(process: subprocess.Popen[str], phase: str) -> None:
 
 
 def model(*words: str) -> Result:
-    return CliRunner().invoke(app, ["model", *words])
+    return CliRunner().invoke(app, ["model", *words], env={"COLUMNS": "300"})  # the table names paths
 
 
 def test_one_that_is_killed_leaves_nothing_whole_and_of_two_at_once_one_goes_on_where_it_was(tmp_path: Path) -> None:
