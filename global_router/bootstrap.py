@@ -9,7 +9,7 @@ import signal
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import zmq
@@ -37,9 +37,6 @@ from poolgrid.global_router.pools import Pools, RouterAddress, Routers, select_e
 from poolgrid.global_router.router_link import Discover
 from poolgrid.global_router.service import GlobalRouterService
 from poolgrid.global_router.settings import GlobalRouterSettings
-from poolgrid.naming.names import Names
-from poolgrid.naming.opening import open_names
-from poolgrid.naming.ports import Scope
 from poolgrid.runtime.awake_clock import AwakeClock
 from poolgrid.runtime.clock import Clock, SystemClock
 from poolgrid.runtime.event_loop import LoopMetrics
@@ -51,6 +48,9 @@ from poolgrid.runtime.tls import client_context
 from poolgrid.runtime.tracing.opening import open_tracing
 from poolgrid.runtime.tracing.tracing import Tracing
 from poolgrid.wire.names import GLOBAL_ROUTER, ROUTER, is_name, parse_name
+
+if TYPE_CHECKING:
+    from poolgrid.naming.names import Names
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +134,12 @@ async def serve(
         awake = _start_clock(opened, settings, clock)
         client = await _open_client(opened, settings)
         configuration = Configuration(loaded, settings.config, awake)
-        names = await open_names(opened, settings, clock, registry) if settings.has_names else None
+        names: Names | None = None
+        if settings.has_names:
+            # Imported when it is used: most pools are given addresses.
+            from poolgrid.naming.opening import open_names
+
+            names = await open_names(opened, settings, clock, registry)
         pools = _open_pools(opened, settings, context, client, awake, names)
         links = _open_links(opened, settings, context, awake, metrics)
         tracing = open_tracing(opened, settings, clock, "poolgrid-global-router", f"pid-{os.getpid()}")
@@ -182,6 +187,8 @@ async def serve(
         if member is not None and group_metrics is not None:
             await _join_group(opened, member, group_metrics, group, of_page)
         if names is not None:
+            from poolgrid.naming.ports import Scope
+
             names.follow(Scope(component=ROUTER), pools.look_for_routers)
             await unless(stop, names.first_look(), "first look at names")
         use_document()

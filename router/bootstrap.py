@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import zmq
 from prometheus_client import CollectorRegistry
@@ -20,9 +20,6 @@ from poolgrid.frontend.fleet_page.endpoints import open_fleet_page
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.traffic import open_report
-from poolgrid.naming.consolidators import NamedConsolidator
-from poolgrid.naming.names import Names
-from poolgrid.naming.opening import open_names
 from poolgrid.router.consolidator.bootstrap import create as create_consolidator
 from poolgrid.router.consolidator.service import ConsolidatorService
 from poolgrid.router.consolidator.settings import ConsolidatorSettings
@@ -70,6 +67,9 @@ from poolgrid.runtime.tracing.tracing import Tracing
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.names import CONSOLIDATOR, ROUTER, is_name
 
+if TYPE_CHECKING:
+    from poolgrid.naming.names import Names
+
 log = logging.getLogger(__name__)
 
 VOCABULARY_PADDING = 1.05
@@ -113,7 +113,12 @@ async def serve(
         _warn_of_exposures(settings, frontend)
         state = _make_state(settings)
         prompt_model = _load_prompt_model(frontend)
-        names = await open_names(opened, settings, clock, registry) if settings.has_names else None
+        names: Names | None = None
+        if settings.has_names:
+            # Imported when it is used: most pools are given addresses.
+            from poolgrid.naming.opening import open_names
+
+            names = await open_names(opened, settings, clock, registry)
         feed, embedded = _make_feed(settings, consolidator, registry, clock, awake, make_context)
         if names is not None and isinstance(feed, RemoteFeed):
             _follow_by_name(settings, names, feed)
@@ -266,6 +271,7 @@ def _follow_by_name(settings: RouterSettings, names: Names, feed: RemoteFeed) ->
     feed_name, query_name = settings.feed_endpoint, settings.query_endpoint
     if feed_name is None or query_name is None or not is_name(feed_name):
         return
+    from poolgrid.naming.consolidators import NamedConsolidator
 
     def move(where: list[str]) -> None:
         detached(feed.move(where[0], where[1]), "move to another consolidator")

@@ -9,12 +9,10 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
-from poolgrid.naming.consolidators import NamedConsolidator
-from poolgrid.naming.names import Names
-from poolgrid.naming.opening import open_names
 from poolgrid.runtime.awake_clock import AwakeClock
 from poolgrid.runtime.clock import Clock, SystemClock
 from poolgrid.runtime.event_loop import LoopMetrics
@@ -45,6 +43,9 @@ from poolgrid.workers.service import ServiceLimits, WorkerService
 from poolgrid.workers.settings import WorkerProcessSettings
 from poolgrid.workers.start_phases import Phase, StartPhases
 
+if TYPE_CHECKING:
+    from poolgrid.naming.names import Names
+
 log = logging.getLogger(__name__)
 
 
@@ -73,7 +74,12 @@ async def serve(
         context = _open_context(opened, settings, registry)
         for warning in settings.exposures(settings.host, http=True, planes="the request plane"):
             log.warning("%s", warning)
-        names = await open_names(opened, settings, clock, registry) if settings.has_names else None
+        names: Names | None = None
+        if settings.has_names:
+            # Imported when it is used: most pools are given addresses.
+            from poolgrid.naming.opening import open_names
+
+            names = await open_names(opened, settings, clock, registry)
         epoch = time.time_ns()
         api = HttpApi(registry)
         http = _open_server(opened, settings, registry, api)
@@ -262,6 +268,8 @@ async def _use_names(
             publisher.follow(where[0])
 
     if settings.consolidator_name:
+        from poolgrid.naming.consolidators import NamedConsolidator
+
         NamedConsolidator(names, [settings.consolidator_name], move).start()
     opened.push_async_callback(names.withdraw)
     endpoints = {"generate": card.request_endpoint, "http": card.http_endpoint}

@@ -7,12 +7,11 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import zmq
 from prometheus_client import CollectorRegistry
 
-from poolgrid.naming.opening import open_names
 from poolgrid.router.consolidator.adapters.posix_disk import PosixDisk
 from poolgrid.router.consolidator.http_api import ConsolidatorHealth
 from poolgrid.router.consolidator.journal.errors import JournalFenced
@@ -29,6 +28,9 @@ from poolgrid.runtime.planes import CurveKeys, MakeContext, PlaneContext, PlaneM
 from poolgrid.runtime.tasks import unless
 from poolgrid.runtime.tls import Tls
 from poolgrid.wire.names import CONSOLIDATOR
+
+if TYPE_CHECKING:
+    from poolgrid.naming.names import Names
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +79,12 @@ async def serve(settings: ConsolidatorProcessSettings, stop: asyncio.Event, read
         if settings.on_nats:
             await _serve_in_turn(opened, settings, registry, stop, ready)
             return
-        names = await open_names(opened, settings, SystemClock(), registry) if settings.has_names else None
+        names: Names | None = None
+        if settings.has_names:
+            # Imported when it is used: most pools are given addresses.
+            from poolgrid.naming.opening import open_names
+
+            names = await open_names(opened, settings, SystemClock(), registry)
         service = _open_service(opened, settings, registry)
         await service.start()
         server = _open_server(opened, settings, registry, ConsolidatorHealth(service))
