@@ -109,12 +109,12 @@ class Browser:
         return self.driver.execute_script(script, *arguments)
 
     def wait(self, what: str, script: str, *arguments: Any, timeout_s: float = WAIT_S) -> Any:
-        """Wait until a script returns something true, and return it."""
-        from selenium.common.exceptions import TimeoutException
+        """Wait until a script returns something true, and return it; one that fails finds something not there yet."""
+        from selenium.common.exceptions import JavascriptException, TimeoutException
         from selenium.webdriver.support.ui import WebDriverWait
 
         try:
-            return WebDriverWait(self.driver, timeout_s, 0.05).until(
+            return WebDriverWait(self.driver, timeout_s, 0.05, [JavascriptException]).until(
                 lambda driver: driver.execute_script(script, *arguments)
             )
         except TimeoutException:
