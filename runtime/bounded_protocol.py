@@ -80,13 +80,8 @@ class BoundedProtocol(HeldConnection):
                 return
             self._move(None)
             self._wait_behind(data[end:])
-        elif self._in_body or self.cycle is None or self.cycle.response_complete:
-            if not self._discarding:
-                self._settle()
-        elif self._queue is not None:
-            # A whole request, now in work: what nearly every read is.
-            self._queue.pop(self, None)
-            self._queue = None
+        elif not self._discarding:
+            self._settle()
 
     def _read(self, data: bytes | bytearray) -> int:
         """Feed the parser, up to the end of a turn or of a request that is in work then; return how far that was."""

@@ -459,6 +459,21 @@ def test_chunks_must_hold_more_than_what_is_around_them() -> None:
     asyncio.run(scenario())
 
 
+def test_one_that_is_refused_amid_a_body_and_stays_is_cut(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("poolgrid.runtime.http_connections.LINGER_S", 0.05)
+
+    async def scenario() -> None:
+        async with serving() as pair:
+            _, writer = await pair.connect()
+            chunked = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+            writer.write(chunked + (b"1;" + b"e" * 500 + b"\r\nx\r\n") * 100)
+            await pair.until(lambda: pair.refused("chunk_overhead") == 1)
+            writer.write(b"more of it")
+            await pair.until(lambda: pair.server.connections.count == 0)
+
+    run(scenario())
+
+
 @pytest.mark.parametrize("piece", [b"x", b"\r\n\r\n"], ids=["of one byte", "of an empty line"])
 def test_a_body_of_tiny_chunks_is_read_in_turns(run: Run, piece: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
