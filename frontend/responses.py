@@ -44,9 +44,7 @@ def escape_line_ends(encoded: bytes) -> bytes:
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
     """Return OpenAI's usage object."""
     return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
+        **counts_so_far(prompt_tokens, completion_tokens),
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
 

@@ -168,9 +168,7 @@ class Chooser:
         return len(request.token_ids) <= LONG_PROMPT_BYTES or request.multimodal is not None
 
     async def path(self, request: InferenceRequest) -> list[int]:
-        """Return the sequence hashes of a prompt; a long one of text lets others have their turn meanwhile."""
-        if self.is_quick(request):
-            return self.path_now(request)
+        """Return the sequence hashes of a prompt that is not quick; others have their turn meanwhile."""
         block_size = self.block_size(request.model)
         path: list[int] = []
         if block_size:

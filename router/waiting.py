@@ -149,7 +149,7 @@ class WaitingLine:
 
     def pump_soon(self) -> None:
         """Pump once this turn of the loop is over, however often it is asked for."""
-        if len(self._queue) and not self._pump_scheduled:
+        if not self._queue.is_empty and not self._pump_scheduled:
             self._pump_scheduled = True
             asyncio.get_running_loop().call_soon(self._scheduled_pump)
 

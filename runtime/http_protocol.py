@@ -105,9 +105,19 @@ class _DirectCycle(RequestResponseCycle):
     def _begin(self, message: Any) -> None:
         self.response_started = True
         self.waiting_for_100_continue = False
-        content = [STATUS_LINE[message["status"]]]
+        content = self._status_and_headers(message["status"], message.get("headers", ()))
+        if self.chunked_encoding:
+            content.append(b"transfer-encoding: chunked\r\n\r\n")
+            self.transport.write(b"".join(content))
+        else:
+            content.append(b"\r\n")
+            self._head = b"".join(content)
+
+    def _status_and_headers(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
+        """Return the lines of a head, all but the last; it is chunked unless its headers say how long the body is."""
+        content = [STATUS_LINE[status]]
         self.chunked_encoding = True
-        for name, value in (*self.default_headers, *message.get("headers", ())):
+        for name, value in (*self.default_headers, *headers):
             if name == b"content-length":
                 self.chunked_encoding = False
             elif name == b"connection" and value == b"close":
@@ -116,12 +126,7 @@ class _DirectCycle(RequestResponseCycle):
             content += (name, b": ", value, b"\r\n")
         if not self.keep_alive:
             content.append(b"connection: close\r\n")
-        if self.chunked_encoding:
-            content.append(b"transfer-encoding: chunked\r\n\r\n")
-            self.transport.write(b"".join(content))
-        else:
-            content.append(b"\r\n")
-            self._head = b"".join(content)
+        return content
 
     def _continue(self, message: Any) -> None:
         # Both may be left out (ASGI, "Response Body").
@@ -155,14 +160,8 @@ class _DirectCycle(RequestResponseCycle):
         if self.flow.write_paused or self.response_started:
             return False
         self.response_started = self.response_complete = True
-        self.waiting_for_100_continue = self.chunked_encoding = False
-        head = [STATUS_LINE[status]]
-        for name, value in self.default_headers:
-            head += (name, b": ", value, b"\r\n")
-        for name, value in headers:
-            head += (name, b": ", value, b"\r\n")
-        if not self.keep_alive:
-            head.append(b"connection: close\r\n")
+        self.waiting_for_100_continue = False
+        head = self._status_and_headers(status, headers)
         head += (b"content-length: %d\r\n\r\n" % len(body), body)
         self.transport.write(b"".join(head))
         self._complete()

@@ -5,48 +5,20 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from poolgrid.wire import (
-    card,
-    events,
-    feed,
     feed_frames,
     hashing,
     identifiers,
-    ingest,
-    leadership,
     limits,
-    loading,
-    multimodal,
-    requests,
-    selection,
-    tensors,
-    trace_context,
 )
+from tests.wire.messages import messages
 
 PAGE = (Path(__file__).parents[2] / "docs" / "wire.md").read_text()
 
 # By what they are called on the wire.
-STRUCTS = {
-    str(value.__struct_config__.tag or value.__name__): value
-    for module in (
-        card,
-        events,
-        feed,
-        ingest,
-        leadership,
-        loading,
-        multimodal,
-        requests,
-        selection,
-        tensors,
-        trace_context,
-    )
-    for value in vars(module).values()
-    if isinstance(value, type) and issubclass(value, msgspec.Struct) and value is not events.Event
-}
+STRUCTS = {str(value.__struct_config__.tag or value.__name__): value for value in messages()}
 LIMITS = {name: value for name, value in vars(limits).items() if name.isupper() and isinstance(value, int)}
 
 

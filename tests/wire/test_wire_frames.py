@@ -20,20 +20,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poolgrid.wire import (
-    card,
     codec,
-    events,
-    feed,
     feed_frames,
     ingest,
     leadership,
     limits,
     loading,
-    multimodal,
-    requests,
-    selection,
-    tensors,
-    trace_context,
 )
 from poolgrid.wire.card import ChatSpec, MediaSpec, ResizedGrid, StepTimes, TiledGrid, WorkerCard, WorkerLimits
 from poolgrid.wire.codec import Codec
@@ -121,6 +113,7 @@ from poolgrid.wire.tensors import (
     TensorUnknown,
 )
 from poolgrid.wire.trace_context import TraceContext
+from tests.wire.messages import messages
 
 GOLDEN_FILE = Path(__file__).with_name("golden_frames.txt")
 
@@ -430,26 +423,8 @@ class TestGoldenFrames:
                     visit(item)
 
         visit(list(GOLDEN.values()))
-        defined = {
-            value
-            for module in (
-                card,
-                events,
-                feed,
-                ingest,
-                leadership,
-                loading,
-                multimodal,
-                requests,
-                selection,
-                tensors,
-                trace_context,
-            )
-            for value in vars(module).values()
-            if isinstance(value, type) and issubclass(value, msgspec.Struct) and value is not events.Event
-        }
 
-        assert defined <= seen
+        assert set(messages()) <= seen
         assert {family for family, _ in GOLDEN} == set(CODECS)
 
     @pytest.mark.parametrize("key", KEYS, ids=": ".join)
