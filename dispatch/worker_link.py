@@ -5,13 +5,16 @@ Rules
     2. When it goes down its owner is told once and moves the requests that were on it; when the connection comes back
        the link pings again and may come up again.
     3. Sends never wait: a link whose high-water mark is reached refuses, and the caller goes elsewhere.
+    4. A frame whose taking is long is taken in several turns of the loop, and what comes after it waits. When the link
+       goes down, what has come is taken first.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -21,7 +24,7 @@ from poolgrid.runtime.complaints import Complaints
 from poolgrid.runtime.zmq_socket import CallbackSocket, FrameSocket
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
-from poolgrid.wire.requests import Cancel, Drain, FromWorker, Generate, Ping, Pong, TokenBatch
+from poolgrid.wire.requests import Cancel, Drain, FromWorker, Generate, Ping, Pong, TokenBatch, TokenDelta
 
 log = logging.getLogger(__name__)
 
@@ -44,12 +47,15 @@ class WorkerLink:
         endpoint: str,
         timeout_ms: float,
         clock: Clock,
-        on_tokens: Callable[[WorkerLink, TokenBatch], None],
+        on_tokens: Callable[[WorkerLink, Iterator[TokenDelta]], bool],
         on_up: Callable[[WorkerLink], None],
         on_down: Callable[[WorkerLink, str], None],
         on_undecodable: Callable[[], None],
     ) -> None:
-        """Begin to connect; raises ``zmq.ZMQError``, and keeps no socket then."""
+        """Begin to connect; raises ``zmq.ZMQError``, and keeps no socket then.
+
+        ``on_tokens`` takes deltas of a frame, and returns whether that was all; if not, it is given the rest later.
+        """
         self.endpoint = endpoint
         self.is_up = False
         self._timeout_ms = timeout_ms
@@ -59,6 +65,8 @@ class WorkerLink:
         self._on_down = on_down
         self._on_undecodable = on_undecodable
         self._complaints = Complaints(log, clock)
+        self._waiting: deque[Iterator[TokenDelta]] = deque()
+        """What is left of a frame, and the frames after it: bounded by the tokens of the requests there."""
         self._nonce = 0
         self._retry: asyncio.TimerHandle | None = None
         self._fresh_from = 1
@@ -112,6 +120,7 @@ class WorkerLink:
     def close(self) -> None:
         """End the connection; nobody is told."""
         self.is_up = False
+        self._waiting.clear()
         self._stop_trying()
         self._socket.socket.disable_monitor()
         self._monitor.close()
@@ -126,10 +135,31 @@ class WorkerLink:
             return
         self._heard = True
         if type(message) is TokenBatch:
-            self._on_tokens(self, message)
+            deltas = iter(message.deltas)
+            if self._waiting:
+                self._waiting.append(deltas)
+            elif not self._on_tokens(self, deltas):
+                self._waiting.append(deltas)
+                asyncio.get_running_loop().call_soon(self._take_waiting)
         elif isinstance(message, Pong) and not self.is_up and message.nonce >= self._fresh_from:
             self.is_up = True
             self._on_up(self)
+
+    def _take_waiting(self) -> None:
+        """Take what one turn may of the frames that wait."""
+        if self._waiting and self._take_one():
+            asyncio.get_running_loop().call_soon(self._take_waiting)
+
+    def _take_one(self) -> bool:
+        """Take some of the frame that waits longest; return whether anything is left to take."""
+        try:
+            whole = self._on_tokens(self, self._waiting[0])
+        except Exception:  # as for every message: it costs what is left of its own frame
+            log.exception("handling the rest of a message failed; it was dropped")
+            whole = True
+        if whole and self._waiting:
+            self._waiting.popleft()
+        return bool(self._waiting)
 
     def _on_monitor(self, frames: list[bytes]) -> None:
         event = parse_monitor_message(frames)["event"]
@@ -145,6 +175,8 @@ class WorkerLink:
         if self.is_up:
             self.is_up = False
             self._fresh_from = self._nonce + 1
+            while self._waiting:
+                self._take_one()
             self._on_down(self, why)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import zmq
@@ -20,7 +20,7 @@ from poolgrid.dispatch.link_budget import LINKS_MAX
 from poolgrid.dispatch.worker_link import WorkerLink
 from poolgrid.runtime.awake_clock import within
 from poolgrid.runtime.clock import Clock
-from poolgrid.wire.requests import Generate, TokenBatch
+from poolgrid.wire.requests import Generate, TokenDelta
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +43,8 @@ class Link(Protocol):
 class LinkOwner(Protocol):
     """Who is told what links say."""
 
-    def on_tokens(self, link: Link, batch: TokenBatch) -> None:
-        """Take a worker's output."""
+    def on_tokens(self, link: Link, deltas: Iterator[TokenDelta]) -> bool:
+        """Take a worker's output, as much of it as one turn may; return whether that was all."""
         ...
 
     def on_link_down(self, endpoint: str, why: str) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from time import perf_counter
 
 from poolgrid.admission.admission_queue import QueuedRequest
@@ -40,7 +40,7 @@ from poolgrid.global_router.waiting_room import NEW, Attempt, Place, Waiting, Wa
 from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.tasks import detached
 from poolgrid.wire.identifiers import Stage
-from poolgrid.wire.requests import TokenBatch
+from poolgrid.wire.requests import TokenDelta
 from poolgrid.wire.trace_context import TraceContext
 
 log = logging.getLogger(__name__)
@@ -202,9 +202,9 @@ class GlobalRouterService:
 
     # -- what follows from what happens ------------------------------------------------------------------------------
 
-    def on_tokens(self, link: Link, batch: TokenBatch) -> None:
-        """Take a worker's output."""
-        self.in_flight.on_tokens(link, batch)
+    def on_tokens(self, link: Link, deltas: Iterator[TokenDelta]) -> bool:
+        """Take a worker's output, as much of it as one turn may; return whether that was all."""
+        return self.in_flight.on_tokens(link, deltas)
 
     def on_link_down(self, endpoint: str, why: str) -> None:
         """Move what was on a link that broke."""

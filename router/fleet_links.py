@@ -14,7 +14,7 @@ Rules
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import zmq
 
@@ -27,7 +27,7 @@ from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.log_lines import about
 from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
-from poolgrid.wire.requests import TokenBatch
+from poolgrid.wire.requests import TokenDelta
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,12 @@ UNREACHABLE = "unreachable"
 """Filter reason of a worker that the pool knows and this router cannot talk to."""
 
 OpenLink = Callable[
-    [str, Callable[[WorkerLink, TokenBatch], None], Callable[[WorkerLink], None], Callable[[WorkerLink, str], None]],
+    [
+        str,
+        Callable[[WorkerLink, Iterator[TokenDelta]], bool],
+        Callable[[WorkerLink], None],
+        Callable[[WorkerLink, str], None],
+    ],
     WorkerLink,
 ]
 """Connects to an endpoint; told who hears of tokens, of the link coming up, and of its going down."""
@@ -62,7 +67,7 @@ class FleetLinks:
         self,
         open_link: OpenLink,
         links_max: int,
-        on_tokens: Callable[[WorkerLink, TokenBatch], None],
+        on_tokens: Callable[[WorkerLink, Iterator[TokenDelta]], bool],
         on_reachable: Callable[[], None],
         on_lost: Callable[[str, Happened, str], None],
         holds: Callable[[str], bool],

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
+from itertools import islice
 
 import zmq
 
+from poolgrid.dispatch.worker_link import WorkerLink
 from poolgrid.dispatch.worker_links import Link, WorkerLinks
 from poolgrid.runtime.clock import SystemClock
 from poolgrid.runtime.zmq_socket import CallbackSocket
@@ -26,7 +29,8 @@ class Clock(SystemClock):
 
 
 class Worker:
-    """A worker's side of the request plane: it answers pings, and every request with one token."""
+    """A worker's side of the request plane: it answers pings, and every request with as many ends as it wants tokens,
+    all in one frame."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         socket = context.socket(zmq.ROUTER)
@@ -41,7 +45,8 @@ class Worker:
         if isinstance(message, Ping):
             self._socket.send([frames[0], codec.from_worker.encode(Pong(message.nonce, 1))])
         elif isinstance(message, Generate):
-            batch = TokenBatch(0, [TokenDelta(message.request_id, 0, bytes(4), FinishReason.LENGTH)])
+            end = TokenDelta(message.request_id, 0, bytes(4), FinishReason.LENGTH)
+            batch = TokenBatch(0, [end] * message.sampling.max_tokens)
             self._socket.send([frames[0], codec.from_worker.encode(batch)])
 
     def close(self) -> None:
@@ -50,12 +55,19 @@ class Worker:
 
 class Owner:
     def __init__(self) -> None:
-        self.batches: asyncio.Queue[TokenBatch] = asyncio.Queue()
+        self.batches: asyncio.Queue[list[TokenDelta]] = asyncio.Queue()
+        self.most = 100
+        """Deltas that it takes in a turn."""
+        self.then: Callable[[], object] = lambda: None
+        """What follows at once."""
         self.downs: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
         self.held: set[str] = set()
 
-    def on_tokens(self, link: Link, batch: TokenBatch) -> None:
-        self.batches.put_nowait(batch)
+    def on_tokens(self, link: Link, deltas: Iterator[TokenDelta]) -> bool:
+        taken = list(islice(deltas, self.most))
+        self.batches.put_nowait(taken)
+        self.then()
+        return len(taken) < self.most
 
     def on_link_down(self, endpoint: str, why: str) -> None:
         self.downs.put_nowait((endpoint, why))
@@ -100,7 +112,40 @@ def test_a_worker_that_is_met_for_the_first_time_is_connected_and_serves() -> No
 
         assert link is not None
         assert link.generate(Generate("r", bytes(4), Sampling(1)))
-        assert (await made.owner.batches.get()).deltas[0].request_id == "r"
+        assert (await made.owner.batches.get())[0].request_id == "r"
+
+    run(scenario)
+
+
+def test_a_frame_is_taken_in_turns_and_what_comes_after_it_waits() -> None:
+    async def scenario(made: Scene) -> None:
+        made.owner.most = 2
+        link = await made.links.up(made.worker.endpoint, 10)
+        assert link is not None
+        turns: list[list[str]] = []
+
+        for name, tokens in (("a", 5), ("b", 1), ("c", 4)):
+            assert link.generate(Generate(name, bytes(4), Sampling(tokens)))
+        while sum(len(turn) for turn in turns) < 10:
+            turns.append([delta.request_id for delta in await made.owner.batches.get()])
+
+        assert [turn for turn in turns if turn] == [["a"] * 2, ["a"] * 2, ["a"], ["b"], ["c"] * 2, ["c"] * 2]
+
+    run(scenario)
+
+
+def test_what_has_come_is_taken_before_its_link_is_told_to_be_down() -> None:
+    async def scenario(made: Scene) -> None:
+        link = await made.links.up(made.worker.endpoint, 10)
+        assert isinstance(link, WorkerLink)
+        cut = partial(link._go_down, "cut")
+        made.owner.most = 1
+        made.owner.then = lambda: asyncio.get_running_loop().call_soon(cut)
+
+        link.generate(Generate("r", bytes(4), Sampling(5)))
+        await made.owner.downs.get()
+
+        assert made.owner.batches.qsize() == 6, "one at a time, and a look that found no more"
 
     run(scenario)
 

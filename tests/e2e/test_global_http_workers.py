@@ -102,6 +102,15 @@ def test_processes_of_a_global_router_share_limits_and_documents_and_each_has_a_
 ) -> None:
     url = group.url
     eventually("both processes reach the pool", lambda: all(ask(url).status_code == 200 for _ in range(10)))
+    # Two requests that ended are a rate: whoever has seen fewer cannot say when to come back.
+    eventually(
+        "both processes know how fast requests end",
+        lambda: all(
+            ask(url).status_code == 200
+            and CLIENT.get(f"{url}/v1/pools", headers=OPERATOR).json()["queue"]["retry_after_s"] is not None
+            for _ in range(10)
+        ),
+    )
     assert metric(url, "poolgrid_global_router_http_workers") == 2
 
     # -- waiting: while the pool is full each process has a queue, and who finds it full is told so

@@ -28,7 +28,7 @@ from poolgrid.global_router.service import GlobalRouterService
 from poolgrid.global_router.settings import GlobalRouterSettings
 from poolgrid.wire.hashing import HASH_SPEC, pack_tokens, unpack_tokens
 from poolgrid.wire.identifiers import Role
-from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, Sampling, TokenBatch, TokenDelta
+from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, Sampling, TokenDelta
 from poolgrid.wire.selection import (
     ModelStatus,
     PoolStatus,
@@ -260,7 +260,7 @@ class FakeFleet:
             None,
             params,
         )
-        self.service.on_tokens(link, TokenBatch(0, [delta]))
+        self.service.on_tokens(link, iter([delta]))
 
     def break_link(self, worker: str) -> None:
         link = self.links.links[f"tcp://{worker}"]

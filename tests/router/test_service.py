@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
+from poolgrid.dispatch.in_flight import CHANGES_PER_TURN
 from poolgrid.dispatch.link_budget import LINKS_MAX
 from poolgrid.dispatch.token_delivery import TokenDelivery
 from poolgrid.dispatch.worker_link import WorkerLink
@@ -46,7 +47,6 @@ from poolgrid.wire.requests import (
     RefusalKind,
     RetainedTokens,
     Sampling,
-    TokenBatch,
     TokenDelta,
 )
 from tests.router.retention.mixed_prompts import trained
@@ -131,7 +131,7 @@ class Routed:
     def _open_link(
         self,
         endpoint: str,
-        on_tokens: Callable[[WorkerLink, TokenBatch], None],
+        on_tokens: Callable[[WorkerLink, Iterator[TokenDelta]], bool],
         on_up: Callable[[WorkerLink], None],
         on_down: Callable[[WorkerLink, str], None],
     ) -> WorkerLink:
@@ -147,9 +147,13 @@ class Routed:
     def lose(self, endpoint: str, why: str = "connection lost") -> None:
         self.links[endpoint]._go_down(why)
 
-    def say(self, endpoint: str, *deltas: TokenDelta) -> None:
-        """Have a worker say something."""
-        self.service.in_flight.on_tokens(self.links[endpoint], TokenBatch(1, list(deltas)))
+    def say(self, endpoint: str, *deltas: TokenDelta) -> int:
+        """Have a worker say something in one frame; return how many turns of the loop that is taken in."""
+        rest = iter(deltas)
+        turns = 1
+        while not self.service.in_flight.on_tokens(self.links[endpoint], rest):
+            turns += 1
+        return turns
 
 
 @asynccontextmanager
@@ -186,6 +190,27 @@ def test_a_request_moves_to_a_worker_that_joins_in_the_turn_in_which_its_own_bre
             router.bring_up(AFTER)
             assert service.counts() == (1, 0)
             assert router.sent == [BEFORE, AFTER]
+
+    asyncio.run(scenario())
+
+
+def test_a_frame_of_many_ends_is_taken_in_several_turns() -> None:
+    async def scenario() -> None:
+        async with routed() as router:
+            service = router.service
+            roomy = msgspec.structs.replace(card(BEFORE), limits=WorkerLimits(1000, 100_000, 10_000, 160_000))
+            router.feed.tell((OLD, WorkerJoined(roomy)))
+            router.bring_up(BEFORE)
+            names = [f"r{number}" for number in range(2 * CHANGES_PER_TURN + 1)]
+            for name in names:
+                await service.submit(msgspec.structs.replace(REQUEST, request_id=name))
+            legs = service.in_flight.under_way(BEFORE)
+            token = pack_tokens([7])
+
+            assert router.say(BEFORE, *(TokenDelta(leg, 0, token) for leg in legs)) == 3
+            assert router.say(BEFORE, *(TokenDelta(leg, 1, token) for leg in legs)) == 1, "more tokens are cheap"
+            assert router.say(BEFORE, *(TokenDelta(leg, 2, token, FinishReason.LENGTH) for leg in legs)) == 3
+            assert service.counts() == (0, 0)
 
     asyncio.run(scenario())
 
