@@ -312,22 +312,52 @@ async def bomb(scene: Scene) -> Outcome:
     return await _gzip(scene, b"".join([*parts, packer.flush()]), 4)
 
 
-async def tiny_chunks(scene: Scene) -> Outcome:
-    """Chunked bodies of one byte per chunk, as fast as they are taken."""
-    head = (
+def _chunked(scene: Scene) -> bytes:
+    """Return the head of a tenant's request whose body comes in chunks."""
+    return (
         b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\nauthorization: Bearer %s\r\n"
         b"transfer-encoding: chunked\r\n\r\n" % scene.pool.keys["attacker"].encode()
     )
+
+
+async def tiny_chunks(scene: Scene) -> Outcome:
+    """Chunked bodies of one byte per chunk, as fast as they are taken."""
+    head = _chunked(scene)
     return await _each(scene, 4, lambda: pour(scene, head, b"1\r\n \r\n" * 8000, scene.count(60 * MB)), False)
 
 
 async def slow_chunks(scene: Scene) -> Outcome:
     """Many chunked bodies, each a byte now and then."""
-    head = (
-        b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\nauthorization: Bearer %s\r\n"
-        b"transfer-encoding: chunked\r\n\r\n" % scene.pool.keys["attacker"].encode()
-    )
+    head = _chunked(scene)
     return await _each(scene, scene.count(200), lambda: pour(scene, head, b"1\r\n \r\n", ENDLESS, pause_s=DRIP_S), True)
+
+
+async def refused_and_staying(scene: Scene) -> Outcome:
+    """Many bodies that are refused in their middle, by clients who then neither leave nor stop."""
+    body = (b"1;" + b"e" * 500 + b"\r\nx\r\n") * 100
+    return await _each(scene, scene.count(50), lambda: _stay(scene, _chunked(scene) + body), True)
+
+
+async def _stay(scene: Scene, data: bytes) -> Poured:
+    """Send something, and send on whatever is answered: a server's last word is not yet the end of the connection."""
+    reader, writer = await dial(scene)
+    watch = Watch(reader)
+    sent = 0
+    try:
+        async with asyncio.timeout_at(scene.deadline()):
+            while not writer.transport.is_closing():
+                writer.write(data)
+                await writer.drain()
+                sent += len(data)
+                data = b"more"
+                await asyncio.sleep(DRIP_S)
+    except (TimeoutError, OSError):
+        pass
+    finally:
+        ended = writer.transport.is_closing()
+        watch.stop()
+        abort(writer)
+    return Poured(sent, f"{watch.head[9:12].decode(errors='replace')}, {'cut' if ended else 'held'}", ended)
 
 
 async def resets(scene: Scene) -> Outcome:
@@ -401,6 +431,11 @@ PART = Part(
                 ("silent", "Opens 1,100 connections and says nothing.", silent),
                 ("slow headers", "Sends a byte of a header every 250 ms on 200 connections.", slow_headers),
                 ("slow chunks", "Sends a chunk of one byte every 250 ms on 200 connections.", slow_chunks),
+                (
+                    "refused and staying",
+                    "Has 50 bodies refused for their chunks, leaves none of the connections and sends on.",
+                    refused_and_staying,
+                ),
                 ("awaited bodies", "Opens 500 connections that declare a body and send none.", awaited_bodies),
             )
         ),
