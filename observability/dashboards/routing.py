@@ -245,5 +245,60 @@ ROUTING = Board(
                 ),
             ),
         ),
+        Row(
+            "Behind a gateway",
+            (
+                Panel(
+                    "Picks by outcome",
+                    "reqps",
+                    (
+                        Query(rate(f"poolgrid_router_gateway_requests_total{{{POOL}}}", ["outcome"]), "{{outcome}}"),
+                        Query(rate(f"poolgrid_router_gateway_served_elsewhere_total{{{POOL}}}"), "served elsewhere"),
+                    ),
+                    "What a gateway that asks over ext-proc was told: `picked`, or the error that its client got; and "
+                    "requests that it then sent to another endpoint than the first it was told.",
+                    "`busy`: more workers. `not_ready`, `no_worker`: engines are away. Served elsewhere: pods that the "
+                    "gateway does not reach, and the router does.",
+                    "queue-filling",
+                    no_value="no gateway asks",
+                ),
+                Panel(
+                    "What picks could go by",
+                    "reqps",
+                    (Query(rate(f"poolgrid_router_gateway_prompts_total{{{POOL}}}", ["known"]), "{{known}}"),),
+                    "`tokens`: the prompt was known, and so the workers that hold its beginning. Anything else says "
+                    "why only load counted.",
+                    "`no_body`: the gateway does not send bodies; set `request_body_mode` as in deploy/envoy.",
+                    "index-untrusted",
+                    no_value="no gateway asks",
+                ),
+                Panel(
+                    "Time of a pick",
+                    "s",
+                    tuple(
+                        Query(
+                            f"{quantile(q, f'poolgrid_router_gateway_pick_seconds_bucket{{{POOL}}}')} >= 0",
+                            f"p{q * 100:g}",
+                        )
+                        for q in (0.5, 0.99)
+                    ),
+                    "From the last byte of a request's body to the answer, tokenization included.",
+                    "Above the gateway's message_timeout it goes on without a pick: a core for the router, or a fast "
+                    "tokenizer.",
+                    "latency-objective",
+                    no_value="no gateway asks",
+                ),
+                Panel(
+                    "Requests of gateways under way",
+                    "short",
+                    (Query(f"sum by (pool) (poolgrid_router_gateway_in_flight{{{POOL}}})", "requests {{pool}}"),),
+                    "Requests that have an endpoint and no end yet; each is load on the books.",
+                    "It grows while clients are few: the gateway does not tell ends, see `response_header_mode` in "
+                    "deploy/envoy.",
+                    "queue-filling",
+                    no_value="no router is scraped",
+                ),
+            ),
+        ),
     ),
 )

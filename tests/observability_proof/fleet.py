@@ -4,6 +4,7 @@
 - *staged*: a consolidator with a journal on disk, a router, a prefill and a decode worker.
 - *lone*: a router with TLS, CURVE and a block manager beside a worker, and four workers with small caches.
 - *streamed*: two consolidators on a NATS server.
+- *gateway*: an Envoy in front of two engine servers, and a router that it asks.
 - *stand-in*: series of engines and GPUs that cannot be had here, on a page that this process serves.
 """
 
@@ -27,6 +28,7 @@ from typer.testing import CliRunner
 from poolgrid.cli.main import app
 from tests.consolidator.publisher_process import Publisher
 from tests.e2e.processes import Process
+from tests.endpoint_picker.gateway import Gateway, running_gateway
 from tests.fakes import FAKES_PATH
 from tests.nats.servers import NatsServer, one_server
 from tests.observability_proof.stack import Stack
@@ -124,6 +126,7 @@ class Fleet:
         self.keys = directory / "keys.json"
         self.tenant_keys = {name: self._key(name) for name in ("acme", "globex", "initech")}
         self.nats: NatsServer
+        self.gateway: Gateway
         self.stand_in = StandIn()
         self.opened.callback(self.stand_in.close)
         self.http = httpx.Client(timeout=120, trust_env=False, verify=False)
@@ -137,6 +140,7 @@ class Fleet:
         self._start_staged()
         self._start_fleet()
         self._start_streamed()
+        self._start_gateway()
         self.stack.scrape("stand-in", [self.stand_in.url], namespace="stand-in", pool="stand-in", component="worker")
 
     def provoke(self) -> None:
@@ -215,6 +219,13 @@ class Fleet:
         consolidators = [self.run(name, "consolidator", "--http-port", "0", *plane) for name in names]
         urls = [consolidator.wait_ready().url for consolidator in consolidators]
         self.stack.scrape("streamed", urls, namespace="streamed", pool="streamed", component="consolidator")
+
+    def _start_gateway(self) -> None:
+        where = self.directory / "gateway"
+        where.mkdir()
+        self.gateway = self.opened.enter_context(running_gateway(where))
+        labels = {"namespace": "gateway", "pool": "gateway"}
+        self.stack.scrape("gateway", [self.gateway.router_url], **labels, component="router")
 
     def _start_lone(self) -> None:
         self.publisher = self.opened.enter_context(Publisher())
@@ -330,7 +341,7 @@ class Load:
         self._over = threading.Event()
         self._threads = [
             threading.Thread(target=self._run, args=(each,), daemon=True)
-            for each in (self._tenants, self._conversations, self._fresh)
+            for each in (self._tenants, self._conversations, self._fresh, self._through_gateway)
         ]
         for thread in self._threads:
             thread.start()
@@ -343,7 +354,7 @@ class Load:
     def _run(self, each: object) -> None:
         number = 0
         while not self._over.is_set():
-            each(number)  # type: ignore[operator]  # one of the three below
+            each(number)  # type: ignore[operator]  # one of those below
             number += 1
             self._over.wait(0.25)
 
@@ -362,6 +373,10 @@ class Load:
 
     def _fresh(self, number: int) -> None:
         self._fleet.ask(self._fleet.lone_url, prompt(50_000 + number + time.time_ns() % 1_000_000, 64), 6)
+
+    def _through_gateway(self, number: int) -> None:
+        with contextlib.suppress(httpx.HTTPError):
+            self._fleet.gateway.complete(prompt(number % 5, 96))
 
 
 def prompt(seed: int, tokens: int) -> list[int]:

