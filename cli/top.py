@@ -203,7 +203,7 @@ NAMED_COLUMNS: tuple[Column[NamedRow], ...] = (
     Column("namespace", lambda row: Text(row.namespace), False),
     Column("component", lambda row: Text(row.component), False),
     Column("instance", lambda row: Text(row.instance), False),
-    Column("since", lambda row: Text(_day_and_time(row.started_ms)), False, optional=True),
+    Column("since", lambda row: Text(_day_and_time(row.started_ms) if row.started_ms else "–"), False, optional=True),
     Column("endpoints", lambda row: Text("  ".join(f"{k}={v}" for k, v in sorted(row.endpoints.items()))), False),
 )
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from poolgrid.naming.core.registry import Seen
-from poolgrid.naming.ports import NamesUnavailable, Scope
+from poolgrid.naming.ports import LOOK_S, NamesUnavailable, Scope
 from poolgrid.runtime.clock import Clock
 from poolgrid.wire.registration import ENTRY_BYTES_MAX, LEASE_MS_MAX, Registration
 
@@ -38,6 +38,7 @@ class DirectoryNames:
 
     kind = "directory"
     writable = True
+    look_s = LOOK_S
 
     def __init__(self, directory: Path, clock: Clock) -> None:
         self._directory = directory

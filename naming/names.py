@@ -3,7 +3,7 @@
 Rules
     1. What is registered is renewed three times per lease until ``close``, which takes it back. When that fails it is
        tried every ``RETRY_S``, and the log says so now and then.
-    2. Who is followed is looked for every ``LOOK_S``. While that fails, what was known last holds.
+    2. Who is followed is looked for every ``look_s`` of the store. While that fails, what was known last holds.
     3. Names are for finding. A connection that stands is not ended because a name is gone.
 """
 
@@ -28,9 +28,6 @@ from poolgrid.wire.names import EndpointName
 from poolgrid.wire.registration import Registration, encode_registration
 
 log = logging.getLogger(__name__)
-
-LOOK_S = 0.5
-"""Between two looks: who is started is found half a second later."""
 
 RETRY_S = 1.0
 """Before a write that failed is tried again."""
@@ -86,8 +83,11 @@ class Names:
     async def register(self, component: str, instance: str, endpoints: dict[str, str]) -> None:
         """Have a name from now on, whether it can be written just now or not.
 
-        Raises ``RegistrationRefused`` when nobody could use what is registered.
+        Where somebody else says who is there this does nothing. Raises ``RegistrationRefused`` when nobody could use
+        what is registered.
         """
+        if not self.store.writable:
+            return
         made = Registration(
             namespace=self.namespace,
             component=component,
@@ -97,8 +97,6 @@ class Names:
             lease_ms=1000 * self._lease_s,
         )
         data = encode_registration(made)
-        if not self.store.writable:
-            return
         self._own[made.key] = (made, data)
         await self._write(made, data)
         if self._renewing is None:
@@ -167,20 +165,20 @@ class Names:
                         listener()
                     self._changed.set()
             self._looked.set()
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(self.store.look_s)
 
     async def first_look(self) -> None:
         """Wait until it was looked once who is there, well or not."""
         await self._looked.wait()
 
     async def fleet(self) -> FleetList:
-        """Return everybody who has a name, whoever is followed, as of ``LOOK_S`` ago at most.
+        """Return everybody who has a name, whoever is followed, as of ``look_s`` ago at most.
 
         Raises ``NamesUnavailable``.
         """
         async with self._listing:
             now_ms = self._clock.monotonic_ms()
-            if self._listed is None or now_ms - self._listed_ms >= 1000 * LOOK_S:
+            if self._listed is None or now_ms - self._listed_ms >= 1000 * self.store.look_s:
                 found = Registry()
                 found.look(await self.store.look([Scope()]), now_ms)
                 rows = [_row(each) for each in found.instances()]

@@ -18,7 +18,7 @@ import logging
 from collections.abc import Sequence
 
 from poolgrid.naming.core.registry import Seen
-from poolgrid.naming.ports import NamesUnavailable, Scope
+from poolgrid.naming.ports import LOOK_S, NamesUnavailable, Scope
 from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.nats_connection import NatsConnection, NatsUnavailable, NatsUnusable
 from poolgrid.runtime.nats_settings import NatsSettings
@@ -55,6 +55,7 @@ class NatsNames:
 
     kind = "nats"
     writable = True
+    look_s = LOOK_S
 
     def __init__(self, settings: NatsSettings, lease_s: int, replicas: int, clock: Clock) -> None:
         self._connection = NatsConnection(settings, "poolgrid names", clock)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AsyncExitStack
 
 from prometheus_client import CollectorRegistry
@@ -28,6 +29,12 @@ def _store(settings: NamesSettings, clock: Clock) -> NameStore:
         from poolgrid.naming.nats import NatsNames
 
         return NatsNames(settings, settings.names_lease_s, settings.names_replicas, clock)
+    if settings.names == "kubernetes":
+        from poolgrid.naming.kubernetes import KubernetesNames, api_server
+
+        api = settings.kubernetes_api or api_server()
+        namespaces = settings.kubernetes_namespace
+        return KubernetesNames(api, settings.kubernetes_account_dir, namespaces, clock, os.urandom(1)[0] / 255)
     assert settings.names_dir is not None, "the settings have seen to that"
     from poolgrid.naming.directory import DirectoryNames
 

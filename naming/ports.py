@@ -8,6 +8,9 @@ from typing import NamedTuple, Protocol
 from poolgrid.naming.core.registry import Seen
 from poolgrid.wire.registration import Registration
 
+LOOK_S = 0.5
+"""Between two looks where they cost next to nothing: who is started is found half a second later."""
+
 
 class NamesUnavailable(OSError):
     """Registrations cannot be read or written for now."""
@@ -33,6 +36,8 @@ class NameStore(Protocol):
     """Where it is, for people."""
     writable: bool
     """Whether processes register there themselves; where they do not, somebody else says who is there."""
+    look_s: float
+    """Between two looks."""
 
     async def open(self) -> None:
         """Reach it; raises ``ValueError`` or ``OSError`` when it cannot be used at all."""

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field, StringConstraints, model_validator
 
 from poolgrid.runtime.nats_settings import NatsSettings
+from poolgrid.runtime.security import is_loopback
 from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX
 from poolgrid.wire.names import is_name, part_problem
 
 EVERYWHERE = ("0.0.0.0", "::", "*")
 """Hosts that stand for all addresses of a machine."""
 
+KubernetesNamespace = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")]
+"""A namespace of Kubernetes, which is no namespace of names."""
+
 
 class NamesSettings(NatsSettings):
     """Where a process registers under its name, and finds others by theirs."""
 
-    names: Literal["none", "directory", "nats"] = Field(
+    names: Literal["none", "directory", "nats", "kubernetes"] = Field(
         "none",
         description="Where processes register and find each other: none = by the addresses they are given; directory = "
-        "files in names_dir, on one host; nats = a bucket of JetStream at nats_url (needs the extra nats).",
+        "files in names_dir, on one host; nats = a bucket of JetStream at nats_url (needs the extra nats); "
+        "kubernetes = EndpointSlices, which are only read: the cluster says who is there.",
     )
     names_dir: Path | None = Field(
         None,
@@ -55,6 +61,51 @@ class NamesSettings(NatsSettings):
         description="With names nats, for who comes first and makes the bucket: servers that keep a copy of it.",
     )
 
+    kubernetes_api: str = Field(
+        "",
+        max_length=IDENTIFIER_BYTES_MAX,
+        description="With names kubernetes: URL of the API server, https://host:port, or http://127.0.0.1:port for "
+        "kubectl proxy; empty = that of the cluster this pod is in.",
+    )
+    kubernetes_namespace: tuple[KubernetesNamespace, ...] = Field(
+        (),
+        max_length=64,
+        description="With names kubernetes: Kubernetes namespace in which to look; may be repeated. None = this pod's.",
+    )
+    kubernetes_account_dir: Path = Field(
+        Path("/var/run/secrets/kubernetes.io/serviceaccount"),
+        description="With names kubernetes: directory with token, ca.crt and namespace of the service account.",
+    )
+
+    @model_validator(mode="after")
+    def _check_kubernetes(self) -> Self:
+        on_kubernetes = self.names == "kubernetes"
+        for name in ("kubernetes_api", "kubernetes_namespace", "kubernetes_account_dir"):
+            # Not whether it was given: a router hands all of its settings on to the processes that it starts.
+            is_set = getattr(self, name) != NamesSettings.model_fields[name].default
+            if is_set and not on_kubernetes:
+                raise ValueError(f"{name} is given and names is {self.names}: it goes with names kubernetes")
+        if not self.kubernetes_api:
+            return self
+        try:
+            parts = urlsplit(self.kubernetes_api)
+            good = parts.scheme == "https" and bool(parts.hostname)
+            good = good or (parts.scheme == "http" and is_loopback(parts.hostname or ""))
+            good = good and parts.port != 0 and not parts.path.strip("/") and not parts.username
+        except ValueError:
+            good = False
+        if not good:
+            raise ValueError(
+                f"kubernetes_api is {self.kubernetes_api!r}; allowed are https://host:port, and http://127.0.0.1:port "
+                "for kubectl proxy"
+            )
+        if self.kubernetes_api.startswith("http:") and not self.kubernetes_namespace:
+            raise ValueError(
+                f"kubernetes_api is {self.kubernetes_api} and kubernetes_namespace is not given: kubectl proxy has no "
+                "account that would say which"
+            )
+        return self
+
     @model_validator(mode="after")
     def _check_names(self) -> Self:
         if (self.names == "directory") != (self.names_dir is not None):
@@ -65,7 +116,8 @@ class NamesSettings(NatsSettings):
             if problem is not None:
                 raise ValueError(f"namespace is {self.namespace!r}, which {problem}")
             host = getattr(self, "host", "")
-            if host in EVERYWHERE and not self.advertise_host:
+            registers = self.names != "kubernetes"
+            if registers and host in EVERYWHERE and not self.advertise_host:
                 raise ValueError(
                     f"host is {host!r}, to which nobody can connect, and names is {self.names}: set advertise_host to "
                     "this machine's address"

@@ -206,14 +206,23 @@ class HttpClient:
     """A keep-alive pool of connections to one target. The caller bounds how many requests are in flight."""
 
     def __init__(
-        self, target: Target, clock: Clock, headers: Iterable[str] = (), *, connect_timeout_s: float = 10.0
+        self,
+        target: Target,
+        clock: Clock,
+        headers: Iterable[str] = (),
+        *,
+        connect_timeout_s: float = 10.0,
+        trusted: ssl.SSLContext | None = None,
     ) -> None:
-        """``headers`` are lines that every request gets, ``Name: value``."""
+        """``headers`` are lines that every request gets, ``Name: value``.
+
+        ``trusted`` says whom to believe that they are the target; by default whom the system believes.
+        """
         self.target = target
         self._clock = clock
         self._connect_timeout_s = connect_timeout_s
         self._idle: list[Connection] = []
-        self._ssl = ssl.create_default_context() if target.secure else None
+        self._ssl = (trusted or ssl.create_default_context()) if target.secure else None
         self._headers = "".join(f"{line}\r\n" for line in (f"Host: {target.authority}", *headers))
 
     async def send(

@@ -513,7 +513,7 @@ class NamedRow(Answer, frozen=True, kw_only=True):
     instance: str
     endpoints: dict[str, str]
     started_ms: int
-    """Unix time at which this life of it registered."""
+    """Unix time at which this life of it registered; 0 = nobody knows."""
     lease_ms: int
 
 

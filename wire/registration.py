@@ -28,6 +28,9 @@ LEASE_MS_MAX = 600_000
 
 SHOWN_CHARS = 80
 
+UNKNOWN_START = "0000"
+"""How a life begins of which nobody knows when it began: as time this is the first three days of 1970."""
+
 _LIFE = re.compile(r"[0-9a-f]{24}")
 
 
@@ -43,7 +46,10 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     instance: str
     """What the process is called among those of its component: a router's, a worker's id."""
     life: str
-    """24 hexadecimal digits: when it began in nanoseconds, then chance; a later life sorts after an earlier one."""
+    """24 hexadecimal digits: when it began in nanoseconds, then chance; a later life sorts after an earlier one.
+
+    Where nobody knows when it began it starts with ``UNKNOWN_START``.
+    """
     endpoints: Annotated[dict[str, str], msgspec.Meta(max_length=ENDPOINTS_MAX)]
     """Addresses by endpoint, ``tcp://`` or ``http(s)://``."""
     lease_ms: Annotated[int, msgspec.Meta(ge=LEASE_MS_MIN, le=LEASE_MS_MAX)]
@@ -56,8 +62,8 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def started_ms(self) -> int:
-        """Return when this life began, as Unix time."""
-        return int(self.life[:16], 16) // 1_000_000
+        """Return when this life began, as Unix time; 0 = nobody knows."""
+        return 0 if self.life.startswith(UNKNOWN_START) else int(self.life[:16], 16) // 1_000_000
 
     def name(self, endpoint: str) -> EndpointName:
         """Return the name of one of its endpoints."""

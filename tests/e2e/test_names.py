@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -14,6 +15,8 @@ import pytest
 from tests.e2e.disturbed_load import assert_unharmed, load_while
 from tests.e2e.fleet import all_available, assert_serves, pools
 from tests.e2e.processes import Process, eventually, is_settled
+from tests.naming.api_server import ApiServer, in_a_thread
+from tests.naming.slices import endpoint, endpoint_slice
 
 pytestmark = pytest.mark.e2e
 
@@ -99,6 +102,30 @@ def test_operators_see_everybody_at_any_router(pool: NamedPool) -> None:
         [worker] = [row for row in listed["data"] if row["component"] == "worker"]
         assert worker["instance"] == "w"
         assert worker["endpoints"]["generate"].startswith("tcp://127.0.0.1:")
+
+
+def test_a_global_router_finds_a_pools_routers_by_what_kubernetes_says(pool: NamedPool, tmp_path: Path) -> None:
+    rows = httpx.get(f"{pool.front.url}/v1/fleet").json()["data"]
+    server = ApiServer(tmp_path)
+    for number, row in enumerate(each for each in rows if each["component"] == "router"):
+        places = {name: urlsplit(address) for name, address in row["endpoints"].items()}
+        pod = endpoint(number, address=places["http"].hostname or "")
+        ports = [{"name": name, "port": at.port, "protocol": "TCP"} for name, at in places.items()]
+        server.slices.append(endpoint_slice(f"blue-router-names-{number:05}", [pod], ports=ports))
+    account = ("--kubernetes-account-dir", str(server.account))
+    document = str(pool.names.parent / "pool.json")
+    with in_a_thread(server):
+        api = ("--names", "kubernetes", "--kubernetes-api", server.url, *account)
+        with Process("global-router", "--config", document, "--port", "0", *api) as front:
+            front.wait_ready()
+            eventually("the pool is available", lambda: all_available(front.url))
+
+            assert_serves(front.url)
+
+            assert len(pools(front.url)[POOL]["routers"]) == 2
+            listed = httpx.get(f"{front.url}/v1/fleet").json()
+            assert listed["names"] == "kubernetes"
+            assert sorted(row["instance"] for row in listed["data"]) == ["router-0", "router-1"]
 
 
 def test_one_of_two_routers_killed_under_load_costs_nothing_and_its_successor_is_found(pool: NamedPool) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 import yaml
 
 from tests.kubernetes.chart import CHART, EXAMPLES, MANIFESTS, NAMESPACE, ROOT, manifest_text
+from tests.naming import slices
 
 HERE = Path(__file__).parent
 REQUIREMENTS = HERE / "requirements.txt"
@@ -136,6 +137,8 @@ def judged(interpreter: Path, cases: dict[str, Values]) -> dict[str, Any]:
         "namespace": NAMESPACE,
         "versions": VERSIONS,
         "cases": {name: {"values": values} for name, values in cases.items()},
+        # What the tests of names take for a cluster's word is held against the schemas too.
+        "documents": slices.EXAMPLES,
     }
     done = subprocess.run(
         [str(interpreter), str(HERE / "rendering.py")],
@@ -169,6 +172,7 @@ def main(arguments: Sequence[str]) -> int:
         for message in answer["lint"]["messages"]
         if message["severity"] > 1
     ]
+    problems += [f"tests/naming/slices.py: {each}" for each in answer["documents"]]
     kinds: set[str] = set()
     for name in (*good, *VARIATIONS):
         if "refused" in found[name]:

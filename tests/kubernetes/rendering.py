@@ -1,7 +1,8 @@
 """Renders the chart with values and judges the result; run in the environment that has libhelm and the schemas.
 
-Reads one JSON object from standard input (``chart``, ``namespace``, ``versions``, ``cases`` by name with ``values``),
-and writes one: for each case its ``rendered`` templates or ``refused`` with the reason, and its ``problems``.
+Reads one JSON object from standard input (``chart``, ``namespace``, ``versions``, ``cases`` by name with ``values``,
+and ``documents``, resources to judge as they are), and writes one: for each case its ``rendered`` templates or
+``refused`` with the reason, and its ``problems``; those of the ``documents`` are one list.
 """
 
 import json
@@ -56,4 +57,5 @@ def judge(case: dict[str, Any], name: str, asked: dict[str, Any]) -> dict[str, A
 asked = json.load(sys.stdin)
 answer = {name: judge(case, name, asked) for name, case in asked["cases"].items()}
 lint = helm.lint(asked["chart"], strict=True)
-json.dump({"cases": answer, "lint": lint}, sys.stdout)
+others = [each for document in asked["documents"] for each in problems_of(document, asked["versions"], set())]
+json.dump({"cases": answer, "lint": lint, "documents": others}, sys.stdout)
