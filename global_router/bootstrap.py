@@ -31,7 +31,7 @@ from poolgrid.global_router.core.document.problems import GridDocumentError
 from poolgrid.global_router.core.document.reader import LoadedDocument
 from poolgrid.global_router.document_file import read_document_file
 from poolgrid.global_router.fleet_source import GlobalFleetSource
-from poolgrid.global_router.http_api import add_global_router_endpoints
+from poolgrid.global_router.http_api import add_global_router_endpoints, decisions_of
 from poolgrid.global_router.metrics import GlobalRouterMetrics, register_views
 from poolgrid.global_router.pools import Pools, RouterAddress, Routers, select_endpoint
 from poolgrid.global_router.router_link import Discover
@@ -172,7 +172,8 @@ async def serve(
             tracing=tracing,
         )
         opened.push_async_callback(app.close)
-        add_global_router_endpoints(app, service, awake, group)
+        decisions = decisions_of(service, member)
+        add_global_router_endpoints(app, service, awake, group, decisions)
         if names is not None:
             add_fleet_list(app, names.fleet)
         open_report(opened, app.traffic, lambda: service.waiting_room.view().requests, clock)
@@ -185,7 +186,7 @@ async def serve(
             of_page = open_fleet_page(opened, app, source, frontend, clock, member)
         hang_up = _take_hang_ups(opened, group)
         if member is not None and group_metrics is not None:
-            await _join_group(opened, member, group_metrics, group, of_page)
+            await _join_group(opened, member, group_metrics, group, {**of_page, **decisions.answers()})
         if names is not None:
             from poolgrid.naming.ports import Scope
 
@@ -323,10 +324,10 @@ async def _join_group(
     member: GroupMember,
     metrics: GroupMetrics,
     group: ConfigurationGroup,
-    of_page: Mapping[str, LoopAnswer],
+    loop_answers: Mapping[str, LoopAnswer],
 ) -> None:
     opened.push_async_callback(member.stop)
-    await member.start({"metrics": metrics.text, **group.answers()}, of_page)
+    await member.start({"metrics": metrics.text, **group.answers()}, loop_answers)
     await group.adopt()
 
 

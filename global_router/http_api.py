@@ -8,6 +8,7 @@ import msgspec
 from fastapi import FastAPI, Path, Query
 
 from poolgrid.frontend.errors import RequestError
+from poolgrid.frontend.group_decisions import GroupDecisions
 from poolgrid.frontend.openapi import error_answers
 from poolgrid.global_router.configuration_group import ConfigurationGroup
 from poolgrid.global_router.core.choice.fallback import PoolStanding
@@ -16,6 +17,7 @@ from poolgrid.global_router.core.document.history import Reload
 from poolgrid.global_router.pools import PoolConnection
 from poolgrid.global_router.service import GlobalRouterService
 from poolgrid.runtime.clock import Clock
+from poolgrid.runtime.process_group import GroupMember
 from poolgrid.wire.answers import (
     BreakerRow,
     ConfigAnswer,
@@ -35,7 +37,11 @@ STEPS_LISTED_MAX = 100
 
 
 def add_global_router_endpoints(
-    app: FastAPI, service: GlobalRouterService, clock: Clock, group: ConfigurationGroup
+    app: FastAPI,
+    service: GlobalRouterService,
+    clock: Clock,
+    group: ConfigurationGroup,
+    decisions: GroupDecisions,
 ) -> None:
     """Add ``/v1/pools``, ``/v1/decisions``, ``/v1/decisions/{request_id}``, ``/v1/config`` and its changes."""
 
@@ -60,20 +66,20 @@ def add_global_router_endpoints(
         limit: Annotated[int, Query(ge=1, le=DECISIONS_LISTED_MAX, description="How many, newest first.")] = 20,
     ) -> dict[str, Any]:
         """List the last requests, newest first: their pools, workers and outcome."""
-        return PlacedList(data=[record.summary() for record in service.decisions.newest(limit)]).to_json()
+        return await decisions.newest(limit)
 
     @app.get("/v1/decisions/{request_id}", tags=["global router"], responses=error_answers({"404": "Not kept"}))
     async def explain(request_id: Annotated[str, Path(max_length=256)]) -> dict[str, Any]:
         """Explain one request: cell, override, spill, fallback, refusals, worker, for each of its dispatches."""
-        record = service.decisions.get(request_id)
-        if record is None:
+        known = await decisions.about(request_id)
+        if known is None:
             raise RequestError(
                 404,
                 "decision_not_found",
                 f"no decision about request {request_id!r} is kept; the last {len(service.decisions)} are",
                 param="request_id",
             )
-        return record.explanation().to_json()
+        return known
 
     @app.get("/v1/config", tags=["global router"])
     async def config() -> dict[str, Any]:
@@ -113,6 +119,19 @@ def add_global_router_endpoints(
                 409, "no_previous_document", "rolling back: no earlier document is kept; nothing changed"
             )
         return outcome.explanation().to_json()
+
+
+def decisions_of(service: GlobalRouterService, member: GroupMember | None) -> GroupDecisions:
+    """Return the last decisions of a global router, and of the processes that share its port."""
+
+    def newest(limit: int) -> dict[str, Any]:
+        return PlacedList(data=[record.summary() for record in service.decisions.newest(limit)]).to_json()
+
+    def about(request_id: str) -> dict[str, Any] | None:
+        record = service.decisions.get(request_id)
+        return None if record is None else record.explanation().to_json()
+
+    return GroupDecisions(newest, about, member)
 
 
 def pool_row(pool: PoolConnection, stage: StageName, speed_rank: int, in_flight: int, now_ms: float) -> PoolRow:

@@ -17,6 +17,7 @@ from poolgrid.dispatch.link_budget import links_that_fit
 from poolgrid.frontend.app import Application, create_app
 from poolgrid.frontend.fleet_list import add_fleet_list
 from poolgrid.frontend.fleet_page.endpoints import open_fleet_page
+from poolgrid.frontend.group_decisions import GroupDecisions
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.traffic import open_report
@@ -44,6 +45,7 @@ from poolgrid.router.http_api import (
     add_index_endpoint,
     add_pool_endpoint,
     add_router_endpoints,
+    decisions_of,
     endpoints,
     readiness,
     troubles,
@@ -146,7 +148,8 @@ async def serve(
             tracing=tracing,
         )
         opened.push_async_callback(app.close)
-        _add_endpoints(app, service, feed, clock, plane, recorder)
+        decisions = decisions_of(service, member)
+        _add_endpoints(app, service, feed, clock, plane, recorder, decisions)
         if names is not None:
             add_fleet_list(app, names.fleet)
         open_report(opened, app.traffic, lambda: service.view.queue().requests, clock)
@@ -157,7 +160,7 @@ async def serve(
             source = RouterFleetSource(settings, service.view, watch, player, place)
             of_page = open_fleet_page(opened, app, source, frontend, clock, member)
         if member is not None and group_metrics is not None:
-            await _join_group(opened, member, group_metrics, of_page)
+            await _join_group(opened, member, group_metrics, {**of_page, **decisions.answers()})
         # HTTP answers /live and /ready while the state is still being rebuilt; requests are refused until then.
         server.start()
         if recorder is not None:
@@ -314,8 +317,9 @@ def _add_endpoints(
     clock: Clock,
     plane: SelectPlane,
     recorder: DecisionRecorder | None,
+    decisions: GroupDecisions,
 ) -> None:
-    add_router_endpoints(app, service, clock, feed.loading)
+    add_router_endpoints(app, service, clock, feed.loading, decisions)
     add_index_endpoint(app, service)
     add_route_endpoint(app, service)
     add_drain_endpoint(app, service)
@@ -391,7 +395,7 @@ def _open_select_plane(
 
 
 async def _join_group(
-    opened: AsyncExitStack, member: GroupMember, metrics: GroupMetrics, of_page: Mapping[str, LoopAnswer]
+    opened: AsyncExitStack, member: GroupMember, metrics: GroupMetrics, loop_answers: Mapping[str, LoopAnswer]
 ) -> None:
     opened.push_async_callback(member.stop)
-    await member.start({"metrics": metrics.text}, of_page)
+    await member.start({"metrics": metrics.text}, loop_answers)

@@ -12,6 +12,7 @@ from fastapi.responses import StreamingResponse
 
 from poolgrid.frontend.app import Readiness
 from poolgrid.frontend.errors import RequestError
+from poolgrid.frontend.group_decisions import GroupDecisions
 from poolgrid.frontend.openapi import error_answers
 from poolgrid.router.core.fleet import Worker
 from poolgrid.router.core.prefix_index import HASHES_END
@@ -50,7 +51,11 @@ LINES_PER_TURN = 1024
 
 
 def add_router_endpoints(
-    app: FastAPI, service: RouterService, clock: Clock, who_loads: Callable[[], Sequence[LoadingWorker]]
+    app: FastAPI,
+    service: RouterService,
+    clock: Clock,
+    who_loads: Callable[[], Sequence[LoadingWorker]],
+    decisions: GroupDecisions,
 ) -> None:
     """Add ``/v1/workers``, ``/v1/decisions`` and ``/v1/decisions/{request_id}``."""
 
@@ -77,21 +82,33 @@ def add_router_endpoints(
         limit: Annotated[int, Query(ge=1, le=DECISIONS_LISTED_MAX, description="How many, newest first.")] = 20,
     ) -> dict[str, Any]:
         """List the last routing decisions, newest first."""
-        return DecisionList(data=[decision.summary() for decision in service.books.decisions.newest(limit)]).to_json()
+        return await decisions.newest(limit)
 
     @app.get("/v1/decisions/{request_id}", tags=["router"], responses=error_answers({"404": "Not kept (any more)"}))
     async def explain(request_id: Annotated[str, Path(max_length=256)]) -> dict[str, Any]:
         """Explain one request's decisions: every candidate, every cost term, who was filtered out and why."""
-        decisions = service.books.decisions.of_request(request_id)
-        if not decisions:
+        known = await decisions.about(request_id)
+        if known is None:
             raise RequestError(
                 404,
                 "decision_not_found",
                 f"no decision about request {request_id!r} is kept; the last {len(service.books.decisions)} are",
                 param="request_id",
             )
-        attempts = [decision.explanation() for decision in decisions]
-        return RequestExplanation(request_id=request_id, attempts=attempts).to_json()
+        return known
+
+
+def decisions_of(service: RouterService, member: GroupMember | None) -> GroupDecisions:
+    """Return the last decisions of a router, and of the processes that share its port."""
+
+    def newest(limit: int) -> dict[str, Any]:
+        return DecisionList(data=[decision.summary() for decision in service.books.decisions.newest(limit)]).to_json()
+
+    def about(request_id: str) -> dict[str, Any] | None:
+        attempts = [decision.explanation() for decision in service.books.decisions.of_request(request_id)]
+        return RequestExplanation(request_id=request_id, attempts=attempts).to_json() if attempts else None
+
+    return GroupDecisions(newest, about, member)
 
 
 def loading_row(worker: LoadingWorker) -> LoadingRow:

@@ -113,6 +113,12 @@ def test_processes_of_a_global_router_share_limits_and_documents_and_each_has_a_
     )
     assert metric(url, "poolgrid_global_router_http_workers") == 2
 
+    # -- decisions: whichever is asked knows those of both
+    listed = CLIENT.get(f"{url}/v1/decisions?limit=20", headers=OPERATOR).json()["data"]
+    assert len(listed) == 20
+    about = [CLIENT.get(f"{url}/v1/decisions/{row['request_id']}", headers=OPERATOR) for row in listed]
+    assert [answer.status_code for answer in about] == [200] * 20
+
     # -- waiting: while the pool is full each process has a queue, and who finds it full is told so
     refused = metric(url, "poolgrid_global_router_refused_requests_total", code="busy")
     with ThreadPoolExecutor(40) as threads, httpx.Client(timeout=60) as client:

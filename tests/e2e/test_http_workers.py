@@ -105,6 +105,11 @@ def test_processes_share_a_port_and_limits_answer_for_all_and_are_replaced_when_
             kept = [CLIENT.get(f"{url}/v1/fleet/requests/page-{at}", headers=OPERATOR) for at in range(12)]
             assert [answer.status_code for answer in kept] == [200] * 12, "what one process keeps, each opens"
             assert all(answer.json()["legs"] for answer in kept)
+            about = [CLIENT.get(f"{url}/v1/decisions/page-{at}", headers=OPERATOR) for at in range(12)]
+            assert [answer.status_code for answer in about] == [200] * 12, "why each went where it went, too"
+            listed = [CLIENT.get(f"{url}/v1/decisions?limit=10", headers=OPERATOR).json()["data"] for _ in range(3)]
+            assert all(rows == listed[0] and len(rows) == 10 for rows in listed)
+            assert CLIENT.get(f"{url}/v1/decisions/nobody", headers=OPERATOR).status_code == 404
 
             began = time.monotonic()
             granted = [ask(url, "pg-limited") for _ in range(2 * PER_MINUTE)].count(200)
