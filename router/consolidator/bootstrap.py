@@ -119,7 +119,7 @@ async def _serve_in_turn(
 ) -> None:
     """Stand by and be active in turn: the journal is in a stream, and any consolidator of the pool may write it."""
     from poolgrid.router.consolidator.adapters.jetstream import JetStreamJournal, StreamShape, ThreadedStream
-    from poolgrid.router.consolidator.stream.journal import StreamJournal, StreamJournalSettings
+    from poolgrid.router.consolidator.stream.journal import StreamJournal, StreamJournalSettings, bytes_max_of
     from poolgrid.router.consolidator.succession import Succession, SuccessionMetrics
     from poolgrid.runtime.nats_connection import NatsConnection
 
@@ -130,8 +130,9 @@ async def _serve_in_turn(
     metrics = SuccessionMetrics(registry)
     connection = NatsConnection(settings, "poolgrid consolidator", clock)
     opened.push_async_callback(connection.close)
-    journal = JetStreamJournal(connection, StreamShape(settings.nats_replicas, settings.retention_bytes))
-    sizes = StreamJournalSettings(settings.retention_bytes, settings.retention_ms)
+    bytes_max = bytes_max_of(settings.retention_bytes)
+    journal = JetStreamJournal(connection, StreamShape(settings.nats_replicas, bytes_max))
+    sizes = StreamJournalSettings(settings.retention_bytes, settings.retention_ms, bytes_max)
 
     def make_service(consolidator_id: str, on_fenced: Callable[[JournalFenced], None]) -> ConsolidatorService:
         return ConsolidatorService(

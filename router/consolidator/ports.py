@@ -81,8 +81,22 @@ class Journal(Protocol):
         """Keep a snapshot: all parts of one at that offset."""
         ...
 
+    @property
+    def crowded(self) -> bool:
+        """Say whether there is much more than retention keeps, so that it is worth a look of its own."""
+        ...
+
+    @property
+    def snapshot_due(self) -> bool:
+        """Say whether a crowded journal could be made much smaller by a snapshot of now."""
+        ...
+
     def retain(self, now_ms: int) -> int:
         """Remove what retention allows and return the number of segments removed."""
+        ...
+
+    def make_room(self, blocks_per_worker_max: int, now_ms: int) -> int:
+        """Remove what can be removed while nothing can be appended; return the number of segments removed."""
         ...
 
     def drop_lost(self) -> list[str]:

@@ -82,7 +82,8 @@ INGEST_QUEUE_MAX = 10_000
 """Messages that ZMQ keeps per worker while we are busy; then the worker's socket blocks and its outbox fills."""
 
 FILES_LOOK_MS = 1000.0
-"""How often the journal's directory is looked at for segments that somebody deleted: a scan of some twenty names."""
+"""How often the journal's directory is looked at for segments that somebody deleted, a scan of some twenty names, and
+whether the journal is too large."""
 
 LEASE_PUT_OFF_MAX = 1000
 """How often leases are looked at a millisecond later because messages are still unread; each time 512 of them are."""
@@ -186,6 +187,9 @@ class ConsolidatorService:
         self._lease_put_off = 0
         self._snapshot_offset = 0
         self._snapshotting = False
+        self._keeping = asyncio.Lock()
+        """Held while snapshots are kept or records removed."""
+        self._making_room = False
         self._freezing = asyncio.Lock()
         """Held while the state is frozen: one dump at a time."""
         self._freeing = False
@@ -792,8 +796,9 @@ class ConsolidatorService:
             offset, _, parts = await self._dump(self._journal.snapshot_parts)
             if not await self._stored(offset):
                 return
-            await self._on_thread(self._journal.keep_snapshot, offset, parts)
-            removed = await self._on_thread(self._journal.retain, self._clock.wall_ms())
+            async with self._keeping:
+                await self._on_thread(self._journal.keep_snapshot, offset, parts)
+                removed = await self._on_thread(self._journal.retain, self._clock.wall_ms())
         except JournalFenced as error:
             self._fence(error)
         except (OSError, JournalCorrupt) as error:
@@ -815,9 +820,43 @@ class ConsolidatorService:
 
     def _look_after_files(self) -> None:
         self._after("files", FILES_LOOK_MS, self._look_after_files)
+        self._look_after_size()
         if not self._looking:
             self._looking = True
             self._spawn(self._find_lost_files(), "look at the journal's files")
+
+    def _look_after_size(self) -> None:
+        """See to it that a journal gets smaller that is much larger than retention says, or takes nothing any more.
+
+        Snapshots that come after so many records may come too late for large ones.
+        """
+        stalled = self._writer.stalled
+        if not stalled and self._journal.snapshot_due:
+            self._snapshot_now()
+        elif (stalled or self._journal.crowded) and not self._making_room:
+            self._making_room = True
+            self._spawn(self._make_room(stalled), "room in the journal")
+
+    async def _make_room(self, stalled: bool) -> None:
+        # A snapshot of the state may be waiting for records that the journal has no room for.
+        journal, wall_ms = self._journal, self._clock.wall_ms()
+        try:
+            async with self._keeping:
+                if stalled:
+                    work = self._on_thread(journal.make_room, self.settings.blocks_per_worker_max, wall_ms)
+                else:
+                    work = self._on_thread(journal.retain, wall_ms)
+                removed = await work
+        except JournalFenced as error:
+            self._fence(error)
+        except (OSError, JournalCorrupt) as error:
+            if self._may_complain("room"):
+                log.warning("making room in the journal failed (%s); it is tried again", error)
+        else:
+            if removed:
+                log.info("the journal was too large: %d old segments removed", removed)
+        finally:
+            self._making_room = False
 
     async def _find_lost_files(self) -> None:
         """Notice segments that somebody deleted or cut, and go on in a new one behind a new snapshot."""

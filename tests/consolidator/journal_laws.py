@@ -95,6 +95,23 @@ class JournalLaws:
         assert facts_of(journal.recover(BLOCKS_MAX)) == facts_of(fold(33))
         assert journal.oldest_offset <= 20
 
+    def test_a_journal_that_is_much_too_large_wants_a_snapshot_until_there_is_one(self, kind: JournalKind) -> None:
+        journal = kind.open(retention_bytes=2000)
+        assert not journal.crowded
+        fill(journal, 60)
+        journal = kind.open(retention_bytes=2000)  # also of another life
+        journal.recover(BLOCKS_MAX)
+        assert journal.crowded
+        assert journal.snapshot_due
+
+        snapshot(journal, 59)
+        assert not journal.snapshot_due
+        snapshot(journal, 60)
+        journal.retain(10**6)
+
+        assert journal.oldest_offset > 0
+        assert not kind.open(retention_bytes=2000).crowded
+
     def test_retention_by_age(self, kind: JournalKind) -> None:
         journal = fill(kind.open(retention_ms=10_000), 30, at_once=1)
         snapshot(journal, 30)

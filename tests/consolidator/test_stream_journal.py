@@ -351,3 +351,107 @@ def test_any_failures_and_any_number_of_writers_store_every_record_once_and_in_o
         payload == codec.journal_record.encode(record(offset))
         for offset, payload in enumerate(last.read(last.oldest_offset, 10_000, 1 << 30), last.oldest_offset)
     )
+
+
+class Crowded:
+    """A journal of large records in a small stream, whose snapshots are durable after a while."""
+
+    BYTES_MAX = 40_000
+
+    def __init__(self) -> None:
+        self.stream = FakeStream()
+        self.clock = StillClock()
+        self.journal = self.open("w")
+        self.offset = 0
+
+    def open(self, writer: str) -> StreamJournal:
+        sizes = StreamJournalSettings(self.BYTES_MAX // 4, 10**9, self.BYTES_MAX, durable_after_ms=1000)
+        journal = StreamJournal(self.stream, writer, self.clock, sizes)
+        journal.recover(BLOCKS_MAX)
+        return journal
+
+    def fill(self) -> None:
+        """Append until nothing more is taken."""
+        with pytest.raises(StreamUnavailable, match="may hold 40000"):
+            self._append_for_ever()
+        self.offset = self.journal.next_offset
+        assert self.stream.facts().bytes <= self.BYTES_MAX
+
+    def _append_for_ever(self) -> None:
+        while True:
+            self.journal.append(encoded(self.offset, 20), 0)
+            self.offset = self.journal.next_offset
+
+    def make_room(self) -> int:
+        return self.journal.make_room(BLOCKS_MAX, 0)
+
+
+def test_a_stream_that_is_full_is_made_smaller_by_a_snapshot_of_what_is_stored() -> None:
+    scene = Crowded()
+    scene.fill()
+    assert scene.journal.crowded
+    assert scene.journal.snapshot_due
+
+    assert scene.make_room() == 0  # the snapshot is not durable yet
+    assert [anchor.offset for anchor in scene.stream.snapshots()] == [scene.journal.next_offset]
+    assert not scene.journal.snapshot_due
+    scene.clock.now_ms = 1000
+
+    assert scene.make_room() > 0
+    scene.journal.append(encoded(scene.offset, 20), 0)
+    last = scene.open("last")
+    assert facts_of(last.recover(BLOCKS_MAX)) == facts_of(fold(last.next_offset))
+
+
+def test_a_full_stream_goes_on_however_often_it_fills_up_and_whoever_writes_it() -> None:
+    scene = Crowded()
+    for life in range(6):
+        scene.fill()
+        if life % 2:
+            scene.journal = scene.open(f"life-{life}")
+        while not scene.make_room():
+            scene.clock.now_ms += 500
+            assert scene.clock.now_ms < 10_000, "it is stalled for good"
+        scene.journal.append(encoded(scene.offset, 1), 0)
+        scene.offset = scene.journal.next_offset
+        pool = scene.open(f"look-{life}").recover(BLOCKS_MAX)
+        scene.journal = scene.open(f"then-{life}")
+
+        assert facts_of(pool) == facts_of(fold(scene.offset))
+
+
+def test_a_damaged_snapshot_is_not_left_alone_with_a_full_stream() -> None:
+    scene = Crowded()
+    scene.journal.append(encoded(0, 1), 0)
+    scene.offset = 1
+    snapshot(scene.journal, 1)
+    scene.fill()
+    scene.make_room()
+    first, newest = scene.stream.snapshots()
+    scene.stream.objects[newest] = b"x" * 100
+    scene.clock.now_ms = 1000
+    assert scene.make_room() == 1, "the writer's first message, which is behind the first snapshot"
+
+    with pytest.raises(JournalCorrupt):
+        scene.make_room()
+
+    assert scene.stream.snapshots() == [first]
+    assert scene.make_room() == 0
+    scene.clock.now_ms = 2000
+    assert scene.make_room() > 0
+
+
+def test_what_fits_is_stored_and_the_rest_comes_again() -> None:
+    scene = Crowded()
+    records = [*encoded(0, 2), *(large(offset, 40_000) for offset in range(2, 9))]
+
+    with pytest.raises(StreamUnavailable, match="appending 9 records"):
+        scene.journal.append(records, 0)
+
+    assert 0 < scene.stream.facts().bytes <= scene.BYTES_MAX
+    assert scene.journal.next_offset == 0, "nothing is answered for"
+    last = scene.stream.last
+    with pytest.raises(StreamUnavailable):
+        scene.journal.append(records, 0)
+    assert scene.stream.last == last, "it is not stored again"
+    assert scene.open("next").next_offset == 2

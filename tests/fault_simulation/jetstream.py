@@ -30,7 +30,7 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any, cast
 
-from poolgrid.router.consolidator.adapters.jetstream import SIZE_FACTOR, JetStreamJournal
+from poolgrid.router.consolidator.adapters.jetstream import JetStreamJournal
 from poolgrid.router.consolidator.stream.message import Outgoing, StoredMessage, open_body, stored_message
 from poolgrid.router.consolidator.stream.ports import Anchor, OutOfTurn, StreamFacts, StreamUnavailable
 from poolgrid.runtime.nats_connection import NatsConnection, NatsMessage, NatsUnavailable
@@ -41,6 +41,8 @@ from tests.fault_simulation.virtual_loop import Life, VirtualLoop
 from tests.fault_simulation.watcher import Watcher
 
 ANSWER_TIMEOUT_S = 0.4
+BEGINNINGS_BYTES = 4_000
+"""Room for the first messages of writers, which a stream that is full for records takes."""
 LEADERLESS_S = (0.2, 1.0)
 """How long there is no leader after a power failure: no election is faster."""
 BROKEN_S = 0.3
@@ -104,6 +106,7 @@ class SimulatedJetStream:
         self.rng = Random(f"{seed}/{self.machine}")
         self.faults = StreamFaults()
         self.retention_bytes = 0
+        self.bytes_max = 0
         self.messages: dict[int, StoredMessage] = {}
         self.first = 1
         self.last = 0
@@ -266,7 +269,8 @@ class SimulatedJetStream:
         own = max((at for at, each in self.messages.items() if _writer(each.message_id) == writer), default=0)
         if own != (0 if sent.begins else expected):
             raise OutOfTurn(f"wrong last sequence of {writer}: {own}, expected {expected}")
-        if self._bytes() + len(message.body) > SIZE_FACTOR * self.retention_bytes:
+        if self._bytes() + len(message.body) > self.bytes_max + BEGINNINGS_BYTES:
+            self.count("full")
             raise StreamUnavailable("maximum bytes exceeded")
         self.last = sequence = self.last + 1
         stored = self.messages[sequence] = stored_message(sequence, message.headers(), message.body)

@@ -180,6 +180,10 @@ def _any_snapshot_will_do(self: StreamJournal) -> Any:
     return self._snapshots[-2] if len(self._snapshots) > 1 else None
 
 
+def _make_no_room(self: StreamJournal, blocks_per_worker_max: int, now_ms: int) -> int:
+    return 0
+
+
 _note = LeaderWatch._note
 
 
@@ -328,6 +332,13 @@ PLANTED: dict[str, Planted] = {
         _any_snapshot_will_do,
         True,
         from_seed=130,
+    ),
+    "a-full-stream-stays-full": Planted(
+        "a stream that has no room for records is left to itself",
+        "streams",
+        StreamJournal,
+        "make_room",
+        _make_no_room,
     ),
     "a-worker-stays-with-who-was-active": Planted(
         "a worker does not notice that another consolidator is active",

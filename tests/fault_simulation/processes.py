@@ -30,6 +30,7 @@ from poolgrid.router.consolidator.ports import Disk, Journal, PoolListener
 from poolgrid.router.consolidator.service import ConsolidatorService
 from poolgrid.router.consolidator.settings import ConsolidatorProcessSettings, ConsolidatorSettings
 from poolgrid.router.consolidator.stream.journal import StreamJournal, StreamJournalSettings
+from poolgrid.router.consolidator.stream.message import BODY_BYTES
 from poolgrid.router.consolidator.succession import Succession, SuccessionMetrics
 from poolgrid.router.core.load_ledger import LoadLedger
 from poolgrid.router.core.policy import make_policy
@@ -86,7 +87,10 @@ MAX_WAITING_REQUESTS = 12
 DECISIONS_KEPT = 50
 LEADER_LEASE_S = 1
 STREAM_RETENTION_BYTES = 12_000
-"""Of a journal in a stream; of that of a scenario which makes no snapshots it is a hundred times as much."""
+"""Of a journal in a stream; where nothing ever becomes durable it is a hundred times as much."""
+NARROW_BYTES = 1_500
+"""The same where nearly no snapshots are made: such a stream is soon full."""
+NARROW_BODY_BYTES = 1_000
 BLOCKS_PER_WORKER_MAX = 1024
 
 _ROUTER_SETTINGS = RouterSettings(
@@ -236,7 +240,10 @@ class Store:
         def open_stream() -> Journal:
             stream = WrittenStream(servers, self._machine.name)
             durable_after_ms = 1000 * self._world.scenario.stream.sync_s
-            sizes = StreamJournalSettings(servers.retention_bytes, 600_000, durable_after_ms)
+            body_bytes = NARROW_BODY_BYTES if servers.retention_bytes == NARROW_BYTES else BODY_BYTES
+            sizes = StreamJournalSettings(
+                servers.retention_bytes, 600_000, servers.bytes_max, body_bytes, durable_after_ms
+            )
             self.journal = journal = StreamJournal(stream, consolidator_id, self._machine, sizes)
             watched = WatchedJournal(journal, self._world.watcher, self._plan.name, consolidator_id, servers.ever)
             return cast(Journal, watched)

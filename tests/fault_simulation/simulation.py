@@ -24,6 +24,7 @@ from typing import Any
 
 from poolgrid.frontend.ports import InferenceRequest, Refused, StreamDelta
 from poolgrid.global_router.core.document.reader import load_document
+from poolgrid.router.consolidator.stream.journal import SIZE_FACTOR
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.requests import Sampling
 from poolgrid.workers.engines.simulated.core.answer_lengths import AnswerLengths
@@ -33,6 +34,7 @@ from tests.fault_simulation.jetstream import SimulatedJetStream
 from tests.fault_simulation.network import Network
 from tests.fault_simulation.processes import (
     BLOCKS_PER_WORKER_MAX,
+    NARROW_BYTES,
     STREAM_RETENTION_BYTES,
     AnyStore,
     ConsolidatorProcess,
@@ -173,9 +175,12 @@ class Simulation:
         scenario, world = self.scenario, self.world
         servers = SimulatedJetStream(plan.name, self.loop, self.network, self.watcher, scenario.seed)
         servers.faults = scenario.stream
-        # What is never durable is never removed.
-        grows = scenario.snapshot_every_records > SNAPSHOTS_SPARSE or scenario.stream.sync_s > scenario.ends_s
-        servers.retention_bytes = STREAM_RETENTION_BYTES * (100 if grows else 1)
+        if scenario.stream.sync_s > scenario.ends_s:
+            servers.retention_bytes = 100 * STREAM_RETENTION_BYTES  # what is never durable is never removed
+        else:
+            sparse = scenario.snapshot_every_records > SNAPSHOTS_SPARSE
+            servers.retention_bytes = NARROW_BYTES if sparse else STREAM_RETENTION_BYTES
+        servers.bytes_max = SIZE_FACTOR * servers.retention_bytes
         world.streams[plan.name] = servers
         self.watcher.streams[plan.name] = servers.ever
         sharers = [SucceedingProcess(world, plan, number) for number in range(CONSOLIDATORS)]

@@ -11,21 +11,24 @@ import pytest
 
 from poolgrid.router.consolidator.adapters.jetstream import JetStreamJournal, StreamShape, ThreadedStream
 from poolgrid.router.consolidator.journal.errors import JournalFenced
-from poolgrid.router.consolidator.stream.journal import StreamJournal
+from poolgrid.router.consolidator.stream.journal import StreamJournal, StreamJournalSettings
 from poolgrid.runtime.clock import SystemClock
 from poolgrid.runtime.nats_connection import NatsConnection
 from poolgrid.runtime.nats_settings import EventPlaneSettings
 from poolgrid.runtime.tasks import wait_from_thread
+from poolgrid.wire import codec
+from poolgrid.wire.events import JournalRecord
 from tests.consolidator.fake_stream import StillClock
 from tests.consolidator.journal_builder import encoded, facts_of, fold
 from tests.consolidator.journal_kinds import BLOCKS_MAX, InStream
 from tests.consolidator.journal_laws import JournalLaws, fill, offsets, snapshot
+from tests.consolidator.pusher import stored
 from tests.nats.servers import BINARY, MISSING, NatsServer, one_server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not BINARY, reason=MISSING)]
 
 SIZE = 1024 * 1024
-"""Retention of these streams, which the server reserves some times over."""
+"""What these streams may hold."""
 
 _names = count()
 
@@ -131,7 +134,45 @@ def test_pieces_of_a_snapshot_whose_writer_was_killed_are_cleared_away(kind: OnS
     assert facts_of(again.recover(BLOCKS_MAX)) == facts_of(fold(5))
 
 
-def test_the_stream_is_as_large_as_retention_says_some_times_over_and_refuses_then(kind: OnServer) -> None:
+def large_records(first: int) -> list[bytes]:
+    """Return records of a quarter of a megabyte together."""
+    records = []
+    for offset in range(first, first + 3):
+        events = [stored(list(range(1 + 10_000 * offset, 10_000 * (offset + 1))))]
+        records.append(
+            codec.journal_record.encode(JournalRecord(offset, "m", 0, 1, offset - 1, 1000, 2000, [*events], "worker"))
+        )
+    return records
+
+
+def test_a_stream_that_is_full_of_large_records_is_taken_over_and_written_again(kind: OnServer) -> None:
+    settings = StreamJournalSettings(SIZE // 4, bytes_max=SIZE, durable_after_ms=0)
+
+    def open_journal(writer: str) -> StreamJournal:
+        journal = StreamJournal(kind.stream, writer, StillClock(), settings)
+        journal.recover(BLOCKS_MAX)
+        return journal
+
+    def append_for_ever(journal: StreamJournal) -> None:
+        while journal.sizes() is not None:
+            journal.append(large_records(journal.next_offset), 0)
+
+    journal = open_journal("first")
+    journal.append(encoded(0, 1), 0)
+    for writer in ("second", "third"):
+        with pytest.raises(OSError, match=f"may hold {SIZE};"):
+            append_for_ever(journal)
+        journal = open_journal(writer)
+        assert journal.crowded
+        while not journal.make_room(BLOCKS_MAX, 0):
+            assert kind.stream.snapshots()
+        stored_before = journal.next_offset
+        journal.append(large_records(stored_before), 0)
+        assert kind.open().recover(BLOCKS_MAX).offset == stored_before + 3
+        journal = open_journal(f"{writer}-again")
+
+
+def test_the_servers_take_no_more_than_they_keep_room_for(kind: OnServer) -> None:
     journal = StreamJournal(kind.stream, "w", StillClock())
     large = [b"x" * (200 * 1024)] * 10
     journal.append(large, 0)

@@ -37,9 +37,9 @@ WRONG_LAST_SEQUENCE = (10071, 10164)
 DUPLICATE_WINDOW_S = 120.0
 """How long a server knows the names of messages; a writer asks what is stored before it sends anything again."""
 
-SIZE_FACTOR = 4
-"""How many times ``retention_bytes`` the stream may grow before it takes nothing any more: twice for slow routers
-(``stream.journal.HELD_BACK``), the rest for what comes between two snapshots."""
+BEGINNINGS_BYTES = 4 * 1024 * 1024
+"""What the servers keep room for beside records: a stream that is full takes the first messages of thousands of writers
+more, so that whoever takes over can make room."""
 
 POSITION_TTL_S = 30
 """How long a router's position counts that does not say it again: six times as long as between two."""
@@ -62,7 +62,8 @@ class StreamShape:
     """How a pool's stream is made, by whoever makes it."""
 
     replicas: int = 1
-    retention_bytes: int = 1024 * 1024 * 1024
+    bytes_max: int = 4 * 1024 * 1024 * 1024
+    """How large it may be and still take records: ``stream.journal.bytes_max_of`` what retention keeps."""
 
 
 class JetStreamJournal:
@@ -101,7 +102,7 @@ class JetStreamJournal:
                 retention=api.RetentionPolicy.LIMITS,
                 storage=api.StorageType.FILE,
                 discard=api.DiscardPolicy.NEW,
-                max_bytes=SIZE_FACTOR * shape.retention_bytes,
+                max_bytes=shape.bytes_max + BEGINNINGS_BYTES,
                 num_replicas=shape.replicas,
                 duplicate_window=DUPLICATE_WINDOW_S,
                 allow_direct=True,

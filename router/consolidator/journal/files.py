@@ -47,6 +47,9 @@ from poolgrid.wire.events import JournalRecord
 SNAPSHOTS_KEPT = 2
 """The newest, and one more in case the newest is damaged."""
 
+CROWDED = 2
+"""How many times of what retention keeps may be there until a snapshot is written for it."""
+
 
 @dataclass(frozen=True, slots=True)
 class JournalSettings:
@@ -371,6 +374,22 @@ class FileJournal:
             old, self._snapshots = self._snapshots[:-1], self._snapshots[-1:]
         for offset in old:
             self._disk.remove(snapshot_file.name_of(offset))
+
+    @property
+    def crowded(self) -> bool:
+        """Say whether there is more than twice of what retention keeps."""
+        return self.sizes()[1] > CROWDED * self._settings.retention_bytes
+
+    @property
+    def snapshot_due(self) -> bool:
+        """Say whether as much as retention keeps came after the newest snapshot."""
+        newest = self._snapshots[-1] if self._snapshots else 0
+        later = sum(segment.size for segment in list(self._segments) if segment.first >= newest)
+        return self.crowded and later > self._settings.retention_bytes
+
+    def make_room(self, blocks_per_worker_max: int, now_ms: int) -> int:
+        """Remove what retention allows: there is no room on the disk for anything else."""
+        return self.retain(now_ms)
 
     def retain(self, now_ms: int) -> int:
         """Remove closed segments that are too many or too old and that no kept snapshot needs."""

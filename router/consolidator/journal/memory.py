@@ -79,8 +79,22 @@ class MemoryJournal:
     def keep_snapshot(self, offset: int, parts: Sequence[bytes]) -> None:
         """Do nothing."""
 
+    @property
+    def crowded(self) -> bool:
+        """Return False: ``append`` keeps the bound."""
+        return False
+
+    @property
+    def snapshot_due(self) -> bool:
+        """Return False."""
+        return False
+
     def retain(self, now_ms: int) -> int:
         """Remove nothing: ``append`` keeps the bound."""
+        return 0
+
+    def make_room(self, blocks_per_worker_max: int, now_ms: int) -> int:
+        """Remove nothing."""
         return 0
 
     def drop_lost(self) -> list[str]:

@@ -15,7 +15,10 @@ Rules
        the end of the stream could lose every snapshot's message with it, and keep records that nothing comes before.
     5. It removes none that a router needs which says where it is; those hold back until there is ``HELD_BACK`` times of
        what is to be kept, then they take a snapshot.
-    6. Where it is durable is the matter of whoever stores it: ``sync`` has nothing to do.
+    6. A stream that is full takes no records, but always the body with which a writer begins. It is made smaller from
+       what is stored: a snapshot of that, read back before it stands alone, and then retention as above. So no size of
+       records, and no writer that was killed, leaves a stream that nobody can write any more.
+    7. Where it is durable is the matter of whoever stores it: ``sync`` has nothing to do.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from poolgrid.router.consolidator.journal.errors import JournalCorrupt, JournalF
 from poolgrid.router.consolidator.stream.history import StreamHistory, corrupt
 from poolgrid.router.consolidator.stream.message import (
     BODY_BYTES,
+    MESSAGE_BYTES,
     PIECES_MAX,
     Chain,
     Damaged,
@@ -52,8 +56,25 @@ from poolgrid.wire.limits import FRAME_BYTES_MAX
 HELD_BACK = 2
 """How many times of what retention keeps may be there for the sake of a slow router."""
 
+SIZE_FACTOR = 4
+"""How many times of what retention keeps a stream may hold before it takes no records any more: ``HELD_BACK`` times for
+slow routers, the rest for what comes until a snapshot is durable."""
+
+RECORDS_MAX = 3
+"""Records of the largest kind that any stream has room for: the one behind which nothing is removed, the one that
+comes, and what is between."""
+
+SNAPSHOT_SHARE = 4
+"""A crowded stream wants a snapshot once there is a quarter of what retention keeps behind the newest: enough to be
+removed for the work of making one."""
+
 BEGIN_ATTEMPTS = 100
 """How often a writer tries to be the next one; each attempt that fails means that another writer stored something."""
+
+
+def bytes_max_of(retention_bytes: int) -> int:
+    """Return how large a stream may be and still take records."""
+    return max(SIZE_FACTOR * retention_bytes, RECORDS_MAX * FRAME_BYTES_MAX)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +83,9 @@ class StreamJournalSettings:
 
     retention_bytes: int = 1024 * 1024 * 1024
     retention_ms: int = 24 * 3600 * 1000
+    bytes_max: int = SIZE_FACTOR * 1024 * 1024 * 1024
+    """How large the stream may be and still take records."""
+    body_bytes: int = BODY_BYTES
     durable_after_ms: float = 150_000.0
     """How long after it was kept a snapshot counts as durable: servers write their files to the disk every two minutes
     unless told otherwise, and each at its own time."""
@@ -95,6 +119,8 @@ class StreamJournal:
         """Whether messages were sent of which it is not known whether they are stored."""
         self._fenced = ""
         self._facts = StreamFacts(1, 0, 0, 0)
+        self._bytes = 0
+        """Size of the stream: what was found last where records are appended, and what was appended since."""
         if stream.body_bytes_max * PIECES_MAX < FRAME_BYTES_MAX + BODY_BYTES:
             raise StreamUnavailable(
                 f"opening stream {stream.name}: its server takes messages of {stream.body_bytes_max} bytes, needed are "
@@ -116,7 +142,7 @@ class StreamJournal:
             except OutOfTurn:
                 continue
             self._end = (facts.last_sequence + 1, beginning.message_id)
-            self._facts = self._stream.facts()
+            self._look()
             self._find_oldest()
             return
         raise StreamUnavailable(
@@ -210,22 +236,51 @@ class StreamJournal:
 
     def _append(self, payloads: Sequence[bytes], now_ms: int) -> None:
         messages = self._messages(payloads, now_ms)
+        count = self._fitting(messages)
+        what = f"appending {len(payloads)} records to stream {self._stream.name}"
         self._unanswered = True
         try:
-            self._stream.append(messages, self._end[0])
+            if count:
+                self._stream.append(messages[:count], self._end[0])
         except OutOfTurn as error:
             self._settle()
+            raise StreamUnavailable(f"{what}: {error}") from None
+        if count < len(messages):
+            self._settle()
             raise StreamUnavailable(
-                f"appending {len(payloads)} records to stream {self._stream.name}: {error}"
-            ) from None
+                f"{what}: it holds {self._bytes} bytes and may hold {self._settings.bytes_max}; it takes more when a "
+                "snapshot is durable and what is behind that was removed"
+            )
         self._unanswered = False
-        self._end = (self._end[0] + len(messages), messages[-1].message_id)
+        self._end = (self._end[0] + count, messages[-1].message_id)
+        self._bytes += sum(map(_size_of, messages))
         self._next += len(payloads)
+
+    def _fitting(self, messages: Sequence[Outgoing]) -> int:
+        """Return how many of the messages the stream has room for: those of whole bodies."""
+        if self._bytes + sum(map(_size_of, messages)) <= self._settings.bytes_max:
+            return len(messages)
+        self._look()
+        room = self._settings.bytes_max - self._bytes
+        count = 0
+        for number, message in enumerate(messages, 1):
+            room -= _size_of(message)
+            if room < 0:
+                break
+            if not message.more:
+                count = number
+        return count
+
+    def _look(self) -> StreamFacts:
+        """Ask how the stream is, where records are appended."""
+        facts = self._facts = self._stream.facts()
+        self._bytes = facts.bytes
+        return facts
 
     def _messages(self, payloads: Sequence[bytes], now_ms: int) -> list[Outgoing]:
         messages: list[Outgoing] = []
         after = self._end[1]
-        for body in bodies(payloads, self._next, now_ms):
+        for body in bodies(payloads, self._next, now_ms, self._settings.body_bytes):
             for number, more, piece in pieces(body, self._stream.body_bytes_max):
                 messages.append(Outgoing(self._name(), after, number, more, piece))
                 after = messages[-1].message_id
@@ -240,7 +295,7 @@ class StreamJournal:
 
         Raises ``JournalFenced`` when anybody else stored something, or the stream ends before the last answer.
         """
-        facts = self._facts = self._stream.facts()
+        facts = self._look()
         self._check_end(facts)
         sequence, last_id = self._end
         chain = Chain(last_id)
@@ -350,12 +405,58 @@ class StreamJournal:
         """Make and keep a snapshot in one go."""
         self.keep_snapshot(frozen.offset, list(self.snapshot_parts(frozen)))
 
+    @property
+    def crowded(self) -> bool:
+        """Say whether there is so much that not even a slow router holds it back."""
+        return self._bytes > HELD_BACK * self._settings.retention_bytes
+
+    @property
+    def snapshot_due(self) -> bool:
+        """Say whether a good part of a crowded stream is behind the newest snapshot."""
+        if not self.crowded:
+            return False
+        last = self._end[0]
+        newest = self._snapshots[-1].sequence if self._snapshots else self._facts.first_sequence - 1
+        messages = max(1, last - self._facts.first_sequence + 1)
+        return SNAPSHOT_SHARE * (last - newest) * self._bytes >= messages * self._settings.retention_bytes
+
+    def make_room(self, blocks_per_worker_max: int, now_ms: int) -> int:
+        """Remove messages while no records are taken; return their number. Raises ``JournalCorrupt``.
+
+        The state that the process has is ahead of what is stored, so a snapshot is made of what is stored. It takes
+        until that is durable before anything is removed.
+        """
+        removed = self.retain(now_ms)
+        facts = self._stream.facts()
+        if removed or facts.bytes <= HELD_BACK * self._settings.retention_bytes:
+            return removed
+        end = self._end[0]
+        known = StreamFacts(facts.first_sequence, min(facts.last_sequence, end), facts.messages, facts.bytes)
+        newest = self._snapshots[-1] if self._snapshots else None
+        if newest is None or newest.offset < self._next:
+            self.write_snapshot(StreamHistory(self._stream).recover(blocks_per_worker_max, known).pool.freeze())
+        elif self._kept_since_ms[newest] <= self._clock.monotonic_ms() - self._settings.durable_after_ms:
+            # Everything is behind it, and no newer one can come beside it.
+            self._read_back(newest, blocks_per_worker_max)
+            return self._retain(newest, now_ms)
+        return self.retain(now_ms)
+
+    def _read_back(self, anchor: Anchor, blocks_per_worker_max: int) -> None:
+        """Raise ``JournalCorrupt`` when a snapshot is damaged, which then is none any more."""
+        try:
+            self._history.snapshot(anchor, blocks_per_worker_max)
+        except JournalCorrupt:
+            self._snapshots = [each for each in self._snapshots if each != anchor]
+            self._stream.remove_snapshot(anchor)
+            raise
+
     def retain(self, now_ms: int) -> int:
         """Remove messages that are too many or too old and that nobody needs; return their number."""
         self._check()
         base = self._durable_snapshot()
-        if base is None:
-            return 0
+        return 0 if base is None else self._retain(base, now_ms)
+
+    def _retain(self, base: Anchor, now_ms: int) -> int:
         facts = self._facts = self._stream.facts()
         needed = base.sequence
         wanted = min(needed, self._surplus(facts, now_ms, 1))
@@ -401,3 +502,7 @@ class StreamJournal:
     def close(self) -> None:
         """Let go of the stream."""
         self._stream.close()
+
+
+def _size_of(message: Outgoing) -> int:
+    return len(message.body) + MESSAGE_BYTES

@@ -36,6 +36,9 @@ BODY_BYTES = 256 * 1024
 """Records that are put into one message: far below the 1 MiB that servers take unless told otherwise, and few enough
 that a reader decodes one in some milliseconds. A larger record goes alone, in pieces."""
 
+MESSAGE_BYTES = 512
+"""What servers count of a message beside its body, at most: its subject, its headers, and what files need."""
+
 PIECES_MAX = 1024
 """Pieces of one body: the largest record that the contract allows, on a server that takes 64 KiB."""
 
@@ -108,13 +111,15 @@ def empty_body(offset: int, created_ms: int) -> bytes:
     return file_header(SEGMENT_MAGIC, offset, created_ms)
 
 
-def bodies(payloads: Sequence[bytes], first_offset: int, created_ms: int) -> Iterator[bytes]:
+def bodies(
+    payloads: Sequence[bytes], first_offset: int, created_ms: int, body_bytes: int = BODY_BYTES
+) -> Iterator[bytes]:
     """Yield bodies that hold records which follow each other."""
     begin = 0
     while begin < len(payloads):
         end, size = begin, 0
         entries: list[bytes] = []
-        while end < len(payloads) and (not entries or size + len(payloads[end]) + ENTRY_HEADER.size <= BODY_BYTES):
+        while end < len(payloads) and (not entries or size + len(payloads[end]) + ENTRY_HEADER.size <= body_bytes):
             entries.append(frame(payloads[end], first_offset + end))
             size += len(entries[-1])
             end += 1
