@@ -1,7 +1,7 @@
 PYTHON ?= .venv/bin/python
 export PYTHON
 
-.PHONY: check lint types test format docs boards proof site plots soak long attack clients nixl schemathesis ui vllm kubernetes nats retention slurm
+.PHONY: check lint types test format docs boards proof site plots soak long attack clients nixl schemathesis ui vllm kubernetes nats hosts retention slurm
 
 check: lint types test  ## everything CI runs, in the environment that is there
 
@@ -83,6 +83,11 @@ kubernetes:  ## the Helm chart against the schemas of three versions of Kubernet
 
 nats:  ## a pool on three NATS servers on loopback: servers, consolidators and workers killed under load; what appends cost
 	$(PYTHON) -m tests.nats
+
+SEED ?= 0
+
+hosts:  ## two pools and NATS on three network namespaces: each is cut off for 20 s, every process killed; SEED for the order
+	$(PYTHON) -m tests.hosts --seed $(SEED)
 
 retention:  ## the same requests with and without --retention learned on pools of simulated workers, whose reuse is compared
 	$(PYTHON) -m tests.retained_prompts

@@ -6,7 +6,7 @@ Rules
     2. A server that is gone without a word is noticed within ``PING_S`` times ``PINGS_MAX``; the client's own default
        is four minutes.
     3. While there is no connection nothing is sent, also not later: what was not sent is known not to be stored.
-    4. Every question has ``timeout_s``.
+    4. Every question has ``timeout_s``. One that only reads is asked again within it when its answer falls silent.
 """
 
 from __future__ import annotations
@@ -39,6 +39,10 @@ CONNECT_TIMEOUT_S = 2
 
 OLDEST_SERVER = (2, 11)
 """The first that reads many messages with one question, and forgets single ones in time."""
+
+ASK_AGAIN_S = 0.5
+"""Silence after which a reading question is asked again, within its time. The servers hand it to any replica, and go on
+to hand it to one whose host is gone until they have noticed, which takes them up to 90 s by their defaults."""
 
 ANSWER_BYTES_MAX = 8 * 1024 * 1024
 """Bytes of messages in one answer of the servers; what is left is asked for with the next question."""
@@ -226,11 +230,28 @@ class NatsConnection:
         """
         what = f"reading stream {stream}"
         self.check()
+        body = json.dumps({"max_bytes": ANSWER_BYTES_MAX, **question}).encode()
+
+        import nats.errors
+
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                while True:
+                    found = await self._asked_once(what, f"$JS.API.DIRECT.GET.{stream}", body)
+                    if found is not None:
+                        return found
+        except (nats.errors.Error, TimeoutError) as error:
+            raise NatsUnavailable(f"{what}: {error or 'no answer'}") from error
+
+    async def _asked_once(self, what: str, subject: str, body: bytes) -> list[NatsMessage] | None:
+        """Return what one question brings, or ``None`` when its answer falls silent."""
         client = self.client
         found: list[NatsMessage] = []
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heard = asyncio.Event()
 
         async def take(message: Any) -> None:
+            heard.set()
             headers = message.headers or {}
             status = headers.get("Status")
             if status is None:
@@ -243,22 +264,22 @@ class NatsConnection:
                         NatsUnavailable(f"{what}: status {status}, {headers.get('Description', 'no such stream')}")
                     )
 
-        import nats.errors
-
+        inbox = client.new_inbox()
+        subscription = await client.subscribe(inbox, cb=take)
         try:
-            inbox = client.new_inbox()
-            subscription = await client.subscribe(inbox, cb=take)
-            try:
-                body = json.dumps({"max_bytes": ANSWER_BYTES_MAX, **question}).encode()
-                await client.publish(f"$JS.API.DIRECT.GET.{stream}", body, reply=inbox)
-                async with asyncio.timeout(self.timeout_s):
-                    await done
-            finally:
-                if not client.is_closed:
-                    await subscription.unsubscribe()
-        except (nats.errors.Error, TimeoutError) as error:
-            raise NatsUnavailable(f"{what}: {error or 'no answer'}") from error
-        return found
+            await client.publish(subject, body, reply=inbox)
+            while not done.done():
+                heard.clear()
+                try:
+                    async with asyncio.timeout(ASK_AGAIN_S):
+                        await heard.wait()
+                except TimeoutError:
+                    return None
+            await done
+            return found
+        finally:
+            if not client.is_closed:
+                await subscription.unsubscribe()
 
     async def publish(self, what: str, subject: str, headers: Mapping[str, str], body: bytes) -> PublishAnswer:
         """Have a message stored; raises ``NatsUnavailable`` when it is not known whether it is."""

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -28,12 +28,21 @@ WAIT_TIMEOUT_S = 60.0
 class Process:
     """One `poolgrid` command."""
 
-    def __init__(self, *arguments: str, log: Path | None = None, environment: Mapping[str, str] | None = None) -> None:
-        """``log`` takes standard error, which a pipe takes otherwise: a process that says much waits at a full one."""
+    def __init__(
+        self,
+        *arguments: str,
+        log: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),
+    ) -> None:
+        """``log`` takes standard error, which a pipe takes otherwise: a process that says much waits at a full one.
+
+        ``prefix`` are words before the command, which has to become the process.
+        """
         self.arguments = arguments
         with contextlib.ExitStack() as opened:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "poolgrid", *arguments],
+                [*prefix, sys.executable, "-m", "poolgrid", *arguments],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE if log is None else opened.enter_context(log.open("wb")),
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},

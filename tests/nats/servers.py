@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,10 +31,21 @@ START_TIMEOUT_S = 60.0
 class NatsServer:
     """One server; killed and started again it is where it was."""
 
-    def __init__(self, directory: Path, name: str, more: str = "", sync_always: bool = False) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        name: str,
+        more: str = "",
+        sync_always: bool = False,
+        host: str = "127.0.0.1",
+        prefix: Sequence[str] = (),
+    ) -> None:
+        """``prefix`` are words before the command, which has to become the server's process."""
         self.directory = directory / name
         self.directory.mkdir()
         self.port = 0
+        self._host = host
+        self._prefix = prefix
         self._name = name
         self._more = more
         self._sync = "  sync_interval: always\n" if sync_always else ""
@@ -43,7 +54,7 @@ class NatsServer:
     @property
     def url(self) -> str:
         """Return where it listens."""
-        return f"nats://127.0.0.1:{self.port}"
+        return f"nats://{self._host}:{self.port}"
 
     def start(self, wait: bool = True) -> None:
         """Start it; with ``wait`` until it listens."""
@@ -51,12 +62,12 @@ class NatsServer:
             old.unlink()
         configuration = self.directory / "nats.conf"
         configuration.write_text(
-            f'server_name: {self._name}\nlisten: "127.0.0.1:{self.port or -1}"\n'
+            f'server_name: {self._name}\nlisten: "{self._host}:{self.port or -1}"\n'
             f'ports_file_dir: "{self.directory}"\n'
             f'jetstream {{\n  store_dir: "{self.directory}"\n{self._sync}}}\n{self._more}'
         )
         with (self.directory / "log").open("ab") as log:
-            self._process = subprocess.Popen([BINARY, "-c", str(configuration)], stdout=log, stderr=log)
+            self._process = subprocess.Popen([*self._prefix, BINARY, "-c", str(configuration)], stdout=log, stderr=log)
         if wait:
             self.wait()
 

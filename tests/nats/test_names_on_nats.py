@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -116,6 +117,38 @@ def test_more_entries_than_an_answer_takes_are_all_read(server: NatsServer, monk
 
         await until(lambda: len(names.registry.instances("green")) == 7)
 
+        await names.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_question_that_a_replica_which_is_gone_got_is_asked_again_soon(
+    server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("poolgrid.runtime.nats_connection.ASK_AGAIN_S", 0.05)
+
+    async def scenario() -> None:
+        names = names_on(server)
+        await names.open()
+        await names.register("router", "r1", {"http": "http://127.0.0.1:1"})
+        store = names.store
+        assert isinstance(store, NatsNames)
+        client = store._connection.client
+        publish, asked = client.publish, 0
+
+        async def lose_each_second(subject: str, *arguments: Any, **more: Any) -> None:
+            # As the servers lose a question that they hand to a replica behind a route that is gone.
+            nonlocal asked
+            asked += "DIRECT.GET" in subject
+            if "DIRECT.GET" not in subject or asked % 2 == 0:
+                await publish(subject, *arguments, **more)
+
+        monkeypatch.setattr(client, "publish", lose_each_second)
+
+        found = [len(await store.look([Scope("blue", "router")])) for _ in range(3)]
+
+        assert found == [1] * 3
+        assert asked >= 6
         await names.close()
 
     asyncio.run(scenario())
