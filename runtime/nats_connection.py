@@ -221,7 +221,7 @@ class NatsConnection:
         except nats.js.errors.NotFoundError:
             raise
         except (nats.errors.Error, TimeoutError, OSError) as error:
-            raise NatsUnavailable(f"{what}: {error or type(error).__name__}") from error
+            raise NatsUnavailable(f"{what}: {str(error) or type(error).__name__}") from error
 
     async def batch(self, stream: str, question: Mapping[str, Any]) -> list[NatsMessage]:
         """Return the messages of a stream that a question names, as many as one answer takes.
@@ -241,7 +241,7 @@ class NatsConnection:
                     if found is not None:
                         return found
         except (nats.errors.Error, TimeoutError) as error:
-            raise NatsUnavailable(f"{what}: {error or 'no answer'}") from error
+            raise NatsUnavailable(f"{what}: {str(error) or 'no answer'}") from error
 
     async def _asked_once(self, what: str, subject: str, body: bytes) -> list[NatsMessage] | None:
         """Return what one question brings, or ``None`` when its answer falls silent."""
@@ -291,7 +291,7 @@ class NatsConnection:
         except nats.errors.NoRespondersError:
             return PublishAnswer(error="no stream takes it, or its servers have no leader")
         except (nats.errors.Error, TimeoutError) as error:
-            raise NatsUnavailable(f"{what}: {error or type(error).__name__}") from error
+            raise NatsUnavailable(f"{what}: {str(error) or type(error).__name__}") from error
         return _publish_answer(message.data)
 
     # What the client says

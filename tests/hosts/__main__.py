@@ -19,13 +19,14 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import httpx
 
 from tests.hosts.clients import Clients
 from tests.hosts.fleet import HTTP, LEASE_S, POOLS, Fleet, Part
-from tests.hosts.network import WAYS, is_inside, make_hosts, run_inside, why_not
+from tests.hosts.network import WAYS, Host, is_inside, make_hosts, run_inside, why_not
 from tests.hosts.verdict import Absence, Outcome, is_excused
 from tests.nats.servers import BINARY, MISSING
 
@@ -88,26 +89,16 @@ class Trial:
         """Return the faults, in the order of the seed."""
         ways = [*WAYS, self._random.choice(WAYS)]
         self._random.shuffle(ways)
-        made = []
+        made: list[Fault] = []
         if "cut" in kinds:
-            for host, way in zip(self._fleet.hosts, ways, strict=True):
-                made.append(
-                    Fault(
-                        f"{host.name} cut off ({way})",
-                        lambda host=host, way=way: host.cut(way),
-                        lambda host=host, way=way: host.heal(way),
-                        CUT_S,
-                        lambda part, host=host: part.host == host,
-                    )
-                )
+            made += [_cut(host, way) for host, way in zip(self._fleet.hosts, ways, strict=True)]
         if "nats" in kinds:
-            for server, host in zip(self._fleet.servers, self._fleet.hosts, strict=True):
-                made.append(Fault(f"NATS of {host.name} killed", server.kill, server.start, DOWN_S, lambda part: False))
-        victims = [part for part in self._fleet.parts if part.kind in kinds]
-        made += [
-            Fault(f"{part.name} killed", part.kill, part.start, DOWN_S, lambda each, part=part: each is part)
-            for part in victims
-        ]
+            pairs = zip(self._fleet.servers, self._fleet.hosts, strict=True)
+            made += [
+                Fault(f"NATS of {host.name} killed", server.kill, server.start, DOWN_S, lambda _: False)
+                for server, host in pairs
+            ]
+        made += [_death(part) for part in self._fleet.parts if part.kind in kinds]
         self._random.shuffle(made)
         return made
 
@@ -224,6 +215,20 @@ class Trial:
                 self._failures += [f"{name}: {each}" for each in found]
                 return took_s
             await asyncio.sleep(LOOK_S)
+
+
+def _cut(host: Host, way: str) -> Fault:
+    def is_there(part: Part) -> bool:
+        return part.host == host
+
+    return Fault(f"{host.name} cut off ({way})", partial(host.cut, way), partial(host.heal, way), CUT_S, is_there)
+
+
+def _death(victim: Part) -> Fault:
+    def is_it(part: Part) -> bool:
+        return part is victim
+
+    return Fault(f"{victim.name} killed", victim.kill, victim.start, DOWN_S, is_it)
 
 
 def main() -> int:

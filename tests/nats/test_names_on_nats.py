@@ -130,7 +130,7 @@ def test_a_question_that_a_replica_which_is_gone_got_is_asked_again_soon(
     async def scenario() -> None:
         names = names_on(server)
         await names.open()
-        await names.register("router", "r1", {"http": "http://127.0.0.1:1"})
+        await names.register("lonely", "r1", {"http": "http://127.0.0.1:1"})
         store = names.store
         assert isinstance(store, NatsNames)
         client = store._connection.client
@@ -145,7 +145,7 @@ def test_a_question_that_a_replica_which_is_gone_got_is_asked_again_soon(
 
         monkeypatch.setattr(client, "publish", lose_each_second)
 
-        found = [len(await store.look([Scope("blue", "router")])) for _ in range(3)]
+        found = [len(await store.look([Scope("blue", "lonely")])) for _ in range(3)]
 
         assert found == [1] * 3
         assert asked >= 6
