@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -19,10 +20,13 @@ from typer.core import TyperGroup
 from poolgrid.cli.main import app
 from poolgrid.frontend.access.gate import OPEN_PATHS
 from poolgrid.global_router.core.document.reader import load_document
+from poolgrid.naming.core.registry import Registry
+from poolgrid.naming.core.slices import decode_slices, seen_in
 from poolgrid.workers.adapters.http_api import HttpApi
 from poolgrid.workers.engines.registry import engine_definition
 from tests.exported_metrics import exported
 from tests.kubernetes.chart import DIGEST_LINE, EXAMPLES, MANIFESTS, ROOT, digest
+from tests.naming.slices import endpoint, endpoint_slice
 
 Resource = dict[str, Any]
 EXAMPLE_IDS = [path.stem for path in EXAMPLES]
@@ -116,8 +120,10 @@ def test_a_container_starts_a_command_that_takes_its_arguments(pod: Resource) ->
 @every_pod
 def test_a_pod_has_no_rights_and_only_what_it_writes_to(pod: Resource) -> None:
     spec, container = pod["spec"], container_of(pod)
+    reads_names = "--names=kubernetes" in container["args"]
 
-    assert spec["automountServiceAccountToken"] is False
+    assert spec["automountServiceAccountToken"] is reads_names
+    assert ("serviceAccountName" in spec) is reads_names
     assert spec["securityContext"]["runAsNonRoot"] is True
     assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
     assert container["securityContext"] == {
@@ -127,7 +133,7 @@ def test_a_pod_has_no_rights_and_only_what_it_writes_to(pod: Resource) -> None:
     }
     assert container["resources"]["requests"]
     volumes = {each["name"] for each in spec["volumes"]}
-    claimed = {"journal"} if container["name"] == "consolidator" else set()
+    claimed = {"journal"} if "--data-dir=/data" in container["args"] else set()
     assert {each["name"] for each in container["volumeMounts"]} == volumes | claimed
 
 
@@ -256,6 +262,92 @@ def test_the_document_of_the_global_router_is_sound_and_names_services_of_pools(
     assert not loaded.warnings
     urls = {pool.url for stage in loaded.document.stages.values() for pool in stage.pools}
     assert urls == {"http://short-router:8000", "http://long-router:8000"}
+
+
+def test_who_reads_names_of_the_cluster_may_list_slices_where_it_looks_and_nothing_else() -> None:
+    name = "named"
+    (account,) = of_kind(name, "ServiceAccount")
+    roles = {each["metadata"]["namespace"]: each for each in of_kind(name, "Role")}
+    bindings = {each["metadata"]["namespace"]: each for each in of_kind(name, "RoleBinding")}
+    readers = [
+        each["spec"]["template"]["spec"]
+        for each in of_kind(name, "Deployment")
+        if each["spec"]["template"]["spec"].get("serviceAccountName") == account["metadata"]["name"]
+    ]
+
+    assert sorted(spec["containers"][0]["name"] for spec in readers) == ["global-router", "router"]
+    looked_at = {
+        each.partition("=")[2]
+        for spec in readers
+        for each in spec["containers"][0]["args"]
+        if each.startswith("--kubernetes-namespace=")
+    }
+    assert set(roles) == set(bindings) == looked_at == {"llm", "other"}
+    for role in roles.values():
+        assert role["rules"] == [
+            {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list"]}
+        ]
+    for binding in bindings.values():
+        assert binding["roleRef"]["name"] == roles["llm"]["metadata"]["name"]
+        assert binding["subjects"] == [
+            {"kind": "ServiceAccount", "name": account["metadata"]["name"], "namespace": "llm"}
+        ]
+
+
+def test_the_cluster_says_of_each_part_what_it_would_register_itself() -> None:
+    name, said = "named", {}
+    for service in of_kind(name, "Service"):
+        labels = service["metadata"]["labels"]
+        if "poolgrid/component" not in labels:
+            continue
+        (pod,) = [
+            container_of(each["spec"]["template"])
+            for each in of_kind(name, "Deployment", "StatefulSet")
+            if selected(each["spec"]["template"]["metadata"]["labels"], service["spec"]["selector"])
+        ]
+        containers = {port["name"]: port["containerPort"] for port in pod["ports"]}
+        ports = [
+            {"name": each["name"], "port": containers[each["targetPort"]], "appProtocol": each.get("appProtocol")}
+            for each in service["spec"]["ports"]
+        ]
+        row = endpoint_slice(f"{service['metadata']['name']}-x7k2p", [endpoint(1)], ports=ports)
+        row["metadata"]["labels"] |= labels
+        page = decode_slices(json.dumps({"metadata": {}, "items": [row]}).encode())
+        registry = Registry()
+        registry.look(seen_in(page.items or (), 1), 0)
+        (found,) = registry.instances()
+        said[found.namespace, found.component] = found.endpoints
+
+    assert said == {
+        ("blue", "router"): {"http": "https://10.1.0.1:8000", "select": "tcp://10.1.0.1:8001"},
+        ("blue", "consolidator"): {
+            "http": "https://10.1.0.1:5560",
+            "ingest": "tcp://10.1.0.1:5557",
+            "feed": "tcp://10.1.0.1:5558",
+            "query": "tcp://10.1.0.1:5559",
+        },
+        ("blue", "worker"): {"http": "https://10.1.0.1:9000", "generate": "tcp://10.1.0.1:9001"},
+        ("blue", "global-router"): {"http": "https://10.1.0.1:8000"},
+    }
+    (config,) = of_kind(name, "ConfigMap")
+    document = load_document(config["data"]["pools.json"]).document
+    assert [(pool.name, pool.url) for stage in document.stages.values() for pool in stage.pools] == [("blue", None)]
+
+
+def test_a_pool_on_nats_has_two_consolidators_no_volume_and_no_addresses_of_its_own() -> None:
+    name = "nats"
+    deployments = {container_of(each["spec"]["template"])["name"]: each for each in of_kind(name, "Deployment")}
+
+    assert deployments["consolidator"]["spec"]["replicas"] == 2
+    assert not list(of_kind(name, "StatefulSet"))
+    for each in deployments.values():
+        arguments = container_of(each["spec"]["template"])["args"]
+        assert not [given for given in arguments if "tcp://" in given or given.startswith("--data-dir")]
+        assert "--event-plane=nats" in arguments
+        assert len([given for given in arguments if given.startswith("--nats-url=tls://")]) == 3
+        mounted = {mount["mountPath"] for mount in container_of(each["spec"]["template"])["volumeMounts"]}
+        for option_name in ("nats-credentials", "nats-tls-ca"):
+            assert option(container_of(each["spec"]["template"]), option_name).rpartition("/")[0] in mounted
 
 
 def test_an_inference_pool_has_the_engines_and_asks_the_router() -> None:

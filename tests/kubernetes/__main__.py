@@ -84,6 +84,17 @@ VARIATIONS: dict[str, Values] = {
     "all-on": ALL_ON,
     "nothing-kept": {"consolidator": {"storage": {"enabled": False}}, "networkPolicy": {"enabled": False}},
     "one-router": {"router": {"replicas": 1}},
+    "named-by-nats": {
+        "names": {"kind": "nats", "namespace": "blue"},
+        "nats": {"urls": ["nats://n:4222"], "replicas": 1},
+        "globalRouter": {"enabled": True, "document": {"version": 1}},
+    },
+    "journal-on-nats-named-by-the-cluster": {
+        "eventPlane": "nats",
+        "names": {"kind": "kubernetes"},
+        "nats": {"urls": ["nats://n:4222"], "consolidators": 1},
+        "workers": [{"name": "p", "role": "prefill"}, {"name": "d", "role": "decode"}],
+    },
 }
 REFUSED: dict[str, tuple[Values, str]] = {
     "no-document": ({"pool": {"enabled": False}, "globalRouter": {"enabled": True}}, "document is empty"),
@@ -110,6 +121,11 @@ REFUSED: dict[str, tuple[Values, str]] = {
     "more-ranks-than-a-pool-has": ({"gateway": {"enabled": True, "targetPorts": list(range(1, 10))}}, "targetPorts"),
     "unknown-failure-mode": ({"gateway": {"failureMode": "FailFast"}}, "failureMode"),
     "address": ({"bindAddress": "localhost"}, "bindAddress"),
+    "no-servers": ({"eventPlane": "nats"}, "give nats.urls"),
+    "servers-for-nothing": ({"nats": {"urls": ["nats://n:4222"]}}, "nothing is kept on NATS"),
+    "server-with-a-password": ({"nats": {"urls": ["nats://u:p@n:4222"]}}, "urls"),
+    "unknown-names": ({"names": {"kind": "etcd"}}, "kind"),
+    "no-name": ({"pool": {"name": "a.b"}, "names": {"kind": "kubernetes"}}, "give names.namespace"),
 }
 """Values that a user may well give, and what the refusal must name."""
 

@@ -7,6 +7,137 @@
 {{- .Values.pool.name | default .Release.Name -}}
 {{- end -}}
 
+{{/* The pool as names and NATS know it: a part of a name, or of a subject. */}}
+{{- define "poolgrid.namespace" -}}
+{{- $namespace := .Values.names.namespace | default (include "poolgrid.pool" .) -}}
+{{- if not (regexMatch "^[A-Za-z0-9]([A-Za-z0-9_-]{0,61}[A-Za-z0-9])?$" $namespace) -}}
+{{- fail (printf "the pool is called %s among names, which is no part of one: give names.namespace, letters, digits, - and _" $namespace) -}}
+{{- end -}}
+{{- $namespace -}}
+{{- end -}}
+
+{{/* Whether anything is kept on NATS; refuses values that fit together in no way. */}}
+{{- define "poolgrid.onNats" -}}
+{{- $journal := and .Values.pool.enabled (eq .Values.eventPlane "nats") -}}
+{{- if or $journal (eq .Values.names.kind "nats") -}}
+{{- if not .Values.nats.urls -}}
+{{- fail "eventPlane or names.kind is nats: give nats.urls" -}}
+{{- end -}}
+yes
+{{- else if .Values.nats.urls -}}
+{{- fail "nats.urls are given and nothing is kept on NATS: set eventPlane or names.kind to nats" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* How a process of the pool reaches its journal on NATS, and any process its names; takes root, and of the pool. */}}
+{{- define "poolgrid.nats.arguments" -}}
+{{- with .root.Values }}
+{{- $journal := and $.ofPool (eq .eventPlane "nats") }}
+{{- if $journal }}
+- --event-plane=nats
+- --nats-pool={{ include "poolgrid.namespace" $.root }}
+{{- end }}
+{{- if and (include "poolgrid.onNats" $.root) (or $journal (eq .names.kind "nats")) }}
+{{- range .nats.urls }}
+- {{ printf "--nats-url=%s" . | quote }}
+{{- end }}
+{{- if .nats.credentialsSecret }}
+- --nats-credentials=/etc/poolgrid/nats/nats.creds
+{{- end }}
+{{- if .nats.caSecret }}
+- --nats-tls-ca=/etc/poolgrid/nats-ca/ca.crt
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{- define "poolgrid.nats.mounts" -}}
+{{- if include "poolgrid.onNats" . }}
+{{- with .Values.nats }}
+{{- if .credentialsSecret }}
+- {name: nats, mountPath: /etc/poolgrid/nats, readOnly: true}
+{{- end }}
+{{- if .caSecret }}
+- {name: nats-ca, mountPath: /etc/poolgrid/nats-ca, readOnly: true}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{- define "poolgrid.nats.volumes" -}}
+{{- if include "poolgrid.onNats" . }}
+{{- with .Values.nats }}
+{{- if .credentialsSecret }}
+- {name: nats, secret: {secretName: {{ .credentialsSecret }}, defaultMode: 288}}
+{{- end }}
+{{- if .caSecret }}
+- {name: nats-ca, secret: {secretName: {{ .caSecret }}, defaultMode: 288}}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Under which name a process registers; takes root and, of one that says where it is by itself, advertised. */}}
+{{- define "poolgrid.names.arguments" -}}
+{{- with .root.Values }}
+{{- if eq .names.kind "nats" }}
+- --names=nats
+- --namespace={{ include "poolgrid.namespace" $.root }}
+- --names-replicas={{ int .nats.replicas }}
+{{- if not $.advertised }}
+- --advertise-host=$(POD_IP)
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* How a process reads names from the cluster. */}}
+{{- define "poolgrid.names.reading" -}}
+{{- if eq .Values.names.kind "kubernetes" }}
+- --names=kubernetes
+- --namespace={{ include "poolgrid.namespace" . }}
+{{- if .Values.names.kubernetesNamespaces }}
+{{- range concat (list .Release.Namespace) .Values.names.kubernetesNamespaces | uniq }}
+- --kubernetes-namespace={{ . }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* The account that may read names; other pods have none. */}}
+{{- define "poolgrid.account" -}}
+{{- if eq .Values.names.kind "kubernetes" -}}
+serviceAccountName: {{ include "poolgrid.fullname" . }}-names
+automountServiceAccountToken: true
+{{- else -}}
+automountServiceAccountToken: false
+{{- end -}}
+{{- end -}}
+
+{{/* A Service that gives pods a name; takes root, component, group, named (as processes call it), http and ports. */}}
+{{- define "poolgrid.names.service" -}}
+apiVersion: v1
+kind: Service
+metadata:
+  name: {{ include "poolgrid.fullname" .root }}-{{ .group | default .component }}-names
+  labels:
+    {{- include "poolgrid.labels" . | nindent 4 }}
+    poolgrid/namespace: {{ include "poolgrid.namespace" .root }}
+    poolgrid/component: {{ .named }}
+spec:
+  clusterIP: None
+  {{- if .unready }}
+  # Who is not ready is spoken to all the same: it says itself what it lacks.
+  publishNotReadyAddresses: true
+  {{- end }}
+  selector: {{- include "poolgrid.selector" . | nindent 4 }}
+  ports:
+    - {name: http, port: {{ .http }}, targetPort: metrics, appProtocol: {{ empty .root.Values.security.tlsSecret | ternary "http" "https" }}}
+    {{- range $name, $port := .ports }}
+    - {name: {{ $name }}, port: {{ $port.number }}, targetPort: {{ $port.target }}}
+    {{- end }}
+{{- end -}}
+
 {{/* What selects the pods of a component; takes a dict of root, component and, for workers, group. */}}
 {{- define "poolgrid.selector" -}}
 app.kubernetes.io/name: poolgrid
@@ -101,7 +232,6 @@ failureThreshold: {{ .failures }}
 {{/* What all pods have. Without enableServiceLinks: false a service called poolgrid would be read as options. */}}
 {{- define "poolgrid.pod" -}}
 enableServiceLinks: false
-automountServiceAccountToken: false
 securityContext: {{- toYaml .Values.podSecurityContext | nindent 2 }}
 {{- with .Values.image.pullSecrets }}
 imagePullSecrets: {{- toYaml . | nindent 2 }}
