@@ -124,21 +124,27 @@ class KvRetention(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """How long the blocks of one request stay in its worker's cache."""
 
     ranges: Annotated[tuple[RetainedTokens, ...], Meta(max_length=RETAINED_RANGES_MAX)] = ()
-    """In order, and disjoint; prompt blocks in none of them stay as long as usual."""
+    """In order, and disjoint; prompt blocks in none of them keep the priority that they have."""
     decode_priority: Retention = RETENTION_DEFAULT
     """Of blocks that begin in the output."""
     decode_duration_ms: U32 | None = None
 
-    def of_blocks(self, block_size: int, blocks: int, prompt_tokens: int) -> list[tuple[int, int | None]]:
-        """Return priority and duration of the first ``blocks`` blocks of a request, by where each begins."""
-        of_prompt = min(blocks, -(-prompt_tokens // block_size))
-        usual: tuple[int, int | None] = (RETENTION_DEFAULT, None)
-        found = [usual] * of_prompt
+    def of_blocks(
+        self, block_size: int, start: int, end: int, prompt_tokens: int
+    ) -> list[tuple[int | None, int | None]]:
+        """Return priority and duration of the blocks ``start`` to ``end`` of a request, by where each begins.
+
+        Of a prompt block in no range nothing is said (``None``): a new one stays as long as usual, one that is there
+        keeps its priority.
+        """
+        of_prompt = min(end, -(-prompt_tokens // block_size))
+        found: list[tuple[int | None, int | None]] = [(None, None)] * max(0, of_prompt - start)
         for each in self.ranges:
-            first = min(of_prompt, -(-each.start // block_size))
-            end = of_prompt if each.end is None else min(of_prompt, -(-each.end // block_size))
-            found[first:end] = [(each.priority, each.duration_ms)] * (end - first)
-        return found + [(self.decode_priority, self.decode_duration_ms)] * (blocks - of_prompt)
+            first = max(start, min(of_prompt, -(-each.start // block_size)))
+            after = of_prompt if each.end is None else min(of_prompt, -(-each.end // block_size))
+            if after > first:
+                found[first - start : after - start] = [(each.priority, each.duration_ms)] * (after - first)
+        return found + [(self.decode_priority, self.decode_duration_ms)] * (end - max(start, of_prompt))
 
     def capped(self, highest: int) -> KvRetention:
         """Return this with no priority above ``highest``."""

@@ -16,16 +16,12 @@ DOCUMENT = RetainedTokens(12, None, 5)
 def test_a_block_has_what_the_range_says_in_which_it_begins() -> None:
     retention = KvRetention((SYSTEM, DOCUMENT), 20, 9)
 
-    assert retention.of_blocks(4, 7, prompt_tokens=18) == [
-        (80, 5000),
-        (80, 5000),
-        (80, 5000),
-        (5, None),
-        (5, None),
-        (20, 9),
-        (20, 9),
-    ]
-    assert KvRetention((SYSTEM,)).of_blocks(8, 3, prompt_tokens=24) == [(80, 5000), (80, 5000), (35, None)]
+    blocks = [(80, 5000), (80, 5000), (80, 5000), (5, None), (5, None), (20, 9), (20, 9)]
+    for start in range(8):
+        for end in range(start, 8):
+            assert retention.of_blocks(4, start, end, prompt_tokens=18) == blocks[start:end]
+    nothing = (None, None)
+    assert KvRetention((SYSTEM,)).of_blocks(8, 0, 3, prompt_tokens=24) == [(80, 5000), (80, 5000), nothing]
 
 
 @pytest.mark.parametrize(

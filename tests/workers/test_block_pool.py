@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -111,13 +112,19 @@ def test_an_evicted_block_goes_to_the_host_and_comes_back() -> None:
     assert held_by_tier[Tier.HOST] == {4, 45}
 
 
-def kept(pool: BlockPool, path: tuple[int, ...], *retention: tuple[int, int | None]) -> None:
+def kept(pool: BlockPool, path: tuple[int, ...], *retention: tuple[int | None, int | None]) -> None:
     """Let a request with a retention fill a path, and end."""
+    pool.release(begun(pool, path, retention), 0)
+
+
+def begun(pool: BlockPool, path: tuple[int, ...], retention: Sequence[tuple[int | None, int | None]]) -> list[int]:
+    """Let a request with a retention fill a path, and return what it holds."""
     held = names(path)
     match = pool.match(held, len(held))
-    assert pool.take(held, match, len(held) - match.device)
-    pool.store(held, match.device + match.host, len(held), no_tokens, 0, None, retention)
-    pool.release(held, 0, retention)
+    reused = match.device + match.host
+    assert pool.take(held, match, len(held) - match.device, retention[:reused])
+    pool.store(held, reused, len(held), no_tokens, 0, None, retention[reused:])
+    return held
 
 
 def evicted(pool: BlockPool, recorder: OrderRecorder, count: int) -> list[int]:
@@ -142,63 +149,126 @@ def test_of_idle_blocks_the_lowest_priority_goes_first_and_then_the_oldest() -> 
     assert (pool.available_blocks, pool.active_blocks, pool.cached_blocks) == (6, 0, 0)
 
 
-def test_a_high_priority_lapses_and_the_block_is_one_of_the_newest_then() -> None:
+def test_a_priority_lapses_and_the_block_is_one_of_the_newest_then() -> None:
     recorder = OrderRecorder()
-    pool = BlockPool(4, 0, BLOCK_SIZE, recorder)
+    pool = BlockPool(5, 0, BLOCK_SIZE, recorder)
     pool.now_ms = 100.0
     kept(pool, (1, 2), (90, 50), (60, 50))
+    kept(pool, (6,), (5, 50))
     pool.release(filled(pool, (3,)), 0)
     pool.release(filled(pool, (4,)), 0)
 
     pool.now_ms = 149.0
-    assert evicted(pool, recorder, 1) == [3]
+    assert evicted(pool, recorder, 1) == [6]
+    kept(pool, (6,), (5, 1))
     pool.now_ms = 150.0
-    assert evicted(pool, recorder, 3) == [4, 12]
-    kept(pool, (1,), (90, 50))
-    pool.now_ms = 1000.0
-    pool.release(filled(pool, (1,)), 0)
-    pool.release(filled(pool, (5,)), 0)
-    assert evicted(pool, recorder, 3) == [1], "who used it after that gave it no new time"
+    assert evicted(pool, recorder, 5) == [3, 4, 12, 1, 6], "a low priority ends, too"
 
 
-def test_a_block_lasts_as_long_as_what_hangs_off_it() -> None:
+def test_the_last_request_of_a_block_has_the_last_word() -> None:
     recorder = OrderRecorder()
-    pool = BlockPool(5, 0, BLOCK_SIZE, recorder)
-    kept(pool, (1, 2), (5, None), (5, None))
-    kept(pool, (1, 3), (5, None), (90, 10))
-    pool.release(filled(pool, (4,)), 0)
-    assert evicted(pool, recorder, 3) == [12, 4]
-    pool.now_ms = 10.0
-    assert evicted(pool, recorder, 5) == [13, 1]
+    pool = BlockPool(4, 0, BLOCK_SIZE, recorder)
+    kept(pool, (1,), (90, None))
+    kept(pool, (2,), (10, None))
+    kept(pool, (3,), (90, 5))
+    kept(pool, (1,), (20, None))
+    kept(pool, (2,), (70, None))
+    kept(pool, (3,), (35, 5))
+    kept(pool, (4,), (None, None))
+    assert evicted(pool, recorder, 4) == [1, 3, 4, 2]
 
 
-def test_a_later_request_raises_a_priority_and_does_not_lower_it() -> None:
+@pytest.mark.parametrize("silent", [True, False])
+def test_who_says_nothing_of_a_block_leaves_its_priority_and_takes_its_duration(silent: bool) -> None:
+    recorder = OrderRecorder()
+    pool = BlockPool(2, 0, BLOCK_SIZE, recorder)
+    kept(pool, (1,), (90, 50))
+    if silent:
+        pool.release(filled(pool, (1,)), 0)
+    else:
+        kept(pool, (1,), (None, None))
+    pool.now_ms = 1000.0
+    pool.release(filled(pool, (2,)), 0)
+    assert evicted(pool, recorder, 2) == [2, 1]
+    kept(pool, (1,), (90, 50))
+    pool.now_ms = 2000.0
+    pool.release(filled(pool, (1,)), 0)
+    pool.release(filled(pool, (2,)), 0)
+    assert evicted(pool, recorder, 2) == [1, 2], "it had lapsed before"
+
+
+def test_what_a_request_says_holds_while_it_runs_and_lasts_from_its_end() -> None:
     recorder = OrderRecorder()
     pool = BlockPool(3, 0, BLOCK_SIZE, recorder)
-    pool.release(filled(pool, (1,)), 0)
-    kept(pool, (2,), (10, None))
     kept(pool, (1,), (10, None))
-    kept(pool, (2,), (70, None))
-    pool.release(filled(pool, (3,)), 0)
-    assert evicted(pool, recorder, 3) == [1, 3, 2]
+    held = begun(pool, (1,), [(90, 50)])
+    pool.release(filled(pool, (1,)), 0)
+    pool.now_ms = 1000.0
+    pool.release(held, 0)
+    pool.now_ms = 1049.0
+    pool.release(filled(pool, (2,)), 0)
+    assert evicted(pool, recorder, 3) == [2, 1], "who said nothing took the duration"
+
+
+def test_what_hangs_off_an_evicted_block_goes_with_it() -> None:
+    recorder = OrderRecorder()
+    pool = BlockPool(6, 0, BLOCK_SIZE, recorder)
+    kept(pool, (1, 2, 3), (5, None), (90, None), (90, None))
+    kept(pool, (1, 4), (5, None), (80, 10))
+    pool.release(filled(pool, (5,)), 0)
+
+    assert evicted(pool, recorder, 2) == [123, 14, 12, 1]
+    assert pool.resident(Tier.DEVICE) == [(5, None)]
+    assert pool.match(names((1, 2)), 2) == Match(0, 0, 0)
+    pool.now_ms = 10.0
+    pool.release(filled(pool, (1, 4)), 0)
+    assert evicted(pool, recorder, 6) == [5, 14, 1]
 
 
 def test_a_block_that_is_used_again_is_not_evicted_and_one_that_went_to_the_host_keeps_its_priority() -> None:
     recorder = WireRecorder()
     pool = BlockPool(2, 2, BLOCK_SIZE, recorder)
-    kept(pool, (1,), (31, None))
+    kept(pool, (1,), (31, 5))
     held = names((1,))
-    assert pool.take(held, pool.match(held, 1), 0)
+    assert pool.take(held, pool.match(held, 1), 0, [(31, 5)])
     assert not pool.take([], Match(0, 0, 0), 2)
     pool.release(held, 0)
     pool.release(filled(pool, (2,)), 0)
     pool.release(filled(pool, (3,)), 0)
     assert pool.match(held, 1) == Match(0, 0, 1)
 
+    pool.now_ms = 10.0
     assert pool.take(held, pool.match(held, 1), 1)
     pool.release(held, 0)
     assert pool.take([], Match(0, 0, 0), 1)
     assert pool.match(held, 1) == Match(0, 0, 1), "it was the first to go again"
+
+
+def test_the_host_evicts_by_priority_and_what_hangs_off_such_a_block_goes_on_both_tiers() -> None:
+    recorder = WireRecorder()
+    pool = BlockPool(4, 2, BLOCK_SIZE, recorder)
+    told: dict[Tier, set[int]] = {tier: set() for tier in Tier}
+    kept(pool, (1, 2), (31, None), (90, None))
+    kept(pool, (3,), (50, 5))
+    kept(pool, (4,), (40, None))
+    assert pool.take([], Match(0, 0, 0), 1)
+    held = names((1, 2))
+    assert pool.match(held, 2) == Match(1, 1, 1), "what hangs off a block on the host is found"
+    assert dict(pool.resident(Tier.DEVICE)) == {12: 1, 3: None, 4: None}
+    pool.now_ms = 4.0
+
+    assert pool.take([], Match(0, 0, 0), 1)
+    fold(recorder.take(), told)
+    assert (told[Tier.DEVICE], told[Tier.HOST]) == ({12, 3}, {1, 4})
+
+    assert pool.take([], Match(0, 0, 0), 1)
+    fold(recorder.take(), told)
+    assert (told[Tier.DEVICE], told[Tier.HOST]) == (set(), {4, 3})
+    pool.now_ms = 1000.0
+    assert not pool.take(names((3,)), pool.match(names((3,)), 1), 3)
+    assert pool.take(names((3,)), pool.match(names((3,)), 1), 1)
+    pool.release(names((3,)), 0)
+    assert pool.available_blocks == 1
 
 
 def test_an_evicted_block_of_a_priority_below_30_is_gone_and_its_parent_moves_to_the_host() -> None:
@@ -216,7 +286,7 @@ def test_an_evicted_block_of_a_priority_below_30_is_gone_and_its_parent_moves_to
 
 
 RETENTION = st.lists(
-    st.tuples(st.sampled_from((0, 20, 29, 30, 35, 60, 90)), st.sampled_from((None, 3, 9))), min_size=5, max_size=5
+    st.tuples(st.sampled_from((None, 0, 20, 29, 30, 35, 60, 90)), st.sampled_from((None, 3, 9))), min_size=5, max_size=5
 )
 
 
@@ -228,29 +298,37 @@ RETENTION = st.lists(
     ),
     host=st.sampled_from((0, 3)),
 )
-def test_whatever_requests_ask_for_no_block_goes_before_what_continues_it(
-    work: list[tuple[list[int], list[tuple[int, int | None]] | None, int]], host: int
+def test_whatever_requests_ask_for_no_block_is_without_those_before_it(
+    work: list[tuple[list[int], list[tuple[int | None, int | None]] | None, int]], host: int
 ) -> None:
     recorder = WireRecorder()
     pool = BlockPool(7, host, BLOCK_SIZE, recorder)
     told: dict[Tier, set[int]] = {tier: set() for tier in Tier}
-    held: list[tuple[list[int], list[tuple[int, int | None]] | None]] = []
+    held: list[list[int]] = []
     for path, retention, passed in work:
         pool.now_ms += passed
         hashes = names(tuple(path))
         match = pool.match(hashes, len(hashes))
-        if pool.take(hashes, match, len(hashes) - match.device):
-            pool.store(hashes, match.device + match.host, len(hashes), no_tokens, 0, None, retention)
-            held.append((hashes, retention))
+        reused = match.device + match.host
+        asked = None if retention is None else retention[: len(hashes)]
+        if pool.take(hashes, match, len(hashes) - match.device, None if asked is None else asked[:reused]):
+            pool.store(hashes, reused, len(hashes), no_tokens, 0, None, None if asked is None else asked[reused:])
+            held.append(hashes)
         if held and passed % 2 == 0:
-            last, asked = held.pop(0)
-            pool.release(last, 0, None if asked is None else asked[: len(last)])
+            pool.release(held.pop(0), 0)
         device, onboard = dict(pool.resident(Tier.DEVICE)), dict(pool.resident(Tier.HOST))
         there = device.keys() | onboard.keys()
         assert all(parent is None or parent in there for parent in (device | onboard).values())
-        assert all(parent is None or parent in device for parent in device.values())
-        in_use = {block for hashes, _ in held for block in hashes}
+        assert host or all(parent is None or parent in device for parent in device.values())
+        for links in (list(device.items()), list(onboard.items())):
+            placed: set[int] = set()
+            for block, parent in links:
+                assert parent not in dict(links) or parent in placed, "a child came before its parent"
+                placed.add(block)
+        in_use = {block for hashes in held for block in hashes}
         assert in_use <= device.keys()
+        assert len(device) <= 7
+        assert len(onboard) <= host
         assert pool.active_blocks == len(in_use)
         assert pool.available_blocks == 7 - len(in_use)
         assert pool.cached_blocks == len(device)

@@ -11,15 +11,17 @@ Rules:
 1. A request holds a whole prefix: every ancestor of a block it holds. It takes prefixes from the front and releases
    them from the back.
 2. So a child becomes idle before its parent, or with it and ahead of it; idle blocks in the order in which they became
-   idle have every child before its parent, and evicting the oldest evicts leaves first. No tree is needed.
-3. With a host tier an evicted block moves there and keeps its name, unless its priority is below 30; the host evicts
-   its oldest. A host hit brings the block back to the device. A block is on one tier at a time, and every ancestor of
-   a host block is on some tier.
+   idle have every child before its parent, and evicting the oldest evicts leaves first. Where no request says how long
+   its blocks stay, no tree is needed.
+3. With a host tier an evicted block moves there and keeps its name, unless its priority is below 30; the host evicts by
+   the same order. A host hit brings the block back to the device. A block is on one tier at a time, and every ancestor
+   of a block is on some tier.
 4. When a request fills a block whose name is already there, its copy is given up and the one there is shared.
-5. Idle blocks have a priority, 35 unless a request said otherwise. The lowest priority is evicted first, and of one
-   priority the oldest. A priority above 35 may lapse; when room is needed next, the block is one of the newest with 35.
-   A new block has what its request says. A later request can only raise it, and a block that something hangs off has
-   at least the priority of that, for at least as long, so that rule 2 holds.
+5. Blocks have a priority, 35 unless a request said otherwise. Of idle blocks the lowest priority is evicted first, and
+   of one priority the oldest. The last request that took a block has the last word: what it says of the block replaces
+   both, and where it says nothing the priority stays and its duration goes. Any priority but 35 lapses so long after
+   the block became idle as its duration says; the block is the newest of those with 35 then.
+6. What hangs off a block that leaves the cache leaves with it: nobody could find it. Its room is free at once.
 
 All operations work on whole prefixes, so that their cost per block is a few dictionary operations.
 """
@@ -28,20 +30,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from poolgrid.wire.identifiers import Tier
 from poolgrid.wire.requests import RETENTION_DEFAULT
 from poolgrid.workers.engines.simulated.core.cache_recorder import CacheRecorder, Link
+from poolgrid.workers.engines.simulated.core.idle_queues import IdleQueues
 
-Retention = Sequence[tuple[int, int | None]]
-"""Of each block of a request, in order: its priority, and for how many milliseconds after its release it has it."""
-
-Kept = tuple[int, float | None]
-"""A block's priority, and when it lapses; ``None`` = never."""
-
-USUAL: Kept = (RETENTION_DEFAULT, None)
+Kept = tuple[int | None, int | None]
+"""What a request says of a block: its priority (``None`` = nothing), and for how many milliseconds it has it once
+nobody holds it (``None`` = until somebody says otherwise)."""
 
 MOVED_FROM_PRIORITY = 30
 """Evicted blocks of a lower priority are not moved to the host: TensorRT-LLM's ``secondary_offload_min_priority``,
@@ -49,7 +47,10 @@ where it is not set."""
 
 
 class Match(NamedTuple):
-    """How much of a prefix is cached: ``device`` blocks from the front, then ``host`` blocks."""
+    """How much of a prefix is cached: so many blocks on the device, and so many on the host.
+
+    Those of the device come first, unless requests said how long blocks stay.
+    """
 
     device: int
     idle: int
@@ -81,16 +82,13 @@ class BlockPool:
         self._host: OrderedDict[int, None] = OrderedDict()
         self._parents: dict[int, int | None] = {}
         self._private = 0
-        self._kept: dict[int, Kept] = {}
-        """Blocks with another priority than the usual one; empty until a request asks for one."""
-        self._idle_kept: dict[int, OrderedDict[int, int]] = {}
-        """Those of them that are idle, by priority, each with its number in the order of becoming idle; they are not in
-        ``_idle``."""
-        self._idle_kept_count = 0
-        self._lapses: list[tuple[float, int, int]] = []
-        """A heap: when the priority of an idle block lapses, its number, and its hash. Entries that no longer hold are
-        skipped."""
-        self._idled = 0
+        self._kept: dict[int, tuple[int, int | None]] = {}
+        """Blocks of either tier with another priority than the usual one, and its duration; empty until a request asks
+        for one."""
+        self._idle_kept = IdleQueues(self._idle)
+        self._host_kept = IdleQueues(self._host)
+        self._children: dict[int, int | set[int]] | None = None
+        """What hangs off each block, of most a single one; ``None`` until a request says how long its blocks stay."""
 
     @property
     def cached_blocks(self) -> int:
@@ -100,12 +98,12 @@ class BlockPool:
     @property
     def active_blocks(self) -> int:
         """Device blocks that requests hold."""
-        return len(self._refs) - len(self._idle) - self._idle_kept_count + self._private
+        return len(self._refs) - len(self._idle) - len(self._idle_kept) + self._private
 
     @property
     def available_blocks(self) -> int:
         """Device blocks that can be had, by eviction if need be."""
-        return self.total_blocks - len(self._refs) + len(self._idle) + self._idle_kept_count - self._private
+        return self.total_blocks - len(self._refs) + len(self._idle) + len(self._idle_kept) - self._private
 
     def match(self, hashes: Sequence[int], limit: int) -> Match:
         """Return how many of the first ``limit`` blocks of a prefix are cached. Changes nothing."""
@@ -118,35 +116,51 @@ class BlockPool:
             device += 1
             if not held:
                 idle += 1
-        if self._host:
+        if self._host or self._host_kept:
             for sequence_hash in hashes[device:limit]:
-                if sequence_hash not in self._host:
+                if self._is_on_host(sequence_hash):
+                    host += 1
+                    continue
+                held = refs.get(sequence_hash)
+                if held is None:
                     break
-                host += 1
+                # On the device behind the host: it was to stay longer than what it hangs off.
+                device += 1
+                if not held:
+                    idle += 1
         return Match(device, idle, host)
 
-    def take(self, hashes: Sequence[int], match: Match, new_blocks: int) -> bool:
+    def take(
+        self, hashes: Sequence[int], match: Match, new_blocks: int, retention: Sequence[Kept] | None = None
+    ) -> bool:
         """Hold a matched prefix and ``new_blocks`` more device blocks (host hits included in those), or nothing.
 
-        ``match`` must be fresh. Afterwards the caller holds ``match.device + match.host`` shared blocks and
-        ``new_blocks - match.host`` private ones.
+        ``match`` must be fresh. ``retention`` is what the request says of each block of the match. Afterwards the
+        caller holds ``match.device + match.host`` shared blocks and ``new_blocks - match.host`` private ones.
         """
         if self.available_blocks - match.idle < new_blocks:
             return False
         refs = self._refs
         idle, kept = self._idle, self._kept
-        for sequence_hash in hashes[: match.device]:
-            held = refs[sequence_hash]
+        matched = hashes[: match.device + match.host]
+        if kept:
+            self._lapse()
+        onboarded: list[int] = []
+        for sequence_hash in matched:
+            held = refs.get(sequence_hash)
+            if held is None:
+                # Off the host first: making room below pushes other blocks there and could evict just these.
+                self._host_kept.discard(sequence_hash)
+                onboarded.append(sequence_hash)
+                continue
             if not held:
                 if sequence_hash in kept:
-                    self._wake(sequence_hash)
+                    self._idle_kept.discard(sequence_hash)
                 else:
                     del idle[sequence_hash]
             refs[sequence_hash] = held + 1
-        onboarded = hashes[match.device : match.device + match.host]
-        # Off the host first: making room below pushes other blocks there and could evict just these.
-        for sequence_hash in onboarded:
-            del self._host[sequence_hash]
+        if kept or retention is not None:
+            self._say(matched, retention)
         self._make_room(new_blocks)
         if onboarded:
             for sequence_hash in onboarded:
@@ -171,36 +185,36 @@ class BlockPool:
         tokens: Callable[[int, int], bytes],
         seed: int,
         media: Callable[[int, int], Mapping[int, Sequence[int]]] | None = None,
-        retention: Retention | None = None,
+        retention: Sequence[Kept] | None = None,
     ) -> None:
         """Name the caller's private blocks ``start`` to ``end`` of its prefix; it holds all blocks before them.
 
         ``tokens(first_block, end_block)`` returns the token ids of a range of blocks, ``media`` the hashes of the media
-        that touch them, by position in the range. ``retention`` is of the whole prefix.
+        that touch them, by position in the range. ``retention`` is what the request says of each of these blocks.
         """
         refs = self._refs
         self._private -= end - start
         self.version += 1
         at = start
-        # What is there already comes first: residency is closed under taking prefixes (rules 2 and 3).
+        returned: list[int] = []
+        # What is there already comes first: every ancestor of a block is on some tier (rule 3).
         while at < end:
-            held = refs.get(hashes[at])
+            sequence_hash = hashes[at]
+            held = refs.get(sequence_hash)
             if held is None:
-                break
+                if not self._is_on_host(sequence_hash):
+                    break
+                self._host_kept.discard(sequence_hash)
+                returned.append(sequence_hash)
+                refs[sequence_hash] = 1
+                at += 1
+                continue
             if not held:
-                if hashes[at] in self._kept:
-                    self._wake(hashes[at])
-                else:
-                    del self._idle[hashes[at]]
-            refs[hashes[at]] = held + 1
+                self._idle_kept.discard(sequence_hash)
+            refs[sequence_hash] = held + 1
             at += 1
-        returning = at
-        while at < end and hashes[at] in self._host:
-            del self._host[hashes[at]]
-            refs[hashes[at]] = 1
-            at += 1
-        if at > returning:
-            self._recorder.moved(self._links(hashes[returning:at]), Tier.HOST, Tier.DEVICE)
+        if returned:
+            self._recorder.moved(self._links(returned), Tier.HOST, Tier.DEVICE)
         if at < end:
             fresh = hashes[at:end]
             parent = hashes[at - 1] if at else None
@@ -210,10 +224,10 @@ class BlockPool:
             for sequence_hash in fresh:
                 parents[sequence_hash] = previous
                 previous = sequence_hash
+            if self._children is not None:
+                self._note_children(fresh)
             if retention is not None:
-                for sequence_hash, (priority, _) in zip(fresh, retention[at:end], strict=True):
-                    if priority < RETENTION_DEFAULT:
-                        self._kept[sequence_hash] = (priority, None)
+                self._say(fresh, retention[at - start :])
             first = at
             if media is None:
                 self._recorder.stored(parent, fresh, lambda: tokens(first, end), self.block_size, seed)
@@ -222,88 +236,97 @@ class BlockPool:
                     parent, fresh, lambda: tokens(first, end), self.block_size, seed, media(first, end)
                 )
 
-    def release(self, hashes: Sequence[int], private: int, retention: Retention | None = None) -> None:
-        """Give up a held prefix (all of what the caller holds of it) and private blocks; it says how long they stay."""
+    def release(self, hashes: Sequence[int], private: int) -> None:
+        """Give up a held prefix (all of what the caller holds of it) and private blocks."""
         self._private -= private
         self.version += 1
-        if retention is not None or self._kept:
-            self._release_by_priority(hashes, retention)
-            return
         refs = self._refs
         idle = self._idle
-        for sequence_hash in reversed(hashes):
-            held = refs[sequence_hash] - 1
-            refs[sequence_hash] = held
-            if not held:
-                idle[sequence_hash] = None
-
-    def _release_by_priority(self, hashes: Sequence[int], retention: Retention | None) -> None:
-        """Do what ``release`` does where blocks have priorities; what a block has goes to those before it."""
-        # Before anything becomes idle: what hangs off these blocks and has lapsed is older than they are.
+        if not self._kept:
+            for sequence_hash in reversed(hashes):
+                held = refs[sequence_hash] - 1
+                refs[sequence_hash] = held
+                if not held:
+                    idle[sequence_hash] = None
+            return
+        # Before anything becomes idle: what has lapsed by now is older than these.
         self._lapse()
-        refs, kept, now_ms = self._refs, self._kept, self.now_ms
-        behind: Kept = (0, None)
-        for at in range(len(hashes) - 1, -1, -1):
-            sequence_hash = hashes[at]
-            own = kept.get(sequence_hash, USUAL)
-            if own[1] is not None and own[1] <= now_ms:
-                own = USUAL
-            if retention is not None:
-                priority, duration_ms = retention[at]
-                if priority > RETENTION_DEFAULT:
-                    own = _longer(own, (priority, None if duration_ms is None else now_ms + duration_ms))
-            behind = own = _longer(own, behind)
-            if own == USUAL:
-                kept.pop(sequence_hash, None)
-            else:
-                kept[sequence_hash] = own
+        kept, now_ms = self._kept, self.now_ms
+        for sequence_hash in reversed(hashes):
             held = refs[sequence_hash] = refs[sequence_hash] - 1
             if held:
                 continue
-            if own == USUAL:
-                self._idle[sequence_hash] = None
+            own = kept.get(sequence_hash)
+            if own is None:
+                idle[sequence_hash] = None
+            else:
+                priority, duration_ms = own
+                self._idle_kept.add(sequence_hash, priority, None if duration_ms is None else now_ms + duration_ms)
+
+    def _say(self, hashes: Sequence[int], retention: Sequence[Kept] | None) -> None:
+        """Let blocks that a request holds, and that are not idle any more, have what it says of them."""
+        kept = self._kept
+        if retention is None:
+            for sequence_hash in hashes:
+                own = kept.get(sequence_hash)
+                if own is not None and own[1] is not None:
+                    kept[sequence_hash] = (own[0], None)
+            return
+        if self._children is None:
+            self._children = {}
+            self._note_children(list(self._parents))
+        for sequence_hash, (said, duration_ms) in zip(hashes, retention, strict=True):
+            priority = kept.get(sequence_hash, _USUAL)[0] if said is None else said
+            if priority == RETENTION_DEFAULT:
+                kept.pop(sequence_hash, None)
+            else:
+                kept[sequence_hash] = (priority, duration_ms)
+
+    def _note_children(self, hashes: Sequence[int]) -> None:
+        assert self._children is not None
+        parents, children = self._parents, self._children
+        for sequence_hash in hashes:
+            parent = parents[sequence_hash]
+            if parent is None:
                 continue
-            self._idled += 1
-            self._idle_kept.setdefault(own[0], OrderedDict())[sequence_hash] = self._idled
-            self._idle_kept_count += 1
-            if own[1] is not None:
-                heappush(self._lapses, (own[1], self._idled, sequence_hash))
-        if len(self._lapses) > 4 * self._idle_kept_count + 64:
-            self._lapses = [entry for entry in self._lapses if self._holds(entry)]
-            heapify(self._lapses)
-
-    def _wake(self, sequence_hash: int) -> None:
-        """Take an idle block with a priority of its own out of the idle ones."""
-        priority = self._kept[sequence_hash][0]
-        idle = self._idle_kept[priority]
-        del idle[sequence_hash]
-        if not idle:
-            del self._idle_kept[priority]
-        self._idle_kept_count -= 1
-
-    def _holds(self, lapse: tuple[float, int, int]) -> bool:
-        _, number, sequence_hash = lapse
-        kept = self._kept.get(sequence_hash)
-        idle = None if kept is None else self._idle_kept.get(kept[0])
-        return idle is not None and idle.get(sequence_hash) == number
+            beside = children.get(parent)
+            if beside is None:
+                children[parent] = sequence_hash
+            elif isinstance(beside, set):
+                beside.add(sequence_hash)
+            else:
+                children[parent] = {beside, sequence_hash}
 
     def _lapse(self) -> None:
         """Give the usual priority to idle blocks whose time is over."""
-        lapses = self._lapses
-        while lapses and lapses[0][0] <= self.now_ms:
-            lapse = heappop(lapses)
-            if self._holds(lapse):
-                self._wake(lapse[2])
-                del self._kept[lapse[2]]
-                self._idle[lapse[2]] = None
+        for sequence_hash in self._idle_kept.lapse(self.now_ms):
+            del self._kept[sequence_hash]
+
+    def _is_on_host(self, sequence_hash: int) -> bool:
+        return sequence_hash in self._host or sequence_hash in self._host_kept
 
     def resident(self, tier: Tier) -> list[Link]:
         """Return every named block of a tier with its parent, parents before children."""
+        blocks: list[int] = []
         if tier is Tier.DEVICE:
-            return self._links(self._refs)
-        if tier is Tier.HOST:
-            return self._links(reversed(self._host))
-        return []
+            blocks = list(self._refs)
+        elif tier is Tier.HOST:
+            blocks = [*reversed(self._host), *self._host_kept]
+        return self._links(blocks if self._children is None else self._parents_first(blocks))
+
+    def _parents_first(self, hashes: Sequence[int]) -> list[int]:
+        """Return blocks of one tier in an order in which no block comes before one that it hangs off."""
+        left = dict.fromkeys(hashes)
+        ordered: list[int] = []
+        for sequence_hash in hashes:
+            chain: list[int] = []
+            at: int | None = sequence_hash
+            while at is not None and at in left:
+                del left[at]
+                chain.append(at)
+                at = self._parents[at]
+            ordered += reversed(chain)
+        return ordered
 
     def _links(self, hashes: Iterable[int]) -> list[Link]:
         parents = self._parents
@@ -314,29 +337,19 @@ class BlockPool:
         missing = blocks - (self.total_blocks - len(self._refs) - self._private)
         if missing <= 0:
             return
+        if self._children is not None:
+            self._evict_by_priority(missing)
+            return
         pop = self._idle.popitem
         refs = self._refs
-        evicted = self._lowest(missing) if self._idle_kept else [pop(last=False)[0] for _ in range(missing)]
+        evicted = [pop(last=False)[0] for _ in range(missing)]
         for sequence_hash in evicted:
             del refs[sequence_hash]
         if not self.host_blocks:
             for sequence_hash in evicted:
                 del self._parents[sequence_hash]
-            self._forget_priorities(evicted)
             self._recorder.removed(evicted, Tier.DEVICE)
             return
-        if self._kept:
-            # What hangs off these has no more than their priority (rule 5), so nothing of it is on the host.
-            dropped = [each for each in evicted if self._kept.get(each, USUAL)[0] < MOVED_FROM_PRIORITY]
-            if dropped:
-                gone = frozenset(dropped)
-                evicted = [each for each in evicted if each not in gone]
-                for sequence_hash in dropped:
-                    del self._parents[sequence_hash]
-                self._forget_priorities(dropped)
-                self._recorder.removed(dropped, Tier.DEVICE)
-                if not evicted:
-                    return
         host = self._host
         for sequence_hash in evicted:
             host[sequence_hash] = None
@@ -345,33 +358,68 @@ class BlockPool:
             dropped = [host.popitem(last=False)[0] for _ in range(len(host) - self.host_blocks)]
             for sequence_hash in dropped:
                 del self._parents[sequence_hash]
-            self._forget_priorities(dropped)
             self._recorder.removed(dropped, Tier.HOST)
 
-    def _lowest(self, count: int) -> list[int]:
-        """Take so many idle blocks, those of the lowest priority and of one priority the oldest."""
+    def _evict_by_priority(self, missing: int) -> None:
+        """Evict until so many device blocks more are free, those of the lowest priority and of one the oldest."""
         self._lapse()
-        taken: list[int] = []
-        for priority in sorted({RETENTION_DEFAULT, *self._idle_kept}):
-            idle: OrderedDict[int, int] | OrderedDict[int, None]
-            idle = self._idle if priority == RETENTION_DEFAULT else self._idle_kept[priority]
-            found = [idle.popitem(last=False)[0] for _ in range(min(count - len(taken), len(idle)))]
-            taken += found
-            if priority != RETENTION_DEFAULT:
-                self._idle_kept_count -= len(found)
-                if not idle:
-                    del self._idle_kept[priority]
-        return taken
+        queues, refs = self._idle_kept, self._refs
+        wanted = len(refs) - missing
+        gone: dict[Tier, list[int]] = {Tier.DEVICE: [], Tier.HOST: []}
+        while len(refs) > wanted:
+            sequence_hash, priority = queues.pop()
+            if not self.host_blocks or priority < MOVED_FROM_PRIORITY:
+                self._drop(sequence_hash, Tier.DEVICE, gone)
+                continue
+            if len(self._host) + len(self._host_kept) >= self.host_blocks:
+                self._drop(self._host_kept.pop()[0], Tier.HOST, gone)
+            if sequence_hash not in refs:
+                # It hung off what the host had to give up for it.
+                continue
+            self._tell_removed(gone)
+            del refs[sequence_hash]
+            if priority == RETENTION_DEFAULT:
+                self._host[sequence_hash] = None
+            else:
+                # On the host a priority does not lapse.
+                self._kept[sequence_hash] = (priority, None)
+                self._host_kept.add(sequence_hash, priority)
+            self._recorder.moved(self._links([sequence_hash]), Tier.DEVICE, Tier.HOST)
+        self._tell_removed(gone)
 
-    def _forget_priorities(self, hashes: Iterable[int]) -> None:
-        if self._kept:
-            for sequence_hash in hashes:
-                self._kept.pop(sequence_hash, None)
+    def _drop(self, sequence_hash: int, tier: Tier, gone: dict[Tier, list[int]]) -> None:
+        """Forget a block that is out of its tier's queue, and all that hangs off it; leaves are noted as gone first."""
+        assert self._children is not None
+        children, parents = self._children, self._parents
+        parent = parents[sequence_hash]
+        if parent is not None:
+            beside = children[parent]
+            if isinstance(beside, set):
+                beside.discard(sequence_hash)
+            if not isinstance(beside, set) or not beside:
+                del children[parent]
+        found = [sequence_hash]
+        for each in found:
+            behind = children.pop(each, None)
+            if behind is not None:
+                # Sorted, as the order of a set is nobody's business.
+                found += sorted(behind) if isinstance(behind, set) else (behind,)
+        for each in reversed(found):
+            if each in self._refs:
+                self._idle_kept.discard(each)
+                del self._refs[each]
+                gone[Tier.DEVICE].append(each)
+            else:
+                self._host_kept.discard(each)
+                gone[Tier.HOST].append(each)
+            del parents[each]
+            self._kept.pop(each, None)
+
+    def _tell_removed(self, gone: dict[Tier, list[int]]) -> None:
+        for tier, hashes in gone.items():
+            if hashes:
+                self._recorder.removed(hashes, tier)
+                gone[tier] = []
 
 
-def _longer(one: Kept, other: Kept) -> Kept:
-    """Return what is at least both: a priority up to the usual one never lapses, so a higher one alone says when."""
-    if one[0] <= RETENTION_DEFAULT or other[0] <= RETENTION_DEFAULT:
-        return one if one[0] >= other[0] else other
-    lapses = None if one[1] is None or other[1] is None else max(one[1], other[1])
-    return max(one[0], other[0]), lapses
+_USUAL = (RETENTION_DEFAULT, None)

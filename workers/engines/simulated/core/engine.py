@@ -675,7 +675,7 @@ class SimulatedEngine:
         if full > stored:
             sequence.name_blocks(full)
             media = sequence.media_of if sequence.touched else None
-            retention = None if sequence.retention is None else sequence.retained(full)
+            retention = None if sequence.retention is None else sequence.retained(stored, full)
             self._pool.store(sequence.hashes, stored, full, sequence.tokens, sequence.seed, media, retention)
             sequence.shared = full
             sequence.private -= full - stored

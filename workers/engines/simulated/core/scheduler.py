@@ -80,7 +80,8 @@ class Scheduler:
         # At least one token must be computed, or there would be no next token; a transfer brings it along.
         match = pool.match(sequence.hashes, (sequence.target if moves else sequence.target - 1) // pool.block_size)
         new_blocks = sequence.blocks_to_prefill() - match.device
-        if not pool.take(sequence.hashes, match, new_blocks):
+        retention = None if sequence.retention is None else sequence.retained(0, match.device + match.host)
+        if not pool.take(sequence.hashes, match, new_blocks, retention):
             self._did_not_fit = attempt
             return None
         heappop(self._waiting)
@@ -131,9 +132,7 @@ class Scheduler:
             del self.kept[sequence.transfer_id]
         else:
             del self.decoding[sequence.order]
-        shared = sequence.shared
-        retention = None if sequence.retention is None else sequence.retained(shared)
-        self._pool.release(sequence.hashes[:shared], sequence.private, retention)
+        self._pool.release(sequence.hashes[: sequence.shared], sequence.private)
 
     def victim(self) -> Sequence:
         """Return the sequence to give way: lowest priority, then last arrived."""

@@ -216,11 +216,11 @@ class Sequence:
         fresh = block_hashes(self.tokens(have, count), self.block_size, self.seed, self.media_of(have, count))
         self.hashes = self.hashes + sequence_hashes(fresh, parent)
 
-    def retained(self, blocks: int) -> list[tuple[int, int | None]] | None:
-        """Return how long its first blocks stay cached; ``None`` = as long as others."""
+    def retained(self, start: int, end: int) -> list[tuple[int | None, int | None]] | None:
+        """Return what its request says of how long its blocks ``start`` to ``end`` stay cached; ``None`` = nothing."""
         if self.retention is None:
             return None
-        return self.retention.of_blocks(self.block_size, blocks, self.isl - self._emitted_before)
+        return self.retention.of_blocks(self.block_size, start, end, self.isl - self._emitted_before)
 
     def media_of(self, first_block: int, end_block: int) -> Mapping[int, TypingSequence[int]]:
         """Return the media that touch a range of blocks, by position in the range."""
