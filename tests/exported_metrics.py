@@ -45,6 +45,7 @@ from poolgrid.wire.registration import Registration, encode_registration
 from poolgrid.workers.engines.trtllm.metrics import TrtllmMetrics
 from poolgrid.workers.gpus.metrics import GpuCollector
 from poolgrid.workers.metrics import WorkerMetrics
+from poolgrid.workers.ranks.metrics import RankMetrics
 from poolgrid.workers.tensor_transfer.metrics import TensorMetrics
 from tests.consolidator.journal_builder import FakeDisk
 
@@ -108,6 +109,7 @@ async def _registered() -> list[Exported]:
     registry = CollectorRegistry()
     WorkerMetrics(registry)
     TensorMetrics(registry)
+    RankMetrics(registry)
     PlaneMetrics(registry)
     LoopMetrics(registry)
     InvalidRequests(registry)

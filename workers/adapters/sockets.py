@@ -1,4 +1,5 @@
-"""The worker's ZMQ sockets: the request plane's ROUTER, the event stream's DEALER, a DEALER per prefill worker."""
+"""The worker's ZMQ sockets: the request plane's ROUTER, the event stream's DEALER, a DEALER per prefill worker, and one
+from each rank of an engine that spans nodes to its leader."""
 
 from __future__ import annotations
 
@@ -19,6 +20,9 @@ EVENT_HIGH_WATER_MARK = 10_000
 
 SOURCE_HIGH_WATER_MARK = 10_000
 """Questions to one prefill worker that are on their way; each fetch has one at a time."""
+
+RANK_HIGH_WATER_MARK = 10
+"""Beats of a rank on their way to its leader; a beat that finds no place is followed by the next."""
 
 CLOSE_LINGER_MS = 1000
 """How long the last frames may take to leave at the end of an orderly life."""
@@ -130,4 +134,23 @@ class SourceSocket(DealerSocket):
             raise ValueError(
                 f"fetching KV: the prefill worker's endpoint {endpoint!r} cannot be used ({error}); "
                 "allowed are ZMQ endpoints such as tcp://127.0.0.1:40001"
+            ) from error
+
+
+class RankSocket(DealerSocket):
+    """Towards the leader of an engine's ranks."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, on_frames: Callable[[list[bytes]], None]
+    ) -> None:
+        socket = context.socket(zmq.DEALER)
+        watch_as_client(socket, "the leader of the ranks")
+        # Beats say how it is now: none wait for a leader that is not there.
+        socket.setsockopt(zmq.IMMEDIATE, 1)
+        try:
+            super().__init__(socket, endpoint, RANK_HIGH_WATER_MARK, on_frames)
+        except zmq.ZMQError as error:
+            raise ValueError(
+                f"connecting to the leader of the ranks: {endpoint!r} cannot be used ({error}); "
+                "set leader_host to the host of rank 0"
             ) from error

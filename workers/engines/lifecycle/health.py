@@ -120,6 +120,12 @@ class EngineHealth:
         self.broken.set_exception(EngineBrokenError(f"the engine has shut down: {reason}"))
         return True
 
+    def lose(self, reason: str) -> None:
+        """Take it from whoever watches the engine's processes that it is broken, which itself may never say."""
+        if not self.broken.done():
+            self._set(reason, silent=False)
+            self.broken.set_exception(EngineBrokenError(reason))
+
     # -- what time tells -----------------------------------------------------------------------------------------------
 
     def check(self, now_ms: float, busy: bool) -> None:

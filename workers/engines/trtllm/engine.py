@@ -82,6 +82,7 @@ from poolgrid.workers.engines.trtllm.stream import EngineStream
 from poolgrid.workers.logits.failure_channel import FailureChannel
 from poolgrid.workers.logits.registry import LogitsProcessorRegistry
 from poolgrid.workers.metrics import WorkerMetrics
+from poolgrid.workers.ranks.watch import RankWatch
 from poolgrid.workers.tensor_transfer.port import Tensor, TensorTransfer
 
 log = logging.getLogger(__name__)
@@ -276,6 +277,7 @@ class TrtllmEngine:
         self._iterations: dict[int, int] = {}
         self._has_statistics = asyncio.Event()
         self._closed = False
+        self._ranks: RankWatch | None = None
 
     # -- what the worker sees ------------------------------------------------------------------------------------------
 
@@ -311,9 +313,16 @@ class TrtllmEngine:
     def describe(self) -> dict[str, object]:
         """Return how reading its events goes, which ranks' indexes lack something after a loss, what is on offer."""
         described: dict[str, object] = {"feed": self._feed.describe()} if self._reads else {}
+        if self._ranks is not None:
+            described["ranks"] = self._ranks.describe()
         if self._offers is not None:
             described["kept_embeddings"] = len(self._offers)
         return described
+
+    def follow_ranks(self, ranks: RankWatch) -> Callable[[str], None]:
+        """Show these ranks from now on; return what breaks the engine, with the reason, when one is lost."""
+        self._ranks = ranks
+        return self._health.lose
 
     @property
     def loras(self) -> tuple[str, ...]:

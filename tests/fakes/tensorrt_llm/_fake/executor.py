@@ -36,6 +36,7 @@ from .event_publisher import RankPublisher
 from .pictures import Picture
 from .profile import PROFILE
 from .second_cache_manager import BlockNames, spoken
+from .world import Proxy
 
 _log = logging.getLogger("tensorrt_llm")
 
@@ -145,8 +146,12 @@ class _Sequence:
 class Executor:
     """Runs the requests of one ``LLM``."""
 
-    def __init__(self, shape: EngineShape, behaviour: Behaviour) -> None:
+    def __init__(self, shape: EngineShape, behaviour: Behaviour, proxy: Proxy | None = None) -> None:
+        """``proxy``: other processes are the ranks, and take part in every iteration."""
         self.shape = shape
+        self._proxy = proxy
+        if proxy is not None:
+            proxy.step()
         self._behaviour = behaviour
         self.events = AsyncQueue()
         self.events.late_notifications = behaviour.late_notifications
@@ -419,6 +424,8 @@ class Executor:
                 if self._runs_out_of_memory():
                     self._answer_all_with("CUDA out of memory. Tried to allocate 2.00 GiB.")
                     continue
+                if self._proxy is not None and self._busy():
+                    self._proxy.step()
                 self._wedged = not self._iterate()
         except BaseException as error:
             with self._changed:

@@ -30,6 +30,7 @@ from .._fake.executor import EngineShape, Executor, Request
 from .._fake.pictures import Picture, SeeingModel, name_pictures, read_model
 from .._fake.profile import PROFILE
 from .._fake.second_cache_manager import BlockNames
+from .._fake.world import proxy_for
 from ..bindings.executor import KvCacheRetentionConfig
 from ..disaggregated_params import DisaggregatedParams
 from ..executor.request import LoRARequest
@@ -105,7 +106,8 @@ class BaseLLM:
         self._made_by = threading.get_ident()
         self._print("[TRT-LLM] [I] loading a shard of the checkpoint")
         self._process = subprocess.Popen(["sleep", "600"]) if chosen.leaves_process else None
-        executor = Executor(_shape(self.args, chosen), chosen)
+        ranks = getattr(self.args, "tensor_parallel_size", 1) * getattr(self.args, "pipeline_parallel_size", 1)
+        executor = Executor(_shape(self.args, chosen), chosen, proxy_for(ranks))
         self._executor = executor
         self._submitted = False
         # The queues of another process, or what was fetched from them.
