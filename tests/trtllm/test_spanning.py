@@ -90,7 +90,8 @@ def test_an_engine_that_hangs_because_a_rank_is_lost_ends_with_the_ranks_name() 
             told.executor.lose_rank(RuntimeError("nobody asks"), stuck=True)
             told.engine.submit(make_request("r"))
             assert told.engine.describe()["ranks"] == {"expected": 2, "alive": 1, "missing": [1]}
-            assert not told.engine.unhealthy_reason
+            before = told.engine.unhealthy_reason
+            assert not before
             lose("rank 1 on host h1 was lost: it was silent")
             assert told.engine.unhealthy_reason == "rank 1 on host h1 was lost: it was silent"
             assert told.running is not None

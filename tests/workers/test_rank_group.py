@@ -70,9 +70,9 @@ def test_a_rank_that_is_silent_for_the_lease_is_lost_and_the_first_loss_is_the_r
 def test_another_process_in_a_ranks_place_and_a_rank_of_another_group_are_turned_away() -> None:
     group = whole()
     left_over = group.heard(beat(1, group="before"), 1.0)
-    assert (left_over.state, group.failure) == (GroupState.FAILED, "")
+    assert (left_over.state, group.word.state) == (GroupState.FAILED, GroupState.STARTING)
     assert group.heard(beat(3), 1.0).state is GroupState.FAILED
-    assert not group.failure
+    assert group.is_whole
     assert group.heard(beat(1, life=99), 1.0).reason == "rank 1 was here before: a rank cannot come back to its group"
     assert group.failure == "rank 1 on host h1 was lost: another process took its place"
 

@@ -102,7 +102,8 @@ class RankWatch:
         """Return what ``work`` returns; raises ``RankLostError`` when a rank is lost first, and cancels it then."""
         task = owned(work, name)
         try:
-            await asyncio.wait({task, self._lost}, return_when=asyncio.FIRST_COMPLETED)
+            either: set[asyncio.Future[Any]] = {task, self._lost}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 raise RankLostError(self._group.failure)
             return task.result()
