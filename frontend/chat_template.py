@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from itertools import islice
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError, nodes
@@ -24,6 +25,10 @@ OUTPUT_CHARS_MAX = 32 * 1024 * 1024
 
 TIME_LIMIT_MS = 2000.0
 """Default time limit of one rendering: a hundred times what a conversation of 10,000 messages takes."""
+
+PIECES_PER_LOOK = 64
+"""Pieces of a prompt, some ten messages, between two looks at its length. What a template makes is counted before it is
+made, so a piece is at most as long as that or as a text that the client sent."""
 
 
 class TemplateFailure(Exception):
@@ -113,11 +118,12 @@ class ChatTemplate:
         self._environment.begin(max_chars, limit_ms / 1000)
         rendering = self._template.new_context(context)
         try:
-            for piece in self._template.root_render_func(rendering):
-                length += len(piece)
+            rendered = self._template.root_render_func(rendering)
+            while several := list(islice(rendered, PIECES_PER_LOOK)):
+                length += sum(map(len, several))
                 if length > max_chars:
                     raise TemplateFailure(f"rendering the chat template: more than {max_chars} characters, the limit")
-                pieces.append(piece)
+                pieces += several
         except _FAILURES as error:
             raise _failure(error) from None
         finally:

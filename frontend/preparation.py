@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -17,7 +18,7 @@ from poolgrid.frontend.call_ids import CallIds
 from poolgrid.frontend.chat_template import ChatTemplate, TemplateFailure, TemplateTooSlow
 from poolgrid.frontend.errors import ContextOverflow, RequestError, invalid, quoted, unsupported
 from poolgrid.frontend.guides import Guide, guide_of
-from poolgrid.frontend.media.conversation import find_media, shape_message, with_media
+from poolgrid.frontend.media.conversation import find_media, forms, shape_message, with_media
 from poolgrid.frontend.media.references import MediaReference
 from poolgrid.frontend.messages_api.conversation import chat_body as chat_of_messages
 from poolgrid.frontend.messages_api.encoder import MessagesForm
@@ -333,8 +334,12 @@ class Job(msgspec.Struct):
             raise invalid(
                 "model", f"{self.model.name} has no chat template: use /v1/completions", code="no_chat_template"
             )
+        takes_strings = forms.of(template).takes_strings
         messages = [
-            _message(message, index, template, self.served.media) for index, message in enumerate(body.messages)
+            {"role": message.role, "content": message.content}
+            if takes_strings and type(message.content) is str and _further(message) == _NOTHING_FURTHER
+            else _message(message, index, template, self.served.media)
+            for index, message in enumerate(body.messages)
         ]
         variables: dict[str, Any] = dict(body.chat_template_kwargs or {})
         if body.reasoning_effort is not None:
@@ -697,6 +702,11 @@ def _up_to(text: str, final: str) -> str:
         )
     kept = final.lstrip()
     return text[: at + len(kept)] if text.startswith(kept, at) else text[: at + len(stripped)]
+
+
+# Nearly every message is its role and its words: one look instead of one for each, and no call.
+_further = attrgetter("name", "reasoning_content", "tool_calls", "tool_call_id")
+_NOTHING_FURTHER = (None,) * 4
 
 
 def _message(message: Message, index: int, template: ChatTemplate, media: MediaSpec) -> Mapping[str, Any]:

@@ -193,20 +193,16 @@ class PromptEncoder:
         delimiters, length = self.delimiters, len(text)
         cutter = Cutter(text, delimiters)
         begin = 0
-        while begin < length:
-            found = cache.standing_at(text, begin, delimiters, salt)
-            if found is not None:
-                begin, packed = found
-            else:
-                end = cutter.end_from(begin)
-                segment = text[begin:end]
-                begin = end
-                known = cache.get(segment, salt)
-                if known is None:
-                    missing.append(len(parts))
-                    texts.append(segment)
-                packed = known or b""
-            parts.append(packed)
+        while (begin := cache.follow(text, begin, delimiters, salt, parts)) < length:
+            end = cutter.end_from(begin)
+            segment = text[begin:end]
+            # What is shorter is never kept.
+            known = cache.get(segment, salt) if end - begin >= SEGMENT_CHARS_MIN else None
+            if known is None:
+                missing.append(len(parts))
+                texts.append(segment)
+            parts.append(known or b"")
+            begin = end
         return Lookup(True, add_special_tokens, parts, missing, texts, cache, salt)
 
     def complete(self, lookup: Lookup) -> bytes:

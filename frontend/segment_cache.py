@@ -5,7 +5,8 @@ Rules
     2. A segment is found by requests of the salt that it was kept under, and by no others.
     3. A segment that stands at a place of a prompt is found without looking for its end and without hashing all of it:
        its head, the first ``SEGMENT_CHARS_MIN`` characters, names up to ``SAME_HEAD_MAX`` segments, and those are
-       compared with the prompt as they are. What is not found so is found by its whole text.
+       compared with the prompt as they are. Those that stand one behind the other are found in one go. What is not
+       found so is found by its whole text.
     4. Threads may use it at once.
 """
 
@@ -29,13 +30,16 @@ ENTRY_OVERHEAD_BYTES = 800
 _Name = str | tuple[str, str]
 """A segment, or a segment and its salt: most requests have none, and a string is the quicker key."""
 
+_Kept = tuple[str, bytes, _Name]
+"""A segment, its ids, and what it is kept under."""
+
 
 class SegmentCache:
     """Segments by their text."""
 
     def __init__(self, budget_bytes: int) -> None:
         self._packed: BudgetedLru[_Name, bytes] = BudgetedLru(budget_bytes, _size, lambda name, _: self._behead(name))
-        self._heads: dict[_Name, tuple[str, ...]] = {}
+        self._heads: dict[_Name, tuple[_Kept, ...]] = {}
         self._lock = threading.Lock()
 
     @property
@@ -43,18 +47,24 @@ class SegmentCache:
         """Return about how much memory the segments take."""
         return self._packed.used
 
-    def standing_at(
-        self, text: str, begin: int, delimiters: tuple[str, ...], salt: str = ""
-    ) -> tuple[int, bytes] | None:
-        """Return the end and the ids of a segment that ``text`` has from ``begin`` on, up to a delimiter or its end."""
-        head = text[begin : begin + SEGMENT_CHARS_MIN]
-        for segment in self._heads.get((salt, head) if salt else head, ()):
-            end = begin + len(segment)
-            if text.startswith(segment, begin) and (end == len(text) or text.startswith(delimiters, end)):
-                packed = self.get(segment, salt)
-                if packed is not None:
-                    return end, packed
-        return None
+    def follow(self, text: str, begin: int, delimiters: tuple[str, ...], salt: str, parts: list[bytes]) -> int:
+        """Append the ids of the segments that ``text`` has from ``begin`` on, up to the first that is not found by its
+        head; return where that begins. Each ends at a delimiter or at the end of the text."""
+        heads, touch, length = self._heads, self._packed.touch, len(text)
+        with self._lock:
+            while begin < length:
+                head = text[begin : begin + SEGMENT_CHARS_MIN]
+                for segment, packed, name in heads.get((salt, head) if salt else head, ()):
+                    if text.startswith(segment, begin):
+                        end = begin + len(segment)
+                        if end == length or text.startswith(delimiters, end):
+                            touch(name)
+                            parts.append(packed)
+                            begin = end
+                            break
+                else:
+                    break
+        return begin
 
     def get(self, segment: str, salt: str = "") -> bytes | None:
         """Return the ids of a segment."""
@@ -71,7 +81,7 @@ class SegmentCache:
             if name in self._packed:
                 return
             head = _head(name)
-            self._heads[head] = (segment, *self._heads.get(head, ())[: SAME_HEAD_MAX - 1])
+            self._heads[head] = ((segment, packed, name), *self._heads.get(head, ())[: SAME_HEAD_MAX - 1])
             self._packed.keep(name, packed)
 
     def clear(self) -> None:
@@ -85,7 +95,7 @@ class SegmentCache:
 
     def _behead(self, name: _Name) -> None:
         head, segment = _head(name), _segment(name)
-        left = tuple(each for each in self._heads.get(head, ()) if each is not segment)
+        left = tuple(each for each in self._heads.get(head, ()) if each[0] is not segment)
         if left:
             self._heads[head] = left
         else:

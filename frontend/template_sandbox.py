@@ -255,11 +255,18 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Apply an operator that can make something large."""
-        spent = self._spent
-        spent.step()
+        spent: _Spent = self._local.spent
         if operator == "+" and type(left) is str and type(right) is str:  # what nearly all of them are
-            spent.make(len(left) + len(right))
+            chars = len(left) + len(right)
+            steps, made = spent.steps + 1, spent.chars + chars
+            if steps % STEPS_PER_LOOK and steps <= STEPS_MAX and chars <= LARGE and made <= spent.chars_max:
+                # As ``step`` and ``make``, where these would only count.
+                spent.steps, spent.chars = steps, made
+            else:
+                spent.step()
+                spent.make(chars)
             return left + right
+        spent.step()
         if operator == "%" and isinstance(left, str):
             self._check_form(left, right if isinstance(right, tuple) else (right,))
         elif operator == "+" and isinstance(left, Sized) and isinstance(right, Sized):
@@ -330,9 +337,14 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return parts
 
     def _turns(self, items: Iterable[Any]) -> Iterator[Any]:
-        step = self._spent.step
+        spent: _Spent = self._local.spent
         for item in items:
-            step()
+            # As ``step``, without a call for each turn.
+            spent.steps = steps = spent.steps + 1
+            if steps > STEPS_MAX:
+                raise SecurityError(f"more than {STEPS_MAX} steps, the limit")
+            if steps % STEPS_PER_LOOK == 0:
+                spent.look()
             yield item
 
     def _joined(self, parts: Iterable[Any]) -> str:

@@ -29,6 +29,8 @@ class BudgetedLru(Generic[K, V]):
         self._size = size
         self._on_gone = on_gone
         self._kept: OrderedDict[K, V] = OrderedDict()
+        self.touch: Callable[[K], None] = self._kept.move_to_end
+        """Counts a key that is kept as used now; without a call of ours, for who finds values in another way."""
 
     def get(self, key: K) -> V | None:
         """Return what is kept under a key; it counts as used now."""

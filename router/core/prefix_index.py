@@ -238,9 +238,17 @@ class PrefixIndex:
         shards, shift = reach.shards, reach.shift
         removed = 0
         for sequence_hash in hashes:
-            run = shards[sequence_hash >> shift].get(sequence_hash)
+            run = (shard := shards[sequence_hash >> shift]).get(sequence_hash)
             if run is not None and run.mask & bit:
-                self._remove_reached(run, sequence_hash, bit)
+                if run.mask == bit and run.child is None and (blocks := run.blocks)[-1] == sequence_hash:
+                    # The usual case, without a call: the end of what nobody else holds, as engines evict.
+                    blocks.pop()
+                    del shard[sequence_hash]
+                    reach.entries -= 1
+                    if not blocks:
+                        self._unlink(run)
+                else:
+                    self._remove_reached(run, sequence_hash, bit)
                 removed += 1
             elif orphans.entries:
                 orphan = orphans.get(sequence_hash)

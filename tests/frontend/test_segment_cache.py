@@ -7,17 +7,24 @@ from poolgrid.frontend.segment_cache import SAME_HEAD_MAX, SEGMENT_CHARS_MIN, Se
 END = ("<|end|>", "<|start|>")
 
 
+def standing_at(cache: SegmentCache, text: str, begin: int) -> tuple[int, bytes] | None:
+    """Return where the segments end that are found one behind the other from a place on, and their ids."""
+    parts: list[bytes] = []
+    end = cache.follow(text, begin, END, "", parts)
+    return (end, b"".join(parts)) if parts else None
+
+
 def test_a_segment_is_found_up_to_a_delimiter_or_the_end_of_the_text() -> None:
     cache = SegmentCache(100_000)
     segment = "<|start|>" + "word " * 100
     cache.keep(segment, b"ids")
 
     found = (9 + len(segment), b"ids")
-    assert cache.standing_at(f"something{segment}<|end|>more", 9, END) == found
-    assert cache.standing_at(f"something{segment}", 9, END) == found
-    assert cache.standing_at(f"something{segment}x<|end|>", 9, END) is None, "the segment goes on"
-    assert cache.standing_at(f"something{segment[:-1]}<|end|>", 9, END) is None, "it ends before"
-    assert cache.standing_at(f"something{segment}<|end|>", 8, END) is None
+    assert standing_at(cache, f"something{segment}<|end|>more", 9) == found
+    assert standing_at(cache, f"something{segment}", 9) == found
+    assert standing_at(cache, f"something{segment}x<|end|>", 9) is None, "the segment goes on"
+    assert standing_at(cache, f"something{segment[:-1]}<|end|>", 9) is None, "it ends before"
+    assert standing_at(cache, f"something{segment}<|end|>", 8) is None
 
 
 def test_a_segment_is_found_in_a_text_with_wider_characters_elsewhere() -> None:
@@ -27,7 +34,29 @@ def test_a_segment_is_found_in_a_text_with_wider_characters_elsewhere() -> None:
 
     for other in ("é", "日本語", "🙂"):
         text = f"{other}{segment}<|end|>{other}"
-        assert cache.standing_at(text, len(other), END) == (len(other) + len(segment), b"ids")
+        assert standing_at(cache, text, len(other)) == (len(other) + len(segment), b"ids")
+
+
+def test_segments_one_behind_the_other_are_found_in_one_go_up_to_the_first_that_is_not_known() -> None:
+    cache = SegmentCache(100_000)
+    segments = [f"<|start|>{number}{' word' * 100}" for number in range(4)]
+    for segment in segments[:3]:
+        cache.keep(segment, segment[9:10].encode())
+    cache.keep(segments[3], b"of another salt", "salt")
+
+    known = "".join(segments[:3])
+    assert standing_at(cache, known, 0) == (len(known), b"012")
+    assert standing_at(cache, "".join(segments), 0) == (len(known), b"012")
+    assert standing_at(cache, f"{known}<|end|>and more", 0) == (len(known), b"012")
+    assert standing_at(cache, f"{segments[0]}<|start|>new{known}", 0) == (len(segments[0]), b"0")
+
+
+def test_a_segment_that_is_found_where_it_stands_is_not_the_next_to_be_forgotten() -> None:
+    cache = SegmentCache(60_000)
+    segments = [f"<|start|>{number:04}{'x y ' * SEGMENT_CHARS_MIN}" for number in range(200)]
+    for segment in segments:
+        cache.keep(segment, b"1234")
+        assert standing_at(cache, segments[0], 0) == (len(segments[0]), b"1234")
 
 
 def test_of_many_segments_that_begin_alike_the_newest_are_found_where_they_stand_and_all_by_their_text() -> None:
@@ -36,7 +65,7 @@ def test_of_many_segments_that_begin_alike_the_newest_are_found_where_they_stand
     for segment in segments:
         cache.keep(segment, segment[-8:].encode())
 
-    standing = [cache.standing_at(f"{segment}<|end|>", 0, END) for segment in segments]
+    standing = [standing_at(cache, f"{segment}<|end|>", 0) for segment in segments]
     assert [found is not None for found in standing] == [False] * 2 * SAME_HEAD_MAX + [True] * SAME_HEAD_MAX
     assert all(cache.get(segment) == segment[-8:].encode() for segment in segments)
 
@@ -51,6 +80,6 @@ def test_what_is_forgotten_is_found_in_no_way_and_takes_no_memory() -> None:
     kept = [segment for segment in segments if cache.get(segment) is not None]
     assert kept == segments[-len(kept) :]
     assert len(kept) == len(cache) == sum(map(len, cache._heads.values()))
-    assert cache.standing_at(segments[0], 0, END) is None
+    assert standing_at(cache, segments[0], 0) is None
     cache.clear()
     assert (len(cache), cache.used_bytes, cache._heads) == (0, 0, {})

@@ -144,3 +144,26 @@ def test_what_python_does_by_itself_is_bounded_by_the_size_of_a_shard_and_of_a_r
     for each in (index._reach, index._orphans._by_hash, index._orphans._below, index._lower.host, index._lower.disk):
         sizes = [len(shard) for shard in each.each_shard()]
         assert max(sizes) <= 2 * SHARD_ENTRIES, sizes
+
+
+def test_blocks_that_an_engine_evicts_from_the_end_take_no_call_each() -> None:
+    worker = WorkerKey(WorkerId("w"), 0)
+    index = PrefixIndex()
+    path = list(range(1, 1001))
+    for begin in range(0, len(path), 100):
+        index.store(worker, path[begin - 1] if begin else None, path[begin : begin + 100])
+    called: list[str] = []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename in FILES:
+            called.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        index.remove(worker, path[:0:-1])
+    finally:
+        sys.setprofile(None)
+
+    assert called == ["remove", "in_use"]
+    assert index.find(path) == [(1, 1 << index.slot(worker))]
+    assert (len(index), index.counters.blocks_removed) == (1, 999)
