@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 from fastapi import FastAPI, Query, Request, Response
 from fastapi.exceptions import HTTPException, RequestValidationError
@@ -29,8 +29,9 @@ from poolgrid import __version__
 from poolgrid.frontend.access.cache_domains import CacheDomains
 from poolgrid.frontend.access.gate import AccessGate, GateKeys, caller_of
 from poolgrid.frontend.access.limit_headers import LIMIT_HEADERS, limit_headers
+from poolgrid.frontend.access.meter import Meter
 from poolgrid.frontend.access.shared_cells import SharedCells
-from poolgrid.frontend.access.tenants import Caller
+from poolgrid.frontend.access.tenants import Caller, MakeMeter
 from poolgrid.frontend.access.watched_key_file import WatchedKeyFile
 from poolgrid.frontend.dialects import dialect_of
 from poolgrid.frontend.errors import RequestError, invalid, quoted, refused, without_others
@@ -58,6 +59,9 @@ from poolgrid.runtime.clock import Clock, SystemClock
 from poolgrid.runtime.process_group import GroupPlace
 from poolgrid.runtime.tracing.tracing import Tracing
 from poolgrid.wire.answers import EndpointRow
+
+if TYPE_CHECKING:
+    from poolgrid.frontend.access.limits_on_nats import LimitsOnNats
 
 log = logging.getLogger(__name__)
 
@@ -192,6 +196,7 @@ def create_app(
     place: GroupPlace | None = None,
     data_dir: Path | None = None,
     tracing: Tracing | None = None,
+    limits: LimitsOnNats | None = None,
 ) -> Application:
     """Return the application.
 
@@ -200,7 +205,7 @@ def create_app(
     ``/health`` what is wrong while requests are served; ``id_prefix`` makes request ids unique among processes, and is
     random by default; ``place`` is this process's among those that share the port, for all of which the limits of
     tenants then hold; ``data_dir`` is where responses are kept that outlive the process; ``tracing`` keeps traces of
-    inference requests.
+    inference requests; ``limits`` divides tenants' limits among the routers of a pool, in place of ``place``.
     """
     tokenization = TokenizationPool(
         settings.tokenizer_threads, settings.tokenizer_queue, settings.tokenizer_inline_bytes
@@ -251,7 +256,9 @@ def create_app(
     app.state.bodies = bodies
     keys = None
     if settings.api_keys is not None:
-        keys = _gate_keys(settings.api_keys, settings, metrics, clock, request_ids, place)
+        keys = _gate_keys(settings.api_keys, settings, metrics, clock, request_ids, _meter_maker(place, limits, clock))
+        if limits is not None:
+            limits.start(keys.watched.tenants)
         app.add_middleware(AccessGate, keys=keys)
     kept = _kept_responses(settings, metrics, clock, place, data_dir)
     owner_of = partial(owner, isolated=settings.isolate_tenants)
@@ -333,13 +340,23 @@ def _kept_responses(
     return KeptResponses(store, settings.max_body_bytes, lambda outcome: metrics.kept_responses.labels(outcome).inc())
 
 
+def _meter_maker(place: GroupPlace | None, limits: LimitsOnNats | None, clock: Clock) -> MakeMeter | None:
+    """Return what makes the meters of tenants: of shares, of a group's cells, or ``None``: of this process."""
+    if limits is not None:
+        return limits.meter
+    if place is None:
+        return None
+    cells = SharedCells(place.directory, place.index, place.size, clock)
+    return lambda tenant: Meter(cells.cell(tenant))
+
+
 def _gate_keys(
     path: Path,
     settings: FrontendSettings,
     metrics: FrontendMetrics,
     clock: Clock,
     request_ids: RequestIds,
-    place: GroupPlace | None,
+    make_meter: MakeMeter | None,
 ) -> GateKeys:
     """Return the keys that let clients in; raises ``OSError`` or ``KeyFileError``."""
     watched = WatchedKeyFile(
@@ -347,7 +364,7 @@ def _gate_keys(
         settings.api_keys_check_ms,
         clock,
         lambda outcome: metrics.key_reloads.labels(outcome).inc(),
-        None if place is None else SharedCells(place.directory, place.index, place.size, clock).cell,
+        make_meter,
     )
     metrics.keys_stale.set_function(lambda: float(watched.stale))
     return GateKeys(watched, metrics, clock, settings.metrics_need_key or settings.isolate_tenants, request_ids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
@@ -70,6 +71,7 @@ from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.names import CONSOLIDATOR, ROUTER, is_name
 
 if TYPE_CHECKING:
+    from poolgrid.frontend.access.limits_on_nats import LimitsOnNats
     from poolgrid.naming.names import Names
 
 log = logging.getLogger(__name__)
@@ -121,6 +123,7 @@ async def serve(
             from poolgrid.naming.opening import open_names
 
             names = await open_names(opened, settings, clock, registry)
+        limits = _make_limits(opened, settings, clock, registry) if settings.share_state == "nats" else None
         feed, embedded = _make_feed(settings, consolidator, registry, clock, awake, make_context)
         if names is not None and isinstance(feed, RemoteFeed):
             _follow_by_name(settings, names, feed)
@@ -146,6 +149,7 @@ async def serve(
             place=place,
             data_dir=consolidator.data_dir,
             tracing=tracing,
+            limits=limits,
         )
         opened.push_async_callback(app.close)
         decisions = decisions_of(service, member)
@@ -169,6 +173,10 @@ async def serve(
         if stop.is_set():
             return
         app.state.preparation.forms.make_ready(service.view.models())
+        if limits is not None and frontend.api_keys is not None:
+            await unless(stop, limits.first_look(), "first look at the shares of limits")
+            if stop.is_set():
+                return
         ext_proc = ""
         if settings.ext_proc_port is not None:
             # Late: it brings gRPC, which most routers have no use for.
@@ -392,6 +400,21 @@ def _open_select_plane(
     plane = SelectPlane(context, settings.host, settings.select_port, service.view, state, metrics, awake, tracing)
     opened.callback(plane.close)
     return plane
+
+
+def _make_limits(
+    opened: AsyncExitStack, settings: RouterSettings, clock: Clock, registry: CollectorRegistry
+) -> LimitsOnNats:
+    # Imported when it is used: most routers have limits of their own.
+    from poolgrid.frontend.access.limits_on_nats import LimitsOnNats
+
+    scope = f"{settings.namespace}.{settings.nats_pool}"
+    # A port that is given has one process at a time; one of the system's choice may have been anybody's.
+    address = settings.advertise_host or settings.host
+    place = f"{socket.gethostname()} {address}:{settings.port} {settings.router_id}" if settings.port else ""
+    limits = LimitsOnNats(settings, scope, place, settings.names_lease_s, settings.names_replicas, clock, registry)
+    opened.push_async_callback(limits.close)
+    return limits
 
 
 async def _join_group(

@@ -174,6 +174,11 @@ class RouterSettings(ServerSettings, TraceSettings, EventPlaneSettings, NamesSet
         30_000, ge=100, le=3_600_000, description="How long a prediction counts as load when no worker confirms it."
     )
 
+    share_state: Literal["none", "nats"] = Field(
+        "none",
+        description="What all routers of a pool (of one namespace and nats_pool) go by together and not each alone: "
+        "the limits of tenants. nats = by a bucket of JetStream at nats_url; with names nats or event_plane nats.",
+    )
     retention: Literal["off", "learned"] = Field(
         "off",
         description="What engines that take it are told of how long a prompt's blocks should stay: nothing, or what "
@@ -205,6 +210,11 @@ class RouterSettings(ServerSettings, TraceSettings, EventPlaneSettings, NamesSet
                     f"feed_endpoint is {self.feed_endpoint} and query_endpoint is {self.query_endpoint}: both are "
                     "addresses, or both names of one consolidator"
                 )
+        if self.share_state == "nats" and not self.nats_url:
+            raise ValueError(
+                f"share_state is nats, event_plane is {self.event_plane} and names is {self.names}: set names or "
+                "event_plane to nats, with nats_url"
+            )
         if self.feed_endpoint is not None and self.on_nats:
             raise ValueError(
                 f"feed_endpoint is {self.feed_endpoint} and event_plane is nats: the journal is followed there"

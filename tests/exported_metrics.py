@@ -10,6 +10,7 @@ import zmq
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.metrics_core import Metric
 
+from poolgrid.frontend.access.share_metrics import ShareMetrics
 from poolgrid.frontend.media.metrics import MediaMetrics
 from poolgrid.frontend.metrics import FrontendMetrics
 from poolgrid.global_router.core.choice.fallback import PoolStanding
@@ -121,6 +122,7 @@ async def _registered() -> list[Exported]:
     known.look([Seen(REGISTERED.key, encode_registration(REGISTERED))], 0.0)
     NamesMetrics(registry, known)
     FrontendMetrics(registry)
+    ShareMetrics(registry, lambda: 0.0, lambda: 0.0)
     MediaMetrics(registry)
     metrics = RouterMetrics(registry)
     projection = Projection(PrefixIndex(), LoadLedger())

@@ -86,6 +86,10 @@ class Verdict(NamedTuple):
     """Requests in flight before it; where they are not limited, those of this process."""
     wait_s: float
     """Time until the next request is due; 0.0 = now."""
+    is_full: bool = False
+    """Whether it would have been one too many at a time."""
+    share: int | None = None
+    """How many this router may have in flight, where that is a part of what all routers may; ``None`` = all of it."""
 
 
 class Meter:
@@ -123,7 +127,7 @@ class Meter:
         try:
             there = self.in_flight + (cell.elsewhere() if limit is not None else 0)
             if limit is not None and there >= limit:
-                return Verdict(there, 0.0)
+                return Verdict(there, 0.0, True)
             wait_s = 0.0 if per_minute is None else self._take(Rate.REQUESTS, 1, per_minute, now_ms)
             if wait_s == 0.0:
                 self.in_flight += 1

@@ -11,7 +11,8 @@ Rules
     4. A new document replaces keys and limits at once. What tenants have in flight and have used goes on counting; a
        tenant that is gone is forgotten when its last request ends. Requests under way keep the rules they began with.
     5. Limits hold for what shares the cells: one process, or all HTTP processes of one router
-       (``poolgrid.frontend.access.shared_cells``). Several routers of a pool each allow the whole of them.
+       (``poolgrid.frontend.access.shared_cells``). Several routers of a pool each allow the whole of them, unless each
+       has a share of them (``poolgrid.frontend.access.shared_meter``).
 
 Nothing here waits or knows of HTTP; times are arguments.
 """
@@ -29,7 +30,7 @@ import msgspec
 from poolgrid.frontend.access.cache_salt import cache_salt
 from poolgrid.frontend.access.key_file import FEATURES, HASH_PREFIX, Key, KeyDocument, Tenant
 from poolgrid.frontend.access.limit_headers import Standing
-from poolgrid.frontend.access.meter import Cell, Meter, OwnCell
+from poolgrid.frontend.access.meter import Meter, OwnCell
 from poolgrid.frontend.ports import InferenceRequest, Refused
 from poolgrid.runtime.tenant_caches import WHOLE, CacheDomain, CacheShares
 
@@ -67,19 +68,19 @@ class Account:
         self.meter.use(tenant, now_ms)
 
 
-MakeCell = Callable[[str], Cell]
-"""Returns where a tenant's figures are, by its name."""
+MakeMeter = Callable[[str], Meter]
+"""Returns what keeps a tenant's figures, by its name."""
 
 
-def _own_cell(_: str) -> Cell:
-    return OwnCell()
+def _own_meter(_: str) -> Meter:
+    return Meter(OwnCell())
 
 
 class Tenants:
     """All accounts, and the keys that lead to them."""
 
-    def __init__(self, document: KeyDocument, now_ms: float, make_cell: MakeCell = _own_cell) -> None:
-        self._make_cell = make_cell
+    def __init__(self, document: KeyDocument, now_ms: float, make_meter: MakeMeter = _own_meter) -> None:
+        self._make_meter = make_meter
         self._accounts: dict[str, Account] = {}
         self._leaving: dict[str, Account] = {}
         """Tenants that are in the document no more, and were asked something when they went."""
@@ -102,7 +103,7 @@ class Tenants:
         accounts: dict[str, Account] = {}
         keys: dict[bytes, list[KnownKey]] = {}
         for name, tenant in document.tenants.items():
-            account = known.pop(name, None) or Account(name, tenant, secret, Meter(self._make_cell(name)), shares)
+            account = known.pop(name, None) or Account(name, tenant, secret, self._make_meter(name), shares)
             account.use(tenant, secret, shares, now_ms)
             accounts[name] = account
             for key in tenant.keys:
@@ -162,11 +163,12 @@ class Caller:
         rules = self._rules
         verdict = self.account.meter.begin(rules, now_ms)
         limit = rules.concurrent_requests
-        if limit is not None and verdict.in_flight >= limit:
+        if verdict.is_full:
+            here = "" if verdict.share is None else f" at all routers together, {verdict.share} of them here for now"
             raise Refused(
                 429,
                 "concurrency_limited",
-                f"tenant {self.tenant} has {verdict.in_flight} requests in flight, allowed are {limit}",
+                f"tenant {self.tenant} has {verdict.in_flight} requests in flight, allowed are {limit}{here}",
                 CONCURRENCY_RETRY_S,
             )
         if verdict.wait_s > 0:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from poolgrid.frontend.access import key_file
 from poolgrid.frontend.access.key_file import KeyFileError
-from poolgrid.frontend.access.tenants import MakeCell, Tenants
+from poolgrid.frontend.access.tenants import MakeMeter, Tenants
 from poolgrid.runtime.clock import Clock
 
 log = logging.getLogger(__name__)
@@ -30,11 +30,11 @@ class WatchedKeyFile:
         check_ms: float,
         clock: Clock,
         on_reload: Callable[[str], None],
-        make_cell: MakeCell | None = None,
+        make_meter: MakeMeter | None = None,
     ) -> None:
         """Read the file; raises ``OSError`` or ``KeyFileError``.
 
-        ``make_cell`` says where tenants' figures are; by default in this process alone.
+        ``make_meter`` makes what keeps a tenant's figures; by default they are this process's alone.
         """
         self._path = path
         self._check_ms = check_ms
@@ -47,9 +47,8 @@ class WatchedKeyFile:
         self._seen = self._signature()
         self._checked_ms = clock.monotonic_ms()
         document = key_file.read(path)
-        self._tenants = (
-            Tenants(document, self._checked_ms) if make_cell is None else Tenants(document, self._checked_ms, make_cell)
-        )
+        now_ms = self._checked_ms
+        self._tenants = Tenants(document, now_ms) if make_meter is None else Tenants(document, now_ms, make_meter)
 
     def tenants(self) -> Tenants:
         """Return the tenants as the file says now, or said before it broke."""

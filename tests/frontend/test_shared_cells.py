@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from poolgrid.frontend.access import shared_cells
 from poolgrid.frontend.access.key_file import KeyDocument, Tenant
-from poolgrid.frontend.access.meter import Meter, OwnCell, Rate
+from poolgrid.frontend.access.meter import Meter, OwnCell, Rate, Verdict
 from poolgrid.frontend.access.shared_cells import FILE_NAME, RECORDS, SharedCells
 from poolgrid.frontend.access.tenants import Caller, Tenants
 from poolgrid.frontend.access.token_bucket import Bucket
@@ -126,7 +126,7 @@ def test_a_process_that_is_killed_amid_its_stores_leaves_sound_figures_behind(tm
             for number in range(300):  # the other one is at it, and so is this one, each with tenants that are new
                 meter = Meter(table.cell(f"mine-{number}"))
                 meter.use(generous, NOW_MS)
-                assert meter.begin(generous, NOW_MS) == (0, 0.0)
+                assert meter.begin(generous, NOW_MS) == Verdict(0, 0.0)
                 meter.end(generous, 0, NOW_MS)
             victim.send_signal(signal.SIGKILL)
             victim.wait()
@@ -193,7 +193,7 @@ def test_what_was_used_in_one_process_counts_in_another_that_has_other_rules_sti
     more = Tenant(requests_per_minute=6, concurrent_requests=9)
     second.use(more, NOW_MS)
 
-    assert second.begin(more, NOW_MS) == (5, 0.0)
+    assert second.begin(more, NOW_MS) == Verdict(5, 0.0)
     assert second.begin(more, NOW_MS).wait_s == pytest.approx(10.0)
     assert first.begin(LIMITED, NOW_MS).in_flight == 6, "which it sees, and refuses by its own rules"
 
@@ -203,7 +203,7 @@ def test_a_tenant_without_limits_takes_no_record_and_no_lock(tmp_path: Path) -> 
     meter.use(Tenant(), NOW_MS)
     before = (tmp_path / FILE_NAME).read_bytes()
 
-    assert meter.begin(Tenant(), NOW_MS) == (0, 0.0)
+    assert meter.begin(Tenant(), NOW_MS) == Verdict(0, 0.0)
     assert meter.take_tokens(Tenant(), 10**9, NOW_MS) == 0.0
     meter.end(Tenant(), 10**9, NOW_MS)
 
