@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -20,10 +19,9 @@ from rich.text import Text
 from rich.tree import Tree
 
 from poolgrid.cli.api_key import api_key_headers, key_hint
-from poolgrid.cli.journal_directory import journal_errors, progress_bar, survey_bytes
+from poolgrid.cli.journal_directory import journal_errors, open_decisions, progress_bar, survey_bytes
 from poolgrid.cli.json_output import print_json
-from poolgrid.router.consolidator.adapters.posix_disk import ReadOnlyDirectory
-from poolgrid.router.decision_journal.reader import decision_directories, decisions_about
+from poolgrid.router.decision_journal.reader import decisions_about
 from poolgrid.runtime.figures import counted, number
 from poolgrid.runtime.terminal_table import Heading, TerminalTable, terminal
 from poolgrid.wire.answers import (
@@ -194,18 +192,17 @@ def _add_mapping(branch: Tree, values: Mapping[str, Any]) -> None:
             branch.add(escape(f"{name}: {text}"))
 
 
-def explain_from_journal(request_id: str, directory: Path, as_json: bool) -> int:
+def explain_from_journal(request_id: str, directory: str, as_json: bool) -> int:
     """Print why a request went where it went, as recorded below a directory; return 1 when nothing is."""
     attempts: list[DecisionExplanation] = []
     with journal_errors():
-        for path in decision_directories(directory):
-            disk = ReadOnlyDirectory(path)
-            with progress_bar(f"reading {path.name}", survey_bytes(disk)) as on_progress:
+        for router, disk in open_decisions(directory):
+            with progress_bar(f"reading {router}", survey_bytes(disk)) as on_progress:
                 found = decisions_about(disk, request_id, on_progress)
             for each in found:
                 noted = each.settings
                 recorded = RecordedBy(
-                    router=path.name,
+                    router=router,
                     file=each.stored.file,
                     entry=each.stored.number,
                     settings_version=noted.settings_version if noted else "",

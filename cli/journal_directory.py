@@ -18,6 +18,7 @@ from poolgrid.router.consolidator.journal.as_of import NotKept
 from poolgrid.router.consolidator.journal.errors import JournalCorrupt
 from poolgrid.router.consolidator.journal.record_rows import ParquetUnavailable
 from poolgrid.router.consolidator.ports import Disk
+from poolgrid.router.decision_journal.reader import decision_directories
 from poolgrid.runtime.nats_settings import SCHEMES
 from poolgrid.simulation.variant_plot import PlottingUnavailable
 
@@ -72,6 +73,19 @@ def open_journal(where: str) -> JournalFiles:
         except ValueError as error:
             raise UsageError(str(error)) from None
     return open_directory(Path(where))
+
+
+def open_decisions(where: str) -> list[tuple[str, JournalFiles]]:
+    """Return the decisions of each router with its id: of a data_dir, of one router's directory, or of a pool on NATS,
+    ``nats://HOST:PORT/POOL``."""
+    if not where.startswith(STREAM_SCHEMES):
+        return [(path.name, ReadOnlyDirectory(path)) for path in decision_directories(Path(where))]
+    from poolgrid.cli.journal_stream import decisions_in_streams
+
+    try:
+        return list(decisions_in_streams(where))
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def open_directory(directory: Path) -> ReadOnlyDirectory:

@@ -7,11 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from poolgrid.cli.journal_directory import UsageError, open_directory, progress_bar, survey_bytes
+from poolgrid.cli.journal_directory import UsageError, open_decisions, open_journal, progress_bar, survey_bytes
 from poolgrid.loadgen.trace import TraceError, read_trace
-from poolgrid.router.consolidator.adapters.posix_disk import ReadOnlyDirectory
 from poolgrid.router.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
-from poolgrid.router.decision_journal.reader import decision_directories
 from poolgrid.router.decision_journal.traffic import RecordedTraffic, Recording, read_recording
 from poolgrid.runtime.figures import counted
 from poolgrid.simulation.recorded import RecordedRequest, recorded_workload
@@ -74,13 +72,14 @@ def load_trace(path: Path, settings: EngineSettings, block_size: int) -> Stage:
     )
 
 
-def load_recording(directory: Path, settings: EngineSettings) -> Stage:
+def load_recording(directory: str, settings: EngineSettings) -> Stage:
     """Return recorded traffic, ready to be played; raises ``UsageError`` and what reading a journal raises."""
-    pool = open_directory(directory)
-    found = [ReadOnlyDirectory(path) for path in decision_directories(directory)]
+    pool = open_journal(directory)
+    found = [disk for _, disk in open_decisions(directory)]
     if not found:
         raise UsageError(
-            f"no decisions in {directory}: routers record them under decisions/ROUTER_ID in their data_dir"
+            f"no decisions in {directory}: routers record them under decisions/ROUTER_ID in their data_dir, or on NATS "
+            "with --decision-stream-bytes"
         )
     total = survey_bytes(pool) + sum(survey_bytes(each) for each in found)
     with progress_bar("reading", total) as on_progress:
@@ -99,7 +98,7 @@ def load_recording(directory: Path, settings: EngineSettings) -> Stage:
         "max_num_tokens": card.limits.max_num_tokens,
     }
     return Stage(
-        directory.name,
+        directory.rpartition("/")[2] or directory,
         workload,
         settings.workers or max(1, recording.shape.workers),
         _limits(workload, limits),

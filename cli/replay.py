@@ -7,18 +7,22 @@ be derived at all, and with ``--strict`` when anything could not; 2 for wrong ar
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import typer
 from rich.console import Console
 
-from poolgrid.cli.journal_directory import UsageError, journal_errors, open_directory, progress_bar, survey_bytes
+from poolgrid.cli.journal_directory import (
+    UsageError,
+    journal_errors,
+    open_decisions,
+    open_journal,
+    progress_bar,
+    survey_bytes,
+)
 from poolgrid.cli.json_output import print_json
-from poolgrid.router.consolidator.adapters.posix_disk import ReadOnlyDirectory
 from poolgrid.router.consolidator.core.pool_state import BLOCKS_PER_WORKER_MAX
 from poolgrid.router.decision_journal.opening import policy_of
-from poolgrid.router.decision_journal.reader import decision_directories
 from poolgrid.router.decision_journal.replay import Replay, ReplayOutcome, shown
 from poolgrid.router.policy_loading import PolicyError
 from poolgrid.runtime.figures import counted
@@ -27,33 +31,32 @@ SIDE_CHARS_MAX = 4000
 """Characters shown of each side of a difference; ``--json`` has all."""
 
 
-def replay(directory: Path, decisions: Path | None, strict: bool, as_json: bool) -> int:
+def replay(directory: str, decisions: str | None, strict: bool, as_json: bool) -> int:
     """Replay every router's decision journal against the pool's journal; return the exit status."""
     console = Console(highlight=False, soft_wrap=True)
     answer: dict[str, Any] = {"routers": {}}
     status = 0
     identical = 0
     with journal_errors():
-        pool = open_directory(directory)
-        found = decision_directories(directory if decisions is None else decisions)
+        pool = open_journal(directory)
+        found = open_decisions(directory if decisions is None else decisions)
         if not found:
             raise UsageError(
                 f"no decisions in {decisions or directory}: routers record them under decisions/ROUTER_ID in their "
-                "data_dir; name another place with --decisions"
+                "data_dir, or on NATS with --decision-stream-bytes; name another place with --decisions"
             )
-        for each in found:
-            disk = ReadOnlyDirectory(each)
-            with progress_bar(f"replaying {each.name}", survey_bytes(disk)) as on_progress:
+        for name, disk in found:
+            with progress_bar(f"replaying {name}", survey_bytes(disk)) as on_progress:
                 try:
                     outcome = Replay(pool, disk, policy_of, BLOCKS_PER_WORKER_MAX).run(on_progress)
                 except PolicyError as error:
-                    raise UsageError(f"replaying {each.name}: {error}") from None
+                    raise UsageError(f"replaying {name}: {error}") from None
             identical += outcome.identical
-            answer["routers"][each.name] = _row(outcome)
+            answer["routers"][name] = _row(outcome)
             if outcome.difference is not None or (strict and (outcome.not_derivable or outcome.lost_decisions)):
                 status = 1
             if not as_json:
-                _print(console, each.name, outcome)
+                _print(console, name, outcome)
     if identical == 0 and status == 0:
         status = 1
         typer.echo("no decision could be derived", err=True)

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from poolgrid.cli.journal_directory import UsageError, journal_errors
+from poolgrid.cli.journal_directory import STREAM_SCHEMES, UsageError, journal_errors
 from poolgrid.cli.json_output import cannot_write, json_text, print_json
 from poolgrid.cli.recording import Stage, load_recording, load_trace
 from poolgrid.cli.what_if import difference_table, report_of
@@ -27,16 +27,17 @@ REQUESTS_MIN = 20
 """Fewer requests in either part say nothing about a 99th percentile, or about anything."""
 
 
-def tune(source: Path, settings: TuneSettings) -> int:
+def tune(source: str, settings: TuneSettings) -> int:
     """Search, compare with the defaults on held-back traffic, print and write what was found; return the status."""
     console = terminal()
     with journal_errors("tuning"):
         for name, out in (("--out", settings.out), ("--config", settings.config_out)):
             if fault := cannot_write(out):
                 raise UsageError(f"{name}: {fault}; nothing was searched")
-        stage = (
-            load_recording(source, settings) if source.is_dir() else load_trace(source, settings, settings.block_size)
-        )
+        if source.startswith(STREAM_SCHEMES) or Path(source).is_dir():
+            stage = load_recording(source, settings)
+        else:
+            stage = load_trace(Path(source), settings, settings.block_size)
         count = len(stage.workload.requests)
         cut = int(count * settings.search_share)
         if cut < REQUESTS_MIN or count - cut < REQUESTS_MIN:

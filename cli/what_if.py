@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -27,7 +26,7 @@ VARIANTS_MAX = 64
 _SWEPT = ("overlap_weight", "prefill_weight", "queue_weight", "decode_weight", "temperature")
 
 
-def what_if(directory: Path, settings: WhatIfSettings) -> int:
+def what_if(directory: str, settings: WhatIfSettings) -> int:
     """Play recorded traffic under each variant; return the exit status."""
     with journal_errors("trying other settings"):
         _check_outputs(settings)

@@ -357,7 +357,13 @@ def _open_recorder(
     awake: Clock,
     registry: CollectorRegistry,
 ) -> DecisionRecorder | None:
-    recorder = open_recorder(settings, consolidator, state, awake)
+    if settings.decision_stream_bytes:
+        # Late: most routers have no use for it.
+        from poolgrid.router.decision_journal.jetstream import open_stream_recorder
+
+        recorder: DecisionRecorder | None = open_stream_recorder(opened, settings, consolidator, state, awake)
+    else:
+        recorder = open_recorder(settings, consolidator, state, awake)
     if recorder is not None:
         opened.push_async_callback(recorder.stop)
         state.log = recorder

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -24,7 +23,11 @@ def explain(
         str, typer.Option(help="Router or global router that served it.", envvar="POOLGRID_URL")
     ] = "http://127.0.0.1:8000",
     journal: Annotated[
-        Path | None, typer.Option(help="Read a data_dir with recorded decisions, instead of asking a router.")
+        str | None,
+        typer.Option(
+            help="Read recorded decisions instead of asking a router: of a data_dir, or "
+            "nats://HOST:PORT/POOL of a pool on NATS."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -25,6 +25,7 @@ from poolgrid.cli.journal_directory import (
     JournalFiles,
     UsageError,
     journal_errors,
+    open_decisions,
     open_directory,
     open_journal,
     progress_bar,
@@ -53,7 +54,7 @@ from poolgrid.router.consolidator.journal.record_rows import (
 from poolgrid.router.consolidator.journal.stored_records import StoredRecord, TornTail, stored_records
 from poolgrid.router.consolidator.ports import Disk
 from poolgrid.router.consolidator.settings import ConsolidatorSettings
-from poolgrid.router.decision_journal.reader import ReadRemarks, decision_directories, stored_entries
+from poolgrid.router.decision_journal.reader import DIRECTORY, ReadRemarks, stored_entries
 from poolgrid.runtime.figures import UNKNOWN, counted, size
 from poolgrid.runtime.terminal_table import Heading, TerminalTable, terminal
 from poolgrid.wire.identifiers import Tier
@@ -217,8 +218,7 @@ def verify(directory: Directory, as_json: AsJson = False) -> None:
             with progress_bar("verifying", total) as on_progress:
                 found = check_journal(disk, BLOCKS_PER_WORKER_MAX, on_progress)
             _refuse_torn(disk, found.torn, "the tail, which was never acknowledged under fsync=always")
-            found_decisions = [] if directory.startswith(STREAM_SCHEMES) else decision_directories(Path(directory))
-            decisions = {path.name: _verify_decisions(path) for path in found_decisions}
+            decisions = {router: _verify_decisions(router, files) for router, files in open_decisions(directory)}
         except JournalCorrupt as error:
             if as_json:
                 fault = {name: getattr(error, name) for name in ("file", "position", "offset", "detail", "remedy")}
@@ -250,15 +250,14 @@ def _refuse_torn(disk: JournalFiles, torn: TornTail | None, what: str) -> None:
         )
 
 
-def _verify_decisions(path: Path) -> int:
-    disk = ReadOnlyDirectory(path)
+def _verify_decisions(router: str, disk: JournalFiles) -> int:
     remarks = ReadRemarks()
     try:
         count = sum(1 for _ in stored_entries(disk, remarks))
         _refuse_torn(disk, remarks.torn[0] if remarks.torn else None, "the tail")
     except JournalCorrupt as error:
         # The name alone would be looked for in the wrong directory.
-        file = f"{path.parent.name}/{path.name}/{error.file}"
+        file = f"{DIRECTORY}/{router}/{error.file}"
         raise JournalCorrupt(file, error.position, error.offset, error.detail, error.remedy) from None
     return count
 

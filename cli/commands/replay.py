@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,9 +14,15 @@ app = CommandLine()
 
 @app.command()
 def replay(
-    directory: Annotated[Path, typer.Argument(help="Directory of the pool's journal (a data_dir).")],
+    directory: Annotated[
+        str,
+        typer.Argument(help="Directory of the pool's journal (a data_dir), or nats://HOST:PORT/POOL."),
+    ],
     decisions: Annotated[
-        Path | None, typer.Option(help="Where the decisions are, when not in `decisions` below the journal.")
+        str | None,
+        typer.Option(
+            help="Where the decisions are, when not in `decisions` below the journal, or in streams of its pool."
+        ),
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Status 1 also when a decision cannot be derived.")] = False,
     as_json: AsJson = False,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -18,7 +17,10 @@ app = CommandLine()
 @with_settings(TuneSettings, renamed={"as_json": "--json", "config_out": "--config"})
 def tune(
     settings: TuneSettings,
-    source: Annotated[Path, typer.Argument(help="A data_dir with recorded decisions, or a Mooncake-format trace.")],
+    source: Annotated[
+        str,
+        typer.Argument(help="A data_dir with recorded decisions, nats://HOST:PORT/POOL, or a Mooncake-format trace."),
+    ],
 ) -> None:
     """Search cost weights for an objective, and justify them on traffic that the search did not see."""
     from poolgrid.cli.tune import tune as run_tune

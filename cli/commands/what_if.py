@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -18,7 +17,10 @@ app = CommandLine()
 @with_settings(WhatIfSettings, renamed={"as_json": "--json"})
 def what_if(
     settings: WhatIfSettings,
-    directory: Annotated[Path, typer.Argument(help="Directory of the pool's journal, with decisions (a data_dir).")],
+    directory: Annotated[
+        str,
+        typer.Argument(help="Directory of the pool's journal, with decisions (a data_dir), or nats://HOST:PORT/POOL."),
+    ],
 ) -> None:
     """Play recorded traffic on simulated engines under the recorded settings and under others, and compare."""
     from poolgrid.cli.what_if import what_if as run_what_if

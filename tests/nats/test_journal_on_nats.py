@@ -11,7 +11,11 @@ import pytest
 
 from poolgrid.router.consolidator.adapters.jetstream import JetStreamJournal, StreamShape, ThreadedStream
 from poolgrid.router.consolidator.journal.errors import JournalFenced
+from poolgrid.router.consolidator.journal.stored_records import stored_payloads
 from poolgrid.router.consolidator.stream.journal import StreamJournal, StreamJournalSettings
+from poolgrid.router.decision_journal.entries import DECISIONS, RequestEnded, encoder
+from poolgrid.router.decision_journal.jetstream import JetStreamDecisions, ThreadedDecisions, routers_with_decisions
+from poolgrid.router.decision_journal.stream_segments import DecisionsInStream, StreamSegments
 from poolgrid.runtime.clock import SystemClock
 from poolgrid.runtime.nats_connection import NatsConnection
 from poolgrid.runtime.nats_settings import EventPlaneSettings
@@ -55,7 +59,7 @@ class OnServer(InStream):
     """A pool of its own on the server."""
 
     def __init__(self, server: NatsServer, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+        self.loop = loop
         self._server = server
         self._settings = EventPlaneSettings(
             event_plane="nats", nats_url=(server.url,), nats_pool=f"pool-{next(_names)}", nats_timeout_ms=20_000
@@ -65,7 +69,7 @@ class OnServer(InStream):
         super().__init__(ThreadedStream(JetStreamJournal(self.connection, StreamShape(1, SIZE)), loop))
 
     def run(self, work: object) -> object:
-        return wait_from_thread(self._loop, work, "test", 60)  # type: ignore[arg-type]
+        return wait_from_thread(self.loop, work, "test", 60)  # type: ignore[arg-type]
 
     def spoil_newest_snapshot(self) -> None:
         """Put one there whose content is another's."""
@@ -170,6 +174,28 @@ def test_a_stream_that_is_full_of_large_records_is_taken_over_and_written_again(
         journal.append(large_records(stored_before), 0)
         assert kind.open().recover(BLOCKS_MAX).offset == stored_before + 3
         journal = open_journal(f"{writer}-again")
+
+
+def test_decisions_are_kept_by_router_and_the_servers_remove_the_oldest(kind: OnServer) -> None:
+    connection, loop = kind.connection, kind.loop
+    payload = encoder.encode(RequestEnded("r" * 10_000, 1, 1000))
+    kept = []
+    kind.open()
+    for router in ("a.b", "c"):
+        stream = ThreadedDecisions(JetStreamDecisions(connection, router, SIZE // 4, 3_600_000), loop)
+        stream.connected = True
+        segments = StreamSegments(stream, f"life-{router[-1]}")
+        segments.mend()
+        for number in range(20 if router == "c" else 2):
+            segments.begin([payload], number)
+            segments.append([payload, payload])
+        kept.append(DecisionsInStream(stream))
+
+    whole, newest = ([each.number for each in stored_payloads(disk, DECISIONS)] for disk in kept)
+    assert whole == list(range(6))
+    assert newest == list(range(newest[0], 60))
+    assert 15 < len(newest) < 30
+    assert kind.run(routers_with_decisions(connection)) == ["a.b", "c"]
 
 
 def test_the_servers_take_no_more_than_they_keep_room_for(kind: OnServer) -> None:

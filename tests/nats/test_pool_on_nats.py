@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
+import httpx
 import pytest
 from typer.testing import CliRunner
 
@@ -27,7 +29,8 @@ def server() -> Iterator[NatsServer]:
 @pytest.fixture(scope="module")
 def pool(server: NatsServer) -> Iterator[Process]:
     plane = ("--event-plane", "nats", "--nats-url", server.url, "--consolidators", "2")
-    with running_pool(*plane, "--consolidator-option", "leader-lease-s=1", workers=1) as up:
+    options = ("--consolidator-option", "leader-lease-s=1", "--router-option", "decision-stream-bytes=16777216")
+    with running_pool(*plane, *options, workers=1) as up:
         yield up
 
 
@@ -87,3 +90,27 @@ def test_the_journal_of_the_stream_is_read_as_one_of_a_directory_is(pool: Proces
     assert refused.exit_code == 2
     absent = runner.invoke(app, ["journal", "ls", f"{server.url}/another"])
     assert absent.exit_code == 2
+
+
+def test_decisions_in_a_stream_are_derived_again_and_explained_as_those_of_a_directory_are(
+    pool: Process, server: NatsServer
+) -> None:
+    where = f"{server.url}/default"
+    runner = CliRunner()
+    assert ask(pool.url, "at last " + PROMPT) == 200
+    [made] = httpx.get(f"{pool.url}/v1/decisions?limit=1").json()["data"]
+
+    def explained() -> dict[str, Any]:
+        shown = runner.invoke(app, ["explain", made["request_id"], "--journal", where, "--json"])
+        return json.loads(shown.stdout) if shown.exit_code == 0 else {}
+
+    eventually("the decision is recorded", lambda: bool(explained()))
+    [attempt] = explained()["attempts"]
+    assert (attempt["worker"], attempt["recorded"]["router"]) == (made["worker"], "router")
+    replayed = json.loads(runner.invoke(app, ["replay", where, "--json"]).stdout)
+    assert replayed["identical"]
+    row = replayed["routers"]["router"]
+    assert row["identical"] + row["not_derivable"] + row["lost_decisions"] > 3
+    assert row["identical"] > 0
+    verified = json.loads(runner.invoke(app, ["journal", "verify", where, "--json"]).stdout)
+    assert verified["decisions"]["router"] > 10

@@ -66,26 +66,114 @@ class StreamShape:
     """How large it may be and still take records: ``stream.journal.bytes_max_of`` what retention keeps."""
 
 
-class JetStreamJournal:
+class JetStreamMessages:
+    """Messages in a stream, each stored behind the one that its writer knows; belongs to the connection's loop.
+
+    What asks may raise ``StreamUnavailable``.
+    """
+
+    def __init__(self, connection: NatsConnection, name: str, subjects: str) -> None:
+        self._connection = connection
+        self.name = name
+        self._subjects = subjects
+
+    @property
+    def connection(self) -> NatsConnection:
+        """Return the connection."""
+        return self._connection
+
+    async def facts(self) -> StreamFacts:
+        """Return the stream as its leader knows it; one that is not there is empty."""
+        from nats.js.errors import NotFoundError
+
+        try:
+            found = await self._asked(
+                f"asking for stream {self.name}", self._connection.jetstream.stream_info(self.name)
+            )
+        except NotFoundError:
+            return StreamFacts(1, 0, 0, 0)
+        state = found.state
+        first = state.first_seq if state.messages else state.last_seq + 1
+        return StreamFacts(first, state.last_seq, state.messages, state.bytes)
+
+    async def append(self, messages: Sequence[Outgoing], last_sequence: int, begins: bool = False) -> None:
+        """Store messages right behind ``last_sequence``, each sent once the one before it is stored.
+
+        Each writer has a subject of its own, and expects the last message there, too: the server compares numbers and
+        not names, and a stream that lost its end may have got as many messages from another writer.
+
+        Sent together, the second message of a writer that was overtaken would expect the very sequence at which the
+        first one of the next writer was stored, and would be stored behind it. To name the message before it as well
+        (``Nats-Expected-Last-Msg-Id``) leaves later messages without an answer on clusters. What is written at once is
+        in few messages anyway.
+        """
+        what = f"appending {len(messages)} messages to stream {self.name}"
+        for expected, message in enumerate(messages, last_sequence):
+            own = 0 if begins and expected == last_sequence else expected
+            headers = {
+                **message.headers(),
+                "Nats-Expected-Last-Sequence": str(expected),
+                "Nats-Expected-Last-Subject-Sequence": str(own),
+            }
+            subject = f"{self._subjects}.{message.message_id.rpartition('.')[0]}"
+            try:
+                answer = await self._connection.publish(what, subject, headers, message.body)
+            except NatsUnavailable as error:
+                raise StreamUnavailable(str(error)) from error
+            if answer.error_code in WRONG_LAST_SEQUENCE:
+                raise OutOfTurn(f"{answer.error}, expected {expected}")
+            if answer.error:
+                raise StreamUnavailable(f"{what}: {answer.error}")
+            if answer.sequence != expected + 1:
+                raise OutOfTurn(f"message {expected + 1} is stored at {answer.sequence}")
+
+    async def read(self, from_sequence: int, limit: int) -> list[StoredMessage]:
+        """Return messages from a sequence on, as many as fit an answer."""
+        found = await self._batch(self.name, {"seq": from_sequence, "batch": limit})
+        return [stored_message(int(each.headers["Nats-Sequence"]), each.headers, each.data) for each in found]
+
+    # Inside
+
+    async def _ensure(self, config: Any) -> None:
+        from nats.js.errors import BadRequestError
+
+        jetstream = self._connection.jetstream
+        try:
+            await self._asked(f"making stream {config.name}", jetstream.add_stream(config))
+        except StreamUnavailable as error:
+            # There, with other settings than ours: those that may change are changed.
+            if not isinstance(error.__cause__, NatsUnavailable) or not isinstance(
+                error.__cause__.__cause__, BadRequestError
+            ):
+                raise
+            await self._asked(f"changing stream {config.name}", jetstream.update_stream(config))
+
+    async def _asked(self, what: str, question: Any) -> Any:
+        try:
+            return await self._connection.asked(what, question)
+        except NatsUnavailable as error:
+            raise StreamUnavailable(str(error)) from error
+
+    async def _batch(self, stream: str, question: Mapping[str, Any]) -> list[NatsMessage]:
+        try:
+            return await self._connection.batch(stream, question)
+        except NatsUnavailable as error:
+            raise StreamUnavailable(str(error)) from error
+
+
+class JetStreamJournal(JetStreamMessages):
     """The journal of one pool, on a connection; belongs to its loop. What asks may raise ``StreamUnavailable``."""
 
     def __init__(self, connection: NatsConnection, shape: StreamShape | None = None) -> None:
-        self._connection = connection
-        self._shape = shape or StreamShape()
         pool = connection.pool
-        self.name = f"poolgrid-{pool}"
-        self._subjects = f"poolgrid.{pool}.journal"
+        super().__init__(connection, f"poolgrid-{pool}", f"poolgrid.{pool}.journal")
+        self._shape = shape or StreamShape()
         self._stored_subjects = f"poolgrid.{pool}.stored.>"
         self._objects = f"poolgrid-{pool}-snapshots"
         self._objects_stream = f"OBJ_{self._objects}"
         self._bucket_stream = bucket_stream(pool)
         self._bucket = BUCKET.format(pool=pool)
         self._subscription: Any = None
-
-    @property
-    def connection(self) -> NatsConnection:
-        """Return the connection."""
-        return self._connection
 
     # Making
 
@@ -139,20 +227,6 @@ class JetStreamJournal:
         )
         await self._clear_unfinished()
 
-    async def _ensure(self, config: Any) -> None:
-        from nats.js.errors import BadRequestError
-
-        jetstream = self._connection.jetstream
-        try:
-            await self._asked(f"making stream {config.name}", jetstream.add_stream(config))
-        except StreamUnavailable as error:
-            # There, with other settings than ours: those that may change are changed.
-            if not isinstance(error.__cause__, NatsUnavailable) or not isinstance(
-                error.__cause__.__cause__, BadRequestError
-            ):
-                raise
-            await self._asked(f"changing stream {config.name}", jetstream.update_stream(config))
-
     async def _clear_unfinished(self) -> None:
         """Remove pieces of snapshots that a writer which was killed did not finish."""
         known = {information["nuid"] for information in (await self._object_list()).values()}
@@ -165,56 +239,6 @@ class JetStreamJournal:
                 await self._purge(self._objects_stream, subject=subject)
 
     # Records
-
-    async def facts(self) -> StreamFacts:
-        """Return the stream as its leader knows it; one that is not there is empty."""
-        from nats.js.errors import NotFoundError
-
-        try:
-            found = await self._asked(
-                f"asking for stream {self.name}", self._connection.jetstream.stream_info(self.name)
-            )
-        except NotFoundError:
-            return StreamFacts(1, 0, 0, 0)
-        state = found.state
-        first = state.first_seq if state.messages else state.last_seq + 1
-        return StreamFacts(first, state.last_seq, state.messages, state.bytes)
-
-    async def append(self, messages: Sequence[Outgoing], last_sequence: int, begins: bool = False) -> None:
-        """Store messages right behind ``last_sequence``, each sent once the one before it is stored.
-
-        Each writer has a subject of its own, and expects the last message there, too: the server compares numbers and
-        not names, and a stream that lost its end may have got as many messages from another writer.
-
-        Sent together, the second message of a writer that was overtaken would expect the very sequence at which the
-        first one of the next writer was stored, and would be stored behind it. To name the message before it as well
-        (``Nats-Expected-Last-Msg-Id``) leaves later messages without an answer on clusters. What is written at once is
-        in few messages anyway.
-        """
-        what = f"appending {len(messages)} messages to stream {self.name}"
-        for expected, message in enumerate(messages, last_sequence):
-            own = 0 if begins and expected == last_sequence else expected
-            headers = {
-                **message.headers(),
-                "Nats-Expected-Last-Sequence": str(expected),
-                "Nats-Expected-Last-Subject-Sequence": str(own),
-            }
-            subject = f"{self._subjects}.{message.message_id.rpartition('.')[0]}"
-            try:
-                answer = await self._connection.publish(what, subject, headers, message.body)
-            except NatsUnavailable as error:
-                raise StreamUnavailable(str(error)) from error
-            if answer.error_code in WRONG_LAST_SEQUENCE:
-                raise OutOfTurn(f"{answer.error}, expected {expected}")
-            if answer.error:
-                raise StreamUnavailable(f"{what}: {answer.error}")
-            if answer.sequence != expected + 1:
-                raise OutOfTurn(f"message {expected + 1} is stored at {answer.sequence}")
-
-    async def read(self, from_sequence: int, limit: int) -> list[StoredMessage]:
-        """Return messages from a sequence on, as many as fit an answer."""
-        found = await self._batch(self.name, {"seq": from_sequence, "batch": limit})
-        return [stored_message(int(each.headers["Nats-Sequence"]), each.headers, each.data) for each in found]
 
     async def remove_before(self, sequence: int) -> None:
         """Remove the messages before one."""
@@ -347,18 +371,6 @@ class JetStreamJournal:
 
     # Inside
 
-    async def _asked(self, what: str, question: Any) -> Any:
-        try:
-            return await self._connection.asked(what, question)
-        except NatsUnavailable as error:
-            raise StreamUnavailable(str(error)) from error
-
-    async def _batch(self, stream: str, question: Mapping[str, Any]) -> list[NatsMessage]:
-        try:
-            return await self._connection.batch(stream, question)
-        except NatsUnavailable as error:
-            raise StreamUnavailable(str(error)) from error
-
     async def _purge(self, stream: str, **which: Any) -> None:
         await self._asked(f"removing from stream {stream}", self._connection.jetstream.purge_stream(stream, **which))
 
@@ -367,40 +379,54 @@ def _one(values: Any) -> str:
     return str(values[0]) if isinstance(values, list) and values else ""
 
 
-class ThreadedStream:
-    """``stream.ports.RecordStream`` for threads, over a loop that goes on meanwhile."""
+class ThreadedMessages:
+    """``JetStreamMessages`` for threads, over a loop that goes on meanwhile."""
 
-    def __init__(self, journal: JetStreamJournal, loop: asyncio.AbstractEventLoop) -> None:
-        self._journal = journal
+    def __init__(self, stream: JetStreamMessages, loop: asyncio.AbstractEventLoop) -> None:
+        self._stream = stream
         self._loop = loop
-        self._timeout_s = journal.connection.timeout_s * 20
+        self._timeout_s = stream.connection.timeout_s * 20
         """Beyond every answer's own: many questions make an object."""
 
     @property
     def name(self) -> str:
         """Return the name of the stream."""
-        return self._journal.name
+        return self._stream.name
 
     @property
     def body_bytes_max(self) -> int:
         """Return how much of a body one message may hold."""
-        return self._journal.connection.body_bytes_max
+        return self._stream.connection.body_bytes_max
+
+    def facts(self) -> StreamFacts:
+        """Return the stream as its leader knows it."""
+        return self._wait(self._stream.facts())
+
+    def append(self, messages: Sequence[Outgoing], last_sequence: int, begins: bool = False) -> None:
+        """Store messages right behind ``last_sequence``."""
+        self._wait(self._stream.append(messages, last_sequence, begins))
+
+    def read(self, from_sequence: int, limit: int) -> list[StoredMessage]:
+        """Return messages from a sequence on."""
+        return self._wait(self._stream.read(from_sequence, limit))
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            return wait_from_thread(self._loop, work, f"stream {self.name}", self._timeout_s)
+        except TimeoutError as error:
+            raise StreamUnavailable(f"stream {self.name}: no answer in {self._timeout_s:g} s") from error
+
+
+class ThreadedStream(ThreadedMessages):
+    """``stream.ports.RecordStream`` for threads."""
+
+    def __init__(self, journal: JetStreamJournal, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(journal, loop)
+        self._journal = journal
 
     def open(self) -> None:
         """Make what is not there yet."""
         self._wait(self._journal.open())
-
-    def facts(self) -> StreamFacts:
-        """Return the stream as its leader knows it."""
-        return self._wait(self._journal.facts())
-
-    def append(self, messages: Sequence[Outgoing], last_sequence: int, begins: bool = False) -> None:
-        """Store messages right behind ``last_sequence``."""
-        self._wait(self._journal.append(messages, last_sequence, begins))
-
-    def read(self, from_sequence: int, limit: int) -> list[StoredMessage]:
-        """Return messages from a sequence on."""
-        return self._wait(self._journal.read(from_sequence, limit))
 
     def remove_before(self, sequence: int) -> None:
         """Remove the messages before one."""
@@ -428,12 +454,6 @@ class ThreadedStream:
 
     def close(self) -> None:
         """Do nothing: the connection is its owner's."""
-
-    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        try:
-            return wait_from_thread(self._loop, work, f"stream {self.name}", self._timeout_s)
-        except TimeoutError as error:
-            raise StreamUnavailable(f"stream {self.name}: no answer in {self._timeout_s:g} s") from error
 
 
 class RouterStream:

@@ -34,8 +34,8 @@ LAGGING_ATTEMPTS = 50
 """How often a message that must be there is asked for again, a replica that answers being behind the others."""
 
 
-class Readable(Protocol):
-    """As much of a stream as reading takes."""
+class ReadableMessages(Protocol):
+    """As much of a stream as reading its messages takes."""
 
     @property
     def name(self) -> str:
@@ -49,6 +49,10 @@ class Readable(Protocol):
     def read(self, from_sequence: int, limit: int) -> list[StoredMessage]:
         """Return messages from a sequence on; none only when none is there (yet)."""
         ...
+
+
+class Readable(ReadableMessages, Protocol):
+    """As much of a journal's stream as reading takes."""
 
     def snapshots(self) -> list[Anchor]:
         """Return the snapshots that are kept, oldest first."""
@@ -80,43 +84,39 @@ def corrupt(name: str, sequence: int, offset: int, detail: str) -> JournalCorrup
     )
 
 
-class StreamHistory:
-    """Reads one stream."""
+class MessageHistory:
+    """Reads the messages of one stream."""
 
-    def __init__(self, stream: Readable) -> None:
-        self._stream = stream
-        self.report: list[str] = []
-        """What reading found, for the log."""
-        self.unknown: dict[str, int] = {}
-        """Kinds of records and events that a later version wrote and were passed over, and how many of each."""
+    def __init__(self, stream: ReadableMessages) -> None:
+        self._source = stream
 
     def message(self, sequence: int) -> StoredMessage:
         """Return the message at a sequence that must be there."""
         for _ in range(LAGGING_ATTEMPTS):
-            found = self._stream.read(sequence, 1)
+            found = self._source.read(sequence, 1)
             if found:
                 if found[0].sequence != sequence:
-                    raise corrupt(self._stream.name, sequence, 0, f"the next message there is {found[0].sequence}")
+                    raise corrupt(self._source.name, sequence, 0, f"the next message there is {found[0].sequence}")
                 return found[0]
-        raise StreamUnavailable(f"reading stream {self._stream.name}: message {sequence} does not come")
+        raise StreamUnavailable(f"reading stream {self._source.name}: message {sequence} does not come")
 
     def messages(self, from_sequence: int, to_sequence: int) -> Iterator[StoredMessage]:
         """Yield the messages up to and with ``to_sequence``, which must be there."""
         empty = 0
         while from_sequence <= to_sequence:
-            found = self._stream.read(from_sequence, min(READ_MESSAGES, to_sequence - from_sequence + 1))
+            found = self._source.read(from_sequence, min(READ_MESSAGES, to_sequence - from_sequence + 1))
             if not found:
                 empty += 1
                 if empty > LAGGING_ATTEMPTS:
                     raise StreamUnavailable(
-                        f"reading stream {self._stream.name}: messages {from_sequence} to {to_sequence} do not come"
+                        f"reading stream {self._source.name}: messages {from_sequence} to {to_sequence} do not come"
                     )
                 continue
             empty = 0
             for message in found:
                 if message.sequence != from_sequence:
                     raise corrupt(
-                        self._stream.name,
+                        self._source.name,
                         from_sequence,
                         0,
                         f"messages {from_sequence} to {message.sequence - 1} are missing",
@@ -133,6 +133,18 @@ class StreamHistory:
             if message.piece == 0:
                 return message
         return None
+
+
+class StreamHistory(MessageHistory):
+    """Reads a journal's stream."""
+
+    def __init__(self, stream: Readable) -> None:
+        super().__init__(stream)
+        self._stream = stream
+        self.report: list[str] = []
+        """What reading found, for the log."""
+        self.unknown: dict[str, int] = {}
+        """Kinds of records and events that a later version wrote and were passed over, and how many of each."""
 
     def locate(self, offset: int, facts: StreamFacts) -> StoredMessage | None:
         """Return the first piece of the body that holds a record, or would hold it next; ``None`` when it is gone."""

@@ -1,0 +1,349 @@
+"""The segments of a decision journal in a stream: appended to by one router, read as files of a directory.
+
+Rules
+    1. What is appended at once is a *unit*, in one message or in pieces that follow each other: a header that says
+       where the bytes belong, and the bytes. A unit whose last piece is missing never was.
+    2. A unit belongs to the segment that begins at the message its header names, at a position in it. Whatever the
+       segment held from that position on is cut. So a segment is cut back by a unit without bytes.
+    3. What was sent and not answered may be stored. Before anything else is sent the stream is asked, and the segment
+       is cut back to what its writer knows of: what comes next says that it was lost.
+    4. Whoever begins last writes. A router that finds messages of another one behind its own writes nothing any more.
+    5. The servers remove what is too much or too old, oldest first. A segment whose beginning is gone is none.
+"""
+
+from __future__ import annotations
+
+import errno
+import struct
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NoReturn, Protocol
+
+from poolgrid.router.consolidator.journal.framing import file_header, frame
+from poolgrid.router.consolidator.journal.stored_records import SUFFIX
+from poolgrid.router.consolidator.stream.history import MessageHistory, ReadableMessages, corrupt
+from poolgrid.router.consolidator.stream.message import (
+    BrokenChain,
+    Chain,
+    Damaged,
+    Outgoing,
+    StoredMessage,
+    pieces,
+)
+from poolgrid.router.consolidator.stream.ports import OutOfTurn, StreamFacts, StreamUnavailable
+from poolgrid.router.decision_journal.entries import DECISIONS
+
+UNIT = struct.Struct("<4sQQQQ")
+MAGIC = b"PGDU"
+
+SEGMENTS_KEPT = 2
+"""Segments whose content is kept by a reader, who asks for their size and reads them then."""
+
+
+class DecisionStream(Protocol):
+    """A stream as the writer of decisions uses it, on a thread; each call may raise ``StreamUnavailable``."""
+
+    @property
+    def name(self) -> str:
+        """Return the name of the stream, for people."""
+        ...
+
+    @property
+    def body_bytes_max(self) -> int:
+        """Return how much of a body one message may hold."""
+        ...
+
+    def open(self) -> None:
+        """Make the stream, or bring the one that is there up to the settings."""
+        ...
+
+    def facts(self) -> StreamFacts:
+        """Return the stream as whoever orders it knows it."""
+        ...
+
+    def append(self, messages: Sequence[Outgoing], last_sequence: int, begins: bool = False) -> None:
+        """Store messages as ``stream.ports.RecordStream`` does."""
+        ...
+
+    def read(self, from_sequence: int, limit: int) -> list[StoredMessage]:
+        """Return messages from a sequence on; none only when none is there (yet)."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the stream."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Where bytes belong."""
+
+    segment: int
+    """Number of the segment's first entry."""
+    begin: int
+    """Sequence of the first message of the segment's first unit."""
+    position: int
+    next_number: int
+    """Of the entry behind those of the unit."""
+
+    def encode(self, data: bytes) -> bytes:
+        """Return what is stored."""
+        return UNIT.pack(MAGIC, self.segment, self.begin, self.position, self.next_number) + data
+
+
+def unit_of(sequence: int, body: bytes) -> Unit:
+    """Return the header at the front of a unit; raises ``Damaged``. ``sequence`` is of its first piece."""
+    if len(body) < UNIT.size or body[: len(MAGIC)] != MAGIC:
+        raise Damaged(f"message {sequence}: it begins with {body[:4]!r}, decisions begin with {MAGIC!r}")
+    unit = Unit(*UNIT.unpack_from(body)[1:])
+    if not 0 < unit.begin <= sequence:
+        raise Damaged(f"message {sequence}: it says that its segment begins at message {unit.begin}")
+    return unit
+
+
+class StreamSegments:
+    """Does for a stream what ``DecisionSegments`` does for a directory; every method may raise ``OSError``.
+
+    Nothing is asked before the first ``mend``: a router starts also while the servers are away.
+    """
+
+    def __init__(self, stream: DecisionStream, life: str) -> None:
+        """``life`` names this life of the router and no other, in letters, digits, _ and -."""
+        self.report: list[str] = []
+        self._stream = stream
+        self._life = life
+        self._number = 0
+        """Of the last message: a name is never used again."""
+        self._opened = False
+        self._begins = True
+        """Whether the stream holds no message of this life."""
+        self._end = (0, "")
+        self._next = 0
+        self._unanswered = False
+        self._fenced = ""
+        self._segment: Unit | None = None
+        self._size = 0
+        self._begun_with = 0
+        self._begun = 0
+        self._stored_bytes = 0
+
+    def is_full(self, segment_bytes: int) -> bool:
+        """Return whether another segment should follow the newest one."""
+        return self._segment is not None and self._size >= max(segment_bytes, 2 * self._begun_with)
+
+    def mend(self) -> None:
+        """Find out where the stream ends, and cut what a failed write left behind; first of all and after failures."""
+        if self._fenced:
+            raise StreamUnavailable(self._fenced)
+        if not self._opened:
+            self._open()
+        elif self._unanswered:
+            self._settle()
+
+    def _open(self) -> None:
+        self._stream.open()
+        facts = self._stream.facts()
+        self._end = (facts.last_sequence, "")
+        if facts.messages:
+            history = MessageHistory(self._stream)
+            last = history.message(facts.last_sequence)
+            first = history.first_piece(facts.last_sequence, facts.first_sequence)
+            self._end = (facts.last_sequence, last.message_id)
+            if first is not None:
+                try:
+                    self._next = unit_of(first.sequence, first.body).next_number
+                except Damaged as error:
+                    raise StreamUnavailable(f"stream {self._stream.name} is no stream of decisions: {error}") from None
+        self._stored_bytes = facts.bytes
+        self._segment = None
+        self._unanswered = False
+        self._opened = True
+
+    def _settle(self) -> None:
+        facts = self._stream.facts()
+        if facts.last_sequence < self._end[0]:
+            self._opened = False  # its end is lost: what is there now is somebody's before
+            self._begins = True
+            self._life += "x"  # names that were used may be known to the servers
+            self._open()
+            return
+        self._begins = self._begins or facts.first_sequence > self._end[0]
+        for message in MessageHistory(self._stream).messages(
+            max(self._end[0] + 1, facts.first_sequence), facts.last_sequence
+        ):
+            if message.message_id.rpartition(".")[0] != self._life:
+                self._fenced = (
+                    f"another router of this id records its decisions in stream {self._stream.name} since message "
+                    f"{message.sequence}; give each router a router_id of its own, and start this one again"
+                )
+                raise StreamUnavailable(self._fenced)
+            self._end = (message.sequence, message.message_id)
+            self._begins = False
+        self._unanswered = False
+        if self._segment is not None:
+            self._store(self._at(self._size, self._next), b"")
+
+    def begin(self, payloads: Sequence[bytes], now_ms: int) -> None:
+        """Begin a segment with these entries."""
+        data = file_header(DECISIONS.magic, self._next, now_ms) + self._framed(payloads)
+        unit = Unit(self._next, self._end[0] + 1, 0, self._next + len(payloads))
+        self._store(unit, data)
+        self._segment = unit
+        self._size = self._begun_with = len(data)
+        self._next += len(payloads)
+        self._begun += 1
+
+    def append(self, payloads: Sequence[bytes]) -> None:
+        """Append entries to the newest segment, all of them or none."""
+        data = self._framed(payloads)
+        self._store(self._at(self._size, self._next + len(payloads)), data)
+        self._size += len(data)
+        self._next += len(payloads)
+
+    def _framed(self, payloads: Sequence[bytes]) -> bytes:
+        return b"".join(frame(payload, number) for number, payload in enumerate(payloads, self._next))
+
+    def _at(self, position: int, next_number: int) -> Unit:
+        assert self._segment is not None, "a segment is begun before it is appended to"
+        return Unit(self._segment.segment, self._segment.begin, position, next_number)
+
+    def _store(self, unit: Unit, data: bytes) -> None:
+        messages: list[Outgoing] = []
+        after = self._end[1]
+        for piece, more, body in pieces(unit.encode(data), self._stream.body_bytes_max):
+            self._number += 1
+            messages.append(Outgoing(f"{self._life}.{self._number}", after, piece, more, body))
+            after = messages[-1].message_id
+        self._unanswered = True
+        try:
+            self._stream.append(messages, self._end[0], self._begins)
+        except OutOfTurn as error:
+            raise StreamUnavailable(f"writing decisions to stream {self._stream.name}: {error}") from None
+        self._unanswered = self._begins = False
+        self._end = (self._end[0] + len(messages), after)
+        self._stored_bytes += sum(len(message.body) for message in messages)
+
+    def sync(self) -> None:
+        """Do nothing: what was appended is as durable as the stream's servers make it."""
+
+    def retain(self, now_ms: int) -> int:
+        """Look how large the stream is; the servers remove what is too much or too old."""
+        self._stored_bytes = self._stream.facts().bytes
+        return 0
+
+    def sizes(self) -> tuple[int, int]:
+        """Return the number of segments that were begun, and the bytes of the stream when it was looked at last."""
+        return self._begun, self._stored_bytes
+
+    def close(self) -> None:
+        """Let go of the stream."""
+        self._stream.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    begin: int
+    last: int
+
+
+class DecisionsInStream:
+    """Implements ``poolgrid.router.consolidator.ports.Disk`` for reading: the stream as it was when this was made."""
+
+    def __init__(self, stream: ReadableMessages) -> None:
+        self._stream = stream
+        self._history = MessageHistory(stream)
+        self._facts = stream.facts()
+        self._windows: dict[str, _Window] = {}
+        for unit, window in self._cut():
+            # Of two of one name the earlier one never was: the attempt to begin it failed.
+            self._windows.setdefault(f"{unit.segment:020d}{SUFFIX}", window)
+        self._kept: OrderedDict[str, bytes] = OrderedDict()
+
+    @property
+    def stored_bytes(self) -> int:
+        """Return the size of the stream as its servers count it."""
+        return self._facts.bytes
+
+    def _cut(self) -> Iterator[tuple[Unit, _Window]]:
+        """Yield segments, newest first."""
+        last, oldest = self._facts.last_sequence, self._facts.first_sequence
+        while last >= oldest:
+            first = self._history.first_piece(last, oldest)
+            if first is None:
+                return
+            try:
+                unit = unit_of(first.sequence, first.body)
+            except Damaged as error:
+                raise corrupt(self._stream.name, first.sequence, 0, str(error)) from None
+            if unit.begin < oldest:
+                return
+            yield unit, _Window(unit.begin, last)
+            last = unit.begin - 1
+
+    def names(self) -> list[str]:
+        """Return the names of all segments, sorted."""
+        return sorted(self._windows)
+
+    def size(self, name: str) -> int:
+        """Return the size of a segment in bytes."""
+        return len(self._content(name))
+
+    def read(self, name: str, at: int, length: int) -> bytes:
+        """Return up to ``length`` bytes from position ``at``."""
+        return self._content(name)[at : at + length]
+
+    def _content(self, name: str) -> bytes:
+        content = self._kept.get(name)
+        if content is None:
+            content = self._kept[name] = self._read(name)
+            if len(self._kept) > SEGMENTS_KEPT:
+                self._kept.popitem(last=False)
+        return content
+
+    def _read(self, name: str) -> bytes:
+        window = self._windows.get(name)
+        if window is None:
+            raise FileNotFoundError(errno.ENOENT, "is not in the stream", name)
+        content = bytearray()
+        chain = Chain()
+        for message in self._history.messages(window.begin, window.last):
+            try:
+                body = chain.take(message)
+                if body is None:
+                    continue
+                unit = unit_of(message.sequence, body)
+                if unit.begin != window.begin:
+                    continue  # of a segment that was never begun
+                if unit.position > len(content):
+                    raise Damaged(f"message {message.sequence}: bytes {len(content)} to {unit.position} are missing")
+            except (Damaged, BrokenChain) as error:
+                raise corrupt(self._stream.name, message.sequence, 0, str(error)) from None
+            content[unit.position :] = body[UNIT.size :]
+        return bytes(content)
+
+    def append(self, name: str, data: bytes) -> None:
+        """Refuse."""
+        self._refuse(name)
+
+    def truncate(self, name: str, size: int) -> None:
+        """Refuse."""
+        self._refuse(name)
+
+    def sync(self, name: str) -> None:
+        """Refuse."""
+        self._refuse(name)
+
+    def write_atomically(self, name: str, parts: Iterable[bytes]) -> int:
+        """Refuse."""
+        self._refuse(name)
+
+    def remove(self, name: str) -> None:
+        """Refuse."""
+        self._refuse(name)
+
+    def close(self) -> None:
+        """Do nothing: the stream is its owner's."""
+
+    def _refuse(self, name: str) -> NoReturn:
+        raise OSError(errno.EROFS, "these decisions were opened for reading", name)
