@@ -66,6 +66,7 @@ _POOL_STYLES = {
     "saturated": "yellow",
     "draining": "yellow",
     "connecting": "yellow",
+    "loading": "yellow",
     "breaker-open": "red",
     "down": "red",
 }

@@ -1,8 +1,9 @@
 """From what a pool last said of itself to whether it takes a request of a model and stage.
 
-A pool without a fresh status is down. Workers that do a stage: those of its role; an aggregated worker does any but
-encode, a decode worker also the whole. A pool whose ready workers are all full is saturated; one that has only
-draining workers is draining.
+A pool without a fresh status is down. One that has nobody for a request and workers that load is loading, which is
+no better for the request: it is told for people, and because it ends by itself. Workers that do a stage: those of its
+role; an aggregated worker does any but encode, a decode worker also the whole. A pool whose ready workers are all full
+is saturated; one that has only draining workers is draining.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ def state_for(status: PoolStatus | None, model: str, stage: Stage) -> PoolStandi
     if status is None or not status.ready:
         return PoolStanding.DOWN
     served = model_status(status, model)
+    nobody = PoolStanding.LOADING if status.loading_workers else PoolStanding.DOWN
     if served is None:
-        return PoolStanding.DOWN
+        return nobody
     roles = [role for role in served.roles if role.role in ROLES[stage]]
     usable = [role for role in roles if role.ready]
     if not usable:
-        return PoolStanding.DRAINING if any(role.draining for role in roles) else PoolStanding.DOWN
+        return PoolStanding.DRAINING if any(role.draining for role in roles) else nobody
     if all(role.requests >= role.capacity for role in usable):
         return PoolStanding.SATURATED
     return PoolStanding.AVAILABLE

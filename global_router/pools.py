@@ -355,7 +355,8 @@ class PoolConnection:
             for model in self.status.models
             for stage in (Stage.WHOLE, Stage.PREFILL, Stage.DECODE)
         }
-        return next((state for state in PoolStanding if state in states), PoolStanding.DOWN)
+        nobody = PoolStanding.LOADING if self.status.loading_workers else PoolStanding.DOWN
+        return next((state for state in PoolStanding if state in states), nobody)
 
 
 def _ignore() -> None:

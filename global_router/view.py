@@ -19,7 +19,7 @@ from poolgrid.wire.selection import ModelStatus
 
 log = logging.getLogger(__name__)
 
-NOT_THERE = (PoolStanding.DOWN, PoolStanding.CONNECTING)
+NOT_THERE = (PoolStanding.DOWN, PoolStanding.LOADING, PoolStanding.CONNECTING)
 
 
 class Shown(Protocol):

@@ -132,7 +132,7 @@ async def serve(
         tracing = open_tracing(opened, settings, clock, "poolgrid-router", settings.router_id)
         service = _open_service(opened, settings, state, feed, metrics, awake, context, recorder, prompt_model, tracing)
         register_views(registry, service.view)
-        plane = _open_select_plane(opened, settings, context, service, state, metrics, awake, tracing)
+        plane = _open_select_plane(opened, settings, context, service, state, metrics, awake, tracing, feed)
         member = GroupMember(place) if place is not None else None
         group_metrics = GroupMetrics(registry, member) if member is not None else None
         completeness = Completeness()
@@ -402,8 +402,11 @@ def _open_select_plane(
     metrics: RouterMetrics,
     awake: Clock,
     tracing: Tracing | None,
+    feed: PoolFeed,
 ) -> SelectPlane:
-    plane = SelectPlane(context, settings.host, settings.select_port, service.view, state, metrics, awake, tracing)
+    plane = SelectPlane(
+        context, settings.host, settings.select_port, service.view, state, metrics, awake, tracing, feed.loading
+    )
     opened.callback(plane.close)
     return plane
 

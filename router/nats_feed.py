@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+from typing import Any
+
+from poolgrid.router.consolidator.core.loading_table import LoadingTable
 from poolgrid.router.consolidator.ports import PoolListener
 from poolgrid.router.consolidator.stream.follower import StreamFollower
 from poolgrid.router.consolidator.stream.ports import FollowedStream
 from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.nats_connection import NatsConnection
-from poolgrid.runtime.nats_leader import LeaderWatch
+from poolgrid.runtime.nats_leader import LOADING_KEY, LeaderWatch, told_subject
+from poolgrid.wire import codec
+from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.loading import LoadingWorker
+
+log = logging.getLogger(__name__)
 
 SILENCE_MS = 2500.0
 """How long NATS may be out of reach, or nobody write the journal, before that is worth a word."""
@@ -24,6 +32,7 @@ class NatsFeed:
         self._stream = stream
         self._clock = clock
         self._blocks_per_worker_max = blocks_per_worker_max
+        self._loading = LoadingTable()
         self._follower: StreamFollower | None = None
         self._watch = LeaderWatch(connection, self._on_leader)
         self._led_ms = clock.monotonic_ms()
@@ -33,6 +42,8 @@ class NatsFeed:
         """Follow; returns when the first snapshot was delivered, however long NATS and a consolidator take to come."""
         await self._connection.open()
         await self._watch.start()
+        subject = told_subject(self._connection.pool, LOADING_KEY)
+        await self._connection.client.subscribe(subject, cb=self._on_loading)
         self._follower = StreamFollower(self._stream, listener, self._clock, self._blocks_per_worker_max)
         await self._follower.start()
         await self._follower.wait_synced()
@@ -55,8 +66,8 @@ class NatsFeed:
         return ""
 
     def loading(self) -> list[LoadingWorker]:
-        """Return nobody: what loads is said to a consolidator, and routers on NATS follow none."""
-        return []
+        """Return the workers that still load, as the active consolidator tells."""
+        return self._loading.workers(self._clock.monotonic_ms())
 
     def behind(self) -> int:
         """Return how many messages are still to come of those that are known to be stored."""
@@ -68,6 +79,12 @@ class NatsFeed:
         if self._follower is not None:
             await self._follower.stop()
         await self._connection.close()
+
+    async def _on_loading(self, message: Any) -> None:
+        try:
+            self._loading.replace(codec.loading_workers.decode(message.data).workers, self._clock.monotonic_ms())
+        except DecodeError as error:
+            log.debug("what was told of workers that load does not decode: %s", error)
 
     def _on_leader(self, _: object) -> None:
         self._led_ms = self._clock.monotonic_ms()

@@ -13,7 +13,7 @@ Rules
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import zmq
@@ -39,6 +39,7 @@ from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.hashing import hash_seed, unpack_hashes
 from poolgrid.wire.identifiers import Role, Stage, WorkerId, WorkerKey
 from poolgrid.wire.limits import LORAS_PER_WORKER_MAX, POOL_MODELS_MAX, REFUSAL_REASONS_MAX, TEXT_CHARS_MAX
+from poolgrid.wire.loading import LoadingWorker
 from poolgrid.wire.selection import (
     AskStatus,
     FromPool,
@@ -122,9 +123,11 @@ class SelectPlane:
         metrics: RouterMetrics,
         clock: Clock,
         tracing: Tracing | None = None,
+        who_loads: Callable[[], Sequence[LoadingWorker]] = tuple,
     ) -> None:
         """Bind ``host:port`` (0 = any free port); raises ``OSError`` that names the setting."""
         self._pool = pool
+        self._who_loads = who_loads
         self._state = state
         self._selector = state.selector
         self._metrics = metrics
@@ -299,7 +302,15 @@ class SelectPlane:
             self._pool.counts()[1],
             requests / capacity if capacity else 0.0,
             self._pool.retry_after_s(),
+            self._loading_workers(),
         )
+
+    def _loading_workers(self) -> int:
+        loading = self._who_loads()
+        if not loading:
+            return 0
+        members = {key.worker_id for key in self._pool.projection.fleet.workers}
+        return sum(each.worker_id not in members for each in loading)
 
     def _decide(
         self,

@@ -29,6 +29,9 @@ log = logging.getLogger(__name__)
 BUCKET = "poolgrid-{pool}"
 KEY = "leader"
 
+LOADING_KEY = "loading"
+"""What the active consolidator tells of workers that load; no entry of the bucket is called so."""
+
 RENEWALS_PER_LEASE = 3
 
 ASK_S = 0.5

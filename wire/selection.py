@@ -209,6 +209,8 @@ class PoolStatus(msgspec.Struct, array_like=True, frozen=True, tag=True):
     saturation: float = 0.0
     """Requests on ready workers over what they are given at a time."""
     retry_after_s: float | None = None
+    loading_workers: U32 = 0
+    """Workers that are not in the pool yet because they still load."""
 
 
 FromPool = Selected | SelectRefused | Probed | PoolStatus

@@ -18,7 +18,7 @@ from poolgrid.runtime.clock import Clock, SystemClock
 from poolgrid.runtime.event_loop import LoopMetrics
 from poolgrid.runtime.http_server import HttpServer
 from poolgrid.runtime.planes import CurveKeys, PlaneContext, PlaneMetrics, end_security
-from poolgrid.runtime.tasks import cancel_all, detached, supervised, unless
+from poolgrid.runtime.tasks import cancel_all, detached, owned, supervised, unless
 from poolgrid.runtime.tls import Tls
 from poolgrid.runtime.tracing.opening import open_tracing
 from poolgrid.wire.card import WorkerCard
@@ -28,6 +28,7 @@ from poolgrid.wire.names import COMPONENTS
 from poolgrid.workers.adapters.http_api import HttpApi
 from poolgrid.workers.adapters.sockets import RequestSocket
 from poolgrid.workers.chat_words import card_of_rank, chat_spec, named_card, told_card
+from poolgrid.workers.consolidator_place import ConsolidatorPlace
 from poolgrid.workers.core.push_stream import PushStream, PushTiming
 from poolgrid.workers.engines.definition import EngineDefinition, EngineHost, OpenedEngine
 from poolgrid.workers.engines.lifecycle.closing import close_in_order
@@ -85,19 +86,24 @@ async def serve(
         http = _open_server(opened, settings, registry, api)
         # Before the engine: loading one takes minutes, and probes ask all the while.
         http.start()
-        publishers: list[EventPublisher] = []
+        place = ConsolidatorPlace("" if settings.on_nats or settings.consolidator_name else settings.consolidator)
+        publishers = place.publishers
         close_in_order(opened, partial(_close_publishers, publishers))
+        # Before the engine, too: a worker that loads says so to the consolidator.
+        following = _follow_consolidator(opened, settings, place, clock) if settings.on_nats else None
+        if names is not None and settings.consolidator_name:
+            _follow_by_name(names, settings.consolidator_name, place)
         requests = _open_requests(opened, settings, context)
         start = StartPhases(metrics, clock, api.say_start)
         around = EngineHost(
             context, registry, metrics, clock, awake, epoch, requests.port, http.port, api.say_start, start, stop.set
         )
         opening = _open_engine(opened, definition, settings, around)
-        telling = _tell_while_loading(settings, definition.serves(settings), start, context)
+        telling = _tell_while_loading(settings, definition.serves(settings), start, context, place)
         try:
             engine = await unless(stop, opening, "start of the engine")
         finally:
-            await cancel_all(telling)
+            await cancel_all([telling])
         if engine is None:
             log.info("worker %s was stopped before its engine was ready", settings.worker_id)
             return
@@ -121,11 +127,11 @@ async def serve(
         )
         api.show(service)
         for dp_rank in range(engine.engine.dp_size):
-            _open_publisher(publishers, settings, around, service, card_of_rank(card, dp_rank), dp_rank)
-        if settings.on_nats:
-            await _follow_consolidator(opened, settings, publishers, clock, stop)
+            _open_publisher(place, settings, around, service, card_of_rank(card, dp_rank), dp_rank)
+        if following is not None:
+            await unless(stop, _ended(following), "connection to NATS")
         if names is not None:
-            await _use_names(opened, settings, names, publishers, card)
+            await _register(opened, settings, names, card)
         _announce_when_registered(opened, publishers, start, card.http_endpoint, ready)
         log.info("worker %s at %s, health at %s", settings.worker_id, card.request_endpoint, card.http_endpoint)
         await service.run(publishers, stop)
@@ -176,11 +182,13 @@ def _open_requests(opened: AsyncExitStack, settings: WorkerProcessSettings, cont
 
 
 def _tell_while_loading(
-    settings: WorkerProcessSettings, serves: tuple[str, str], start: StartPhases, context: PlaneContext
-) -> list[asyncio.Task[None]]:
-    """Tell the consolidator how far the start is; one that is known by its name only is not told."""
-    if settings.on_nats or settings.consolidator_name:
-        return []
+    settings: WorkerProcessSettings,
+    serves: tuple[str, str],
+    start: StartPhases,
+    context: PlaneContext,
+    place: ConsolidatorPlace,
+) -> asyncio.Task[None]:
+    """Tell the consolidator how far the start is, wherever it is."""
 
     def now() -> LoadingWorker:
         phase = start.phase or Phase.LOAD
@@ -189,7 +197,7 @@ def _tell_while_loading(
             settings.worker_id, model[:IDENTIFIER_BYTES_MAX], role, phase, start.done_bytes, start.total_bytes
         )
 
-    return [detached(tell_while_loading(context, settings.consolidator, now), "words of loading")]
+    return detached(tell_while_loading(context, lambda: place.endpoint, now), "words of loading")
 
 
 async def _open_engine(
@@ -205,7 +213,7 @@ async def _open_engine(
 
 
 def _open_publisher(
-    publishers: list[EventPublisher],
+    place: ConsolidatorPlace,
     settings: WorkerProcessSettings,
     around: EngineHost,
     service: WorkerService,
@@ -217,23 +225,19 @@ def _open_publisher(
     stream = PushStream(settings.worker_id, dp_rank, around.epoch, card, timing, settings.outbox_bytes)
     publisher = EventPublisher(
         around.context,
-        "" if settings.on_nats or settings.consolidator_name else settings.consolidator,
+        place.endpoint,
         stream,
         partial(service.restate, dp_rank),
         around.clock,
         around.metrics,
         settings.load_interval_ms,
     )
-    publishers.append(publisher)
+    place.publishers.append(publisher)
 
 
-async def _follow_consolidator(
-    opened: AsyncExitStack,
-    settings: WorkerProcessSettings,
-    publishers: Sequence[EventPublisher],
-    clock: Clock,
-    stop: asyncio.Event,
-) -> None:
+def _follow_consolidator(
+    opened: AsyncExitStack, settings: WorkerProcessSettings, place: ConsolidatorPlace, clock: Clock
+) -> asyncio.Task[None]:
     """Push to whichever consolidator of the pool is active, as NATS says."""
     # Late: most workers have no use for it.
     from poolgrid.runtime.nats_connection import NatsConnection
@@ -242,35 +246,35 @@ async def _follow_consolidator(
 
     def follow(leader: Leader | None) -> None:
         # Who is active and has no address yet takes nothing in; the one before it does not either.
-        for publisher in publishers:
-            publisher.follow("" if leader is None else leader.ingest)
+        place.move("" if leader is None else leader.ingest)
 
     connection = NatsConnection(settings, f"poolgrid worker {settings.worker_id}", clock)
     opened.push_async_callback(connection.close)
     watch = LeaderWatch(connection, follow)
     opened.push_async_callback(watch.stop)
-    await unless(stop, connection.open(), "connection to NATS")
-    if not stop.is_set():
+
+    async def begin() -> None:
+        await connection.open()
         await watch.start()
 
+    task = owned(begin(), "connection to NATS")
+    opened.push_async_callback(cancel_all, [task])
+    return task
 
-async def _use_names(
-    opened: AsyncExitStack,
-    settings: WorkerProcessSettings,
-    names: Names,
-    publishers: Sequence[EventPublisher],
-    card: WorkerCard,
-) -> None:
-    """Push to the consolidator of the namespace, wherever it is, and have a name."""
 
-    def move(where: list[str]) -> None:
-        for publisher in publishers:
-            publisher.follow(where[0])
+async def _ended(task: asyncio.Task[None]) -> None:
+    await task
 
-    if settings.consolidator_name:
-        from poolgrid.naming.consolidators import NamedConsolidator
 
-        NamedConsolidator(names, [settings.consolidator_name], move).start()
+def _follow_by_name(names: Names, name: str, place: ConsolidatorPlace) -> None:
+    """Push to the consolidator of the namespace, wherever it is."""
+    from poolgrid.naming.consolidators import NamedConsolidator
+
+    NamedConsolidator(names, [name], lambda where: place.move(where[0])).start()
+
+
+async def _register(opened: AsyncExitStack, settings: WorkerProcessSettings, names: Names, card: WorkerCard) -> None:
+    """Have a name."""
     opened.push_async_callback(names.withdraw)
     endpoints = {"generate": card.request_endpoint, "http": card.http_endpoint}
     await names.register(COMPONENTS[card.role], settings.worker_id, endpoints)

@@ -14,17 +14,24 @@ FIRST_WORD_S = 0.25
 """An engine that is there by then has not been loading for anybody to see."""
 
 
-async def tell_while_loading(context: PlaneContext, endpoint: str, now: Callable[[], LoadingWorker]) -> None:
-    """Send what ``now`` says to the consolidator at ``endpoint``, again and again until cancelled.
+async def tell_while_loading(context: PlaneContext, where: Callable[[], str], now: Callable[[], LoadingWorker]) -> None:
+    """Send what ``now`` says to the consolidator that is ``where`` says, again and again until cancelled.
 
-    A word that the socket does not take is left out. Raises ``ValueError`` for an endpoint that cannot be used.
+    While it is nowhere (empty) nothing is said. A word that the socket does not take is left out. Raises
+    ``ValueError`` for an endpoint that cannot be used.
     """
     await asyncio.sleep(FIRST_WORD_S)
-    # There are no answers.
-    socket = EventSocket(context, endpoint, lambda frames: None)
+    endpoint, socket = "", None
     try:
         while True:
-            socket.send([LOADING_FRAME, codec.loading_worker.encode(now())])
+            if (there := where()) != endpoint:
+                if socket is not None:
+                    socket.close(orderly=False)
+                # There are no answers.
+                endpoint, socket = there, EventSocket(context, there, lambda frames: None) if there else None
+            if socket is not None:
+                socket.send([LOADING_FRAME, codec.loading_worker.encode(now())])
             await asyncio.sleep(TELL_EVERY_S)
     finally:
-        socket.close(orderly=False)
+        if socket is not None:
+            socket.close(orderly=False)

@@ -25,7 +25,7 @@ from poolgrid.runtime.event_loop import LoopMetrics
 from poolgrid.runtime.health_app import HealthApp, Observed
 from poolgrid.runtime.http_server import HttpServer
 from poolgrid.runtime.planes import CurveKeys, MakeContext, PlaneContext, PlaneMetrics
-from poolgrid.runtime.tasks import unless
+from poolgrid.runtime.tasks import detached, unless
 from poolgrid.runtime.tls import Tls
 from poolgrid.wire.names import CONSOLIDATOR
 
@@ -122,6 +122,7 @@ async def _serve_in_turn(
     from poolgrid.router.consolidator.stream.journal import StreamJournal, StreamJournalSettings, bytes_max_of
     from poolgrid.router.consolidator.succession import Succession, SuccessionMetrics
     from poolgrid.runtime.nats_connection import NatsConnection
+    from poolgrid.runtime.nats_leader import LOADING_KEY, told_subject
 
     clock = SystemClock()
     loop = asyncio.get_running_loop()
@@ -134,6 +135,10 @@ async def _serve_in_turn(
     journal = JetStreamJournal(connection, StreamShape(settings.nats_replicas, bytes_max))
     sizes = StreamJournalSettings(settings.retention_bytes, settings.retention_ms, bytes_max)
 
+    def tell_loading(data: bytes) -> None:
+        subject = told_subject(settings.nats_pool, LOADING_KEY)
+        detached(connection.tell(subject, data), "words of loading")
+
     def make_service(consolidator_id: str, on_fenced: Callable[[JournalFenced], None]) -> ConsolidatorService:
         return ConsolidatorService(
             settings,
@@ -143,6 +148,7 @@ async def _serve_in_turn(
             consolidator_id,
             lambda: PlaneContext.make(keys, planes),
             on_fenced,
+            tell_loading,
         )
 
     succession = Succession(settings, journal, clock, metrics, make_service)

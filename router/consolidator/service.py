@@ -124,9 +124,10 @@ class ConsolidatorService:
         consolidator_id: str | None = None,
         make_context: Callable[[], zmq.Context[Any]] = zmq.Context,
         on_fenced: Callable[[JournalFenced], None] | None = None,
+        on_loading: Callable[[bytes], None] = lambda data: None,
     ) -> None:
         """``on_fenced`` is told when another one writes the journal, and nothing more is done here; by default the
-        process ends."""
+        process ends. ``on_loading`` gets the encoded ``LoadingWorkers`` whenever they are published."""
         self.settings = settings
         self.consolidator_id = consolidator_id or os.urandom(8).hex()
         self.ingest_endpoint = ""
@@ -139,6 +140,7 @@ class ConsolidatorService:
         self._collector = ConsolidatorCollector(self)
         self._open_journal = open_journal
         self._on_fenced = on_fenced
+        self._on_loading = on_loading
         self._core: Consolidator | None = None
         self._listeners: list[tuple[PoolListener, int]] = []
         self._make_context = make_context
@@ -700,7 +702,9 @@ class ConsolidatorService:
     def _tell_loading(self) -> None:
         """Publish who loads, once more when nobody does any more. What a full socket drops is said again."""
         workers = self.loading()
-        self._feed.send_multipart([LOADING_TOPIC, codec.loading_workers.encode(LoadingWorkers(workers))], zmq.NOBLOCK)
+        data = codec.loading_workers.encode(LoadingWorkers(workers))
+        self._feed.send_multipart([LOADING_TOPIC, data], zmq.NOBLOCK)
+        self._on_loading(data)
         self._telling_loading = bool(workers)
         if workers:
             self._after("loading", 1000.0 * TELL_EVERY_S, self._tell_loading)

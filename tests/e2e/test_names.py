@@ -66,6 +66,9 @@ class NamedPool:
         query = ("--query-endpoint", f"dyn://{POOL}.consolidator.query")
         return self.begin("router", "--port", "0", "--router-id", name, *feed, *query)
 
+    def loading(self) -> list[str]:
+        return [each["worker_id"] for each in httpx.get(f"{self.routers[0].url}/v1/workers").json()["loading"]]
+
     def router_at(self, url: str) -> Process:
         return next(router for router in self.routers if router.url == url)
 
@@ -102,6 +105,11 @@ def test_operators_see_everybody_at_any_router(pool: NamedPool) -> None:
         [worker] = [row for row in listed["data"] if row["component"] == "worker"]
         assert worker["instance"] == "w"
         assert worker["endpoints"]["generate"].startswith("tcp://127.0.0.1:")
+
+
+def test_a_worker_that_loads_says_so_to_the_consolidator_that_it_finds_by_name(pool: NamedPool) -> None:
+    with pool.begin("worker", "--worker-id", "late", "--model", "tiny", "--load-ms", "600000"):
+        eventually("it is seen to load", lambda: pool.loading() == ["late"])
 
 
 def test_a_global_router_finds_a_pools_routers_by_what_kubernetes_says(pool: NamedPool, tmp_path: Path) -> None:

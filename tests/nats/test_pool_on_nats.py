@@ -47,6 +47,17 @@ def test_the_router_knows_from_the_stream_what_workers_cache(pool: Process) -> N
     assert trouble(pool.url) == ""
 
 
+def test_a_worker_that_loads_says_so_to_the_active_consolidator_and_routers_hear_it(
+    pool: Process, server: NatsServer
+) -> None:
+    def loading() -> list[str]:
+        return [each["worker_id"] for each in httpx.get(f"{pool.url}/v1/workers").json()["loading"]]
+
+    plane = ("--event-plane", "nats", "--nats-url", server.url)
+    with Process("worker", "--worker-id", "late", "--model", "tiny", "--load-ms", "600000", *plane):
+        eventually("it is seen to load", lambda: loading() == ["late"])
+
+
 def test_when_the_active_consolidator_is_killed_another_one_goes_on_without_a_hole(
     pool: Process, server: NatsServer
 ) -> None:

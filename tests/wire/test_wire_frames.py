@@ -347,6 +347,7 @@ GOLDEN: dict[tuple[str, str], Any] = {
         4,
         0.5,
         2.0,
+        3,
     ),
     ("from_pool", "pool status, not ready"): PoolStatus(6, False),
     ("loading_worker", "fetching"): loading.LoadingWorker("w1", "org/model", "decode", "fetch", 2**31, 2**40),

@@ -312,7 +312,7 @@ export class PoolGrids {
   }
 }
 
-const POOL_TONES = { available: "good", saturated: "warn", draining: "warn", connecting: "warn", "breaker-open": "bad", down: "bad" };
+const POOL_TONES = { available: "good", saturated: "warn", draining: "warn", connecting: "warn", loading: "warn", "breaker-open": "bad", down: "bad" };
 
 export const poolTone = (pool) => POOL_TONES[pool.state] ?? tone(pool.state);
 

@@ -33,6 +33,8 @@ class PoolStanding(StrEnum):
     """A document in force names it, and its router has neither answered nor failed to."""
     DRAINING = "draining"
     BREAKER_OPEN = "breaker-open"
+    LOADING = "loading"
+    """It has workers that load, and none that could serve."""
     DOWN = "down"
 
 

@@ -1,0 +1,20 @@
+"""Where the consolidator of a worker is, which may move, and who goes along."""
+
+from __future__ import annotations
+
+from poolgrid.workers.publisher import EventPublisher
+
+
+class ConsolidatorPlace:
+    """The endpoint at which the consolidator takes events in; empty while nobody knows it."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint = endpoint
+        self.publishers: list[EventPublisher] = []
+        """Who pushes there; they come once the engine is there."""
+
+    def move(self, endpoint: str) -> None:
+        """Push there from now on."""
+        self.endpoint = endpoint
+        for publisher in self.publishers:
+            publisher.follow(endpoint)
