@@ -1,9 +1,10 @@
 """A mock worker on the real planes: as cheap as a mock HTTP server, so that the router before it saturates.
 
-    python -m benchmarks.http_worker CONSOLIDATOR_ENDPOINT WORKER_ID BLOCK_SIZE
+    python -m benchmarks.http_worker CONSOLIDATOR_ENDPOINT WORKER_ID BLOCK_SIZE [STEP_MS]
 
 The worker service, its request plane and its event stream are the real ones; the engine computes nothing: each step
-gives every request one token, as fast as steps can follow each other, and its events are those of a real engine.
+gives every request one token, as fast as steps can follow each other or every ``STEP_MS``, and its events are those of
+a real engine.
 """
 
 from __future__ import annotations
@@ -57,8 +58,9 @@ class _Running:
 class MockEngine(AlwaysWell):
     """``poolgrid.workers.engines.protocol.Engine`` that computes nothing."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, step_ms: float = 0.0) -> None:
         self._block_size = block_size
+        self._step_s = step_ms / 1000
         self._waiting: list[Generate] = []
         self._running: dict[str, _Running] = {}
         self._cancelled: list[str] = []
@@ -98,12 +100,17 @@ class MockEngine(AlwaysWell):
 
     async def run(self, deliver: Callable[[EngineReport], None]) -> None:
         """Step as long as there is something to do."""
+        loop = asyncio.get_running_loop()
+        due_s = 0.0
         while True:
             if not self._waiting and not self._running:
                 self._wake.clear()
                 await self._wake.wait()
+                due_s = loop.time()
             deliver(self._step())
-            await asyncio.sleep(0)
+            # On a clock of its own: a step that came late does not make the next ones late.
+            due_s += self._step_s
+            await asyncio.sleep(max(0.0, due_s - loop.time()))
 
     def _step(self) -> EngineReport:
         deltas: list[TokenDelta] = []
@@ -163,7 +170,7 @@ class MockEngine(AlwaysWell):
         return TokenDelta(request.request_id, position, TOKEN_IDS[position & 4095], reason, cached)
 
 
-async def serve(consolidator: str, worker_id: str, block_size: int) -> None:
+async def serve(consolidator: str, worker_id: str, block_size: int, step_ms: float) -> None:
     """Run until SIGTERM."""
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
@@ -176,7 +183,9 @@ async def serve(consolidator: str, worker_id: str, block_size: int) -> None:
     )
     card = WorkerCard("bench", Role.AGGREGATED, block_size, limits, f"tcp://127.0.0.1:{requests.port}")
     epoch = time.time_ns()
-    service = WorkerService(worker_id, epoch, card, MockEngine(block_size), requests, ServiceLimits(), clock, metrics)
+    service = WorkerService(
+        worker_id, epoch, card, MockEngine(block_size, step_ms), requests, ServiceLimits(), clock, metrics
+    )
     stream = PushStream(worker_id, 0, epoch, card, PushTiming(), 64 * 1024 * 1024)
     publisher = EventPublisher(context, consolidator, stream, service.restate, clock, metrics, 1000.0)
     try:
@@ -189,4 +198,4 @@ async def serve(consolidator: str, worker_id: str, block_size: int) -> None:
 
 if __name__ == "__main__":
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(sys.argv[1], sys.argv[2], int(sys.argv[3])))
+        runner.run(serve(sys.argv[1], sys.argv[2], int(sys.argv[3]), float(*sys.argv[4:])))

@@ -67,14 +67,14 @@ class Peers:
             "vllm-router": self._start_vllm_router,
         }
         port, pid = start[peer](fleet)
-        _await_answer(port, fleet)
+        await_answer(port, fleet)
         return port, pid
 
     def start_engine(self, fleet: Fleet, number: int = 0) -> tuple[int, int]:
         """Start one mock OpenAI server, wait until it answers, and return its port and process id."""
         port = free_port()
         process = fleet.start(f"engine{number}", [sys.executable, "-m", "benchmarks.http_engine", str(port)])
-        _await_answer(port, fleet)
+        await_answer(port, fleet)
         return port, process.pid
 
     def _engines(self, fleet: Fleet) -> list[str]:
@@ -156,7 +156,8 @@ class Peers:
         return port, process.pid
 
 
-def _await_answer(port: int, fleet: Fleet) -> None:
+def await_answer(port: int, fleet: Fleet) -> None:
+    """Return when a completion is answered on a port; raises ``RuntimeError`` when none is for too long."""
     body = json.dumps({"model": MODEL, "prompt": " a b c", "max_tokens": 1}).encode()
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions", body, {"content-type": "application/json"}
