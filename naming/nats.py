@@ -4,7 +4,9 @@ Rules
     1. An entry is written with its lease as its time to live, and renewed by writing it again: the servers end it,
        whatever became of its process. They count whole seconds, and look once a second.
     2. Looks read the bucket's stream from its beginning, as many messages with one question as an answer takes. There
-       is no consumer that could be lost, and an entry that is renewed meanwhile comes again at the end.
+       is no consumer that could be lost, and an entry that is renewed meanwhile comes again at the end. Any replica
+       may answer, also one that is behind. What it shows is believed only when it is as new as what was shown before,
+       or as what the stream's leader has.
     3. The bucket is one for all namespaces of the account, ``poolgrid-names``. Who may write what is for NATS to say,
        by subject: ``$KV.poolgrid-names.NAMESPACE.>``.
     4. The connection is made in the background: a process does not wait for NATS to start.
@@ -43,6 +45,9 @@ BUCKET_BYTES_MAX = 64 * 1024 * 1024
 MESSAGE_BYTES_MAX = 2 * ENTRY_BYTES_MAX
 """An entry with its headers."""
 
+LOOKS_MAX = 4
+"""Replicas that one look asks before what is known stays: of three, one that is behind is asked by chance each time."""
+
 START_S = 2.0
 """How long a first question waits for the connection."""
 
@@ -63,6 +68,8 @@ class NatsNames:
         self._replicas = replicas
         self._opening: asyncio.Task[None] | None = None
         self._is_open = asyncio.Event()
+        self._newest: dict[str, int] = {}
+        """The last message that a look saw, by the subjects it looked at."""
         self.where = ", ".join(url.rpartition("@")[2] for url in settings.nats_url)
 
     async def open(self) -> None:
@@ -136,6 +143,30 @@ class NatsNames:
         return list(found.values())
 
     async def _read(self, subject: str, found: dict[str, Seen]) -> None:
+        """Add the entries of some subjects; raises ``NamesUnavailable`` when only replicas that are behind answer."""
+        for _ in range(LOOKS_MAX):
+            shown: dict[str, Seen] = {}
+            newest = await self._read_once(subject, shown)
+            if newest >= self._newest.get(subject, 0) or newest >= await self._newest_of_leader(subject):
+                self._newest[subject] = newest
+                found.update(shown)
+                return
+        raise NamesUnavailable(f"the replicas of the bucket {BUCKET} that answered are behind its leader")
+
+    async def _newest_of_leader(self, subject: str) -> int:
+        """Return the number of the last message on some subjects, 0 for none, as the stream's leader has it."""
+        from nats.js.errors import NotFoundError
+
+        try:
+            message = await self._connection.asked(
+                f"asking the leader of {STREAM}", self._connection.jetstream.get_msg(STREAM, subject=subject)
+            )
+        except NotFoundError:
+            return 0
+        return int(message.seq)
+
+    async def _read_once(self, subject: str, found: dict[str, Seen]) -> int:
+        """Add what one replica shows; return the number of its last message on the subjects, 0 for none."""
         first = 1
         for _ in range(0, ENTRIES_MAX, ENTRIES_PER_ANSWER):
             question = {"seq": first, "next_by_subj": subject, "batch": ENTRIES_PER_ANSWER}
@@ -149,7 +180,7 @@ class NatsNames:
                 else:
                     found.pop(key, None)
             if len(messages) < ENTRIES_PER_ANSWER:
-                return
+                return first - 1
         raise NamesUnavailable(f"the bucket {BUCKET} has more than {ENTRIES_MAX} entries")
 
     async def write(self, registration: Registration, data: bytes) -> None:

@@ -213,11 +213,23 @@ def draw_gpu(axes: Any) -> None:
     axes.legend(frameon=False, loc=(0.8, 0.5))
 
 
+def draw_event_plane(axes: Any) -> None:
+    """Records a second that one core of a consolidator carries, by where its journal is."""
+    rows = [row for row in table_rows("bench.md", "journal") if row[1] == "all"]
+    names, carried = [row[0] for row in rows], [first_number(row[5]) for row in rows]
+    bars = axes.barh(names, carried, 0.5, color=INK["kv"])
+    axes.bar_label(bars, fmt="{:,.0f}", padding=3)
+    axes.axvline(10_000, color="#333333", linestyle=":", linewidth=1)
+    axes.invert_yaxis()
+    axes.set(xlabel="records a second per core of the consolidator", xlim=(0, 1.2 * max(carried)))
+
+
 PLOTTED: Mapping[str, Callable[[Any], None]] = {
     "load": draw_load,
     "caches": draw_caches,
     "routers": draw_routers,
     "pools": draw_pools,
+    "event_plane": draw_event_plane,
     "front_ends": draw_front_ends,
     "gpu": draw_gpu,
     "paces": draw_paces,

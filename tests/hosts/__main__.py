@@ -207,7 +207,7 @@ class Trial:
                 found = [f"somebody does not answer: {error!r}"]
             took_s = time.monotonic() - since_s
             if not found:
-                if took_s > LONG_S:
+                if took_s > LONG_S and last[0]:
                     say(f"    until then: {last[0]}")
                 return took_s
             last = found

@@ -184,7 +184,8 @@ class Fleet:
             for name, row in pools(front.url).items():
                 states = sorted(each["state"] for each in row["routers"])
                 if row["state"] != "available" or states != ["active", "standby"]:
-                    found.append(f"{front.name}: pool {name} is {row['state']}, its routers are {states}")
+                    known = {each["url"]: each["state"] for each in row["routers"]}
+                    found.append(f"{front.name}: pool {name} is {row['state']}, its routers are {known}")
         for router in self.of("router"):
             found += _untruths_of(router, [f"{router.pool}-{host.number}" for host in self.hosts])
         return found

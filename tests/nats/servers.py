@@ -56,6 +56,12 @@ class NatsServer:
         """Return where it listens."""
         return f"nats://{self._host}:{self.port}"
 
+    @property
+    def pid(self) -> int:
+        """Return its process; only while it runs."""
+        assert self._process is not None, "the server was not started"
+        return self._process.pid
+
     def start(self, wait: bool = True) -> None:
         """Start it; with ``wait`` until it listens."""
         for old in self.directory.glob("*.ports"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,12 @@ from pydantic import ValidationError
 
 from poolgrid.global_router.settings import GlobalRouterSettings
 from poolgrid.naming.names import Names
-from poolgrid.naming.nats import STREAM, SUBJECT, NatsNames
+from poolgrid.naming.nats import LOOKS_MAX, STREAM, SUBJECT, NatsNames
 from poolgrid.naming.ports import NamesUnavailable, Scope
 from poolgrid.naming.settings import NamesSettings
 from poolgrid.router.consolidator.settings import ConsolidatorSettings
 from poolgrid.runtime.clock import SystemClock
-from poolgrid.runtime.nats_connection import NatsConnection
+from poolgrid.runtime.nats_connection import NatsConnection, NatsMessage
 from tests.naming.registrations import registration, seen
 from tests.naming.waiting import until, until_found
 from tests.nats.servers import BINARY, MISSING, NatsServer
@@ -149,6 +149,48 @@ def test_a_question_that_a_replica_which_is_gone_got_is_asked_again_soon(
 
         assert found == [1] * 3
         assert asked >= 6
+        await names.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_replica_that_is_behind_takes_nobodys_name_and_brings_nobody_back(
+    server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        names = names_on(server)
+        await names.open()
+        await names.register("late", "r1", {"http": "http://127.0.0.1:1"})
+        store = names.store
+        assert isinstance(store, NatsNames)
+        scopes = [Scope("blue", "late")]
+        connection = store._connection
+        batch = connection.batch
+        old = await batch(STREAM, {"seq": 1, "next_by_subj": SUBJECT + "blue.late.*", "batch": 10})
+        await store.write(registration(1, component="late"), seen(1, component="late").data)
+        assert len(await store.look(scopes)) == 2
+
+        # As replicas do that have not got all messages, the first of them none at all.
+        shown: list[list[NatsMessage]] = [[], old]
+
+        async def answer(stream: str, question: Mapping[str, Any]) -> list[NatsMessage]:
+            return shown.pop(0) if shown else await batch(stream, question)
+
+        monkeypatch.setattr(connection, "batch", answer)
+        assert len(await store.look(scopes)) == 2
+        assert shown == []
+
+        shown += [[]] * LOOKS_MAX
+        with pytest.raises(NamesUnavailable, match="behind its leader"):
+            await store.look(scopes)
+
+        # Who is gone by all that the leader knows is gone.
+        for key in (*names._own, registration(1, component="late").key):
+            await store.remove(key)
+        names._own.clear()
+        assert await store.look(scopes) == []
+        await connection.jetstream.purge_stream(STREAM, subject=SUBJECT + "blue.late.>")
+        assert await store.look(scopes) == []
         await names.close()
 
     asyncio.run(scenario())
