@@ -66,6 +66,15 @@ def test_the_plot_of_front_ends_says_what_its_table_says() -> None:
             assert f">{times_ours(row[peer]):.1f}<" in drawn, f"run: make plots ({row})"
 
 
+def test_the_plot_of_event_planes_says_what_its_table_says() -> None:
+    drawn = (PLOTS / "event_plane.svg").read_text(encoding="utf-8")
+
+    rows = [row for row in table_rows("bench.md", "journal") if row[1] == "all"]
+    assert len(rows) == 2
+    for row in rows:
+        assert f">{first_number(row[5]):,.0f}<" in drawn, f"run: make plots ({row})"
+
+
 def test_a_table_that_is_gone_is_named() -> None:
     with pytest.raises(ValueError, match="no table whose head begins with 'nothing'"):
         table_rows("simulate.md", "nothing")

@@ -303,6 +303,8 @@ class ConsolidatorService:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
             await asyncio.wait({work})
+            if not work.cancelled():
+                work.exception()  # taken, or asyncio would complain: who gave the start up knows why
             raise
 
     def _bind(self) -> None:

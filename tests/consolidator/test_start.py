@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -112,3 +113,32 @@ def test_one_that_is_given_up_while_a_thread_opens_its_journal_closes_it(
     monkeypatch.setattr(bootstrap, "open_journal", slowly)
 
     ended_leaving_nothing(serve)
+
+
+def test_one_that_is_given_up_while_its_journal_fails_leaves_no_error_that_nobody_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opening, go_on = threading.Event(), threading.Event()
+    complaints: list[dict[str, Any]] = []
+
+    def fail_late(_: ConsolidatorSettings) -> Journal:
+        opening.set()
+        go_on.wait(20)
+        raise Broken
+
+    async def serve() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: complaints.append(context))
+        serving = asyncio.ensure_future(starting(tmp_path)())
+        await asyncio.to_thread(opening.wait, 20)
+        serving.cancel()
+        loop.call_later(0.05, go_on.set)
+        with pytest.raises(asyncio.CancelledError):
+            await serving
+        del serving
+        gc.collect()
+
+    monkeypatch.setattr(bootstrap, "open_journal", fail_late)
+    asyncio.run(serve())
+
+    assert complaints == []
