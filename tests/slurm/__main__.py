@@ -8,10 +8,12 @@ everything is on loopback. The exit status is 0 when all went well or nothing co
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -26,9 +28,10 @@ from poolgrid.cli.bench import bench
 from poolgrid.frontend.models import TINY_MODEL_PATH
 from poolgrid.loadgen.settings import BenchSettings
 from poolgrid.workers.model_cache.cache import ModelCache
-from tests.e2e.disturbed_load import active_requests
-from tests.e2e.expectation import SPOKEN, Verifier
-from tests.e2e.processes import eventually, ready_workers, worker_rows
+from tests.e2e.disturbed_load import active_requests, assert_unharmed, load_while
+from tests.e2e.expectation import PLAIN, SPOKEN, Verifier
+from tests.e2e.processes import Process, eventually, ready_workers, worker_rows
+from tests.fakes import FAKES_PATH
 from tests.slurm.cluster import NODES, Cluster, free_ports, running_cluster, why_not
 
 ROOT = Path(__file__).parents[2]
@@ -59,6 +62,7 @@ class Job:
             "sbatch", "--parsable", f"--output={self.log}", *sbatch, str(SCRIPTS / script), environment=own
         )
         self.url = f"http://127.0.0.1:{ports['PORT']}"
+        self.ingest_port = ports["INGEST_PORT"]
 
     def until_ready(self, workers: int) -> None:
         eventually(
@@ -162,6 +166,83 @@ def both_stages_and_the_global_router_serve(cluster: Cluster, pool: Job) -> list
     return [staged, second, before]
 
 
+def an_engine_on_two_nodes_loses_a_rank_and_is_started_again_whole(cluster: Cluster) -> Job:
+    """The ranks are a real MPI where mpi4py and PMIx (Debian's libpmix-dev) are there, else sockets stand for it."""
+    has_mpi = has_real_mpi(cluster)
+    (rank_port,) = free_ports(1)
+    fake_mpi = {} if has_mpi else {"FAKE_MPI_ADDRESS": f"127.0.0.1:{free_ports(1)[0]}", "MPI": "none"}
+    environment = {
+        "PATH": os.pathsep.join([str(FAKES_PATH), str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "PYTHONPATH": str(FAKES_PATH),
+        "TRTLLM_FAKE": json.dumps({"vocabulary_size": 4096, "speedup": 5.0}),
+        # Open MPI takes nodes for machines: by shared memory its ranks would meet those of the other node.
+        "OMPI_MCA_btl": "tcp,self",
+        "OMPI_MCA_btl_tcp_if_include": "lo",
+    }
+    options = "--kv-block-size 16 --max-batch-size 64"
+    pool = Job(
+        *(cluster, "pool.sbatch", ["--nodes=2"]),
+        ENGINE="trtllm",
+        MODEL_PATH=str(TINY_MODEL_PATH),
+        MODEL_NAME="tiny",
+        WORKERS="1",
+        NODES_PER_WORKER="2",
+        GPUS_PER_WORKER="4",
+        RANK_PORT=str(rank_port),
+        WORKER_OPTIONS=f"{options} --tensor-parallel-size 4 --gpu-interval-ms 0",
+        **environment,
+        **fake_mpi,
+    )
+    pool.until_ready(1)
+    one = Process(
+        *("worker", "--engine", "trtllm", "--model-path", str(TINY_MODEL_PATH), "--served-model-name", "tiny"),
+        *(*options.split(), "--worker-id", "one", "--consolidator", f"tcp://127.0.0.1:{pool.ingest_port}"),
+        log=cluster.place / "one.log",
+        environment=environment,
+    )
+    with one:
+        one.wait_ready()
+        pool.until_ready(2)
+        epoch = worker_rows(pool.url)["aggregated-n1"]["epoch"]
+
+        def kill() -> None:
+            eventually("it has requests", lambda: active_requests(pool.url, "aggregated-n1") > 0, PATIENCE_S)
+            mpi_rank(3).kill()
+
+        assert_unharmed(load_while(pool.url, kill, requests=150, vocabulary=PLAIN))
+        eventually(
+            "its next life is there",
+            lambda: worker_rows(pool.url).get("aggregated-n1", {}).get("epoch", epoch) != epoch,
+            PATIENCE_S,
+        )
+        said = "\n".join(path.read_text() for path in pool.directory.glob("aggregated-n1-rank*.log"))
+        assert has_mpi or "rank 3 on host n2 was lost" in said, "Slurm's PMIx may end the step before anybody says it"
+    return pool
+
+
+def has_real_mpi(cluster: Cluster) -> bool:
+    """Tell whether Slurm starts processes that find each other by PMIx, and this Python knows MPI."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return False
+    try:
+        cluster.run("srun", "--mpi=pmix", "--nodes=2", "--ntasks=2", "true")
+    except (RuntimeError, subprocess.TimeoutExpired):
+        return False
+    return True
+
+
+def mpi_rank(rank: int) -> psutil.Process:
+    """Return the process that is a rank of MPI in a step of Slurm."""
+    found = [
+        each
+        for each in psutil.process_iter(["cmdline", "environ"])
+        if "tensorrt_llm.llmapi.mgmn_worker_node" in (each.info["cmdline"] or ())
+        and (each.info["environ"] or {}).get("SLURM_PROCID") == str(rank)
+    ]
+    assert len(found) == 1, found
+    return found[0]
+
+
 def everything_ends_in_order_when_it_is_cancelled(cluster: Cluster, jobs: Sequence[Job]) -> None:
     cluster.run("scancel", *(job.id for job in jobs))
     eventually("all jobs have ended", cluster.nodes_are_idle, PATIENCE_S)
@@ -170,7 +251,7 @@ def everything_ends_in_order_when_it_is_cancelled(cluster: Cluster, jobs: Sequen
         for path in job.directory.glob("*.log"):
             said = path.read_text()
             assert "has ended" in said[-1500:], f"{path.name} was cut off:\n{said[-600:]}"
-            restarts += re.findall(r"ended with status (\d+)", said)
+            restarts += re.findall(r"ended with status (\d+); it is started again", said)
     assert restarts == ["137"], "one worker was killed; nothing else was started again"
 
 
@@ -204,6 +285,10 @@ def main() -> int:
                 (
                     "prefill, decode and a global router serve",
                     lambda: jobs.extend(both_stages_and_the_global_router_serve(cluster, pool)),
+                ),
+                (
+                    "an engine on two nodes loses a rank at no cost, and is started again whole",
+                    lambda: jobs.append(an_engine_on_two_nodes_loses_a_rank_and_is_started_again_whole(cluster)),
                 ),
                 (
                     "everything ends in order when it is cancelled",

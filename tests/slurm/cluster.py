@@ -34,6 +34,7 @@ AuthInfo=socket={place}/munge.sock
 CryptoType=crypto/munge
 StateSaveLocation={place}/state
 SlurmdSpoolDir={place}/spool-%n
+TmpFS={place}/tmp-%n
 SlurmctldPidFile={place}/slurmctld.pid
 SlurmdPidFile={place}/slurmd-%n.pid
 SlurmctldLogFile={place}/slurmctld.log
@@ -107,6 +108,8 @@ class Cluster:
 def running_cluster(place: Path) -> Iterator[Cluster]:
     """Run a Slurm whose files are below ``place``, and end all of it; nothing is left behind."""
     (place / "state").mkdir()
+    for number in range(1, NODES + 1):
+        (place / f"tmp-n{number}").mkdir()  # PMIx would have one for all nodes of the machine
     key = place / "munge.key"
     key.write_bytes(os.urandom(128))
     key.chmod(0o600)
