@@ -180,19 +180,19 @@ def an_engine_on_two_nodes_loses_a_rank_and_is_started_again_whole(cluster: Clus
         "OMPI_MCA_btl_tcp_if_include": "lo",
     }
     options = "--kv-block-size 16 --max-batch-size 64"
-    pool = Job(
-        *(cluster, "pool.sbatch", ["--nodes=2"]),
-        ENGINE="trtllm",
-        MODEL_PATH=str(TINY_MODEL_PATH),
-        MODEL_NAME="tiny",
-        WORKERS="1",
-        NODES_PER_WORKER="2",
-        GPUS_PER_WORKER="4",
-        RANK_PORT=str(rank_port),
-        WORKER_OPTIONS=f"{options} --tensor-parallel-size 4 --gpu-interval-ms 0",
+    variables = {
+        "ENGINE": "trtllm",
+        "MODEL_PATH": str(TINY_MODEL_PATH),
+        "MODEL_NAME": "tiny",
+        "WORKERS": "1",
+        "NODES_PER_WORKER": "2",
+        "GPUS_PER_WORKER": "4",
+        "RANK_PORT": str(rank_port),
+        "WORKER_OPTIONS": f"{options} --tensor-parallel-size 4 --gpu-interval-ms 0",
         **environment,
         **fake_mpi,
-    )
+    }
+    pool = Job(cluster, "pool.sbatch", ["--nodes=2"], **variables)
     pool.until_ready(1)
     one = Process(
         *("worker", "--engine", "trtllm", "--model-path", str(TINY_MODEL_PATH), "--served-model-name", "tiny"),
