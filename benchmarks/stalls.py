@@ -241,11 +241,13 @@ class Measurement:
         """Measure one part: from an order to the pushing workers until they say, and ``done`` says, that it is over."""
         stream = Stream(self._port)
         began_s = time.perf_counter()
-        assert self._pusher.stdin is not None
-        assert self._pusher.stdout is not None
+        orders, answers = self._pusher.stdin, self._pusher.stdout
+        assert orders is not None, "both are pipes"
+        assert answers is not None, "both are pipes"
         if order:
-            self._pusher.stdin.write(f"{order}\n")
+            orders.write(f"{order}\n")
         looked_s = began_s
+        answering = answers.fileno()
         answered = not order
 
         def over() -> bool:
@@ -257,12 +259,12 @@ class Measurement:
             if not answered:
                 if self._pusher.poll() is not None:
                     raise SystemExit(f"what pushes blocks ended with status {self._pusher.returncode}")
-                answered = bool(select.select([self._pusher.stdout], [], [], 0)[0])
+                answered = bool(select.select([answering], [], [], 0)[0])
             return answered and now_s - began_s > seconds and done()
 
         found = figures_of(stream.gaps_ms(over))
         if order:
-            self._pusher.stdout.readline()
+            answers.readline()
         found["seconds"] = time.perf_counter() - began_s
         found["rss_mb"] = rss_mb(self._pid)
         self.figures[name] = found
