@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import typer
 
@@ -15,13 +15,15 @@ from poolgrid.cli.recording import Stage, load_recording
 from poolgrid.router.core.cost import CostWeights
 from poolgrid.runtime.figures import counted, number, percent
 from poolgrid.runtime.terminal_table import Heading, TerminalTable, terminal
-from poolgrid.simulation.pool import SIMULATED_POLICIES
+from poolgrid.simulation.pool import SIMULATED_POLICIES, Retention
 from poolgrid.simulation.settings import WhatIfSettings
 from poolgrid.simulation.variant_plot import PANELS, PlottingUnavailable, figures, write_plot
 from poolgrid.simulation.variants import Variant, run_variant
 
 VARIANTS_MAX = 64
 """Simulations of one command; more of them nobody compares by eye."""
+
+_RETENTIONS: tuple[Retention, ...] = get_args(Retention)
 
 _SWEPT = ("overlap_weight", "prefill_weight", "queue_weight", "decode_weight", "temperature")
 
@@ -79,25 +81,34 @@ def variants_of(settings: WhatIfSettings, stage: Stage) -> list[Variant]:
     if policy not in SIMULATED_POLICIES:
         stage.remarks.append(f"the recorded policy {policy} cannot be simulated; kv stands in for it")
         policy = "kv"
-    base = Variant("recorded", policy, weights, float(recorded.get("temperature", 0.0)))
+    told: dict[str, Retention] = {each: each for each in _RETENTIONS}
+    retention = told.get(str(recorded.get("retention", "off")), "off")
+    base = Variant("recorded", policy, weights, float(recorded.get("temperature", 0.0)), retention)
     policies = _words(settings.policy) or [policy]
     for name in policies:
         if name not in SIMULATED_POLICIES:
             raise UsageError(f"--policy: {name!r} is unknown, allowed are {', '.join(SIMULATED_POLICIES)}")
+    retentions = _words(settings.retention) or [retention]
+    for name in retentions:
+        if name not in told:
+            raise UsageError(f"--retention: {name!r} is unknown, allowed are {', '.join(_RETENTIONS)}")
     swept = {name: _numbers(name, getattr(settings, name)) for name in _SWEPT}
     given = {name: values for name, values in swept.items() if values}
     variants = [base]
-    for name, values in itertools.product(policies, itertools.product(*given.values())):
+    for name, values, kept in itertools.product(policies, itertools.product(*given.values()), retentions):
         # Only kv looks at weights; the others are tried once.
         chosen = dict(zip(given, values, strict=True)) if name == "kv" else {}
-        label = " ".join([name, *(f"{key.replace('_', '-')}={value:g}" for key, value in chosen.items())])
-        variant = _with(Variant(label, name, weights, base.temperature), chosen)
+        words = [f"{key.replace('_', '-')}={value:g}" for key, value in chosen.items()]
+        label = " ".join([name, *words, *([f"retention={kept}"] if settings.retention else [])])
+        variant = _with(Variant(label, name, weights, base.temperature, told[kept]), chosen)
         if variant.settings() not in [each.settings() for each in variants]:
             variants.append(variant)
     if len(variants) > VARIANTS_MAX:
         raise UsageError(f"{counted(len(variants), 'combination')}, allowed are {VARIANTS_MAX}; nothing was simulated")
     if len(variants) == 1:
-        stage.remarks.append("no other settings were given: try --policy, --overlap-weight or --temperature")
+        stage.remarks.append(
+            "no other settings were given: try --policy, --overlap-weight, --temperature or --retention"
+        )
     return variants
 
 
@@ -139,7 +150,7 @@ def report_of(stage: Stage, speed: float, policies: Mapping[str, Any]) -> dict[s
         "workers": stage.workers,
         "routers": 1,
         "event_delay_ms": 0.0,
-        "retention": "off",  # routers do not send what is learnt, so nothing recorded has any
+        "retention": next(iter(policies.values()))["settings"]["retention"],
         "speed": speed,
         "block_size": stage.workload.block_size,
         "blocks_per_worker": stage.limits.total_kv_blocks,

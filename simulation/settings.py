@@ -121,6 +121,12 @@ class WhatIfSettings(EngineSettings):
     queue_weight: str | None = Field(None, description="How much queued prompt tokens count.")
     decode_weight: str | None = Field(None, description="Cost of one block of active requests.")
     temperature: str | None = Field(None, description="Above 0, workers are sampled by cost.")
+    retention: str | None = Field(
+        None,
+        examples=["off", "learned"],
+        description="What engines are told of how long blocks should stay: nothing, or what the router learns; by "
+        "default as recorded.",
+    )
     as_json: bool = Field(False, description="Print the figures to standard output as JSON, and no table.")
     out: Path | None = Field(None, description="Write the figures to this file too, as JSON.")
     plot: Path | None = Field(

@@ -8,7 +8,7 @@ from typing import Any
 
 from poolgrid.router.core.cost import CostWeights
 from poolgrid.router.core.policy import make_policy
-from poolgrid.simulation.pool import SimulatedPool
+from poolgrid.simulation.pool import Retention, RouterFleet, SimulatedPool
 from poolgrid.simulation.report import policy_report
 from poolgrid.simulation.workload import SimulatedRequest, Workload
 from poolgrid.wire.events import PrefillCompleted, RequestFinished
@@ -24,10 +24,16 @@ class Variant:
     policy: str = "kv"
     weights: CostWeights = CostWeights()
     temperature: float = 0.0
+    retention: Retention = "off"
 
     def settings(self) -> dict[str, Any]:
         """Return the settings by their names in the router."""
-        return {"policy": self.policy, **asdict(self.weights), "temperature": self.temperature}
+        return {
+            "policy": self.policy,
+            **asdict(self.weights),
+            "temperature": self.temperature,
+            "retention": self.retention,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +91,7 @@ def run_variant(
             served.append(Served(first - request.arrival_ms, itl_ms))
 
     policy = make_policy(variant.policy, variant.weights, variant.temperature)
-    pool = SimulatedPool(workload, policy, workers, limits, timing, on_fact)
+    pool = SimulatedPool(workload, policy, workers, limits, timing, on_fact, RouterFleet(retention=variant.retention))
     result = pool.run(on_progress)
     report = {**policy_report(result, workers), "settings": variant.settings()}
     return VariantResult(report, served, result.span_ms)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from poolgrid.loadgen.trace import TraceRow, read_trace
 from poolgrid.router.core.policy import POLICY_NAMES, make_policy
 from poolgrid.simulation.pool import Retention, RouterFleet, RunResult, SimulatedPool
+from poolgrid.simulation.variants import Variant, run_variant
 from poolgrid.simulation.workload import Workload, build_workload
 from poolgrid.wire.hashing import unpack_hashes
 from poolgrid.wire.identifiers import Tier
@@ -181,3 +182,5 @@ def test_retention_that_is_learnt_reuses_what_lru_loses_and_changes_nothing_wher
     assert reused(520, "off") == 0
     assert reused(520, "learned") > 0.2 * 300 * 8 * 512
     assert reused(None, "learned") == reused(None, "off")
+    told = run_variant(workload, Variant("told", retention="learned"), 1, limits(workload, 520), PolynomialTiming())
+    assert told.report["cached_token_ratio"] > 0.1

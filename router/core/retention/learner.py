@@ -56,8 +56,9 @@ PLAN_EVERY_MS = 10_000.0
 LEARNING_MS = 30_000.0
 """Nothing is kept before counts stand for so long: rates would mean nothing."""
 
-ROOM_SHARE = 0.9
-"""Part of the room that is given away: the rest is for what the counts do not tell."""
+ROOM_SHARE = 1.5
+"""How much of the room is given away. More than there is: what is worth least goes first where it does not fit, and a
+worker that has room for a while keeps more."""
 
 LOWEST_KEPT = 40
 PRIORITY_STEPS_PER_OCTAVE = 12
@@ -88,6 +89,13 @@ GHOST_MEMORY_MS = 600_000.0
 
 PAYS, PAYS_NO_MORE = 1.1, 1.04
 """How much more the ghost with priorities must find before what is learnt is said, and until it is said no more."""
+
+LATELY_MS = 120_000.0
+"""After two minutes a ghost's find counts 1/e where it is asked whether keeping has begun to harm: long enough for some
+dozens of prompts, short against the ten minutes after which a gain of before is forgotten."""
+
+HARMS = 0.98
+"""What is learnt is said no more when the ghost with priorities has found less than this of the other's, lately."""
 
 LOST_MS = 3_600_000.0
 """After an hour a request of whose end nobody spoke is taken to be over."""
@@ -151,6 +159,7 @@ class ChapterState(msgspec.Struct, array_like=True, frozen=True, gc=False):
     plan: Plan
     tails: int
     tails_returned: int
+    noted: float = 0.0
 
 
 class LearnerState(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -176,6 +185,9 @@ class LearnerState(msgspec.Struct, array_like=True, frozen=True, gc=False):
     kept_hits: float
     plain_hits: float
     pays: bool
+    spoke: bool = False
+    kept_lately: float = 0.0
+    plain_lately: float = 0.0
 
 
 class _Look(msgspec.Struct, frozen=True, gc=False):
@@ -240,17 +252,23 @@ class RetentionLearner:
         self._own = self._all = 0.0
         """Requests that this router sent, and that the workers said of any router's that they began."""
         self.kept_hits = self.plain_hits = 0.0
+        self._kept_lately = self._plain_lately = 0.0
         self.pays = False
         """Whether what is learnt is said."""
+        self._spoke = False
+        """Whether it ever was."""
         self.gained_tokens = self.lost_tokens = 0
         """Tokens that workers reused and a cache without priorities would not have had, and the other way round."""
 
     def advise(self, request: RoutingRequest, path: Sequence[int], now_ms: float) -> KvRetention | None:
         """Return how long a prompt's blocks should stay; ``None`` = as long as others. Changes nothing."""
-        if not self.pays:
+        if not self._spoke:
             return None
         step = max(1, GRANULE_TOKENS // request.block_size)
         granules = list(path[step - 1 :: step])
+        if not self.pays:
+            # Where nothing is said, blocks that are reused have for ever what was said of them before.
+            return KvRetention((RetainedTokens(0, request.isl, RETENTION_DEFAULT),)) if granules else None
         chapter = self._chapters.get((request.model, request.seed))
         if chapter is None or not granules or chapter.plan is NOTHING:
             return None
@@ -362,6 +380,7 @@ class RetentionLearner:
                     chapter.plan,
                     chapter.tails,
                     chapter.tails_returned,
+                    chapter.times.noted,
                 )
                 for (model, seed), chapter in self._chapters.items()
             ],
@@ -382,6 +401,9 @@ class RetentionLearner:
             self.kept_hits,
             self.plain_hits,
             self.pays,
+            self._spoke,
+            self._kept_lately,
+            self._plain_lately,
         )
 
     def restore(self, state: LearnerState) -> None:
@@ -399,6 +421,7 @@ class RetentionLearner:
             chapter.times.returned = {kind: list(counts) for kind, counts in each.returned.items()}
             chapter.times.weight_ms, chapter.times.as_of_ms = each.weight_ms, each.as_of_ms
             chapter.plan = NOTHING if each.plan == NOTHING else each.plan
+            chapter.times.noted = each.noted
             chapter.tails, chapter.tails_returned = each.tails, each.tails_returned
         self._room = {WorkerKey(WorkerId(name), rank): granules for name, rank, granules in state.room}
         self._kept, self._plain = GhostCache.of_state(state.kept), GhostCache.of_state(state.plain)
@@ -414,6 +437,8 @@ class RetentionLearner:
         self._plan_at_ms, self._now_ms = state.plan_at_ms, state.now_ms
         self._own, self._all = state.own, state.all
         self.kept_hits, self.plain_hits, self.pays = state.kept_hits, state.plain_hits, state.pays
+        self._spoke = state.spoke or state.pays
+        self._kept_lately, self._plain_lately = state.kept_lately, state.plain_lately
 
     def __len__(self) -> int:
         """Return how many granules are known."""
@@ -463,7 +488,9 @@ class RetentionLearner:
             kind = kind_of(run.visits + 1, turn, aspect)
             kinds.append(kind)
             priority, duration_ms = _level(keep, kind)
-            if run.until_ms > now_ms:
+            # The last word of a block holds. What other prompts keep behind it must not outlast it; where all that came
+            # were turns of this conversation there are none.
+            if run.until_ms > now_ms and run.visits >= turn:
                 priority = max(priority, run.priority)
                 duration_ms = max(duration_ms, run.duration_ms)
             kept.append((size, priority, duration_ms))
@@ -483,8 +510,11 @@ class RetentionLearner:
     def _begin_ghosts(self, worker: WorkerKey, granules: list[int], now_ms: float) -> int:
         """Let ghosts have a prompt; return what the worker would have had of it without priorities."""
         sampled, _ = self._sample(granules, ())
-        self.kept_hits += self._kept.begin(sampled, now_ms)
-        self.plain_hits += self._plain.begin(sampled, now_ms)
+        kept, plain = self._kept.begin(sampled, now_ms), self._plain.begin(sampled, now_ms)
+        self.kept_hits += kept
+        self.plain_hits += plain
+        self._kept_lately += kept
+        self._plain_lately += plain
         lru = self._lru.get(worker)
         if lru is None:
             if len(self._lru) >= LRU_GHOSTS_MAX:
@@ -522,13 +552,19 @@ class RetentionLearner:
         lost = [key for key, held in islice(self._held.items(), LOST_AT_ONCE) if held.begun_ms < now_ms - LOST_MS]
         for worker, dispatch_id in lost:
             self.end(worker, dispatch_id, now_ms)
-        if self.kept_hits > self.plain_hits * PAYS:
-            self.pays = True
-        elif self.kept_hits < self.plain_hits * PAYS_NO_MORE:
+        if self._kept_lately < self._plain_lately * HARMS:
+            # What it gained before says nothing of now.
+            self.kept_hits = min(self.kept_hits, self.plain_hits)
+        if self.kept_hits <= self.plain_hits * PAYS_NO_MORE:
             self.pays = False
+        elif self.kept_hits > self.plain_hits * PAYS:
+            self.pays = self._spoke = True
         factor = math.exp(-PLAN_EVERY_MS / GHOST_MEMORY_MS)
         self.kept_hits *= factor
         self.plain_hits *= factor
+        lately = math.exp(-PLAN_EVERY_MS / LATELY_MS)
+        self._kept_lately *= lately
+        self._plain_lately *= lately
         # Of several routers each knows its own requests, and plans for as much of the room as these ask for.
         share = min(1.0, self._own / self._all) if self._all else 1.0
         self._own *= factor

@@ -26,8 +26,9 @@ EDGES_MS = tuple(SHORTEST_MS * STEP**number for number in range(BINS))
 MEMORY_MS = 1_800_000.0
 """After half an hour a count is worth 1/e: longer than nearly all return times, and short enough to follow a day."""
 
-DOUBT_GRANULES = 100.0
-"""A kind of which fewer have been seen is taken for the mean of all by half or more."""
+DOUBT_VISITS = 100.0
+"""A kind of which fewer stretches have been seen is taken for the mean of its group by half or more. Stretches, as the
+granules of one come again together: those of a long prompt are one thing that is known, not hundreds."""
 
 _LOG_STEP = math.log(STEP)
 _EDGES_S = np.asarray(EDGES_MS) / 1000.0
@@ -76,6 +77,8 @@ class ReturnTimes:
         self._kinds_per_group = kinds_per_group
         """Kinds that are taken for their mean while little is known of them."""
         self.visits = [0.0] * kinds
+        self.noted = 0.0
+        """Stretches that these visits were of, of all kinds."""
         self.returned: dict[int, list[float]] = {}
         """By kind, of those that returned at all."""
         self.weight_ms = 0.0
@@ -83,8 +86,9 @@ class ReturnTimes:
         self.as_of_ms: float | None = None
 
     def note_visit(self, kind: int, granules: int) -> None:
-        """Count granules that came."""
+        """Count a stretch of granules that came."""
         self.visits[kind] += granules
+        self.noted += 1.0
 
     def note_return(self, kind: int, gap_ms: float, granules: int) -> None:
         """Count granules that came again, ``gap_ms`` after a visit as this kind."""
@@ -108,6 +112,7 @@ class ReturnTimes:
         self.as_of_ms = now_ms
         factor = math.exp(-passed_ms / MEMORY_MS)
         self.weight_ms = self.weight_ms * factor + MEMORY_MS * (1.0 - factor)
+        self.noted *= factor
         self.visits = [visits * factor for visits in self.visits]
         self.returned = {kind: [count * factor for count in counts] for kind, counts in self.returned.items()}
 
@@ -124,7 +129,8 @@ class ReturnTimes:
         for group in np.unique(groups):
             alike = groups == group
             usual[alike] = returned[alike].sum(0) / visits[alike].sum()
-        chances = (returned + DOUBT_GRANULES * usual) / (visits + DOUBT_GRANULES)[:, None]
+        doubt = DOUBT_VISITS * float(visits.sum()) / max(1.0, self.noted)
+        chances = (returned + doubt * usual) / (visits + doubt)[:, None]
         hits = np.minimum(np.cumsum(chances, 1), 1.0)
         room_s = np.cumsum(chances * _MIDDLES_S, 1) + (1.0 - hits) * _EDGES_S
         per_s = visits * (1000.0 / self.weight_ms)

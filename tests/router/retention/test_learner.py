@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import msgspec
 import pytest
 
 from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.retention.learner import SPENT, LearnerState, RetentionLearner
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
-from poolgrid.wire.requests import KvRetention
+from poolgrid.wire.requests import RETENTION_DEFAULT, KvRetention, RetainedTokens
 from tests.router.retention.mixed_prompts import BLOCKS, WORKER, asked, mixed, prompt
 
 
@@ -160,3 +162,46 @@ def test_the_end_of_a_prompt_that_never_comes_again_is_spent_and_one_that_does_i
     assert (spent.ranges[-1].priority, spent.decode_priority) == (SPENT, SPENT)
     kept = last_of(ends_alike=True)
     assert kept.ranges[-1].priority == kept.decode_priority > SPENT
+
+
+def test_what_begins_to_harm_is_said_no_more_at_once_and_then_blocks_get_back_the_usual_priority() -> None:
+    learner = RetentionLearner()
+    assert learner.advise(asked("x", 4_200), prompt("0 0", 8), 0.0) is None
+    for _ in mixed(learner, 10):
+        pass
+    assert learner.pays
+    found = learner.state()
+    assert found.kept_lately > found.plain_lately
+    lost = msgspec.structs.replace(found, kept_lately=0.9 * found.kept_hits, plain_lately=found.kept_hits)
+    learner.restore(lost)
+    assert learner.pays
+    for _ in islice(mixed(learner, 1, since=10), 2):
+        pass
+
+    assert not learner.pays
+    assert learner.kept_hits <= learner.plain_hits + 16, "what it gained before says nothing of now"
+    usual = learner.advise(asked("x", 4_200), prompt("0 0", 8), 602_000.0)
+    assert usual == KvRetention((RetainedTokens(0, 4_200, RETENTION_DEFAULT),))
+
+
+def test_the_next_turn_of_a_conversation_has_the_last_word_on_its_blocks() -> None:
+    learner = RetentionLearner()
+    for _ in mixed(learner, 10):
+        pass
+    state = learner.state()
+    (chapter,) = state.chapters
+    run = next(each for each in chapter.runs if each.turn == 1 and each.visits == 1)
+    standing = msgspec.structs.replace(run, priority=99, duration_ms=10_000_000, until_ms=1e12)
+    runs = [standing if each is run else each for each in chapter.runs]
+    learner.restore(msgspec.structs.replace(state, chapters=[msgspec.structs.replace(chapter, runs=runs)]))
+    learner.pays = True
+
+    follow_up = list(run.granules) + prompt("more", 2)
+    said = learner.advise(asked("next", 512 * len(follow_up)), follow_up, 600_000.0)
+    assert said is not None
+    assert said.ranges[0].priority < 99
+
+    branch = list(run.granules)[:4] + prompt("other", 2)
+    said = learner.advise(asked("branch", 512 * len(branch)), branch, 600_000.0)
+    assert said is not None
+    assert said.ranges[0].priority == 99, "what hangs off it may still be wanted"
