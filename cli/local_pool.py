@@ -262,8 +262,10 @@ class UpSettings(EventPlaneSettings):
             raise ValueError(
                 f"consolidators is {self.consolidators} and event_plane is zmq: a journal in a directory has one writer"
             )
-        if self.on_nats and self.pools is not None:
-            raise ValueError("pools is given and event_plane is nats: the pools of a fleet have their journals here")
+        if self.pools is not None and self.nats_pool != type(self).model_fields["nats_pool"].default:
+            raise ValueError(
+                f"nats_pool is {self.nats_pool!r} and pools is given: each pool of a fleet has its own name, there too"
+            )
         return self
 
     @model_validator(mode="after")
@@ -376,12 +378,15 @@ class UpSettings(EventPlaneSettings):
         keys = [] if self.api_keys is None else ["--api-keys", str(self.api_keys)]
         return [*keys, *(["--access-log"] if self.access_log else [])]
 
-    def event_plane_arguments(self) -> list[str]:
-        """Return what every part is told of the event plane; nothing when the journal is the consolidator's own."""
+    def event_plane_arguments(self, pool: str = "") -> list[str]:
+        """Return what every part is told of the event plane; nothing when the journal is the consolidator's own.
+
+        ``pool`` is the name on NATS of one that is not this settings' own.
+        """
         if not self.on_nats:
             return []
         plane = {name: getattr(self, name) for name in EventPlaneSettings.model_fields}
-        return arguments_of(EventPlaneSettings(**plane))
+        return arguments_of(EventPlaneSettings(**{**plane, **({"nats_pool": pool} if pool else {})}))
 
     @property
     def whole_workers(self) -> int:

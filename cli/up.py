@@ -74,7 +74,7 @@ def run_front(settings: UpSettings) -> int:
 
 def run_fleet(settings: UpSettings, path: Path, model: PromptModel) -> int:
     """Run the fleet of a pool-grid document; return the exit status."""
-    from poolgrid.cli.fleet import LocalFleet
+    from poolgrid.cli.fleet import LocalFleet, nats_names
     from poolgrid.global_router.core.document.problems import GridDocumentError
     from poolgrid.global_router.document_file import read_document_file
 
@@ -83,6 +83,12 @@ def run_fleet(settings: UpSettings, path: Path, model: PromptModel) -> int:
     except GridDocumentError as error:
         sys.stderr.write(f"{error}\n")
         return 1
+    if settings.on_nats:
+        try:
+            nats_names(document)
+        except ValueError as error:
+            sys.stderr.write(f"{path}: {error}\n")
+            return 1
     return _run(lambda _: LocalFleet(settings, path, document, model))
 
 

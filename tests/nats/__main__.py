@@ -1,7 +1,8 @@
 """A pool on a cluster of three NATS servers on loopback: its parts are killed under verified load; what appends cost.
 
-    python -m tests.nats              both parts
+    python -m tests.nats              all parts
     python -m tests.nats failures     servers, consolidators and workers killed, one after the other
+    python -m tests.nats fleet        two pools behind a global router, each with its journal under its own name
     python -m tests.nats costs        one server, one that syncs always, three servers
 
 The exit status is 0 when all holds, 1 when something does not, 2 when there is no nats-server to try it with.
@@ -11,12 +12,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+from typer.testing import CliRunner
 
 from poolgrid.cli.bench import bench
+from poolgrid.cli.main import app
 from poolgrid.loadgen.settings import BenchSettings
 from poolgrid.router.consolidator.adapters.jetstream import JetStreamJournal, StreamShape
 from poolgrid.router.consolidator.stream.message import Outgoing, empty_body
@@ -26,6 +34,7 @@ from poolgrid.runtime.nats_connection import NatsConnection
 from poolgrid.runtime.nats_settings import EventPlaneSettings
 from tests.e2e.disturbed_load import assert_unharmed
 from tests.e2e.expectation import Verifier
+from tests.e2e.fleet import pools, running_fleet
 from tests.e2e.processes import eventually, index_equals_workers, pool_is_quiet, running_pool
 from tests.nats.pool import active_consolidator, leader, offset, trouble
 from tests.nats.servers import BINARY, MISSING, NatsServer, cluster, one_server
@@ -127,6 +136,41 @@ def _restarter(server: NatsServer) -> Callable[[], None]:
     return restart
 
 
+def fleet() -> None:
+    """Run a fleet on one server; kill the active consolidator of a pool."""
+    shape = {"simulate": {"workers": 1}}
+    grid = {
+        "pools": [{"name": "fast.a", **shape}, {"name": "slow_b", **shape}],
+        "ttft_min_ms": 0,
+        "ttft_max_ms": 1000,
+        "ttft_resolution": 2,
+        "itl_min_ms": 0,
+        "itl_max_ms": 100,
+        "itl_resolution": 1,
+        "mapping": [["fast.a"], ["slow_b"]],
+    }
+    with tempfile.TemporaryDirectory(prefix="poolgrid-nats-") as directory, one_server() as server:
+        path = Path(directory) / "fleet.json"
+        path.write_text(json.dumps({"version": 1, "mode": "aggregated", "aggregated": grid}))
+        plane = ("--event-plane", "nats", "--nats-url", server.url, "--consolidators", "2")
+        with running_fleet(path, *plane, "--consolidator-option", f"leader-lease-s={LEASE_S}") as up:
+            for target in ("100", "900"):
+                body = {"model": "tiny", "prompt": "What is said here is cached there. " * 8, "max_tokens": 4}
+                answer = httpx.post(f"{up.url}/v1/completions", json=body, headers={"x-ttft-target-ms": target})
+                assert answer.status_code == 200, answer.text
+            places = {row["name"]: row["url"] for row in pools(up.url).values()}
+            for pool, name in (("fast.a", "fast-a"), ("slow_b", "slow_b")):
+                url = places[pool]
+                eventually(
+                    f"the index of {pool} is true", lambda url=url: pool_is_quiet(url) and index_equals_workers(url)
+                )
+                verified = CliRunner().invoke(app, ["journal", "verify", f"{server.url}/{name}", "--json"])
+                assert verified.exit_code == 0, verified.output
+                records = json.loads(verified.stdout)["records"]
+                assert records == offset(url), f"{name} has {records} records, its router is at {offset(url)}"
+                say(f"pool {pool}: {records} records under its own name, index = truth")
+
+
 def costs() -> None:
     """Print what appends cost, as the table in ``docs/operations.md``."""
     say("servers                    1 KiB ms  250 KiB ms  messages/s  MB/s")
@@ -174,9 +218,9 @@ async def _appends(journal: JetStreamJournal, size: int, last: int) -> tuple[flo
 
 def main() -> int:
     """Run the parts that are named; return the exit status."""
-    parts = {"failures": failures, "costs": costs}
+    parts = {"failures": failures, "fleet": fleet, "costs": costs}
     parser = argparse.ArgumentParser(prog="python -m tests.nats")
-    parser.add_argument("parts", nargs="*", choices=[*parts, []], help="failures, costs; both when none is named")
+    parser.add_argument("parts", nargs="*", choices=[*parts, []], help="failures, fleet, costs; all when none is named")
     named = parser.parse_args().parts or list(parts)
     if not BINARY:
         say(MISSING)
