@@ -8,7 +8,7 @@ import pytest
 
 from poolgrid.cli.fleet import nats_names
 from poolgrid.global_router.core.document.grid_document import GridDocument
-from poolgrid.global_router.document_file import load_document
+from poolgrid.global_router.core.document.reader import load_document
 
 
 def document(*names: str) -> GridDocument:

@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -161,14 +162,16 @@ def fleet() -> None:
             places = {row["name"]: row["url"] for row in pools(up.url).values()}
             for pool, name in (("fast.a", "fast-a"), ("slow_b", "slow_b")):
                 url = places[pool]
-                eventually(
-                    f"the index of {pool} is true", lambda url=url: pool_is_quiet(url) and index_equals_workers(url)
-                )
+                eventually(f"the index of {pool} is true", partial(_is_true, url))
                 verified = CliRunner().invoke(app, ["journal", "verify", f"{server.url}/{name}", "--json"])
                 assert verified.exit_code == 0, verified.output
                 records = json.loads(verified.stdout)["records"]
                 assert records == offset(url), f"{name} has {records} records, its router is at {offset(url)}"
                 say(f"pool {pool}: {records} records under its own name, index = truth")
+
+
+def _is_true(url: str) -> bool:
+    return pool_is_quiet(url) and index_equals_workers(url)
 
 
 def costs() -> None:
