@@ -23,9 +23,9 @@ pytestmark = pytest.mark.e2e
 POOL = "blue"
 
 
-def one_pool() -> dict[str, Any]:
+def one_pool(name: str = POOL, **more: str) -> dict[str, Any]:
     grid = {
-        "pools": [{"name": POOL}],
+        "pools": [{"name": name, **more}],
         "isl_min": 0,
         "isl_max": 100,
         "isl_resolution": 1,
@@ -35,7 +35,7 @@ def one_pool() -> dict[str, Any]:
         "itl_min_ms": 0,
         "itl_max_ms": 100,
         "itl_resolution": 1,
-        "mapping": [[[POOL]]],
+        "mapping": [[[name]]],
     }
     return {"version": 1, "mode": "aggregated", "aggregated": grid}
 
@@ -121,16 +121,17 @@ def test_a_global_router_finds_a_pools_routers_by_what_kubernetes_says(pool: Nam
         ports = [{"name": name, "port": at.port, "protocol": "TCP"} for name, at in places.items()]
         server.slices.append(endpoint_slice(f"blue-router-names-{number:05}", [pod], ports=ports))
     account = ("--kubernetes-account-dir", str(server.account))
-    document = str(pool.names.parent / "pool.json")
+    document = tmp_path / "east.json"
+    document.write_text(json.dumps(one_pool("east", url=f"dyn://{POOL}.router.select")))
     with in_a_thread(server):
         api = ("--names", "kubernetes", "--kubernetes-api", server.url, *account)
-        with Process("global-router", "--config", document, "--port", "0", *api) as front:
+        with Process("global-router", "--config", str(document), "--port", "0", *api) as front:
             front.wait_ready()
             eventually("the pool is available", lambda: all_available(front.url))
 
             assert_serves(front.url)
 
-            assert len(pools(front.url)[POOL]["routers"]) == 2
+            assert len(pools(front.url)["east"]["routers"]) == 2
             listed = httpx.get(f"{front.url}/v1/fleet").json()
             assert listed["names"] == "kubernetes"
             assert sorted(row["instance"] for row in listed["data"]) == ["router-0", "router-1"]

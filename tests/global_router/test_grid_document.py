@@ -136,6 +136,13 @@ REJECTED: list[tuple[str, tuple[str | int, ...], Any, str]] = [
         "$.prefill.pools[1].url: is \"http://pool:70000\", which has the port '70000', allowed are 1 to 65535",
     ),
     (
+        "name that is none",
+        ("prefill", "pools", 1, "url"),
+        "dyn://blue.router",
+        "$.prefill.pools[1].url: is \"dyn://blue.router\", which is no name: 'dyn://blue.router' is not of the form "
+        "dyn://namespace.component.endpoint",
+    ),
+    (
         "some priorities only",
         ("prefill", "pools", 1, "priority"),
         ...,

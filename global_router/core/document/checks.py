@@ -40,6 +40,7 @@ from poolgrid.global_router.core.document.json_paths import JsonPath, path_text,
 from poolgrid.global_router.core.document.json_text import is_finite_number, is_integer
 from poolgrid.global_router.core.document.problems import Problem, Severity
 from poolgrid.wire.addresses import http_url_problem
+from poolgrid.wire.names import is_name, parse_name
 
 RULES: frozenset[str] = frozenset(get_args(Accepted))
 SUGGESTIONS_MAX = 16
@@ -148,6 +149,17 @@ def _check_stage(stage: StageName, raw: dict[str, Any], faster_reached: bool, fo
     return clean
 
 
+def _url_problem(url: str) -> str | None:
+    """Say why nothing can listen at a pool's ``url``, or ``None``."""
+    if not is_name(url):
+        return http_url_problem(url)
+    try:
+        parse_name(url)
+    except ValueError as error:
+        return f"is no name: {error}"
+    return None
+
+
 def _check_pools(stage: str, raw: Any, found: _Findings) -> _RawPools | None:
     if not isinstance(raw, list) or not raw or len(raw) > POOLS_MAX:
         return None
@@ -158,7 +170,7 @@ def _check_pools(stage: str, raw: Any, found: _Findings) -> _RawPools | None:
     _check_distinct(stage, "url", [url.rstrip("/") if isinstance(url, str) else _INVALID for url in urls], found)
     for index, url in enumerate(urls):
         # What is no URL at all is named by the models.
-        problem = http_url_problem(url) if isinstance(url, str) and URL_FORM.match(url) else None
+        problem = _url_problem(url) if isinstance(url, str) and URL_FORM.match(url) else None
         if problem is not None:
             found.error((stage, "pools", index, "url"), f"is {value_text(url)}, which {problem}")
     with_rank = [index for index, entry in enumerate(entries) if entry.get("priority") is not None]

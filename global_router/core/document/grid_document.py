@@ -51,7 +51,7 @@ PoolName = Annotated[
     str, Field(min_length=1, max_length=NAME_CHARS_MAX, pattern=rf"^{_NAME}[A-Za-z._:/@${{}}-]{_NAME}$")
 ]
 """Letters, digits and ``._:/@${}-``, not digits alone: those are indices."""
-URL_FORM = re.compile(r"^https?://[^\s/?#]+/?$")
+URL_FORM = re.compile(r"^(https?://[^\s/?#]+/?|dyn://[^\s/?#]+)$")
 PoolUrl = Annotated[str, Field(pattern=URL_FORM.pattern, max_length=2048)]
 PoolReference = Annotated[str, WithJsonSchema(_REFERENCE_SCHEMA)]
 References = Annotated[
@@ -97,7 +97,8 @@ class Pool(DocumentModel):
     name: PoolName = Field(description="Unique in the document; appears in headers, metrics and decision records.")
     url: PoolUrl | None = Field(
         None,
-        description="Where the pool's router listens; null = given at start, by pool name.",
+        description="Where the pool's router listens, or its name (dyn://NAMESPACE.router.select, where the global "
+        "router has names); null = given at start, by pool name.",
     )
     priority: int | None = Field(
         None,

@@ -53,7 +53,7 @@ def _field_text(model: type[BaseModel], path: JsonPath, detail: Mapping[str, Any
         return f"has {len(value)} items, allowed are {word} {limit}"
     if kind == "string_pattern_mismatch":
         form = (
-            "http://HOST:PORT or https://HOST:PORT, without a path"
+            "http://HOST:PORT or https://HOST:PORT, without a path, or dyn://NAMESPACE.router.select"
             if path[-1] == "url"
             else "of letters, digits and ._:/@${}-, and not digits alone"
         )
