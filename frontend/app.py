@@ -49,7 +49,7 @@ from poolgrid.frontend.prompt_model import PromptModels
 from poolgrid.frontend.request_body import BodyReader
 from poolgrid.frontend.request_ids import RequestIds
 from poolgrid.frontend.responses_api.endpoints import add_kept_response_endpoints
-from poolgrid.frontend.responses_api.kept import KeptResponses, owner
+from poolgrid.frontend.responses_api.kept import KeptResponses, Store, owner
 from poolgrid.frontend.responses_api.store import ResponseStore
 from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.tokenization import TokenizationPool
@@ -61,7 +61,7 @@ from poolgrid.runtime.tracing.tracing import Tracing
 from poolgrid.wire.answers import EndpointRow
 
 if TYPE_CHECKING:
-    from poolgrid.frontend.access.limits_on_nats import LimitsOnNats
+    from poolgrid.frontend.shared_state import SharedState
 
 log = logging.getLogger(__name__)
 
@@ -196,7 +196,7 @@ def create_app(
     place: GroupPlace | None = None,
     data_dir: Path | None = None,
     tracing: Tracing | None = None,
-    limits: LimitsOnNats | None = None,
+    shared: SharedState | None = None,
 ) -> Application:
     """Return the application.
 
@@ -205,7 +205,8 @@ def create_app(
     ``/health`` what is wrong while requests are served; ``id_prefix`` makes request ids unique among processes, and is
     random by default; ``place`` is this process's among those that share the port, for all of which the limits of
     tenants then hold; ``data_dir`` is where responses are kept that outlive the process; ``tracing`` keeps traces of
-    inference requests; ``limits`` divides tenants' limits among the routers of a pool, in place of ``place``.
+    inference requests; ``shared`` is what the routers of a pool share, in place of
+    ``place`` and ``data_dir``.
     """
     tokenization = TokenizationPool(
         settings.tokenizer_threads, settings.tokenizer_queue, settings.tokenizer_inline_bytes
@@ -256,11 +257,11 @@ def create_app(
     app.state.bodies = bodies
     keys = None
     if settings.api_keys is not None:
-        keys = _gate_keys(settings.api_keys, settings, metrics, clock, request_ids, _meter_maker(place, limits, clock))
-        if limits is not None:
-            limits.start(keys.watched.tenants)
+        keys = _gate_keys(settings.api_keys, settings, metrics, clock, request_ids, _meter_maker(place, shared, clock))
+        if shared is not None:
+            shared.limits.start(keys.watched.tenants)
         app.add_middleware(AccessGate, keys=keys)
-    kept = _kept_responses(settings, metrics, clock, place, data_dir)
+    kept = _kept_responses(settings, metrics, clock, place, data_dir, shared)
     owner_of = partial(owner, isolated=settings.isolate_tenants)
 
     async def responses(raw: bytes, caller: Caller | None) -> Job:
@@ -325,10 +326,13 @@ def _kept_responses(
     clock: Clock,
     place: GroupPlace | None,
     data_dir: Path | None,
+    shared: SharedState | None,
 ) -> KeptResponses:
-    """Return what keeps responses: on disk with a data_dir, shared by the processes of a group, else in memory."""
-    store = None
-    if settings.response_store_bytes:
+    """Return what keeps responses: for all routers of a pool, on disk with a data_dir or for a group, or in memory."""
+    store: Store | None = None
+    if shared is not None:
+        store = shared.responses
+    elif settings.response_store_bytes:
         directory = data_dir if data_dir is not None else None if place is None else place.directory
         path = None if directory is None else directory / RESPONSES_FILE
         limits = (settings.response_store_bytes, settings.response_store_ttl_s)
@@ -340,10 +344,10 @@ def _kept_responses(
     return KeptResponses(store, settings.max_body_bytes, lambda outcome: metrics.kept_responses.labels(outcome).inc())
 
 
-def _meter_maker(place: GroupPlace | None, limits: LimitsOnNats | None, clock: Clock) -> MakeMeter | None:
+def _meter_maker(place: GroupPlace | None, shared: SharedState | None, clock: Clock) -> MakeMeter | None:
     """Return what makes the meters of tenants: of shares, of a group's cells, or ``None``: of this process."""
-    if limits is not None:
-        return limits.meter
+    if shared is not None:
+        return shared.limits.meter
     if place is None:
         return None
     cells = SharedCells(place.directory, place.index, place.size, clock)

@@ -71,7 +71,7 @@ from poolgrid.wire.card import WorkerCard
 from poolgrid.wire.names import CONSOLIDATOR, ROUTER, is_name
 
 if TYPE_CHECKING:
-    from poolgrid.frontend.access.limits_on_nats import LimitsOnNats
+    from poolgrid.frontend.shared_state import SharedState
     from poolgrid.naming.names import Names
 
 log = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ async def serve(
             from poolgrid.naming.opening import open_names
 
             names = await open_names(opened, settings, clock, registry)
-        limits = _make_limits(opened, settings, clock, registry) if settings.share_state == "nats" else None
+        shared = _open_shared(opened, settings, frontend, clock, registry) if settings.share_state == "nats" else None
         feed, embedded = _make_feed(settings, consolidator, registry, clock, awake, make_context)
         if names is not None and isinstance(feed, RemoteFeed):
             _follow_by_name(settings, names, feed)
@@ -149,7 +149,7 @@ async def serve(
             place=place,
             data_dir=consolidator.data_dir,
             tracing=tracing,
-            limits=limits,
+            shared=shared,
         )
         opened.push_async_callback(app.close)
         decisions = decisions_of(service, member)
@@ -173,8 +173,8 @@ async def serve(
         if stop.is_set():
             return
         app.state.preparation.forms.make_ready(service.view.models())
-        if limits is not None and frontend.api_keys is not None:
-            await unless(stop, limits.first_look(), "first look at the shares of limits")
+        if shared is not None and frontend.api_keys is not None:
+            await unless(stop, shared.limits.first_shares(), "first shares of limits")
             if stop.is_set():
                 return
         ext_proc = ""
@@ -411,19 +411,22 @@ def _open_select_plane(
     return plane
 
 
-def _make_limits(
-    opened: AsyncExitStack, settings: RouterSettings, clock: Clock, registry: CollectorRegistry
-) -> LimitsOnNats:
-    # Imported when it is used: most routers have limits of their own.
-    from poolgrid.frontend.access.limits_on_nats import LimitsOnNats
+def _open_shared(
+    opened: AsyncExitStack,
+    settings: RouterSettings,
+    frontend: FrontendSettings,
+    clock: Clock,
+    registry: CollectorRegistry,
+) -> SharedState:
+    # Imported when it is used: most routers have limits and responses of their own.
+    from poolgrid.frontend.shared_state import Sharing, open_shared_state
 
-    scope = f"{settings.namespace}.{settings.nats_pool}"
     # A port that is given has one process at a time; one of the system's choice may have been anybody's.
     address = settings.advertise_host or settings.host
     place = f"{socket.gethostname()} {address}:{settings.port} {settings.router_id}" if settings.port else ""
-    limits = LimitsOnNats(settings, scope, place, settings.names_lease_s, settings.names_replicas, clock, registry)
-    opened.push_async_callback(limits.close)
-    return limits
+    scope = f"{settings.namespace}.{settings.nats_pool}"
+    sharing = Sharing(scope, place, settings.names_lease_s, settings.names_replicas)
+    return open_shared_state(opened, settings, frontend, sharing, clock, registry)
 
 
 async def _join_group(

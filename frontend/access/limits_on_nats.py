@@ -33,6 +33,7 @@ from poolgrid.frontend.access.limit_shares import (
     Page,
     Routers,
     SharePage,
+    equal_part,
     limits_of,
     settled,
 )
@@ -41,7 +42,7 @@ from poolgrid.frontend.access.share_metrics import ShareMetrics
 from poolgrid.frontend.access.shared_meter import SharedMeter
 from poolgrid.frontend.access.tenants import Account, Tenants
 from poolgrid.runtime.clock import Clock
-from poolgrid.runtime.complaints import Complaints
+from poolgrid.runtime.complaints import PERIOD_MS, Complaints
 from poolgrid.runtime.nats_bucket import Bucket, is_deleted, key_of, make_bucket, read_from, sequence_of
 from poolgrid.runtime.nats_connection import NatsConnection, NatsUnavailable, NatsUnusable
 from poolgrid.runtime.nats_leader import WRONG_LAST_SEQUENCE
@@ -127,8 +128,9 @@ class LimitsOnNats:
         self._was_away = False
         self._tasks: list[asyncio.Task[None]] = []
         self._complaints = Complaints(log, clock)
+        self._complained_ms = float("-inf")
         self._turned_ms = clock.monotonic_ms()
-        self._has_looked = asyncio.Event()
+        self._has_shares = asyncio.Event()
         self._metrics = ShareMetrics(
             registry,
             routers=lambda: float(len(self._alive)),
@@ -149,11 +151,11 @@ class LimitsOnNats:
         self._tenants = tenants
         self._tasks.append(supervised(self._run, "shares of tenants' limits", Restart(limit=None)))
 
-    async def first_look(self) -> None:
-        """Wait until this router has the shares that were to be had, for a lease at most: then it goes without."""
+    async def first_shares(self) -> None:
+        """Wait until others have given this router some of every limit, for a lease at most: then it goes without."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._lease_s):
-                await self._has_looked.wait()
+                await self._has_shares.wait()
 
     async def close(self) -> None:
         """Give back all shares, and end."""
@@ -195,7 +197,7 @@ class LimitsOnNats:
             except NatsUnavailable as error:
                 self._was_away = True
                 self._metrics.failures.inc()
-                self._complaints.about("NATS, about limits", f"{error}; the shares that are here stay")
+                self._complain(f"sharing limits failed ({error}): it is tried again for ever, and the shares stay")
             await asyncio.sleep(LOOK_S)
 
     async def _turn(self) -> None:
@@ -219,7 +221,17 @@ class LimitsOnNats:
             tenant for tenant in self._active if tenant in self._accounts_now() and not self._meter_of(tenant).is_quiet
         }
         self._turned_ms = self._clock.monotonic_ms()
-        self._has_looked.set()
+        if not self._has_shares.is_set() and self._lacks_nothing():
+            self._has_shares.set()
+
+    def _lacks_nothing(self) -> bool:
+        routers = len(self._alive)
+        return all(
+            share or not equal_part(limit, routers)
+            for accounts in self._by_page.values()
+            for name, account in accounts.items()
+            for limit, share in zip(limits_of(account.tenant), self._meter_of(name).shares, strict=True)
+        )
 
     def _accounts_now(self) -> dict[str, Account]:
         return self._accounts or {}
@@ -321,7 +333,10 @@ class LimitsOnNats:
         ``NatsUnavailable``."""
         data = _encode(made)
         if len(data) > min(MESSAGE_BYTES_MAX - 1024, self._connection.body_bytes_max):
-            self._complaints.about(f"page {index}", f"it has {len(data)} bytes, more than NATS takes")
+            self._complain(
+                f"page {index} of the shares of limits would have {len(data)} bytes, more than NATS takes: the shares "
+                "on it stay as they are; have fewer routers, or fewer tenants with limits"
+            )
             return True
         headers = {"Nats-Expected-Last-Subject-Sequence": str(page.revision)}
         try:
@@ -355,6 +370,13 @@ class LimitsOnNats:
             self._saw(index, message.seq, message.data or b"")
         except (msgspec.MsgspecError, ValueError) as error:
             self._complaints.about(f"the bucket {BUCKET} (page {index})", error)
+
+    def _complain(self, what: str) -> None:
+        """Say what is wrong, now and then: it goes on twice a second."""
+        now_ms = self._clock.monotonic_ms()
+        if now_ms - self._complained_ms >= PERIOD_MS:
+            self._complained_ms = now_ms
+            log.warning("%s", what)
 
     def _grant(self, index: int, page: SharePage, charged: dict[str, Amounts]) -> None:
         now_ms = self._clock.monotonic_ms()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -18,7 +18,7 @@ from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.responses import AnswerEncoder
 from poolgrid.frontend.responses_api.encoder import ResponsesEncoder
 from poolgrid.frontend.responses_api.schema import ITEMS_MAX, ResponsesBody
-from poolgrid.frontend.responses_api.store import KeptResponse, Owner, Part, ResponseStore
+from poolgrid.frontend.responses_api.store import KeptResponse, Owner, Part
 from poolgrid.wire.request_ids import SECRET_BYTES, name_of
 
 Item = dict[str, Any]
@@ -35,11 +35,39 @@ def owner(caller: Caller | None, isolated: bool) -> Owner | None:
     return None if isolated else Owner("", 1)
 
 
+class Store(Protocol):
+    """Where responses are kept: ``poolgrid.frontend.responses_api.store`` says what each call does."""
+
+    async def keep(self, owner: Owner, kept: KeptResponse) -> bool:
+        """Keep a response and return whether it is kept; never fails."""
+        ...
+
+    async def conversation(self, owner: Owner, response_id: str) -> list[KeptResponse] | None:
+        """Return a response and all before it, the first one first; ``None`` when one of them is not kept."""
+        ...
+
+    async def items(self, owner: Owner, response_id: str, part: Part) -> bytes:
+        """Return the items that a response was asked with, or its answer's."""
+        ...
+
+    async def response(self, owner: Owner, response_id: str) -> bytes | None:
+        """Return a response as its client got it."""
+        ...
+
+    async def forget(self, owner: Owner, response_id: str) -> bool:
+        """Forget a response and return whether there was one."""
+        ...
+
+    def close(self) -> None:
+        """End what is this process's alone."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class KeptResponses:
     """The store behind the endpoints, and its limits. ``store`` is ``None`` where nothing is kept."""
 
-    store: ResponseStore | None
+    store: Store | None
     conversation_bytes_max: int
     count: Callable[[str], None] = lambda outcome: None
     """Told of each response that was to be kept: ``kept`` or ``lost``."""

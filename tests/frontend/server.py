@@ -18,6 +18,7 @@ from poolgrid.frontend.app import Application, create_app
 from poolgrid.frontend.ports import InferenceBackend, InferenceRequest, ServedModel, TokenStream
 from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.settings import FrontendSettings
+from poolgrid.frontend.shared_state import SharedState
 from poolgrid.runtime.http_protocol import DirectProtocol
 from poolgrid.runtime.http_settings import HttpLimits
 from poolgrid.wire.answers import EndpointRow
@@ -35,6 +36,7 @@ def application(
     ready: Callable[[], str | None] = lambda: None,
     endpoints: Callable[[], Sequence[EndpointRow]] = tuple,
     troubles: Callable[[], Sequence[str]] = tuple,
+    shared: SharedState | None = None,
     **settings: Any,
 ) -> Application:
     return create_app(
@@ -45,6 +47,7 @@ def application(
         ready=ready,
         endpoints=endpoints,
         troubles=troubles,
+        shared=shared,
         id_prefix="id-",
     )
 

@@ -25,7 +25,7 @@ from tests.nats.servers import BINARY, MISSING, NatsServer, one_server
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not BINARY, reason=MISSING)]
 
 LIMIT = 10
-LEASE_S = 2
+LEASE_S = 4
 ACME = Tenant(concurrent_requests=LIMIT, requests_per_minute=600)
 
 
