@@ -19,6 +19,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from time import monotonic
 
 INSIDE = "POOLGRID_TEST_HOSTS_INSIDE"
 """Set in the environment of the command that has its own namespaces."""
@@ -30,6 +31,8 @@ WAYS = ("cable", "silence")
 
 REACH_S = 0.5
 """Without a connection by then a host is not reached."""
+
+HEALED_S = 20.0
 
 LISTEN = """
 import signal, socket, sys
@@ -146,18 +149,28 @@ def main() -> int:
         hosts[0].cut(way)
         _say_who_is_reached(way, hosts)
         hosts[0].heal(way)
+        _until_reached(hosts[0])
         _say_who_is_reached("", hosts)
     return 0
 
 
+def _until_reached(host: Host) -> None:
+    """A carrier that is back is taken up a moment later: until then what is sent is lost."""
+    deadline_s = monotonic() + HEALED_S
+    while not _is_reached(host):
+        assert monotonic() < deadline_s, f"{host.name} is not reached {HEALED_S:.0f} s after it was healed"
+
+
+def _is_reached(host: Host) -> bool:
+    try:
+        socket.create_connection((host.address, 80), timeout=REACH_S).close()
+    except OSError:
+        return False
+    return True
+
+
 def _say_who_is_reached(way: str, hosts: Sequence[Host]) -> None:
-    reached = {}
-    for host in hosts:
-        try:
-            socket.create_connection((host.address, 80), timeout=REACH_S).close()
-            reached[host.number] = True
-        except OSError:
-            reached[host.number] = False
+    reached = {host.number: _is_reached(host) for host in hosts}
     sys.stdout.write(json.dumps({"way": way, "reached": reached}) + "\n")
 
 
