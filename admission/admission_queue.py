@@ -195,8 +195,8 @@ class AdmissionQueue(Generic[T]):
         order: QueueOrder = QueueOrder.ARRIVAL,
         aging_tokens_per_s: float = 4000.0,
     ) -> None:
-        self._requests_max = requests_max
-        self._prompt_tokens_max = prompt_tokens_max
+        self.requests_max = requests_max
+        self.prompt_tokens_max = prompt_tokens_max
         self._order = order
         self._aging_tokens_per_ms = aging_tokens_per_s / 1000
         self._lanes: dict[str, dict[int, _Band[T]]] = {}
@@ -206,6 +206,10 @@ class AdmissionQueue(Generic[T]):
         self._arrivals = 0
         self._requests = 0
         self._prompt_tokens = 0
+
+    def allow(self, requests_max: int, prompt_tokens_max: int) -> None:
+        """Have other bounds from now on; whoever waits already goes on waiting."""
+        self.requests_max, self.prompt_tokens_max = requests_max, prompt_tokens_max
 
     @property
     def prompt_tokens(self) -> int:
@@ -355,11 +359,15 @@ class AdmissionQueue(Generic[T]):
         return request.uncached_tokens + request.entered_ms * self._aging_tokens_per_ms
 
     def _make_room(self, newcomer: QueuedRequest[T]) -> list[QueuedRequest[T]]:
-        """Return who must go so that the newcomer fits; only itself when it is the one to give way."""
-        if self._requests_max < 1:
+        """Return who must go so that the newcomer fits; only itself when it is the one to give way.
+
+        Where the bounds have become smaller than what waits, a newcomer takes a place and frees none beyond it.
+        """
+        if self.requests_max < 1:
             return [newcomer]
-        excess_requests = self._requests + 1 - self._requests_max
-        excess_tokens = self._prompt_tokens + newcomer.prompt_tokens - self._prompt_tokens_max
+        excess_requests = min(1, self._requests + 1 - self.requests_max)
+        excess_tokens = self._prompt_tokens + newcomer.prompt_tokens - self.prompt_tokens_max
+        excess_tokens = min(excess_tokens, newcomer.prompt_tokens)
         evicted: list[QueuedRequest[T]] = []
         while excess_requests > 0 or (excess_tokens > 0 and self._requests > len(evicted)):
             victim = self._victim(newcomer, evicted, by_tokens=excess_requests <= 0)

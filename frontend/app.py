@@ -28,10 +28,11 @@ from starlette.types import Message, Receive, Scope, Send
 from poolgrid import __version__
 from poolgrid.frontend.access.cache_domains import CacheDomains
 from poolgrid.frontend.access.gate import AccessGate, GateKeys, caller_of
+from poolgrid.frontend.access.key_file import KeyDocument
 from poolgrid.frontend.access.limit_headers import LIMIT_HEADERS, limit_headers
 from poolgrid.frontend.access.meter import Meter
 from poolgrid.frontend.access.shared_cells import SharedCells
-from poolgrid.frontend.access.tenants import Caller, MakeMeter
+from poolgrid.frontend.access.tenants import Caller, MakeMeter, Tenants
 from poolgrid.frontend.access.watched_key_file import WatchedKeyFile
 from poolgrid.frontend.dialects import dialect_of
 from poolgrid.frontend.errors import RequestError, invalid, quoted, refused, without_others
@@ -258,9 +259,10 @@ def create_app(
     keys = None
     if settings.api_keys is not None:
         keys = _gate_keys(settings.api_keys, settings, metrics, clock, request_ids, _meter_maker(place, shared, clock))
-        if shared is not None:
-            shared.limits.start(keys.watched.tenants)
         app.add_middleware(AccessGate, keys=keys)
+    if shared is not None:
+        nobody = Tenants(KeyDocument(1, "", {}), clock.monotonic_ms())
+        shared.limits.start(keys.watched.tenants if keys is not None else lambda: nobody)
     kept = _kept_responses(settings, metrics, clock, place, data_dir, shared)
     owner_of = partial(owner, isolated=settings.isolate_tenants)
 

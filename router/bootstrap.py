@@ -123,7 +123,7 @@ async def serve(
             from poolgrid.naming.opening import open_names
 
             names = await open_names(opened, settings, clock, registry)
-        shared = _open_shared(opened, settings, frontend, clock, registry) if settings.share_state == "nats" else None
+        shared = _open_shared(opened, settings, frontend, clock, registry)
         feed, embedded = _make_feed(settings, consolidator, registry, clock, awake, make_context)
         if names is not None and isinstance(feed, RemoteFeed):
             _follow_by_name(settings, names, feed)
@@ -132,6 +132,8 @@ async def serve(
         tracing = open_tracing(opened, settings, clock, "poolgrid-router", settings.router_id)
         service = _open_service(opened, settings, state, feed, metrics, awake, context, recorder, prompt_model, tracing)
         register_views(registry, service.view)
+        if shared is not None:
+            shared.limits.on_routers = service.line.divide
         plane = _open_select_plane(opened, settings, context, service, state, metrics, awake, tracing, feed)
         member = GroupMember(place) if place is not None else None
         group_metrics = GroupMetrics(registry, member) if member is not None else None
@@ -173,7 +175,7 @@ async def serve(
         if stop.is_set():
             return
         app.state.preparation.forms.make_ready(service.view.models())
-        if shared is not None and frontend.api_keys is not None:
+        if shared is not None:
             await unless(stop, shared.limits.first_shares(), "first shares of limits")
             if stop.is_set():
                 return
@@ -417,7 +419,9 @@ def _open_shared(
     frontend: FrontendSettings,
     clock: Clock,
     registry: CollectorRegistry,
-) -> SharedState:
+) -> SharedState | None:
+    if settings.share_state == "none":
+        return None
     # Imported when it is used: most routers have limits and responses of their own.
     from poolgrid.frontend.shared_state import Sharing, open_shared_state
 

@@ -187,8 +187,8 @@ class RouterSettings(ServerSettings, TraceSettings, EventPlaneSettings, NamesSet
     share_state: Literal["none", "nats"] = Field(
         "none",
         description="What all routers of a pool (of one namespace and nats_pool) go by together and not each alone: "
-        "the limits of tenants, and responses that are kept. nats = by buckets of JetStream at nats_url; with names "
-        "nats or event_plane nats.",
+        "the limits of tenants, the bounds of the queue, and responses that are kept. nats = by buckets of JetStream "
+        "at nats_url; with names nats or event_plane nats.",
     )
     retention: Literal["off", "learned"] = Field(
         "off",

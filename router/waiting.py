@@ -2,7 +2,7 @@
 
 Rules
     1. A request that finds every worker busy waits in the lane of its model. Beyond ``queue_limit`` requests or
-       ``queue_prompt_tokens`` the lowest priority gives way and is refused.
+       ``queue_prompt_tokens``, or this router's part of them, the lowest priority gives way and is refused.
     2. *Resumed* requests (their clients are being served already) go before all others, and are refused by time only.
     3. The head of each lane is placed as soon as it can be; nobody overtakes it in its lane.
     4. Once the line is closed nobody is placed any more.
@@ -61,6 +61,13 @@ class WaitingLine:
         self._pump_scheduled = False
         self._closed = False
 
+    def divide(self, routers: int) -> None:
+        """Have the part of the queue's bounds that is this router's, of so many that share them: an equal one, and room
+        for one request at least where there is to be a queue."""
+        settings = self._settings
+        requests_max = max(min(1, settings.queue_limit), settings.queue_limit // routers)
+        self._queue.allow(requests_max, settings.queue_prompt_tokens // routers)
+
     # -- in --------------------------------------------------------------------------------------------------------
 
     def is_before(self, model: str) -> bool:
@@ -114,7 +121,7 @@ class WaitingLine:
             refusal = self._busy(
                 f"waiting already: {counted(len(self._queue), 'request')} with "
                 f"{counted(self._queue.prompt_tokens, 'prompt token')}, allowed are "
-                f"{self._settings.queue_limit} with {self._settings.queue_prompt_tokens}"
+                f"{self._queue.requests_max} with {self._queue.prompt_tokens_max}"
             )
             victim.item.queued = None
             if victim is queued:
@@ -267,9 +274,9 @@ class WaitingLine:
         """Return what operators are shown of the queue."""
         return QueueView(
             len(self._queue),
-            self._settings.queue_limit,
+            self._queue.requests_max,
             self._queue.prompt_tokens,
-            self._settings.queue_prompt_tokens,
+            self._queue.prompt_tokens_max,
             self.retry_after_s() if self._drain.is_measured else None,
             self._metrics.refused.by_label(),
         )

@@ -119,6 +119,8 @@ class LimitsOnNats:
         self._routers = Routers(self._life, place, 1000.0 * lease_s)
         self._alive: frozenset[str] = frozenset()
         self._pages: dict[int, SharePage] = {}
+        self.on_routers: Callable[[int], None] = lambda routers: None
+        """Told how many routers there are, whenever that changes."""
         self._tenants: Callable[[], Tenants] = dict  # type: ignore[assignment]  # until it is followed
         self._accounts: dict[str, Account] | None = None
         self._by_page: dict[int, dict[str, Account]] = {}
@@ -213,6 +215,8 @@ class LimitsOnNats:
         alive = self._routers.alive(now_ms, lives)
         if self._knows_other_tenants() or alive != self._alive:
             changed.update(self._pages)
+        if len(alive) != len(self._alive):
+            self.on_routers(max(1, len(alive)))
         self._alive = alive
         changed.update(page_of(tenant) for tenant in self._active)
         for index in sorted(changed):

@@ -43,6 +43,8 @@ class Router:
         self.clock = SystemClock()
         self.registry = CollectorRegistry()
         self.limits = LimitsOnNats(settings, scope, place, LEASE_S, 1, self.clock, self.registry)
+        self.told: list[int] = []
+        self.limits.on_routers = self.told.append
         self.tenants = Tenants(KeyDocument(1, "5" * 64, {"acme": ACME}), self.clock.monotonic_ms(), self.limits.meter)
         self.limits.start(lambda: self.tenants)
 
@@ -133,11 +135,13 @@ def test_the_share_of_a_killed_router_is_the_others_after_its_lease_and_one_that
         again = Router(server, "killed", "http://b:1")
 
         await until("it has the place, and the part", lambda: again.share == 5)
+        assert one.told[-1] == again.told[-1] == 2, "by so many the queue is divided"
 
         await again.kill()
         before_ms = one.clock.monotonic_ms()
         await until("the part is the other's", lambda: one.share == LIMIT)
         assert one.clock.monotonic_ms() - before_ms > 500 * LEASE_S, "not before the lease was over"
+        assert one.told[-1] == 1
         await one.limits.close()
 
     asyncio.run(scenario())

@@ -194,6 +194,18 @@ def test_a_request_moves_to_a_worker_that_joins_in_the_turn_in_which_its_own_bre
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize(("limit", "routers", "requests"), [(10, 1, 10), (10, 3, 3), (2, 3, 1), (0, 2, 0)], ids=str)
+def test_routers_that_share_their_state_have_a_part_of_the_queue_each(limit: int, routers: int, requests: int) -> None:
+    async def scenario() -> None:
+        async with routed(queue_limit=limit, queue_prompt_tokens=1000) as router:
+            router.service.line.divide(routers)
+
+            view = router.service.view.queue()
+            assert (view.requests_max, view.prompt_tokens_max) == (requests, 1000 // routers)
+
+    asyncio.run(scenario())
+
+
 def test_a_frame_of_many_ends_is_taken_in_several_turns() -> None:
     async def scenario() -> None:
         async with routed() as router:
