@@ -34,6 +34,7 @@ from poolgrid.router.consolidator.adapters.jetstream import JetStreamJournal
 from poolgrid.router.consolidator.stream.message import Outgoing, StoredMessage, open_body, stored_message
 from poolgrid.router.consolidator.stream.ports import Anchor, OutOfTurn, StreamFacts, StreamUnavailable
 from poolgrid.runtime.nats_connection import NatsConnection, NatsMessage, NatsUnavailable
+from poolgrid.runtime.nats_leader import LOADING_KEY
 from poolgrid.wire import codec
 from poolgrid.wire.events import JournalRecord
 from tests.fault_simulation.network import Network
@@ -493,8 +494,9 @@ class Link:
         return SimpleNamespace(seq=number)
 
     async def _subscribe(self, subject: str, cb: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
-        assert subject == f"poolgrid.{self.pool}.told.leader"
-        self.servers.listen(self, "leader", cb)
+        told = f"poolgrid.{self.pool}.told."
+        assert subject in (f"{told}leader", f"{told}{LOADING_KEY}"), subject  # here nobody loads
+        self.servers.listen(self, subject.removeprefix(told), cb)
 
     async def _open_stream(self) -> None:
         await self.ask(lambda: None)
