@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from time import monotonic
 INSIDE = "POOLGRID_TEST_HOSTS_INSIDE"
 """Set in the environment of the command that has its own namespaces."""
 
-PROGRAMS = ("unshare", "ip", "bridge", "mount")
+PROGRAMS = ("setpriv", "unshare", "ip", "bridge", "mount")
 BRIDGE = "hosts"
 NETWORK = "10.77.0."
 WAYS = ("cable", "silence")
@@ -58,9 +59,15 @@ def _unshare() -> list[str]:
 
 
 def run_inside(module: str, arguments: Sequence[str]) -> int:
-    """Run a module again in namespaces of its own; return its exit status."""
-    command = [*_unshare(), sys.executable, "-m", module, *arguments]
-    return subprocess.call(command, env={**os.environ, INSIDE: "1"})
+    """Run a module again in namespaces of its own; return its exit status. They end with this process, however it ends:
+    by an interrupt, SIGTERM or kill -9."""
+    command = ["setpriv", "--pdeathsig", "KILL", *_unshare(), sys.executable, "-m", module, *arguments]
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        # Whatever is raised meanwhile kills the child first.
+        return subprocess.call(command, env={**os.environ, INSIDE: "1"})
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def is_inside() -> bool:
@@ -135,7 +142,7 @@ def _do(*command: str) -> None:
 def main() -> int:
     """Cut one of two hosts off in each way and say, in JSON, which are reached then."""
     if not is_inside():
-        return run_inside("tests.hosts.network", [])
+        return run_inside("tests.hosts.network", sys.argv[1:])
     hosts = make_hosts(2)
     listening = [
         subprocess.Popen([*host.prefix, sys.executable, "-S", "-c", LISTEN, host.address], stdout=subprocess.PIPE)
@@ -144,6 +151,10 @@ def main() -> int:
     for each in listening:
         assert each.stdout is not None
         each.stdout.readline()
+    if "hold" in sys.argv[1:]:
+        sys.stdout.write("held\n")
+        sys.stdout.flush()
+        signal.pause()
     _say_who_is_reached("", hosts)
     for way in WAYS:
         hosts[0].cut(way)

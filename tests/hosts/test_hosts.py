@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from tests.hosts.fleet import CONSOLIDATORS, FRONTS, POOLS, ROUTERS
@@ -41,6 +43,22 @@ def test_whichever_host_is_gone_each_pool_has_a_living_path(gone: int) -> None:
     for pool in POOLS:
         assert set(ROUTERS[pool]) - {gone}
         assert set(CONSOLIDATORS[pool]) - {gone}
+
+
+@pytest.mark.e2e
+@pytest.mark.skipif(bool(why_not()), reason="no network namespaces here")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_whoever_ends_the_command_ends_all_that_it_began(number: signal.Signals) -> None:
+    with subprocess.Popen([sys.executable, "-m", "tests.hosts.network", "hold"], stdout=subprocess.PIPE) as command:
+        assert command.stdout is not None
+        assert command.stdout.readline() == b"held\n"
+        below = psutil.Process(command.pid).children(recursive=True)
+        assert len(below) >= 3, "the namespaces' first process, and a host's"
+
+        command.send_signal(number)
+        command.wait(20)
+
+        assert psutil.wait_procs(below, 20)[1] == []
 
 
 @pytest.mark.e2e
