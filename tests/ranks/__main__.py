@@ -209,7 +209,12 @@ def lose_next(trial: Trial, what: Callable[[Group], psutil.Process], reason: str
 def a_signal_drains(trial: Trial) -> None:
     group = trial.start()
     processes = group.everything()
-    assert_unharmed(load_while(trial.router.url, lambda: group.signal(signal.SIGTERM), vocabulary=PLAIN))
+
+    def disturb() -> None:
+        eventually("it has requests", lambda: active_requests(trial.router.url, "wide") > 0, PATIENCE_S)
+        group.signal(signal.SIGTERM)
+
+    assert_unharmed(load_while(trial.router.url, disturb, vocabulary=PLAIN))
     eventually("mpirun has ended", lambda: group.ended() is not None, PATIENCE_S)
     assert "was told to end: stopping" in group.said()
     assert group.said().count("has ended: the engine has ended") == RANKS, "in order"
