@@ -230,7 +230,9 @@ def _death(victim: Part) -> Fault:
     def is_it(part: Part) -> bool:
         return part is victim
 
-    return Fault(f"{victim.name} killed", victim.kill, victim.start, DOWN_S, is_it)
+    # A consolidator that is back before its lease is over goes on with it, and nobody has to take its place.
+    lasts_s = FAIL_OVER_MAX_S + DOWN_S if victim.kind == "consolidator" else DOWN_S
+    return Fault(f"{victim.name} killed", victim.kill, victim.start, lasts_s, is_it)
 
 
 def main() -> int:
