@@ -30,6 +30,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ from poolgrid.wire.card import WorkerCard, WorkerLimits
 from poolgrid.wire.events import AnyEvent, BlocksRemoved, BlocksStored, EventBatch, LoadReported
 from poolgrid.wire.hashing import pack_hashes
 from poolgrid.wire.identifiers import Role, WorkerId
-from poolgrid.wire.ingest import BATCH_FRAME, CONTROL_FRAME, Acknowledged, Heartbeat, Hello, Welcome
+from poolgrid.wire.ingest import BATCH_FRAME, CONTROL_FRAME, Acknowledged, Heartbeat, Hello, Resend, Welcome
 from tests.nats.servers import BINARY, MISSING, NatsServer, one_server
 
 PLANES = ("directory", "nats")
@@ -89,7 +90,9 @@ class Source:
         self._held: deque[list[int]] = deque()
         self._parent: int | None = None
         self._sent_s: deque[float] = deque()
-        self.sent = self.acknowledged = 0
+        self._frames: deque[bytes] = deque()
+        """Of what is not acknowledged, as the times are."""
+        self.sent = self.acknowledged = self.resent = 0
         self.is_welcome = False
         limits = WorkerLimits(64, 8192, 100_000, 32_768)
         card = WorkerCard(MODEL, Role.AGGREGATED, 16, limits, "tcp://127.0.0.1:1")
@@ -107,7 +110,8 @@ class Source:
             events.append(BlocksRemoved(pack_hashes(self._held.popleft())))
         events.append(LoadReported(8, 0, 0, 500, BLOCKS_HELD, 100_000, self.sent))
         batch = EventBatch(self._name, 0, 1, self.sent, int(time.time() * 1000), events)
-        self._socket.send_multipart([BATCH_FRAME, codec.event_batch.encode(batch)])
+        self._frames.append(codec.event_batch.encode(batch))
+        self._socket.send_multipart([BATCH_FRAME, self._frames[-1]])
         self._sent_s.append(now_s)
         self.sent += 1
 
@@ -129,9 +133,15 @@ class Source:
                     latencies_s.append(now_s - self._sent_s[answer.next_seq - self.acknowledged - 1])
                 while self.acknowledged < answer.next_seq:
                     self._sent_s.popleft()
+                    self._frames.popleft()
                     self.acknowledged += 1
             elif isinstance(answer, Welcome):
                 self.is_welcome = True
+            elif isinstance(answer, Resend):
+                # As a worker does that is told of a gap: the consolidator had no room for what came.
+                for frame in islice(self._frames, answer.from_seq - self.acknowledged, None):
+                    self._socket.send_multipart([BATCH_FRAME, frame])
+                    self.resent += 1
             else:
                 raise SystemExit(f"source {self._name}: the consolidator says {answer}")
 
@@ -198,6 +208,7 @@ class Sources:
         return {
             "acknowledged": sum(source.acknowledged for source in self._sources) - acknowledged,
             "sent": sent,
+            "resent": sum(source.resent for source in self._sources),
             "took_s": took_s,
             "cpu_s": time.process_time() - begun_cpu_s,
             "p50_ms": found[len(found) // 2] * 1000,

@@ -72,7 +72,7 @@ def test_the_plot_of_event_planes_says_what_its_table_says() -> None:
     rows = [row for row in table_rows("bench.md", "journal") if row[1] == "all"]
     assert len(rows) == 2
     for row in rows:
-        assert f">{first_number(row[5]):,.0f}<" in drawn, f"run: make plots ({row})"
+        assert f">{first_number(row[6]):,.0f}<" in drawn, f"run: make plots ({row})"
 
 
 def test_a_table_that_is_gone_is_named() -> None:

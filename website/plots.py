@@ -216,7 +216,7 @@ def draw_gpu(axes: Any) -> None:
 def draw_event_plane(axes: Any) -> None:
     """Records a second that one core of a consolidator carries, by where its journal is."""
     rows = [row for row in table_rows("bench.md", "journal") if row[1] == "all"]
-    names, carried = [row[0] for row in rows], [first_number(row[5]) for row in rows]
+    names, carried = [row[0] for row in rows], [first_number(row[6]) for row in rows]
     bars = axes.barh(names, carried, 0.5, color=INK["kv"])
     axes.bar_label(bars, fmt="{:,.0f}", padding=3)
     axes.axvline(10_000, color="#333333", linestyle=":", linewidth=1)
