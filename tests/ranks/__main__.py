@@ -183,7 +183,10 @@ def main() -> int:
                     trial.groups[-1], lambda: trial.groups[-1].mpi_rank(3), "rank 3 on host node1 was lost"
                 ),
             ),
-            ("MPI's own rank 0 too", lambda: lose_next(trial, lambda group: group.mpi_rank(0), "rank 0 on host node0")),
+            (
+                "MPI's own rank 0 too",
+                lambda: lose_next(trial, lambda group: group.mpi_rank(0), "rank 0: its process ended"),
+            ),
             ("a keeper too", lambda: lose_next(trial, lambda group: group.keeper(2), "")),
             ("the worker too", lambda: lose_next(trial, lambda group: group.worker(), "")),
             ("a signal drains it, and all ranks end in order", lambda: a_signal_drains(trial)),
