@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import errno
 import struct
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 from poolgrid.router.consolidator.journal.framing import file_header, frame
 from poolgrid.router.consolidator.journal.stored_records import SUFFIX
@@ -32,6 +31,7 @@ from poolgrid.router.consolidator.stream.message import (
     pieces,
 )
 from poolgrid.router.consolidator.stream.ports import OutOfTurn, StreamFacts, StreamUnavailable
+from poolgrid.router.consolidator.stream.read_only_disk import ReadOnlyDisk
 from poolgrid.router.decision_journal.entries import DECISIONS
 
 UNIT = struct.Struct("<4sQQQQ")
@@ -247,10 +247,11 @@ class _Window:
     last: int
 
 
-class DecisionsInStream:
+class DecisionsInStream(ReadOnlyDisk):
     """Implements ``poolgrid.router.consolidator.ports.Disk`` for reading: the stream as it was when this was made."""
 
     def __init__(self, stream: ReadableMessages) -> None:
+        super().__init__("these decisions were opened for reading", SEGMENTS_KEPT)
         self._stream = stream
         self._history = MessageHistory(stream)
         self._facts = stream.facts()
@@ -258,7 +259,6 @@ class DecisionsInStream:
         for unit, window in self._cut():
             # Of two of one name the earlier one never was: the attempt to begin it failed.
             self._windows.setdefault(f"{unit.segment:020d}{SUFFIX}", window)
-        self._kept: OrderedDict[str, bytes] = OrderedDict()
 
     @property
     def stored_bytes(self) -> int:
@@ -285,22 +285,6 @@ class DecisionsInStream:
         """Return the names of all segments, sorted."""
         return sorted(self._windows)
 
-    def size(self, name: str) -> int:
-        """Return the size of a segment in bytes."""
-        return len(self._content(name))
-
-    def read(self, name: str, at: int, length: int) -> bytes:
-        """Return up to ``length`` bytes from position ``at``."""
-        return self._content(name)[at : at + length]
-
-    def _content(self, name: str) -> bytes:
-        content = self._kept.get(name)
-        if content is None:
-            content = self._kept[name] = self._read(name)
-            if len(self._kept) > SEGMENTS_KEPT:
-                self._kept.popitem(last=False)
-        return content
-
     def _read(self, name: str) -> bytes:
         window = self._windows.get(name)
         if window is None:
@@ -321,29 +305,3 @@ class DecisionsInStream:
                 raise corrupt(self._stream.name, message.sequence, 0, str(error)) from None
             content[unit.position :] = body[UNIT.size :]
         return bytes(content)
-
-    def append(self, name: str, data: bytes) -> None:
-        """Refuse."""
-        self._refuse(name)
-
-    def truncate(self, name: str, size: int) -> None:
-        """Refuse."""
-        self._refuse(name)
-
-    def sync(self, name: str) -> None:
-        """Refuse."""
-        self._refuse(name)
-
-    def write_atomically(self, name: str, parts: Iterable[bytes]) -> int:
-        """Refuse."""
-        self._refuse(name)
-
-    def remove(self, name: str) -> None:
-        """Refuse."""
-        self._refuse(name)
-
-    def close(self) -> None:
-        """Do nothing: the stream is its owner's."""
-
-    def _refuse(self, name: str) -> NoReturn:
-        raise OSError(errno.EROFS, "these decisions were opened for reading", name)

@@ -7,10 +7,7 @@ whatever reads a directory reads a stream. Nothing is changed, and a consolidato
 from __future__ import annotations
 
 import errno
-from collections import OrderedDict
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NoReturn
 
 from poolgrid.router.consolidator.journal import snapshot_file
 from poolgrid.router.consolidator.journal.framing import SEGMENT_MAGIC, file_header, frame
@@ -18,6 +15,7 @@ from poolgrid.router.consolidator.journal.stored_records import SUFFIX
 from poolgrid.router.consolidator.stream.history import Readable, StreamHistory
 from poolgrid.router.consolidator.stream.message import Chain, created_ms_of, first_offset_of
 from poolgrid.router.consolidator.stream.ports import Anchor, StreamFacts
+from poolgrid.router.consolidator.stream.read_only_disk import ReadOnlyDisk
 
 SEGMENT_MESSAGES = 2048
 """Messages that make a segment: half a gigabyte where each is as large as it gets, some megabytes where it is not."""
@@ -34,10 +32,11 @@ class _Window:
     created_ms: int
 
 
-class StreamDirectory:
+class StreamDirectory(ReadOnlyDisk):
     """Implements ``poolgrid.router.consolidator.ports.Disk`` for reading: the stream as it was when this was made."""
 
     def __init__(self, stream: Readable) -> None:
+        super().__init__("this journal was opened for reading", SEGMENTS_KEPT)
         self._stream = stream
         self._history = StreamHistory(stream)
         self._facts = stream.facts()
@@ -45,7 +44,6 @@ class StreamDirectory:
         self._snapshots: dict[str, Anchor] = {
             snapshot_file.name_of(anchor.offset): anchor for anchor in self._history.usable_snapshots(self._facts)
         }
-        self._kept: OrderedDict[str, bytes] = OrderedDict()
 
     @property
     def stored_bytes(self) -> int:
@@ -77,22 +75,6 @@ class StreamDirectory:
         """Return the names of all files, sorted."""
         return sorted([*self._windows, *self._snapshots])
 
-    def size(self, name: str) -> int:
-        """Return the size of a file in bytes."""
-        return len(self._content(name))
-
-    def read(self, name: str, at: int, length: int) -> bytes:
-        """Return up to ``length`` bytes from position ``at``."""
-        return self._content(name)[at : at + length]
-
-    def _content(self, name: str) -> bytes:
-        content = self._kept.get(name)
-        if content is None:
-            content = self._kept[name] = self._read(name)
-            if len(self._kept) > SEGMENTS_KEPT:
-                self._kept.popitem(last=False)
-        return content
-
     def _read(self, name: str) -> bytes:
         anchor = self._snapshots.get(name)
         if anchor is not None:
@@ -104,29 +86,3 @@ class StreamDirectory:
         for _, body in self._history.bodies(Chain(), window.first_sequence, window.last_sequence):
             entries += [frame(payload, offset) for offset, payload in enumerate(body.payloads, body.first_offset)]
         return b"".join(entries)
-
-    def append(self, name: str, data: bytes) -> None:
-        """Refuse."""
-        self._refuse(name)
-
-    def truncate(self, name: str, size: int) -> None:
-        """Refuse."""
-        self._refuse(name)
-
-    def sync(self, name: str) -> None:
-        """Refuse."""
-        self._refuse(name)
-
-    def write_atomically(self, name: str, parts: Iterable[bytes]) -> int:
-        """Refuse."""
-        self._refuse(name)
-
-    def remove(self, name: str) -> None:
-        """Refuse."""
-        self._refuse(name)
-
-    def close(self) -> None:
-        """Do nothing: the stream is its owner's."""
-
-    def _refuse(self, name: str) -> NoReturn:
-        raise OSError(errno.EROFS, "this journal was opened for reading", name)
