@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from poolgrid.naming.core.registry import Seen
 from poolgrid.naming.ports import LOOK_S, NamesUnavailable, Scope
 from poolgrid.runtime.clock import Clock
+from poolgrid.runtime.nats_bucket import Bucket, make_bucket
 from poolgrid.runtime.nats_connection import NatsConnection, NatsUnavailable, NatsUnusable
 from poolgrid.runtime.nats_settings import NatsSettings
 from poolgrid.runtime.tasks import cancel_all, end_process, supervised
@@ -65,7 +66,9 @@ class NatsNames:
     def __init__(self, settings: NatsSettings, lease_s: int, replicas: int, clock: Clock) -> None:
         self._connection = NatsConnection(settings, "poolgrid names", clock)
         self._lease_s = lease_s
-        self._replicas = replicas
+        self._bucket = Bucket(
+            BUCKET, "names of poolgrid's processes", BUCKET_BYTES_MAX, MESSAGE_BYTES_MAX, replicas=replicas
+        )
         self._opening: asyncio.Task[None] | None = None
         self._is_open = asyncio.Event()
         self._newest: dict[str, int] = {}
@@ -89,40 +92,13 @@ class NatsNames:
             return
         while True:
             try:
-                await self._make_bucket()
+                await make_bucket(self._connection, self._bucket)
             except NatsUnavailable as error:
                 log.warning("making the bucket %s failed (%s): it is tried again", BUCKET, error)
                 await asyncio.sleep(1.0)
             else:
                 self._is_open.set()
                 return
-
-    async def _make_bucket(self) -> None:
-        """Make the bucket where there is none; who may not needs one that is there."""
-        from nats.js import api
-        from nats.js.errors import NotFoundError
-
-        jetstream = self._connection.jetstream
-        try:
-            await self._connection.asked(f"looking for stream {STREAM}", jetstream.stream_info(STREAM))
-            return
-        except NotFoundError:
-            pass
-        config = api.StreamConfig(
-            name=STREAM,
-            description="names of poolgrid's processes",
-            subjects=[f"{SUBJECT}>"],
-            storage=api.StorageType.FILE,
-            discard=api.DiscardPolicy.NEW,
-            max_msgs_per_subject=1,
-            max_bytes=BUCKET_BYTES_MAX,
-            max_msg_size=MESSAGE_BYTES_MAX,
-            num_replicas=self._replicas,
-            allow_rollup_hdrs=True,
-            allow_direct=True,
-            allow_msg_ttl=True,
-        )
-        await self._connection.asked(f"making stream {STREAM}", jetstream.add_stream(config))
 
     async def _until_open(self) -> None:
         try:
@@ -203,7 +179,7 @@ class NatsNames:
         except (NatsUnavailable, NotFoundError) as error:
             # The bucket may have gone with the servers that had it.
             try:
-                await self._make_bucket()
+                await make_bucket(self._connection, self._bucket)
             except NatsUnavailable:
                 pass  # there is no connection, or we may not make it: the next attempt finds out
             raise NamesUnavailable(str(error)) from None
