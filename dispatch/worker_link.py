@@ -1,4 +1,4 @@
-"""The request plane towards one worker process: one DEALER socket, its messages and its health.
+"""The request plane towards one worker process: one connection, its messages and its health.
 
 Rules
     1. A link is *up* from its first ``Pong`` until its connection breaks or the worker is silent for ``timeout_ms``.
@@ -17,25 +17,18 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.complaints import Complaints
-from poolgrid.runtime.zmq_socket import CallbackSocket, FrameSocket
+from poolgrid.runtime.dealing import connect_dealer
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.requests import Cancel, Drain, FromWorker, Generate, Ping, Pong, TokenBatch, TokenDelta
 
 log = logging.getLogger(__name__)
 
-SEND_HIGH_WATER_MARK = 10_000
-"""Messages queued towards one worker; far beyond the requests a worker is given, so it only fills when it is stuck."""
-
 FIRST_PING_RETRY_S = 0.005
 """libzmq may tell of a connection a moment before it takes messages for it; the first ping is then tried again."""
-
-RECONNECT_INTERVAL_MS = 50
-RECONNECT_INTERVAL_MAX_MS = 1000
 
 
 class WorkerLink:
@@ -75,27 +68,27 @@ class WorkerLink:
         """Whether anything came since the last look; there are too many frames to ask a clock about each."""
         self._heard_ms = clock.monotonic_ms()
         """When that was last found."""
-        socket, monitor = _connected(context, endpoint)
-        self._monitor = CallbackSocket(monitor, self._on_monitor)
-        self._socket = FrameSocket(socket, self._on_frame)
+        self._refused = ""
+        """Why what is there was last not taken for a worker; it is tried once a second, and said once."""
+        self._dealer = connect_dealer(context, endpoint, self)
         self.ping()
 
     def generate(self, message: Generate) -> bool:
         """Send a request; return False when the link is down or full."""
-        return self.is_up and self._socket.send([codec.to_worker.encode(message)])
+        return self.is_up and self._dealer.send(codec.to_worker.encode(message))
 
     def cancel(self, request_id: str) -> None:
         """Tell the worker to stop a request; a link that is down forgets its requests anyway."""
-        self._socket.send([codec.to_worker.encode(Cancel(request_id))])
+        self._dealer.send(codec.to_worker.encode(Cancel(request_id)))
 
     def drain(self, timeout_ms: int | None) -> bool:
         """Tell the worker to drain, within ``timeout_ms`` or its own time; return False when it cannot be told now."""
-        return self.is_up and self._socket.send([codec.to_worker.encode(Drain(timeout_ms))])
+        return self.is_up and self._dealer.send(codec.to_worker.encode(Drain(timeout_ms)))
 
     def ping(self) -> bool:
         """Keep the lease at the worker, and ask whether it lives; return False when it could not be sent."""
         self._nonce += 1
-        return self._socket.send([codec.to_worker.encode(Ping(self._nonce))])
+        return self._dealer.send(codec.to_worker.encode(Ping(self._nonce)))
 
     def _first_ping(self) -> None:
         """Ping as soon as the new connection takes a message; its end ends the trying."""
@@ -122,11 +115,10 @@ class WorkerLink:
         self.is_up = False
         self._waiting.clear()
         self._stop_trying()
-        self._socket.socket.disable_monitor()
-        self._monitor.close()
-        self._socket.close()
+        self._dealer.close()
 
-    def _on_frame(self, frame: bytes) -> None:
+    def on_frame(self, frame: bytes) -> None:
+        """Take what the worker sent."""
         try:
             message: FromWorker = codec.from_worker.decode(frame)
         except DecodeError as error:
@@ -161,15 +153,23 @@ class WorkerLink:
             self._waiting.popleft()
         return bool(self._waiting)
 
-    def _on_monitor(self, frames: list[bytes]) -> None:
-        event = parse_monitor_message(frames)["event"]
-        if event == zmq.EVENT_DISCONNECTED:
-            self._stop_trying()
-            self._fresh_from = self._nonce + 1
-            self._go_down("connection lost")
-        elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._stop_trying()
-            self._first_ping()
+    def on_connected(self) -> None:
+        """Ask at once whether the worker lives."""
+        self._refused = ""
+        self._stop_trying()
+        self._first_ping()
+
+    def on_disconnected(self) -> None:
+        """Go down."""
+        self._stop_trying()
+        self._fresh_from = self._nonce + 1
+        self._go_down("connection lost")
+
+    def on_refused(self, why: str) -> None:
+        """Say what is wrong with what is there, once."""
+        if why != self._refused:
+            self._refused = why
+            log.warning("worker at %s cannot be talked to: %s", self.endpoint, why)
 
     def _go_down(self, why: str) -> None:
         if self.is_up:
@@ -178,28 +178,3 @@ class WorkerLink:
             while self._waiting:
                 self._take_one()
             self._on_down(self, why)
-
-
-def _connected(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-    """Return a socket towards a worker and its monitor; what was made is closed when the rest cannot be."""
-    socket = context.socket(zmq.DEALER)
-    try:
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER_MARK)
-        socket.setsockopt(zmq.RCVHWM, 0)  # bounded by the tokens of the requests that this router has there
-        # Nothing waits for a connection that is not there: what was on a broken link has already moved elsewhere.
-        socket.setsockopt(zmq.IMMEDIATE, 1)
-        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_INTERVAL_MS)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_INTERVAL_MAX_MS)
-        # Before it connects: the first event is not missed.
-        monitor: zmq.Socket[bytes] = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        try:
-            socket.connect(endpoint)
-        except BaseException:
-            socket.disable_monitor()
-            monitor.close(linger=0)
-            raise
-    except BaseException:
-        socket.close(linger=0)
-        raise
-    return socket, monitor

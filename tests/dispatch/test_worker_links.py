@@ -7,12 +7,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import islice
+from typing import Any
 
 import zmq
+from prometheus_client import CollectorRegistry
 
 from poolgrid.dispatch.worker_link import WorkerLink
 from poolgrid.dispatch.worker_links import Link, WorkerLinks
 from poolgrid.runtime.clock import SystemClock
+from poolgrid.runtime.planes import PlaneContext, PlaneMetrics
 from poolgrid.runtime.zmq_socket import CallbackSocket
 from poolgrid.wire import codec
 from poolgrid.wire.requests import FinishReason, Generate, Ping, Pong, Sampling, TokenBatch, TokenDelta
@@ -85,9 +88,14 @@ class Scene:
         self.links.attach(self.owner)
 
 
+def over_the_loop() -> zmq.Context[Any]:
+    """Return a context by which links are read by the event loop itself."""
+    return PlaneContext.make(None, PlaneMetrics(CollectorRegistry()))
+
+
 @asynccontextmanager
-async def scene() -> AsyncIterator[Scene]:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+async def scene(make_context: Callable[[], zmq.Context[Any]]) -> AsyncIterator[Scene]:
+    context = make_context()
     made = Scene(context)
     try:
         async with asyncio.timeout(20):
@@ -99,11 +107,14 @@ async def scene() -> AsyncIterator[Scene]:
 
 
 def run(scenario: Callable[[Scene], Awaitable[None]]) -> None:
-    async def whole() -> None:
-        async with scene() as made:
+    """Play a scenario over the event loop's sockets and over libzmq's."""
+
+    async def whole(make_context: Callable[[], zmq.Context[Any]]) -> None:
+        async with scene(make_context) as made:
             await scenario(made)
 
-    asyncio.run(whole())
+    for make_context in (over_the_loop, zmq.Context):
+        asyncio.run(whole(make_context))
 
 
 def test_a_worker_that_is_met_for_the_first_time_is_connected_and_serves() -> None:

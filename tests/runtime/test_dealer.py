@@ -1,0 +1,433 @@
+"""Connections to a plane's server, as the event loop and as libzmq keep them, against real ROUTER sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import uvloop
+import zmq
+import zmq.asyncio
+from prometheus_client import CollectorRegistry
+
+from poolgrid.runtime import stream_dealer
+from poolgrid.runtime.dealer import Dealer
+from poolgrid.runtime.dealing import Address, connect_dealer, plain_address
+from poolgrid.runtime.planes import PlaneContext, PlaneMetrics
+from poolgrid.runtime.stream_dealer import StreamDealer
+from poolgrid.runtime.zmq_dealer import ZmqDealer
+from poolgrid.runtime.zmtp import GREETING
+from tests.runtime.test_zmtp import HANDSHAKE
+
+TIMEOUT_S = 20.0
+
+
+class Owner:
+    """Who connects."""
+
+    def __init__(self) -> None:
+        self.news: asyncio.Queue[str] = asyncio.Queue()
+        self.frames: asyncio.Queue[bytes] = asyncio.Queue()
+        self.on_each: Callable[[bytes], None] = lambda _: None
+
+    def on_frame(self, frame: bytes) -> None:
+        self.frames.put_nowait(frame)
+        self.on_each(frame)
+
+    def on_connected(self) -> None:
+        self.news.put_nowait("connected")
+
+    def on_disconnected(self) -> None:
+        self.news.put_nowait(f"disconnected after {self.frames.qsize()}")
+
+    def on_refused(self, why: str) -> None:
+        self.news.put_nowait(why)
+
+
+class Server:
+    """A ROUTER of libzmq."""
+
+    def __init__(self, port: int | None = None, **options: int) -> None:
+        self.context = zmq.asyncio.Context()
+        self.socket = self.context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        for name, value in options.items():
+            self.socket.setsockopt(getattr(zmq, name), value)
+        self.socket.bind(f"tcp://127.0.0.1:{port or '*'}")
+        self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.port = int(self.endpoint.rpartition(":")[2])
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+
+
+@contextmanager
+def plain_context() -> Iterator[PlaneContext]:
+    context = PlaneContext.make(None, PlaneMetrics(CollectorRegistry()))
+    try:
+        yield context
+    finally:
+        context.destroy(linger=0)
+
+
+Make = Callable[[PlaneContext, str, Owner], Dealer]
+
+
+def by_loop(context: PlaneContext, endpoint: str, owner: Owner) -> Dealer:
+    dealer = connect_dealer(context, endpoint, owner)
+    assert isinstance(dealer, StreamDealer)
+    return dealer
+
+
+def by_libzmq(context: PlaneContext, endpoint: str, owner: Owner) -> Dealer:
+    return ZmqDealer(context, endpoint, owner)
+
+
+KINDS = pytest.mark.parametrize("make", [by_loop, by_libzmq])
+LOOPS = pytest.mark.parametrize("run_loop", [asyncio.run, uvloop.run])
+Run = Callable[[Awaitable[Any]], Any]
+
+
+async def send_when_taken(dealer: Dealer, frame: bytes) -> None:
+    """Send at the first moment that it is taken; libzmq tells of a connection a moment before."""
+    while not dealer.send(frame):  # noqa: ASYNC110 - nobody is told when it may
+        await asyncio.sleep(0.001)
+
+
+@KINDS
+@LOOPS
+def test_frames_of_all_sizes_go_there_and_back(make: Make, run_loop: Run) -> None:
+    sizes = (0, 1, 255, 256, 65_536, 3_000_000)
+
+    async def scenario(context: PlaneContext) -> None:
+        server, owner = Server(), Owner()
+        dealer = make(context, server.endpoint, owner)
+        async with asyncio.timeout(TIMEOUT_S):
+            assert await owner.news.get() == "connected"
+            for size in sizes:
+                await send_when_taken(dealer, b"q" * size)
+                peer, question = await server.socket.recv_multipart()
+                assert question == b"q" * size
+                await server.socket.send_multipart([peer, b"a" * size])
+                assert await owner.frames.get() == b"a" * size
+        dealer.close()
+        server.close()
+
+    with plain_context() as context:
+        run_loop(scenario(context))
+
+
+@KINDS
+@LOOPS
+def test_a_server_that_ends_and_starts_again_is_found_again(make: Make, run_loop: Run) -> None:
+    async def scenario(context: PlaneContext) -> None:
+        server, owner = Server(), Owner()
+        dealer = make(context, server.endpoint, owner)
+        async with asyncio.timeout(TIMEOUT_S):
+            assert await owner.news.get() == "connected"
+            server.close()
+            assert await owner.news.get() == "disconnected after 0"
+            assert not dealer.send(b"to nobody")
+            server = Server(server.port)
+            assert await owner.news.get() == "connected"
+            await send_when_taken(dealer, b"to the new one")
+            assert (await server.socket.recv_multipart())[1] == b"to the new one"
+        dealer.close()
+        server.close()
+
+    with plain_context() as context:
+        run_loop(scenario(context))
+
+
+@KINDS
+def test_a_server_that_comes_later_is_found(make: Make) -> None:
+    async def scenario(context: PlaneContext) -> None:
+        with socket.socket() as place:
+            place.bind(("127.0.0.1", 0))
+            port = place.getsockname()[1]
+        owner = Owner()
+        dealer = make(context, f"tcp://127.0.0.1:{port}", owner)
+        async with asyncio.timeout(TIMEOUT_S):
+            assert not dealer.send(b"to nobody")
+            server = Server(port)
+            assert await owner.news.get() == "connected"
+        dealer.close()
+        server.close()
+
+    with plain_context() as context:
+        asyncio.run(scenario(context))
+
+
+@KINDS
+def test_a_handler_that_fails_costs_its_own_frame(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(context: PlaneContext) -> None:
+        server, owner = Server(), Owner()
+
+        def fail_over_the_first(frame: bytes) -> None:
+            if frame == b"1":
+                raise RuntimeError("no such number")
+
+        owner.on_each = fail_over_the_first
+        dealer = make(context, server.endpoint, owner)
+        async with asyncio.timeout(TIMEOUT_S):
+            await owner.news.get()
+            await send_when_taken(dealer, b"hello")
+            peer, _ = await server.socket.recv_multipart()
+            for number in range(5):
+                await server.socket.send_multipart([peer, b"%d" % number])
+            assert [await owner.frames.get() for _ in range(5)] == [b"0", b"1", b"2", b"3", b"4"]
+        dealer.close()
+        server.close()
+
+    with plain_context() as context:
+        asyncio.run(scenario(context))
+
+    assert "no such number" in caplog.text
+
+
+@LOOPS
+def test_heartbeats_of_a_server_are_answered_so_that_it_does_not_hang_up(run_loop: Run) -> None:
+    async def scenario(context: PlaneContext) -> None:
+        server, owner = Server(HEARTBEAT_IVL=20, HEARTBEAT_TIMEOUT=200), Owner()
+        dealer = by_loop(context, server.endpoint, owner)
+        async with asyncio.timeout(TIMEOUT_S):
+            await owner.news.get()
+            for number in range(50):
+                await asyncio.sleep(0.02)
+                assert dealer.send(b"%d" % number)
+                assert (await server.socket.recv_multipart())[1] == b"%d" % number
+        assert owner.news.empty()
+        dealer.close()
+        server.close()
+
+    with plain_context() as context:
+        run_loop(scenario(context))
+
+
+async def serve_bytes(words: bytes, then: Callable[[asyncio.StreamWriter], None]) -> asyncio.Server:
+    """Return a server that says ``words`` to everybody."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(words)
+        then(writer)
+        try:
+            await reader.read()
+        except ConnectionError:
+            pass
+        writer.close()
+
+    return await asyncio.start_server(answer, "127.0.0.1", 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "no signature of ZMTP"),
+        (GREETING[:12] + b"CURVE".ljust(20, b"\0") + GREETING[32:], "this process has no CURVE key"),
+        (HANDSHAKE + b"\x02" + b"\xff" * 8, "reading a frame"),
+    ],
+)
+@LOOPS
+def test_what_does_not_speak_as_it_should_is_said_and_tried_again(words: bytes, why: str, run_loop: Run) -> None:
+    async def scenario(context: PlaneContext) -> None:
+        owner = Owner()
+        server = await serve_bytes(words, lambda _: None)
+        dealer = by_loop(context, f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}", owner)
+        async with asyncio.timeout(TIMEOUT_S):
+            heard = [await owner.news.get() for _ in range(6)]
+        assert [each for each in heard if why in each][1:], heard
+        dealer.close()
+        server.close()
+
+    with plain_context() as context:
+        run_loop(scenario(context))
+
+
+@LOOPS
+def test_who_accepts_and_says_nothing_is_given_up_and_tried_again(
+    run_loop: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_dealer, "CONNECT_TIMEOUT_S", 0.05)
+
+    async def scenario(context: PlaneContext) -> None:
+        owner = Owner()
+        server = await serve_bytes(b"", lambda _: None)
+        dealer = by_loop(context, f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}", owner)
+        async with asyncio.timeout(TIMEOUT_S):
+            assert "no handshake" in await owner.news.get()
+            assert "no handshake" in await owner.news.get()
+        dealer.close()
+        server.close()
+
+    with plain_context() as context:
+        run_loop(scenario(context))
+
+
+@LOOPS
+def test_all_that_came_is_handed_over_before_the_end_is_known(run_loop: Run) -> None:
+    count = 500
+
+    async def scenario(context: PlaneContext) -> None:
+        owner = Owner()
+        owner.on_each = lambda _: _spin(0.0002)
+        server = await serve_bytes(HANDSHAKE + b"\x00\x01x" * count, lambda writer: writer.write_eof())
+        dealer = by_loop(context, f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}", owner)
+        async with asyncio.timeout(TIMEOUT_S):
+            assert await owner.news.get() == "connected"
+            assert await owner.news.get() == f"disconnected after {count}"
+        dealer.close()
+        server.close()
+
+    with plain_context() as context:
+        run_loop(scenario(context))
+
+
+def _spin(seconds: float) -> None:
+    ends_s = asyncio.get_running_loop().time() + seconds
+    while asyncio.get_running_loop().time() < ends_s:
+        pass
+
+
+@LOOPS
+def test_a_flood_leaves_others_their_turns(run_loop: Run) -> None:
+    async def scenario(context: PlaneContext) -> None:
+        owner = Owner()
+        owner.on_each = lambda _: _spin(0.0001)
+        flood = b"\x00\x01x" * 20_000
+        server = await serve_bytes(HANDSHAKE + flood, lambda _: None)
+        dealer = by_loop(context, f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}", owner)
+        async with asyncio.timeout(TIMEOUT_S):
+            await owner.frames.get()
+            turns = 0
+            while owner.frames.qsize() < 2_000:
+                before = owner.frames.qsize()
+                await asyncio.sleep(0)
+                assert owner.frames.qsize() - before <= stream_dealer.MESSAGES_PER_TURN
+                turns += 1
+            assert turns >= 2_000 / stream_dealer.MESSAGES_PER_TURN
+        dealer.close()
+        server.close()
+
+    with plain_context() as context:
+        run_loop(scenario(context))
+
+
+@LOOPS
+def test_a_server_that_reads_nothing_is_refused_more_and_served_again_when_it_reads(
+    run_loop: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_dealer, "SEND_BYTES_MAX", 1_000_000)
+
+    async def scenario(context: PlaneContext) -> None:
+        owner = Owner()
+        server = await serve_bytes(HANDSHAKE, lambda _: None)
+        writers: list[asyncio.StreamReader] = []
+        go_on = asyncio.Event()
+
+        async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writers.append(reader)
+            writer.write(HANDSHAKE)
+            await go_on.wait()
+            await reader.read()
+
+        server.close()
+        server = await asyncio.start_server(slow, "127.0.0.1", 0, limit=1000)
+        dealer = by_loop(context, f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}", owner)
+        async with asyncio.timeout(TIMEOUT_S):
+            await owner.news.get()
+            sent = 0
+            while dealer.send(bytes(100_000)):
+                sent += 1
+                await asyncio.sleep(0)
+            assert sent < 1000  # what the kernel takes, and the bound
+            assert not dealer.send(b"more")
+            go_on.set()
+            await send_when_taken(dealer, b"more")
+        dealer.close()
+        server.close()
+
+    with plain_context() as context:
+        run_loop(scenario(context))
+
+
+@KINDS
+@LOOPS
+def test_nothing_is_heard_after_it_was_closed_even_by_who_closes_it_over_a_frame(make: Make, run_loop: Run) -> None:
+    async def scenario(context: PlaneContext) -> None:
+        server, owner = Server(), Owner()
+        dealer = make(context, server.endpoint, owner)
+        owner.on_each = lambda _: dealer.close()
+        async with asyncio.timeout(TIMEOUT_S):
+            await owner.news.get()
+            await send_when_taken(dealer, b"hello")
+            peer, _ = await server.socket.recv_multipart()
+            for _ in range(100):
+                await server.socket.send_multipart([peer, b"word"])
+            await owner.frames.get()
+            server.close()
+            for _ in range(20):
+                await asyncio.sleep(0.005)
+        assert (owner.frames.qsize(), owner.news.qsize()) == (0, 0)
+
+    with plain_context() as context:
+        run_loop(scenario(context))
+
+
+def test_closing_in_the_midst_of_connecting_leaves_nothing() -> None:
+    async def scenario(context: PlaneContext) -> None:
+        owner = Owner()
+        server = await serve_bytes(b"", lambda _: None)
+        endpoint = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        for turns in range(10):
+            dealer = by_loop(context, endpoint, owner)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            dealer.close()
+        async with asyncio.timeout(TIMEOUT_S):
+            while len(asyncio.all_tasks()) > 1:  # noqa: ASYNC110 - nobody is told of the end of a detached task
+                await asyncio.sleep(0.001)
+        assert owner.news.empty()
+        server.close()
+
+    with plain_context() as context:
+        asyncio.run(scenario(context))
+
+
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "a..b", "x" * 300, "127.0.0.1\0"])
+@LOOPS
+def test_a_host_that_does_not_exist_is_tried_until_it_does(host: str, run_loop: Run) -> None:
+    async def scenario() -> None:
+        owner = Owner()
+        dealer = StreamDealer(host, 5000, owner)
+        await asyncio.sleep(0.2)
+        assert not dealer.send(b"to nobody")
+        assert not dealer._task.done()
+        assert owner.news.empty()
+        dealer.close()
+
+    run_loop(scenario())
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "address"),
+    [
+        ("tcp://127.0.0.1:40001", Address("127.0.0.1", 40001)),
+        ("tcp://[::1]:40001", Address("::1", 40001)),
+        ("tcp://worker-7.pool.svc:40001", Address("worker-7.pool.svc", 40001)),
+        ("ipc:///tmp/worker", None),
+        ("inproc://worker", None),
+        ("tcp://eth0;10.0.0.1:40001", None),
+        ("tcp://*:40001", None),
+        ("tcp://127.0.0.1:0", None),
+        ("tcp://127.0.0.1:65536", None),
+        ("tcp://127.0.0.1:port", None),
+        ("tcp://:40001", None),
+        ("tcp://127.0.0.1", None),
+    ],
+)
+def test_addresses_that_are_plain_are_told_from_what_libzmq_knows(endpoint: str, address: Address | None) -> None:
+    assert plain_address(endpoint) == address
