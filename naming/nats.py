@@ -5,8 +5,7 @@ Rules
        whatever became of its process. They count whole seconds, and look once a second.
     2. Looks read the bucket's stream from its beginning, as many messages with one question as an answer takes. There
        is no consumer that could be lost, and an entry that is renewed meanwhile comes again at the end. Any replica
-       may answer, also one that is behind. What it shows is believed only when it is as new as what was shown before,
-       or as what the stream's leader has.
+       may answer; one that is behind is not believed (``poolgrid.runtime.nats_bucket``).
     3. The bucket is one for all namespaces of the account, ``poolgrid-names``. Who may write what is for NATS to say,
        by subject: ``$KV.poolgrid-names.NAMESPACE.>``.
     4. The connection is made in the background: a process does not wait for NATS to start.
@@ -22,7 +21,7 @@ from collections.abc import Sequence
 from poolgrid.naming.core.registry import Seen
 from poolgrid.naming.ports import LOOK_S, NamesUnavailable, Scope
 from poolgrid.runtime.clock import Clock
-from poolgrid.runtime.nats_bucket import Bucket, make_bucket
+from poolgrid.runtime.nats_bucket import Bucket, BucketReader, is_deleted, key_of, make_bucket, sequence_of
 from poolgrid.runtime.nats_connection import NatsConnection, NatsUnavailable, NatsUnusable
 from poolgrid.runtime.nats_settings import NatsSettings
 from poolgrid.runtime.tasks import cancel_all, end_process, supervised
@@ -34,9 +33,6 @@ BUCKET = "poolgrid-names"
 STREAM = f"KV_{BUCKET}"
 SUBJECT = f"$KV.{BUCKET}."
 
-ENTRIES_PER_ANSWER = 512
-"""Messages of one answer: at most 2 MiB of entries."""
-
 ENTRIES_MAX = 65_536
 """Entries that one look reads; a bucket with more is full of something else."""
 
@@ -45,9 +41,6 @@ BUCKET_BYTES_MAX = 64 * 1024 * 1024
 
 MESSAGE_BYTES_MAX = 2 * ENTRY_BYTES_MAX
 """An entry with its headers."""
-
-LOOKS_MAX = 4
-"""Replicas that one look asks before what is known stays: of three, one that is behind is asked by chance each time."""
 
 START_S = 2.0
 """How long a first question waits for the connection."""
@@ -71,8 +64,8 @@ class NatsNames:
         )
         self._opening: asyncio.Task[None] | None = None
         self._is_open = asyncio.Event()
-        self._newest: dict[str, int] = {}
-        """The last message that a look saw, by the subjects it looked at."""
+        self._clock = clock
+        self._readers: dict[Scope, BucketReader] = {}
         self.where = ", ".join(url.rpartition("@")[2] for url in settings.nats_url)
 
     async def open(self) -> None:
@@ -113,51 +106,23 @@ class NatsNames:
         found: dict[str, Seen] = {}
         try:
             for scope in scopes:
-                await self._read(f"{SUBJECT}{scope.namespace or '*'}.{scope.component or '*'}.*", found)
+                for message in await self._reader(scope).read(1):
+                    key = key_of(message, self._bucket)
+                    if message.data and not is_deleted(message):
+                        found[key] = Seen(key, message.data, sequence_of(message))
+                    else:
+                        found.pop(key, None)
         except NatsUnavailable as error:
             raise NamesUnavailable(str(error)) from None
         return list(found.values())
 
-    async def _read(self, subject: str, found: dict[str, Seen]) -> None:
-        """Add the entries of some subjects; raises ``NamesUnavailable`` when only replicas that are behind answer."""
-        for _ in range(LOOKS_MAX):
-            shown: dict[str, Seen] = {}
-            newest = await self._read_once(subject, shown)
-            if newest >= self._newest.get(subject, 0) or newest >= await self._newest_of_leader(subject):
-                self._newest[subject] = newest
-                found.update(shown)
-                return
-        raise NamesUnavailable(f"the replicas of the bucket {BUCKET} that answered are behind its leader")
-
-    async def _newest_of_leader(self, subject: str) -> int:
-        """Return the number of the last message on some subjects, 0 for none, as the stream's leader has it."""
-        from nats.js.errors import NotFoundError
-
-        try:
-            message = await self._connection.asked(
-                f"asking the leader of {STREAM}", self._connection.jetstream.get_msg(STREAM, subject=subject)
-            )
-        except NotFoundError:
-            return 0
-        return int(message.seq)
-
-    async def _read_once(self, subject: str, found: dict[str, Seen]) -> int:
-        """Add what one replica shows; return the number of its last message on the subjects, 0 for none."""
-        first = 1
-        for _ in range(0, ENTRIES_MAX, ENTRIES_PER_ANSWER):
-            question = {"seq": first, "next_by_subj": subject, "batch": ENTRIES_PER_ANSWER}
-            messages = await self._connection.batch(STREAM, question)
-            for message in messages:
-                key = message.headers["Nats-Subject"].removeprefix(SUBJECT)
-                sequence = int(message.headers["Nats-Sequence"])
-                first = sequence + 1
-                if message.data and "KV-Operation" not in message.headers:
-                    found[key] = Seen(key, message.data, sequence)
-                else:
-                    found.pop(key, None)
-            if len(messages) < ENTRIES_PER_ANSWER:
-                return first - 1
-        raise NamesUnavailable(f"the bucket {BUCKET} has more than {ENTRIES_MAX} entries")
+    def _reader(self, scope: Scope) -> BucketReader:
+        reader = self._readers.get(scope)
+        if reader is None:
+            keys = f"{scope.namespace or '*'}.{scope.component or '*'}.*"
+            reader = BucketReader(self._connection, self._bucket, keys, self._lease_s, ENTRIES_MAX, self._clock)
+            self._readers[scope] = reader
+        return reader
 
     async def write(self, registration: Registration, data: bytes) -> None:
         """Write an entry, or renew it; raises ``NamesUnavailable``."""

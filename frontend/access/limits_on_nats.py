@@ -6,7 +6,7 @@ Rules
     2. A value is written only behind the one that was read (``Nats-Expected-Last-Subject-Sequence``).
     3. A router gives a sign of life three times per lease. Who was silent for a lease while others could read has its
        shares taken; who comes back finds that out with its first look. While NATS is away nobody takes anything, and
-       everybody goes on with what it has.
+       everybody goes on with what it has. So it is while only replicas answer that are behind.
     4. Who has not reached NATS since it started has no shares, and refuses tenants that have limits.
     5. Tenants are spread over ``PAGES`` values by their names, so that one value stays small and few write the same.
 """
@@ -43,7 +43,7 @@ from poolgrid.frontend.access.shared_meter import SharedMeter
 from poolgrid.frontend.access.tenants import Account, Tenants
 from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.complaints import PERIOD_MS, Complaints
-from poolgrid.runtime.nats_bucket import Bucket, is_deleted, key_of, make_bucket, read_from, sequence_of
+from poolgrid.runtime.nats_bucket import Bucket, BucketReader, is_deleted, key_of, make_bucket, sequence_of
 from poolgrid.runtime.nats_connection import NatsConnection, NatsUnavailable, NatsUnusable
 from poolgrid.runtime.nats_leader import WRONG_LAST_SEQUENCE
 from poolgrid.runtime.nats_settings import NatsSettings
@@ -111,6 +111,7 @@ class LimitsOnNats:
         self._bucket = Bucket(
             BUCKET, "limits of poolgrid's tenants", BUCKET_BYTES_MAX, MESSAGE_BYTES_MAX, replicas=replicas
         )
+        self._reader = BucketReader(self._connection, self._bucket, f"{scope}.>", lease_s, ENTRIES_MAX, clock)
         self._scope = scope
         self._place = place
         self._lease_s = lease_s
@@ -279,7 +280,7 @@ class LimitsOnNats:
 
     async def _look(self) -> set[int]:
         """Read what is new; return the pages that have changed."""
-        messages = await read_from(self._connection, self._bucket, f"{self._scope}.>", self._seen + 1, ENTRIES_MAX)
+        messages = await self._reader.read(self._seen + 1)
         now_ms = self._clock.monotonic_ms()
         changed: set[int] = set()
         for message in messages:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -18,6 +19,7 @@ from poolgrid.frontend.access.tenants import Tenants
 from poolgrid.naming.settings import NamesSettings
 from poolgrid.router.settings import RouterSettings
 from poolgrid.runtime.clock import SystemClock
+from poolgrid.runtime.nats_connection import NatsMessage
 from poolgrid.runtime.tasks import cancel_all
 from tests.naming import waiting as naming
 from tests.nats.servers import BINARY, MISSING, NatsServer, one_server
@@ -143,6 +145,34 @@ def test_the_share_of_a_killed_router_is_the_others_after_its_lease_and_one_that
         assert one.clock.monotonic_ms() - before_ms > 500 * LEASE_S, "not before the lease was over"
         assert one.told[-1] == 1
         await one.limits.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_replica_that_has_come_to_a_stand_takes_no_living_routers_share(
+    server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with routers(server, "stand", 2) as (one, other):
+            await until("both have an equal part", lambda: one.share == other.share == 5)
+
+            # As a server does that a router is connected to, and that gets no messages of the stream any more.
+            async def nothing_new(stream: str, question: Mapping[str, Any]) -> list[NatsMessage]:
+                return []
+
+            monkeypatch.setattr(one.limits._connection, "batch", nothing_new)
+            failed = "poolgrid_frontend_limit_division_failures_total"
+            await until("it is noticed", lambda: bool(one.registry.get_sample_value(failed)))
+            before_ms = one.clock.monotonic_ms()
+            while one.clock.monotonic_ms() - before_ms < 1500 * LEASE_S:
+                assert await load([one, other], 10) == LIMIT
+            assert one.share == other.share == 5
+            assert one.told[-1] == 2, "by so many the queue is divided"
+
+            monkeypatch.undo()
+            age = "poolgrid_frontend_limit_division_age_seconds"
+            await until("it is read again", lambda: (one.registry.get_sample_value(age) or 9) < LEASE_S / 2)
+            assert one.share == other.share == 5
 
     asyncio.run(scenario())
 

@@ -13,14 +13,15 @@ from pydantic import ValidationError
 
 from poolgrid.global_router.settings import GlobalRouterSettings
 from poolgrid.naming.names import Names
-from poolgrid.naming.nats import LOOKS_MAX, STREAM, SUBJECT, NatsNames
+from poolgrid.naming.nats import STREAM, SUBJECT, NatsNames
 from poolgrid.naming.ports import NamesUnavailable, Scope
 from poolgrid.naming.settings import NamesSettings
 from poolgrid.router.consolidator.settings import ConsolidatorSettings
 from poolgrid.runtime.clock import SystemClock
+from poolgrid.runtime.nats_bucket import ANSWERS_MAX
 from poolgrid.runtime.nats_connection import NatsConnection, NatsMessage
 from tests.naming.registrations import registration, seen
-from tests.naming.waiting import until, until_found
+from tests.naming.waiting import HTTP, until, until_found
 from tests.nats.servers import BINARY, MISSING, NatsServer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not BINARY, reason=MISSING)]
@@ -103,7 +104,7 @@ def test_who_is_killed_loses_its_name_with_its_lease_and_who_renews_does_not(ser
 
 
 def test_more_entries_than_an_answer_takes_are_all_read(server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("poolgrid.naming.nats.ENTRIES_PER_ANSWER", 3)
+    monkeypatch.setattr("poolgrid.runtime.nats_bucket.MESSAGES_PER_ANSWER", 3)
 
     async def scenario() -> None:
         names = names_on(server)
@@ -180,7 +181,7 @@ def test_a_replica_that_is_behind_takes_nobodys_name_and_brings_nobody_back(
         assert len(await store.look(scopes)) == 2
         assert shown == []
 
-        shown += [[]] * LOOKS_MAX
+        shown += [[]] * ANSWERS_MAX
         with pytest.raises(NamesUnavailable, match="behind its leader"):
             await store.look(scopes)
 
@@ -192,6 +193,39 @@ def test_a_replica_that_is_behind_takes_nobodys_name_and_brings_nobody_back(
         await connection.jetstream.purge_stream(STREAM, subject=SUBJECT + "blue.late.>")
         assert await store.look(scopes) == []
         await names.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_replica_that_has_come_to_a_stand_lets_nobodys_lease_run_out(
+    server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        one, other = names_on(server, lease_s=2), names_on(server, lease_s=2)
+        await one.open()
+        await other.open()
+        other.follow(Scope("blue", "router"), lambda: None)
+        await one.register("router", "r1", {"http": "http://127.0.0.1:1"})
+        await until_found(other, 1)
+        assert isinstance(other.store, NatsNames)
+        connection = other.store._connection
+        stale = await connection.batch(STREAM, {"seq": 1, "next_by_subj": SUBJECT + "blue.router.*", "batch": 10})
+
+        # As a server does that a process is connected to, and that gets no messages of the stream any more.
+        async def answer(stream: str, question: Mapping[str, Any]) -> list[NatsMessage]:
+            return [each for each in stale if int(each.headers["Nats-Sequence"]) >= question["seq"]]
+
+        monkeypatch.setattr(connection, "batch", answer)
+        await until(lambda: "behind its leader" in other.trouble)
+        for _ in range(3 * 4):
+            await asyncio.sleep(0.25)
+            assert other.addresses(HTTP), "who goes on renewing its name keeps it"
+
+        monkeypatch.undo()
+        await until(lambda: not other.trouble)
+        assert other.addresses(HTTP)
+        await one.close()
+        await other.close()
 
     asyncio.run(scenario())
 
