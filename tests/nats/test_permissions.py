@@ -5,10 +5,21 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry
 
+from poolgrid.frontend.access.key_file import KeyDocument, Tenant
+from poolgrid.frontend.access.limits_on_nats import LimitsOnNats
+from poolgrid.frontend.access.shared_meter import SharedMeter
+from poolgrid.frontend.access.tenants import Tenants
+from poolgrid.frontend.responses_api.store import KeptResponse, Owner
+from poolgrid.frontend.responses_api.store_on_nats import NatsResponseStore
+from poolgrid.naming.nats import NatsNames
+from poolgrid.naming.ports import NamesUnavailable, Scope
+from poolgrid.naming.settings import NamesSettings
 from poolgrid.router.consolidator.adapters.jetstream import (
     JetStreamJournal,
     RouterStream,
@@ -31,27 +42,36 @@ from tests.consolidator.journal_builder import fold
 from tests.consolidator.journal_kinds import BLOCKS_MAX
 from tests.consolidator.journal_laws import fill, snapshot
 from tests.consolidator.test_service import Reader
+from tests.naming.registrations import registration, seen
+from tests.naming.waiting import until
 from tests.nats.servers import BINARY, MISSING, NatsServer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not BINARY, reason=MISSING)]
 
 PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
 ROLES = ("consolidator", "router", "worker", "command")
+LOOKS, REGISTERS, SHARES = "who looks for names", "who registers", "who shares state"
 SIZE = 1024 * 1024
+OWNER = Owner("acme", 2)
 
 
 def permissions(role: str) -> tuple[list[str], list[str]]:
     """Return what the page says that a part publishes, and what it subscribes to."""
     page = PAGE.read_text()
-    (row,) = re.findall(rf"^\| {role} \| (`[^|]*) \| (`[^|]*) \|$", page, re.MULTILINE)
+    (row,) = re.findall(rf"^\| {role} \| ([^|]*`[^|]*) \| (`[^|]*) \|$", page, re.MULTILINE)
     publishes, subscribes = (_subjects(cell) for cell in row)
-    return publishes, subscribes
+    return publishes + (permissions(LOOKS)[0] if "what looking takes" in row[0] else []), subscribes
 
 
 def _subjects(cell: str) -> list[str]:
-    """Return the subjects of a cell for a pool p and a router r; options are quoted there, too."""
+    """Return the subjects of a cell for a pool p and a router r of blue; options are quoted there, too."""
     quotes = [each for each in re.findall(r"`([^`]+)`", cell) if not each.startswith("--")]
-    return [each.replace("POOL", "p").replace("ROUTER", "r") for each in quotes]
+    meant = {"POOL": "p", "ROUTER": "r", "NAMESPACE": "blue", "COMPONENT": "router"}
+    return [re.sub("|".join(meant), lambda word: meant[word[0]], each) for each in quotes]
+
+
+def user(role: str) -> str:
+    return role.replace(" ", "-")
 
 
 def quoted(subjects: list[str]) -> str:
@@ -61,10 +81,10 @@ def quoted(subjects: list[str]) -> str:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
     users = []
-    for role in ROLES:
+    for role in (*ROLES, LOOKS, REGISTERS, SHARES):
         publishes, subscribes = permissions(role)
         users.append(
-            f"{{ user: {role}, password: x, permissions: {{ publish: {{ allow: [{quoted(publishes)}] }}, "
+            f"{{ user: {user(role)}, password: x, permissions: {{ publish: {{ allow: [{quoted(publishes)}] }}, "
             f"subscribe: {{ allow: [{quoted(subscribes)}] }} }} }}"
         )
     more = f"authorization {{ users: [ {', '.join(users)} ] }}\n"
@@ -74,8 +94,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
     made.kill()
 
 
+def url_of(server: NatsServer, role: str) -> str:
+    return server.url.replace("nats://", f"nats://{user(role)}:x@")
+
+
 async def connected(server: NatsServer, role: str) -> NatsConnection:
-    url = server.url.replace("nats://", f"nats://{role}:x@")
+    url = url_of(server, role)
     settings = EventPlaneSettings(event_plane="nats", nats_url=(url,), nats_pool="p", nats_timeout_ms=2000)
     connection = NatsConnection(settings, role, SystemClock())
     await connection.open()
@@ -150,5 +174,71 @@ def test_each_part_does_its_work_with_what_the_page_gives_it_and_a_router_cannot
         await feed.stop()
         for connection in (consolidator, worker, command):
             await connection.close()
+
+    asyncio.run(scenario())
+
+
+def test_who_registers_and_who_looks_for_names_do_so_with_what_the_page_gives_them_and_write_nothing_else(
+    server: NatsServer,
+) -> None:
+    async def scenario() -> None:
+        before = violations(server)
+        registers, looks = [
+            NatsNames(
+                NamesSettings(names="nats", nats_url=(url_of(server, role),), nats_timeout_ms=2000), 3, 1, SystemClock()
+            )
+            for role in (REGISTERS, LOOKS)
+        ]
+        for store in (registers, looks):  # who may make the bucket comes first
+            await store.open()
+            await until(store._is_open.is_set)
+        scopes = [Scope("blue", "router")]
+        await registers.write(registration(1), seen(1).data)
+        for store in (registers, looks):
+            assert [each.key for each in await store.look(scopes)] == [registration(1).key]
+        await registers.remove(registration(1).key)
+        assert await looks.look(scopes) == []
+        assert violations(server) == before, "nothing that they need is refused to them"
+
+        for store, *key in ((looks, "blue", "router"), (registers, "blue", "worker"), (registers, "green", "router")):
+            forged = registration(2, namespace=key[0], component=key[1])
+            with pytest.raises(NamesUnavailable):
+                await store.write(forged, seen(2).data)
+            assert f"$KV.poolgrid-names.{forged.key}" in str(violations(server)[len(before) :])
+        assert await looks.look([Scope()]) == []
+        for store in (registers, looks):
+            await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_who_shares_state_does_so_with_what_the_page_gives_it_and_writes_no_other_pools(server: NatsServer) -> None:
+    async def scenario() -> None:
+        before = violations(server)
+        nats = NamesSettings(names="nats", nats_url=(url_of(server, SHARES),), nats_timeout_ms=2000)
+        clock = SystemClock()
+        limits = LimitsOnNats(nats, "blue.p", "", 4, 1, clock, CollectorRegistry())
+        tenants = Tenants(KeyDocument(1, "5" * 64, {"acme": Tenant(concurrent_requests=10)}), 0.0, limits.meter)
+        limits.start(lambda: tenants)
+        meter = tenants.accounts["acme"].meter
+        assert isinstance(meter, SharedMeter)
+        await until(lambda: meter.shares[0] == 10)
+        stores = [NatsResponseStore(nats, scope, SIZE, 60.0, 1, clock) for scope in ("blue.p", "green.p")]
+        for store in stores:
+            store.start()
+            await until(partial(getattr, store, "is_ready"))
+        kept = KeptResponse("resp_1", None, b"[]", b"[]", b"{}")
+        assert await stores[0].keep(OWNER, kept)
+        assert await stores[0].response(OWNER, "resp_1") == b"{}"
+        assert await stores[0].response(OWNER, "resp_2") is None
+        assert await stores[0].forget(OWNER, "resp_1")
+        assert await stores[0].response(OWNER, "resp_1") is None
+        await limits.close()
+        assert violations(server) == before, "nothing that it needs is refused to it"
+
+        assert not await stores[1].keep(OWNER, kept)
+        assert "$KV.poolgrid-responses.green.p" in str(violations(server)[len(before) :])
+        for store in stores:
+            await store.disconnect()
 
     asyncio.run(scenario())
