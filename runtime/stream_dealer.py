@@ -3,7 +3,8 @@
 Rules
     1. It connects, shakes hands (``poolgrid.runtime.zmtp``) and tries again whenever that fails or the connection
        breaks, with pauses that grow from ``RECONNECT_S`` to ``RECONNECT_MAX_S``.
-    2. Sending never waits. Beyond ``SEND_BYTES_MAX`` that the server has not taken, it refuses until half is gone.
+    2. All that is sent in a turn of the loop leaves together at its end. Sending never waits: beyond ``SEND_BYTES_MAX``
+       that the server has not taken, it refuses until half is gone.
     3. What comes is handed over at once, at most ``MESSAGES_PER_TURN`` messages or ``TURN_S`` in a turn of the loop.
        The rest follows in the next turns, and nothing more is read until it is gone.
     4. The owner hears that the connection broke after it got all that had come, and not at all after ``close``.
@@ -65,7 +66,7 @@ class StreamDealer:
         conversation = self._conversation
         if conversation is None or conversation.is_full:
             return False
-        conversation.write(framed(frame))
+        conversation.send(framed(frame))
         return True
 
     def close(self) -> None:
@@ -123,12 +124,15 @@ class _Conversation(asyncio.Protocol):
         self.ended = asyncio.Event()
         self.write: Callable[[bytes], None] = _write_nowhere
         """Sends bytes: the transport's own, as soon as there is one."""
+        self._out: list[bytes] = []
+        """Frames that leave together, once everybody whose turn it is has had it."""
         self._hand_over = owner.on_frame
         self._session = DealerSession(FRAME_BYTES_MAX)
         self._waiting: deque[bytes] = deque()
         """Messages for further turns of the loop, and before the owner knows of the connection."""
         self._begun = False
         self._lost = False
+        self._call_soon = asyncio.get_running_loop().call_soon
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -138,6 +142,18 @@ class _Conversation(asyncio.Protocol):
         self.write = stream.write
         stream.set_write_buffer_limits(SEND_BYTES_MAX, SEND_BYTES_MAX // 2)
         self._send_words()
+
+    def send(self, frame: bytes) -> None:
+        """Send a frame with what else is sent in this turn of the loop, in one system call."""
+        out = self._out
+        if not out:
+            self._call_soon(self._flush)
+        out.append(frame)
+
+    def _flush(self) -> None:
+        out, self._out = self._out, []
+        if not self._lost:
+            self.write(out[0] if len(out) == 1 else b"".join(out))
 
     def pause_writing(self) -> None:
         """Refuse to send."""
@@ -155,7 +171,9 @@ class _Conversation(asyncio.Protocol):
         self._look_at_end()
 
     def abort(self) -> None:
-        """End at once; what has not left does not leave, and what has come is dropped."""
+        """End at once; what the kernel does not take now does not leave, and what has come is dropped."""
+        if self._out:
+            self._flush()
         self._waiting.clear()
         self._begun = False
         if self._transport is not None:

@@ -377,6 +377,24 @@ def test_nothing_is_heard_after_it_was_closed_even_by_who_closes_it_over_a_frame
         run_loop(scenario(context))
 
 
+@LOOPS
+def test_what_was_sent_just_before_it_was_closed_arrives(run_loop: Run) -> None:
+    async def scenario(context: PlaneContext) -> None:
+        server, owner = Server(), Owner()
+        dealer = by_loop(context, server.endpoint, owner)
+        async with asyncio.timeout(TIMEOUT_S):
+            await owner.news.get()
+            assert dealer.send(b"one")
+            assert dealer.send(b"two")
+            dealer.close()
+            assert (await server.socket.recv_multipart())[1] == b"one"
+            assert (await server.socket.recv_multipart())[1] == b"two"
+        server.close()
+
+    with plain_context() as context:
+        run_loop(scenario(context))
+
+
 def test_closing_in_the_midst_of_connecting_leaves_nothing() -> None:
     async def scenario(context: PlaneContext) -> None:
         owner = Owner()
