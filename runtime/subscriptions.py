@@ -36,16 +36,27 @@ _POLLIN = int(zmq.POLLIN)
 class Subscriptions:
     """The subscriptions at one XPUB socket, looked at on the loop that ``start`` ran on."""
 
-    def __init__(self, socket: zmq.Socket[bytes], on_refused: Callable[[str], None]) -> None:
-        """Prepare a socket that is not bound yet; ``on_refused(address)`` is told who was hung up on."""
+    def __init__(self, socket: zmq.Socket[bytes], on_refused: Callable[[str], None], topic: bytes = b"") -> None:
+        """Prepare a socket that is not bound yet; ``on_refused(address)`` is told who was hung up on.
+
+        ``topic`` is what its messages begin with, for ``has_readers``.
+        """
         self._socket = socket
         self._on_refused = on_refused
         self._topics: dict[int, tuple[object, int]] = {}
         """By descriptor: whose connection it is, and how many topics that one has named."""
+        self._topic = topic
+        self._wanted: set[bytes] = set()
+        """Subscriptions by which somebody hears the topic: beginnings of it, so they are few."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._scheduled = False
         socket.setsockopt(zmq.RCVHWM, QUEUED_MAX)
         socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # also of a topic that somebody else has named: it costs as much
+
+    @property
+    def has_readers(self) -> bool:
+        """Tell whether anybody hears the topic, as far as was looked."""
+        return bool(self._wanted)
 
     def start(self) -> None:
         """Begin to look."""
@@ -76,6 +87,13 @@ class Subscriptions:
             self._loop.call_soon(self.look)
 
     def _take(self, message: zmq.Frame) -> None:
+        word = message.bytes
+        if len(word) <= len(self._topic) + 1 and self._topic.startswith(word[1:]):
+            # ZMQ tells of each who begins to listen, and of the last who ends.
+            if word[:1] == b"\x01":
+                self._wanted.add(word[1:])
+            else:
+                self._wanted.discard(word[1:])
         try:
             descriptor = int(message.get(zmq.SRCFD))
         except zmq.ZMQError:

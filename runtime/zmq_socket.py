@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 _EVENTS = int(zmq.EVENTS)
 _POLLIN = int(zmq.POLLIN)
 _NOBLOCK = int(zmq.NOBLOCK)
+_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _ENDED = (zmq.ETERM, zmq.ENOTSOCK)
 """The context or the socket ended while its last signal was on its way."""
 
@@ -41,6 +42,9 @@ hundreds of requests."""
 BATCH_MESSAGES_MAX = 64
 """Messages handed over at once as a batch; other tasks of the loop run before the rest. A batch of 32 blocks is 15 to
 30 microseconds of work, with a router in the same process."""
+
+BATCH_LOOKS = 4
+"""The same as ``LOOKS`` for a batch, at whose end nobody sends: the exception costs as much as six questions."""
 
 BATCH_BYTES_MAX = 16 * 1024
 """Bytes handed over at once, and the rest of the last message: 2,048 blocks are one to two milliseconds of work."""
@@ -62,6 +66,23 @@ def _plain_send(socket: zmq.Socket[bytes]) -> Callable[[bytes, int], object]:
     if type(socket).send is zmq.Socket.send:
         return partial(zmq.backend.Socket.send, socket)
     return socket.send
+
+
+def message_sender(socket: zmq.Socket[bytes]) -> Callable[[Sequence[bytes]], object]:
+    """Return what sends a message of several frames without waiting, as ``send_multipart`` does: a fifth of its cost.
+
+    Raises what ZMQ raises. It asks the frames nothing: they are bytes.
+    """
+    if type(socket).send is not zmq.Socket.send:
+        return partial(socket.send_multipart, flags=_NOBLOCK)
+    send_frame = partial(zmq.backend.Socket.send, socket)
+
+    def send(frames: Sequence[bytes]) -> None:
+        for frame in frames[:-1]:
+            send_frame(frame, _MORE)
+        send_frame(frames[-1], _NOBLOCK)
+
+    return send
 
 
 class _LoopSocket:
@@ -205,9 +226,17 @@ class BatchSocket(_LoopSocket):
         """Whether messages were left behind when it last received: others run before they are taken."""
 
     def check(self) -> None:
-        """Look for messages soon; call this after each send on the same socket."""
-        if not self._paused:
-            super().check()
+        """Look for messages soon, in a callback of its own, in which more may have come."""
+        if not self._scheduled and not self._paused and self._loop is not None:
+            self._scheduled = True
+            self._loop.call_soon(self._drain)
+
+    _on_signal = check
+
+    def sent(self) -> None:
+        """Call this after sends on the same socket: they may have used up the signal of what came meanwhile."""
+        if not self._scheduled and not self.socket.closed and self.socket.getsockopt(_EVENTS) & _POLLIN:  # type: ignore[operator]
+            self.check()
 
     def pause(self) -> None:
         """Receive nothing until ``resume``."""
@@ -218,11 +247,8 @@ class BatchSocket(_LoopSocket):
         self._paused = False
         self.check()
 
-    def _on_signal(self) -> None:
-        # In a callback of its own, in which more may have come.
-        self.check()
-
     def _drain(self) -> None:
+        self._scheduled = False
         if self._loop is None or self._paused:
             return
         messages: list[list[bytes]] = []
@@ -230,11 +256,13 @@ class BatchSocket(_LoopSocket):
         socket = self.socket
         self.has_more = False
         try:
-            while len(messages) < BATCH_MESSAGES_MAX and room > 0:
+            while len(messages) >= BATCH_LOOKS or socket.getsockopt(_EVENTS) & _POLLIN:  # type: ignore[operator]
                 frames = receive_frames(socket, _NOBLOCK)
                 room -= len(frames[-1])
                 messages.append(frames)
-            self.has_more = True
+                if room <= 0 or len(messages) == BATCH_MESSAGES_MAX:
+                    self.has_more = True
+                    break
         except zmq.Again:
             pass  # that was all
         except zmq.ZMQError as error:

@@ -40,7 +40,7 @@ COUNTERS: dict[str, str] = {
     "journal_lost_segments": (
         "Journal segments that somebody deleted or cut while the consolidator ran. A snapshot stands in for them."
     ),
-    "feed_records": "Records published on the live feed.",
+    "feed_records": "Records published on the live feed; none while nobody subscribes.",
     "feed_replays": "Replay requests of routers answered. If it grows steadily, routers cannot keep up with the feed.",
     "feed_snapshots": "Snapshot requests of routers answered.",
     "feed_answers_dropped": "Parts of answers dropped because the asking router did not take them.",

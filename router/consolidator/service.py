@@ -51,12 +51,12 @@ from poolgrid.runtime.complaints import Complaints, shown_peer
 from poolgrid.runtime.planes import name_plane
 from poolgrid.runtime.subscriptions import TOPICS_PER_CONNECTION_MAX, Subscriptions
 from poolgrid.runtime.tasks import detached, end_process
-from poolgrid.runtime.zmq_socket import BatchSocket, bind
+from poolgrid.runtime.zmq_socket import BatchSocket, bind, message_sender
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError, WireError
 from poolgrid.wire.events import JournalRecord
 from poolgrid.wire.feed import Records, Replay, SnapshotPart, TooOld, WorkerState
-from poolgrid.wire.feed_frames import encode_alive, encode_answer, encode_records
+from poolgrid.wire.feed_frames import FEED_TOPIC, encode_alive, encode_answer, encode_records
 from poolgrid.wire.identifiers import Tier, WorkerKey
 from poolgrid.wire.ingest import BATCH_FRAME, CONTROL_FRAME
 from poolgrid.wire.limits import FEED_RECORDS_PER_MESSAGE_MAX, FRAME_BYTES_MAX, REPLAY_RECORDS_MAX
@@ -314,7 +314,7 @@ class ConsolidatorService:
         self._ingest.setsockopt(zmq.RCVHWM, INGEST_QUEUE_MAX)
         self._feed = self._socket(context, zmq.XPUB)
         self._feed.setsockopt(zmq.SNDHWM, settings.feed_high_water_mark)
-        self._subscriptions = Subscriptions(self._feed, self._refuse_subscriber)
+        self._subscriptions = Subscriptions(self._feed, self._refuse_subscriber, FEED_TOPIC)
         self._query = self._socket(context, zmq.ROUTER)
         self._query.setsockopt(zmq.SNDHWM, ANSWER_QUEUE_MAX)
         self._query.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -325,6 +325,8 @@ class ConsolidatorService:
         self.query_endpoint = bind(self._query, settings.host, settings.query_port, "query_port")
         self._ingest_inbox = BatchSocket(self._ingest, self._on_ingest)
         self._query_inbox = BatchSocket(self._query, self._on_queries)
+        self._send_reply = message_sender(self._ingest)
+        self._send_feed = message_sender(self._feed)
 
     @staticmethod
     def _socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[bytes]:
@@ -477,13 +479,14 @@ class ConsolidatorService:
         """Run one turn of the core and have what follows carried out once it is in the journal."""
         if self._broken:
             return
-        core = self.core
+        core = self._core
+        assert core is not None, "the service is not started"
         turn = core.begin(self._now())
         try:
             work(core, turn)
             core.finish(turn)
-            payloads = [codec.journal_record.encode(record) for record in turn.records]
-            self._commit(turn)
+            payloads = list(map(codec.journal_record.encode, turn.records))
+            self._commit(core, turn)
         except Exception as error:
             self._break(error)
             return
@@ -493,9 +496,8 @@ class ConsolidatorService:
                 for shell in self._further.get(member.key, ()):
                     shell.member(member)
 
-    def _commit(self, turn: Turn) -> None:
+    def _commit(self, core: Consolidator, turn: Turn) -> None:
         """Check that a turn's records continue the journal, and that the state has moved on by just those."""
-        core = self.core
         put, offset, records = self._put_offset, core.pool.offset, turn.records
         if offset != put + len(records) or (records and records[0].offset != put):
             raise OffsetsDiffer(offset, put, len(records))
@@ -564,25 +566,28 @@ class ConsolidatorService:
         records = turn.records
         if records:
             self._stored_offset = records[-1].offset + 1
-            if self.settings.fsync == "interval" and not self._journal.in_memory:
+            if not self._unsynced and self.settings.fsync == "interval" and not self._journal.in_memory:
                 self._sync_later()
             self._tell_listeners(records)
             if not self._stopping:
-                if not self._unpublished:
-                    self._unpublished_from = records[0].offset
-                self._unpublished += payloads
-                self._publish_in_time()
+                if self._subscriptions.has_readers:
+                    if not self._unpublished:
+                        self._unpublished_from = records[0].offset
+                    self._unpublished += payloads
+                    self._publish_in_time()
+                elif self._unpublished:
+                    self._unpublished = []  # nobody is left to hear them, and what follows them is not kept
                 self._snapshot_if_due()
             while self._until_stored and self._until_stored[0][0] <= self._stored_offset:
                 self._until_stored.popleft()[1].set()
         if turn.replies and not self._stopping:
             for peer, reply in turn.replies:
                 try:
-                    self._ingest.send_multipart((peer, codec.from_consolidator.encode(reply)), zmq.NOBLOCK)
+                    self._send_reply((peer, codec.from_consolidator.encode(reply)))
                 except zmq.ZMQError as error:
                     # The worker is gone or does not read: it asks again with its next heartbeat.
                     log.debug("a reply to a worker was dropped: %s", error)
-            self._ingest_inbox.check()
+            self._ingest_inbox.sent()
 
     async def _stored(self, offset: int) -> bool:
         """Wait until all records below an offset are in the journal; return False when the end comes first."""
@@ -605,7 +610,7 @@ class ConsolidatorService:
         self._publishing = False
         payloads, self._unpublished = self._unpublished, []
         for frames in encode_records(self._unpublished_from, payloads, self._life):
-            self._feed.send_multipart(frames, zmq.NOBLOCK)
+            self._send_feed(frames)
         self._subscriptions.look()
         self._counts["feed_records"] += len(payloads)
         self._published_ms = self._clock.monotonic_ms()
@@ -727,9 +732,8 @@ class ConsolidatorService:
     # Durability
 
     def _sync_later(self) -> None:
-        if not self._unsynced:
-            self._unsynced = True
-            self._after("sync", self.settings.fsync_interval_ms, lambda: self._spawn(self._sync(), "journal sync"))
+        self._unsynced = True
+        self._after("sync", self.settings.fsync_interval_ms, lambda: self._spawn(self._sync(), "journal sync"))
 
     async def _sync(self) -> None:
         self._unsynced = False
@@ -740,7 +744,7 @@ class ConsolidatorService:
             self._sync_trouble = f"what was written last may not survive a power failure ({error})"
             if self._may_complain("sync"):
                 log.error("making the journal durable failed: %s", self._sync_trouble)
-            if not self._stopping:
+            if not self._stopping and not self._unsynced:
                 self._sync_later()
         else:
             self._sync_trouble = ""
@@ -759,9 +763,9 @@ class ConsolidatorService:
         return asyncio.get_running_loop().run_in_executor(self._executor, work, *arguments)
 
     def _snapshot_if_due(self) -> None:
-        if self._journal.in_memory:
-            return  # nothing outlives the process, so nobody will ever load it
-        if self.core.pool.offset - self._snapshot_offset >= self.settings.snapshot_every_records:
+        if self._put_offset - self._snapshot_offset < self.settings.snapshot_every_records:
+            return
+        if not self._journal.in_memory:  # nothing outlives the process then, so nobody will ever load it
             self._snapshot_now()
 
     def _snapshot_now(self) -> None:
@@ -890,6 +894,7 @@ class ConsolidatorService:
     # Queries of routers
 
     def _on_queries(self, messages: list[list[bytes]]) -> None:
+        self._subscriptions.look()  # who asks has subscribed before: what follows the answer is published
         for frames in messages:
             try:
                 if len(frames) != 2:

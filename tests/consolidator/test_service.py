@@ -47,7 +47,7 @@ from poolgrid.wire.events import (
     WorkerLeft,
 )
 from poolgrid.wire.feed import BlockChain, WorkerState
-from poolgrid.wire.feed_frames import FeedFrame, decode_feed
+from poolgrid.wire.feed_frames import FEED_TOPIC, FeedFrame, decode_feed
 from poolgrid.wire.hashing import unpack_hashes
 from poolgrid.wire.identifiers import StreamState, Tier
 from poolgrid.wire.ingest import Hello, JoinRefused, Unknown, Welcome
@@ -121,6 +121,12 @@ def run(scenario: Callable[[zmq.asyncio.Context], Awaitable[None]]) -> None:
             context.destroy(linger=0)
 
     asyncio.run(bounded())
+
+
+async def heard(service: ConsolidatorService, by_somebody: bool = True) -> None:
+    """Wait until the feed has readers, or none any more."""
+    while service._subscriptions.has_readers is not by_somebody:  # noqa: ASYNC110 - ZMQ tells it and nobody else
+        await asyncio.sleep(0.005)
 
 
 async def started(registry: CollectorRegistry | None = None, **changes: Any) -> ConsolidatorService:
@@ -393,28 +399,29 @@ def test_a_restarted_consolidator_goes_on_from_its_files(tmp_path: Path, fsync: 
 
 
 class HeardFeed:
-    """In the place of the feed's socket: the offset and number of records of each message."""
+    """A subscription to the feed: the offset and number of records of each message that has any."""
 
-    def __init__(self) -> None:
+    def __init__(self, context: zmq.asyncio.Context, endpoint: str) -> None:
         self.messages: list[tuple[int, int]] = []
-        self.news = asyncio.Event()
-
-    def send_multipart(self, frames: Sequence[bytes], _: int) -> None:
-        frame = decode_feed(frames)
-        self.messages.append((frame.offset, len(frame.payloads)))
-        self.news.set()
+        self._socket = context.socket(zmq.SUB)
+        self._socket.setsockopt(zmq.SUBSCRIBE, FEED_TOPIC)
+        self._socket.connect(endpoint)
 
     async def has(self, messages: int) -> None:
         while len(self.messages) < messages:
-            self.news.clear()
-            await self.news.wait()
+            frame = decode_feed(await self._socket.recv_multipart())
+            if frame.payloads:
+                self.messages.append((frame.offset, len(frame.payloads)))
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
 
 
 def test_records_that_come_within_an_interval_of_the_feed_are_published_in_one_message() -> None:
     async def scenario(context: zmq.asyncio.Context) -> None:
         service = await started(feed_interval_ms=300, feed_keep_alive_ms=60_000, lease_ms=60_000)
-        feed = HeardFeed()
-        service._feed = feed  # type: ignore[assignment]
+        feed = HeardFeed(context, service.feed_endpoint)
+        await heard(service)
         pusher = Pusher(context, service.ingest_endpoint)
         await pusher.join()
         await feed.has(1)
@@ -423,6 +430,40 @@ def test_records_that_come_within_an_interval_of_the_feed_are_published_in_one_m
         await feed.has(2)
         assert feed.messages == [(0, 1), (1, service.offset - 1)]
         assert service.offset > 10
+        await service.stop()
+
+    run(scenario)
+
+
+def test_what_nobody_subscribes_to_is_neither_published_nor_kept_and_who_comes_hears_what_follows() -> None:
+    async def scenario(context: zmq.asyncio.Context) -> None:
+        service = await started(feed_interval_ms=300, feed_keep_alive_ms=60_000, lease_ms=60_000)
+        pusher = Pusher(context, service.ingest_endpoint)
+        await pusher.join()
+        work = random.Random(5)
+
+        async def somebody_listens(records: int) -> None:
+            before = service.offset
+            feed = HeardFeed(context, service.feed_endpoint)
+            await heard(service)
+            random_work(pusher, work, records)
+            await pusher.settle()
+            await feed.has(1)
+            random_work(pusher, work, records)  # still to be published when the last one who listens goes
+            await pusher.settle()
+            feed.close()
+            await heard(service, by_somebody=False)
+            assert feed.messages[0][0] == before, "what was recorded before is in a snapshot, and not on the feed"
+
+        for _ in range(2):
+            random_work(pusher, work, 20)
+            await pusher.settle()
+            published = service._counts["feed_records"]
+            random_work(pusher, work, 20)
+            await pusher.settle()
+            assert service._counts["feed_records"] == published
+            assert not service._unpublished
+            await somebody_listens(3)
         await service.stop()
 
     run(scenario)

@@ -156,6 +156,10 @@ class Frame:
     bytes: bytes
     more: bool
 
+    def get(self, option: int) -> int:
+        """Say nothing of the connection that a frame came by: it has no descriptor."""
+        raise zmq.ZMQError(zmq.EINVAL)
+
 
 class SimulatedSocket:
     """As much of ``zmq.Socket`` as the services use."""
@@ -422,8 +426,17 @@ class Pipe:
         return f"{self.client.life}→{self.server.life} {self.plane}"
 
     def _subscribe(self) -> None:
-        assert FEED_TOPIC, "everything of the feed is subscribed to"
         self.subscribed = True
+        if self.up:
+            self.server.arrive(None, [b"\x01" + FEED_TOPIC])
+
+    def _leave_server(self) -> None:
+        """Be no peer of the server any more, which hears of the last subscription that ends."""
+        peers = self.server.peers
+        gone = peers.pop(self.identity, None)
+        was_heard = gone is not None and self.server.kind == zmq.XPUB and gone.subscribed
+        if was_heard and not any(pipe.subscribed for pipe in peers.values()):
+            self.server.arrive(None, [b"\x00" + FEED_TOPIC])
 
     def break_down(self) -> None:
         """Break: both sides notice, each in its time; what is on its way is lost from some message on."""
@@ -449,7 +462,7 @@ class Pipe:
         if not orderly:
             mine.cut(rng)
         if by is self.server:
-            self.server.peers.pop(self.identity, None)
+            self._leave_server()
         loop.call_at(mine.last_due_s + rng.uniform(0.0, CONNECT_S), notice, context=_nobody())
 
     def _end(self) -> None:
@@ -459,7 +472,7 @@ class Pipe:
             self.network.trace.note(self.network.loop.time(), "disconnect", f"{self}")
 
     def _server_notices(self) -> None:
-        self.server.peers.pop(self.identity, None)
+        self._leave_server()
 
     def _client_notices(self) -> None:
         if self.connection.pipe is self:

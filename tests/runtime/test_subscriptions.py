@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket as sockets
+from collections.abc import Callable
 
 import zmq
 from prometheus_client import CollectorRegistry
@@ -30,7 +31,7 @@ class Feed:
         self.socket.setsockopt(zmq.LINGER, 0)
         name_plane(self.socket, "feed")
         self.refused: list[str] = []
-        self.subscriptions = Subscriptions(self.socket, self.refused.append)
+        self.subscriptions = Subscriptions(self.socket, self.refused.append, TOPIC)
         self.socket.bind("tcp://127.0.0.1:*")
         self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.subscriptions.start()
@@ -113,8 +114,44 @@ def test_a_peer_that_subscribes_to_everything_is_hung_up_on_and_the_others_go_on
     asyncio.run(scenario())
 
 
+def test_whether_anybody_listens_is_known_from_the_first_who_comes_to_the_last_who_goes() -> None:
+    async def scenario() -> None:
+        context = PlaneContext.make(None, PlaneMetrics(CollectorRegistry()))
+        feed = Feed(context)
+
+        async def until(check: Callable[[], bool]) -> None:
+            while not check():  # noqa: ASYNC110 - what ZMQ does by itself comes with no event
+                await asyncio.sleep(0.005)
+
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                other = context.socket(zmq.SUB)
+                other.setsockopt(zmq.LINGER, 0)
+                other.setsockopt(zmq.SUBSCRIBE, b"another topic")
+                other.connect(feed.endpoint)
+                first, second = Reader(context, feed.endpoint), Reader(context, feed.endpoint)
+                await until(lambda: feed.subscriptions.has_readers)
+                await until(lambda: feed.say(b"to both") or bool(first.heard and second.heard))  # type: ignore[func-returns-value]
+                first.close()
+                await asyncio.sleep(0.05)
+                assert feed.subscriptions.has_readers
+                second.close()
+                await until(lambda: not feed.subscriptions.has_readers)
+                third = Reader(context, feed.endpoint)
+                await until(lambda: feed.subscriptions.has_readers)
+                third.close()
+                other.close()
+        finally:
+            feed.close()
+            context.destroy(linger=0)
+
+    asyncio.run(scenario())
+
+
 class Message:
     """A message whose connection has ended, and whose descriptor is something else's by now."""
+
+    bytes = b"\x01other"
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
