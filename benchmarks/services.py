@@ -10,9 +10,10 @@ import asyncio
 import os
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import httpx
 import psutil
@@ -24,6 +25,9 @@ STOP_TIMEOUT_S = 30.0
 
 SCRAPE_TIMEOUT_S = 20.0
 """A router that is busy with a thousand streams answers late, and that is no fault."""
+
+LATE_ANSWERS_MAX = 3
+"""Answers in a row that may be later than that, on a machine that is busy with something else; then it hangs."""
 
 ROUTER_BOOKS = (
     "poolgrid_frontend_in_flight_requests",
@@ -62,6 +66,29 @@ class Reading:
 
 class PoolFailed(RuntimeError):
     """A process did not start, or is gone."""
+
+
+class LateAnswer(PoolFailed):
+    """A process did not answer in time."""
+
+
+Answer = TypeVar("Answer")
+
+
+class Patience:
+    """Asks again who answers late, counts it, and gives up after ``LATE_ANSWERS_MAX`` in a row."""
+
+    def __init__(self) -> None:
+        self.late = 0
+
+    async def asked(self, ask: Callable[[], Awaitable[Answer]]) -> Answer:
+        """Return what is answered; raises ``PoolFailed``."""
+        for _ in range(LATE_ANSWERS_MAX - 1):
+            try:
+                return await ask()
+            except LateAnswer:
+                self.late += 1
+        return await ask()
 
 
 class Service:
@@ -168,13 +195,15 @@ def plain_client(**options: object) -> httpx.AsyncClient:
 
 
 async def get(http: httpx.AsyncClient, url: str) -> httpx.Response:
-    """Return the answer to a GET; raises ``PoolFailed`` when there is none."""
+    """Return the answer to a GET; raises ``PoolFailed`` when there is none, ``LateAnswer`` when there is none yet."""
     try:
         try:
             return await http.get(url)
         except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
             # The server ends a connection that was idle for its time-out, also just when it is used again.
             return await http.get(url)
+    except httpx.TimeoutException as error:
+        raise LateAnswer(f"reading {url}: {error!r}") from error
     except httpx.HTTPError as error:
         raise PoolFailed(f"reading {url}: {error!r}") from error
 

@@ -30,7 +30,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 from benchmarks.growth import Slope, slope
-from benchmarks.services import PoolFailed, Reading
+from benchmarks.services import Patience, PoolFailed, Reading
 from benchmarks.soak_clients import Clients, Tally
 from benchmarks.soak_pool import PoolShape, SoakPool
 from benchmarks.soak_requests import Plan
@@ -75,6 +75,7 @@ class Run:
     last_left: list[str] = field(default_factory=list)
     """What was not as before at the last look but one."""
     holdings: dict[str, Any] = field(default_factory=dict)
+    patience: Patience = field(default_factory=Patience)
 
 
 def memory_slopes(samples: Sequence[Sample], warmup_s: float) -> dict[str, Slope | None]:
@@ -124,7 +125,7 @@ async def soak(options: argparse.Namespace, directory: Path, progress: Progress)
         bar = progress.add_task("starting the pool", total=options.seconds)
         await pool.start()
         await pool.warm()
-        run.baseline = await pool.baseline()
+        run.baseline = await run.patience.asked(pool.baseline)
         address = urlsplit(pool.url)
         assert address.hostname is not None
         assert address.port is not None
@@ -135,8 +136,8 @@ async def soak(options: argparse.Namespace, directory: Path, progress: Progress)
         progress.update(bar, description="waiting for quiet")
         await clients.stop()
         await _settle(run, pool)
-        run.holdings = await pool.holdings()
-        run.faults += await pool.faults()
+        run.holdings = await run.patience.asked(pool.holdings)
+        run.faults += await run.patience.asked(pool.faults)
     finally:
         run.faults += await pool.stop()
     return run, clients.tally
@@ -149,7 +150,7 @@ async def _sample(
     started = time.monotonic()
     while (now_s := time.monotonic() - started) < options.seconds:
         clients.check()
-        run.samples.append(Sample(now_s, tally.open, await pool.readings()))
+        run.samples.append(Sample(now_s, tally.open, await run.patience.asked(pool.readings)))
         progress.update(
             bar,
             completed=now_s,
@@ -162,8 +163,8 @@ async def _sample(
 async def _settle(run: Run, pool: SoakPool) -> None:
     started = time.monotonic()
     while True:
-        left = await pool.leftovers(run.baseline)
-        run.after = await pool.readings()
+        left = await run.patience.asked(lambda: pool.leftovers(run.baseline))
+        run.after = await run.patience.asked(pool.readings)
         took_s = time.monotonic() - started
         if not left:
             run.settled_s = took_s
@@ -191,6 +192,7 @@ def report(run: Run, tally: Tally, slopes: Mapping[str, Slope | None], options: 
         "pool": run.holdings,
         "settled_s": run.settled_s,
         "last_left": run.last_left,
+        "late_answers": run.patience.late,
         "memory_mb_per_min": {name: asdict(found) if found else None for name, found in slopes.items()},
         "baseline": {name: asdict(reading) for name, reading in run.baseline.items()},
         "after": {name: asdict(reading) for name, reading in run.after.items()},
@@ -234,6 +236,8 @@ def show(run: Run, tally: Tally, slopes: Mapping[str, Slope | None], warmup_s: f
     if run.settled_s is not None:
         last = f"; the last to go: {run.last_left[0]}" if run.last_left else ""
         console.print(f"quiet {run.settled_s:.1f} s after the last client{last}", markup=False)
+    if run.patience.late:
+        console.print(f"{run.patience.late} looks at a process were answered late, and made again")
     for fault in run.faults:
         console.print(f"FAULT {fault}", markup=False)
     console.print("it held" if not run.faults else "it did not hold")

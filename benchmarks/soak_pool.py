@@ -185,7 +185,7 @@ class SoakPool:
             held = (await get(self._http, f"{row['http_endpoint']}/blocks")).text.split("\n")
             for _ in range(1 if self._shape.http_workers == 1 else 4 * self._shape.http_workers):
                 async with plain_client() as client:
-                    believed = (await client.get(f"{self.url}/v1/workers/{name}/blocks")).text.split("\n")
+                    believed = (await get(client, f"{self.url}/v1/workers/{name}/blocks")).text.split("\n")
                 if believed != held:
                     apart = len(set(believed) ^ set(held))
                     found.append(f"router: its index and {name} differ in {apart} of {len(held)} blocks")
