@@ -7,6 +7,7 @@ import copy
 import os
 import select
 import subprocess
+import sys
 import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import AsyncExitStack, contextmanager
@@ -25,6 +26,7 @@ from poolgrid.router.bootstrap import Endpoints
 from poolgrid.router.bootstrap import serve as serve_router
 from poolgrid.router.consolidator.settings import ConsolidatorSettings
 from poolgrid.router.settings import RouterSettings
+from poolgrid.runtime import leash
 from poolgrid.workers.bootstrap import serve as serve_worker
 from poolgrid.workers.engines.registry import engine_definition
 from tests.fakes.engine_server.vllm import Options, VllmServer
@@ -78,33 +80,39 @@ def _address(place: str) -> dict[str, Any]:
 
 @contextmanager
 def running_envoy(document: dict[str, Any], directory: Path) -> Iterator[None]:
-    """Run Envoy until it has bound its ports; what it says is in ``envoy.log``."""
+    """Run Envoy, which has bound its ports then; it ends with this process, also when that is killed."""
     binary = envoy_binary()
     assert binary is not None
     path = directory / "envoy.yaml"
     path.write_text(yaml.safe_dump(document))
     process = subprocess.Popen(
-        [str(binary), "-c", str(path), "--disable-hot-restart", "--concurrency", "1", "-l", "info"],
+        [
+            *(sys.executable, "-I", "-S", leash.__file__, "0"),
+            *(str(binary), "-c", str(path), "--disable-hot-restart", "--concurrency", "1", "-l", "info"),
+        ],
+        stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
+        start_new_session=True,
     )
+    assert process.stdin is not None
+    assert process.stderr is not None
     said = b""
+    drain = threading.Thread(target=process.stderr.read, daemon=True)
     try:
-        assert process.stderr is not None
         while IS_SERVING not in said:
             assert select.select([process.stderr], [], [], PATIENCE_S)[0], said.decode()
             part = os.read(process.stderr.fileno(), 65_536)
             assert part, said.decode()
             said += part
         # Nobody reads on: what it says from here on must not fill the pipe.
-        drain = threading.Thread(target=process.stderr.read, daemon=True)
         drain.start()
         yield
     finally:
-        process.kill()
+        process.stdin.close()
         process.wait()
-        drain.join(PATIENCE_S)
-        assert process.stderr is not None
+        if drain.ident is not None:
+            drain.join(PATIENCE_S)
         process.stderr.close()
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
-from tests.endpoint_picker.gateway import MODES, Gateway, envoy_binary, running_gateway
+from tests.endpoint_picker.gateway import MODES, PATIENCE_S, Gateway, envoy_binary, running_gateway
 from tests.fakes.engine_server.vllm import answer_of
 
 pytestmark = [
@@ -133,3 +137,32 @@ def test_a_pod_that_is_gone_costs_nobody_an_answer_and_the_booking_follows(gatew
     assert answer.headers["x-poolgrid-worker"] == f"engine-{1 - chosen}"
     assert gateway.metric("poolgrid_router_gateway_served_elsewhere_total") == before + 1
     gateway.until_idle()
+
+
+ONLY_ENVOY = """
+import sys
+from pathlib import Path
+from tests.endpoint_picker.gateway import running_envoy
+
+with running_envoy({}, Path(sys.argv[1])):
+    print("serving", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_the_envoy_of_tests_that_are_killed_ends_too(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", ONLY_ENVOY, str(tmp_path)],
+        cwd=Path(__file__).parents[2],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as tests:
+        assert tests.stdout is not None
+        assert tests.stdout.readline() == b"serving\n"
+        started = psutil.Process(tests.pid).children(recursive=True)
+        assert any(each.name().startswith("envoy") for each in started)
+        tests.kill()
+
+        _, alive = psutil.wait_procs(started, PATIENCE_S)
+
+    assert not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
