@@ -150,6 +150,9 @@ def test_probes_ask_for_paths_that_are_answered_without_a_key(pod: Resource) -> 
         assert asked["port"] in ports
         assert (asked["scheme"] == "HTTPS") is any(each.startswith("--tls-key") for each in container["args"])
 
+    for kind in ("startupProbe", "livenessProbe"):
+        # Whether it is ready depends on others, on a disk or on NATS: a restart mends none of them.
+        assert not paths[kind].startswith("/ready")
     if container["name"] == "worker":
         assert paths["startupProbe"] == "/started"
         assert paths["readinessProbe"] == f"/ready?role={role_of(container)}"
