@@ -19,7 +19,7 @@ from poolgrid.runtime.log_lines import about
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.requests import FetchKv, KvOffered, ReleaseKv
-from poolgrid.workers.adapters.sockets import SourceSocket
+from poolgrid.workers.adapters.sockets import PREFILL_WORKER, DealerSocket
 from poolgrid.workers.core.kv_fetches import Ask, Effect, Failed, KvFetches, KvWanted, Offered, Release
 from poolgrid.workers.core.refusal import BusyError, RefusedError
 from poolgrid.workers.metrics import WorkerMetrics
@@ -36,7 +36,7 @@ SOURCE_IDLE_MS = 60_000.0
 
 @dataclass(slots=True)
 class _Source:
-    socket: SourceSocket
+    socket: DealerSocket
     fetches: int = 0
     idle_since_ms: float = 0.0
 
@@ -110,7 +110,9 @@ class KvFetcher:
                 )
             self._sources.pop(min(idle)[1]).socket.close(orderly=True)
         try:
-            socket = SourceSocket(self._context, endpoint, lambda frames: self._on_frames(endpoint, frames))
+            socket = DealerSocket(
+                self._context, PREFILL_WORKER, endpoint, lambda frames: self._on_frames(endpoint, frames)
+            )
         except ValueError as error:
             raise RefusedError(str(error)) from error
         source = self._sources[endpoint] = _Source(socket, idle_since_ms=self._clock.monotonic_ms())

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from poolgrid.runtime.planes import PlaneContext
 from poolgrid.wire import codec
 from poolgrid.wire.loading import LOADING_FRAME, TELL_EVERY_S, LoadingWorker
-from poolgrid.workers.adapters.sockets import EventSocket
+from poolgrid.workers.adapters.sockets import CONSOLIDATOR, DealerSocket
 
 FIRST_WORD_S = 0.25
 """An engine that is there by then has not been loading for anybody to see."""
@@ -28,7 +28,10 @@ async def tell_while_loading(context: PlaneContext, where: Callable[[], str], no
                 if socket is not None:
                     socket.close(orderly=False)
                 # There are no answers.
-                endpoint, socket = there, EventSocket(context, there, lambda frames: None) if there else None
+                endpoint, socket = (
+                    there,
+                    DealerSocket(context, CONSOLIDATOR, there, lambda frames: None) if there else None,
+                )
             if socket is not None:
                 socket.send([LOADING_FRAME, codec.loading_worker.encode(now())])
             await asyncio.sleep(TELL_EVERY_S)

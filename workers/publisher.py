@@ -16,7 +16,7 @@ from poolgrid.runtime.complaints import Complaints
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.events import AnyEvent, LoadReported
-from poolgrid.workers.adapters.sockets import EventSocket
+from poolgrid.workers.adapters.sockets import CONSOLIDATOR, DealerSocket
 from poolgrid.workers.core.published_requests import PublishedRequests
 from poolgrid.workers.core.push_stream import Effect, PushStream, RestateNeeded, Send, State
 from poolgrid.workers.metrics import WorkerMetrics
@@ -65,7 +65,7 @@ class EventPublisher:
         self._started = False
         self._endpoint = endpoint
         self._context = context
-        self._socket = EventSocket(context, endpoint, self._on_frames) if endpoint else None
+        self._socket = DealerSocket(context, CONSOLIDATOR, endpoint, self._on_frames) if endpoint else None
 
     @property
     def is_registered(self) -> bool:
@@ -84,7 +84,7 @@ class EventPublisher:
         if self._socket is not None:
             self._socket.close(orderly=False)
         self._endpoint = endpoint
-        self._socket = EventSocket(self._context, endpoint, self._on_frames) if endpoint else None
+        self._socket = DealerSocket(self._context, CONSOLIDATOR, endpoint, self._on_frames) if endpoint else None
         if self._started and endpoint:
             self._do(self._stream.greet_again(self._clock.monotonic_ms()))
 

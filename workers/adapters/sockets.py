@@ -1,9 +1,10 @@
-"""The worker's ZMQ sockets: the request plane's ROUTER, the event stream's DEALER, a DEALER per prefill worker, and one
-from each rank of an engine that spans nodes to its leader."""
+"""The worker's ZMQ sockets: the request plane's ROUTER, and a DEALER to each process that it speaks to by itself: the
+consolidator, prefill workers, and from each rank of an engine that spans nodes its leader."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import zmq
 
@@ -68,28 +69,76 @@ class RequestSocket:
             self._socket.close(CLOSE_LINGER_MS if orderly else 0)
 
 
+class Peer(NamedTuple):
+    """Whom a DEALER socket speaks to."""
+
+    attempt: str
+    """What is being done, for errors."""
+    advice: str
+    """What is allowed, for errors."""
+    high_water_mark: int
+    waits: bool = False
+    """Whether frames for one that is not there wait in the socket for it; else sending says that it takes none."""
+    watched_as: str = ""
+    """What it is called when it refuses this worker's key; empty = nobody is told."""
+    scheme: str = ""
+    """What its endpoints begin with; empty = all that ZMQ knows."""
+
+
+CONSOLIDATOR = Peer(
+    attempt="connecting consolidator:",
+    advice="allowed are ZMQ endpoints such as tcp://127.0.0.1:5557",
+    high_water_mark=EVENT_HIGH_WATER_MARK,
+    watched_as="the consolidator's ingest plane",
+)
+"""Nothing piles up towards one that is not there: the outbox keeps it, and greets again."""
+
+PREFILL_WORKER = Peer(
+    attempt="fetching KV: the prefill worker's endpoint",
+    advice="allowed are ZMQ endpoints such as tcp://127.0.0.1:40001",
+    high_water_mark=SOURCE_HIGH_WATER_MARK,
+    waits=True,
+    scheme="tcp://",
+)
+"""On its request plane."""
+
+LEADER_OF_RANKS = Peer(
+    attempt="connecting to the leader of the ranks:",
+    advice="set leader_host to the host of rank 0",
+    high_water_mark=RANK_HIGH_WATER_MARK,
+    watched_as="the leader of the ranks",
+)
+"""Beats say how it is now: none wait for one that is not there."""
+
+
 class DealerSocket:
     """A DEALER socket towards one other process."""
 
     def __init__(
         self,
-        socket: zmq.Socket[bytes],
+        context: zmq.Context[zmq.Socket[bytes]],
+        peer: Peer,
         endpoint: str,
-        high_water_mark: int,
         on_frames: Callable[[list[bytes]], None],
     ) -> None:
-        """Connect; raises ``zmq.ZMQError`` for an endpoint that is none, and closes the socket then."""
+        """Connect; raises ``ValueError`` for an endpoint that is none."""
+        socket = context.socket(zmq.DEALER)
+        if peer.watched_as:
+            watch_as_client(socket, peer.watched_as)
+        socket.setsockopt(zmq.IMMEDIATE, 0 if peer.waits else 1)
         socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SNDHWM, high_water_mark)
-        socket.setsockopt(zmq.RCVHWM, high_water_mark)
+        socket.setsockopt(zmq.SNDHWM, peer.high_water_mark)
+        socket.setsockopt(zmq.RCVHWM, peer.high_water_mark)
         socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
         socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_INTERVAL_MS)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_INTERVAL_MAX_MS)
         try:
+            if not endpoint.startswith(peer.scheme):
+                raise zmq.ZMQError(zmq.EPROTONOSUPPORT)
             socket.connect(endpoint)
-        except zmq.ZMQError:
+        except zmq.ZMQError as error:
             socket.close()
-            raise
+            raise ValueError(f"{peer.attempt} {endpoint!r} cannot be used ({error}); {peer.advice}") from error
         self._socket = CallbackSocket(socket, on_frames)
 
     def send(self, frames: Sequence[bytes]) -> bool:
@@ -99,58 +148,3 @@ class DealerSocket:
     def close(self, orderly: bool) -> None:
         """Close; an orderly end lets the last frames leave."""
         self._socket.close(CLOSE_LINGER_MS if orderly else 0)
-
-
-class EventSocket(DealerSocket):
-    """Towards the consolidator."""
-
-    def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, on_frames: Callable[[list[bytes]], None]
-    ) -> None:
-        socket = context.socket(zmq.DEALER)
-        watch_as_client(socket, "the consolidator's ingest plane")
-        # Nothing piles up towards a consolidator that is not there: the outbox keeps it, and greets again.
-        socket.setsockopt(zmq.IMMEDIATE, 1)
-        try:
-            super().__init__(socket, endpoint, EVENT_HIGH_WATER_MARK, on_frames)
-        except zmq.ZMQError as error:
-            raise ValueError(
-                f"connecting consolidator: {endpoint!r} cannot be used ({error}); "
-                "allowed are ZMQ endpoints such as tcp://127.0.0.1:5557"
-            ) from error
-
-
-class SourceSocket(DealerSocket):
-    """Towards the request plane of a prefill worker; what is for one that is not there waits in the socket."""
-
-    def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, on_frames: Callable[[list[bytes]], None]
-    ) -> None:
-        try:
-            if not endpoint.startswith("tcp://"):
-                raise zmq.ZMQError(zmq.EPROTONOSUPPORT)
-            super().__init__(context.socket(zmq.DEALER), endpoint, SOURCE_HIGH_WATER_MARK, on_frames)
-        except zmq.ZMQError as error:
-            raise ValueError(
-                f"fetching KV: the prefill worker's endpoint {endpoint!r} cannot be used ({error}); "
-                "allowed are ZMQ endpoints such as tcp://127.0.0.1:40001"
-            ) from error
-
-
-class RankSocket(DealerSocket):
-    """Towards the leader of an engine's ranks."""
-
-    def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, on_frames: Callable[[list[bytes]], None]
-    ) -> None:
-        socket = context.socket(zmq.DEALER)
-        watch_as_client(socket, "the leader of the ranks")
-        # Beats say how it is now: none wait for a leader that is not there.
-        socket.setsockopt(zmq.IMMEDIATE, 1)
-        try:
-            super().__init__(socket, endpoint, RANK_HIGH_WATER_MARK, on_frames)
-        except zmq.ZMQError as error:
-            raise ValueError(
-                f"connecting to the leader of the ranks: {endpoint!r} cannot be used ({error}); "
-                "set leader_host to the host of rank 0"
-            ) from error

@@ -19,7 +19,7 @@ from poolgrid.runtime.planes import CurveKeys, PlaneContext, PlaneMetrics, end_s
 from poolgrid.runtime.security import SecuritySettings
 from poolgrid.runtime.tasks import cancel_all, owned
 from poolgrid.wire.errors import DecodeError
-from poolgrid.workers.adapters.sockets import RankSocket
+from poolgrid.workers.adapters.sockets import LEADER_OF_RANKS, DealerSocket
 from poolgrid.workers.core.rank_keeping import RankEnd, RankKeeping
 from poolgrid.workers.core.rank_messages import decode_word, encode
 from poolgrid.workers.core.rank_place import RankPlace
@@ -80,7 +80,7 @@ async def keep_rank(
             if keeping.check(awake.monotonic_ms()) is not None:
                 over.set()
 
-        rank_socket = RankSocket(context, endpoint, on_frames)
+        rank_socket = DealerSocket(context, LEADER_OF_RANKS, endpoint, on_frames)
         opened.callback(rank_socket.close, orderly=False)
         part = await EnginePart.start(command, environment)
         opened.push_async_callback(part.kill)
