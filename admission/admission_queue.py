@@ -195,8 +195,8 @@ class AdmissionQueue(Generic[T]):
         order: QueueOrder = QueueOrder.ARRIVAL,
         aging_tokens_per_s: float = 4000.0,
     ) -> None:
-        self.requests_max = requests_max
-        self.prompt_tokens_max = prompt_tokens_max
+        self._bounds = (requests_max, prompt_tokens_max)
+        self.requests_max, self.prompt_tokens_max = requests_max, prompt_tokens_max
         self._order = order
         self._aging_tokens_per_ms = aging_tokens_per_s / 1000
         self._lanes: dict[str, dict[int, _Band[T]]] = {}
@@ -207,9 +207,12 @@ class AdmissionQueue(Generic[T]):
         self._requests = 0
         self._prompt_tokens = 0
 
-    def allow(self, requests_max: int, prompt_tokens_max: int) -> None:
-        """Have other bounds from now on; whoever waits already goes on waiting."""
-        self.requests_max, self.prompt_tokens_max = requests_max, prompt_tokens_max
+    def divide(self, parts: int) -> None:
+        """Have one of so many equal parts of the bounds from now on, and room for one request at least where there is
+        any; whoever waits already goes on waiting."""
+        requests_max, prompt_tokens_max = self._bounds
+        self.requests_max = max(min(1, requests_max), requests_max // parts)
+        self.prompt_tokens_max = prompt_tokens_max // parts
 
     @property
     def prompt_tokens(self) -> int:

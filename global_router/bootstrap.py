@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -50,9 +51,13 @@ from poolgrid.runtime.tracing.tracing import Tracing
 from poolgrid.wire.names import GLOBAL_ROUTER, ROUTER, is_name, parse_name
 
 if TYPE_CHECKING:
+    from poolgrid.frontend.shared_state import SharedState
     from poolgrid.naming.names import Names
 
 log = logging.getLogger(__name__)
+
+SHARED_BY = "=global"
+"""Stands for global routers where routers name their pool, and is no pool's name."""
 
 DISCOVER_TIMEOUT_S = 2.0
 """A pool's router that takes longer to say where its select plane is counts as not there."""
@@ -140,11 +145,14 @@ async def serve(
             from poolgrid.naming.opening import open_names
 
             names = await open_names(opened, settings, clock, registry)
+        shared = _open_shared(opened, settings, frontend, clock, registry, place)
         pools = _open_pools(opened, settings, context, client, awake, names)
         links = _open_links(opened, settings, context, awake, metrics)
         tracing = open_tracing(opened, settings, clock, "poolgrid-global-router", f"pid-{os.getpid()}")
         service = _open_service(opened, settings, configuration, pools, links, metrics, awake, tracing)
         register_views(registry, service.view)
+        if shared is not None:
+            shared.limits.on_routers = service.waiting_room.divide
 
         def use_document() -> None:
             document = configuration.active.document
@@ -170,6 +178,7 @@ async def serve(
             exposed=group_metrics,
             place=place,
             tracing=tracing,
+            shared=shared,
         )
         opened.push_async_callback(app.close)
         decisions = decisions_of(service, member)
@@ -198,6 +207,8 @@ async def serve(
         background.append(supervised(service.run_housekeeping, "global router housekeeping", Restart()))
         background.append(supervised(lambda: configuration.watch(reload_s, hang_up), "reload", Restart()))
         await unless(stop, pools.first_look(), "first look at the pools")
+        if shared is not None:
+            await unless(stop, shared.limits.first_shares(), "first shares of limits")
         if stop.is_set():
             return
         app.state.preparation.forms.make_ready(service.view.models())
@@ -270,6 +281,29 @@ async def _open_client(opened: AsyncExitStack, settings: GlobalRouterSettings) -
         verify=client_context(settings.pool_ca, settings.tls_pair()),
     )
     return await opened.enter_async_context(client)
+
+
+def _open_shared(
+    opened: AsyncExitStack,
+    settings: GlobalRouterSettings,
+    frontend: FrontendSettings,
+    clock: Clock,
+    registry: CollectorRegistry,
+    place: GroupPlace | None,
+) -> SharedState | None:
+    """Open what global routers of one namespace share, if they do."""
+    if settings.share_state == "none":
+        return None
+    # Imported when it is used: most global routers have limits and responses of their own.
+    from poolgrid.frontend.shared_state import Sharing, open_shared_state
+
+    # A port that is given has one process at a time at each place of its group; one of the system's choice may have
+    # been anybody's.
+    address, index = settings.advertise_host or settings.host, 0 if place is None else place.index
+    where = f"{socket.gethostname()} {address}:{settings.port} {index}" if settings.port else ""
+    scope = f"{settings.namespace}.{SHARED_BY}"
+    sharing = Sharing(scope, where, settings.names_lease_s, settings.names_replicas)
+    return open_shared_state(opened, settings, frontend, sharing, clock, registry)
 
 
 def _open_pools(

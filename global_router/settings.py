@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -81,6 +81,12 @@ class GlobalRouterSettings(ServerSettings, TraceSettings, NamesSettings):
     link_idle_ms: float = Field(
         600_000, ge=1_000, le=86_400_000, description="A connection to a worker that was not used this long is closed."
     )
+    share_state: Literal["none", "nats"] = Field(
+        "none",
+        description="What all global routers of one namespace go by together and not each alone: the limits of "
+        "tenants, the bounds of the queue, and responses that are kept. nats = by buckets of JetStream at nats_url; "
+        "with names nats.",
+    )
     queue_limit: int = Field(
         1024, ge=0, le=1_000_000, description="Requests that may wait for a pool with room; one more is answered 429."
     )
@@ -141,4 +147,6 @@ class GlobalRouterSettings(ServerSettings, TraceSettings, NamesSettings):
     def _check_pool_names(self) -> Self:
         for name, url in self.pool_urls().items():
             self.check_named(f"pool_url of {name}", url)
+        if self.share_state == "nats" and not self.nats_url:
+            raise ValueError(f"share_state is nats and names is {self.names}: set names to nats, with nats_url")
         return self

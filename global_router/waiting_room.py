@@ -105,6 +105,10 @@ class WaitingRoom:
         """Those in which somebody waits."""
         self._asking: asyncio.TimerHandle | None = None
 
+    def divide(self, routers: int) -> None:
+        """Have the part of the queue's bounds that is this global router's, of so many that share them."""
+        self._queue.divide(routers)
+
     # -- in --------------------------------------------------------------------------------------------------------
 
     async def admit(self, place: Place) -> None:
@@ -118,7 +122,7 @@ class WaitingRoom:
             refusal = self._busy(
                 f"waiting already: {counted(len(self._queue), 'request')} with "
                 f"{counted(self._queue.prompt_tokens, 'prompt token')}, allowed are "
-                f"{self._settings.queue_limit} with {self._settings.queue_prompt_tokens}",
+                f"{self._queue.requests_max} with {self._queue.prompt_tokens_max}",
                 victim.item.refusal,
             )
             if victim is place:
@@ -272,9 +276,9 @@ class WaitingRoom:
         """Return what operators are shown."""
         return QueueView(
             len(self._queue),
-            self._settings.queue_limit,
+            self._queue.requests_max,
             self._queue.prompt_tokens,
-            self._settings.queue_prompt_tokens,
+            self._queue.prompt_tokens_max,
             self.retry_after_s(),
             self._metrics.refused.by_label(),
         )

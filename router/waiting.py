@@ -62,11 +62,8 @@ class WaitingLine:
         self._closed = False
 
     def divide(self, routers: int) -> None:
-        """Have the part of the queue's bounds that is this router's, of so many that share them: an equal one, and room
-        for one request at least where there is to be a queue."""
-        settings = self._settings
-        requests_max = max(min(1, settings.queue_limit), settings.queue_limit // routers)
-        self._queue.allow(requests_max, settings.queue_prompt_tokens // routers)
+        """Have the part of the queue's bounds that is this router's, of so many that share them."""
+        self._queue.divide(routers)
 
     # -- in --------------------------------------------------------------------------------------------------------
 

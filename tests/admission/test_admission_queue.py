@@ -142,15 +142,15 @@ def test_prompt_tokens_are_bounded_but_one_request_always_fits() -> None:
     assert queue.enter(request("fits", tokens=10)) == []
 
 
-def test_whoever_waits_when_the_bounds_become_smaller_goes_on_waiting() -> None:
-    queue: AdmissionQueue[str] = AdmissionQueue(4, 400)
+def test_whoever_waits_when_the_bounds_are_divided_goes_on_waiting() -> None:
+    queue: AdmissionQueue[str] = AdmissionQueue(4, 300)
     for name in "abcd":
-        queue.enter(request(name, tokens=100))
+        queue.enter(request(name, tokens=75))
 
-    queue.allow(2, 150)
+    queue.divide(2)
 
     assert names(queue.enter(request("late", tokens=10))) == ["late"]
-    assert names(queue.enter(request("urgent", tokens=100, priority=1))) == ["d"], "one place, and no more are freed"
+    assert names(queue.enter(request("urgent", tokens=75, priority=1))) == ["d"], "one place, and no more are freed"
     assert drained(queue) == ["urgent", "a", "b", "c"]
     assert queue.enter(request("fits", tokens=100)) == []
     assert names(queue.enter(request("more tokens", tokens=100))) == ["more tokens"]
