@@ -236,12 +236,30 @@ class PrefixIndex:
             self.counters.unknown_removes += unknown
         reach, orphans = self._reach, self._orphans
         shards, shift = reach.shards, reach.shift
-        removed = 0
-        for sequence_hash in hashes:
+        removed = at = 0
+        count = len(hashes)
+        in_order = hashes if type(hashes) is array else array("Q", hashes)
+        while at < count:
+            sequence_hash = in_order[at]
+            at += 1
             run = (shard := shards[sequence_hash >> shift]).get(sequence_hash)
             if run is not None and run.mask & bit:
                 if run.mask == bit and run.child is None and (blocks := run.blocks)[-1] == sequence_hash:
                     # The usual case, without a call: the end of what nobody else holds, as engines evict.
+                    length = min(len(blocks), count - at + 1)
+                    if length > 2 and blocks[-2] == in_order[at]:
+                        # From there on backwards, probably as far as either goes.
+                        ending = in_order[at - 1 : at - 1 + length]
+                        if ending[::-1] == blocks[-length:]:
+                            del blocks[-length:]
+                            for each in ending:
+                                del shards[each >> shift][each]
+                            reach.entries -= length
+                            removed += length
+                            at += length - 1
+                            if not blocks:
+                                self._unlink(run)
+                            continue
                     blocks.pop()
                     del shard[sequence_hash]
                     reach.entries -= 1
@@ -257,12 +275,12 @@ class PrefixIndex:
                     removed += 1
         self._held[slot] -= removed
         self.counters.blocks_removed += removed
-        self.counters.unknown_removes += len(hashes) - removed
+        self.counters.unknown_removes += count - removed
         if self._dead or self._sweeping:
-            self._sweep_slice(SWEPT_PER_CALL + SWEPT_PER_BLOCK * len(hashes))
+            self._sweep_slice(SWEPT_PER_CALL + SWEPT_PER_BLOCK * count)
         if reach.entries + orphans.entries > self._max_blocks:
             # Blocks that went out of reach for one worker, and not for others, take room twice.
-            self._evict(EVICTION_SLICE_BLOCKS + 4 * len(hashes))
+            self._evict(EVICTION_SLICE_BLOCKS + 4 * count)
 
     def clear(self, worker: WorkerKey) -> None:
         """Forget all that a worker holds, but not the worker; its bit is another one from now on."""

@@ -41,7 +41,7 @@ from poolgrid.wire.events import (
     WorkerLeft,
 )
 from poolgrid.wire.feed import BlockChain, WorkerState
-from poolgrid.wire.hashing import hash_array, unpack_hashes
+from poolgrid.wire.hashing import hash_array
 from poolgrid.wire.identifiers import StreamState, WorkerId, WorkerKey
 from poolgrid.wire.streams import fold
 
@@ -144,7 +144,7 @@ class Projection:
                     index.store(key, event.parent, hash_array(event.sequence_hashes), event.tier)
             elif type(event) is BlocksRemoved:
                 if worker is not None and self.approximate is None:
-                    index.remove(key, unpack_hashes(event.sequence_hashes), event.tier)
+                    index.remove(key, hash_array(event.sequence_hashes), event.tier)
             elif type(event) is RequestStarted:
                 self.ledger.started(
                     key, index.slot(key), event.request_id, event.isl - event.cached_tokens, event.active_blocks, now_ms

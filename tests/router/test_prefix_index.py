@@ -482,6 +482,28 @@ def test_a_path_longer_than_a_run_is_found_cut_and_removed_like_any_other(step: 
     assert_sound(index)
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_what_goes_from_the_end_of_paths_backwards_goes_at_once_and_only_as_far_as_it_is_said(seed: int) -> None:
+    randomness = random.Random(seed)
+    index, model = PrefixIndex(), NaiveIndex()
+    trunk = [randomness.getrandbits(64) for _ in range(40)]
+    paths = [trunk[:at] + [randomness.getrandbits(64) for _ in range(20)] for at in (0, 10, 25, 40)]
+    for worker, path in [(A, path) for path in paths] + [(B, paths[1])] * randomness.randrange(2):
+        index.store(worker, None, path)
+        model.store(worker, path)
+    for _ in range(12):
+        gone = randomness.choice(paths)[randomness.randrange(50) : randomness.randrange(61)][::-1]
+        for _ in range(randomness.randrange(3)):  # some of it is out of place, unknown, or there twice
+            other = randomness.choice([randomness.getrandbits(64), *trunk, *gone])
+            gone.insert(randomness.randrange(len(gone) + 1), other)
+        index.remove(A, gone)
+        model.remove(A, gone)
+        assert_sound(index)
+        for path in paths:
+            for worker in (A, B):
+                assert index.overlap(path, worker).blocks == sum(model.overlap(path, worker))
+
+
 @pytest.mark.parametrize("chain", [[4, 5, 4], [4, 1], [4, 5, 6, 2], [2, 3]])
 def test_growth_that_contradicts_the_index_leaves_nothing_behind(chain: list[int]) -> None:
     index = PrefixIndex()

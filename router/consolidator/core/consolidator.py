@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 from poolgrid.router.consolidator.core.cursor import Cursor, Verdict
 from poolgrid.router.consolidator.core.pool_state import (
@@ -45,10 +45,15 @@ from poolgrid.wire.events import (
     CacheCleared,
     EventBatch,
     JournalRecord,
+    LoadReported,
+    PrefillCompleted,
     RequestFinished,
+    RequestProgressed,
+    RequestStarted,
     SnapshotBegan,
     SnapshotEnded,
     StreamStateChanged,
+    WorkerDraining,
     WorkerJoined,
     WorkerLeft,
 )
@@ -68,6 +73,9 @@ from poolgrid.wire.ingest import (
 )
 from poolgrid.wire.limits import EVENTS_PER_BATCH_MAX, POOL_TEMPLATES_CHARS_MAX, TEXT_CHARS_MAX
 from poolgrid.wire.streams import CONSOLIDATOR_SOURCE, WORKER_SOURCE, fold
+
+LIVE = StreamState.LIVE
+"""Found without asking the enumeration, for each batch anew."""
 
 EVENTS_TO_SPLIT_MAX = EVENTS_PER_BATCH_MAX // 8
 """Events of a batch up to which each may become several in the record without breaking the contract's limit. In larger
@@ -216,9 +224,15 @@ class Consolidator:
 
     def batch(self, peer: bytes, batch: EventBatch, turn: Turn) -> None:
         """Take in a batch that a worker pushed."""
-        worker = self._live(peer, batch.worker, batch.epoch, turn)
-        if worker is None:
+        # A plain tuple finds what a WorkerKey was stored under, and costs less to make.
+        name = (batch.worker_id, batch.dp_rank)
+        worker = self.pool.workers.get(name)  # type: ignore[call-overload]
+        link = self._links.get(name)  # type: ignore[call-overload]
+        if worker is None or link is None or link.attached or batch.epoch != worker.epoch:
+            self._live(peer, batch.worker, batch.epoch, turn)  # says why not
             return
+        link.heard_ms = turn.now.monotonic_ms
+        link.peer = peer
         if batch.source != WORKER_SOURCE:
             self._refuse(
                 peer,
@@ -439,10 +453,12 @@ class Consolidator:
     def _take(
         self, worker: WorkerRank, batch: EventBatch, peer: bytes, turn: Turn, before: list[AnyEvent] | None = None
     ) -> bool:
-        cursor = worker.cursors[batch.source]
-        verdict = cursor.judge_batch(batch.epoch, batch.seq)
+        source, seq = batch.source, batch.seq
+        cursor = worker.cursors[source]
         tally = self.tally
-        if verdict is Verdict.NEXT:
+        if seq == cursor.next_seq and batch.epoch == cursor.epoch:
+            pass  # the next one, as nearly always, found without asking for a verdict
+        elif (verdict := cursor.judge_batch(batch.epoch, seq)) is Verdict.NEXT:
             pass
         elif verdict is Verdict.DUPLICATE:
             tally.duplicates += 1
@@ -473,30 +489,55 @@ class Consolidator:
                 turn,
             )
             return False
-        events = self._consolidate(worker, batch, whole=len(batch.events) > EVENTS_TO_SPLIT_MAX)
+        known = worker.streams.get(source)
+        is_live = known is not None and known.state is LIVE
+        events, tells = self._consolidate(worker, batch, is_live, whole=len(batch.events) > EVENTS_TO_SPLIT_MAX)
         if before:
             events[:0] = before
-        cursor.advance()
+        cursor.next_seq += 1
         tally.batches += 1
         tally.events += len(batch.events)
-        fold(worker.streams, batch.source, events)
-        self._record(worker.key, batch.epoch, batch.seq, batch.time_ms, events, batch.source, turn)
-        if batch.source == WORKER_SOURCE:
-            link = self._links[worker.key]
-            if cursor.next_seq > link.behind_seq and not link.attached:
+        if tells or not is_live:  # else one that is live stays so
+            fold(worker.streams, source, events)
+        key, pool, wall_ms = worker.key, self.pool, turn.now.wall_ms
+        turn.records.append(
+            JournalRecord(
+                pool.offset, *key, batch.epoch, seq, batch.time_ms, wall_ms, events, source
+            )  # positional: hot
+        )
+        pool.offset += 1
+        if source == WORKER_SOURCE:
+            link = self._links[key]
+            behind_seq = link.behind_seq
+            if (behind_seq >= 0 or tells or not is_live) and cursor.next_seq > behind_seq and not link.attached:
                 self._caught_up(worker, turn)
-            link.lag_ms = max(0, turn.now.wall_ms - batch.time_ms)
-            turn.acknowledge[worker.key] = peer
+            lag_ms = wall_ms - batch.time_ms
+            link.lag_ms = lag_ms if lag_ms > 0 else 0
+            turn.acknowledge[key] = peer
         return True
 
-    def _consolidate(self, worker: WorkerRank, batch: EventBatch, whole: bool) -> list[AnyEvent]:
-        """Change the worker's state as the batch says; return what the journal and the readers get."""
+    def _consolidate(
+        self, worker: WorkerRank, batch: EventBatch, is_live: bool, whole: bool
+    ) -> tuple[list[AnyEvent], bool]:
+        """Change the worker's state as the batch says; return what the journal and the readers get, and whether any of
+        it says how far a stream can be trusted."""
         out: list[AnyEvent] = []
         presence = worker.presence
         source = batch.source
-        restating = worker.restating or worker.stream(source).state is StreamState.SNAPSHOTTING
+        tells = False
+        restating = worker.restating or (not is_live and worker.stream(source).state is StreamState.SNAPSHOTTING)
         for event in batch.events:
-            if type(event) is BlocksStored:
+            if (
+                type(event) is RequestStarted
+                or type(event) is PrefillCompleted
+                or type(event) is RequestProgressed
+                or type(event) is RequestFinished
+                or type(event) is LoadReported
+                or type(event) is WorkerDraining
+            ):
+                worker.note(event)
+                out.append(event)
+            elif type(event) is BlocksStored:
                 before = len(out)
                 presence.store(source, event, out)
                 if whole and len(out) - before > 1:
@@ -506,6 +547,7 @@ class Consolidator:
             elif type(event) is CacheCleared:
                 presence.clear(source, out)
             elif type(event) is SnapshotBegan:
+                tells = True
                 if presence.restate(source, event, out):
                     worker.restating = True
                 else:
@@ -514,6 +556,7 @@ class Consolidator:
                 restating = True
             elif type(event) is SnapshotEnded:
                 if restating:
+                    tells = True
                     restating = worker.restating = False
                     out.append(event)
             elif (
@@ -525,9 +568,8 @@ class Consolidator:
             ):
                 self.tally.ignored_events += 1  # the consolidator says these, never a source
             else:
-                worker.note(event)
-                out.append(event)
-        return out
+                assert_never(event)
+        return out, tells
 
     def _lose_requests(self, worker: WorkerRank, batch: EventBatch, turn: Turn) -> None:
         if not worker.requests or batch.source != WORKER_SOURCE:
@@ -632,13 +674,7 @@ class Consolidator:
     # Answers
 
     def _acknowledged(self, worker: WorkerRank) -> Acknowledged:
-        return Acknowledged(
-            worker_id=worker.key.worker_id,
-            dp_rank=worker.key.dp_rank,
-            epoch=worker.epoch,
-            next_seq=worker.cursors[WORKER_SOURCE].next_seq,
-            consolidator_id=self.consolidator_id,
-        )
+        return Acknowledged(*worker.key, worker.epoch, worker.cursors[WORKER_SOURCE].next_seq, self.consolidator_id)
 
     def _refuse(self, peer: bytes, key: WorkerKey, reason: str, turn: Turn) -> None:
         self.tally.refused += 1

@@ -125,9 +125,7 @@ class WorkerRank:
 
     def note(self, event: WorkerEvent) -> None:
         """Apply an event that is about the worker and its requests, and not about blocks."""
-        if type(event) is LoadReported:
-            self.load = event
-        elif type(event) is RequestStarted:
+        if type(event) is RequestStarted:
             self.requests.pop(event.request_id, None)
             if len(self.requests) >= REQUESTS_PER_WORKER_MAX:
                 del self.requests[next(iter(self.requests))]
@@ -148,6 +146,8 @@ class WorkerRank:
                 )
         elif type(event) is RequestFinished:
             self.requests.pop(event.request_id, None)
+        elif type(event) is LoadReported:
+            self.load = event
         elif type(event) is WorkerDraining:
             self.draining = True
         else:

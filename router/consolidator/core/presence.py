@@ -18,7 +18,7 @@ is absent is as good as any other, because a sequence hash names its whole path.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from typing import assert_never
 
 from poolgrid.router.consolidator.core.frozen_blocks import Discarded, Held, Overlay
@@ -99,7 +99,11 @@ class Presence:
         hashes = unpack_hashes(event.sequence_hashes)
         if not hashes:
             return
-        if len(self) + len(hashes) > self._blocks_max:
+        room = self._blocks_max - len(hashes)
+        for holdings in self._tiers:
+            for each in holdings.values():
+                room -= len(each)
+        if room < 0:
             self.refused_blocks += len(hashes)
             return
         tier = self._tiers[event.tier]
@@ -155,8 +159,12 @@ class Presence:
         if held is None:
             return
         hashes = unpack_hashes(event.sequence_hashes)
-        pop = held.pop
-        gone = [sequence_hash for sequence_hash in hashes if pop(sequence_hash, _MISSING) != _MISSING]
+        # Without a step of the interpreter for each block, as long as all are held.
+        before = len(held)
+        parents = list(map(held.pop, hashes, repeat(_MISSING)))
+        gone: Sequence[int] = hashes
+        if before - len(held) != len(hashes):
+            gone = [sequence_hash for sequence_hash, parent in zip(hashes, parents, strict=True) if parent != _MISSING]
         if not held:
             del tier[source]
         if not tier or (len(tier) == 1 and source in tier):
@@ -191,7 +199,7 @@ class Presence:
             if held:
                 self._depart(list(held), tier, source, out)
 
-    def _depart(self, gone: list[int], tier: Tier, source: str, out: list[AnyEvent]) -> None:
+    def _depart(self, gone: Sequence[int], tier: Tier, source: str, out: list[AnyEvent]) -> None:
         others = [held for name, held in self._tiers[tier].items() if name != source]
         last: list[int] = []
         kept: list[int] = []
