@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import os
+import threading
 from contextlib import AsyncExitStack
 
 from poolgrid.router.consolidator.adapters.jetstream import DUPLICATE_WINDOW_S, JetStreamMessages, ThreadedMessages
@@ -25,6 +26,9 @@ from poolgrid.runtime.nats_connection import NatsConnection, NatsUnavailable, Na
 from poolgrid.runtime.tasks import detached
 
 log = logging.getLogger(__name__)
+
+START_S = 2.0
+"""How long the first write waits for the connection; what is decided after that is lost until there is one."""
 
 SEGMENTS_MIN = 8
 """Segments that a stream holds at least, so that what the servers remove is at most an eighth more than is too much."""
@@ -97,8 +101,9 @@ class ThreadedDecisions(ThreadedMessages):
     def __init__(self, decisions: JetStreamDecisions, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(decisions, loop)
         self._decisions = decisions
-        self.connected = False
-        """Whether the connection is opened; it may be lost since."""
+        self.connected = threading.Event()
+        """Set once the connection is opened; it may be lost since."""
+        self._start_s = START_S
 
     async def connect(self) -> None:
         """Connect, however long the servers take; until then nothing is written."""
@@ -107,11 +112,13 @@ class ThreadedDecisions(ThreadedMessages):
         except (NatsUnusable, OSError) as error:
             log.error("decisions are not recorded: %s", error)
         else:
-            self.connected = True
+            self.connected.set()
 
     def open(self) -> None:
         """Make what is not there yet."""
-        if not self.connected:
+        # What is decided meanwhile waits for the recorder; a router that has just begun connects within a moment.
+        start_s, self._start_s = self._start_s, 0.0
+        if not self.connected.wait(start_s):
             raise StreamUnavailable(f"opening stream {self.name}: there is no connection to NATS yet")
         self._wait(self._decisions.open())
 

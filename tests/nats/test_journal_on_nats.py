@@ -183,7 +183,7 @@ def test_decisions_are_kept_by_router_and_the_servers_remove_the_oldest(kind: On
     kind.open()
     for router in ("a.b", "c"):
         stream = ThreadedDecisions(JetStreamDecisions(connection, router, SIZE // 4, 3_600_000), loop)
-        stream.connected = True
+        stream.connected.set()
         segments = StreamSegments(stream, f"life-{router[-1]}")
         segments.mend()
         for number in range(20 if router == "c" else 2):

@@ -142,7 +142,7 @@ def test_each_part_does_its_work_with_what_the_page_gives_it_and_a_router_cannot
         assert fold(30).offset == 30
         await JetStreamJournal(router).note_position("r", 7)
         decisions = ThreadedDecisions(JetStreamDecisions(router, "r", SIZE, 60_000), loop)
-        decisions.connected = True
+        decisions.connected.set()
 
         def record() -> list[str]:
             segments = StreamSegments(decisions, "life")

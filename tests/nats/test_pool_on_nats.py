@@ -125,3 +125,25 @@ def test_decisions_in_a_stream_are_derived_again_and_explained_as_those_of_a_dir
     assert row["identical"] > 0
     verified = json.loads(runner.invoke(app, ["journal", "verify", where, "--json"]).stdout)
     assert verified["decisions"]["router"] > 10
+
+
+def test_what_if_and_tune_play_the_decisions_of_a_stream(pool: Process, server: NatsServer) -> None:
+    where = f"{server.url}/default"
+    runner = CliRunner()
+    for number in range(50):
+        assert ask(pool.url, f"{number % 5} of many " + PROMPT) == 200
+
+    def played(*more: str) -> dict[str, Any]:
+        shown = runner.invoke(app, ["what-if", where, "--policy", "kv,round-robin", "--json", *more])
+        assert shown.exit_code == 0, shown.output
+        return dict(json.loads(shown.stdout))
+
+    eventually("all are recorded", lambda: played()["requests"] >= 50)
+    report = played()
+    assert report["measured"]["cached_token_ratio"] > 0.5
+    assert list(report["policies"]) == ["recorded", "round-robin"]
+    assert report == played(), "the same recording gives the same answer"
+
+    tuned = runner.invoke(app, ["tune", where, "--objective", "ttft-p99", "--trials", "2", "--json"])
+    assert tuned.exit_code == 0, tuned.output
+    assert json.loads(tuned.stdout)["tune"]["accepted"] in (True, False)
