@@ -164,7 +164,7 @@ class RouterService:
                         self.books.realised(event.request_id, event.cached_tokens)
                 elif type(event) is RequestFinished and event.cached_tokens is not None:
                     self.books.realised(event.request_id, event.cached_tokens)
-        self._metrics.records_applied.inc(len(records))
+        self._metrics.records_applied.value += len(records)
         self._after_records()
 
     def _after_records(self) -> None:

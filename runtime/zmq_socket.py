@@ -130,13 +130,6 @@ class _LoopSocket:
     def _drain(self) -> None:
         raise NotImplementedError
 
-    def _hand_over(self, what: Any) -> None:
-        try:
-            self._handle(what)
-        except Exception:
-            # One message must not end the reading of all others; whoever handles messages catches what it expects.
-            log.exception("handling a message failed; it was dropped")
-
 
 class _MessageSocket(_LoopSocket):
     """Hands over message by message, each as soon as it is read; starts when it is made."""
@@ -183,7 +176,8 @@ class _MessageSocket(_LoopSocket):
                 raise
             try:
                 self._handle(message)
-            except Exception:  # as in ``_hand_over``, which would be a call more for every frame of tokens
+            except Exception:
+                # One message must not end the reading of all others; whoever handles messages catches what it expects.
                 log.exception("handling a message failed; it was dropped")
             if number >= LOOKS:  # mostly there are fewer, and nobody asks for the time
                 if number == LOOKS:
@@ -272,7 +266,10 @@ class BatchSocket(_LoopSocket):
             if self.has_more:
                 self.check()
             if messages:
-                self._hand_over(messages)
+                try:
+                    self._handle(messages)
+                except Exception:  # which must not end the reading of what comes after them
+                    log.exception("handling a message failed; it was dropped")
 
 
 def bind(socket: zmq.Socket[bytes], host: str, port: int, setting: str) -> str:

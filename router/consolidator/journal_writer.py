@@ -93,6 +93,8 @@ class JournalWriter:
         """Whether the last attempt failed."""
         self.stall_reason = ""
         self._journal = journal
+        self._at_once = journal.in_memory
+        """Whether there is no disk to wait for."""
         self._always = fsync == "always"
         self._retry_s = append_retry_ms / 1000
         self._clock = clock
@@ -121,7 +123,7 @@ class JournalWriter:
 
     def put(self, turn: Turn, payloads: list[bytes]) -> None:
         """Have a turn stored; ``on_stored`` may be called before this returns."""
-        if self._task is None and not self._waiting and (not payloads or self._journal.in_memory):
+        if self._task is None and not self._waiting and (not payloads or self._at_once):
             if payloads:
                 self._journal.append(payloads, turn.now.wall_ms)
             self._on_stored(turn, payloads)

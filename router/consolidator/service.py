@@ -261,6 +261,7 @@ class ConsolidatorService:
             self._unblock,
             self._fence,
         )
+        self._syncs_later = settings.fsync == "interval" and not self._journal.in_memory
         opened.push_async_callback(self._writer.finish)
         self._core = Consolidator(pool, self.consolidator_id, settings.limits(), self._now())
         self._registry.register(self._collector)
@@ -566,7 +567,7 @@ class ConsolidatorService:
         records = turn.records
         if records:
             self._stored_offset = records[-1].offset + 1
-            if not self._unsynced and self.settings.fsync == "interval" and not self._journal.in_memory:
+            if self._syncs_later and not self._unsynced:
                 self._sync_later()
             self._tell_listeners(records)
             if not self._stopping:

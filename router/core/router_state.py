@@ -85,10 +85,9 @@ class RouterState:
                 log.note(given)
             return True
         elif type(given) is RecordsArrived:
-            if given.records:
+            if log is not None and given.records:
                 self.projection.expect(given.records[0].offset)  # what is not applied must not be noted
-                if log is not None:
-                    log.note(given)
+                log.note(given)
             apply, now_ms = self.projection.apply, given.now_ms
             for record in given.records:
                 apply(record, now_ms)

@@ -1,0 +1,85 @@
+"""What a worker's batch costs the consolidator within a router: calls are counted, not timed."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from poolgrid.router.consolidator.bootstrap import create
+from poolgrid.router.consolidator.service import ConsolidatorService
+from poolgrid.router.consolidator.settings import ConsolidatorSettings
+from poolgrid.runtime.clock import SystemClock
+from poolgrid.wire import codec
+from poolgrid.wire.events import AnyEvent, JournalRecord, PrefillCompleted, RequestFinished, RequestStarted
+from poolgrid.wire.ingest import BATCH_FRAME, CONTROL_FRAME, Hello
+from tests.consolidator.pusher import batch, card, removed, stored
+
+PEER = b"peer"
+
+STEPS: dict[str, list[AnyEvent]] = {
+    "a request's end": [RequestFinished("r", "stop")],
+    "a request's start": [RequestStarted("r", 8000, 0, 500), stored(list(range(1000, 1500))), PrefillCompleted("r")],
+    "an eviction": [removed(list(range(1499, 999, -1)))],
+}
+
+
+class Reader:
+    """A router in the same process that does nothing with what it is told."""
+
+    def __init__(self) -> None:
+        self.records = 0
+
+    def on_snapshot(self, offset: int, workers: Any, chains: Any) -> None: ...
+
+    def on_records(self, records: Sequence[JournalRecord]) -> None:
+        self.records += len(records)
+
+
+def calls_of(service: ConsolidatorService, messages: list[list[bytes]]) -> list[str]:
+    called: list[str] = []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            called.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        service._on_ingest(messages)
+    finally:
+        sys.setprofile(None)
+    return called
+
+
+def test_a_batch_takes_a_dozen_calls_whatever_it_says_and_a_wake_up_some_forty() -> None:
+    async def scenario() -> None:
+        settings = ConsolidatorSettings(lease_ms=60_000)
+        service = create(settings, CollectorRegistry(), SystemClock())
+        await service.start()
+        reader = Reader()
+        service.subscribe(reader)
+        service._on_ingest([[PEER, CONTROL_FRAME, codec.to_consolidator.encode(Hello("w", 0, 1, card(), 0, 0))]])
+        seq = 0
+
+        def steps(*names: str) -> list[list[bytes]]:
+            nonlocal seq
+            messages = []
+            for name in names:
+                messages.append([PEER, BATCH_FRAME, codec.event_batch.encode(batch(STEPS[name], seq))])
+                seq += 1
+            return messages
+
+        names = ["a request's start", "a request's end", "an eviction"]
+        service._on_ingest(steps(*names))  # the stream is live from the first batch on
+        one = len(calls_of(service, steps("a request's end")))
+        many = len(calls_of(service, steps(*(10 * names), "a request's end")))
+        await service.stop()
+        assert reader.records == 1 + 3 + 1 + 31
+        assert one <= 40
+        assert (many - one) / 30 <= 12
+
+    asyncio.run(scenario())
