@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from poolgrid.cli.bench_pools import PoolsFailed, open_pools
 from poolgrid.cli.json_output import cannot_write, json_text, print_json
+from poolgrid.cli.named_url import url_of
 from poolgrid.loadgen import schedule
 from poolgrid.loadgen.client import Client, RequestFailed, Target
 from poolgrid.loadgen.conversations import ConversationShape, plan_conversations
@@ -215,10 +216,12 @@ class _Bench:
         settings = self._settings
         _, total = plan(settings)
         task = self._bar.add_task("starting", total=None, errors=0)
-        urls = {url: url for url in (settings.url, *settings.against)}
+        urls = {}
         if settings.policies:
             self._bar.update(task, description=f"starting pools: {', '.join(settings.policies)}")
             urls = await opened.enter_async_context(open_pools(settings.policies, settings.pool_options))
+        else:
+            urls = {url: await url_of(url) for url in (settings.url, *settings.against)}
         self._bar.update(task, description="waiting until all are ready")
         endpoints = []
         for name, url in urls.items():

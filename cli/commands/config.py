@@ -78,9 +78,10 @@ def rollback(
     as_json: AsJson = False,
 ) -> None:
     """Put the previous document of a running global router in force. Status 1 when there is none, or no router."""
+    from poolgrid.cli.named_url import found_url
     from poolgrid.cli.rollback import rollback as run
 
-    raise typer.Exit(run(url, as_json))
+    raise typer.Exit(run(found_url(url), as_json))
 
 
 @app.command()

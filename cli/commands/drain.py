@@ -47,4 +47,6 @@ def drain(
     told = draining.Told(None if timeout_s is None else round(1000 * timeout_s), wait_s)
     if worker_url is not None:
         raise typer.Exit(draining.drain_here(worker_url, told, as_json))
-    raise typer.Exit(draining.drain(url, names, told, as_json))
+    from poolgrid.cli.named_url import found_url
+
+    raise typer.Exit(draining.drain(found_url(url), names, told, as_json))

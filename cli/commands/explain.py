@@ -37,4 +37,6 @@ def explain(
 
     if journal is not None:
         raise typer.Exit(explain_from_journal(request_id, journal, as_json))
-    raise typer.Exit(run_explain(request_id, url, as_json))
+    from poolgrid.cli.named_url import found_url
+
+    raise typer.Exit(run_explain(request_id, found_url(url), as_json))

@@ -28,6 +28,7 @@ def top(
 
     With --fleet, the processes of all pools that share names.
     """
+    from poolgrid.cli.named_url import found_url
     from poolgrid.cli.top import top as watch
 
-    raise typer.Exit(watch(url, interval, once, as_json, fleet))
+    raise typer.Exit(watch(found_url(url), interval, once, as_json, fleet))

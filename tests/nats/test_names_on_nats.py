@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from poolgrid.cli.named_url import url_of
 from poolgrid.global_router.settings import GlobalRouterSettings
 from poolgrid.naming.names import Names
 from poolgrid.naming.nats import STREAM, SUBJECT, NatsNames
@@ -99,6 +100,22 @@ def test_who_is_killed_loses_its_name_with_its_lease_and_who_renews_does_not(ser
         assert other.addresses(killed.name("http")) == ["http://127.0.0.1:1"], "it was renewed meanwhile"
         await one.close()
         await other.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_command_finds_a_router_by_its_name(server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POOLGRID_NAMES", "nats")
+    monkeypatch.setenv("POOLGRID_NATS_URL", server.url)
+
+    async def scenario() -> None:
+        names = names_on(server)
+        await names.open()
+        await names.register("router", "r1", {"http": "http://127.0.0.1:1"})
+
+        assert await url_of("dyn://blue.router.http") == "http://127.0.0.1:1"
+
+        await names.close()
 
     asyncio.run(scenario())
 

@@ -1,0 +1,78 @@
+"""Where a router is that a command is given by name: ``--url dyn://namespace.router.http``.
+
+Commands find it as processes do, by ``POOLGRID_NAMES`` and what goes with it in the environment. The name is looked
+up once; of several processes the one that began last is taken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
+
+import typer
+
+from poolgrid.cli.options import environment_name
+from poolgrid.wire.names import is_name, parse_name
+
+if TYPE_CHECKING:
+    from poolgrid.naming.settings import NamesSettings
+
+SETTINGS_OF = {"directory": ("names_dir",), "nats": ("nats_",), "kubernetes": ("kubernetes_",)}
+"""Which settings each kind of names has, by what their names begin with."""
+
+
+def found_url(url: str) -> str:
+    """Return a URL as it is, or that of a name; raises ``typer.BadParameter``."""
+    if not is_name(url):
+        return url
+    try:
+        return asyncio.run(url_of(url))
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(f"url is {url}: {error}") from None
+
+
+async def url_of(url: str) -> str:
+    """Return a URL as it is, or that of a name; raises ``ValueError`` or ``OSError`` when nobody is found there."""
+    if not is_name(url):
+        return url
+    name = parse_name(url)
+    settings = _settings(url)
+    # Imported when they are used: most commands are given URLs.
+    from poolgrid.naming.core.registry import Registry
+    from poolgrid.naming.opening import open_names
+    from poolgrid.naming.ports import Scope
+    from poolgrid.runtime.clock import SystemClock
+
+    clock = SystemClock()
+    async with AsyncExitStack() as opened:
+        names = await open_names(opened, settings, clock)
+        registry = Registry()
+        registry.look(await names.store.look([Scope(name.namespace, name.component)]), clock.monotonic_ms())
+        where = names.store.where
+    found = registry.addresses(name)
+    if not found:
+        raise ValueError(f"nobody has that name at {where}")
+    if not found[0].startswith(("http://", "https://")):
+        raise ValueError(f"that is {found[0]}, which does not speak HTTP; the endpoint of a router is http")
+    return found[0]
+
+
+def _settings(url: str) -> NamesSettings:
+    """Return how names are kept, as the environment says; raises ``ValueError``."""
+    variable = environment_name("names")
+    kind = os.environ.get(variable, "none")
+    if kind not in SETTINGS_OF:
+        raise ValueError(
+            f"{variable} is {kind}, so nothing knows where {url} is: set it to {', '.join(SETTINGS_OF)}, with what the "
+            "router has of names, or give http://HOST:PORT"
+        )
+    from poolgrid.naming.settings import NamesSettings
+
+    given: dict[str, object] = {"names": kind}
+    for field, about in NamesSettings.model_fields.items():
+        value = os.environ.get(environment_name(field))
+        if value is not None and field.startswith(SETTINGS_OF[kind]):
+            given[field] = tuple(value.split()) if isinstance(about.get_default(), tuple) else value
+    return NamesSettings.model_validate(given)

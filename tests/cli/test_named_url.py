@@ -1,0 +1,74 @@
+"""Commands that speak to a router find it by its name, when the environment says where names are."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from poolgrid.cli.main import app
+from poolgrid.naming.directory import DirectoryNames
+from poolgrid.runtime.clock import SystemClock
+from poolgrid.wire.registration import encode_registration
+from tests.naming.registrations import registration
+
+NAME = "dyn://blue.router.http"
+COMMANDS = (
+    ("top", "--once"),
+    ("explain", "r"),
+    ("drain", "--all"),
+    ("config", "rollback"),
+    ("bench", "--ready-timeout-s", "0.2"),
+)
+
+
+@pytest.fixture
+def names(tmp_path: Path) -> Mapping[str, str]:
+    """A directory in which a router is registered that is gone by now, and the environment of who looks there."""
+    directory = tmp_path / "names"
+
+    async def register() -> None:
+        store = DirectoryNames(directory, SystemClock())
+        await store.open()
+        for number, address in ((1, "http://127.0.0.1:1"), (2, "http://127.0.0.1:2")):
+            made = registration(number, endpoints={"http": address, "select": "tcp://127.0.0.1:3"})
+            await store.write(made, encode_registration(made))
+
+    asyncio.run(register())
+    # A URL of NATS is for the journal here, and no matter of names.
+    return {"POOLGRID_NAMES": "directory", "POOLGRID_NAMES_DIR": str(directory), "POOLGRID_NATS_URL": "nats://h:1"}
+
+
+def refusal(environment: Mapping[str, str], *words: str) -> str:
+    """Run a command that fails, and return what it says, without the frame that is drawn around it."""
+    result = CliRunner().invoke(app, list(words), env={"POOLGRID_NAMES": None, **environment})
+    assert result.exit_code != 0, result.output
+    return " ".join(re.sub(r"[│╭╮╰╯─]", " ", result.output).split())
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: " ".join(command[:2]))
+def test_a_name_is_where_its_latest_process_is(command: tuple[str, ...], names: Mapping[str, str]) -> None:
+    assert "127.0.0.1:2" in refusal(names, *command, "--url", NAME), "that is whom it asked"
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: " ".join(command[:2]))
+def test_without_names_a_name_is_refused_with_what_to_set(command: tuple[str, ...]) -> None:
+    said = refusal({}, *command, "--url", NAME)
+    assert "POOLGRID_NAMES is none" in said
+    assert "set it to directory, nats, kubernetes" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("dyn://green.router.http", "nobody has that name"),
+        ("dyn://blue.router.select", "tcp://127.0.0.1:3, which does not speak HTTP"),
+        ("dyn://blue.http", "is not of the form dyn://namespace.component.endpoint"),
+    ],
+)
+def test_a_name_that_leads_nowhere_is_refused(name: str, said: str, names: Mapping[str, str]) -> None:
+    assert said in refusal(names, "config", "rollback", "--url", name)
