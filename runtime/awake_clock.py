@@ -113,10 +113,8 @@ class AwakeClock:
         return self._clock.wall_ms()
 
     def monotonic_ms(self) -> float:
-        """Return milliseconds that grow while this process is awake: ``AwakeTime.at``, which is asked for everything
-        that happens, without its call."""
-        time, now_ms = self._time, self._monotonic_ms()
-        return (now_ms if now_ms <= time.until_ms else time.until_ms) - time.left_out_ms
+        """Return milliseconds that grow while this process is awake."""
+        return self._time.at(self._monotonic_ms())
 
     def hold(self) -> None:
         """Stand still until ``go_on``: what others say is not read."""
