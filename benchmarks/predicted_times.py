@@ -3,8 +3,9 @@
     python -m benchmarks.predicted_times TRACE [--rows 4000] [--table equal] [--policies kv,predicted] [--jobs 2]
 
 Tables: ``equal`` (load and caches), ``unlike`` (half of the workers three times slower, one at a quarter of its speed
-for a third of the time, both), ``targets`` (requests that are in a hurry, and not). Nothing is timed, so a busy machine
-finds the same.
+for a third of the time, both), ``targets`` (requests that are in a hurry, and not), ``bounds`` (what the unlike rows
+could be at all: routers that know everything, the fast workers alone, all at full speed, and a mean and a p99 that no
+router can pass). Nothing is timed, so a busy machine finds the same.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.clairvoyant import Clairvoyant, ClairvoyantPool, least_ttfts
 from poolgrid.loadgen.trace import read_trace
 from poolgrid.router.core.cost import CostWeights
 from poolgrid.router.core.policy import KvAware, Policy, make_policy
@@ -26,6 +28,7 @@ from poolgrid.simulation.worker_speeds import SpeedChange, WorkerSpeeds
 from poolgrid.simulation.workload import Workload, build_workload
 from poolgrid.workers.engines.simulated.core.engine import EngineLimits
 from poolgrid.workers.engines.simulated.core.shipped_timing import timing_model
+from poolgrid.workers.engines.simulated.core.timing import TimingModel
 
 WORKERS = 8
 BLOCK_SIZE = 64
@@ -41,6 +44,12 @@ FIXED = {
 
 TARGETS_MS = (200.0, 1000.0, 4000.0)
 """A third of the requests each."""
+
+CLAIRVOYANT = (Clairvoyant().name, Clairvoyant(together=True).name)
+"""Names of the routers that know everything."""
+
+LEAST = "no router"
+"""In the place of a policy: what none can pass."""
 
 HALF_SLOW = WorkerSpeeds((1.0, 1.0, 1.0, 1.0, 1 / 3, 1 / 3, 1 / 3, 1 / 3))
 
@@ -58,6 +67,7 @@ class Run:
     timing: str = "published"
     labels: tuple[str, ...] = field(default=())
     targets: TtftTargets | None = None
+    workers: int = WORKERS
 
 
 def policy_called(name: str) -> Policy:
@@ -79,16 +89,37 @@ def play(run: Run) -> tuple[Run, RunResult]:
     """Simulate one run."""
     workload = build_workload(read_trace(run.trace, run.rows), run.speed, BLOCK_SIZE)
     timing = timing_model(run.timing)  # type: ignore[arg-type]
+    limits = limits_of(workload, run.blocks)
+    if run.policy == LEAST:
+        return run, least_result(run, workload, timing, limits.max_num_tokens)
+    if run.policy in CLAIRVOYANT:
+        knowing = Clairvoyant(together=run.policy == CLAIRVOYANT[1])
+        return run, ClairvoyantPool(workload, knowing, run.workers, limits, timing, run.speeds).run()
     pool = SimulatedPool(
         workload,
         policy_called(run.policy),
-        WORKERS,
-        limits_of(workload, run.blocks),
+        run.workers,
+        limits,
         timing,
         speeds=run.speeds,
         targets=run.targets,
     )
     return run, pool.run()
+
+
+def least_result(run: Run, workload: Workload, timing: TimingModel, step_tokens: int) -> RunResult:
+    """Return a result with the TTFTs that no router can pass; its mean is that of the best division of requests."""
+    speeds = run.speeds or WorkerSpeeds()
+    best = [
+        max(
+            speeds.pattern[number % len(speeds.pattern)],
+            *(each.speed for each in speeds.changes if each.worker == number),
+            0.0,
+        )
+        for number in range(run.workers)
+    ]
+    alone, mean_ms = least_ttfts(workload, timing, step_tokens, best)
+    return RunResult(f"{mean_ms:,.1f}", requests=len(alone), ttft_ms=alone)
 
 
 def middle_third(trace: Path, rows: int, speed: float, share: float) -> SpeedChange:
@@ -109,16 +140,35 @@ def equal_runs(options: argparse.Namespace) -> Iterator[Run]:
 def unlike_runs(options: argparse.Namespace) -> Iterator[Run]:
     """Yield runs on unlike workers."""
     for speed in options.loads or (1.0, 2.0):
-        slows = middle_third(options.trace, options.rows, speed, 0.25)
-        pools = {
-            "half 3x slower": HALF_SLOW,
-            "one at a quarter": WorkerSpeeds(changes=(slows,)),
-            "both": WorkerSpeeds(HALF_SLOW.pattern, (slows,)),
-        }
-        for name, speeds in pools.items():
+        for name, speeds in unlike_pools(options, speed).items():
             for policy in options.policies or ("kv", "field", "lmetric", "predicted"):
                 yield Run(
                     options.trace, options.rows, speed, LARGE, policy, speeds, options.timing, (f"x{speed:g}", name)
+                )
+
+
+def unlike_pools(options: argparse.Namespace, speed: float) -> dict[str, WorkerSpeeds]:
+    """Return the pools of unlike workers by name."""
+    slows = middle_third(options.trace, options.rows, speed, 0.25)
+    return {
+        "half 3x slower": HALF_SLOW,
+        "one at a quarter": WorkerSpeeds(changes=(slows,)),
+        "both": WorkerSpeeds(HALF_SLOW.pattern, (slows,)),
+    }
+
+
+def bound_runs(options: argparse.Namespace) -> Iterator[Run]:
+    """Yield what unlike workers could do at all, and what pools without the slow ones do."""
+    for speed in options.loads or (1.0, 2.0):
+        for name, speeds in unlike_pools(options, speed).items():
+            for policy in options.policies or ("kv", "predicted", *CLAIRVOYANT, LEAST):
+                labels = (f"x{speed:g}", name)
+                yield Run(options.trace, options.rows, speed, LARGE, policy, speeds, options.timing, labels)
+        for name, workers in (("four fast alone", 4), ("all at full speed", WORKERS)):
+            for policy in options.policies or ("kv", "predicted", *CLAIRVOYANT, LEAST):
+                labels = (f"x{speed:g}", name)
+                yield Run(
+                    options.trace, options.rows, speed, LARGE, policy, None, options.timing, labels, workers=workers
                 )
 
 
@@ -137,7 +187,10 @@ def target_runs(options: argparse.Namespace) -> Iterator[Run]:
 
 def shown(run: Run, result: RunResult) -> str:
     """Return a row of a table."""
-    report = policy_report(result, WORKERS)
+    report = policy_report(result, run.workers)
+    if run.policy == LEAST:
+        cells = [*run.labels, run.policy, result.policy, f"{report['ttft_ms']['p99']:,.0f}", *[""] * 6]
+        return f"| {' | '.join(cells)} |"
     ttft, short, guess = report["ttft_ms"], report["short_prompt_ttft_ms"], report["predicted_ttft"]
     cells = [
         *run.labels,
@@ -156,7 +209,7 @@ def shown(run: Run, result: RunResult) -> str:
 
 HEAD = "| load | pool | policy | TTFT | p99 | short | short p99 | cached % | busy % | met % | error, bias, p50 |"
 
-TABLES = {"equal": equal_runs, "unlike": unlike_runs, "targets": target_runs}
+TABLES = {"equal": equal_runs, "unlike": unlike_runs, "targets": target_runs, "bounds": bound_runs}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
