@@ -18,7 +18,7 @@ Rules
     5. At most ``budget_bytes``, after every store. Beyond it the blocks that are longest out of reach go first, then
        leaves from their ends, oldest first, but leaves in use get a second chance; evictions are counted.
     6. No call takes longer because the index is large. Nothing is copied or scanned whole, no map is rebuilt whole
-       (``ShardedMap``), and what sweeping and eviction do in one call has a limit. Beyond that a call does what its own
+       (``BlockMap``), and what sweeping and eviction do in one call has a limit. Beyond that a call does what its own
        event says: its blocks, the runs that they cut, and, where a block goes that a worker still holds blocks behind
        (engines evict leaves first, so this is rare) or comes back, those blocks and the runs right below.
 
@@ -33,19 +33,21 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
+from sys import getrefcount
 
 import msgspec
 
+from poolgrid.router.core.block_map import BYTE_DEPTH, BlockMap
 from poolgrid.router.core.lower_tiers import LowerTiers, add_bits
 from poolgrid.router.core.orphans import Orphans
 from poolgrid.router.core.run_forest import RUN_BYTES, Run, RunForest
-from poolgrid.router.core.sharded_map import KEY_BITS, SHARD_ENTRIES, ShardedMap
+from poolgrid.router.core.sharded_map import KEY_BITS, SHARD_ENTRIES
 from poolgrid.wire.feed import BlockChain
 from poolgrid.wire.hashing import pack_hashes
 from poolgrid.wire.identifiers import Tier, WorkerKey
 
 BYTES_PER_BLOCK = 128
-"""Budgeted bytes per distinct block: 80 to 110 measured (map entry, integer, place in its run), the rest for growth."""
+"""Budgeted bytes per distinct block: 65 to 95 measured (map entry, key, place in its run), the rest for growth."""
 
 RUN_BLOCKS_MAX = 1024
 """Blocks of one run: what is freed in one go, at the most, and twice what a split moves."""
@@ -70,11 +72,11 @@ DEVICE = Tier.DEVICE
 HASHES_END = 1 << KEY_BITS
 """Behind the last hash."""
 
-FIRST_DEPTH = 10
-"""Leading bits that tell the shards of an empty index apart: 1024. With more, a store has more memory to touch."""
+FIRST_DEPTH = BYTE_DEPTH
+"""Leading bits that tell the shards of an empty index apart: 256. With more, a store has more memory to touch."""
 
 REACH_SHARD_ENTRIES = 8192
-"""Blocks of a shard before it is split: eight million blocks need no split, and a rebuild takes half a millisecond."""
+"""Blocks of a shard before it is split: two million blocks need no split, and a rebuild takes up to a millisecond."""
 
 HOPS = 4
 """Runs in a row that a look-up passes one by one though nobody's part of the path ends there; then it leaps."""
@@ -128,7 +130,7 @@ class PrefixIndex:
         self._shard_entries = shard_entries
         self._first_depth = first_depth
         self._max_blocks = sys.maxsize if budget_bytes is None else budget_bytes // BYTES_PER_BLOCK
-        self._reach: ShardedMap[Run] = ShardedMap(shard_entries, first_depth)
+        self._reach = BlockMap(shard_entries, first_depth)
         self._runs = RunForest()
         self._orphans = Orphans(min(shard_entries, SHARD_ENTRIES))
         self._lower = LowerTiers(min(shard_entries, SHARD_ENTRIES))
@@ -198,18 +200,36 @@ class PrefixIndex:
             self._store_lower(slot, bit, hashes, tier)
         elif self._lower.off_device.entries:
             self._lower.onboard(bit, hashes)
+        if type(hashes) is not array:
+            hashes = array("Q", hashes)
         reach, orphans = self._reach, self._orphans
-        shards, shift = reach.shards, reach.shift
+        shards, shift, key_mask = reach.view
         first = hashes[0]
         count = len(hashes)
-        above = None if parent is None else shards[parent >> shift].get(parent)
+        above = None if parent is None else shards[parent >> shift].get(parent & key_mask)
         if (
-            first in shards[first >> shift]
+            first & key_mask in shards[first >> shift]
             or (parent is not None and (above is None or not above.mask & bit))
             or (orphans.entries and orphans.concern(hashes))
             or count > RUN_BLOCKS_MAX
         ):
             stored = self._store(bit, parent, hashes)
+        elif (
+            count == 1
+            and above is not None
+            and above.mask == bit
+            and above.child is None
+            and (blocks := above.blocks)[-1] == parent
+            and len(blocks) < RUN_BLOCKS_MAX
+        ):
+            # What generation adds block by block, without a call.
+            (shard := shards[first >> shift])[first & key_mask] = above
+            blocks.append(first)
+            above.used = True
+            reach.entries += 1
+            stored = 1
+            if len(shard) > reach.shard_entries:
+                reach.relieve(first)
         else:
             # The usual case: a chain that nobody has yet, below blocks that this worker holds.
             stored = count if self._add_run(bit, above, parent, hashes) else 0
@@ -230,38 +250,37 @@ class PrefixIndex:
             self.counters.unknown_removes += len(hashes)
             return
         bit = 1 << slot
-        if self._lower.in_use or tier is not Tier.DEVICE:
-            hashes, lowered, unknown = self._lower.take_off(bit, hashes, tier)
+        lower = self._lower
+        if tier is not DEVICE or lower.host.entries or lower.disk.entries:
+            hashes, lowered, unknown = lower.take_off(bit, hashes, tier)
             self._lower_blocks[slot] -= lowered
             self.counters.unknown_removes += unknown
         reach, orphans = self._reach, self._orphans
-        shards, shift = reach.shards, reach.shift
+        shards, shift, key_mask = reach.view
         removed = at = 0
         count = len(hashes)
         in_order = hashes if type(hashes) is array else array("Q", hashes)
         while at < count:
             sequence_hash = in_order[at]
             at += 1
-            run = (shard := shards[sequence_hash >> shift]).get(sequence_hash)
+            run = (shard := shards[sequence_hash >> shift]).get(key := sequence_hash & key_mask)
             if run is not None and run.mask & bit:
                 if run.mask == bit and run.child is None and (blocks := run.blocks)[-1] == sequence_hash:
-                    # The usual case, without a call: the end of what nobody else holds, as engines evict.
+                    # The usual case, without a call each: the end of what nobody else holds, as engines evict.
                     length = min(len(blocks), count - at + 1)
                     if length > 2 and blocks[-2] == in_order[at]:
                         # From there on backwards, probably as far as either goes.
                         ending = in_order[at - 1 : at - 1 + length]
                         if ending[::-1] == blocks[-length:]:
                             del blocks[-length:]
-                            for each in ending:
-                                del shards[each >> shift][each]
-                            reach.entries -= length
+                            reach.delete_all(ending)
                             removed += length
                             at += length - 1
                             if not blocks:
                                 self._unlink(run)
                             continue
                     blocks.pop()
-                    del shard[sequence_hash]
+                    del shard[key]
                     reach.entries -= 1
                     if not blocks:
                         self._unlink(run)
@@ -326,36 +345,42 @@ class PrefixIndex:
 
         ``depth`` counts leading blocks of the path. Masks are disjoint; whoever holds nothing of the path is in none.
         """
-        if not path:
+        shards, shift, key_mask = self._reach.view
+        try:
+            block = path[0]
+        except IndexError:
             return []
-        shards, shift = self._reach.shards, self._reach.shift
-        live = self._live
-        block = path[0]
-        run = shards[block >> shift].get(block)
-        low_mask = run.mask & live if run is not None else 0
-        if not low_mask:
+        run = shards[block >> shift].get(block & key_mask)
+        if run is None or not (mask := run.mask & self._live):
             return []
         last = len(path) - 1
+        blocks = run.blocks
+        if len(blocks) > last and blocks[last] == path[last]:
+            return [(last + 1, mask)]
         block = path[last]
-        run = shards[block >> shift].get(block)
-        high_mask = run.mask & live if run is not None else 0
-        if high_mask == low_mask:
-            return [(last + 1, low_mask)]
+        high = shards[block >> shift].get(block & key_mask)
+        high_mask = high.mask if high is not None else 0
+        if high_mask & mask == mask:
+            return [(last + 1, mask)]
+        at = 0 if run.parent is None else -blocks.index(path[0])
         # From run to run: behind a path's part of one comes the first block of the next, or nothing that anyone holds.
         groups: list[tuple[int, int]] = []
-        block = path[0]
-        run = shards[block >> shift][block]
-        mask = low_mask
-        at = 0 if run.parent is None else -run.blocks.index(block)
         hops = HOPS
         while True:
-            end = at + len(run.blocks)
+            end = at + len(blocks)
             if end > last:
                 break
             block = path[end]
-            below = shards[block >> shift].get(block)
+            below = run.child
             if below is None:
                 break
+            if below.right is None:
+                if below.blocks[0] != block:
+                    break
+            else:
+                below = shards[block >> shift].get(block & key_mask)
+                if below is None:
+                    break
             rest = below.mask & mask
             if rest == mask:
                 # Nobody ends here.
@@ -366,6 +391,7 @@ class PrefixIndex:
                 if hops:
                     hops -= 1
                     run, at = below, end
+                    blocks = run.blocks
                     continue
                 end, below = self._leap(path, end, mask)
                 rest = below.mask & mask if below is not None else 0
@@ -374,7 +400,8 @@ class PrefixIndex:
                 groups.reverse()
                 return groups
             run, at, mask, hops = below, end, rest, HOPS
-        groups.append((at + _followed(run.blocks, path, at), mask))
+            blocks = run.blocks
+        groups.append((at + _followed(blocks, path, at), mask))
         groups.reverse()
         return groups
 
@@ -454,7 +481,8 @@ class PrefixIndex:
         bit = 1 << slot
         while entries > 0 and first < HASHES_END:
             shard, end = self._reach.shard_from(first)
-            held = [h for h, run in shard.items() if h >= first and run.mask & bit]
+            leading = self._reach.leading(first)
+            held = [h for key, run in shard.items() if run.mask & bit and (h := leading | key) >= first]
             looked = self._orphans.held_between(bit, first, end, held)
             held.sort()
             if self._lower.in_use:
@@ -505,13 +533,13 @@ class PrefixIndex:
         return self._reach.entries + self._orphans.entries
 
     def size_bytes(self) -> int:
-        """Return a close estimate: the maps exactly, 40 bytes a block for its integer and place in its run."""
+        """Return a close estimate: the maps exactly, 40 bytes a block for its key and place in its run."""
         maps = (self._reach, self._orphans, self._lower)
         return sum(each.size_bytes() for each in maps) + 40 * len(self) + RUN_BYTES * self._runs.ages.entries
 
     # -- storing ---------------------------------------------------------------------------------------------------
 
-    def _store(self, bit: int, parent: int | None, hashes: Sequence[int]) -> int:
+    def _store(self, bit: int, parent: int | None, hashes: array[int]) -> int:
         """Store a chain for one worker; return how many blocks the worker did not hold before."""
         reach = self._reach
         above: Run | None = None
@@ -542,7 +570,7 @@ class PrefixIndex:
                 return stored
             else:
                 length = len(blocks)
-                part = array("Q", hashes[at : at + length])
+                part = hashes[at : at + length]
                 shared = length if blocks == part else _common_prefix(blocks, part)
                 if shared < length:
                     run = self._split(run, shared)
@@ -554,7 +582,7 @@ class PrefixIndex:
             parent = hashes[at - 1]
         return stored
 
-    def _add_blocks(self, bit: int, above: Run | None, parent: int | None, blocks: Sequence[int]) -> int:
+    def _add_blocks(self, bit: int, above: Run | None, parent: int | None, blocks: array[int]) -> int:
         """Add new blocks below ``parent``, any block of ``above``; return how many there was nothing against."""
         if len(blocks) <= RUN_BLOCKS_MAX:
             return len(blocks) if self._add_run(bit, above, parent, blocks) else 0
@@ -566,10 +594,10 @@ class PrefixIndex:
             above = self._reach.get(parent)
         return len(blocks)
 
-    def _add_run(self, bit: int, above: Run | None, parent: int | None, blocks: Sequence[int]) -> bool:
+    def _add_run(self, bit: int, above: Run | None, parent: int | None, blocks: array[int]) -> bool:
         """Add new blocks, few enough for a run; refuse (False) what contradicts the index."""
         reach = self._reach
-        shards, shift = reach.shards, reach.shift
+        shards = reach.shards
         count = len(blocks)
         if (
             above is not None
@@ -580,20 +608,20 @@ class PrefixIndex:
         ):
             run = above
         else:
-            run = Run(parent, array("Q", blocks), bit)
-        for block in blocks:
-            if block in (shard := shards[block >> shift]):
-                # A resident block, or one that stands twice in the chain: take back what was added before it.
-                resident = shard[block] is not run or (run is above and block in run.blocks)
-                at = blocks.index(block)
-                for each in islice(blocks, at if resident else blocks.index(block, at + 1)):
-                    del shards[each >> shift][each]
-                self.counters.contradictions += 1
+            run = Run(parent, blocks[:], bit)
+        keys, places = reach.keys_and_places(blocks)
+        references = getrefcount(run)
+        for key, place in zip(keys, places):  # noqa: B905 - as in the map
+            if (shard := shards[place]).setdefault(key, run) is not run:
+                self._take_back(blocks, place << reach.shift | key, run, run is above)
                 return False
-            shard[block] = run
+        if getrefcount(run) - references != count:
+            # One entry for each block, or else one stands twice in the chain, or before it in the run that grows.
+            self._take_back(blocks, None, run, run is above)
+            return False
         reach.entries += count
         if len(shard) > reach.shard_entries:
-            reach.relieve(block)
+            reach.relieve(blocks[-1])
         if run is above:
             # A sequence that its only holder continues: the usual growth while decoding.
             run.blocks.extend(blocks)
@@ -605,6 +633,18 @@ class PrefixIndex:
         self._runs.add(run, above)
         return True
 
+    def _take_back(self, blocks: array[int], resident: int | None, run: Run, grown: bool) -> None:
+        """Take a chain that contradicts the index out of the map, up to the block that is resident elsewhere."""
+        added = dict.fromkeys(blocks if resident is None else blocks[: blocks.index(resident)])
+        reach = self._reach
+        if grown:
+            # The run that was to grow keeps what it had.
+            for block in run.blocks:
+                added.pop(block, None)
+        reach.entries += len(added)
+        reach.delete_all(array("Q", added))
+        self.counters.contradictions += 1
+
     def _split(self, run: Run, at: int) -> Run:
         """Cut a run before position ``at``; return the front part, whose child the rest is.
 
@@ -615,9 +655,7 @@ class PrefixIndex:
             front = run
         else:
             front = moved = self._runs.cut_front(run, at, None if run.parent is None else self._reach.get(run.parent))
-        shards, shift = self._reach.shards, self._reach.shift
-        for block in moved.blocks:
-            shards[block >> shift][block] = moved
+        self._reach.set_all(moved.blocks, moved)
         return front
 
     def _store_orphans(self, bit: int, parent: int, hashes: Sequence[int]) -> int:
@@ -646,7 +684,8 @@ class PrefixIndex:
                 run = reach.get(block)
                 if run is None or not run.mask & bit:
                     if run is None:
-                        if not self._add_run(bit, None if before is None else reach.get(before), before, [block]):
+                        above = None if before is None else reach.get(before)
+                        if not self._add_run(bit, above, before, array("Q", (block,))):
                             return stored
                     elif run.parent != before or run.blocks[0] != block:
                         self.counters.contradictions += 1
@@ -713,10 +752,7 @@ class PrefixIndex:
 
     def _delete(self, run: Run) -> None:
         """Delete a run that nobody holds; its children, which nobody can hold either, follow in their turn."""
-        shards, shift = self._reach.shards, self._reach.shift
-        for block in run.blocks:
-            del shards[block >> shift][block]
-        self._reach.entries -= len(run.blocks)
+        self._reach.delete_all(run.blocks)
         self._unlink(run)
 
     def _unlink(self, run: Run, evicted: bool = False) -> None:
@@ -802,10 +838,7 @@ class PrefixIndex:
             count = min(len(run.blocks), excess, slice_blocks)
             gone = run.blocks[len(run.blocks) - count :]
             del run.blocks[len(run.blocks) - count :]
-            shards, shift = self._reach.shards, self._reach.shift
-            for block in gone:
-                del shards[block >> shift][block]
-            self._reach.entries -= count
+            self._reach.delete_all(gone)
             excess -= count
             slice_blocks -= count
             self._forget_evicted(gone, run.mask)

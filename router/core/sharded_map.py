@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from itertools import chain, repeat
 from typing import Generic, TypeVar
 
 V = TypeVar("V")
@@ -80,12 +81,11 @@ class ShardedMap(Generic[V]):
         if len(shard) <= self.shard_entries:
             return
         first, end = self._places(at)
-        if end - first == 1:
+        if end - first < 1 << SPLIT_BITS:
             if self.shift - SPLIT_BITS < KEY_BITS - DEPTH_MAX:
                 return
-            self.shards = [each for each in self.shards for _ in range(1 << SPLIT_BITS)]
-            self.shift -= SPLIT_BITS
-            first, end = first << SPLIT_BITS, end << SPLIT_BITS
+            self._deepen()
+            first, end = self._places(key >> self.shift)
         width = (end - first) >> SPLIT_BITS
         shift = self.shift + width.bit_length() - 1
         parts: list[dict[int, V]] = [{} for _ in range(1 << SPLIT_BITS)]
@@ -94,14 +94,23 @@ class ShardedMap(Generic[V]):
             parts[each >> shift & last][each] = value
         self.shards[first:end] = [part for part in parts for _ in range(width)]
 
+    def _deepen(self) -> None:
+        """Tell shards apart by more leading bits than before."""
+        self._spread(SPLIT_BITS)
+
+    def _spread(self, bits: int) -> None:
+        """Let each shard stand in 2**bits places for each one that it stood in."""
+        self.shards = list(chain.from_iterable(map(repeat, self.shards, repeat(1 << bits))))
+        self.shift -= bits
+
     def _places(self, at: int) -> tuple[int, int]:
         """Return the first place of the shard at a place, and the one behind its last."""
         shards = self.shards
         shard = shards[at]
         width = 1
         while width < len(shards):
-            # A shard fills 8**n places from a multiple of 8**n on.
-            wider = width << SPLIT_BITS
+            # A shard fills 2**n places from a multiple of 2**n on.
+            wider = width << 1
             first = at & -wider
             if shards[first] is not shard or first + wider > len(shards) or shards[first + wider - 1] is not shard:
                 break

@@ -84,5 +84,6 @@ def assert_sound_map(sharded: ShardedMap[V]) -> None:
     shards = list(sharded.each_shard())
     assert len(shards) == len({id(shard) for shard in sharded.shards})
     assert sharded.entries == sum(map(len, shards))
-    for shard in shards:
-        assert all(sharded.shards[key >> sharded.shift] is shard for key in shard)
+    keys = [key for key, _ in sharded.items()]
+    assert len(keys) == len(set(keys)) == sharded.entries
+    assert all(key in sharded for key in keys)

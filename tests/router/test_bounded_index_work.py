@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from poolgrid.router.core import age_list, lower_tiers, orphans, prefix_index, run_forest, sharded_map
+from poolgrid.router.core import age_list, block_map, lower_tiers, orphans, prefix_index, run_forest, sharded_map
 from poolgrid.router.core.prefix_index import BYTES_PER_BLOCK, PrefixIndex
 from poolgrid.wire.identifiers import Tier, WorkerId, WorkerKey
 
@@ -27,7 +27,9 @@ What is done without a line, by Python itself, is bounded by the size of what it
 rebuilt or copied, and of a run. Both are checked.
 """
 
-FILES = {module.__file__ for module in (age_list, lower_tiers, orphans, prefix_index, run_forest, sharded_map)}
+MODULES = (age_list, block_map, lower_tiers, orphans, prefix_index, run_forest, sharded_map)
+
+FILES = {module.__file__ for module in MODULES}
 
 
 class Work:
@@ -164,6 +166,6 @@ def test_blocks_that_an_engine_evicts_from_the_end_take_no_call_each() -> None:
     finally:
         sys.setprofile(None)
 
-    assert called == ["remove", "in_use"]
+    assert called == ["remove", "delete_all", "keys_and_places"]
     assert index.find(path) == [(1, 1 << index.slot(worker))]
     assert (len(index), index.counters.blocks_removed) == (1, 999)

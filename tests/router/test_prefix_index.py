@@ -237,6 +237,16 @@ class IndexSweptInSmallSlices(IndexAgainstModel):
         return PrefixIndex(sweep_slice_entries=1, shard_entries=2, first_depth=0)
 
 
+class IndexByLeadingBytes(IndexAgainstModel):
+    """The same with shards by the leading byte, as routers have them, or by two bytes once one is split."""
+
+    def new_index(self) -> PrefixIndex:
+        return PrefixIndex(shard_entries=1)
+
+
+IndexByLeadingBytes.TestCase.settings = settings(INDEX_SETTINGS, max_examples=INDEX_EXAMPLES // 2)
+TestIndexByLeadingBytes = IndexByLeadingBytes.TestCase
+
 IndexSweptInSmallSlices.TestCase.settings = settings(INDEX_SETTINGS, max_examples=INDEX_EXAMPLES // 2)
 TestIndexSweptInSmallSlices = IndexSweptInSmallSlices.TestCase
 

@@ -1,0 +1,119 @@
+"""Which run each resident block is in: a map in shards whose keys are small and whose work is done many blocks at once.
+
+An integer of up to 60 bits takes 32 bytes in Python, one of 64 bits 48. So the leading bits of a hash, which say in
+which of the first shards it is, are left out of its key.
+
+Rules
+    1. The key of a hash is its rest behind the first ``depth`` leading bits, ``key_mask``. Shards are split, never
+       joined, so within a shard no two hashes have the same key.
+    2. With the first shards by the leading byte, keys and places of a whole chain come from its bytes: one slice says
+       which shards, and where that slice is put to zero the rest are the keys. After the first split the places are
+       those of the two leading bytes, for the same reason; each shard stands in many of them.
+    3. Blocks are handed over as ``array("Q")``.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable, Iterator
+
+from poolgrid.router.core.run_forest import Run
+from poolgrid.router.core.sharded_map import KEY_BITS, ShardedMap
+
+BYTE_DEPTH = 8
+"""Leading bits that the first shards differ by where they are told apart by the leading byte: 256 shards."""
+
+_BYTE_SHIFT = KEY_BITS - BYTE_DEPTH
+_BYTES_SHIFT = KEY_BITS - 2 * BYTE_DEPTH
+_LITTLE = sys.byteorder == "little"
+_LEADING_BYTE = slice(7 if _LITTLE else 0, None, 8)
+_LEADING_BYTES = slice(3 if _LITTLE else 0, None, 4)
+
+FEW_BLOCKS = 5
+"""Blocks from which on slices cost less than a turn of a loop for each."""
+
+
+class BlockMap(ShardedMap[Run]):
+    """The run of each block that is in reach, by sequence hash."""
+
+    __slots__ = ("_by_bytes", "key_mask", "view")
+
+    def __init__(self, shard_entries: int, depth: int) -> None:
+        super().__init__(shard_entries, depth)
+        self.key_mask = (1 << (KEY_BITS - depth)) - 1
+        """What of a hash is its key."""
+        self._by_bytes = depth == BYTE_DEPTH
+        self.view = (self.shards, self.shift, self.key_mask)
+        """All that a look-up needs, in one place: ``shards[block >> shift][block & key_mask]``."""
+
+    def keys_and_places(self, blocks: array[int]) -> tuple[Iterable[int], Iterable[int]]:
+        """Return the keys of blocks and the places of their shards: ``shards[place][key]``."""
+        shift = self.shift
+        count = len(blocks)
+        if count == 1:
+            block = blocks[0]
+            return (block & self.key_mask,), (block >> shift,)
+        if count < FEW_BLOCKS or not self._by_bytes or shift < _BYTES_SHIFT:
+            mask = self.key_mask
+            return [block & mask for block in blocks], [block >> shift for block in blocks]
+        packed = bytearray(blocks)
+        places: Iterable[int]
+        places = packed[_LEADING_BYTE] if shift == _BYTE_SHIFT else array("H", packed)[_LEADING_BYTES]
+        packed[_LEADING_BYTE] = bytes(count)
+        return array("Q", packed), places
+
+    def set_all(self, blocks: array[int], run: Run) -> None:
+        """Name another run for blocks that are in the map."""
+        shards = self.shards
+        keys, places = self.keys_and_places(blocks)
+        for key, place in zip(keys, places):  # noqa: B905 - the word takes as long as some blocks
+            shards[place][key] = run
+
+    def delete_all(self, blocks: array[int]) -> None:
+        """Take out blocks that are in the map."""
+        shards = self.shards
+        keys, places = self.keys_and_places(blocks)
+        for key, place in zip(keys, places):  # noqa: B905 - the word takes as long as some blocks
+            del shards[place][key]
+        self.entries -= len(blocks)
+
+    def leading(self, block: int) -> int:
+        """Return the leading bits of a block that keys leave out, in their place: the same in all of its shard."""
+        return block & ~self.key_mask
+
+    def get(self, key: int) -> Run | None:
+        """Return the run of a block, or ``None``."""
+        return self.shards[key >> self.shift].get(key & self.key_mask)
+
+    def __contains__(self, key: int) -> bool:
+        return key & self.key_mask in self.shards[key >> self.shift]
+
+    def __setitem__(self, key: int, value: Run) -> None:
+        shard = self.shards[key >> self.shift]
+        before = len(shard)
+        shard[key & self.key_mask] = value
+        self.entries += len(shard) - before
+
+    def __delitem__(self, key: int) -> None:
+        del self.shards[key >> self.shift][key & self.key_mask]
+        self.entries -= 1
+
+    def items(self) -> Iterator[tuple[int, Run]]:
+        """Yield all blocks with their runs; the map must not change meanwhile."""
+        before: dict[int, Run] | None = None
+        for place, shard in enumerate(self.shards):
+            if shard is not before:
+                leading = self.leading(place << self.shift)
+                yield from ((leading | key, run) for key, run in shard.items())
+            before = shard
+
+    def _spread(self, bits: int) -> None:
+        super()._spread(bits)
+        self.view = (self.shards, self.shift, self.key_mask)
+
+    def _deepen(self) -> None:
+        if self._by_bytes and self.shift == _BYTE_SHIFT:
+            self._spread(BYTE_DEPTH)
+        else:
+            super()._deepen()
