@@ -87,6 +87,8 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except TemplateError as error:
             raise TemplateFailure(f"compiling the chat template: {error}") from error
+        # Jinja keeps two layers of names, and asks them in Python's own code for each rendering's context.
+        self._template.globals = dict(self._template.globals)
         self._environment = environment
         self._special_tokens = dict(special_tokens or {})
 

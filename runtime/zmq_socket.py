@@ -46,8 +46,9 @@ BATCH_MESSAGES_MAX = 64
 BATCH_LOOKS = 4
 """The same as ``LOOKS`` for a batch, at whose end nobody sends: the exception costs as much as six questions."""
 
-BATCH_BYTES_MAX = 16 * 1024
-"""Bytes handed over at once, and the rest of the last message: 2,048 blocks are one to two milliseconds of work."""
+BATCH_BYTES_MAX = 4 * 1024
+"""Bytes handed over at once, and the rest of the last message: 512 blocks are a millisecond of work, with a router in
+the same process. Tokens of requests wait for that, in every turn while workers tell of all they hold."""
 
 
 def receive_frames(socket: zmq.Socket[bytes], flags: int) -> list[bytes]:

@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "frontend": ("wire", "runtime"),
     "admission": (),
     "router.core": ("wire",),
-    "router.consolidator.core": ("wire",),
+    "router.consolidator.core": ("wire", "router.core.sharded_map"),
     "router.consolidator": ("wire", "runtime", "naming"),
     "dispatch": ("wire", "runtime", "frontend.ports"),
     "router": ("wire", "runtime", "naming", "admission", "frontend", "dispatch"),

@@ -65,7 +65,7 @@ def read(view: dict[Tier, set[int]], events: list[AnyEvent]) -> None:
 
 
 def frozen(presence: Presence) -> dict[tuple[Tier, str], dict[int, int | None]]:
-    return {(tier, source): held for tier, source, held in presence.freeze() if held}
+    return {(tier, source): dict(held.items()) for tier, source, held in presence.freeze() if held}
 
 
 @settings(max_examples=300, deadline=None)

@@ -17,11 +17,10 @@ Rules for this file:
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, KeysView, MutableMapping
+from collections import deque
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 
-Held = dict[int, int | None]
-"""Sequence hash to parent, in order of arrival."""
+from poolgrid.router.consolidator.core.held_blocks import HeldBlocks
 
 FREED_AT_ONCE_BLOCKS = 4096
 """Mappings of up to so many blocks are freed at once: a tenth of a millisecond."""
@@ -35,7 +34,7 @@ class Discarded:
     def __init__(self) -> None:
         self.in_slices = False
         """Whether somebody calls ``free``; else everything is freed at once."""
-        self._waiting: deque[Held] = deque()
+        self._waiting: deque[HeldBlocks] = deque()
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting))
@@ -43,7 +42,7 @@ class Discarded:
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
-    def put(self, blocks: Held) -> None:
+    def put(self, blocks: HeldBlocks) -> None:
         """Take blocks that nobody holds or reads."""
         if self.in_slices and len(blocks) > FREED_AT_ONCE_BLOCKS:
             self._waiting.append(blocks)
@@ -54,9 +53,7 @@ class Discarded:
             newest = self._waiting[-1]
             count = min(blocks, len(newest))
             blocks -= count
-            pop = newest.popitem
-            for _ in range(count):
-                pop()
+            newest.discard(count)
             if not newest:
                 self._waiting.pop()
         return bool(self._waiting)
@@ -67,12 +64,12 @@ class Overlay(MutableMapping[int, int | None]):
 
     __slots__ = ("_gone", "_thawing", "_top", "base")
 
-    def __init__(self, base: Held) -> None:
+    def __init__(self, base: HeldBlocks) -> None:
         self.base = base
         """What was held when it was frozen; unchanged until ``thaw``."""
         self._gone: set[int] = set()
         """Blocks of the base that are not held any more, or were stored again since."""
-        self._top: OrderedDict[int, int | None] = OrderedDict()
+        self._top = HeldBlocks()
         """Blocks stored since; one of the base is here only if it is gone, too."""
         self._thawing = False
 
@@ -85,13 +82,13 @@ class Overlay(MutableMapping[int, int | None]):
         """Put at most that many changes into the base; return how many more it could have been."""
         self._thawing = True
         gone, top, base = self._gone, self._top, self.base
-        while gone and changes > 0:
-            del base[gone.pop()]
-            changes -= 1
-        while top and changes > 0:
-            sequence_hash, parent = top.popitem(last=False)
-            base[sequence_hash] = parent
-            changes -= 1
+        count = min(changes, len(gone))
+        base.remove([gone.pop() for _ in range(count)])
+        changes -= count
+        if top and changes > 0:
+            for parent, chain in top.take_oldest(changes):
+                base.add(parent, chain)
+                changes -= len(chain)
         return changes
 
     # As the mapping
@@ -128,47 +125,33 @@ class Overlay(MutableMapping[int, int | None]):
     def pop(self, sequence_hash: int, default: int | None) -> int | None:  # type: ignore[override]
         """Take out a block and return its parent, or ``default`` when it is not held."""
         if sequence_hash in self._top:
-            return self._top.pop(sequence_hash)
+            return self._top.pop(sequence_hash, default)
         if sequence_hash in self._gone or sequence_hash not in self.base:
             return default
         if self._thawing:
-            return self.base.pop(sequence_hash)
+            parent = self.base[sequence_hash]
+            del self.base[sequence_hash]
+            return parent
         self._gone.add(sequence_hash)
         return self.base[sequence_hash]
 
-    def update(self, blocks: Iterable[tuple[int, int | None]]) -> None:  # type: ignore[override]
-        """Store blocks with their parents."""
-        new = dict(blocks)
-        if self.base.keys().isdisjoint(new):
-            self._top.update(new)
-        else:
-            for sequence_hash, parent in new.items():
-                self[sequence_hash] = parent
+    def add(self, parent: int | None, hashes: Sequence[int]) -> bool:
+        """Take in a chain of blocks; refuse it (``False``) when one of them is held already, or is named twice."""
+        return self.is_disjoint(hashes) and self._top.add(parent, hashes)
 
-    def keys(self) -> _Keys:
-        """Return a view of the blocks held."""
-        return _Keys(self)
+    def remove(self, hashes: Iterable[int]) -> list[int]:
+        """Take out blocks; return those that were held."""
+        pop = self.pop
+        return [sequence_hash for sequence_hash in hashes if pop(sequence_hash, _MISSING) != _MISSING]
 
     def is_disjoint(self, hashes: Iterable[int]) -> bool:
         """Say whether none of some blocks is held."""
-        if not self._top.keys().isdisjoint(hashes):
+        if not self._top.is_disjoint(hashes):
             return False
-        if self.base.keys().isdisjoint(hashes):
+        if self.base.is_disjoint(hashes):
             return True
         return all(sequence_hash in self._gone or sequence_hash not in self.base for sequence_hash in hashes)
 
-    def copy(self) -> Held:
+    def copy(self) -> HeldBlocks:
         """Return a mapping of what is held; takes all of it in one go."""
-        if not self._gone:
-            return self.base | self._top
-        return {sequence_hash: self[sequence_hash] for sequence_hash in self}
-
-
-class _Keys(KeysView[int]):
-    """The blocks of an overlay, with a quick answer to the one question that is asked for each chain."""
-
-    _mapping: Overlay
-
-    def isdisjoint(self, other: Iterable[int]) -> bool:
-        """Say whether none of some blocks is held."""
-        return self._mapping.is_disjoint(other)
+        return HeldBlocks({sequence_hash: self[sequence_hash] for sequence_hash in self})

@@ -17,11 +17,12 @@ is absent is as good as any other, because a sequence hash names its whole path.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, islice, repeat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import assert_never
 
-from poolgrid.router.consolidator.core.frozen_blocks import Discarded, Held, Overlay
+from poolgrid.router.consolidator.core.frozen_blocks import Discarded, Overlay
+from poolgrid.router.consolidator.core.held_blocks import HeldBlocks
 from poolgrid.wire.events import (
     AnyEvent,
     BlocksReleased,
@@ -38,10 +39,10 @@ from poolgrid.wire.limits import BLOCKS_PER_EVENT_MAX
 BlockEvent = BlocksStored | BlocksRemoved | BlocksShared | BlocksReleased | CacheCleared | SnapshotBegan
 """What an event may say of blocks."""
 
-Blocks = Held | Overlay
+Blocks = HeldBlocks | Overlay
 """What one source holds on one tier."""
 
-Frozen = list[tuple[Tier, str, Held]]
+Frozen = list[tuple[Tier, str, HeldBlocks]]
 """Everything held at one moment: tier, source, blocks."""
 
 DUMP_STEP_BLOCKS = 2048
@@ -53,8 +54,6 @@ CHAIN_BLOCKS_MAX = 2048
 PIECES_MAX = 6
 """A stored chain that known blocks cut into more pieces than this is passed on whole, duplicates included: a record
 must stay below the number of events that the contract allows."""
-
-_MISSING: int = -1
 
 
 class Presence:
@@ -77,7 +76,7 @@ class Presence:
 
     def counts(self) -> tuple[int, int, int]:
         """Return the number of visible blocks on device, host and disk."""
-        device, host, disk = (len(self._visible(tier)) for tier in Tier)
+        device, host, disk = (self._visible(tier) for tier in Tier)
         return device, host, disk
 
     def count_of(self, source: str) -> int:
@@ -109,16 +108,10 @@ class Presence:
         tier = self._tiers[event.tier]
         held = tier.get(source)
         if held is None:
-            held = tier[source] = {}
-        if len(tier) == 1 and held.keys().isdisjoint(hashes):
-            before = len(held)
-            held.update(zip(hashes, chain((event.parent,), hashes), strict=False))
-            if len(held) - before == len(hashes):
-                out.append(event)
-                return
-            # The chain names a block twice: undo, and take the way that looks at each.
-            for sequence_hash in hashes:
-                held.pop(sequence_hash, None)
+            held = tier[source] = HeldBlocks()
+        if len(tier) == 1 and held.add(event.parent, hashes):
+            out.append(event)
+            return
         self._store_each(event, hashes, held, [other for name, other in tier.items() if name != source], out)
 
     def _store_each(
@@ -159,12 +152,7 @@ class Presence:
         if held is None:
             return
         hashes = unpack_hashes(event.sequence_hashes)
-        # Without a step of the interpreter for each block, as long as all are held.
-        before = len(held)
-        parents = list(map(held.pop, hashes, repeat(_MISSING)))
-        gone: Sequence[int] = hashes
-        if before - len(held) != len(hashes):
-            gone = [sequence_hash for sequence_hash, parent in zip(hashes, parents, strict=True) if parent != _MISSING]
+        gone = held.remove(hashes)
         if not held:
             del tier[source]
         if not tier or (len(tier) == 1 and source in tier):
@@ -214,10 +202,8 @@ class Presence:
         """Apply an event of the journal."""
         if type(event) is BlocksStored:
             hashes = unpack_hashes(event.sequence_hashes)
-            held = self._tiers[event.tier].setdefault(source, {})
-            if held.keys().isdisjoint(hashes):
-                held.update(zip(hashes, chain((event.parent,), hashes), strict=False))
-            else:
+            held = self._of(event.tier, source)
+            if not held.add(event.parent, hashes):
                 previous = event.parent
                 for sequence_hash in hashes:
                     held.setdefault(sequence_hash, previous)
@@ -240,16 +226,21 @@ class Presence:
         held = tier.get(source)
         if held is None:
             return
-        pop = held.pop
-        for sequence_hash in hashes:
-            pop(sequence_hash, None)
+        held.remove(hashes)
         if not held:
             del tier[source]
+
+    def _of(self, tier: Tier, source: str) -> Blocks:
+        """Return what a source holds on a tier, nothing at first."""
+        held = self._tiers[tier].get(source)
+        if held is None:
+            held = self._tiers[tier][source] = HeldBlocks()
+        return held
 
     def _share(self, source: str, event: BlocksShared) -> None:
         tier = self._tiers[event.tier]
         others = [held for name, held in tier.items() if name != source]
-        held = tier.setdefault(source, {})
+        held = self._of(event.tier, source)
         for sequence_hash in unpack_hashes(event.sequence_hashes):
             held[sequence_hash] = next((other[sequence_hash] for other in others if sequence_hash in other), None)
 
@@ -257,7 +248,7 @@ class Presence:
         """Hold nothing any more."""
         for tier in self._tiers:
             for held in tier.values():
-                if type(held) is dict and self._discarded is not None:
+                if type(held) is HeldBlocks and self._discarded is not None:
                     self._discarded.put(held)  # what is frozen may still be read: ``thaw`` sees to it
             tier.clear()
 
@@ -273,7 +264,7 @@ class Presence:
         frozen: Frozen = []
         for tier in Tier:
             for source, held in self._tiers[tier].items():
-                assert type(held) is dict, "an overlay is nobody's"
+                assert type(held) is HeldBlocks, "an overlay is nobody's"
                 frozen.append((tier, source, held))
                 self._overlays.append((tier, source, Overlay(held)))
         for tier, source, overlay in self._overlays:
@@ -301,20 +292,22 @@ class Presence:
 
     def load(self, tier: Tier, source: str, parent: int | None, hashes: tuple[int, ...]) -> None:
         """Put back one chain of a dump."""
-        held = self._tiers[tier].setdefault(source, {})
-        held.update(zip(hashes, chain((parent,), hashes), strict=False))
+        held = self._of(tier, source)
+        if not held.add(parent, hashes):
+            previous = parent
+            for sequence_hash in hashes:
+                held[sequence_hash] = previous
+                previous = sequence_hash
 
-    def _visible(self, tier: Tier) -> Blocks:
+    def _visible(self, tier: Tier) -> int:
+        """Return how many blocks at least one source holds on a tier."""
         holdings = list(self._tiers[tier].values())
         if len(holdings) == 1:
-            return holdings[0]
-        union: Held = {}
-        for held in reversed(holdings):
-            union.update(held)
-        return union
+            return len(holdings[0])
+        return len({sequence_hash for held in holdings for sequence_hash in held})
 
 
-def dump(holdings: Sequence[Held]) -> Iterator[tuple[int | None, list[int]]]:
+def dump(holdings: Sequence[Mapping[int, int | None]]) -> Iterator[tuple[int | None, list[int]]]:
     """Yield the blocks that at least one of several sources holds, each once, as chains.
 
     They come in order of arrival, ``DUMP_STEP_BLOCKS`` at a time, and only among those are chains looked for and do
@@ -330,7 +323,7 @@ def dump(holdings: Sequence[Held]) -> Iterator[tuple[int | None, list[int]]]:
             yield from chains(step)
 
 
-def chains(held: Held) -> Iterator[tuple[int | None, list[int]]]:
+def chains(held: Mapping[int, int | None]) -> Iterator[tuple[int | None, list[int]]]:
     """Yield ``(parent, sequence hashes)`` for everything held: parents before children, each block once.
 
     Blocks that follow each other come as one chain of at most ``CHAIN_BLOCKS_MAX``. The order is a function of the
@@ -380,7 +373,7 @@ def chains(held: Held) -> Iterator[tuple[int | None, list[int]]]:
         stack = list(held)[::-1]
 
 
-def _reached(held: Held) -> set[int]:
+def _reached(held: Mapping[int, int | None]) -> set[int]:
     """Return the blocks whose line of parents ends."""
     ends: dict[int, bool] = {}
     for start in held:
