@@ -44,8 +44,8 @@ ITEM_BYTES = 512
 WRITE_BYTES_MAX = 8 * 1024 * 1024
 """Records of one write, which is all or nothing."""
 
-TELL_BYTES = 48 * 1024
-"""Records told of between two turns of the event loop, each with ``RECORD_BYTES`` more: two to three milliseconds for
+TELL_BYTES = 12 * 1024
+"""Records told of between two turns of the event loop, each with ``RECORD_BYTES`` more: less than a millisecond for
 a router in the same process, and more than is taken in meanwhile, so that what waits does not grow."""
 
 RECORD_BYTES = 256

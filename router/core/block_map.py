@@ -19,7 +19,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 
 from poolgrid.router.core.run_forest import Run
-from poolgrid.router.core.sharded_map import KEY_BITS, ShardedMap
+from poolgrid.router.sharded_map import KEY_BITS, ShardedMap
 
 BYTE_DEPTH = 8
 """Leading bits that the first shards differ by where they are told apart by the leading byte: 256 shards."""

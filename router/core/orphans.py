@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from poolgrid.router.core.age_list import Aged, AgeList
-from poolgrid.router.core.sharded_map import ShardedMap
+from poolgrid.router.sharded_map import ShardedMap
 
 CLEARED_COSTS = 3
 """Entries that could be looked at while one is taken out of its maps and links."""

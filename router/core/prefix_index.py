@@ -41,7 +41,7 @@ from poolgrid.router.core.block_map import BYTE_DEPTH, BlockMap
 from poolgrid.router.core.lower_tiers import LowerTiers, add_bits
 from poolgrid.router.core.orphans import Orphans
 from poolgrid.router.core.run_forest import RUN_BYTES, Run, RunForest
-from poolgrid.router.core.sharded_map import KEY_BITS, SHARD_ENTRIES
+from poolgrid.router.sharded_map import KEY_BITS, SHARD_ENTRIES
 from poolgrid.wire.feed import BlockChain
 from poolgrid.wire.hashing import pack_hashes
 from poolgrid.wire.identifiers import Tier, WorkerKey

@@ -21,7 +21,7 @@ def squeezed(text: str) -> str:
 
 
 def check(url: str, capsys: pytest.CaptureFixture[str], **options: Any) -> tuple[int, str, str]:
-    settings = EngineCheckSettings(url=url, settle_ms=60, **options)
+    settings = EngineCheckSettings(url=url, settle_ms=150, **options)
     status = run_engine_check(settings)
     said = capsys.readouterr()
     return status, said.out, said.err

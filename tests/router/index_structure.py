@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from poolgrid.router.core.prefix_index import RUN_BLOCKS_MAX, PrefixIndex
 from poolgrid.router.core.run_forest import Run
-from poolgrid.router.core.sharded_map import ShardedMap
+from poolgrid.router.sharded_map import ShardedMap
 
 V = TypeVar("V")
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from poolgrid.router.core.sharded_map import DEPTH_MAX, KEY_BITS, SPLIT_EVERY_ENTRIES, ShardedMap
+from poolgrid.router.sharded_map import DEPTH_MAX, KEY_BITS, SPLIT_EVERY_ENTRIES, ShardedMap
 from tests.router.index_structure import assert_sound_map
 
 

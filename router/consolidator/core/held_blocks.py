@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import islice, repeat
 
-from poolgrid.router.core.sharded_map import ShardedMap
+from poolgrid.router.sharded_map import ShardedMap
 
 PAGE_BLOCKS = 1024
 """Blocks of a page, and the rest of the chain that fills it: looking for one on its page takes microseconds."""
