@@ -20,7 +20,7 @@ import zmq
 
 from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.complaints import Complaints
-from poolgrid.runtime.dealing import connect_dealer
+from poolgrid.runtime.dealer_choice import connect_dealer
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
 from poolgrid.wire.requests import Cancel, Drain, FromWorker, Generate, Ping, Pong, TokenBatch, TokenDelta

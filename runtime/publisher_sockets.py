@@ -18,6 +18,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.planes import leave_plain
+from poolgrid.runtime.reconnecting import look_again_soon
 from poolgrid.runtime.zmq_socket import BatchSocket
 from poolgrid.wire.limits import FRAME_BYTES_MAX
 from poolgrid.wire.publishers.follower import AskReplay, PubEffect
@@ -169,8 +170,7 @@ class PublisherSockets:
         subscription.setsockopt(zmq.RCVHWM, SUBSCRIPTION_QUEUE_MAX)
         subscription.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
         subscription.setsockopt(zmq.SUBSCRIBE, self._address.topic.encode())
-        subscription.setsockopt(zmq.RECONNECT_IVL, 50)
-        subscription.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        look_again_soon(subscription)
         # ZMQ's own sign of life: one whose machine vanished, or that stands still, never ends its connection.
         subscription.setsockopt(zmq.HEARTBEAT_IVL, max(1, self._lease_ms // 3))
         subscription.setsockopt(zmq.HEARTBEAT_TIMEOUT, self._lease_ms)

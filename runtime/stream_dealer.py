@@ -2,7 +2,7 @@
 
 Rules
     1. It connects, shakes hands (``poolgrid.runtime.zmtp``) and tries again whenever that fails or the connection
-       breaks, with pauses that grow from ``RECONNECT_S`` to ``RECONNECT_MAX_S``.
+       breaks, with the pauses of ``poolgrid.runtime.reconnecting``.
     2. All that is sent in a turn of the loop leaves together at its end. Sending never waits: beyond ``SEND_BYTES_MAX``
        that the server has not taken, it refuses until half is gone.
     3. What comes is handed over at once, at most ``MESSAGES_PER_TURN`` messages or ``TURN_S`` in a turn of the loop.
@@ -20,15 +20,13 @@ from time import monotonic
 from typing import cast
 
 from poolgrid.runtime.dealer import DealerOwner
+from poolgrid.runtime.reconnecting import RECONNECT_MAX_MS, RECONNECT_MS
 from poolgrid.runtime.tasks import detached
+from poolgrid.runtime.turns import MESSAGES_PER_TURN, TURN_S, WITHOUT_A_CLOCK
 from poolgrid.runtime.zmtp import DealerSession, ZmtpError, framed
 from poolgrid.wire.limits import FRAME_BYTES_MAX
 
 log = logging.getLogger(__name__)
-
-RECONNECT_S = 0.05
-RECONNECT_MAX_S = 1.0
-"""A server that starts again is found within a second, and one that is gone costs one attempt a second."""
 
 CONNECT_TIMEOUT_S = 10.0
 """For the connection and the handshake together: a host that is cut off answers nothing at all, and what is no server
@@ -37,16 +35,6 @@ of ours may accept and say nothing."""
 SEND_BYTES_MAX = FRAME_BYTES_MAX
 """Bytes that wait for a server; far beyond the requests that a worker is given, so only one that is stuck fills it. One
 frame more may come on top, however large."""
-
-MESSAGES_PER_TURN = 64
-"""Messages handed over before the loop gets its turn again; a flood of one server costs others some milliseconds."""
-
-TURN_S = 0.001
-"""Time after which the loop gets its turn, however few messages that were: one may hold the tokens of hundreds of
-requests."""
-
-WITHOUT_A_CLOCK = 2
-"""So few messages are handed over without asking for the time; mostly there are no more."""
 
 
 class StreamDealer:
@@ -77,12 +65,12 @@ class StreamDealer:
         self._task.cancel()
 
     async def _keep_connected(self) -> None:
-        pause_s = RECONNECT_S
+        pause_ms = RECONNECT_MS
         while True:
             conversation = _Conversation(self._owner)
             try:
                 if await self._connect(conversation):
-                    pause_s = RECONNECT_S
+                    pause_ms = RECONNECT_MS
                     self._conversation = conversation
                     _tell(self._owner.on_connected)
                     conversation.begin()
@@ -94,8 +82,8 @@ class StreamDealer:
                 conversation.abort()
             if conversation.fault:
                 self._owner.on_refused(conversation.fault)
-            await asyncio.sleep(pause_s)
-            pause_s = min(RECONNECT_MAX_S, 2 * pause_s)
+            await asyncio.sleep(pause_ms / 1000)
+            pause_ms = min(RECONNECT_MAX_MS, 2 * pause_ms)
 
     async def _connect(self, conversation: _Conversation) -> bool:
         """Return whether the handshake with the server has succeeded."""
@@ -152,7 +140,7 @@ class _Conversation(asyncio.Protocol):
 
     def _flush(self) -> None:
         out, self._out = self._out, []
-        if not self._lost:
+        if out and not self._lost:  # nothing is left where ``abort`` came first
             self.write(out[0] if len(out) == 1 else b"".join(out))
 
     def pause_writing(self) -> None:
@@ -234,14 +222,14 @@ class _Conversation(asyncio.Protocol):
                 self._hand_over(waiting.popleft())
             except Exception:  # as above
                 log.exception("handling a message failed; it was dropped")
-            if monotonic() > ends_s:
-                break
+            if not waiting or monotonic() > ends_s:
+                break  # all are handed over, or an owner who has closed it wants no more
         transport = self._transport
         assert transport is not None, "what waits came over it"
         if waiting:
             if transport.is_reading():
                 transport.pause_reading()
-            asyncio.get_running_loop().call_soon(self._take_waiting)
+            self._call_soon(self._take_waiting)
         else:
             if not transport.is_closing() and not transport.is_reading():
                 transport.resume_reading()

@@ -8,13 +8,11 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from poolgrid.runtime.dealer import DealerOwner
+from poolgrid.runtime.reconnecting import look_again_soon
 from poolgrid.runtime.zmq_socket import CallbackSocket, FrameSocket
 
 SEND_HIGH_WATER_MARK = 10_000
 """Messages queued towards one server; far beyond the requests a worker is given, so it only fills when it is stuck."""
-
-RECONNECT_INTERVAL_MS = 50
-RECONNECT_INTERVAL_MAX_MS = 1000
 
 
 class ZmqDealer:
@@ -54,8 +52,7 @@ def _connected(context: zmq.Context[Any], endpoint: str) -> tuple[zmq.Socket[byt
         socket.setsockopt(zmq.RCVHWM, 0)  # bounded by the tokens of the requests that this router has there
         # Nothing waits for a connection that is not there: what was on a broken link has already moved elsewhere.
         socket.setsockopt(zmq.IMMEDIATE, 1)
-        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_INTERVAL_MS)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_INTERVAL_MAX_MS)
+        look_again_soon(socket)
         # Before it connects: the first event is not missed.
         monitor: zmq.Socket[bytes] = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         try:

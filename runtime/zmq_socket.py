@@ -16,6 +16,8 @@ from typing import Any
 
 import zmq
 
+from poolgrid.runtime.turns import MESSAGES_PER_TURN, TURN_S, WITHOUT_A_CLOCK
+
 log = logging.getLogger(__name__)
 
 # As plain integers: combining the library's flags costs more than asking for them.
@@ -29,15 +31,6 @@ _ENDED = (zmq.ETERM, zmq.ENOTSOCK)
 LOOKS = 2
 """How often a wake-up asks whether there is a message before it reads one. Where two have come there are mostly more:
 the rest is read until the socket says that there is none, which costs one exception and not a question per message."""
-
-MESSAGES_PER_WAKEUP_MAX = 64
-"""Messages handled before the loop gets its turn again; the rest follow in the next turn. A flood on one plane costs
-the others a few milliseconds a turn."""
-
-WAKEUP_S = 0.001
-"""Time after which the loop gets its turn, however few messages that were: a frame of a worker may hold the tokens of
-hundreds of requests."""
-
 
 BATCH_MESSAGES_MAX = 64
 """Messages handed over at once as a batch; other tasks of the loop run before the rest. A batch of 32 blocks is 15 to
@@ -162,7 +155,7 @@ class _MessageSocket(_LoopSocket):
     def _drain(self) -> None:
         socket, receive = self.socket, self._receive
         ends_s = 0.0
-        for number in range(MESSAGES_PER_WAKEUP_MAX):
+        for number in range(MESSAGES_PER_TURN):
             if self._loop is None:
                 return
             try:
@@ -180,9 +173,9 @@ class _MessageSocket(_LoopSocket):
             except Exception:
                 # One message must not end the reading of all others; whoever handles messages catches what it expects.
                 log.exception("handling a message failed; it was dropped")
-            if number >= LOOKS:  # mostly there are fewer, and nobody asks for the time
-                if number == LOOKS:
-                    ends_s = monotonic() + WAKEUP_S
+            if number >= WITHOUT_A_CLOCK:
+                if number == WITHOUT_A_CLOCK:
+                    ends_s = monotonic() + TURN_S
                 elif monotonic() > ends_s:
                     break
         self.check()

@@ -15,6 +15,7 @@ from poolgrid.router.consolidator.ports import PoolListener
 from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.complaints import Complaints
 from poolgrid.runtime.planes import watch_as_client
+from poolgrid.runtime.reconnecting import look_again_soon
 from poolgrid.runtime.zmq_socket import BatchSocket
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
@@ -65,8 +66,7 @@ class FeedFollower(JournalFollower[FeedReader]):
         socket: zmq.Socket[bytes] = self._context.socket(kind)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
-        socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        look_again_soon(socket)
         return socket
 
     @property

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import pytest
@@ -16,9 +16,10 @@ from prometheus_client import CollectorRegistry
 
 from poolgrid.runtime import stream_dealer
 from poolgrid.runtime.dealer import Dealer
-from poolgrid.runtime.dealing import Address, connect_dealer, plain_address
+from poolgrid.runtime.dealer_choice import Address, connect_dealer, plain_address
 from poolgrid.runtime.planes import PlaneContext, PlaneMetrics
 from poolgrid.runtime.stream_dealer import StreamDealer
+from poolgrid.runtime.turns import MESSAGES_PER_TURN
 from poolgrid.runtime.zmq_dealer import ZmqDealer
 from poolgrid.runtime.zmtp import GREETING
 from tests.runtime.test_zmtp import HANDSHAKE
@@ -208,8 +209,21 @@ def test_heartbeats_of_a_server_are_answered_so_that_it_does_not_hang_up(run_loo
         run_loop(scenario(context))
 
 
-async def serve_bytes(words: bytes, then: Callable[[asyncio.StreamWriter], None]) -> asyncio.Server:
-    """Return a server that says ``words`` to everybody."""
+Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
+
+
+@asynccontextmanager
+async def endpoint_of(answer: Answer, **options: int) -> AsyncIterator[str]:
+    """Serve with ``answer`` on loopback; return where."""
+    server = await asyncio.start_server(answer, "127.0.0.1", 0, **options)
+    try:
+        yield f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+
+
+def saying(words: bytes, then: Callable[[asyncio.StreamWriter], None] = lambda _: None) -> Answer:
+    """Return an answer that says ``words`` to everybody."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(words)
@@ -220,7 +234,19 @@ async def serve_bytes(words: bytes, then: Callable[[asyncio.StreamWriter], None]
             pass
         writer.close()
 
-    return await asyncio.start_server(answer, "127.0.0.1", 0)
+    return answer
+
+
+@asynccontextmanager
+async def connected_to(context: PlaneContext, answer: Answer, **options: int) -> AsyncIterator[tuple[Dealer, Owner]]:
+    """Have the event loop connect to what answers so."""
+    owner = Owner()
+    async with endpoint_of(answer, **options) as endpoint:
+        dealer = by_loop(context, endpoint, owner)
+        try:
+            yield dealer, owner
+        finally:
+            dealer.close()
 
 
 @pytest.mark.parametrize(
@@ -234,14 +260,9 @@ async def serve_bytes(words: bytes, then: Callable[[asyncio.StreamWriter], None]
 @LOOPS
 def test_what_does_not_speak_as_it_should_is_said_and_tried_again(words: bytes, why: str, run_loop: Run) -> None:
     async def scenario(context: PlaneContext) -> None:
-        owner = Owner()
-        server = await serve_bytes(words, lambda _: None)
-        dealer = by_loop(context, f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}", owner)
-        async with asyncio.timeout(TIMEOUT_S):
+        async with connected_to(context, saying(words)) as (_, owner), asyncio.timeout(TIMEOUT_S):
             heard = [await owner.news.get() for _ in range(6)]
         assert [each for each in heard if why in each][1:], heard
-        dealer.close()
-        server.close()
 
     with plain_context() as context:
         run_loop(scenario(context))
@@ -254,14 +275,9 @@ def test_who_accepts_and_says_nothing_is_given_up_and_tried_again(
     monkeypatch.setattr(stream_dealer, "CONNECT_TIMEOUT_S", 0.05)
 
     async def scenario(context: PlaneContext) -> None:
-        owner = Owner()
-        server = await serve_bytes(b"", lambda _: None)
-        dealer = by_loop(context, f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}", owner)
-        async with asyncio.timeout(TIMEOUT_S):
+        async with connected_to(context, saying(b"")) as (_, owner), asyncio.timeout(TIMEOUT_S):
             assert "no handshake" in await owner.news.get()
             assert "no handshake" in await owner.news.get()
-        dealer.close()
-        server.close()
 
     with plain_context() as context:
         run_loop(scenario(context))
@@ -272,15 +288,11 @@ def test_all_that_came_is_handed_over_before_the_end_is_known(run_loop: Run) -> 
     count = 500
 
     async def scenario(context: PlaneContext) -> None:
-        owner = Owner()
-        owner.on_each = lambda _: _spin(0.0002)
-        server = await serve_bytes(HANDSHAKE + b"\x00\x01x" * count, lambda writer: writer.write_eof())
-        dealer = by_loop(context, f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}", owner)
-        async with asyncio.timeout(TIMEOUT_S):
+        answer = saying(HANDSHAKE + b"\x00\x01x" * count, lambda writer: writer.write_eof())
+        async with connected_to(context, answer) as (_, owner), asyncio.timeout(TIMEOUT_S):
+            owner.on_each = lambda _: _spin(0.0002)
             assert await owner.news.get() == "connected"
             assert await owner.news.get() == f"disconnected after {count}"
-        dealer.close()
-        server.close()
 
     with plain_context() as context:
         run_loop(scenario(context))
@@ -295,22 +307,17 @@ def _spin(seconds: float) -> None:
 @LOOPS
 def test_a_flood_leaves_others_their_turns(run_loop: Run) -> None:
     async def scenario(context: PlaneContext) -> None:
-        owner = Owner()
-        owner.on_each = lambda _: _spin(0.0001)
         flood = b"\x00\x01x" * 20_000
-        server = await serve_bytes(HANDSHAKE + flood, lambda _: None)
-        dealer = by_loop(context, f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}", owner)
-        async with asyncio.timeout(TIMEOUT_S):
+        async with connected_to(context, saying(HANDSHAKE + flood)) as (_, owner), asyncio.timeout(TIMEOUT_S):
+            owner.on_each = lambda _: _spin(0.0001)
             await owner.frames.get()
             turns = 0
             while owner.frames.qsize() < 2_000:
                 before = owner.frames.qsize()
                 await asyncio.sleep(0)
-                assert owner.frames.qsize() - before <= stream_dealer.MESSAGES_PER_TURN
+                assert owner.frames.qsize() - before <= MESSAGES_PER_TURN
                 turns += 1
-            assert turns >= 2_000 / stream_dealer.MESSAGES_PER_TURN
-        dealer.close()
-        server.close()
+            assert turns >= 2_000 / MESSAGES_PER_TURN
 
     with plain_context() as context:
         run_loop(scenario(context))
@@ -323,21 +330,14 @@ def test_a_server_that_reads_nothing_is_refused_more_and_served_again_when_it_re
     monkeypatch.setattr(stream_dealer, "SEND_BYTES_MAX", 1_000_000)
 
     async def scenario(context: PlaneContext) -> None:
-        owner = Owner()
-        server = await serve_bytes(HANDSHAKE, lambda _: None)
-        writers: list[asyncio.StreamReader] = []
         go_on = asyncio.Event()
 
         async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writers.append(reader)
             writer.write(HANDSHAKE)
             await go_on.wait()
             await reader.read()
 
-        server.close()
-        server = await asyncio.start_server(slow, "127.0.0.1", 0, limit=1000)
-        dealer = by_loop(context, f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}", owner)
-        async with asyncio.timeout(TIMEOUT_S):
+        async with connected_to(context, slow, limit=1000) as (dealer, owner), asyncio.timeout(TIMEOUT_S):
             await owner.news.get()
             sent = 0
             while dealer.send(bytes(100_000)):
@@ -347,8 +347,6 @@ def test_a_server_that_reads_nothing_is_refused_more_and_served_again_when_it_re
             assert not dealer.send(b"more")
             go_on.set()
             await send_when_taken(dealer, b"more")
-        dealer.close()
-        server.close()
 
     with plain_context() as context:
         run_loop(scenario(context))
@@ -356,7 +354,9 @@ def test_a_server_that_reads_nothing_is_refused_more_and_served_again_when_it_re
 
 @KINDS
 @LOOPS
-def test_nothing_is_heard_after_it_was_closed_even_by_who_closes_it_over_a_frame(make: Make, run_loop: Run) -> None:
+def test_nothing_is_heard_after_it_was_closed_even_by_who_closes_it_over_a_frame(
+    make: Make, run_loop: Run, caplog: pytest.LogCaptureFixture
+) -> None:
     async def scenario(context: PlaneContext) -> None:
         server, owner = Server(), Owner()
         dealer = make(context, server.endpoint, owner)
@@ -375,6 +375,8 @@ def test_nothing_is_heard_after_it_was_closed_even_by_who_closes_it_over_a_frame
 
     with plain_context() as context:
         run_loop(scenario(context))
+
+    assert not caplog.text
 
 
 @LOOPS
@@ -398,18 +400,15 @@ def test_what_was_sent_just_before_it_was_closed_arrives(run_loop: Run) -> None:
 def test_closing_in_the_midst_of_connecting_leaves_nothing() -> None:
     async def scenario(context: PlaneContext) -> None:
         owner = Owner()
-        server = await serve_bytes(b"", lambda _: None)
-        endpoint = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        for turns in range(10):
-            dealer = by_loop(context, endpoint, owner)
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            dealer.close()
-        async with asyncio.timeout(TIMEOUT_S):
+        async with endpoint_of(saying(b"")) as endpoint, asyncio.timeout(TIMEOUT_S):
+            for turns in range(10):
+                dealer = by_loop(context, endpoint, owner)
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                dealer.close()
             while len(asyncio.all_tasks()) > 1:  # noqa: ASYNC110 - nobody is told of the end of a detached task
                 await asyncio.sleep(0.001)
         assert owner.news.empty()
-        server.close()
 
     with plain_context() as context:
         asyncio.run(scenario(context))

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import zmq
 
+from poolgrid.runtime.turns import TURN_S
 from poolgrid.runtime.zmq_socket import (
     BATCH_BYTES_MAX,
     BATCH_MESSAGES_MAX,
     LOOKS,
-    WAKEUP_S,
     BatchSocket,
     CallbackSocket,
     bind,
@@ -150,7 +150,7 @@ def test_messages_that_take_long_to_handle_leave_others_their_turn(monkeypatch: 
 
         def handle(frames: list[bytes]) -> None:
             nonlocal now_s
-            now_s += WAKEUP_S
+            now_s += TURN_S
             turns_at.append(turns)
 
         sender, receiver = context.socket(zmq.PAIR), context.socket(zmq.PAIR)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import zmq
 
 from poolgrid.runtime.planes import name_plane, watch_as_client
+from poolgrid.runtime.reconnecting import look_again_soon
 from poolgrid.runtime.zmq_socket import CallbackSocket, bind, port_of
 from poolgrid.wire.limits import FRAME_BYTES_MAX
 
@@ -27,9 +28,6 @@ RANK_HIGH_WATER_MARK = 10
 
 CLOSE_LINGER_MS = 1000
 """How long the last frames may take to leave at the end of an orderly life."""
-
-RECONNECT_INTERVAL_MS = 50
-RECONNECT_INTERVAL_MAX_MS = 1000
 
 
 class RequestSocket:
@@ -130,8 +128,7 @@ class DealerSocket:
         socket.setsockopt(zmq.SNDHWM, peer.high_water_mark)
         socket.setsockopt(zmq.RCVHWM, peer.high_water_mark)
         socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
-        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_INTERVAL_MS)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_INTERVAL_MAX_MS)
+        look_again_soon(socket)
         try:
             if not endpoint.startswith(peer.scheme):
                 raise zmq.ZMQError(zmq.EPROTONOSUPPORT)

@@ -87,7 +87,8 @@ class Overlay(MutableMapping[int, int | None]):
         changes -= count
         if top and changes > 0:
             for parent, chain in top.take_oldest(changes):
-                base.add(parent, chain)
+                added = base.add(parent, chain)
+                assert added, "a block is both in the base and stored since"
                 changes -= len(chain)
         return changes
 
