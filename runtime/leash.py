@@ -34,6 +34,11 @@ NOT_STARTED = 127
 """The status of shells for a command that cannot be run."""
 
 
+def leashed(grace_s: float, command: Sequence[str]) -> list[str]:
+    """Return what runs a command so; it is to be started with a pipe as standard input, in a session of its own."""
+    return [sys.executable, "-I", "-S", __file__, str(grace_s), *command]
+
+
 def keep(grace_s: float, command: Sequence[str]) -> int:
     """Run a command until it or the starter ends; return its status."""
     wake, woken = os.pipe()

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import msgspec
 
-from poolgrid.runtime import leash
+from poolgrid.runtime.leash import leashed
 from poolgrid.runtime.tasks import owned
 from poolgrid.workers.model_cache.progress import ProgressLine
 from poolgrid.workers.settings import WorkerProcessSettings
@@ -82,7 +82,7 @@ async def _fetch(settings: WorkerProcessSettings, source: str, start: StartPhase
     if settings.check_model:
         words.append("--check")
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-I", "-S", leash.__file__, str(GRACE_S), sys.executable, "-P", "-m", "poolgrid", *words),
+        *leashed(GRACE_S, [sys.executable, "-P", "-m", "poolgrid", *words]),
         stdin=PIPE,
         stdout=PIPE,
         stderr=PIPE,

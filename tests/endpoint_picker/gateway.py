@@ -7,7 +7,6 @@ import copy
 import os
 import select
 import subprocess
-import sys
 import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import AsyncExitStack, contextmanager
@@ -26,7 +25,7 @@ from poolgrid.router.bootstrap import Endpoints
 from poolgrid.router.bootstrap import serve as serve_router
 from poolgrid.router.consolidator.settings import ConsolidatorSettings
 from poolgrid.router.settings import RouterSettings
-from poolgrid.runtime import leash
+from poolgrid.runtime.leash import leashed
 from poolgrid.workers.bootstrap import serve as serve_worker
 from poolgrid.workers.engines.registry import engine_definition
 from tests.fakes.engine_server.vllm import Options, VllmServer
@@ -86,10 +85,7 @@ def running_envoy(document: dict[str, Any], directory: Path) -> Iterator[None]:
     path = directory / "envoy.yaml"
     path.write_text(yaml.safe_dump(document))
     process = subprocess.Popen(
-        [
-            *(sys.executable, "-I", "-S", leash.__file__, "0"),
-            *(str(binary), "-c", str(path), "--disable-hot-restart", "--concurrency", "1", "-l", "info"),
-        ],
+        leashed(0, [str(binary), "-c", str(path), "--disable-hot-restart", "--concurrency", "1", "-l", "info"]),
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,

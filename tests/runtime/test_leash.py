@@ -6,19 +6,18 @@ import os
 import select
 import signal
 import subprocess
-import sys
 
 import psutil
 import pytest
 
-from poolgrid.runtime import leash
+from poolgrid.runtime.leash import NOT_STARTED, leashed
 
 PATIENCE_S = 30.0
 
 
-def leashed(*command: str, grace_s: str = "0") -> subprocess.Popen[bytes]:
+def started(*command: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-I", "-S", leash.__file__, grace_s, *command],
+        leashed(0, command),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -28,17 +27,17 @@ def leashed(*command: str, grace_s: str = "0") -> subprocess.Popen[bytes]:
 
 @pytest.mark.parametrize(
     ("command", "status"),
-    [(("sh", "-c", "exit 7"), 7), (("sh", "-c", "kill -9 $$"), 137), (("/no/such/program",), leash.NOT_STARTED)],
+    [(("sh", "-c", "exit 7"), 7), (("sh", "-c", "kill -9 $$"), 137), (("/no/such/program",), NOT_STARTED)],
 )
 def test_its_status_is_the_commands(command: tuple[str, ...], status: int) -> None:
-    with leashed(*command) as process:
+    with started(*command) as process:
         assert process.wait(PATIENCE_S) == status
         assert process.stderr is not None
-        assert (b"/no/such/program" in process.stderr.read()) is (status == leash.NOT_STARTED)
+        assert (b"/no/such/program" in process.stderr.read()) is (status == NOT_STARTED)
 
 
 def test_the_command_hears_what_it_is_asked() -> None:
-    with leashed("sh", "-c", "trap 'echo asked; exit 3' TERM; echo up; while :; do read x <&1 & wait; done") as process:
+    with started("sh", "-c", "trap 'echo asked; exit 3' TERM; echo up; while :; do read x <&1 & wait; done") as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"up\n"
         process.send_signal(signal.SIGTERM)
@@ -48,7 +47,7 @@ def test_the_command_hears_what_it_is_asked() -> None:
 
 def test_without_its_starter_everything_ends() -> None:
     deaf = "trap '' TERM; sleep 600 & echo $!; wait"
-    with leashed("sh", "-c", deaf) as process:
+    with started("sh", "-c", deaf) as process:
         assert process.stdout is not None
         assert process.stdin is not None
         grandchild = psutil.Process(int(process.stdout.readline()))
@@ -59,7 +58,7 @@ def test_without_its_starter_everything_ends() -> None:
 
 
 def test_a_command_whose_leash_was_cut_ends_too() -> None:
-    with leashed("sh", "-c", "echo $$; exec sleep 600") as process:
+    with started("sh", "-c", "echo $$; exec sleep 600") as process:
         assert process.stdout is not None
         command = psutil.Process(int(process.stdout.readline()))
         process.kill()

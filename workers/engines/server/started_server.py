@@ -21,7 +21,6 @@ import re
 import shlex
 import shutil
 import signal
-import sys
 import tempfile
 from asyncio.subprocess import PIPE, STDOUT, Process
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -31,9 +30,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from poolgrid.runtime import leash
 from poolgrid.runtime.bound_socket import bind
 from poolgrid.runtime.held_port import HeldPorts
+from poolgrid.runtime.leash import leashed
 from poolgrid.runtime.restart_pace import RestartPace
 from poolgrid.runtime.tasks import cancel_all, owned
 from poolgrid.workers.engines.definition import EngineHost
@@ -149,7 +148,7 @@ class StartedServer:
                 raise ServerEnded(f"writing the log of {self.title} (engine_log_dir): {error}") from None
             self._log_begins = output.tell()
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", leash.__file__, str(self._limits.stop_timeout_s), *self._command),
+                *leashed(self._limits.stop_timeout_s, self._command),
                 stdin=PIPE,
                 stdout=output,
                 stderr=STDOUT,

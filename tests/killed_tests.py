@@ -1,0 +1,39 @@
+"""Tests that are killed, by a time limit say: what they started must not live on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+PATIENCE_S = 60.0
+
+BEFORE = """
+import sys
+
+def wait_to_be_killed():
+    print("all is started", flush=True)
+    sys.stdin.read()
+"""
+
+
+def assert_it_ends_with_tests_that_are_killed(name: str, script: str, *arguments: str) -> None:
+    """Kill a process that runs ``script`` once that calls ``wait_to_be_killed``; a process ``name`` must be among those
+    that it started, and none of them be left."""
+    with subprocess.Popen(
+        [sys.executable, "-c", BEFORE + script, *arguments],
+        cwd=Path(__file__).parents[1],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as tests:
+        assert tests.stdout is not None
+        assert tests.stdout.readline() == b"all is started\n"
+        started = psutil.Process(tests.pid).children(recursive=True)
+        assert any(each.name().startswith(name) for each in started)
+        tests.kill()
+
+        _, alive = psutil.wait_procs(started, PATIENCE_S)
+
+    assert not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
