@@ -20,8 +20,16 @@ from poolgrid.wire.requests import FinishReason
 class TokenDelivery:
     """What the front end reads of one request (``poolgrid.frontend.ports.TokenStream``)."""
 
-    def __init__(self, request_id: str, on_cancel: Callable[[TokenDelivery], None]) -> None:
-        """``on_cancel`` is told when the client gives the request up before its end."""
+    def __init__(
+        self,
+        request_id: str,
+        on_cancel: Callable[[TokenDelivery], None],
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        """``on_cancel`` is told when the client gives the request up before its end.
+
+        ``loop`` is the running one, of who has it: until Python 3.12 each question for it is a system call.
+        """
         self.request_id = request_id
         self.worker = ""
         """The worker that serves, or served last."""
@@ -39,6 +47,7 @@ class TokenDelivery:
         self._read_bytes = 0
         """Output that ``next`` has returned."""
         self._on_cancel = on_cancel
+        self._loop = loop
 
     @property
     def unread_tokens(self) -> int:
@@ -59,7 +68,7 @@ class TokenDelivery:
             if self.finished:
                 return []
             self._until_end = until_end
-            self._waiter = asyncio.get_running_loop().create_future()
+            self._waiter = (self._loop or asyncio.get_running_loop()).create_future()
             try:
                 await self._waiter
             finally:

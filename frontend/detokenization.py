@@ -52,12 +52,12 @@ class ByteLevelDetokenizer:
     ``table`` maps a token id to its bytes; special tokens are empty, and so is an id that the table does not have.
     """
 
-    __slots__ = ("_decode", "_decoder", "_table")
+    __slots__ = ("_decoder", "_table")
 
     def __init__(self, table: Sequence[bytes]) -> None:
         self._table = table
-        self._decoder = _incremental_utf8("replace")
-        self._decode = self._decoder.decode
+        self._decoder: codecs.BufferedIncrementalDecoder | None = None
+        """Keeps an unfinished character; there is none before the first."""
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """Take new tokens and return the text that is certain now."""
@@ -68,16 +68,19 @@ class ByteLevelDetokenizer:
             size = len(table)
             raw = b"".join([table[token_id] for token_id in token_ids if token_id < size])
         # Whole characters after whole characters, as nearly always, need no memory; asking for them is much quicker.
-        if not self._decoder.buffer:
+        decoder = self._decoder
+        if decoder is None or not decoder.buffer:
             try:
                 return raw.decode()
             except UnicodeDecodeError:
                 pass
-        return self._decode(raw)
+        if decoder is None:
+            decoder = self._decoder = _incremental_utf8("replace")
+        return decoder.decode(raw)
 
     def flush(self) -> str:
         """Return the replacement character of an unfinished one, or nothing."""
-        return self._decode(b"", True)
+        return "" if self._decoder is None else self._decoder.decode(b"", True)
 
 
 class WindowDetokenizer:

@@ -213,8 +213,8 @@ class _Exchange:
         """Answer; raises only what is a bug or the end of the process."""
         connection = self._connection
         watcher: asyncio.Task[None] | None = None
-        task = asyncio.current_task()
-        assert task is not None, "ASGI servers call applications in a task"
+        task = asyncio.current_task() if self._direct is None else self._direct.task
+        assert task is not None, "servers call applications in a task"
         self._endpoint.begin(self)
         try:
             limit = self._endpoint.body_bytes_max

@@ -103,11 +103,14 @@ class RouterService:
         self._housekeeping: asyncio.Task[None] | None = None
         self.view = RouterView(self, clock)
         self._troubled = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """That of this router, once it has started."""
 
     # -- life ------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Follow the journal; returns when the state is that of the pool, and the router may serve."""
+        self._loop = asyncio.get_running_loop()
         await self._feed.start(self.catching_up)
         await self.catching_up.level.wait()
         self.ready = True
@@ -188,7 +191,7 @@ class RouterService:
         chooser = self.chooser
         path = chooser.path_now(request) if chooser.is_quick(request) else await chooser.path(request)
         self._metrics.hash_seconds.observe(perf_counter() - started)
-        delivery = TokenDelivery(request.request_id, self._on_client_left)
+        delivery = TokenDelivery(request.request_id, self._on_client_left, self._loop)
         routed = Routed(RequestMachine(request, delivery, self._settings.migration_limit), path, watch)
         cause = WaitCause.BEHIND_OTHERS
         if not self.line.is_before(request.model):

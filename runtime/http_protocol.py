@@ -12,6 +12,8 @@ Rules
        again.
     5. What may come at all, and for how long, is said in ``poolgrid.runtime.bounded_protocol`` and
        ``poolgrid.runtime.held_connection``.
+    6. A request that comes in one piece, on a connection that waits for nothing else, with the head of the one before,
+       takes the short way without the parser (``poolgrid.runtime.repeated_head``).
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCy
 from poolgrid.runtime.bounded_protocol import BoundedProtocol
 from poolgrid.runtime.http_connections import HttpConnections, InvalidRequests
 from poolgrid.runtime.http_settings import HttpLimits
+from poolgrid.runtime.repeated_head import RepeatedHead
 from poolgrid.runtime.tasks import owned
 
 CONNECTION = "poolgrid.connection"
@@ -38,13 +41,17 @@ BODY_BYTES_MAX_DEFAULT = 1024 * 1024
 """Largest body that is gathered for an endpoint that names no limit of its own."""
 
 
+HEADS_TRIED_MAX = 4
+"""Heads in a row that a connection keeps to know them again, and that did not come again; then it keeps none: each of
+its requests has a head of its own."""
+
 Answer = Callable[[int, Iterable[tuple[bytes, bytes]], bytes], bool]
 
 
 class Connection:
     """What a direct endpoint gets beside ASGI."""
 
-    __slots__ = ("answer", "body", "on_left", "write")
+    __slots__ = ("answer", "body", "on_left", "task", "write")
 
     def __init__(self, body: bytes, write: Callable[[bytes], bool], answer: Answer) -> None:
         self.body = body
@@ -55,6 +62,8 @@ class Connection:
         self.write = write
         """Writes the next part of a body whose length was not announced, at once; ``False`` = it did not, because the
         client reads too slowly: send it, which waits."""
+        self.task: asyncio.Task[None] | None = None
+        """Which serves it; there is one as soon as the endpoint runs."""
         self.on_left: Callable[[], None] | None = None
         """Called once when the client leaves before the answer is complete."""
 
@@ -62,14 +71,44 @@ class Connection:
 class _DirectCycle(RequestResponseCycle):
     """One request on the short way."""
 
-    endpoint: Any
-    parts: list[bytes]
     connection: Connection | None = None
     task: asyncio.Task[None] | None = None
-    """Who serves it."""
-    tasks: set[asyncio.Task[None]]
-    """All that serve requests of its server, which waits for them when it ends."""
+    """Which serves it."""
     _head: bytes = b""
+    _event: asyncio.Event | None = None
+
+    def __init__(self, protocol: DirectProtocol, endpoint: Any, keep_alive: bool) -> None:
+        """Take what uvicorn's own takes, from the connection and the scope that it has now."""
+        self.scope = protocol.scope
+        self.transport = protocol.transport
+        self.flow = protocol.flow
+        self.logger = protocol.logger
+        self.access_logger = protocol.access_logger
+        self.access_log = False
+        self.default_headers = protocol.server_state.default_headers
+        self.on_response = protocol.on_response_complete
+        self.disconnected = False
+        self.keep_alive = keep_alive
+        self.waiting_for_100_continue = False
+        self.body = bytearray()
+        self.more_body = True
+        self.response_started = False
+        self.response_complete = False
+        self.chunked_encoding: bool | None = None
+        self.expected_content_length = 0
+        self.endpoint = endpoint
+        self.parts: list[bytes] = []
+        """What has come of the body, until it is whole."""
+        self.tasks: set[asyncio.Task[None]] = protocol.tasks
+        """All that serve requests of its server, which waits for them when it ends."""
+
+    @property
+    def message_event(self) -> asyncio.Event:  # type: ignore[override]
+        """Return what ``receive`` waits for; made when it is asked for, which is hardly ever."""
+        event = self._event
+        if event is None:
+            event = self._event = asyncio.Event()
+        return event
 
     async def run_asgi(self, app: Any) -> None:
         """Serve it, and answer 500 for an endpoint that fails; as uvicorn, without a coroutine around its own."""
@@ -169,7 +208,8 @@ class _DirectCycle(RequestResponseCycle):
 
     def _complete(self) -> None:
         self._let_go()
-        self.message_event.set()
+        if self._event is not None:
+            self._event.set()
         if not self.keep_alive:
             self.transport.close()
         self.on_response()
@@ -178,6 +218,7 @@ class _DirectCycle(RequestResponseCycle):
         """Break the circle of connection and cycle, which else stays until the collector comes round, minutes later."""
         connection, self.connection = self.connection, None
         if connection is not None:
+            connection.task = None
             connection.write = _is_over
             connection.answer = _is_answered
 
@@ -209,6 +250,9 @@ class DirectProtocol(BoundedProtocol):
 
     _gathering: _DirectCycle | None = None
     _serving: _DirectCycle | None = None
+    _repeated: RepeatedHead | None = None
+    """The head of the request before."""
+    _heads_tried = 0
 
     @classmethod
     def serving(cls, limits: HttpLimits, registry: CollectorRegistry | None) -> type[DirectProtocol]:
@@ -219,6 +263,48 @@ class DirectProtocol(BoundedProtocol):
             invalid_requests = InvalidRequests(registry)
 
         return Serving
+
+    def data_received(self, data: bytes) -> None:
+        """Begin the request that this is, if it is a whole one like the one before; else read on."""
+        idle = self.table.idle
+        if self._queue is not idle or self._waiting is not None:
+            super().data_received(data)
+            return
+        head = self._repeated
+        if head is not None:
+            digits = head.length_digits(data)
+            if digits and self._begin_again(head, digits, data):
+                return
+        before = self.cycle
+        super().data_received(data)
+        cycle = self._serving
+        if cycle is not None and cycle is self.cycle and cycle is not before and self._heads_tried < HEADS_TRIED_MAX:
+            # It has been gathered whole: nothing of it or behind it waits.
+            self._heads_tried += 1
+            self._repeated = None
+            if cycle.keep_alive and self._waiting is None:
+                self._repeated = RepeatedHead.of(
+                    data, list(cycle.scope["headers"]), self.table.limits.header_line_bytes
+                )
+
+    def _begin_again(self, head: RepeatedHead, digits: bytes, data: bytes) -> bool:
+        """Call the endpoint with a request that needs no parser; return False where it goes another way now."""
+        last = self._serving
+        if last is None or self.cycle is not last or self.limit_concurrency is not None:
+            return False
+        endpoint = self.app.direct_endpoint(last.scope["raw_path"])
+        if endpoint is not last.endpoint or int(digits) > getattr(endpoint, "body_bytes_max", BODY_BYTES_MAX_DEFAULT):
+            return False
+        self._heads_tried = 0
+        self._move(None)
+        scope = last.scope.copy()
+        scope["headers"] = head.headers(digits)
+        scope["state"] = self.app_state.copy()
+        self.scope = scope
+        cycle = _DirectCycle(self, endpoint, keep_alive=True)
+        self.cycle = cycle
+        self._serve(cycle, head.body(data, digits))
+        return True
 
     def begin(self) -> None:
         """Take the short way where there is one, else go on as usual."""
@@ -250,21 +336,7 @@ class DirectProtocol(BoundedProtocol):
         scope["raw_path"] = self.url
         scope["path"] = self.url.decode("ascii")
         scope["query_string"] = b""
-        cycle = _DirectCycle(
-            scope=scope,
-            transport=self.transport,
-            flow=self.flow,
-            logger=self.logger,
-            access_logger=self.access_logger,
-            access_log=False,
-            default_headers=self.server_state.default_headers,
-            message_event=asyncio.Event(),
-            expect_100_continue=False,
-            keep_alive=self.parser.should_keep_alive(),
-            on_response=self.on_response_complete,
-        )
-        cycle.endpoint = endpoint
-        cycle.parts = []
+        cycle = _DirectCycle(self, endpoint, keep_alive=self.parser.should_keep_alive())
         self._gathering = self.cycle = cycle
 
     def on_body(self, body: bytes) -> None:
@@ -281,19 +353,17 @@ class DirectProtocol(BoundedProtocol):
             super().finish()
             return
         self._gathering = None
-        parts = cycle.parts
-        body = parts[0] if len(parts) == 1 else b"".join(parts)
-        cycle.connection = Connection(body, cycle.write_now, cycle.answer_now)
-        cycle.parts = []
-        cycle.more_body = False
-        cycle.scope["extensions"] = {CONNECTION: cycle.connection}  # type: ignore[dict-item]
-        self._serving = cycle
-        self._start(cycle)
+        parts, cycle.parts = cycle.parts, []
+        self._serve(cycle, parts[0] if len(parts) == 1 else b"".join(parts))
 
-    def _start(self, cycle: _DirectCycle) -> None:
-        """As uvicorn starts a task, which takes itself from the running ones: a callback of its end is a turn more."""
-        cycle.tasks = self.tasks
-        cycle.task = task = owned(cycle.run_asgi(cycle.endpoint), "request")
+    def _serve(self, cycle: _DirectCycle, body: bytes) -> None:
+        """Start the endpoint. As uvicorn starts a task, which takes itself from the running ones: a callback of its end
+        is a turn more."""
+        cycle.connection = connection = Connection(body, cycle.write_now, cycle.answer_now)
+        cycle.more_body = False
+        cycle.scope["extensions"] = {CONNECTION: connection}  # type: ignore[dict-item]
+        self._serving = cycle
+        connection.task = cycle.task = task = owned(cycle.run_asgi(cycle.endpoint), "request", self.loop)
         self.tasks.add(task)
 
     def abandon(self) -> None:

@@ -46,9 +46,12 @@ on_fatal: ContextVar[Callable[[str, BaseException], None] | None] = ContextVar("
 """Ends the process in order; set by ``poolgrid.runtime.lifecycle`` for everything that it runs."""
 
 
-def owned(work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-    """Start a task that the caller, or somebody it tells, awaits."""
-    return asyncio.get_running_loop().create_task(work, name=name)
+def owned(work: Coroutine[Any, Any, T], name: str, loop: asyncio.AbstractEventLoop | None = None) -> asyncio.Task[T]:
+    """Start a task that the caller, or somebody it tells, awaits.
+
+    Who has the running loop may name it: until Python 3.12 each question for it is a system call.
+    """
+    return (loop or asyncio.get_running_loop()).create_task(work, name=name)
 
 
 def detached(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
