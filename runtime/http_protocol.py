@@ -266,8 +266,8 @@ class DirectProtocol(BoundedProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Begin the request that this is, if it is a whole one like the one before; else read on."""
-        idle = self.table.idle
-        if self._queue is not idle or self._waiting is not None:
+        queue, table = self._queue, self.table
+        if self._waiting is not None or (queue is not table.idle and (queue is not table.heads or self._head_bytes)):
             super().data_received(data)
             return
         head = self._repeated
@@ -279,13 +279,11 @@ class DirectProtocol(BoundedProtocol):
         super().data_received(data)
         cycle = self._serving
         if cycle is not None and cycle is self.cycle and cycle is not before and self._heads_tried < HEADS_TRIED_MAX:
-            # It has been gathered whole: nothing of it or behind it waits.
+            # It came whole, and there was nothing before it.
             self._heads_tried += 1
             self._repeated = None
             if cycle.keep_alive and self._waiting is None:
-                self._repeated = RepeatedHead.of(
-                    data, list(cycle.scope["headers"]), self.table.limits.header_line_bytes
-                )
+                self._repeated = RepeatedHead.of(data, list(cycle.scope["headers"]), table.limits.header_line_bytes)
 
     def _begin_again(self, head: RepeatedHead, digits: bytes, data: bytes) -> bool:
         """Call the endpoint with a request that needs no parser; return False where it goes another way now."""

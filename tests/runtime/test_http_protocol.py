@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from poolgrid.runtime import http_server
 from poolgrid.runtime.http_connections import SAID_EVERY_S, InvalidRequests
-from poolgrid.runtime.http_protocol import CONNECTION, Connection, _DirectCycle
+from poolgrid.runtime.http_protocol import CONNECTION, HEADS_TRIED_MAX, Connection, DirectProtocol, _DirectCycle
 from poolgrid.runtime.http_server import HttpServer
 
 LIMIT = 1000
@@ -79,9 +79,11 @@ class Application:
 
     def __init__(self) -> None:
         self.endpoint = Endpoint()
+        self.is_closed = False
+        """Whether the short way is."""
 
     def direct_endpoint(self, url: bytes) -> Endpoint | None:
-        return self.endpoint if url == b"/direct" else None
+        return self.endpoint if url == b"/direct" and not self.is_closed else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] == "/direct" and scope["method"] == "POST" and not scope["query_string"]:
@@ -232,6 +234,96 @@ def test_pipelined_requests_are_answered_in_order() -> None:
             assert [body.split()[0] if body else b"" for _, _, body in answers] == [b"1", b"onetwo", b"", b"4"]
 
     asyncio.run(go())
+
+
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """What goes to the parser."""
+    pieces: list[bytes] = []
+    read = DirectProtocol._read
+
+    def noted(protocol: DirectProtocol, data: bytes | bytearray) -> int:
+        pieces.append(bytes(data))
+        return read(protocol, data)
+
+    monkeypatch.setattr(DirectProtocol, "_read", noted)
+    return pieces
+
+
+async def sizes(client: Client, *requests: bytes) -> list[bytes]:
+    """Return what is answered to requests that are sent one after the other."""
+    answers = []
+    for each in requests:
+        client.writer.write(each)
+        answers.append((await client.response())[2])
+    return answers
+
+
+def test_a_head_that_came_before_is_not_parsed_again(parsed: list[bytes]) -> None:
+    async def go() -> None:
+        async with talking() as (_, client):
+            bodies = [b"a", b"bb", b"", b"c" * LIMIT, b"dd"]
+            found = await sizes(client, *(post(body) for body in bodies))
+            assert found == [b"%d gathered" % len(body) for body in bodies]
+
+    asyncio.run(go())
+    assert parsed == [post(b"a")]
+
+
+def test_what_differs_in_more_than_its_length_is_parsed(parsed: list[bytes]) -> None:
+    others = [post(b"abc", "x-stream: 1"), post(b"abc", path="/other"), CHUNKED, post(b"x" * (LIMIT + 1)), post(b"ab")]
+
+    async def go() -> None:
+        async with talking() as (_, client):
+            found = await sizes(client, post(b"a"), *others, post(b"abc"))
+            assert found == [
+                b"1 gathered", b"onetwo", b"", b"3 received", b"%d received" % (LIMIT + 1), b"2 gathered", b"3 gathered"
+            ]  # fmt: skip
+
+    asyncio.run(go())
+    assert parsed[: len(others) + 1] == [post(b"a"), *others]
+
+
+def test_a_repeated_head_may_come_in_pieces_and_be_followed_by_another(parsed: list[bytes]) -> None:
+    async def go() -> None:
+        async with talking() as (_, client):
+            assert await sizes(client, post(b"a"), post(b"bb")) == [b"1 gathered", b"2 gathered"]
+            for byte in post(b"hello"):
+                client.writer.write(bytes([byte]))
+                await client.writer.drain()
+            assert (await client.response())[2] == b"5 gathered"
+            client.writer.write(post(b"a") + post(b"bb") + post(b"ccc"))
+            assert [(await client.response())[2] for _ in range(3)] == [b"1 gathered", b"2 gathered", b"3 gathered"]
+            del parsed[:]
+            assert await sizes(client, post(b"dddd"), post(b"eeeee")) == [b"4 gathered", b"5 gathered"]
+
+    asyncio.run(go())
+    assert parsed == [post(b"dddd")]
+
+
+def test_a_connection_whose_heads_never_come_again_keeps_none(parsed: list[bytes]) -> None:
+    requests = [post(b"abc", f"x-request-id: {number}") for number in range(2 * HEADS_TRIED_MAX)]
+
+    async def go() -> None:
+        async with talking() as (_, client):
+            assert set(await sizes(client, *requests)) == {b"3 gathered"}
+            same = post(b"abc", "x-request-id: same")
+            assert set(await sizes(client, same, same, same)) == {b"3 gathered"}
+            assert parsed == [*requests, same, same, same], "nothing is remembered any more"
+
+    asyncio.run(go())
+
+
+def test_an_endpoint_that_is_no_longer_there_is_not_called_again(parsed: list[bytes]) -> None:
+    async def go() -> None:
+        async with talking() as (application, client):
+            assert await sizes(client, post(b"a"), post(b"bb")) == [b"1 gathered", b"2 gathered"]
+            application.is_closed = True
+            client.writer.write(post(b"ccc"))
+            assert (await client.response())[2] == b"3 received"
+
+    asyncio.run(go())
+    assert parsed == [post(b"a"), post(b"ccc")]
 
 
 @pytest.mark.parametrize("who", ["client", "endpoint"])

@@ -11,6 +11,7 @@ import hashlib
 import inspect
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import httptools
 import pytest
@@ -91,6 +92,14 @@ def test_every_method_that_is_replaced_is_watched(ours: type, theirs: type) -> N
     }
 
     assert {f"{theirs.__name__}.{name}" for name in replaced - {"__init__"}} <= set(DIGESTS)
+
+
+def test_a_cycle_of_ours_has_all_that_uvicorns_has() -> None:
+    names = inspect.signature(RequestResponseCycle.__init__).parameters
+    theirs = RequestResponseCycle(**dict.fromkeys(set(names) - {"self"}))  # type: ignore[arg-type]
+    ours = _DirectCycle(Mock(), None, keep_alive=True)
+
+    assert {name for name in vars(theirs) if not hasattr(ours, name)} == set()
 
 
 class Events:
