@@ -8,7 +8,8 @@ import sys
 from enum import Enum
 
 from poolgrid.dispatch import request_machine
-from poolgrid.dispatch.request_machine import ANY, LEGS, ROWS, Do, Happened, Standing
+from poolgrid.dispatch.happened import Happened
+from poolgrid.dispatch.request_machine import ANY, LEGS, ROWS, Do, Standing
 
 HEAD = """# The life of a request
 

@@ -9,21 +9,11 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Protocol, assert_never
 
+from poolgrid.dispatch.effects import Avoid, Blame, Cancel, Crowded, Effect, End, Heard, PlaceNext, Release
+from poolgrid.dispatch.happened import Happened
 from poolgrid.dispatch.leg_spans import follow_legs
 from poolgrid.dispatch.legs import Dispatch
-from poolgrid.dispatch.request_machine import (
-    Avoid,
-    Blame,
-    Cancel,
-    Crowded,
-    Effect,
-    End,
-    Happened,
-    Heard,
-    PlaceNext,
-    Release,
-    RequestMachine,
-)
+from poolgrid.dispatch.request_machine import RequestMachine
 from poolgrid.dispatch.worker_links import Link
 from poolgrid.wire.requests import FinishReason, TokenDelta
 

@@ -6,7 +6,8 @@ that worker. The span of a leg that replaces a lost one is linked to it.
 
 from __future__ import annotations
 
-from poolgrid.dispatch.request_machine import Blame, Crowded, Effect, Heard, PlaceNext, Release, RequestMachine
+from poolgrid.dispatch.effects import Blame, Crowded, Effect, Heard, PlaceNext, Release
+from poolgrid.dispatch.request_machine import RequestMachine
 from poolgrid.runtime.tracing.record import SpanKind, TraceRecord
 from poolgrid.wire.identifiers import STAGE_WORD, Stage, WorkerKey
 from poolgrid.wire.requests import FinishReason

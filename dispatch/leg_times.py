@@ -18,7 +18,7 @@ from bisect import bisect_left
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from poolgrid.dispatch.request_machine import Heard
+from poolgrid.dispatch.effects import Heard
 from poolgrid.runtime.instruments import Histogram
 from poolgrid.wire.identifiers import Stage
 from poolgrid.wire.requests import FinishReason

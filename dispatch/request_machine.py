@@ -23,10 +23,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
-from typing import final
 
 import msgspec
 
+from poolgrid.dispatch.effects import NOTHING, Avoid, Blame, Cancel, Crowded, Effect, End, Heard, PlaceNext, Release
+from poolgrid.dispatch.happened import Happened
 from poolgrid.dispatch.legs import Dispatch, LegPlan
 from poolgrid.dispatch.token_delivery import TokenDelivery
 from poolgrid.frontend.ports import InferenceRequest, StreamDelta
@@ -52,43 +53,6 @@ class Standing(StrEnum):
     """The leg has had its last delta; what it left is kept for the leg after it."""
     PLACING = "placing"
     """No worker is at it: the next leg is being placed."""
-
-
-class Happened(StrEnum):
-    """What can happen to a leg, or to the request."""
-
-    OUTPUT = "output"
-    """Tokens in their place, or word that the leg has begun."""
-    PREFILLED = "prefilled"
-    """The prompt is computed, and another worker is to go on."""
-    ENCODED = "encoded"
-    """The images are encoded."""
-    FINISHED = "finished"
-    """Its last token, or an error that no other worker can mend."""
-    BUSY = "refused: busy"
-    """Its worker has no room."""
-    DRAINING = "refused: draining"
-    """Its worker takes nothing new, or hands over what it has at its drain timeout."""
-    CROWDED = "refused: crowded"
-    """Its worker has promised more to other routers than this one knew."""
-    CANNOT_DO = "refused: cannot do"
-    """Its worker lacks what the request asks for."""
-    BROKEN = "refused: broken"
-    """Its worker failed at what it should have done."""
-    OUT_OF_PLACE = "output out of place"
-    """Its stream has a hole or a repetition, or ends as another leg's would."""
-    CANCELLED = "cancelled by the worker"
-    """Its worker gave it up without being asked."""
-    LOST = "worker lost"
-    """Its connection broke, or it fell silent."""
-    LEFT = "worker left"
-    """It left the pool, or its lease ended there."""
-    CLIENT_LEFT = "client left"
-    """Whoever asked for the answer is gone."""
-    NOWHERE = "no worker for the next leg"
-    """None can serve it, or none had room before the deadline."""
-    SHUTDOWN = "shutdown"
-    """The router ends."""
 
 
 class Do(Enum):
@@ -302,82 +266,6 @@ HAPPENED_OF = {
     RefusalKind.BROKEN: Happened.BROKEN,
 }
 """``INVALID`` is not among them: it ends the request like any last delta."""
-
-
-# -- effects -------------------------------------------------------------------------------------------------------
-
-
-@final
-class Heard(msgspec.Struct, frozen=True):
-    """A leg's worker said more than further tokens, and it was in its place."""
-
-    dispatch: Dispatch
-    delta: TokenDelta
-    first: bool
-    """Whether the client had no token before."""
-
-
-@final
-class Cancel(msgspec.Struct, frozen=True):
-    """Tell a leg's worker to stop and to let go of what it keeps."""
-
-    dispatch: Dispatch
-
-
-@final
-class Release(msgspec.Struct, frozen=True):
-    """Take a leg off its worker's books."""
-
-    dispatch: Dispatch
-
-
-@final
-class Avoid(msgspec.Struct, frozen=True):
-    """A leg's worker comes last from now on."""
-
-    dispatch: Dispatch
-    why: str
-
-
-@final
-class Blame(msgspec.Struct, frozen=True):
-    """A leg's worker has failed it."""
-
-    dispatch: Dispatch
-    happened: Happened
-    why: str
-
-
-@final
-class Crowded(msgspec.Struct, frozen=True):
-    """A leg's worker has promised ``booked_tokens``; the leg is off its books."""
-
-    dispatch: Dispatch
-    booked_tokens: int
-
-
-@final
-class PlaceNext(msgspec.Struct, frozen=True):
-    """Place what ``RequestMachine.plan`` says comes next."""
-
-    why: str
-    after: Dispatch
-    """The leg before, or the one that was lost."""
-    moved: bool
-    """Whether this is a migration; else it is the next leg, or the same one chosen again."""
-
-
-@final
-class End(msgspec.Struct, frozen=True):
-    """The request is over; the client has ``last``, and the books are to be closed."""
-
-    last: StreamDelta
-    by_worker: bool
-    """Whether a worker ended it, rather than something that happened to it."""
-
-
-Effect = Heard | Cancel | Release | Avoid | Blame | Crowded | PlaceNext | End
-NOTHING: tuple[Effect, ...] = ()
 
 
 class _Event(msgspec.Struct):

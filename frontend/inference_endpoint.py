@@ -40,7 +40,8 @@ from poolgrid.frontend.media.loader import MediaLoader
 from poolgrid.frontend.media.memory_budget import MediaLease
 from poolgrid.frontend.metrics import FrontendMetrics, ModelSeries
 from poolgrid.frontend.ports import HINT_HEADERS, InferenceBackend, Refused, StreamDelta
-from poolgrid.frontend.preparation import Job, Prompt
+from poolgrid.frontend.preparation import Job
+from poolgrid.frontend.prompt import Prompt
 from poolgrid.frontend.request_body import check_announced, receive_body
 from poolgrid.frontend.request_ids import RequestIds
 from poolgrid.frontend.request_span import tell_request

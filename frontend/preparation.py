@@ -28,6 +28,7 @@ from poolgrid.frontend.parsed_answers import ParsedChatEncoder
 from poolgrid.frontend.parsers.formats import PROMPT_END_CHARS, OutputFormat, ToolUse
 from poolgrid.frontend.parsers.pieces import OutputParser
 from poolgrid.frontend.ports import NO_HINTS, InferenceBackend, InferenceRequest, ServedModel
+from poolgrid.frontend.prompt import Prompt
 from poolgrid.frontend.prompt_encoder import Lookup
 from poolgrid.frontend.prompt_model import PromptModel, PromptModels
 from poolgrid.frontend.request_ids import base_name
@@ -52,34 +53,14 @@ from poolgrid.frontend.settings import FrontendSettings
 from poolgrid.frontend.tools import beside_calls, tool_use
 from poolgrid.runtime.tenant_caches import CacheDomain
 from poolgrid.wire.card import MediaSpec
-from poolgrid.wire.hashing import TOKEN_BYTES, pack_tokens, stable_u64
+from poolgrid.wire.hashing import pack_tokens, stable_u64
 from poolgrid.wire.limits import LOGITS_ARGUMENT_BYTES_MAX
-from poolgrid.wire.multimodal import MediaItem, MultimodalInput
+from poolgrid.wire.multimodal import MediaItem
 from poolgrid.wire.request_ids import name_of
 from poolgrid.wire.requests import KvRetention, LogitsProcessorCall, Sampling
 
 COMPLETION_MAX_TOKENS_DEFAULT = 16
 """OpenAI's default of ``max_tokens`` for completions; a chat answer may fill the context instead."""
-
-
-class Prompt(msgspec.Struct, frozen=True):
-    """One tokenized prompt; ``text`` is what ``echo`` repeats (empty without it), ``end`` the last characters of a chat
-    prompt, which say whether it leaves reasoning open."""
-
-    token_ids: bytes
-    text: str = ""
-    end: str = ""
-    multimodal: MultimodalInput | None = None
-
-    @property
-    def isl(self) -> int:
-        """Return its length in tokens."""
-        return len(self.token_ids) // TOKEN_BYTES
-
-    @property
-    def media_items(self) -> tuple[MediaItem, ...]:
-        """Return its media, each with its place."""
-        return () if self.multimodal is None else self.multimodal.items
 
 
 @dataclass(slots=True)

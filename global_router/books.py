@@ -12,8 +12,9 @@ import logging
 from collections.abc import Callable
 from time import perf_counter
 
+from poolgrid.dispatch.effects import End, Heard
 from poolgrid.dispatch.legs import Dispatch
-from poolgrid.dispatch.request_machine import End, Heard, RequestMachine
+from poolgrid.dispatch.request_machine import RequestMachine
 from poolgrid.global_router.configuration import Configuration
 from poolgrid.global_router.core.choice.attribution import Served
 from poolgrid.global_router.core.choice.circuit_breaker import BreakerStep, Ticket

@@ -18,9 +18,11 @@ from collections.abc import Iterator, Sequence
 from time import perf_counter
 
 from poolgrid.admission.admission_queue import QueuedRequest
+from poolgrid.dispatch.effects import PlaceNext
+from poolgrid.dispatch.happened import Happened
 from poolgrid.dispatch.in_flight import InFlight
 from poolgrid.dispatch.leg_times import LegWatch
-from poolgrid.dispatch.request_machine import Happened, PlaceNext, RequestMachine
+from poolgrid.dispatch.request_machine import RequestMachine
 from poolgrid.dispatch.token_delivery import TokenDelivery
 from poolgrid.dispatch.worker_links import Link, Links
 from poolgrid.frontend.ports import InferenceRequest, Refused, ServedModel

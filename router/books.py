@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from time import perf_counter
 
+from poolgrid.dispatch.effects import End, Heard
 from poolgrid.dispatch.legs import Dispatch
-from poolgrid.dispatch.request_machine import End, Heard, RequestMachine
+from poolgrid.dispatch.request_machine import RequestMachine
 from poolgrid.dispatch.reuse_sketch import ReuseSketch
-from poolgrid.router.choosing import Chosen, Routed
 from poolgrid.router.core.decision import Decision, DecisionLog
 from poolgrid.router.core.inputs import Booked, Released
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.metrics import RouterMetrics
+from poolgrid.router.placement import Chosen
 from poolgrid.router.ports import DecisionRecord
 from poolgrid.router.reservations import Reservations
+from poolgrid.router.routed import Routed
 from poolgrid.router.settings import RouterSettings
 from poolgrid.runtime.clock import Clock
 from poolgrid.wire.identifiers import STAGE_WORD, Stage

@@ -8,22 +8,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from enum import Enum, StrEnum, auto
 
-import msgspec
-
-from poolgrid.admission.admission_queue import QueuedRequest
-from poolgrid.dispatch.leg_times import LegWatch
 from poolgrid.dispatch.legs import LegPlan
 from poolgrid.dispatch.media_path import media_hashes, media_kinds, prompt_path
-from poolgrid.dispatch.request_machine import RequestMachine
 from poolgrid.dispatch.tenant_paths import TenantPaths
 from poolgrid.frontend.ports import InferenceRequest
 from poolgrid.router.core.candidates import RoutingRequest
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.inputs import WorkerWanted
 from poolgrid.router.core.router_state import RouterState
-from poolgrid.router.core.selector import NoWorker, PolicyFailed
+from poolgrid.router.core.selector import PolicyFailed
 from poolgrid.router.core.stage_plan import (
     DECODE_ROLES,
     ENCODE_LEG,
@@ -37,11 +31,13 @@ from poolgrid.router.core.stage_plan import (
     first_leg,
 )
 from poolgrid.router.fleet_links import FleetLinks
+from poolgrid.router.placement import Chosen, Lack, NotPlaced
+from poolgrid.router.routed import Routed
 from poolgrid.router.settings import RouterSettings
 from poolgrid.router.targets import ttft_target_ms
 from poolgrid.runtime.clock import Clock
 from poolgrid.wire.hashing import hash_seed
-from poolgrid.wire.identifiers import STAGE_WORD, Stage, WorkerKey
+from poolgrid.wire.identifiers import Stage
 
 log = logging.getLogger(__name__)
 
@@ -53,82 +49,6 @@ LONG_PROMPT_BYTES = 8192 * 4
 
 STRETCHES_PER_TURN = 8
 """Stretches of a long prompt that are hashed before others have their turn: about 0.15 ms."""
-
-
-class WaitCause(StrEnum):
-    """Why a request waits, as metrics say it."""
-
-    WORKERS_FULL = "workers_full"
-    UNREACHABLE = "unreachable"
-    BEHIND_OTHERS = "behind_others"
-    WORKER_LOST = "worker_lost"
-    NEXT_LEG = "next_leg"
-
-
-class Routed(msgspec.Struct, eq=False):
-    """A request at this router, from its arrival to its end."""
-
-    machine: RequestMachine
-    path: list[int]
-    """Sequence hashes of the prompt's whole blocks."""
-    watch: LegWatch
-    """Where it stands among the times of its legs."""
-    tried: dict[WorkerKey, str] = {}
-    """Workers that failed this request or refused it, and how: they come last."""
-    queued: QueuedRequest[Routed] | None = None
-    """Its place in the queue, while it waits."""
-    resumed_for: WaitCause = WaitCause.WORKER_LOST
-    """Why it waits, while its client is being served already."""
-    dispatched: asyncio.Future[None] | None = None
-    """Resolved when a waiting request is on a worker; ``None`` for one whose client reads its stream already."""
-
-
-class Lack(Enum):
-    """Why a request was not placed."""
-
-    BUSY = auto()
-    """Some worker could serve it, once it has room or can be reached again: it may wait."""
-    NO_WORKER = auto()
-    """No worker can serve it."""
-    POLICY_FAILED = auto()
-    """The policy raised; only this request is lost."""
-
-
-class NotPlaced(msgspec.Struct, frozen=True):
-    """Nobody was chosen."""
-
-    lack: Lack
-    none: NoWorker | PolicyFailed
-
-    @property
-    def wait_cause(self) -> WaitCause:
-        """Return for what a request waits that may wait."""
-        full = isinstance(self.none, NoWorker) and self.none.busy
-        return WaitCause.WORKERS_FULL if full else WaitCause.UNREACHABLE
-
-    def __str__(self) -> str:
-        return str(self.none)
-
-
-class Chosen(msgspec.Struct, frozen=True):
-    """Who is to do which leg."""
-
-    decision: Decision
-    leg: Leg
-    now_ms: float
-
-    @property
-    def reason(self) -> str:
-        """Return the short reason code, with the stage where there are several."""
-        reason = self.decision.reason
-        stage = self.leg.stage
-        return reason if stage is Stage.WHOLE else f"{STAGE_WORD[stage]}-{reason}"
-
-    @property
-    def overlap_tokens(self) -> int:
-        """Return the tokens of the request that the worker is believed to hold."""
-        request = self.decision.request
-        return min(request.isl, self.decision.overlap_blocks * request.block_size)
 
 
 class Chooser:

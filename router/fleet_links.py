@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import zmq
 
-from poolgrid.dispatch.request_machine import Happened
+from poolgrid.dispatch.happened import Happened
 from poolgrid.dispatch.worker_link import WorkerLink
 from poolgrid.router.core.fleet import Worker
 from poolgrid.router.metrics import RouterMetrics

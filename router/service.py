@@ -18,23 +18,27 @@ import logging
 from collections.abc import Sequence
 from time import perf_counter
 
+from poolgrid.dispatch.effects import PlaceNext
+from poolgrid.dispatch.happened import Happened
 from poolgrid.dispatch.in_flight import InFlight
 from poolgrid.dispatch.leg_spans import begin_leg
 from poolgrid.dispatch.leg_times import LegWatch
 from poolgrid.dispatch.link_budget import LINKS_MAX
-from poolgrid.dispatch.request_machine import Happened, PlaceNext, RequestMachine
+from poolgrid.dispatch.request_machine import RequestMachine
 from poolgrid.dispatch.token_delivery import TokenDelivery
 from poolgrid.dispatch.worker_links import Link
 from poolgrid.frontend.ports import InferenceRequest, Refused, ServedModel
 from poolgrid.router.books import RequestBooks
 from poolgrid.router.catching_up import CatchingUp
-from poolgrid.router.choosing import Chooser, Chosen, Lack, NotPlaced, Routed, WaitCause
+from poolgrid.router.choosing import Chooser
 from poolgrid.router.core.decision import Decision
 from poolgrid.router.core.router_state import RouterState
 from poolgrid.router.decision_span import tell_decision
 from poolgrid.router.fleet_links import FleetLinks, Objection, OpenLink
 from poolgrid.router.metrics import RouterMetrics
+from poolgrid.router.placement import Chosen, Lack, NotPlaced, WaitCause
 from poolgrid.router.ports import JournalFeed
+from poolgrid.router.routed import Routed
 from poolgrid.router.settings import RouterSettings
 from poolgrid.router.view import RouterView
 from poolgrid.router.waiting import WaitingLine, queue_span

@@ -17,8 +17,10 @@ from poolgrid.admission.admission_queue import AdmissionQueue, QueuedRequest, Qu
 from poolgrid.admission.drain_rate import DrainRate
 from poolgrid.admission.queue_view import QueueView
 from poolgrid.frontend.ports import Refused
-from poolgrid.router.choosing import Chooser, Lack, NotPlaced, Routed, WaitCause
+from poolgrid.router.choosing import Chooser
 from poolgrid.router.metrics import RouterMetrics
+from poolgrid.router.placement import Lack, NotPlaced, WaitCause
+from poolgrid.router.routed import Routed
 from poolgrid.router.settings import RouterSettings
 from poolgrid.runtime.awake_clock import within
 from poolgrid.runtime.clock import Clock

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 
+from poolgrid.dispatch.happened import Happened
 from poolgrid.dispatch.leg_spans import begin_leg, follow_legs
 from poolgrid.dispatch.legs import Dispatch
-from poolgrid.dispatch.request_machine import Happened, RequestMachine
+from poolgrid.dispatch.request_machine import RequestMachine
 from poolgrid.runtime.tracing.record import SpanKind, TraceRecord
 from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey
 from poolgrid.wire.requests import FinishReason, RefusalKind, TokenDelta

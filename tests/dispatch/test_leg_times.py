@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
+from poolgrid.dispatch.effects import Heard
 from poolgrid.dispatch.leg_times import LegTimes, LegWatch
 from poolgrid.dispatch.legs import Dispatch
-from poolgrid.dispatch.request_machine import Heard
 from poolgrid.wire.identifiers import Stage, WorkerId, WorkerKey
 from poolgrid.wire.requests import FinishReason, TokenDelta
 

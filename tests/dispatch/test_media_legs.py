@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from poolgrid.dispatch.effects import Avoid, Blame, Release
 from poolgrid.dispatch.media_path import media_hashes, media_kinds, prompt_path
-from poolgrid.dispatch.request_machine import Avoid, Blame, Release, RequestMachine
+from poolgrid.dispatch.request_machine import RequestMachine
 from poolgrid.dispatch.tenant_paths import TenantPaths
 from poolgrid.dispatch.token_delivery import TokenDelivery
 from poolgrid.frontend.ports import InferenceRequest

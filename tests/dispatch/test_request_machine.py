@@ -11,27 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from poolgrid.cli.request_life_page import page
+from poolgrid.dispatch.effects import NOTHING, Avoid, Blame, Cancel, Crowded, Effect, End, Heard, PlaceNext, Release
+from poolgrid.dispatch.happened import Happened
 from poolgrid.dispatch.legs import Dispatch
-from poolgrid.dispatch.request_machine import (
-    ANY,
-    DRAINS_MAX,
-    LEGS,
-    NOTHING,
-    TABLE,
-    Avoid,
-    Blame,
-    Cancel,
-    Crowded,
-    Do,
-    Effect,
-    End,
-    Happened,
-    Heard,
-    PlaceNext,
-    Release,
-    RequestMachine,
-    Standing,
-)
+from poolgrid.dispatch.request_machine import ANY, DRAINS_MAX, LEGS, TABLE, Do, RequestMachine, Standing
 from poolgrid.dispatch.token_delivery import TokenDelivery
 from poolgrid.frontend.ports import InferenceRequest, StreamDelta
 from poolgrid.wire.hashing import pack_tokens, unpack_tokens

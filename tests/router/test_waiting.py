@@ -11,9 +11,11 @@ from poolgrid.dispatch.leg_times import LegWatch
 from poolgrid.dispatch.request_machine import RequestMachine
 from poolgrid.dispatch.token_delivery import TokenDelivery
 from poolgrid.frontend.ports import InferenceRequest
-from poolgrid.router.choosing import Chooser, Lack, NotPlaced, Routed, WaitCause
+from poolgrid.router.choosing import Chooser
 from poolgrid.router.core.selector import NoWorker
 from poolgrid.router.metrics import RouterMetrics
+from poolgrid.router.placement import Lack, NotPlaced, WaitCause
+from poolgrid.router.routed import Routed
 from poolgrid.router.settings import RouterSettings
 from poolgrid.router.waiting import WaitingLine
 from poolgrid.runtime.clock import SystemClock
