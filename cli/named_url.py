@@ -1,7 +1,8 @@
 """Where a router is that a command is given by name: ``--url dyn://namespace.router.http``.
 
 Commands find it as processes do, by ``POOLGRID_NAMES`` and what goes with it in the environment. The name is looked
-up once; of several processes the one that began last is taken.
+up when they start, and by those that go on also when who was found no longer answers. Of several processes the one
+that began last is taken.
 """
 
 from __future__ import annotations
@@ -35,8 +36,17 @@ def found_url(url: str) -> str:
 
 async def url_of(url: str) -> str:
     """Return a URL as it is, or that of a name; raises ``ValueError`` or ``OSError`` when nobody is found there."""
-    if not is_name(url):
-        return url
+    return (await _urls_of(url))[0] if is_name(url) else url
+
+
+async def other_url_of(url: str, silent: str) -> str:
+    """Return the URL of a name of which one is known that does not answer: another one, where there is one; raises as
+    ``url_of`` does."""
+    return next((each for each in await _urls_of(url) if each != silent), silent)
+
+
+async def _urls_of(url: str) -> list[str]:
+    """Return all that have a name, the latest first, and at least one."""
     name = parse_name(url)
     settings = _settings(url)
     # Imported when they are used: most commands are given URLs.
@@ -56,7 +66,7 @@ async def url_of(url: str) -> str:
         raise ValueError(f"nobody has that name at {where}")
     if not found[0].startswith(("http://", "https://")):
         raise ValueError(f"that is {found[0]}, which does not speak HTTP; the endpoint of a router is http")
-    return found[0]
+    return found
 
 
 def _settings(url: str) -> NamesSettings:

@@ -2,7 +2,8 @@
 
 ``view`` turns the two answers of the router into something to draw and reads no clock and no socket; ``top`` fetches
 and draws, or prints the answers as JSON. A global router is known by having no ``/v1/workers``. A router that goes away
-is shown as away, with the last known state, and asked again at the same interval.
+is shown as away, with the last known state, and asked again at the same interval; one that was found by its name is
+looked for again where names are, and whoever has the name then is watched in its place.
 """
 
 from __future__ import annotations
@@ -60,6 +61,9 @@ FLEET_PATH = "/v1/fleet"
 
 Fetch = Callable[[httpx.AsyncClient, "Frame"], Awaitable["Frame"]]
 """A look: what is to be seen now, from what was seen before."""
+
+Other = Callable[[str], Awaitable[str]]
+"""The URL to ask in place of one that does not answer, or that one; raises ``ValueError`` or ``OSError``."""
 
 _POOL_STYLES = {
     "available": "green",
@@ -383,12 +387,30 @@ async def _state(client: httpx.AsyncClient, is_global: bool) -> tuple[bool, byte
         return not is_global, await _get(client, WORKER_PATH if is_global else POOL_PATH)
 
 
-async def _watch(console: Console, url: str, interval_s: float, stop: asyncio.Event, look: Fetch) -> None:
+async def _elsewhere(client: httpx.AsyncClient, silent: Frame, look: Fetch, other: Other) -> Frame:
+    """Return what is to be seen where the name of a router that does not answer leads now."""
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            url = await other(silent.url)
+    except (ValueError, OSError) as error:
+        why = str(error) or f"looking its name up took more than {TIMEOUT_S:g} s"
+        return msgspec.structs.replace(silent, fault=f"{silent.fault}; {why}")
+    if url == silent.url:
+        return silent
+    client.base_url = httpx.URL(url)
+    return await look(client, msgspec.structs.replace(silent, url=url))
+
+
+async def _watch(
+    console: Console, url: str, interval_s: float, stop: asyncio.Event, look: Fetch, other: Other | None
+) -> None:
     frame = Frame(url)
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, headers=api_key_headers()) as client:
         with Live(console=console, screen=console.is_terminal, auto_refresh=False, transient=False) as live:
             while not stop.is_set():
                 frame = await look(client, frame)
+                if frame.fault is not None and other is not None:
+                    frame = await _elsewhere(client, frame, look, other)
                 live.update(view(frame), refresh=True)
                 try:
                     await asyncio.wait_for(stop.wait(), interval_s)
@@ -406,9 +428,11 @@ async def _look(console: Console, url: str, as_json: bool, look: Fetch) -> int:
     return 0 if frame.fault is None else 1
 
 
-def top(url: str, interval_s: float, once: bool, as_json: bool = False, fleet: bool = False) -> int:
+def top(
+    url: str, interval_s: float, once: bool, as_json: bool = False, fleet: bool = False, other: Other | None = None
+) -> int:
     """Show the router at ``url`` every ``interval_s`` seconds until SIGINT; with ``once`` show it once.
-    With ``fleet``, who has a name.
+    With ``fleet``, who has a name. Where it does not answer any more, ``other`` says whom to watch.
 
     Returns the exit code: with ``once`` 1 when the router did not answer as one, else 0; 2 for wrong arguments.
     """
@@ -424,7 +448,7 @@ def top(url: str, interval_s: float, once: bool, as_json: bool = False, fleet: b
         return asyncio.run(_look(console, url, as_json, look))
 
     async def main(stop: asyncio.Event) -> None:
-        await _watch(console, url, interval_s, stop, look)
+        await _watch(console, url, interval_s, stop, look, other)
 
     lifecycle.run(main)
     return 0

@@ -28,7 +28,11 @@ def top(
 
     With --fleet, the processes of all pools that share names.
     """
-    from poolgrid.cli.named_url import found_url
-    from poolgrid.cli.top import top as watch
+    from functools import partial
 
-    raise typer.Exit(watch(found_url(url), interval, once, as_json, fleet))
+    from poolgrid.cli.named_url import found_url, other_url_of
+    from poolgrid.cli.top import top as watch
+    from poolgrid.wire.names import is_name
+
+    other = partial(other_url_of, url) if is_name(url) else None
+    raise typer.Exit(watch(found_url(url), interval, once, as_json, fleet, other))

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from poolgrid.cli.main import app
+from poolgrid.cli.named_url import other_url_of
 from poolgrid.naming.directory import DirectoryNames
 from poolgrid.runtime.clock import SystemClock
 from poolgrid.wire.registration import encode_registration
@@ -28,14 +29,19 @@ COMMANDS = (
 
 @pytest.fixture
 def names(tmp_path: Path) -> Mapping[str, str]:
-    """A directory in which a router is registered that is gone by now, and the environment of who looks there."""
+    """A directory in which routers are registered that are gone by now, and the environment of who looks there."""
     directory = tmp_path / "names"
 
     async def register() -> None:
         store = DirectoryNames(directory, SystemClock())
         await store.open()
-        for number, address in ((1, "http://127.0.0.1:1"), (2, "http://127.0.0.1:2")):
-            made = registration(number, endpoints={"http": address, "select": "tcp://127.0.0.1:3"})
+        for number, address, pool in (
+            (1, "http://127.0.0.1:1", "blue"),
+            (2, "http://127.0.0.1:2", "blue"),
+            (3, "http://127.0.0.1:3", "red"),
+        ):
+            endpoints = {"http": address, "select": "tcp://127.0.0.1:3"}
+            made = registration(number, endpoints=endpoints, namespace=pool)
             await store.write(made, encode_registration(made))
 
     asyncio.run(register())
@@ -53,6 +59,26 @@ def refusal(environment: Mapping[str, str], *words: str) -> str:
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: " ".join(command[:2]))
 def test_a_name_is_where_its_latest_process_is(command: tuple[str, ...], names: Mapping[str, str]) -> None:
     assert "127.0.0.1:2" in refusal(names, *command, "--url", NAME), "that is whom it asked"
+
+
+def test_in_place_of_a_process_that_does_not_answer_another_one_of_its_name_is_found(
+    names: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+
+    assert asyncio.run(other_url_of(NAME, "http://127.0.0.1:2")) == "http://127.0.0.1:1"
+    assert asyncio.run(other_url_of(NAME, "http://127.0.0.1:1")) == "http://127.0.0.1:2"
+    assert asyncio.run(other_url_of(NAME, "http://127.0.0.1:9")) == "http://127.0.0.1:2"
+
+
+def test_where_no_other_process_has_the_name_it_is_asked_on(
+    names: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+
+    assert asyncio.run(other_url_of("dyn://red.router.http", "http://127.0.0.1:3")) == "http://127.0.0.1:3"
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: " ".join(command[:2]))

@@ -441,6 +441,28 @@ class TestTop:
         assert len(asked) >= 9
         assert "journal offset 1,234" in " ".join(capsys.readouterr().out.split())
 
+    def test_while_its_name_cannot_be_looked_up_the_router_that_is_known_is_asked_on(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        asked: list[str] = []
+
+        def answer(path: str) -> tuple[int, bytes]:
+            asked.append(path)
+            if len(asked) == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+            return 500, b""
+
+        async def other(silent: str) -> str:
+            raise OSError(f"nobody knows who is there in place of {silent}")
+
+        with serving(answer) as url:
+            code = top(url, 0.05, once=False, other=other)
+
+        assert code == 0
+        assert len(asked) >= 3
+        said = " ".join(capsys.readouterr().out.split())
+        assert "status 500; nobody knows who is there in place of" in said
+
 
 FLEET = {
     "object": "list",

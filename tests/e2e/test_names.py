@@ -15,6 +15,7 @@ import pytest
 from tests.e2e.disturbed_load import assert_unharmed, load_while
 from tests.e2e.fleet import all_available, assert_serves, pools
 from tests.e2e.processes import Process, eventually, is_settled
+from tests.e2e.screen import screen_of
 from tests.naming.api_server import ApiServer, in_a_thread
 from tests.naming.slices import endpoint, endpoint_slice
 
@@ -160,6 +161,19 @@ def test_one_of_two_routers_killed_under_load_costs_nothing_and_its_successor_is
 
     assert_unharmed(report)
     eventually("what is cached is known", lambda: is_settled(pool.routers[-1].url))
+
+
+def test_top_follows_a_name_from_a_router_that_is_killed_to_one_that_lives(pool: NamedPool) -> None:
+    watched = pool.begin_router("router-3").wait_ready()
+    with screen_of(
+        "top", "--url", f"dyn://{POOL}.router.http", "--interval", "0.2",
+        POOLGRID_NAMES="directory", POOLGRID_NAMES_DIR=str(pool.names),
+    ) as screen:  # fmt: skip
+        screen.read_until(f"{watched.url}   workers: 1 ready")
+
+        watched.kill()
+
+        screen.read_until(f"{pool.routers[-1].url}   workers: 1 ready")
 
 
 def test_who_ends_in_order_gives_its_name_back(pool: NamedPool) -> None:
