@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -19,8 +20,10 @@ def wait_to_be_killed():
 """
 
 
-def assert_it_ends_with_tests_that_are_killed(name: str, script: str, *arguments: str) -> None:
-    """Kill a process that runs ``script`` once that calls ``wait_to_be_killed``; a process ``name`` must be among those
+def assert_it_ends_with_tests_that_are_killed(
+    is_it: Callable[[psutil.Process], bool], script: str, *arguments: str
+) -> None:
+    """Kill a process that runs ``script`` once that calls ``wait_to_be_killed``; ``is_it`` must be true of one of those
     that it started, and none of them be left."""
     with subprocess.Popen(
         [sys.executable, "-c", BEFORE + script, *arguments],
@@ -31,7 +34,7 @@ def assert_it_ends_with_tests_that_are_killed(name: str, script: str, *arguments
         assert tests.stdout is not None
         assert tests.stdout.readline() == b"all is started\n"
         started = psutil.Process(tests.pid).children(recursive=True)
-        assert any(each.name().startswith(name) for each in started)
+        assert any(map(is_it, started))
         tests.kill()
 
         _, alive = psutil.wait_procs(started, PATIENCE_S)

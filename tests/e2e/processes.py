@@ -19,6 +19,7 @@ import psutil
 from typer.testing import CliRunner
 
 from poolgrid.cli.main import app
+from tests.guard import guarded
 
 READY_TIMEOUT_S = 180.0
 """A fleet of fourteen processes takes ten seconds of CPU to start, which a busy machine gives them in minutes."""
@@ -48,6 +49,7 @@ class Process:
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
                 start_new_session=True,
             )
+        guarded(self._process.pid)
         self._log = log
         self._told_to_end = False
         self.ready_words: list[str] = []

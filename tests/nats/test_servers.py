@@ -18,4 +18,4 @@ with one_server():
 
 
 def test_the_nats_server_of_tests_that_are_killed_ends_too() -> None:
-    assert_it_ends_with_tests_that_are_killed("nats-server", ONLY_A_SERVER)
+    assert_it_ends_with_tests_that_are_killed(lambda each: each.name() == "nats-server", ONLY_A_SERVER)
