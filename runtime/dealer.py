@@ -4,24 +4,14 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from poolgrid.runtime.stream_client import ClientOwner
 
-class DealerOwner(Protocol):
+
+class DealerOwner(ClientOwner, Protocol):
     """Who is told what happens to a connection."""
 
     def on_frame(self, frame: bytes) -> None:
         """Take a message."""
-        ...
-
-    def on_connected(self) -> None:
-        """Hear that messages may be sent, to a server that knows nothing yet."""
-        ...
-
-    def on_disconnected(self) -> None:
-        """Hear that the connection broke, after all that came over it; it is tried again."""
-        ...
-
-    def on_refused(self, why: str) -> None:
-        """Hear that what is there does not speak as it should; it is tried again."""
         ...
 
 

@@ -1,19 +1,22 @@
-"""ZMTP 3.0, as one side of a connection speaks it: greeting, handshake without security, and messages of one frame.
+"""ZMTP 3.0, as one side of a connection speaks it: greeting, handshake without security, and messages.
 
 Pure: bytes in, bytes and messages out. libzmq speaks the same (https://rfc.zeromq.org/spec/23/), with a thread and
 several system calls for every message; a connection that the event loop reads by itself needs neither.
 
 Rules
     1. A peer is believed once its greeting and its ``READY`` have come: it speaks at least ZMTP 3.0, without security,
-       and is a ROUTER. What it sends before is a fault.
-    2. A frame is a message, whether or not further frames follow it.
-    3. Nothing is kept for a frame that is longer than the limit: its header is a fault already.
+       and is of a kind that this one talks to. What it sends before is a fault.
+    2. To a DEALER a frame is a message, whether or not further frames follow it. To a SUB a message is the list of its
+       frames, at most ``MESSAGE_FRAMES_MAX``.
+    3. Nothing is kept for a frame that is longer than the limit: its header is a fault already. The frames of a message
+       that is not whole are kept, as long as they are together no longer than that either.
     4. After a fault the connection is to be closed; nothing more may be fed.
 """
 
 from __future__ import annotations
 
 import struct
+from typing import Any, NamedTuple
 
 SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
 GREETING_BYTES = 64
@@ -32,8 +35,8 @@ _SHORT_HEADER_BYTES, _LONG_HEADER_BYTES = 2, 9
 _VALUE_SIZE_BYTES = 4
 """Of the size of a property's value."""
 
-SERVERS = (b"ROUTER",)
-"""Whom a DEALER of a request plane talks to."""
+MESSAGE_FRAMES_MAX = 4096
+"""Frames of one message: several times those of the longest that a feed sends."""
 
 PING_CONTEXT_BYTES_MAX = 16
 """What a heartbeat may have repeated in its answer."""
@@ -60,16 +63,37 @@ def command(name: bytes, body: bytes) -> bytes:
     return bytes((_COMMAND, len(content))) + content
 
 
-READY = command(
-    b"READY",
-    b"\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER" + b"\x08Identity" + struct.pack(">I", 0),
-)
+class Kind(NamedTuple):
+    """A kind of socket, as one side of a connection."""
+
+    ready: bytes
+    """What it says when the peer has greeted."""
+    peers: tuple[bytes, ...]
+    """Kinds that it talks to."""
+    joins: bool = False
+    """Whether its messages are lists of frames."""
 
 
-class DealerSession:
+def _kind(name: bytes, *peers: bytes, joins: bool = False) -> Kind:
+    properties = b"\x0bSocket-Type" + struct.pack(">I", len(name)) + name + b"\x08Identity" + struct.pack(">I", 0)
+    return Kind(command(b"READY", properties), peers, joins)
+
+
+DEALER = _kind(b"DEALER", b"ROUTER")
+SUB = _kind(b"SUB", b"PUB", b"XPUB", joins=True)
+
+
+def subscription(topic: bytes) -> bytes:
+    """Return what a SUB sends to be sent what begins with ``topic``."""
+    return framed(b"\x01" + topic)
+
+
+class Session:
     """What one connection has come to: feed it what arrives, and send what it wants sent."""
 
-    def __init__(self, frame_bytes_max: int) -> None:
+    def __init__(self, kind: Kind, frame_bytes_max: int) -> None:
+        """Be a socket of a kind, which takes frames of so many bytes."""
+        self._kind = kind
         self.is_ready = False
         """Whether the handshake has succeeded: messages may be sent."""
         self.outgoing = GREETING
@@ -81,9 +105,13 @@ class DealerSession:
         self._held_bytes = 0
         self._wanted_bytes = 0
         """How much there must be before it is looked at again."""
+        self._message: list[bytes] = []
+        """Frames of a message that is not whole."""
+        self._message_bytes = 0
 
-    def feed(self, data: bytes) -> list[bytes]:
-        """Take what has arrived and return the messages that are whole now; raises ``ZmtpError``."""
+    def feed(self, data: bytes) -> list[Any]:
+        """Take what has arrived and return the messages that are whole now, frames or lists of frames as the kind of
+        socket has them; raises ``ZmtpError``."""
         if self._parts:
             self._parts.append(data)
             self._held_bytes += len(data)
@@ -99,9 +127,10 @@ class DealerSession:
                 return []
             _check_greeting(data[:GREETING_BYTES])
             self._greeted = True
-            self.outgoing += READY
+            self.outgoing += self._kind.ready
             at = GREETING_BYTES
-        messages: list[bytes] = []
+        messages: list[Any] = []
+        joins = self._kind.joins
         wanted = _SHORT_HEADER_BYTES
         while end - at >= _SHORT_HEADER_BYTES:
             flags = data[at]
@@ -125,15 +154,30 @@ class DealerSession:
                 break
             if flags & _COMMAND:
                 self._on_command(data[begin:stop])
-            elif self.is_ready:
-                messages.append(data[begin:stop])
-            else:
+            elif not self.is_ready:
                 raise ZmtpError("reading a frame: it came before the peer's READY; the connection is closed")
+            elif not joins:
+                messages.append(data[begin:stop])
+            elif flags & _MORE:
+                self._hold(data[begin:stop])
+            else:
+                messages.append([*self._message, data[begin:stop]])
+                self._message, self._message_bytes = [], 0
             at = stop
             wanted = _SHORT_HEADER_BYTES
         if at < end:
             self._keep(data[at:] if at else data, wanted)
         return messages
+
+    def _hold(self, frame: bytes) -> None:
+        """Keep a frame until its message is whole."""
+        self._message.append(frame)
+        self._message_bytes += len(frame)
+        if len(self._message) >= MESSAGE_FRAMES_MAX or self._message_bytes > self._frame_bytes_max:
+            raise ZmtpError(
+                f"reading a message: {len(self._message)} frames and {self._message_bytes:,} bytes, and it is not "
+                f"whole; allowed are {MESSAGE_FRAMES_MAX} and {self._frame_bytes_max:,} bytes; the connection is closed"
+            )
 
     def _keep(self, data: bytes, wanted_bytes: int) -> None:
         self._parts = [data] if data else []
@@ -145,10 +189,10 @@ class DealerSession:
         name, body = content[1 : 1 + size], content[1 + size :]
         if name == b"READY" and not self.is_ready:
             kind = _properties(body).get(b"socket-type", b"")
-            if kind not in SERVERS:
+            if kind not in self._kind.peers:
                 raise ZmtpError(
-                    f"shaking hands: the peer is a {_shown(kind) or 'socket of no type'}; allowed is ROUTER; the "
-                    "connection is closed"
+                    f"shaking hands: the peer is a {_shown(kind) or 'socket of no type'}; allowed: "
+                    f"{b', '.join(self._kind.peers).decode()}; the connection is closed"
                 )
             self.is_ready = True
         elif name == b"PING" and self.is_ready:

@@ -16,6 +16,8 @@ from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.complaints import Complaints
 from poolgrid.runtime.planes import watch_as_client
 from poolgrid.runtime.reconnecting import look_again_soon
+from poolgrid.runtime.subscriber import Subscriber
+from poolgrid.runtime.subscriber_choice import subscribe
 from poolgrid.runtime.zmq_socket import BatchSocket
 from poolgrid.wire import codec
 from poolgrid.wire.errors import DecodeError
@@ -25,9 +27,6 @@ from poolgrid.wire.limits import FRAME_BYTES_MAX
 from poolgrid.wire.loading import LOADING_TOPIC, LoadingWorker
 
 log = logging.getLogger(__name__)
-
-FEED_QUEUE_MAX = 50_000
-"""Messages that ZMQ keeps for us while we are busy; beyond it some are lost, which shows as a hole."""
 
 
 class FeedFollower(JournalFollower[FeedReader]):
@@ -49,30 +48,25 @@ class FeedFollower(JournalFollower[FeedReader]):
         super().__init__(FeedReader(answer_timeout_ms), listener, clock)
         self._complaints = Complaints(log, clock)
         self._context: zmq.Context[Any] = make_context()
-        self._subscription: zmq.Socket[bytes] = self._socket(zmq.SUB)
-        self._subscription.setsockopt(zmq.RCVHWM, FEED_QUEUE_MAX)
-        self._subscription.setsockopt(zmq.SUBSCRIBE, FEED_TOPIC)
-        self._query: zmq.Socket[bytes] = self._socket(zmq.DEALER)
+        self._subscription: Subscriber | None = None
+        """To the feed; what it misses shows as a hole."""
+        self._query: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        self._query.setsockopt(zmq.LINGER, 0)
+        self._query.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
+        look_again_soon(self._query)
         watch_as_client(self._query, "the consolidator's query plane")
         self._query.setsockopt(zmq.SNDHWM, 16)  # one question stands at a time
-        self._subscription_inbox = BatchSocket(self._subscription, self._on_feed)
         self._query_inbox = BatchSocket(self._query, self._on_answers)
         self.heard_ms: float | None = None
         """Monotonic time of the last message of the consolidator: it speaks at least every ``feed_keep_alive_ms``."""
         self.undecodable = 0
         self._loading = LoadingTable()
 
-    def _socket(self, kind: int) -> zmq.Socket[bytes]:
-        socket: zmq.Socket[bytes] = self._context.socket(kind)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
-        look_again_soon(socket)
-        return socket
-
     @property
     def behind(self) -> int:
         """Return how many records, at least, are missing of those that the consolidator is known to have."""
-        return max(self._reader.behind, int(self._subscription_inbox.has_more))
+        behind = self._reader.behind
+        return behind or int(self._subscription is not None and self._subscription.has_more)
 
     def loading(self) -> list[LoadingWorker]:
         """Return the workers that still load, as the consolidator was told."""
@@ -80,9 +74,8 @@ class FeedFollower(JournalFollower[FeedReader]):
 
     async def start(self) -> None:
         """Subscribe and ask for the snapshot."""
-        self._subscription_inbox.start()
+        self._subscription = subscribe(self._context, self._endpoints[0], FEED_TOPIC, self._on_feed)
         self._query_inbox.start()
-        self._subscription.connect(self._endpoints[0])
         self._query.connect(self._endpoints[1])
         self._carry_out(self._reader.start(self._clock.monotonic_ms()))
 
@@ -92,7 +85,8 @@ class FeedFollower(JournalFollower[FeedReader]):
             return
         self._closed = True
         self._stop_timer()
-        self._subscription_inbox.stop()
+        if self._subscription is not None:
+            self._subscription.close()
         self._query_inbox.stop()
         self._context.destroy(linger=0)
 

@@ -36,6 +36,7 @@ from poolgrid.router.consolidator.service import ConsolidatorService
 from poolgrid.router.consolidator.settings import ConsolidatorSettings
 from poolgrid.router.consolidator.sources_file import load_sources
 from poolgrid.runtime.clock import SystemClock
+from poolgrid.runtime.zmq_subscriber import ZmqSubscriber
 from poolgrid.wire.events import (
     AnyEvent,
     BlocksRemoved,
@@ -545,12 +546,14 @@ def test_a_follower_that_is_far_behind_a_short_journal_takes_another_snapshot() 
         follower = FeedFollower(service.feed_endpoint, service.query_endpoint, reader, SystemClock(), 100)
         await follower.start()
         await follower.wait_synced()
-        follower._subscription_inbox.pause()
-        follower._subscription.setsockopt(zmq.UNSUBSCRIBE, b"poolgrid")
+        subscription = follower._subscription
+        assert isinstance(subscription, ZmqSubscriber)
+        subscription.inbox.pause()
+        subscription.socket.setsockopt(zmq.UNSUBSCRIBE, b"poolgrid")
         random_work(pusher, random.Random(13), 200)
         await pusher.settle()
-        follower._subscription.setsockopt(zmq.SUBSCRIBE, b"poolgrid")
-        follower._subscription_inbox.resume()
+        subscription.socket.setsockopt(zmq.SUBSCRIBE, b"poolgrid")
+        subscription.inbox.resume()
         await reader.until(lambda: reader.offset == service.offset)
 
         assert reader.view == truth(pusher)

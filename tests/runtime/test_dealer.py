@@ -14,9 +14,10 @@ import zmq
 import zmq.asyncio
 from prometheus_client import CollectorRegistry
 
-from poolgrid.runtime import stream_dealer
+from poolgrid.runtime import stream_client, stream_conversation
 from poolgrid.runtime.dealer import Dealer
-from poolgrid.runtime.dealer_choice import Address, connect_dealer, plain_address
+from poolgrid.runtime.dealer_choice import connect_dealer
+from poolgrid.runtime.plain_address import Address, plain_address
 from poolgrid.runtime.planes import PlaneContext, PlaneMetrics
 from poolgrid.runtime.stream_dealer import StreamDealer
 from poolgrid.runtime.turns import MESSAGES_PER_TURN
@@ -272,7 +273,7 @@ def test_what_does_not_speak_as_it_should_is_said_and_tried_again(words: bytes, 
 def test_who_accepts_and_says_nothing_is_given_up_and_tried_again(
     run_loop: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream_dealer, "CONNECT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(stream_client, "CONNECT_TIMEOUT_S", 0.05)
 
     async def scenario(context: PlaneContext) -> None:
         async with connected_to(context, saying(b"")) as (_, owner), asyncio.timeout(TIMEOUT_S):
@@ -327,7 +328,7 @@ def test_a_flood_leaves_others_their_turns(run_loop: Run) -> None:
 def test_a_server_that_reads_nothing_is_refused_more_and_served_again_when_it_reads(
     run_loop: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream_dealer, "SEND_BYTES_MAX", 1_000_000)
+    monkeypatch.setattr(stream_conversation, "SEND_BYTES_MAX", 1_000_000)
 
     async def scenario(context: PlaneContext) -> None:
         go_on = asyncio.Event()
