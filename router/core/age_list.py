@@ -1,18 +1,26 @@
-"""Things in order of age: a list whose links lie in the things themselves, so that any can go at any time."""
+"""Things in order of age: a list whose links lie in the things themselves, so that any can go at any time.
+
+The garbage collector does not know these things (``gc=False``), nor dicts that hold nothing else: it would look at each
+of millions whenever it looked at one, some fifty milliseconds at a time. So whoever lets go of them cuts their links,
+which would keep them alive.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
+import msgspec
 
-class Aged:
+
+class Aged(msgspec.Struct, kw_only=True, eq=False, gc=False):
     """What can stand in an ``AgeList``, in one at a time."""
 
-    __slots__ = ("newer", "older")
+    older: Any = None
+    newer: Any = None
 
-    older: Any
-    newer: Any
+    __repr__ = object.__repr__
+    """Not by its fields, which lead to all the others."""
 
 
 A = TypeVar("A", bound=Aged)
@@ -102,6 +110,10 @@ class AgeList(Generic[A]):
             return None
         self.remove(thing)
         return thing  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """Cut the link of an empty list to itself; it is of no use any more."""
+        self._end.older = self._end.newer = None
 
     def __iter__(self) -> Iterator[A]:
         """Yield all from the oldest to the newest; the list must not change meanwhile."""

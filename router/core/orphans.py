@@ -6,6 +6,7 @@ They do not count as overlap. The index brings them back into reach when the mis
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from poolgrid.router.core.age_list import Aged, AgeList
 from poolgrid.router.sharded_map import ShardedMap
@@ -17,14 +18,11 @@ CLEARED_COSTS = 3
 class Orphan(Aged):
     """One block, who holds it, and its place among those with the same parent."""
 
-    __slots__ = ("left", "mask", "parent", "right", "sequence_hash")
-
-    def __init__(self, sequence_hash: int, mask: int, parent: int) -> None:
-        self.sequence_hash = sequence_hash
-        self.mask = mask
-        self.parent = parent
-        self.left: Orphan | None = None
-        self.right: Orphan | None = None
+    sequence_hash: int
+    mask: int
+    parent: int
+    left: Any = None
+    right: Any = None
 
 
 class Orphans:
@@ -36,6 +34,11 @@ class Orphans:
         self._below: ShardedMap[Orphan] = ShardedMap(shard_entries)
         """The first orphan below each parent; the others follow to its right."""
         self._ages: AgeList[Orphan] = AgeList()
+
+    def __del__(self) -> None:
+        while (orphan := self._ages.discard_newest()) is not None:
+            orphan.left = orphan.right = None
+        self._ages.close()
 
     def get(self, sequence_hash: int) -> Orphan | None:
         """Return one of them, or ``None``."""

@@ -8,6 +8,8 @@ Rules
        also where a hundred thousand runs continue the same one.
     4. A run names only runs that are in the forest: one that is taken out loses its links, and one that is no leaf has
        none to leaves. A prefix that stays for days would else keep alive whatever was its neighbour once.
+    5. A forest that nobody names any more cuts all links, as the garbage collector does not know runs. Who has others
+       to serve takes the newest out, one after the other, before (``discard_newest``).
 """
 
 from __future__ import annotations
@@ -17,31 +19,26 @@ from typing import Any
 
 from poolgrid.router.core.age_list import Aged, AgeList
 
-RUN_BYTES = 176
+RUN_BYTES = 144
 """A run with its list, without what is in the list: measured."""
 
 
 class Run(Aged):
     """Consecutive blocks of one path with the same holders."""
 
-    __slots__ = ("blocks", "child", "left", "mask", "newer_leaf", "older_leaf", "parent", "right", "used")
-
-    older_leaf: Any
-    newer_leaf: Any
-
-    def __init__(self, parent: int | None, blocks: array[int], mask: int) -> None:
-        self.parent = parent
-        """The block before the first."""
-        self.blocks = blocks
-        """Their hashes; an array, because the garbage collector looks at each element of a list."""
-        self.mask = mask
-        self.child: Run | None = None
-        """One of the runs that continue the last block; the others follow to its right."""
-        self.left: Run | None = None
-        self.right: Run | None = None
-        self.older_leaf = self.newer_leaf = None
-        self.used = False
-        """True when it grew or was stored again since eviction looked at it last."""
+    parent: int | None
+    """The block before the first."""
+    blocks: array[int]
+    """Their hashes."""
+    mask: int
+    child: Any = None
+    """One of the runs that continue the last block; the others follow to its right."""
+    left: Any = None
+    right: Any = None
+    older_leaf: Any = None
+    newer_leaf: Any = None
+    used: bool = False
+    """True when it grew or was stored again since eviction looked at it last."""
 
 
 class RunForest:
@@ -55,6 +52,12 @@ class RunForest:
         end = Run(None, array("Q"), 0)
         end.older_leaf = end.newer_leaf = end
         self._leaves_end = end
+
+    def __del__(self) -> None:
+        while self.discard_newest() is not None:
+            pass
+        self.ages.close()
+        self._no_leaf(self._leaves_end)
 
     def add(self, run: Run, above: Run | None) -> None:
         """Add a new run; it continues the last block of ``above``, or nothing."""

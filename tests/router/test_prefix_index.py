@@ -5,6 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import random
+import weakref
+from array import array
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from poolgrid.router.core import prefix_index, run_forest
 from poolgrid.router.core.prefix_index import (
     BYTES_PER_BLOCK,
     HASHES_END,
@@ -443,12 +447,53 @@ def test_a_prefix_that_everybody_continues_stays_while_its_continuations_are_for
     assert index.overlap([1, 2, 3, 1000], A) == TierOverlap(3)
 
 
-def test_a_prefix_that_stays_keeps_nothing_alive_of_what_came_and_went_beside_it() -> None:
-    def runs() -> int:
-        gc.collect()
-        return sum(isinstance(each, Run) for each in gc.get_objects())
+@pytest.fixture
+def living_runs(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Return what tells how many runs are alive of those made from here on; the garbage collector does not know."""
+    blocks: list[weakref.ref[array[int]]] = []
 
-    earlier = runs()
+    def make(*arguments: Any) -> Run:
+        run = Run(*arguments)
+        blocks.append(weakref.ref(run.blocks))  # its own, and as alive as it is
+        return run
+
+    monkeypatch.setattr(prefix_index, "Run", make)
+    monkeypatch.setattr(run_forest, "Run", make)
+    return lambda: sum(each() is not None for each in blocks)
+
+
+def test_the_garbage_collector_never_looks_at_what_an_index_holds() -> None:
+    index = PrefixIndex()
+    for number in range(1000):
+        index.store(A, None, [number << 48, number << 48 | 1])
+        index.store(B, number, [number << 48 | 2])
+
+    assert index._orphans.entries == 1000
+    maps = (index._reach, index._orphans._by_hash, index._orphans._below)
+    held = [*index._runs.ages, *index._orphans, *(shard for each in maps for shard in each.each_shard())]
+    assert not any(map(gc.is_tracked, held))
+
+
+def test_an_index_that_nobody_names_any_more_is_freed_with_all_it_held(living_runs: Callable[[], int]) -> None:
+    index = PrefixIndex()
+    for number in range(100):
+        index.store(A, None, [number, 1000 + number, 2000 + number])
+        index.store(A, 1000 + number, [3000 + number])
+        index.store(B, number, [4000 + number])
+        index.store(B, number, [5000 + number])
+    orphans = list(index._orphans)
+    assert living_runs() > 300
+    assert len(orphans) == 200
+
+    del index
+
+    assert living_runs() == 0
+    assert all(each.older is each.newer is each.left is each.right is None for each in orphans)
+
+
+def test_a_prefix_that_stays_keeps_nothing_alive_of_what_came_and_went_beside_it(
+    living_runs: Callable[[], int],
+) -> None:
     index = PrefixIndex()
     index.store(A, None, [1, 2, 3])
     index.store(A, None, [11, 12])
@@ -466,7 +511,7 @@ def test_a_prefix_that_stays_keeps_nothing_alive_of_what_came_and_went_beside_it
 
     assert len(index) == 7
     # Three prefixes and the end of the leaves, which looks like a run.
-    assert runs() - earlier == 4
+    assert living_runs() == 4
     assert_sound(index)
 
 
