@@ -2,7 +2,8 @@
 
 A request makes a few hundred objects and almost no cycles: reference counting frees them. With Python's default of 700
 objects the collector runs every few requests and finds nothing, about 4 % of a router's time; and each of its rare full
-runs looks at everything that lives, which for an index of millions of blocks is a pause that clients see.
+runs looks at everything that lives. What there are millions of it does not know (``poolgrid.router.core.age_list``): a
+look at them is a pause that clients see.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from typing import Any
 
 import zmq
 
+from poolgrid.runtime.bulk_work import BulkWork
 from poolgrid.runtime.turns import MESSAGES_PER_TURN, TURN_S, WITHOUT_A_CLOCK
 
 log = logging.getLogger(__name__)
@@ -39,9 +40,9 @@ BATCH_MESSAGES_MAX = 64
 BATCH_LOOKS = 4
 """The same as ``LOOKS`` for a batch, at whose end nobody sends: the exception costs as much as six questions."""
 
-BATCH_BYTES_MAX = 4 * 1024
-"""Bytes handed over at once, and the rest of the last message: 512 blocks are a millisecond of work, with a router in
-the same process. Tokens of requests wait for that, in every turn while workers tell of all they hold."""
+BATCH_BYTES_MAX = 2 * 1024
+"""Bytes handed over at once, and the rest of the last message: 256 blocks are half a millisecond of work, with a router
+in the same process. Tokens of requests wait for that, in every turn while workers tell of all they hold."""
 
 
 def receive_frames(socket: zmq.Socket[bytes], flags: int) -> list[bytes]:
@@ -207,9 +208,17 @@ class BatchSocket(_LoopSocket):
     queue fills and then the peers' do.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], on_messages: Callable[[list[list[bytes]]], None]) -> None:
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        on_messages: Callable[[list[list[bytes]]], None],
+        bulk: BulkWork | None = None,
+    ) -> None:
+        """With ``bulk`` it receives in turn with all else that is done there."""
         super().__init__(socket, on_messages)
+        self._bulk = bulk
         self._paused = False
+        self._given_back: list[list[bytes]] = []
         self.has_more = False
         """Whether messages were left behind when it last received: others run before they are taken."""
 
@@ -217,9 +226,22 @@ class BatchSocket(_LoopSocket):
         """Look for messages soon, in a callback of its own, in which more may have come."""
         if not self._scheduled and not self._paused and self._loop is not None:
             self._scheduled = True
-            self._loop.call_soon(self._drain)
+            bulk = self._bulk
+            if bulk is not None and (bulk.busy or self.has_more):
+                bulk.soon(self._drain)
+            else:
+                self._loop.call_soon(self._drain)
 
     _on_signal = check
+
+    def give_back(self, messages: list[list[bytes]]) -> None:
+        """Return the last of the messages that are being handled: they come again, first, once others had their turn.
+
+        For who takes longer over them than he should.
+        """
+        self._given_back = messages
+        self.has_more = True
+        self.check()
 
     def sent(self) -> None:
         """Call this after sends on the same socket: they may have used up the signal of what came meanwhile."""
@@ -239,18 +261,22 @@ class BatchSocket(_LoopSocket):
         self._scheduled = False
         if self._loop is None or self._paused:
             return
-        messages: list[list[bytes]] = []
+        messages, self._given_back = self._given_back, []
         room = BATCH_BYTES_MAX
+        for frames in messages:
+            room -= len(frames[-1])
         socket = self.socket
         self.has_more = False
         try:
-            while len(messages) >= BATCH_LOOKS or socket.getsockopt(_EVENTS) & _POLLIN:  # type: ignore[operator]
+            while True:
+                if room <= 0 or len(messages) >= BATCH_MESSAGES_MAX:
+                    self.has_more = True
+                    break
+                if len(messages) < BATCH_LOOKS and not socket.getsockopt(_EVENTS) & _POLLIN:  # type: ignore[operator]
+                    break
                 frames = receive_frames(socket, _NOBLOCK)
                 room -= len(frames[-1])
                 messages.append(frames)
-                if room <= 0 or len(messages) == BATCH_MESSAGES_MAX:
-                    self.has_more = True
-                    break
         except zmq.Again:
             pass  # that was all
         except zmq.ZMQError as error:

@@ -4,7 +4,7 @@ Rules
     1. Turns are stored in the order in which they were put, and told so (``on_stored``) in that order. A turn without
        records waits behind those before it: what it answers may name what they hold.
     2. One write is under way at a time; the next takes everything that waits, up to ``WRITE_BYTES_MAX``. What one has
-       stored is told bit by bit, with turns of the event loop between.
+       stored is told bit by bit, in turn with all else that is done in bulk (``poolgrid.runtime.bulk_work``).
     3. A write that fails is tried again every ``append_retry_ms``, for ever; nothing behind it is stored before it.
     4. A journal that is somebody else's now (``JournalFenced``) takes nothing any more: what waits is never stored, and
        ``on_fenced`` is told once.
@@ -27,6 +27,7 @@ from typing import Any, Literal
 from poolgrid.router.consolidator.core.consolidator import Turn
 from poolgrid.router.consolidator.journal.errors import JournalFenced
 from poolgrid.router.consolidator.ports import Journal
+from poolgrid.runtime.bulk_work import SLICE_MS, BulkWork
 from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.tasks import Restart, supervised
 
@@ -86,6 +87,7 @@ class JournalWriter:
         on_full: Callable[[], None],
         on_room: Callable[[], None],
         on_fenced: Callable[[JournalFenced], None],
+        bulk: BulkWork,
     ) -> None:
         self.errors = 0
         """Appends, and syncs before an acknowledgement, that failed."""
@@ -103,6 +105,7 @@ class JournalWriter:
         self._on_full = on_full
         self._on_room = on_room
         self._on_fenced = on_fenced
+        self._bulk = bulk
         self._fenced = False
         self._waiting: deque[_Item] = deque()
         self._stored: deque[_Item] = deque()
@@ -221,11 +224,16 @@ class JournalWriter:
     async def _tell(self) -> None:
         """Tell of the turns that are stored; others have their turn between, for this may be seconds of work."""
         stored = self._stored
+        monotonic_ms = self._clock.monotonic_ms
+        if stored and self._bulk.busy:
+            await self._bulk.turn()
         room = TELL_BYTES
+        ends_ms = monotonic_ms() + SLICE_MS
         while stored:
-            if room <= 0:
-                await asyncio.sleep(0)
+            if room <= 0 or monotonic_ms() >= ends_ms:
+                await self._bulk.turn()
                 room = TELL_BYTES
+                ends_ms = monotonic_ms() + SLICE_MS
             item = stored.popleft()
             room -= sum(map(len, item.payloads)) + RECORD_BYTES * (1 + len(item.payloads))
             self._waiting_bytes -= item.size

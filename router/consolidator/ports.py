@@ -77,8 +77,8 @@ class Journal(Protocol):
         """Yield the content of a snapshot, to be kept; each part is a millisecond or two of work, and no wait."""
         ...
 
-    def keep_snapshot(self, offset: int, parts: Sequence[bytes]) -> None:
-        """Keep a snapshot: all parts of one at that offset."""
+    def keep_snapshot(self, offset: int, parts: Iterable[bytes]) -> None:
+        """Keep a snapshot: all parts of one at that offset, each asked for once."""
         ...
 
     @property

@@ -10,8 +10,9 @@ leases; nothing is acknowledged or published before it is in the journal. Once t
 received any more. What piles up then is bounded by the sockets' queues and by the workers' outboxes, which end in a
 restated cache; leases stand still (``AwakeClock.hold``).
 
-What takes long without a disk is done on the loop, in slices of so many blocks, with turns for others between: a
-thread that computes keeps a loop from running for longer than a slice does. So a snapshot, for the disk or for a
+What takes long without a disk is done on the loop, in slices, one in each of its turns whatever it is for
+(``poolgrid.runtime.bulk_work``): a thread that computes keeps a loop from running for longer than a slice does. So a
+snapshot, for the disk or for a
 router, is made of the state frozen at one offset, while records go on being applied (``core.frozen_blocks``).
 
 The state is the fold of the journal. A turn that fails midway may have changed the state without a record of it, so it
@@ -46,6 +47,7 @@ from poolgrid.router.consolidator.settings import ConsolidatorSettings
 from poolgrid.router.consolidator.snapshot_parts import cut_snapshot
 from poolgrid.router.consolidator.sources_file import FurtherPub, load_sources
 from poolgrid.runtime.awake_clock import AwakeClock
+from poolgrid.runtime.bulk_work import SLICE_MS, BulkWork
 from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.complaints import Complaints, shown_peer
 from poolgrid.runtime.planes import name_plane
@@ -86,10 +88,10 @@ FILES_LOOK_MS = 1000.0
 whether the journal is too large."""
 
 LEASE_PUT_OFF_MAX = 1000
-"""How often leases are looked at a millisecond later because messages are still unread; each time 512 of them are."""
+"""How often leases are looked at a millisecond later because messages are still unread; each time some of them are."""
 
-SLICE_BLOCKS = 1024
-"""Changes made to what was frozen, and blocks freed, between two turns: half a millisecond."""
+SLICE_BLOCKS = 512
+"""Changes made to what was frozen, and blocks freed, in one turn: a quarter to half a millisecond."""
 
 THREADS = 4
 """One each for appends, syncs, a snapshot and replays, so that none waits for another."""
@@ -135,6 +137,9 @@ class ConsolidatorService:
         self.query_endpoint = ""
         self._life = self.consolidator_id.encode()
         self._clock = AwakeClock(clock, min(settings.lease_ms, settings.stale_after_ms))
+        self._running_clock = clock
+        """For how long things take: it goes on where leases stand still."""
+        self._bulk = BulkWork(clock)
         self._complaints = Complaints(log, clock)
         self._registry = registry
         self._collector = ConsolidatorCollector(self)
@@ -260,6 +265,7 @@ class ConsolidatorService:
             self._block,
             self._unblock,
             self._fence,
+            self._bulk,
         )
         self._syncs_later = settings.fsync == "interval" and not self._journal.in_memory
         opened.push_async_callback(self._writer.finish)
@@ -324,7 +330,7 @@ class ConsolidatorService:
         self.ingest_endpoint = bind(self._ingest, settings.host, settings.ingest_port, "ingest_port")
         self.feed_endpoint = bind(self._feed, settings.host, settings.feed_port, "feed_port")
         self.query_endpoint = bind(self._query, settings.host, settings.query_port, "query_port")
-        self._ingest_inbox = BatchSocket(self._ingest, self._on_ingest)
+        self._ingest_inbox = BatchSocket(self._ingest, self._on_ingest, self._bulk)
         self._query_inbox = BatchSocket(self._query, self._on_queries)
         self._send_reply = message_sender(self._ingest)
         self._send_feed = message_sender(self._feed)
@@ -510,7 +516,7 @@ class ConsolidatorService:
         """Free a slice of what workers no longer hold, and have the next freed once others had their turn."""
         self._freeing = self._core is not None and self._core.pool.discarded.free(SLICE_BLOCKS)
         if self._freeing and not self._stopping:
-            asyncio.get_running_loop().call_soon(self._free)
+            self._bulk.soon(self._free)
 
     def _break(self, error: Exception) -> None:
         """Go no further on a state of which the journal does not know."""
@@ -629,8 +635,15 @@ class ConsolidatorService:
     # Ingest
 
     def _on_ingest(self, messages: list[list[bytes]]) -> None:
+        monotonic_ms = self._running_clock.monotonic_ms
+        ends_ms = monotonic_ms() + SLICE_MS
+
         def work(core: Consolidator, turn: Turn) -> None:
-            for frames in messages:
+            for at, frames in enumerate(messages):
+                if at and monotonic_ms() >= ends_ms:
+                    # A map was divided, or the machine is slow: what is left has its turn later.
+                    self._ingest_inbox.give_back(messages[at:])
+                    break
                 try:
                     if len(frames) != 3:
                         raise DecodeError("a worker's message", f"{len(frames)} frames, expected are 3")
@@ -787,7 +800,7 @@ class ConsolidatorService:
             try:
                 for item in make(frozen):
                     made.append(item)
-                    await asyncio.sleep(0)
+                    await self._bulk.turn()
                     if self._stopping:
                         break  # nobody will want it
             finally:
@@ -795,7 +808,7 @@ class ConsolidatorService:
                 more = True
                 while more:
                     more = pool.thaw(SLICE_BLOCKS)
-                    await asyncio.sleep(0)
+                    await self._bulk.turn()
                 if pool.discarded and not self._freeing:
                     self._free()
             return offset, states, made
@@ -808,7 +821,7 @@ class ConsolidatorService:
             if not await self._stored(offset):
                 return
             async with self._keeping:
-                await self._on_thread(self._journal.keep_snapshot, offset, parts)
+                await self._on_thread(self._journal.keep_snapshot, offset, _given_away(parts))
                 removed = await self._on_thread(self._journal.retain, self._clock.wall_ms())
         except JournalFenced as error:
             self._fence(error)
@@ -989,7 +1002,7 @@ class ConsolidatorService:
                         workers = states if number == 0 else []
                         if not self._send_part(peer, SnapshotPart(request, offset, number, last, workers, chains)):
                             break
-                        await asyncio.sleep(0)
+                        await self._bulk.turn()
                         if self._stopping:
                             return
         finally:
@@ -1014,3 +1027,13 @@ class ConsolidatorService:
         finally:
             self._query_inbox.check()
         return True
+
+
+def _given_away(parts: list[T]) -> Iterator[T]:
+    """Yield the parts of a list, which is empty then: whoever takes them frees them, one by one.
+
+    A snapshot of millions of blocks, freed at once by the loop, keeps everybody waiting for fifty milliseconds.
+    """
+    parts.reverse()
+    while parts:
+        yield parts.pop()

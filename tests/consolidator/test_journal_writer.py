@@ -15,6 +15,7 @@ from poolgrid.router.consolidator import journal_writer
 from poolgrid.router.consolidator.core.consolidator import Now, Turn
 from poolgrid.router.consolidator.journal.memory import MemoryJournal
 from poolgrid.router.consolidator.journal_writer import JournalWriter
+from poolgrid.runtime.bulk_work import BulkWork
 from poolgrid.runtime.clock import SystemClock
 from poolgrid.wire.ingest import Unknown
 
@@ -66,6 +67,7 @@ class Scene:
             lambda: self.calls.append("full"),
             lambda: self.calls.append("room"),
             lambda error: self.calls.append(f"fenced: {error}"),
+            BulkWork(SystemClock()),
         )
 
     def put(self, number: int, records: int = 1, size: int = 10) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import zmq
 
+from poolgrid.runtime.bulk_work import BulkWork
+from poolgrid.runtime.clock import SystemClock
 from poolgrid.runtime.turns import TURN_S
 from poolgrid.runtime.zmq_socket import (
     BATCH_BYTES_MAX,
@@ -56,6 +58,46 @@ def test_a_flood_is_taken_in_bit_by_bit_and_others_have_their_turn_between(size:
             context.destroy(linger=0)
         assert taken == [at_once, at_once, at_once, 1]
         assert all(before < after for before, after in pairwise(turns_at))
+
+    asyncio.run(scenario())
+
+
+def test_what_is_given_back_comes_again_before_all_that_came_later() -> None:
+    async def scenario() -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        taken: list[bytes] = []
+        at_a_time: list[int] = []
+        last = asyncio.Event()
+        sender, receiver = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+        receiver.bind("inproc://given-back")
+        sender.connect("inproc://given-back")
+
+        def handle(messages: list[list[bytes]]) -> None:
+            at_a_time.append(len(messages))
+            for at, (frame,) in enumerate(messages):
+                if at == 2:
+                    inbox.give_back(messages[at:])
+                    return
+                taken.append(frame)
+                if frame == b"9":
+                    last.set()
+
+        inbox = BatchSocket(receiver, handle, BulkWork(SystemClock()))
+        for number in range(5):
+            sender.send(b"%d" % number)
+        inbox.start()
+        try:
+            async with asyncio.timeout(10):
+                while not taken:  # noqa: ASYNC110 - what is under test fills a list
+                    await asyncio.sleep(0)
+                for number in range(5, 10):
+                    sender.send(b"%d" % number)
+                await last.wait()
+        finally:
+            inbox.close()
+            context.destroy(linger=0)
+        assert taken == [b"%d" % number for number in range(10)]
+        assert max(at_a_time) <= 8, "what was given back counts like what is read"
 
     asyncio.run(scenario())
 

@@ -25,9 +25,8 @@ from poolgrid.router.sharded_map import ShardedMap
 PAGE_BLOCKS = 1024
 """Blocks of a page, and the rest of the chain that fills it: looking for one on its page takes microseconds."""
 
-SHARD_ENTRIES = 16_384
-"""Blocks that are looked up in one dict, which is quicker than in several; it is split in three to four milliseconds.
-With fewer, a worker of a million blocks is split three times over."""
+SHARD_ENTRIES = 4096
+"""Blocks that are looked up in one dict, which is quicker than in several; it is split in a millisecond."""
 
 SPARSE_SHARE = 8
 """A page is to be written anew when no more than this part of it is held."""

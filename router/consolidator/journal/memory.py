@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 from poolgrid.router.consolidator.core.pool_state import FrozenPool, PoolState
@@ -76,7 +76,7 @@ class MemoryJournal:
         """Yield nothing: there is no restart to be quick at."""
         return iter(())
 
-    def keep_snapshot(self, offset: int, parts: Sequence[bytes]) -> None:
+    def keep_snapshot(self, offset: int, parts: Iterable[bytes]) -> None:
         """Do nothing."""
 
     @property

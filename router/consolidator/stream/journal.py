@@ -23,7 +23,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from poolgrid.router.consolidator.core.pool_state import FrozenPool, PoolState
@@ -365,7 +365,7 @@ class StreamJournal:
         """Return the content of a snapshot, as ``snapshot_file.parts`` yields it."""
         return snapshot_file.parts(frozen, 0)
 
-    def keep_snapshot(self, offset: int, parts: Sequence[bytes]) -> None:
+    def keep_snapshot(self, offset: int, parts: Iterable[bytes]) -> None:
         """Keep a snapshot and remove those before the newest two; may be called from another thread."""
         self._check()
         facts = self._stream.facts()
