@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 from poolgrid.runtime.reconnecting import RECONNECT_MAX_MS, RECONNECT_MS
@@ -80,7 +81,7 @@ class StreamClient:
                 self.conversation = None
                 conversation.abort()
             if conversation.fault:
-                self._owner.on_refused(conversation.fault)
+                _tell(partial(self._owner.on_refused, conversation.fault))
             await asyncio.sleep(pause_ms / 1000)
             pause_ms = min(RECONNECT_MAX_MS, 2 * pause_ms)
 

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any, cast
 
+from poolgrid.runtime.reconnecting import probe_when_silent
 from poolgrid.runtime.turns import MESSAGES_PER_TURN, TURN_S, WITHOUT_A_CLOCK
 from poolgrid.runtime.zmtp import Kind, Session, ZmtpError
 from poolgrid.wire.limits import FRAME_BYTES_MAX
@@ -62,6 +63,7 @@ class StreamConversation(asyncio.Protocol):
         stream = cast(asyncio.Transport, transport)  # uvloop's are of no class of asyncio's
         self._transport = stream
         self.write = stream.write
+        probe_when_silent(stream.get_extra_info("socket"))
         stream.set_write_buffer_limits(SEND_BYTES_MAX, SEND_BYTES_MAX // 2)
         self._send_words()
 
@@ -134,7 +136,8 @@ class StreamConversation(asyncio.Protocol):
 
     def _send_words(self) -> None:
         words, self._session.outgoing = self._session.outgoing, b""
-        self.write(words)
+        if not self.is_full:  # who takes nothing gets no answers to heartbeats either
+            self.write(words)
 
     def _give_up(self, error: ZmtpError) -> None:
         self.fault = str(error)

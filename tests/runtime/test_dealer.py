@@ -14,7 +14,7 @@ import zmq
 import zmq.asyncio
 from prometheus_client import CollectorRegistry
 
-from poolgrid.runtime import stream_client, stream_conversation
+from poolgrid.runtime import reconnecting, stream_client, stream_conversation
 from poolgrid.runtime.dealer import Dealer
 from poolgrid.runtime.dealer_choice import connect_dealer
 from poolgrid.runtime.plain_address import Address, plain_address
@@ -22,10 +22,13 @@ from poolgrid.runtime.planes import PlaneContext, PlaneMetrics
 from poolgrid.runtime.stream_dealer import StreamDealer
 from poolgrid.runtime.turns import MESSAGES_PER_TURN
 from poolgrid.runtime.zmq_dealer import ZmqDealer
-from poolgrid.runtime.zmtp import GREETING
+from poolgrid.runtime.zmtp import GREETING, PING_CONTEXT_BYTES_MAX, command
 from tests.runtime.test_zmtp import HANDSHAKE
 
 TIMEOUT_S = 20.0
+
+TCP_REPAIR = 19
+"""Linux's option of a socket that is closed without a word then."""
 
 
 class Owner:
@@ -348,6 +351,79 @@ def test_a_server_that_reads_nothing_is_refused_more_and_served_again_when_it_re
             assert not dealer.send(b"more")
             go_on.set()
             await send_when_taken(dealer, b"more")
+
+    with plain_context() as context:
+        run_loop(scenario(context))
+
+
+@LOOPS
+def test_answers_to_the_heartbeats_of_a_server_that_reads_nothing_are_bounded(
+    run_loop: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_conversation, "SEND_BYTES_MAX", 100_000)
+    pings = command(b"PING", b"\0\1" + bytes(PING_CONTEXT_BYTES_MAX)) * 4_000
+
+    async def scenario(context: PlaneContext) -> None:
+        all_sent = asyncio.Event()
+
+        async def deaf(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(HANDSHAKE)
+            for _ in range(120):  # 12 MB, of which the kernel keeps the answers to some
+                writer.write(pings)
+                await writer.drain()
+            all_sent.set()
+
+        async with connected_to(context, deaf, limit=1000) as (dealer, _), asyncio.timeout(TIMEOUT_S):
+            await all_sent.wait()
+            assert isinstance(dealer, StreamDealer)
+            assert dealer.conversation is not None
+            transport = dealer.conversation._transport
+            assert transport is not None
+            assert 0 < transport.get_write_buffer_size() < 1_000_000
+            assert not dealer.send(b"a request"), "nor does it take anything else"
+
+    with plain_context() as context:
+        run_loop(scenario(context))
+
+
+def may_forget_connections() -> bool:
+    """Return whether a connection may be forgotten without a word to its other end: ``CAP_NET_ADMIN``."""
+    with socket.socket() as probe:
+        try:
+            probe.setsockopt(socket.IPPROTO_TCP, TCP_REPAIR, 1)
+        except (OSError, AttributeError):
+            return False
+    return True
+
+
+@KINDS
+@LOOPS
+@pytest.mark.skipif(not may_forget_connections(), reason="only root may forget a connection as lost power does")
+def test_a_server_whose_machine_lost_its_power_is_found_again_by_who_says_nothing(
+    make: Make, run_loop: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reconnecting, "PROBED_AFTER_S", 1)
+
+    async def scenario(context: PlaneContext) -> None:
+        owner = Owner()
+        lose_power = asyncio.Event()
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(HANDSHAKE)
+            await reader.readuntil(b"\x08Identity\0\0\0\0")  # its last word
+            await lose_power.wait()
+            writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, TCP_REPAIR, 1)
+            writer.transport.abort()
+
+        async with endpoint_of(answer) as endpoint, asyncio.timeout(TIMEOUT_S):
+            dealer = make(context, endpoint, owner)
+            assert await owner.news.get() == "connected"
+            await asyncio.sleep(0.1)  # nothing is on its way any more, which would be answered
+            lose_power.set()
+            assert await owner.news.get() == "disconnected after 0"
+            lose_power.clear()
+            assert await owner.news.get() == "connected"
+            dealer.close()
 
     with plain_context() as context:
         run_loop(scenario(context))
