@@ -60,12 +60,19 @@ class CommandConnection:
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True, name="NATS").start()
         self.nats = NatsConnection(settings, "poolgrid journal", SystemClock())
-        try:
-            self.wait(self.nats.open(), CONNECT_TIMEOUT_S)
-        except TimeoutError:
-            raise OSError(f"no NATS server answers at {self.url} within {CONNECT_TIMEOUT_S:g} s") from None
         # Also at the end of the process, for whoever keeps it that long.
-        weakref.finalize(self, _end, self.loop, self.nats)
+        end = weakref.finalize(self, _end, self.loop, self.nats)
+        try:
+            self.wait(self._open(), CONNECT_TIMEOUT_S + CLOSE_TIMEOUT_S)
+        except BaseException as error:
+            end()
+            if isinstance(error, TimeoutError):
+                raise OSError(f"no NATS server answers at {self.url} within {CONNECT_TIMEOUT_S:g} s") from None
+            raise
+
+    async def _open(self) -> None:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            await self.nats.open()
 
     def wait(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """Have something done on the loop and wait for it."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,12 +27,16 @@ def assert_it_ends_with_tests_that_are_killed(
 ) -> None:
     """Kill a process that runs ``script`` once that calls ``wait_to_be_killed``; ``is_it`` must be true of one of those
     that it started, and none of them be left."""
-    with subprocess.Popen(
-        [sys.executable, "-c", BEFORE + script, *arguments],
-        cwd=Path(__file__).parents[1],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as tests:
+    with (
+        tempfile.TemporaryDirectory(prefix="poolgrid-killed-", ignore_cleanup_errors=True) as directory,
+        subprocess.Popen(
+            [sys.executable, "-c", BEFORE + script, *arguments],
+            cwd=Path(__file__).parents[1],
+            env={**os.environ, "TMPDIR": directory},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        ) as tests,
+    ):
         assert tests.stdout is not None
         assert tests.stdout.readline() == b"all is started\n"
         started = psutil.Process(tests.pid).children(recursive=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -201,3 +202,15 @@ def test_what_people_read_is_never_cut(directory: Path, columns: str, monkeypatc
     for text in (listed, state, run("verify", directory)):
         assert "…" not in text
     assert not columns or max(map(len, (listed + state).splitlines())) <= int(columns)
+
+
+def test_a_command_that_finds_no_nats_server_leaves_no_connection_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("poolgrid.cli.journal_stream.CONNECT_TIMEOUT_S", 0.2)
+
+    said = run("verify", "nats://127.0.0.1:1/default", status=1)
+
+    assert "no NATS server answers at nats://127.0.0.1:1" in said
+    for thread in threading.enumerate():
+        if thread.name == "NATS":
+            thread.join(10.0)
+            assert not thread.is_alive()
