@@ -20,8 +20,8 @@ from poolgrid.simulation.pool import SimulatedPool
 from poolgrid.simulation.worker_speeds import WorkerSpeeds
 from poolgrid.simulation.workload import SimulatedRequest, Workload
 from poolgrid.wire.events import RequestStarted
+from poolgrid.workers.core.timing import TimingModel
 from poolgrid.workers.engines.simulated.core.engine import EngineLimits, StepOutcome
-from poolgrid.workers.engines.simulated.core.timing import TimingModel
 
 ROUNDS_MAX = 8
 """How often all requests of a moment are looked at anew; most are settled after two."""

@@ -26,9 +26,9 @@ from poolgrid.simulation.report import policy_report
 from poolgrid.simulation.ttft_targets import TtftTargets
 from poolgrid.simulation.worker_speeds import SpeedChange, WorkerSpeeds
 from poolgrid.simulation.workload import Workload, build_workload
+from poolgrid.workers.core.shipped_timing import timing_model
+from poolgrid.workers.core.timing import TimingModel
 from poolgrid.workers.engines.simulated.core.engine import EngineLimits
-from poolgrid.workers.engines.simulated.core.shipped_timing import timing_model
-from poolgrid.workers.engines.simulated.core.timing import TimingModel
 
 WORKERS = 8
 BLOCK_SIZE = 64

@@ -46,8 +46,8 @@ from poolgrid.runtime.figures import counted
 from poolgrid.runtime.held_port import HeldPorts
 from poolgrid.runtime.nats_settings import EventPlaneSettings
 from poolgrid.runtime.tasks import cancel_all, owned
+from poolgrid.workers.core.shipped_timing import PUBLISHED, TIMING_TEXT, TimingName
 from poolgrid.workers.engines.simulated.core.answer_lengths import MEAN_DEFAULT, STDDEV_DEFAULT, TOKENS_MAX
-from poolgrid.workers.engines.simulated.core.shipped_timing import PUBLISHED, TIMING_TEXT, TimingName
 
 DEFAULT_LOG_DIR = Path("poolgrid-logs")
 

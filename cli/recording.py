@@ -18,14 +18,14 @@ from poolgrid.simulation.settings import EngineSettings
 from poolgrid.simulation.variants import roomy_limits
 from poolgrid.simulation.workload import Workload, build_workload
 from poolgrid.wire.identifiers import Role
-from poolgrid.workers.engines.simulated.core.engine import EngineLimits
-from poolgrid.workers.engines.simulated.core.shipped_timing import timing_model
-from poolgrid.workers.engines.simulated.core.timing import (
+from poolgrid.workers.core.shipped_timing import timing_model
+from poolgrid.workers.core.timing import (
     SPEEDUP_MAX,
     ScaledTiming,
     TableError,
     TimingModel,
 )
+from poolgrid.workers.engines.simulated.core.engine import EngineLimits
 
 TRACE_WORKERS = 8
 

@@ -23,9 +23,9 @@ from poolgrid.simulation.settings import SimulationSettings
 from poolgrid.simulation.ttft_targets import TargetError, TtftTargets
 from poolgrid.simulation.worker_speeds import SpeedError, WorkerSpeeds
 from poolgrid.simulation.workload import build_workload
+from poolgrid.workers.core.shipped_timing import timing_model
+from poolgrid.workers.core.timing import TableError
 from poolgrid.workers.engines.simulated.core.engine import EngineLimits
-from poolgrid.workers.engines.simulated.core.shipped_timing import timing_model
-from poolgrid.workers.engines.simulated.core.timing import TableError
 
 
 def run_simulation(trace: Path, settings: SimulationSettings) -> int:

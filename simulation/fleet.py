@@ -30,8 +30,8 @@ from poolgrid.simulation.report import latency_summary
 from poolgrid.simulation.workload import SimulatedRequest, Workload
 from poolgrid.wire.events import PrefillCompleted, RequestFinished
 from poolgrid.wire.hashing import stable_u64
+from poolgrid.workers.core.timing import PolynomialTiming, ScaledTiming, TimingModel
 from poolgrid.workers.engines.simulated.core.engine import EngineLimits, Fact
-from poolgrid.workers.engines.simulated.core.timing import PolynomialTiming, ScaledTiming, TimingModel
 
 EVALUATE_EVERY_MS = 1000.0
 """How often the closed loop judges its cells, as in the global router."""

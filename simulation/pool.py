@@ -42,9 +42,9 @@ from poolgrid.wire.events import (
 )
 from poolgrid.wire.identifiers import Role, WorkerId, WorkerKey
 from poolgrid.workers.core.booked_prefill import BookedPrefill
+from poolgrid.workers.core.timing import PolynomialTiming, TimingModel, step_times_of
 from poolgrid.workers.engines.simulated.core.cache_recorder import WireRecorder
 from poolgrid.workers.engines.simulated.core.engine import EngineLimits, Fact, SimulatedEngine, StepOutcome
-from poolgrid.workers.engines.simulated.core.timing import PolynomialTiming, TimingModel, step_times_of
 
 Retention = Literal["off", "learned"]
 """What engines are told of how long blocks should stay: nothing, or what the router has learnt."""

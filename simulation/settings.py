@@ -9,7 +9,7 @@ from pydantic import Field
 
 from poolgrid.router.core.load_ledger import CROWDING_RETRIES
 from poolgrid.runtime.settings import Settings
-from poolgrid.workers.engines.simulated.core.shipped_timing import PUBLISHED, TIMING_TEXT, TimingName
+from poolgrid.workers.core.shipped_timing import PUBLISHED, TIMING_TEXT, TimingName
 
 
 class SimulationSettings(Settings):

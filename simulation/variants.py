@@ -12,8 +12,8 @@ from poolgrid.simulation.pool import Retention, RouterFleet, SimulatedPool
 from poolgrid.simulation.report import policy_report
 from poolgrid.simulation.workload import SimulatedRequest, Workload
 from poolgrid.wire.events import PrefillCompleted, RequestFinished
+from poolgrid.workers.core.timing import TimingModel
 from poolgrid.workers.engines.simulated.core.engine import EngineLimits, Fact
-from poolgrid.workers.engines.simulated.core.timing import TimingModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from poolgrid.workers.engines.simulated.core.timing import SPEEDUP_MAX, TimingModel
+from poolgrid.workers.core.timing import SPEEDUP_MAX, TimingModel
 
 SPEED_FORM = f"above 0 to {SPEEDUP_MAX:g}"
 

@@ -20,8 +20,8 @@ from poolgrid.simulation.pool import RouterFleet, RunResult, SimulatedPool
 from poolgrid.simulation.report import policy_report
 from poolgrid.simulation.worker_speeds import SpeedChange, WorkerSpeeds
 from poolgrid.simulation.workload import build_workload
+from poolgrid.workers.core.timing import PolynomialTiming
 from poolgrid.workers.engines.simulated.core.engine import EngineLimits
-from poolgrid.workers.engines.simulated.core.timing import PolynomialTiming
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -15,7 +15,7 @@ from poolgrid.router.core.policy import make_policy
 from poolgrid.simulation.pool import SimulatedPool
 from poolgrid.simulation.worker_speeds import SpeedChange, WorkerSpeeds
 from poolgrid.simulation.workload import Workload, build_workload
-from poolgrid.workers.engines.simulated.core.timing import PolynomialTiming
+from poolgrid.workers.core.timing import PolynomialTiming
 from tests.simulation.builders import CONVERSATION, limits, row
 
 UNLIKE = WorkerSpeeds((*[1.0] * 4, *[1 / 3] * 4), (SpeedChange(0, 20_000.0, 40_000.0, 0.25),))

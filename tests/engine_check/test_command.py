@@ -11,7 +11,7 @@ import pytest
 from poolgrid.cli.engine_check import AREAS, run_engine_check
 from poolgrid.engine_check.core.finding import Kind
 from poolgrid.engine_check.settings import EngineCheckSettings
-from poolgrid.workers.engines.simulated.core.timing import TableTiming
+from poolgrid.workers.core.timing import TableTiming
 from tests.engine_check.engine_server import Habits, engine_server
 
 

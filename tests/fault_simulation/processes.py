@@ -54,10 +54,10 @@ from poolgrid.wire.feed import BlockChain, WorkerState
 from poolgrid.wire.leadership import Leader
 from poolgrid.workers.adapters.sockets import RequestSocket
 from poolgrid.workers.core.push_stream import PushStream, PushTiming
+from poolgrid.workers.core.timing import PolynomialTiming, ScaledTiming
 from poolgrid.workers.engines.simulated.core.engine import EngineLimits
 from poolgrid.workers.engines.simulated.core.kv_transfer import KvSource, TransferModel
 from poolgrid.workers.engines.simulated.core.next_token import Vocabulary
-from poolgrid.workers.engines.simulated.core.timing import PolynomialTiming, ScaledTiming
 from poolgrid.workers.engines.simulated.real_time import RealTimeSimulatedEngine
 from poolgrid.workers.kv_fetcher import KvFetcher
 from poolgrid.workers.metrics import WorkerMetrics

@@ -15,7 +15,7 @@ from poolgrid.router.core.step_curve import PUBLISHED, StepCurve
 from poolgrid.wire.card import StepTimes
 from poolgrid.wire.events import PrefillCompleted, RequestStarted, WorkerJoined
 from poolgrid.wire.identifiers import Role, Stage, WorkerKey
-from poolgrid.workers.engines.simulated.core.timing import PolynomialTiming, step_times_of
+from poolgrid.workers.core.timing import PolynomialTiming, step_times_of
 from tests.router.fleet_builder import BLOCK_SIZE, Pool, decided, make_card, stored, worker_key
 
 PATH = list(range(100, 350))

@@ -29,7 +29,7 @@ from poolgrid.simulation.fleet import (
 )
 from poolgrid.simulation.pool import SimulatedPool
 from poolgrid.simulation.workload import Workload, build_workload
-from poolgrid.workers.engines.simulated.core.timing import TableTiming
+from poolgrid.workers.core.timing import TableTiming
 from tests.simulation.builders import CONVERSATION, limits, row
 
 FAST, CHEAP = WorkerClass(2.0, 3.0), WorkerClass(1.0, 1.0)

@@ -16,7 +16,7 @@ from poolgrid.simulation.variants import Variant, run_variant
 from poolgrid.simulation.workload import Workload, build_workload
 from poolgrid.wire.hashing import unpack_hashes
 from poolgrid.wire.identifiers import Tier
-from poolgrid.workers.engines.simulated.core.timing import PolynomialTiming, TableTiming
+from poolgrid.workers.core.timing import PolynomialTiming, TableTiming
 from tests.simulation.builders import CONVERSATION, limits, row, traces
 
 POLICIES = [name for name in POLICY_NAMES if name != "approximate"]

@@ -11,7 +11,7 @@ from poolgrid.router.core.cost import CostWeights
 from poolgrid.simulation.recorded import RecordedRequest, part_of, recorded_workload
 from poolgrid.simulation.tuning import Objective, Trial, best_of, search
 from poolgrid.simulation.variants import Served, Variant, VariantResult, roomy_limits, run_variant
-from poolgrid.workers.engines.simulated.core.timing import PolynomialTiming
+from poolgrid.workers.core.timing import PolynomialTiming
 
 P99 = Objective("ttft-p99")
 GOODPUT = Objective("goodput", ttft_target_ms=100, itl_target_ms=10)

@@ -11,7 +11,7 @@ from poolgrid.simulation.report import policy_report
 from poolgrid.simulation.ttft_targets import TargetError, TtftTargets
 from poolgrid.simulation.worker_speeds import ChangingTiming, SpeedChange, SpeedError, WorkerSpeeds
 from poolgrid.simulation.workload import Workload, build_workload
-from poolgrid.workers.engines.simulated.core.timing import PolynomialTiming
+from poolgrid.workers.core.timing import PolynomialTiming
 from tests.simulation.builders import CONVERSATION, limits, row
 
 

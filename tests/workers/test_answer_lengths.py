@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from poolgrid.workers.core.timing import PolynomialTiming
 from poolgrid.workers.engines.simulated.core.answer_lengths import (
     MEAN_DEFAULT,
     STDDEV_DEFAULT,
     TOKENS_MIN,
     AnswerLengths,
 )
-from poolgrid.workers.engines.simulated.core.timing import PolynomialTiming
 
 TRACE = Path(__file__).parents[1] / "data" / "conversation_1000.jsonl"
 

@@ -13,10 +13,10 @@ from poolgrid.wire.events import RequestFinished
 from poolgrid.wire.hashing import pack_tokens
 from poolgrid.wire.requests import FinishReason, Generate, RefusalKind, Sampling, TokenDelta
 from poolgrid.workers.core.refusal import UnsupportedError
+from poolgrid.workers.core.timing import PolynomialTiming, ScaledTiming
 from poolgrid.workers.engines.protocol import EngineReport
 from poolgrid.workers.engines.simulated.core.engine import EngineLimits
 from poolgrid.workers.engines.simulated.core.next_token import Vocabulary, prompt_logprobs
-from poolgrid.workers.engines.simulated.core.timing import PolynomialTiming, ScaledTiming
 from poolgrid.workers.engines.simulated.core.token_guide import TokenGuide
 from poolgrid.workers.engines.simulated.core.token_texts import TokenTexts
 from poolgrid.workers.engines.simulated.guides import LazyGuides

@@ -27,12 +27,12 @@ from poolgrid.wire.requests import (
 )
 from poolgrid.workers.core.event_translation import EventTranslator
 from poolgrid.workers.core.refusal import RefusedError
+from poolgrid.workers.core.timing import PolynomialTiming
 from poolgrid.workers.engines.simulated.core.answer_lengths import AnswerLengths
 from poolgrid.workers.engines.simulated.core.cache_recorder import EngineRecorder, WireRecorder
 from poolgrid.workers.engines.simulated.core.engine import EngineLimits, SimulatedEngine, StepOutcome
 from poolgrid.workers.engines.simulated.core.kv_transfer import KvSource
 from poolgrid.workers.engines.simulated.core.next_token import Vocabulary, expected_output, expected_reply
-from poolgrid.workers.engines.simulated.core.timing import PolynomialTiming
 from tests.workers.builders import (
     VOCABULARY,
     fold,

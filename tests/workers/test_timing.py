@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from poolgrid.workers.engines.simulated.core.shipped_timing import (
+from poolgrid.workers.core.shipped_timing import (
     DIRECTORY,
     MEASURED,
     TIMING_TEXT,
     shipped_timing,
     timing_model,
 )
-from poolgrid.workers.engines.simulated.core.timing import PolynomialTiming, ScaledTiming, TableError, TableTiming
+from poolgrid.workers.core.timing import PolynomialTiming, ScaledTiming, TableError, TableTiming
 
 
 @pytest.mark.parametrize(

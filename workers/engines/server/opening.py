@@ -208,6 +208,7 @@ def make_card(
         media=MediaSpec((MediaKind.IMAGE,), settings.image_placeholder) if settings.image_placeholder else MediaSpec(),
         engine=f"{kind.title} {facts.version}".strip(),
         serving_endpoints=_serving(settings, started),
+        step_times=settings.step_times(),
     )
 
 

@@ -14,6 +14,7 @@ from poolgrid.wire.identifiers import Role
 from poolgrid.wire.limits import SERVING_ENDPOINTS_MAX
 from poolgrid.workers.engines.server.core.launching import Launch, check_arguments
 from poolgrid.workers.settings import WorkerProcessSettings
+from poolgrid.workers.step_times import StepTimesSettings
 
 ROLES = {"aggregated": Role.AGGREGATED, "prefill": Role.PREFILL, "decode": Role.DECODE}
 
@@ -30,7 +31,7 @@ OF_RUNNING_SERVERS = ("kv_events_endpoint", "kv_events_replay_endpoint", "kv_eve
 """Settings that say what a worker knows of the server that it started itself."""
 
 
-class EngineServerSettings(WorkerProcessSettings):
+class EngineServerSettings(StepTimesSettings, WorkerProcessSettings):
     """A worker process in front of an engine server."""
 
     launch: ClassVar[Launch]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from poolgrid.wire.card import NO_STEP_TIMES, MediaSpec, WorkerCard, WorkerLimits
-from poolgrid.workers.engines.simulated.core.timing import TimingModel, step_times_of
+from poolgrid.workers.core.timing import TimingModel, step_times_of
 from poolgrid.workers.engines.simulated.settings import SimulatedWorkerSettings
 
 ENGINE_NAME = "poolgrid-simulated"

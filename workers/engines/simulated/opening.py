@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
+from poolgrid.workers.core.shipped_timing import timing_model
+from poolgrid.workers.core.timing import ScaledTiming, TimingModel
 from poolgrid.workers.embedding_fetcher import EmbeddingFetcher
 from poolgrid.workers.engines.definition import EngineHost, OpenedEngine
 from poolgrid.workers.engines.lifecycle.closing import close_in_order
 from poolgrid.workers.engines.simulated.card import make_card
 from poolgrid.workers.engines.simulated.core.kv_transfer import KvSource
-from poolgrid.workers.engines.simulated.core.shipped_timing import timing_model
-from poolgrid.workers.engines.simulated.core.timing import ScaledTiming, TimingModel
 from poolgrid.workers.engines.simulated.encode import EncodeLimits, SimulatedEncodeEngine
 from poolgrid.workers.engines.simulated.guides import LazyGuides
 from poolgrid.workers.engines.simulated.real_time import RealTimeSimulatedEngine

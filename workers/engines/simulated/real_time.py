@@ -26,6 +26,7 @@ from poolgrid.wire.requests import FinishReason, Generate, KvOffered, TokenDelta
 from poolgrid.workers.core.event_translation import EventTranslator
 from poolgrid.workers.core.kv_fetches import KvWanted
 from poolgrid.workers.core.refusal import BrokenError, RefusedError
+from poolgrid.workers.core.timing import TimingModel
 from poolgrid.workers.engines.lifecycle.always_well import AlwaysWell
 from poolgrid.workers.engines.protocol import EngineReport, RankReport
 from poolgrid.workers.engines.simulated.core.cache_recorder import EngineRecorder
@@ -34,7 +35,6 @@ from poolgrid.workers.engines.simulated.core.guided_tokens import Guides
 from poolgrid.workers.engines.simulated.core.kv_transfer import KvSource, TransferModel, read_ticket
 from poolgrid.workers.engines.simulated.core.media import Embeddings
 from poolgrid.workers.engines.simulated.core.next_token import Vocabulary
-from poolgrid.workers.engines.simulated.core.timing import TimingModel
 from poolgrid.workers.engines.simulated.core.token_guide import TokenGuide
 from poolgrid.workers.tensor_transfer.port import Tensor
 

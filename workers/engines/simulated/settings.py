@@ -11,6 +11,8 @@ from pydantic import Field, model_validator
 
 from poolgrid.wire.identifiers import Role
 from poolgrid.wire.limits import BLOCKS_PER_EVENT_MAX, LORAS_PER_WORKER_MAX
+from poolgrid.workers.core.shipped_timing import PUBLISHED, TIMING_TEXT, TimingName
+from poolgrid.workers.core.timing import SPEEDUP_MAX
 from poolgrid.workers.engines.simulated.core.answer_lengths import (
     MEAN_DEFAULT,
     STDDEV_DEFAULT,
@@ -28,8 +30,6 @@ from poolgrid.workers.engines.simulated.core.kv_transfer import (
     TransferModel,
 )
 from poolgrid.workers.engines.simulated.core.next_token import Vocabulary
-from poolgrid.workers.engines.simulated.core.shipped_timing import PUBLISHED, TIMING_TEXT, TimingName
-from poolgrid.workers.engines.simulated.core.timing import SPEEDUP_MAX
 from poolgrid.workers.settings import GPU_INTERVAL_TEXT, Name
 from poolgrid.workers.tensor_transfer.settings import TensorSettings
 

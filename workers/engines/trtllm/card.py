@@ -46,6 +46,7 @@ def make_card(
         media=_media(settings, loaded),
         endpoint_name=settings.endpoint_name,
         takes_retention=loaded.takes_retention,
+        step_times=settings.step_times(),
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from poolgrid.workers.engines.definition import EngineDefinition, EngineHost, EngineSpan, OpenedEngine, StartPlan
 from poolgrid.workers.engines.trtllm.settings import TrtllmSettings, TrtllmWorkerSettings
 from poolgrid.workers.ranks.settings import RankSettings
+from poolgrid.workers.step_times import StepTimesSettings
 from poolgrid.workers.tensor_transfer.settings import TensorSettings
 
 
@@ -57,7 +58,7 @@ ENGINE = EngineDefinition(
     shortest_timeout_ms=_shortest_timeout_ms,
     about="With `--engine trtllm`. `--print-engine-args` prints what the engine would get and where each value came "
     "from ([what wins](engine_configs.md)), and starts nothing.",
-    tables=(TrtllmSettings, TrtllmWorkerSettings, RankSettings, TensorSettings),
+    tables=(TrtllmSettings, TrtllmWorkerSettings, RankSettings, TensorSettings, StepTimesSettings),
     serves=lambda settings: (settings.model_name, settings.role.name.lower()),
     loads=lambda settings: settings.model_path,
     with_model=_with_model,

@@ -15,6 +15,7 @@ from poolgrid.runtime.settings import Settings
 from poolgrid.wire.identifiers import Role
 from poolgrid.wire.limits import IDENTIFIER_BYTES_MAX
 from poolgrid.workers.ranks.settings import RankSettings
+from poolgrid.workers.step_times import StepTimesSettings
 from poolgrid.workers.tensor_transfer.settings import TensorSettings
 
 DisaggregationMode = Literal["prefill_and_decode", "prefill", "decode", "encode"]
@@ -210,7 +211,7 @@ class TrtllmSettings(Settings):
         return self.endpoint or f"{self.namespace}.{COMPONENTS[self.disaggregation_mode]}.generate"
 
 
-class TrtllmWorkerSettings(RankSettings, TensorSettings, TrtllmSettings):
+class TrtllmWorkerSettings(RankSettings, TensorSettings, StepTimesSettings, TrtllmSettings):
     """A worker process with TensorRT-LLM."""
 
     engine_name: ClassVar[str] = "trtllm"

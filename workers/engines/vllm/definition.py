@@ -10,6 +10,7 @@ from poolgrid.workers.engines.server.core.launching import Launch
 from poolgrid.workers.engines.server.kinds import ServerKind
 from poolgrid.workers.engines.server.settings import EngineServerSettings
 from poolgrid.workers.engines.vllm.core.launching import LAUNCH
+from poolgrid.workers.step_times import StepTimesSettings
 
 
 class VllmSettings(EngineServerSettings):
@@ -37,7 +38,7 @@ ENGINE = EngineDefinition(
     open=_open,
     shortest_timeout_ms=lambda settings: min(settings.health_timeout_ms, settings.progress_timeout_ms),
     about="With `--engine vllm`: a worker [in front of vLLM's own server](stock_engines.md).",
-    tables=(EngineServerSettings, VllmSettings),
+    tables=(EngineServerSettings, StepTimesSettings, VllmSettings),
     serves=EngineServerSettings.serves,
     loads=EngineServerSettings.loads,
     with_model=EngineServerSettings.with_model,

@@ -22,9 +22,9 @@ from poolgrid.wire.hashing import block_hashes, hash_seed, pack_tokens, sequence
 from poolgrid.wire.multimodal import MediaItem, MediaKind, MultimodalInput, digest_media, media_hashes_of_blocks
 from poolgrid.wire.requests import FinishReason, Generate, KvRetention, Routing, Sampling, TokenDelta
 from poolgrid.workers.core.refusal import RefusedError
+from poolgrid.workers.core.timing import PolynomialTiming, ScaledTiming, TimingModel
 from poolgrid.workers.engines.simulated.core.engine import EngineLimits, SimulatedEngine
 from poolgrid.workers.engines.simulated.core.next_token import TokenStream, Vocabulary
-from poolgrid.workers.engines.simulated.core.timing import PolynomialTiming, ScaledTiming, TimingModel
 
 from ..disaggregated_params import DisaggregatedParams
 from ..executor.result import Logprob, Response

@@ -38,6 +38,7 @@ from poolgrid.wire.requests import FinishReason, Generate, KvOffered, TokenDelta
 from poolgrid.workers.core.cache_facts import chains, stored_chain
 from poolgrid.workers.core.kv_arrival import KvArrival
 from poolgrid.workers.core.refusal import BusyError, RefusedError, UnableError, UnsupportedError
+from poolgrid.workers.core.timing import PolynomialTiming, TimingModel
 from poolgrid.workers.engines.simulated.core.block_pool import BlockPool
 from poolgrid.workers.engines.simulated.core.cache_recorder import CacheRecorder, SilentRecorder
 from poolgrid.workers.engines.simulated.core.guided_tokens import Guides
@@ -53,7 +54,6 @@ from poolgrid.workers.engines.simulated.core.media import Embeddings, MediaMark,
 from poolgrid.workers.engines.simulated.core.next_token import Vocabulary, prompt_logprobs
 from poolgrid.workers.engines.simulated.core.scheduler import Scheduler
 from poolgrid.workers.engines.simulated.core.sequence import Phase, Sequence
-from poolgrid.workers.engines.simulated.core.timing import PolynomialTiming, TimingModel
 from poolgrid.workers.engines.simulated.core.token_guide import TokenGuide
 
 Fact = RequestStarted | PrefillCompleted | RequestProgressed | RequestFinished

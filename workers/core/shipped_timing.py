@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, get_args
 
-from poolgrid.workers.engines.simulated.core.timing import PolynomialTiming, TableError, TableTiming, TimingModel
+from poolgrid.workers.core.timing import PolynomialTiming, TableError, TableTiming, TimingModel
 
 TimingName = Literal["published", "h100-qwen3-8b", "h200-qwen3-8b"]
 """The names there are; ``published`` are the formulas, every other is a file."""
@@ -20,7 +20,7 @@ MEASURED: tuple[str, ...] = tuple(name for name in get_args(TimingName) if name 
 
 TIMING_TEXT = (
     "Step times of the engine: published are the formulas of the field's simulator, h100-qwen3-8b and h200-qwen3-8b "
-    "were measured with vLLM 0.25 on one H100 and one H200."
+    "were measured on one H100 and one H200."
 )
 
 
