@@ -24,6 +24,10 @@ PROBED_EVERY_S = 5
 PROBES_MAX = 3
 """Probes that may stay without an answer: 25 s after it fell silent a machine that is gone is known to be."""
 
+UNACKNOWLEDGED_S = 25
+"""As long, where something was sent that nobody acknowledges: nothing is probed then, and by itself the kernel sends it
+again for a quarter of an hour, also after the name of the machine has come to mean another one."""
+
 
 def look_again_soon(socket: zmq.Socket[Any]) -> None:
     """Have libzmq keep to all of this; its own pauses never grow, and it probes nobody."""
@@ -33,6 +37,7 @@ def look_again_soon(socket: zmq.Socket[Any]) -> None:
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, PROBED_AFTER_S)
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, PROBED_EVERY_S)
     socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, PROBES_MAX)
+    socket.setsockopt(zmq.TCP_MAXRT, 1000 * UNACKNOWLEDGED_S)
 
 
 def probe_when_silent(connection: sockets.socket) -> None:
@@ -42,3 +47,5 @@ def probe_when_silent(connection: sockets.socket) -> None:
         connection.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_KEEPIDLE, PROBED_AFTER_S)
         connection.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_KEEPINTVL, PROBED_EVERY_S)
         connection.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_KEEPCNT, PROBES_MAX)
+    if hasattr(sockets, "TCP_USER_TIMEOUT"):
+        connection.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_USER_TIMEOUT, 1000 * UNACKNOWLEDGED_S)

@@ -75,3 +75,16 @@ def test_a_host_that_is_cut_off_is_reached_by_nobody_until_it_is_healed() -> Non
         assert said["reached"] == (reached if said["way"] == "" else {**reached, "1": False}), said
     assert [json.loads(line)["way"] for line in done.stdout.splitlines()] == ["", "cable", "", "silence", ""]
     assert "host-1" not in subprocess.run(["ip", "netns"], capture_output=True, text=True, check=False).stdout
+
+
+@pytest.mark.e2e
+@pytest.mark.skipif(bool(why_not()), reason="no network namespaces here")
+def test_a_connection_to_a_host_that_is_gone_is_given_up_whether_or_not_anything_is_said() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.hosts.silent_host"], capture_output=True, text=True, timeout=120, check=False
+    )
+
+    assert done.returncode == 0, done.stderr
+    gave_up = json.loads(done.stdout)
+    assert len(gave_up) == 4
+    assert all(gave_up.values()), gave_up
