@@ -13,6 +13,7 @@ from poolgrid.cli.completion import COMPLETE_VARIABLE, answer_shells
 from poolgrid.cli.help_page import CommandLine
 from poolgrid.cli.late_group import LateGroup
 from poolgrid.runtime import garbage
+from poolgrid.runtime.program_form import program_form
 
 
 class Commands(LateGroup):
@@ -56,14 +57,17 @@ PROGRAM = "poolgrid"
 
 def _tell_version(asked: bool) -> None:
     if asked:
-        typer.echo(f"poolgrid {__version__}")
+        typer.echo(f"poolgrid {__version__} ({program_form()})")
         raise typer.Exit
 
 
 @app.callback()
 def poolgrid(
     version: Annotated[
-        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Print the version and exit.")
+        bool,
+        typer.Option(
+            "--version", callback=_tell_version, is_eager=True, help="Print the version and the form, and exit."
+        ),
     ] = False,
 ) -> None:
     """Hold the commands; what they share is said above."""

@@ -12,6 +12,7 @@ import msgspec
 
 from poolgrid.frontend.call_ids import CallIds
 from poolgrid.frontend.parsers.pieces import Kind, OutputParser, Piece, taken_apart
+from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.responses import AnswerEncoder, encode_text
 from poolgrid.frontend.sequence_output import PlacedLogprobs, SequenceOutput
 
@@ -44,9 +45,24 @@ class ParsedChatEncoder(AnswerEncoder):
     """Encodes chat answers piece by piece; ``new_parser`` is called once per choice."""
 
     def __init__(
-        self, *, request_id: str, new_parser: Callable[[int], OutputParser], call_ids: CallIds, **envelope: Any
+        self,
+        *,
+        request_id: str,
+        new_parser: Callable[[], OutputParser],
+        call_ids: CallIds,
+        model_name: str,
+        created_s: int,
+        model: PromptModel,
+        include_usage: bool,
     ) -> None:
-        super().__init__(chat=True, request_id=request_id, **envelope)
+        super().__init__(
+            chat=True,
+            include_usage=include_usage,
+            request_id=request_id,
+            model_name=model_name,
+            created_s=created_s,
+            model=model,
+        )
         self._new_parser = new_parser
         self._call_ids = call_ids
         self._readings: dict[int, Reading] = {}
@@ -80,7 +96,7 @@ class ParsedChatEncoder(AnswerEncoder):
     def _reading(self, index: int) -> Reading:
         reading = self._readings.get(index)
         if reading is None:
-            reading = self._readings[index] = Reading(self._new_parser(index))
+            reading = self._readings[index] = Reading(self._new_parser())
         return reading
 
     def _delta(self, index: int, reading: Reading, piece: Piece) -> bytes:

@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from poolgrid.frontend.parsers.pieces import OutputParser, Piece, taken_apart
+from poolgrid.frontend.prompt_model import PromptModel
 from poolgrid.frontend.responses import AnswerEncoder
 from poolgrid.frontend.sequence_output import PlacedLogprobs, SequenceOutput
 
@@ -24,8 +25,17 @@ _encode = msgspec.json.Encoder().encode
 class PieceEncoder(AnswerEncoder, ABC, Generic[Event]):
     """Encodes one answer of one choice. ``parser``: what takes its text apart; ``None`` = all of it is content."""
 
-    def __init__(self, *, parser: OutputParser | None, **envelope: Any) -> None:
-        super().__init__(chat=True, include_usage=True, **envelope)
+    def __init__(
+        self, *, parser: OutputParser | None, request_id: str, model_name: str, created_s: int, model: PromptModel
+    ) -> None:
+        super().__init__(
+            chat=True,
+            include_usage=True,
+            request_id=request_id,
+            model_name=model_name,
+            created_s=created_s,
+            model=model,
+        )
         self._parser = parser
         self._finish_reason = "stop"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -229,7 +230,7 @@ class Job(msgspec.Struct):
             return AnswerEncoder(chat=self.chat, request_id=request_id, **envelope)
         return ParsedChatEncoder(
             request_id=request_id,
-            new_parser=lambda _: self._parser(prompts[0]),
+            new_parser=partial(self._parser, prompts[0]),
             call_ids=self._call_ids(request_id),
             **envelope,
         )

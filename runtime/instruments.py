@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from time import time
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import (
@@ -38,8 +38,16 @@ each mirrors the same thing (the pool, a file), and one that is late or unwell m
 class GaugeFamily(GaugeMetricFamily):
     """The family of a gauge, which says what becomes of it across the processes of a group."""
 
-    def __init__(self, name: str, documentation: str, *, across: Across, **more: Any) -> None:
-        super().__init__(name, documentation, **more)
+    def __init__(
+        self,
+        name: str,
+        documentation: str,
+        *,
+        across: Across,
+        value: float | None = None,
+        labels: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(name, documentation, value, labels)
         self.across = across
 
 

@@ -33,6 +33,7 @@ from poolgrid.runtime.instruments import GaugeFamily
 from poolgrid.runtime.settings import Settings
 from poolgrid.wire.events import RequestStarted
 from tests.exported_metrics import Exported, exported
+from tests.forms import needs_checkout
 from tests.router.fleet_builder import BLOCK_SIZE, Pool, decided, stored, worker_key
 from website.metrics_tables import EVERY_METRIC, FURTHER, with_tables, without_table
 from website.metrics_tables import PAGES as METRICS_PAGES
@@ -54,11 +55,13 @@ def code_blocks(text: str, language: str) -> list[str]:
 # -- settings ----------------------------------------------------------------------------------------------------------
 
 
+@needs_checkout
 @pytest.mark.parametrize(("path", "text"), pages().items(), ids=lambda value: getattr(value, "name", ""))
 def test_what_pages_say_of_settings_is_what_the_settings_say(path: Path, text: str) -> None:
     assert path.read_text() == text, "run: python -m poolgrid.cli.configuration_page"
 
 
+@needs_checkout
 def test_a_marked_table_that_is_out_of_date_is_written_anew() -> None:
     assert "| `queue_limit` | `1024` |" in table(["GlobalRouterSettings"])
     assert {path.name for path in pages()} >= {"configuration.md", "global_router.md", "worker.md", "http_api.md"}

@@ -98,7 +98,7 @@ def test_the_command_and_the_module_tell_the_version(installation: Installation,
 
     told = run(installation.bin / first, *rest, "--version", cwd=installation.elsewhere)
 
-    assert told == f"poolgrid {poolgrid.__version__}\n"
+    assert told == f"poolgrid {poolgrid.__version__} (interpreted)\n"
 
 
 def test_the_installed_one_is_used_even_in_the_repository(installation: Installation) -> None:

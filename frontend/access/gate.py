@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -84,7 +84,7 @@ class GateKeys(NamedTuple):
 class AccessGate:
     """ASGI middleware: authenticates, counts requests in and out, and puts the ``Caller`` into the scope."""
 
-    body_bytes_max = 64 * 1024
+    body_bytes_max: ClassVar[int] = 64 * 1024
     """Larger bodies are not gathered before the key was looked at (``poolgrid.runtime.http_protocol``)."""
 
     def __init__(self, app: ASGIApp, keys: GateKeys) -> None:

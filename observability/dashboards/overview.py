@@ -232,8 +232,8 @@ OVERVIEW = Board(
                     "short",
                     (
                         Query(
-                            f"count by (version, python) (poolgrid_build_info{{{NAMESPACE}}})",
-                            "poolgrid {{version}}, Python {{python}}",
+                            f"count by (version, python, form) (poolgrid_build_info{{{NAMESPACE}}})",
+                            "poolgrid {{version}} ({{form}}), Python {{python}}",
                         ),
                     ),
                     "Processes by what they run.",

@@ -21,14 +21,18 @@ from poolgrid.wire import codec
 from poolgrid.wire.requests import FinishReason, Generate, Ping, Pong, Sampling, TokenBatch, TokenDelta
 
 
-class Clock(SystemClock):
+class Clock:
     """The machine's clock, set forward at will."""
 
     def __init__(self) -> None:
         self.ahead_ms = 0.0
+        self._system = SystemClock()
+
+    def wall_ms(self) -> int:
+        return self._system.wall_ms()
 
     def monotonic_ms(self) -> float:
-        return super().monotonic_ms() + self.ahead_ms
+        return self._system.monotonic_ms() + self.ahead_ms
 
 
 class Worker:

@@ -14,7 +14,7 @@ import pydantic
 import pytest
 
 from poolgrid.frontend.ports import InferenceRequest
-from poolgrid.frontend.prompt_model import PromptModel
+from poolgrid.frontend.prompt_encoder import PromptEncoder
 from tests.frontend.fake_backend import TINY, FakeBackend, Step, speak
 from tests.frontend.server import application, in_process, served_in_thread
 from tests.frontend.weather_tool import TOOL
@@ -75,13 +75,13 @@ def test_the_client_gets_reasoning_text_and_calls_as_items(client: openai.OpenAI
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_tokens_of_long_reasoning_are_counted_in_a_thread(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     where: list[tuple[int, str]] = []
-    encode = PromptModel.encode
+    encode = PromptEncoder.encode
 
-    def watched(self: PromptModel, text: str, *args: Any, **options: Any) -> bytes:
+    def watched(self: PromptEncoder, text: str, *args: Any, **options: Any) -> bytes:
         where.append((threading.get_ident(), text))
         return encode(self, text, *args, **options)
 
-    monkeypatch.setattr(PromptModel, "encode", watched)
+    monkeypatch.setattr(PromptEncoder, "encode", watched)
     backend = FakeBackend(lambda request: speak("<think>" + "Look it up. " * 4000 + "</think>Done."))
 
     async def go() -> httpx.Response:

@@ -12,7 +12,13 @@ from poolgrid.dispatch.request_machine import RequestMachine
 from poolgrid.dispatch.token_delivery import TokenDelivery
 from poolgrid.frontend.ports import InferenceRequest
 from poolgrid.router.choosing import Chooser
-from poolgrid.router.core.selector import NoWorker
+from poolgrid.router.core.load_ledger import LoadLedger
+from poolgrid.router.core.policy import make_policy
+from poolgrid.router.core.prefix_index import PrefixIndex
+from poolgrid.router.core.projection import Projection
+from poolgrid.router.core.router_state import RouterState
+from poolgrid.router.core.selector import NoWorker, Selector
+from poolgrid.router.fleet_links import FleetLinks
 from poolgrid.router.metrics import RouterMetrics
 from poolgrid.router.placement import Lack, NotPlaced, WaitCause
 from poolgrid.router.routed import Routed
@@ -31,11 +37,15 @@ class Scene:
         self.placed = 0
         self.given_up: list[str] = []
         self.registry = CollectorRegistry()
+        settings, clock = RouterSettings(), SystemClock()
+        policy = make_policy("kv", settings.cost_weights(), 0.0)
+        state = RouterState(Selector(Projection(PrefixIndex(), LoadLedger()), policy))
         self.line = WaitingLine(
-            RouterSettings(),
-            cast("Chooser", None),  # asked for nothing in this order of the queue
+            settings,
+            # Asked for nothing in this order of the queue, and neither are its links.
+            Chooser(settings, state, cast("FleetLinks", None), clock, lambda: 0),
             RouterMetrics(self.registry),
-            SystemClock(),
+            clock,
             self._place,
             lambda routed, why: self.given_up.append(why),
         )
