@@ -3,9 +3,9 @@
     python -m tests.retained_prompts          about five minutes; it needs little CPU and much time
 
 Two dozen prompts come in turn, and between them prompts that never come again: LRU has nearly always just lost what
-comes next. (With six, and room for ten, what is learnt brings nothing: docs/decisions/0016 says why that is so.) Both
-pools are `poolgrid up` with two simulated workers that have little room. Every text is checked. The exit status is 0
-when the pool that learns reused more, and said of a decision how long its blocks should stay.
+comes next. (Where room is nearly enough nothing is said: docs/decisions/0016 says why.) Both pools are `poolgrid up`
+with two simulated workers that have little room. Every text is checked. The exit status is 0 when the pool that learns
+reused more, and said of a decision how long its blocks should stay.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ WORKER_BLOCKS = 1296
 """Of 32 tokens: room for twenty prompts on each of two workers, and 48 come until one comes again."""
 
 
-def piece() -> list[TraceRow]:
+def piece(prompts: int = PROMPTS, lasting_ms: float = LASTING_MS) -> list[TraceRow]:
     """Return the requests of both runs."""
     ids = count()
-    returning = [tuple(next(ids) for _ in range(PROMPT_BLOCKS)) for _ in range(PROMPTS)]
+    returning = [tuple(next(ids) for _ in range(PROMPT_BLOCKS)) for _ in range(prompts)]
     rows = []
-    for number in range(int(LASTING_MS / EVERY_MS)):
+    for number in range(int(lasting_ms / EVERY_MS)):
         once = tuple(next(ids) for _ in range(PROMPT_BLOCKS))
-        path = once if number % 2 else returning[number // 2 % PROMPTS]
+        path = once if number % 2 else returning[number // 2 % prompts]
         # What is behind the last whole block of the trace is new each time.
         tokens = PROMPT_BLOCKS * TRACE_BLOCK_TOKENS + 8
         rows.append(TraceRow(number * EVERY_MS, tokens, 8, (*path, next(ids))))

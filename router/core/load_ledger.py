@@ -176,6 +176,11 @@ class LoadLedger:
             self._active_blocks[entry.slot] += active_blocks - entry.active_blocks
             entry.active_blocks = active_blocks
 
+    def blocks_of(self, worker: WorkerKey, request_id: str) -> int | None:
+        """Return how many blocks a request occupies, as far as is known; ``None`` for one that is not."""
+        entry = self._entries.get((worker, request_id))
+        return None if entry is None else entry.active_blocks
+
     def release(self, worker: WorkerKey, request_id: str) -> bool:
         """Forget a request that the router takes off a worker; return whether it was known."""
         return self.finished(worker, request_id)

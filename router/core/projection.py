@@ -162,9 +162,10 @@ class Projection:
             elif type(event) is RequestProgressed:
                 self.ledger.progressed(key, event.request_id, event.active_blocks)
             elif type(event) is RequestFinished:
-                self.ledger.finished(key, event.request_id)
                 if self.retention is not None:
-                    self.retention.end(key, event.request_id, now_ms)
+                    blocks = self.ledger.blocks_of(key, event.request_id)
+                    self.retention.end(key, event.request_id, now_ms, blocks)
+                self.ledger.finished(key, event.request_id)
                 if event.cached_tokens is not None:
                     self.trust.started(key, event.request_id, event.cached_tokens)
                 self.trust.not_started(key, event.request_id)

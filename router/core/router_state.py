@@ -74,10 +74,12 @@ class RouterState:
             if log is not None:
                 log.note(given)
         elif type(given) is Released:
+            retention = self.projection.retention
+            blocks = None if retention is None else self.projection.ledger.blocks_of(given.worker, given.dispatch_id)
             if not self.projection.ledger.release(given.worker, given.dispatch_id):
                 return False
-            if self.projection.retention is not None:
-                self.projection.retention.abandon(given.worker, given.dispatch_id)
+            if retention is not None:
+                retention.abandon(given.worker, given.dispatch_id, blocks)
             paces = self.projection.paces
             if paces is not None:
                 paces.ended(given.worker, given.dispatch_id)

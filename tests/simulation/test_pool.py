@@ -17,6 +17,7 @@ from poolgrid.simulation.workload import Workload, build_workload
 from poolgrid.wire.hashing import unpack_hashes
 from poolgrid.wire.identifiers import Tier
 from poolgrid.workers.core.timing import PolynomialTiming, TableTiming
+from tests.retained_prompts import piece
 from tests.simulation.builders import CONVERSATION, limits, row, traces
 
 POLICIES = [name for name in POLICY_NAMES if name != "approximate"]
@@ -184,3 +185,27 @@ def test_retention_that_is_learnt_reuses_what_lru_loses_and_changes_nothing_wher
     assert reused(None, "learned") == reused(None, "off")
     told = run_variant(workload, Variant("told", retention="learned"), 1, limits(workload, 520), PolynomialTiming())
     assert told.report["cached_token_ratio"] > 0.1
+
+
+@pytest.mark.parametrize(("prompts", "blocks"), [(6, 390), (10, 650), (24, 1536)])
+def test_retention_that_is_learnt_costs_nothing_where_room_is_nearly_enough(prompts: int, blocks: int) -> None:
+    # One cache of all that room loses everything that comes in turn; two of half as much lose a part of it, by chance.
+    workload = build_workload(piece(prompts, 260_000.0), 1.0, 32)
+
+    def reused(retention: Retention) -> int:
+        fleet = RouterFleet(retention=retention)
+        pool = SimulatedPool(workload, make_policy("kv"), 2, limits(workload, blocks), routers=fleet)
+        return pool.run().cached_tokens
+
+    assert reused("learned") >= 0.99 * reused("off") > 0
+
+
+def test_retention_that_is_learnt_gains_where_room_is_too_small_by_a_sixth() -> None:
+    workload = build_workload(piece(24, 260_000.0), 1.0, 32)
+
+    def reused(retention: Retention) -> int:
+        fleet = RouterFleet(retention=retention)
+        pool = SimulatedPool(workload, make_policy("kv"), 2, limits(workload, 1296), routers=fleet)
+        return pool.run().cached_tokens
+
+    assert reused("learned") > 1.5 * reused("off")

@@ -7,7 +7,8 @@ Theory of operation
     2. Priorities never rise along a prompt, nor do durations, and a run never has less than what was said before of
        anything that hangs off it, while that holds. So no engine evicts a block before what continues it.
     3. Two ghosts of all caches together, one with these priorities and one without, hear of the same requests. What is
-       learnt is said only while the first finds more. Where keeping does not pay, engines are left to themselves. A
+       learnt is said only while the first finds more, and not where a tenth more room would do. Where keeping does not
+       pay, engines are left to themselves. A
        ghost for each worker would not do: prompts go where their blocks are, and so the ghost that is like the real
        caches finds more, whichever that is.
     4. Prompts with different seeds (model, adapter, cache salt) share nothing: what is learnt of one kind of prompt is
@@ -72,7 +73,12 @@ SPENT = 10
 """Priority of what has never come again: the rest behind the last granule, and the output. No host tier gets it."""
 
 USUAL_OUTPUT_TOKENS = 343
-"""Output that a prompt's request is taken to leave in a cache: the mean of a published chat trace."""
+"""Output that a prompt's request is taken to leave in a cache where nothing is known: the mean of a published chat
+trace. Room that is taken for filled with what is not there makes a cache look too small that is not."""
+
+USUAL_OUTPUTS = 3.0
+"""Requests that this counts as, beside those that were seen: a minute of a few requests a second is enough to know
+better."""
 
 LONGEST_ANSWER_MS = 60_000.0
 """Durations count from when a request is over, which the router cannot know when it sends it: so much later at most."""
@@ -93,6 +99,15 @@ PAYS, PAYS_NO_MORE = 1.1, 1.04
 LATELY_MS = 120_000.0
 """After two minutes a ghost's find counts 1/e where it is asked whether keeping has begun to harm: long enough for some
 dozens of prompts, short against the ten minutes after which a gain of before is forgotten."""
+
+NEARLY, OFTEN = 1.1, 0.1
+"""How much more room a third ghost has, which has no priorities either, and of what share of all prompts it finds more
+than the one with less room where room is nearly enough. Prompts that come in turn lose all in one cache that lacks a
+little, and much less in the caches of several workers, of which some lack nothing. Where keeping finds no more than a
+tenth more room would, nothing is said then. Of conversations more room finds more of a prompt in a hundred."""
+
+AT_ONCE = 1.25
+"""How much more than that it must find to begin with."""
 
 HARMS = 0.98
 """What is learnt is said no more when the ghost with priorities has found less than this of the other's, lately."""
@@ -143,6 +158,9 @@ class Held(msgspec.Struct, array_like=True, frozen=True, gc=False):
     generation: int
     """Of the ghosts that have it."""
     begun_ms: float
+    block_size: int = 0
+    blocks: int = 0
+    """Of the prompt alone; 0 where that was not noted."""
 
 
 class ChapterState(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -188,6 +206,12 @@ class LearnerState(msgspec.Struct, array_like=True, frozen=True, gc=False):
     spoke: bool = False
     kept_lately: float = 0.0
     plain_lately: float = 0.0
+    roomier: GhostState | None = None
+    roomier_hits: float = 0.0
+    prompts: float = 0.0
+    roomier_prompts: float = 0.0
+    outputs: float = USUAL_OUTPUTS
+    output_tokens: float = USUAL_OUTPUTS * USUAL_OUTPUT_TOKENS
 
 
 class _Look(msgspec.Struct, frozen=True, gc=False):
@@ -232,8 +256,8 @@ class RetentionLearner:
         self._chapters: OrderedDict[tuple[str, int], Chapter] = OrderedDict()
         """By model and seed, that which was used last at the end."""
         self._room: dict[WorkerKey, int] = {}
-        self._kept, self._plain = GhostCache(1), GhostCache(1)
-        """All caches together, with priorities and without."""
+        self._kept, self._plain, self._roomier = GhostCache(1), GhostCache(1), GhostCache(1)
+        """All caches together: with priorities, without, and without but with more room."""
         self._every = 1
         """Of which they have one granule of so many, a power of two."""
         self._generation = 0
@@ -252,7 +276,12 @@ class RetentionLearner:
         self._own = self._all = 0.0
         """Requests that this router sent, and that the workers said of any router's that they began."""
         self.kept_hits = self.plain_hits = 0.0
+        self._roomier_hits = 0.0
+        self._prompts = self._roomier_prompts = 0.0
+        """How many there were, and of how many more room found more; both fade."""
         self._kept_lately = self._plain_lately = 0.0
+        self._outputs, self._output_tokens = USUAL_OUTPUTS, USUAL_OUTPUTS * USUAL_OUTPUT_TOKENS
+        """Requests that ended, and the tokens that each left beside its prompt; both fade."""
         self.pays = False
         """Whether what is learnt is said."""
         self._spoke = False
@@ -299,9 +328,19 @@ class RetentionLearner:
         _note(chapter, granules, path, request.isl, look, step, now_ms)
         self._bound(chapter)
         granule_tokens = step * request.block_size
-        rest = (request.isl + USUAL_OUTPUT_TOKENS) / granule_tokens - len(granules)
+        rest = (request.isl + self._output_tokens / self._outputs) / granule_tokens - len(granules)
         found = self._begin_ghosts(worker, granules, now_ms)
-        held = Held(granules, look.kept, rest, granule_tokens, found, self._generation, now_ms)
+        held = Held(
+            granules,
+            look.kept,
+            rest,
+            granule_tokens,
+            found,
+            self._generation,
+            now_ms,
+            request.block_size,
+            request.blocks,
+        )
         self._held[(worker, dispatch_id)] = held
         self._held_granules += len(granules) + rest
 
@@ -316,22 +355,27 @@ class RetentionLearner:
             else:
                 self.lost_tokens -= more * held.granule_tokens
 
-    def end(self, worker: WorkerKey, dispatch_id: str, now_ms: float) -> None:
-        """Hear that a prompt's request is over."""
+    def end(self, worker: WorkerKey, dispatch_id: str, now_ms: float, blocks: int | None = None) -> None:
+        """Hear that a prompt's request is over, and how many blocks it had in the end, where that is known."""
         held = self._held.pop((worker, dispatch_id), None)
         if held is None:
             return
+        if blocks is not None and held.blocks:
+            self._outputs += 1.0
+            self._output_tokens += max(0, blocks - held.blocks) * held.block_size
         self._held_granules -= len(held.granules) + held.rest
         if held.generation == self._generation:
             granules, kept = self._sample(held.granules, held.kept)
             self._kept.end(granules, kept, now_ms)
-            self._plain.end(granules, ((len(granules), RETENTION_DEFAULT, 0),), now_ms)
+            for plain in (self._plain, self._roomier):
+                plain.end(granules, ((len(granules), RETENTION_DEFAULT, 0),), now_ms)
             self._rest += held.rest / self._every
             while self._rest >= 1.0:
                 self._rest -= 1.0
                 self._spent -= 1
                 self._kept.add_spent(self._spent, SPENT, now_ms)
                 self._plain.add_spent(self._spent, RETENTION_DEFAULT, now_ms)
+                self._roomier.add_spent(self._spent, RETENTION_DEFAULT, now_ms)
         lru = self._lru.get(worker)
         if lru is not None and held.found >= 0:
             lru.end(held.granules, ((len(held.granules), RETENTION_DEFAULT, 0),), now_ms)
@@ -342,9 +386,9 @@ class RetentionLearner:
                 lru.add_spent(self._lru_spent, RETENTION_DEFAULT, now_ms)
             self._rests[worker] = rest
 
-    def abandon(self, worker: WorkerKey, dispatch_id: str) -> None:
-        """Hear that the router has taken a prompt off a worker."""
-        self.end(worker, dispatch_id, self._now_ms)
+    def abandon(self, worker: WorkerKey, dispatch_id: str, blocks: int | None = None) -> None:
+        """Hear that the router has taken a prompt off a worker, and how many blocks it had there."""
+        self.end(worker, dispatch_id, self._now_ms, blocks)
 
     def drop(self, worker: WorkerKey) -> None:
         """Forget a worker that is gone, or has lost its cache."""
@@ -404,6 +448,12 @@ class RetentionLearner:
             self._spoke,
             self._kept_lately,
             self._plain_lately,
+            self._roomier.state(),
+            self._roomier_hits,
+            self._prompts,
+            self._roomier_prompts,
+            self._outputs,
+            self._output_tokens,
         )
 
     def restore(self, state: LearnerState) -> None:
@@ -425,6 +475,9 @@ class RetentionLearner:
             chapter.tails, chapter.tails_returned = each.tails, each.tails_returned
         self._room = {WorkerKey(WorkerId(name), rank): granules for name, rank, granules in state.room}
         self._kept, self._plain = GhostCache.of_state(state.kept), GhostCache.of_state(state.plain)
+        self._roomier = GhostCache.of_state(state.roomier or state.plain)
+        self._roomier_hits = state.roomier_hits
+        self._prompts, self._roomier_prompts = state.prompts, state.roomier_prompts
         self._every, self._generation = state.every, state.generation
         self._lru, self._rests = {}, {}
         self._rest = state.rest
@@ -439,6 +492,7 @@ class RetentionLearner:
         self.kept_hits, self.plain_hits, self.pays = state.kept_hits, state.plain_hits, state.pays
         self._spoke = state.spoke or state.pays
         self._kept_lately, self._plain_lately = state.kept_lately, state.plain_lately
+        self._outputs, self._output_tokens = state.outputs, state.output_tokens
 
     def __len__(self) -> int:
         """Return how many granules are known."""
@@ -515,6 +569,10 @@ class RetentionLearner:
         self.plain_hits += plain
         self._kept_lately += kept
         self._plain_lately += plain
+        roomier = self._roomier.begin(sampled, now_ms)
+        self._roomier_hits += roomier
+        self._prompts += 1.0
+        self._roomier_prompts += roomier > plain
         lru = self._lru.get(worker)
         if lru is None:
             if len(self._lru) >= LRU_GHOSTS_MAX:
@@ -544,8 +602,9 @@ class RetentionLearner:
         if every != self._every:
             self._every = every
             self._generation += 1
-            self._kept, self._plain = GhostCache(1), GhostCache(1)
+            self._kept, self._plain, self._roomier = GhostCache(1), GhostCache(1), GhostCache(1)
         self._kept.capacity = self._plain.capacity = max(1, granules // every)
+        self._roomier.capacity = max(1, int(NEARLY * granules) // every)
 
     def _make_plans(self, now_ms: float) -> None:
         # Of whom nothing was heard for so long nothing will be.
@@ -555,13 +614,22 @@ class RetentionLearner:
         if self._kept_lately < self._plain_lately * HARMS:
             # What it gained before says nothing of now.
             self.kept_hits = min(self.kept_hits, self.plain_hits)
-        if self.kept_hits <= self.plain_hits * PAYS_NO_MORE:
+        enough = self._roomier_hits * (1.0 if self.pays else AT_ONCE)
+        is_nearly_enough = self.kept_hits <= enough and self._roomier_prompts > self._prompts * OFTEN
+        if self.kept_hits <= self.plain_hits * PAYS_NO_MORE or is_nearly_enough:
             self.pays = False
         elif self.kept_hits > self.plain_hits * PAYS:
             self.pays = self._spoke = True
         factor = math.exp(-PLAN_EVERY_MS / GHOST_MEMORY_MS)
         self.kept_hits *= factor
         self.plain_hits *= factor
+        self._roomier_hits *= factor
+        self._prompts *= factor
+        self._roomier_prompts *= factor
+        # What is not known of outputs never fades, so that there is always something to divide by.
+        self._outputs = USUAL_OUTPUTS + (self._outputs - USUAL_OUTPUTS) * factor
+        unseen = USUAL_OUTPUTS * USUAL_OUTPUT_TOKENS
+        self._output_tokens = unseen + (self._output_tokens - unseen) * factor
         lately = math.exp(-PLAN_EVERY_MS / LATELY_MS)
         self._kept_lately *= lately
         self._plain_lately *= lately

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from poolgrid.router.core.candidates import RoutingRequest
-from poolgrid.router.core.retention.learner import SPENT, LearnerState, RetentionLearner
+from poolgrid.router.core.retention.learner import SPENT, USUAL_OUTPUT_TOKENS, LearnerState, RetentionLearner
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
 from poolgrid.wire.requests import RETENTION_DEFAULT, KvRetention, RetainedTokens
 from tests.router.retention.mixed_prompts import BLOCKS, WORKER, asked, mixed, prompt
@@ -205,3 +205,25 @@ def test_the_next_turn_of_a_conversation_has_the_last_word_on_its_blocks() -> No
     said = learner.advise(asked("branch", 512 * len(branch)), branch, 600_000.0)
     assert said is not None
     assert said.ranges[0].priority == 99, "what hangs off it may still be wanted"
+
+
+def test_what_requests_leave_beside_their_prompts_is_learnt_and_goes_with_what_is_handed_on() -> None:
+    def cells_of(output_blocks: int | None) -> tuple[float, LearnerState]:
+        learner = RetentionLearner()
+        for second in range(200):
+            request = asked(f"r{second}", 4_200)
+            learner.begin(WORKER, BLOCKS, request.request_id, request, prompt(str(second), 8), second * 1000.0)
+            blocks = None if output_blocks is None else request.blocks + output_blocks
+            learner.end(WORKER, request.request_id, second * 1000.0 + 500.0, blocks)
+        return learner.state().output_tokens / learner.state().outputs, learner.state()
+
+    unknown, _ = cells_of(None)
+    none, state = cells_of(0)
+    many, _ = cells_of(10)
+
+    assert unknown == USUAL_OUTPUT_TOKENS
+    assert none < 0.1 * USUAL_OUTPUT_TOKENS
+    assert many == pytest.approx(5_120, rel=0.05)
+    restored = RetentionLearner()
+    restored.restore(state)
+    assert restored.state() == state
