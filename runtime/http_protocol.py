@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 from prometheus_client import CollectorRegistry
+from uvicorn._types import HTTPScope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from poolgrid.runtime.bounded_protocol import BoundedProtocol
@@ -40,6 +41,9 @@ SERVER_ENDS = "the server is shutting down"
 BODY_BYTES_MAX_DEFAULT = 1024 * 1024
 """Largest body that is gathered for an endpoint that names no limit of its own."""
 
+
+_OF_A_REQUEST = ("headers", "state", "extensions")
+"""What of a scope is made for each request anew."""
 
 HEADS_TRIED_MAX = 4
 """Heads in a row that a connection keeps to know them again, and that did not come again; then it keeps none: each of
@@ -252,6 +256,8 @@ class DirectProtocol(BoundedProtocol):
     _serving: _DirectCycle | None = None
     _repeated: RepeatedHead | None = None
     """The head of the request before."""
+    _repeated_scope: dict[str, Any]
+    """What of its scope is the connection's, as it was before anybody else put something there."""
     _heads_tried = 0
 
     @classmethod
@@ -295,10 +301,8 @@ class DirectProtocol(BoundedProtocol):
             return False
         self._heads_tried = 0
         self._move(None)
-        scope = last.scope.copy()
-        scope["headers"] = head.headers(digits)
-        scope["state"] = self.app_state.copy()
-        self.scope = scope
+        own = {"headers": head.headers(digits), "state": self.app_state.copy()}
+        self.scope = cast(HTTPScope, {**self._repeated_scope, **own})
         cycle = _DirectCycle(self, endpoint, keep_alive=True)
         self.cycle = cycle
         self._serve(cycle, head.body(data, digits))

@@ -30,6 +30,8 @@ class Endpoint:
         self.entered = asyncio.Event()
         self.hold.set()
         self.wrote_at_once: list[bool] = []
+        self.left_behind: list[object] = []
+        """What it finds in the scope of each request of what it puts there."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection: Connection | None = (scope.get("extensions") or {}).get(CONNECTION)
@@ -44,6 +46,8 @@ class Endpoint:
             body = connection.body
             connection.on_left = self.left.set
         self.entered.set()
+        self.left_behind.append(scope.get("left behind"))
+        scope["left behind"] = True
         await self.hold.wait()
         how = b"received" if connection is None else b"gathered"
         headers = dict(scope["headers"])
@@ -261,10 +265,11 @@ async def sizes(client: Client, *requests: bytes) -> list[bytes]:
 
 def test_a_head_that_came_before_is_not_parsed_again(parsed: list[bytes]) -> None:
     async def go() -> None:
-        async with talking() as (_, client):
+        async with talking() as (application, client):
             bodies = [b"a", b"bb", b"", b"c" * LIMIT, b"dd"]
             found = await sizes(client, *(post(body) for body in bodies))
             assert found == [b"%d gathered" % len(body) for body in bodies]
+            assert application.endpoint.left_behind == [None] * len(bodies), "each request has a scope of its own"
 
     asyncio.run(go())
     assert parsed == [post(b"a")]
