@@ -289,7 +289,9 @@ class DirectProtocol(BoundedProtocol):
             self._heads_tried += 1
             self._repeated = None
             if cycle.keep_alive and self._waiting is None:
-                self._repeated = RepeatedHead.of(data, list(cycle.scope["headers"]), table.limits.header_line_bytes)
+                scope = cycle.scope
+                self._repeated = RepeatedHead.of(data, list(scope["headers"]), table.limits.header_line_bytes)
+                self._repeated_scope = {name: value for name, value in scope.items() if name not in _OF_A_REQUEST}
 
     def _begin_again(self, head: RepeatedHead, digits: bytes, data: bytes) -> bool:
         """Call the endpoint with a request that needs no parser; return False where it goes another way now."""
