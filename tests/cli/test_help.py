@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 from typer.testing import CliRunner
 
 from poolgrid.cli.main import PROGRAM, app
+from tests.forms import needs_checkout
 
 
 def commands(made: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -29,6 +30,7 @@ def helped(path: tuple[str, ...], columns: str | None) -> str:
     return answer.output
 
 
+@needs_checkout
 @pytest.mark.parametrize("columns", ["80", None])
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
 def test_no_name_is_cut(path: tuple[str, ...], columns: str | None) -> None:

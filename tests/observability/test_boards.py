@@ -23,8 +23,11 @@ from poolgrid.observability.dashboards.boards import BOARDS
 from poolgrid.observability.dashboards.checking import Known, problems, selectors
 from poolgrid.observability.dashboards.foreign import RECORDED
 from poolgrid.observability.dashboards.model import Board, Panel, Query, Row, Variable
+from tests.forms import needs_checkout
 from tests.observability_proof.drills import DRILLS
 from tests.observability_proof.stack import at_pace
+
+pytestmark = needs_checkout
 
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "deploy" / "prometheus" / "rules"
