@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -72,6 +73,20 @@ def by_libzmq(context: PlaneContext, endpoint: str, heard: Heard) -> Subscriber:
     return ZmqSubscriber(context, endpoint, TOPIC, heard)
 
 
+@asynccontextmanager
+async def listening(make: Make, context: PlaneContext) -> AsyncIterator[tuple[Publisher, Heard, Subscriber]]:
+    """A publisher and who listens to it, for a test that is over in time."""
+    publisher, heard = Publisher(), Heard()
+    subscriber = make(context, publisher.endpoint, heard)
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            assert await publisher.subscribed() == TOPIC
+            yield publisher, heard, subscriber
+    finally:
+        subscriber.close()
+        publisher.close()
+
+
 KINDS = pytest.mark.parametrize("make", [by_loop, by_libzmq])
 LOOPS = pytest.mark.parametrize("run_loop", [asyncio.run, uvloop.run])
 
@@ -87,17 +102,12 @@ def test_messages_of_a_topic_come_with_all_their_frames_in_order(make: Make, run
     ]
 
     async def scenario(context: PlaneContext) -> None:
-        publisher, heard = Publisher(), Heard()
-        subscriber = make(context, publisher.endpoint, heard)
-        async with asyncio.timeout(TIMEOUT_S):
-            assert await publisher.subscribed() == TOPIC
+        async with listening(make, context) as (publisher, heard, subscriber):
             await publisher.socket.send_multipart([b"other", b"words"])
             for message in sent:
                 await publisher.socket.send_multipart(message)
             assert [await heard.messages.get() for _ in sent] == sent
-        assert not subscriber.has_more
-        subscriber.close()
-        publisher.close()
+            assert not subscriber.has_more
 
     with plain_context() as context:
         run_loop(scenario(context))
@@ -128,17 +138,13 @@ def test_a_publisher_that_ends_and_starts_again_is_subscribed_to_again(make: Mak
 @LOOPS
 def test_nothing_is_heard_after_the_end(make: Make, run_loop: Run) -> None:
     async def scenario(context: PlaneContext) -> None:
-        publisher, heard = Publisher(), Heard()
-        subscriber = make(context, publisher.endpoint, heard)
-        async with asyncio.timeout(TIMEOUT_S):
-            await publisher.subscribed()
+        async with listening(make, context) as (publisher, heard, subscriber):
             await publisher.socket.send_multipart([TOPIC, b"1"])
             await heard.messages.get()
             subscriber.close()
             await publisher.socket.send_multipart([TOPIC, b"2"])
             await asyncio.sleep(0.05)
-        assert heard.messages.empty()
-        publisher.close()
+            assert heard.messages.empty()
 
     with plain_context() as context:
         run_loop(scenario(context))

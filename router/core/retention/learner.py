@@ -6,10 +6,10 @@ Theory of operation
        ``begin`` takes the same prompt in when it goes to a worker, ``started`` and ``end`` hear what the worker says.
     2. Priorities never rise along a prompt, nor do durations, and a run never has less than what was said before of
        anything that hangs off it, while that holds. So no engine evicts a block before what continues it.
-    3. Two ghosts of all caches together, one with these priorities and one without, hear of the same requests. What is
-       learnt is said only while the first finds more, and not where a tenth more room would do. Where keeping does not
-       pay, engines are left to themselves. A
-       ghost for each worker would not do: prompts go where their blocks are, and so the ghost that is like the real
+    3. Three ghosts of all caches together hear of the same requests: one with these priorities, one without, and one
+       without that has a tenth more room. What is learnt is said only while the first finds more than the second, and
+       not where the third shows that room is nearly enough. Where keeping does not pay, engines are left to themselves.
+       A ghost for each worker would not do: prompts go where their blocks are, and so the ghost that is like the real
        caches finds more, whichever that is.
     4. Prompts with different seeds (model, adapter, cache salt) share nothing: what is learnt of one kind of prompt is
        not said of another. They share the room, by how much of it they ask for.
@@ -107,7 +107,7 @@ little, and much less in the caches of several workers, of which some lack nothi
 tenth more room would, nothing is said then. Of conversations more room finds more of a prompt in a hundred."""
 
 AT_ONCE = 1.25
-"""How much more than that it must find to begin with."""
+"""How many times what the third ghost finds keeping must find there before it begins to be said."""
 
 HARMS = 0.98
 """What is learnt is said no more when the ghost with priorities has found less than this of the other's, lately."""
