@@ -87,6 +87,8 @@ async def gather_evidence(
     try:
         tell("connecting to the publishers")
         await listener.open()
+        # ZMQ tells a subscriber that it is connected, not that the publisher has taken note of the subscription.
+        await listener.settle(settings.settle_ms)
         exchanges = await _probe(limits, settings, server, told, listener, clock, tell)
         tell("asking for replays")
         replays = [

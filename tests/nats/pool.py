@@ -57,3 +57,17 @@ def offset(url: str) -> int:
 def trouble(url: str) -> str:
     """Return what keeps the router's state from being current."""
     return str(httpx.get(f"{url}/v1/pool").json()["journal"]["trouble"])
+
+
+def last_entry(url: str, stream: str) -> int:
+    """Return the number of the newest message of a stream."""
+
+    async def look() -> int:
+        connection = NatsConnection(EventPlaneSettings(event_plane="nats", nats_url=(url,)), "test", SystemClock())
+        await connection.open()
+        try:
+            return (await connection.jetstream.stream_info(stream)).state.last_seq
+        finally:
+            await connection.close()
+
+    return asyncio.run(look())

@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from poolgrid.cli.main import app
-from tests.e2e.processes import Process, eventually, index_equals_workers, pool_is_quiet, running_pool
-from tests.nats.pool import active_consolidator, ask, leader, offset, trouble
+from tests.e2e.processes import Process, eventually, index_equals_workers, metric, pool_is_quiet, running_pool
+from tests.nats.pool import active_consolidator, ask, last_entry, leader, offset, trouble
 from tests.nats.servers import BINARY, MISSING, NatsServer, one_server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not BINARY, reason=MISSING)]
@@ -145,11 +145,26 @@ def test_what_if_and_tune_play_the_decisions_of_a_stream(pool: Process, server: 
         assert shown.exit_code == 0, shown.output
         return dict(json.loads(shown.stdout))
 
-    eventually("all are recorded", lambda: played()["requests"] >= 50)
-    report = played()
+    def is_all_recorded() -> bool:
+        name = "poolgrid_router_{}_total".format
+        made = metric(pool.url, name("decisions"))
+        return metric(pool.url, name("recorded_decisions")) + metric(pool.url, name("unrecorded_decisions")) == made
+
+    eventually("all are recorded", is_all_recorded)
+    reports: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+    def the_recording_stands_still() -> bool:
+        # What ends requests, and what workers say, is recorded a moment after the decisions.
+        before = last_entry(server.url, "poolgrid-default=decisions=router")
+        reports.append((played(), played()))
+        return last_entry(server.url, "poolgrid-default=decisions=router") == before
+
+    eventually("nothing is recorded while it is read twice", the_recording_stands_still)
+    report, again = reports[-1]
+    assert report == again, "the same recording gives the same answer"
+    assert report["requests"] >= 50
     assert report["measured"]["cached_token_ratio"] > 0.5
     assert list(report["policies"]) == ["recorded", "round-robin"]
-    assert report == played(), "the same recording gives the same answer"
 
     tuned = runner.invoke(app, ["tune", where, "--objective", "ttft-p99", "--trials", "2", "--json"])
     assert tuned.exit_code == 0, tuned.output
