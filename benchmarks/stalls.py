@@ -1,17 +1,21 @@
 """How long a stream of tokens waits for what its router does beside it: gaps between the frames of one client.
 
-    python -m benchmarks.stalls [--blocks 8000000] [--seconds 10] [--json OUT]
+    python -m benchmarks.stalls [--blocks 8000000] [--seconds 10] [--apart] [--json OUT]
 
 A router with its consolidator inside serves one stream at a time, of an engine that makes a token every
-``STEP_MS``, and the gaps between its frames are taken where the client reads them. Parts of ``--seconds`` at least:
+``STEP_MS``, and the gaps between its frames are taken where the client reads them. With ``--apart`` the consolidator
+is a process of its own, whose feed the router follows. Parts of ``--seconds`` at least:
 
 ``idle``         nothing else happens
 ``intake``       eight workers store ``--blocks`` blocks as fast as they are acknowledged, with the journal's snapshots
 ``snapshot``     a snapshot of all that is written
 ``worker lost``  a worker with an eighth of the blocks begins a new life, which ends the old one
+``restated``     a worker of an eighth of ``--blocks`` tells anew what it holds, in batches as large as workers make
+                 them
 
 The router has the last core to itself, the client and the engine's worker the first. What pushes blocks runs there
-too, but only while those have nothing to do (``SCHED_IDLE``), so that the gaps are the router's. On a machine that does
+too, but only while those have nothing to do (``SCHED_IDLE``), as does a consolidator that is apart, so that the gaps
+are the router's. On a machine that does
 other work besides they are not: measure on a quiet one.
 """
 
@@ -27,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +48,10 @@ from benchmarks.peers import MODEL, await_answer
 from poolgrid.router.consolidator.journal.snapshot_file import SUFFIX
 from poolgrid.router.consolidator.journal.stored_records import offset_of
 from poolgrid.wire import codec
-from poolgrid.wire.events import BlocksStored, EventBatch
+from poolgrid.wire.events import AnyEvent, BlocksStored, EventBatch, SnapshotBegan
 from poolgrid.wire.identifiers import WorkerId
 from poolgrid.wire.ingest import BATCH_FRAME, CONTROL_FRAME, Acknowledged, Heartbeat, Hello, Welcome
+from poolgrid.workers.core.push_stream import BLOCKS_PER_RESTATED_BATCH
 
 STEP_MS = 2.0
 """Five hundred frames a second: 5,000 of them make the 99.9th percentile of ten seconds the sixth longest gap."""
@@ -100,6 +105,21 @@ class Pusher:
         self._parent = int.from_bytes(hashes[-8:], sys.byteorder)
         self.sent += 1
 
+    def restate(self, blocks: int) -> None:
+        """Say that this is all that the worker holds."""
+        events: list[AnyEvent] = [SnapshotBegan()]
+        for at in range(0, blocks, BLOCKS_PER_RESTATED_BATCH):
+            held = min(BLOCKS_PER_RESTATED_BATCH, blocks - at)
+            path = BLOCKS_PER_RECORD * RECORDS_PER_PATH
+            events += (
+                BlocksStored(None, self._random.randbytes(8 * min(path, held - done))) for done in range(0, held, path)
+            )
+            now_ms = int(time.time() * 1000)
+            batch = EventBatch(WorkerId(self._name), 0, self._epoch, self.sent, now_ms, events)
+            self.socket.send_multipart([BATCH_FRAME, codec.event_batch.encode(batch)])
+            self.sent += 1
+            events = []
+
     def live(self) -> None:
         """Keep the lease."""
         self._say(Heartbeat(WorkerId(self._name), 0, self._epoch, self.sent))
@@ -116,7 +136,7 @@ class Pusher:
 
 
 def push(endpoint: str, orders: Any, answers: Any) -> None:
-    """Be the workers: a line of ``orders`` is how many records to push, or ``lose``; say when each is done."""
+    """Be the workers: ``orders`` say how many records to push, ``lose`` or ``restate BLOCKS``; say when it is done."""
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     pushers = [Pusher(context, endpoint, f"holder{number}", 1) for number in range(PUSHERS)]
@@ -126,6 +146,9 @@ def push(endpoint: str, orders: Any, answers: Any) -> None:
             epoch += 1
             pushers[0].socket.close()
             pushers[0] = Pusher(context, endpoint, "holder0", epoch)
+            records = 1
+        elif line.startswith("restate "):
+            pushers[-1].restate(int(line.removeprefix("restate ")))
             records = 1
         else:
             records = int(line)
@@ -203,31 +226,39 @@ def figures_of(gaps_ms: Sequence[float]) -> dict[str, float]:
     return {"frames": float(len(ordered)), **found, "max": ordered[-1]}
 
 
+def command_of(service: str, options: Mapping[str, object]) -> list[str]:
+    """Return what starts a service of ours."""
+    given = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
+    return [sys.executable, "-m", "poolgrid", service, "--log-level", "warning", *given]
+
+
 class Measurement:
     """One run."""
 
-    def __init__(self, fleet: Fleet, model: Path, data: Path, console: Console) -> None:
+    def __init__(self, fleet: Fleet, model: Path, data: Path, console: Console, apart: bool) -> None:
         """Start everything; the journal goes to ``data``."""
         self._console = console
         self._data = data
         self.figures: dict[str, dict[str, float]] = {}
-        ours = [sys.executable, "-m", "poolgrid", "router", "--port", "0", "--log-level", "warning"]
-        options = {
-            "model-path": model,
-            "model-name": MODEL,
-            "data-dir": data,
-            "snapshot-every-records": SNAPSHOT_EVERY_RECORDS,
-            "lease-ms": LEASE_MS,
-        }
-        command = [*ours, *(str(part) for name, value in options.items() for part in (f"--{name}", value))]
-        router = fleet.start("router", command, tested=True)
+        journal = {"data-dir": data, "snapshot-every-records": SNAPSHOT_EVERY_RECORDS, "lease-ms": LEASE_MS}
+        follows: dict[str, object] = journal
+        ingest = ""
+        if apart:
+            consolidator = fleet.start("consolidator", command_of("consolidator", journal))
+            os.sched_setscheduler(consolidator.pid, os.SCHED_IDLE, os.sched_param(0))
+            words = fleet.ready_words(consolidator)
+            follows = {"feed-endpoint": words["feed"], "query-endpoint": words["query"]}
+            ingest = words["ingest"]
+        options = {"port": 0, "model-path": model, "model-name": MODEL, **follows}
+        router = fleet.start("router", command_of("router", options), tested=True)
         words = fleet.ready_words(router)
+        ingest = ingest or words["ingest"]
         self._pid = router.pid
         self._port = int(words["http"].rpartition(":")[2])
-        worker = [sys.executable, "-m", "benchmarks.http_worker", words["ingest"], "engine", "16", str(STEP_MS)]
+        worker = [sys.executable, "-m", "benchmarks.http_worker", ingest, "engine", "16", str(STEP_MS)]
         fleet.start("worker", worker)
         await_answer(self._port, fleet)
-        pushing = [sys.executable, "-m", "benchmarks.stalls", "--push", words["ingest"]]
+        pushing = [sys.executable, "-m", "benchmarks.stalls", "--push", ingest]
         self._pusher = subprocess.Popen(
             fleet.pinned(pushing), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
@@ -275,7 +306,7 @@ class Measurement:
         return max((offset_of(path.name, SUFFIX) for path in self._data.rglob(f"*{SUFFIX}")), default=0)
 
 
-def measure(blocks: int, seconds: float, console: Console) -> dict[str, dict[str, float]]:
+def measure(blocks: int, seconds: float, console: Console, apart: bool) -> dict[str, dict[str, float]]:
     """Run every part; return figures by part."""
     records = blocks // BLOCKS_PER_RECORD
     # The last snapshot of the intake is behind it, and the next one so near that a few records bring it.
@@ -287,13 +318,14 @@ def measure(blocks: int, seconds: float, console: Console) -> dict[str, dict[str
             console.print("one core: everything shares it, and gaps are not the router's alone")
         measurement: Measurement | None = None
         try:
-            measurement = Measurement(fleet, ensure_model(directory / "model"), directory / "data", console)
+            measurement = Measurement(fleet, ensure_model(directory / "model"), directory / "data", console, apart)
             measurement.part("idle", "", seconds)
             measurement.part("intake", str(records), seconds)
             before = measurement.snapshots()
             held = measurement
             measurement.part("snapshot", str(2 * SHORT_OF_SNAPSHOT), seconds, lambda: held.snapshots() > before)
             measurement.part("worker lost", "lose", seconds)
+            measurement.part("restated", f"restate {blocks // PUSHERS}", seconds)
             return measurement.figures
         finally:
             if measurement is not None:
@@ -306,6 +338,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=8_000_000, help="blocks that the pool takes in (8000000)")
     parser.add_argument("--seconds", type=float, default=10.0, help="least length of each part (10)")
+    parser.add_argument("--apart", action="store_true", help="the consolidator is a process of its own")
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--push", metavar="ENDPOINT", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -313,7 +346,7 @@ def main() -> None:
         push(options.push, sys.stdin, sys.stdout)
         return
     console = Console()
-    figures = measure(options.blocks, options.seconds, console)
+    figures = measure(options.blocks, options.seconds, console, options.apart)
     table = Table("part", "frames", "p50 ms", "p99", "p99.9", "max", "over idle", "s", "MB")
     idle_ms = figures["idle"]["p99.9"]
     for part, found in figures.items():

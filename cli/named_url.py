@@ -2,15 +2,17 @@
 
 Commands find it as processes do, by ``POOLGRID_NAMES`` and what goes with it in the environment. The name is looked
 up when they start, and by those that go on also when who was found no longer answers. Of several processes the one
-that began last is taken.
+that began last is taken, of those that can be connected to: one that was killed has its name until its lease ends.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import typer
 
@@ -19,6 +21,11 @@ from poolgrid.wire.names import is_name, parse_name
 
 if TYPE_CHECKING:
     from poolgrid.naming.settings import NamesSettings
+
+CONNECT_TIMEOUT_S = 1.0
+"""How long one of several that have a name may take to take a connection; on the same network it takes milliseconds."""
+
+DEFAULT_PORTS = {"http": 80, "https": 443}
 
 SETTINGS_OF = {"directory": ("names_dir",), "nats": ("nats_",), "kubernetes": ("kubernetes_",)}
 """Which settings each kind of names has, by what their names begin with."""
@@ -36,13 +43,33 @@ def found_url(url: str) -> str:
 
 async def url_of(url: str) -> str:
     """Return a URL as it is, or that of a name; raises ``ValueError`` or ``OSError`` when nobody is found there."""
-    return (await _urls_of(url))[0] if is_name(url) else url
+    if not is_name(url):
+        return url
+    found = await _urls_of(url)
+    if len(found) == 1:
+        return found[0]
+    take_calls = await asyncio.gather(*map(_takes_connections, found))
+    return next((each for each, takes in zip(found, take_calls, strict=True) if takes), found[0])
 
 
 async def other_url_of(url: str, silent: str) -> str:
     """Return the URL of a name of which one is known that does not answer: another one, where there is one; raises as
     ``url_of`` does."""
     return next((each for each in await _urls_of(url) if each != silent), silent)
+
+
+async def _takes_connections(url: str) -> bool:
+    """Return whether anybody listens at a URL."""
+    parts = urlsplit(url)
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            _, writer = await asyncio.open_connection(parts.hostname, parts.port or DEFAULT_PORTS[parts.scheme])
+    except (OSError, TimeoutError, ValueError):
+        return False
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+    return True
 
 
 async def _urls_of(url: str) -> list[str]:

@@ -2,7 +2,9 @@
 
 Rules
     1. A snapshot is loaded beside the state in use, and takes its place in one; records that come meanwhile wait.
-    2. Few records are applied at once; many in slices, in their order. Nothing is left out.
+    2. What takes a moment is applied at once; more in slices, in their order, in turn with all else that is done in
+       bulk (``poolgrid.runtime.bulk_work``). Nothing is left out. What ends a slice is what its records hold: one of a
+       worker that tells anew what it caches holds a hundred times what one of an engine's step does.
     3. The router is *level* when all that arrived is applied. What is decided before is marked as behind.
     4. The state that a snapshot replaced is let go of in slices too.
     5. Records that cannot be applied (a hole, a bug) end in a snapshot: what follows them is of no use and is dropped,
@@ -19,8 +21,9 @@ from collections.abc import Callable, Iterable, Sequence
 from poolgrid.router.core.inputs import RecordsArrived, SnapshotArrived
 from poolgrid.router.core.projection import LOAD_STEP_BLOCKS, SnapshotLoad
 from poolgrid.router.core.router_state import RouterState
+from poolgrid.runtime.bulk_work import BulkWork
 from poolgrid.runtime.clock import Clock
-from poolgrid.wire.events import JournalRecord
+from poolgrid.wire.events import BlocksRemoved, BlocksStored, JournalRecord
 from poolgrid.wire.feed import BlockChain, WorkerState
 
 log = logging.getLogger(__name__)
@@ -28,8 +31,12 @@ log = logging.getLogger(__name__)
 RESYNC_MS = 1000.0
 """Shortest time between two requests for a snapshot: one of a large pool is seconds of work for everybody."""
 
-RECORDS_PER_SLICE = 128
-"""Records applied between two turns when many come at once: two to three milliseconds, at 32 blocks each."""
+SLICE_BYTES = 12 * 1024
+"""Hashes of records that are applied in one go, each record with ``RECORD_BYTES`` more, unless one has more by itself:
+half a millisecond."""
+
+RECORD_BYTES = 256
+"""A record is as much work as this many bytes of hashes."""
 
 ARRIVED_RECORDS_MAX = 100_000
 """Records that wait for a snapshot or for their slice; beyond it the router does nothing else until fewer wait."""
@@ -42,6 +49,7 @@ class CatchingUp:
         self,
         state: RouterState,
         clock: Clock,
+        bulk: BulkWork,
         on_applied: Callable[[Sequence[JournalRecord]], None],
         on_loaded: Callable[[], None],
         resync: Callable[[], None],
@@ -53,6 +61,7 @@ class CatchingUp:
         self._state = state
         self._projection = state.projection
         self._clock = clock
+        self._bulk = bulk
         self._on_applied = on_applied
         self._on_loaded = on_loaded
         self._resync = resync
@@ -83,10 +92,14 @@ class CatchingUp:
             self._slice()
 
     def on_records(self, records: Sequence[JournalRecord]) -> None:
-        """Apply journal records; at once when they are few, else a slice at a time."""
+        """Apply journal records; at once when that takes a moment, else a slice at a time."""
         if self._lost:
             return
-        if self._loading is None and not self._arrived and len(records) <= RECORDS_PER_SLICE:
+        if (
+            self._loading is None
+            and not self._arrived
+            and (len(records) == 1 or len(_leading(records)) == len(records))
+        ):
             self._apply(records)
             return
         self.level.clear()
@@ -119,7 +132,7 @@ class CatchingUp:
         self._slice_scheduled = False
         if self._step():
             self._slice_scheduled = True
-            asyncio.get_running_loop().call_soon(self._slice)
+            self._bulk.soon(self._slice)
 
     def _step(self) -> bool:
         """Load, apply or let go of a little; return whether there is more."""
@@ -131,7 +144,9 @@ class CatchingUp:
                 self._note_level()
                 self._on_loaded()
         elif self._arrived:
-            records = [self._arrived.popleft() for _ in range(min(RECORDS_PER_SLICE, len(self._arrived)))]
+            records = _leading(self._arrived)
+            for _ in records:
+                self._arrived.popleft()
             self._note_level()
             self._apply(records)  # takes the level back if that fails
         elif self._replaced is not None:
@@ -173,3 +188,18 @@ class CatchingUp:
         if self._lost and not self._stopped:
             self._resynced_ms = self._clock.monotonic_ms()
             self._resync()
+
+
+def _leading(records: Iterable[JournalRecord]) -> list[JournalRecord]:
+    """Return the first records, as many as are applied in one go, and one at least."""
+    taken: list[JournalRecord] = []
+    left = SLICE_BYTES
+    for record in records:
+        left -= RECORD_BYTES
+        for event in record.events:
+            if type(event) is BlocksStored or type(event) is BlocksRemoved:
+                left -= len(event.sequence_hashes)
+        if left < 0 and taken:
+            break
+        taken.append(record)
+    return taken

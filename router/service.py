@@ -42,6 +42,7 @@ from poolgrid.router.routed import Routed
 from poolgrid.router.settings import RouterSettings
 from poolgrid.router.view import RouterView
 from poolgrid.router.waiting import WaitingLine, queue_span
+from poolgrid.runtime.bulk_work import BulkWork
 from poolgrid.runtime.clock import Clock
 from poolgrid.runtime.tasks import Restart, cancel_all, supervised
 from poolgrid.runtime.tracing.record import TraceRecord
@@ -100,7 +101,7 @@ class RouterService:
             self.in_flight.holds,
             objection,
         )
-        self.catching_up = CatchingUp(state, clock, self._on_applied, self._on_loaded, feed.resync)
+        self.catching_up = CatchingUp(state, clock, BulkWork(clock), self._on_applied, self._on_loaded, feed.resync)
         self.chooser = Chooser(settings, state, self.links, clock, lambda: self.behind_records)
         self.line = WaitingLine(settings, self.chooser, metrics, clock, self._dispatch, self._give_up)
         self._fleet_version = -1

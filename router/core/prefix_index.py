@@ -230,7 +230,7 @@ class PrefixIndex:
             above.used = True
             reach.entries += 1
             stored = 1
-            if len(shard) > reach.shard_entries:
+            if len(shard) > reach.crowded_entries:
                 reach.relieve(first)
         else:
             # The usual case: a chain that nobody has yet, below blocks that this worker holds.
@@ -624,7 +624,7 @@ class PrefixIndex:
             self._take_back(blocks, None, run, run is above)
             return False
         reach.entries += count
-        if len(shard) > reach.shard_entries:
+        if len(shard) > reach.crowded_entries:
             reach.relieve(blocks[-1])
         if run is above:
             # A sequence that its only holder continues: the usual growth while decoding.

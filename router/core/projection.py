@@ -47,8 +47,8 @@ from poolgrid.wire.streams import fold
 
 LIVE = StreamState.LIVE
 
-LOAD_STEP_BLOCKS = 4096
-"""Blocks of a snapshot loaded between two turns of a router: one to three milliseconds."""
+LOAD_STEP_BLOCKS = 2048
+"""Blocks of a snapshot loaded between two turns of a router: about a millisecond."""
 
 
 class Hole(RuntimeError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from poolgrid.cli.main import app
-from poolgrid.cli.named_url import other_url_of
+from poolgrid.cli.named_url import other_url_of, url_of
 from poolgrid.naming.directory import DirectoryNames
 from poolgrid.runtime.clock import SystemClock
 from poolgrid.wire.registration import encode_registration
@@ -27,24 +28,26 @@ COMMANDS = (
 )
 
 
+def register(directory: Path, *routers: tuple[int, int, str]) -> None:
+    """Register routers: a number, which says who began later, a port on this machine, and a namespace."""
+
+    async def write() -> None:
+        store = DirectoryNames(directory, SystemClock())
+        await store.open()
+        for number, port, pool in routers:
+            endpoints = {"http": f"http://127.0.0.1:{port}", "select": "tcp://127.0.0.1:3"}
+            made = registration(number, endpoints=endpoints, namespace=pool)
+            await store.write(made, encode_registration(made))
+
+    asyncio.run(write())
+
+
 @pytest.fixture
 def names(tmp_path: Path) -> Mapping[str, str]:
     """A directory in which routers are registered that are gone by now, and the environment of who looks there."""
     directory = tmp_path / "names"
 
-    async def register() -> None:
-        store = DirectoryNames(directory, SystemClock())
-        await store.open()
-        for number, address, pool in (
-            (1, "http://127.0.0.1:1", "blue"),
-            (2, "http://127.0.0.1:2", "blue"),
-            (3, "http://127.0.0.1:3", "red"),
-        ):
-            endpoints = {"http": address, "select": "tcp://127.0.0.1:3"}
-            made = registration(number, endpoints=endpoints, namespace=pool)
-            await store.write(made, encode_registration(made))
-
-    asyncio.run(register())
+    register(directory, (1, 1, "blue"), (2, 2, "blue"), (3, 3, "red"))
     # A URL of NATS is for the journal here, and no matter of names.
     return {"POOLGRID_NAMES": "directory", "POOLGRID_NAMES_DIR": str(directory), "POOLGRID_NATS_URL": "nats://h:1"}
 
@@ -59,6 +62,18 @@ def refusal(environment: Mapping[str, str], *words: str) -> str:
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: " ".join(command[:2]))
 def test_a_name_is_where_its_latest_process_is(command: tuple[str, ...], names: Mapping[str, str]) -> None:
     assert "127.0.0.1:2" in refusal(names, *command, "--url", NAME), "that is whom it asked"
+
+
+def test_of_several_with_a_name_the_latest_that_can_be_connected_to_is_taken(
+    names: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+    with socket.create_server(("127.0.0.1", 0)) as alive:
+        port = alive.getsockname()[1]
+        register(Path(names["POOLGRID_NAMES_DIR"]), (1, port, "blue"))
+
+        assert asyncio.run(url_of(NAME)) == f"http://127.0.0.1:{port}", "the later one at port 2 is gone"
 
 
 def test_in_place_of_a_process_that_does_not_answer_another_one_of_its_name_is_found(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 import sys
 from array import array
+from itertools import pairwise
 
 import pytest
 
-from poolgrid.router.core.block_map import BYTE_DEPTH, FEW_BLOCKS, BlockMap
+from poolgrid.router.core.block_map import BYTE_DEPTH, FEW_BLOCKS, TABLES, BlockMap
 from poolgrid.router.core.prefix_index import PrefixIndex
 from poolgrid.router.core.run_forest import Run
 from poolgrid.wire.identifiers import WorkerId, WorkerKey
@@ -78,6 +79,46 @@ def test_keys_of_an_index_as_routers_have_it_take_a_third_less_than_whole_hashes
     index.store(WORKER, None, random_blocks(random.Random(2), 1000))
 
     assert {sys.getsizeof(key) for shard in index._reach.shards for key in shard} <= {24, 28, 32}
+
+
+@pytest.mark.parametrize("slots", TABLES)
+def test_the_tables_of_shards_grow_one_after_the_other_though_all_fill_alike(slots: int) -> None:
+    randomness = random.Random(slots)
+    depth = 4
+    index = PrefixIndex(first_depth=depth)
+    shards = index._reach.shards
+    grown_at: list[int] = []
+    has_grown = [False] * len(shards)
+    larger_bytes = 1.5 * sys.getsizeof(dict.fromkeys(range(slots // 2)))
+    while not all(has_grown):
+        index.store(WORKER, None, random_blocks(randomness, 64))
+        for place, shard in enumerate(shards):
+            if not has_grown[place] and sys.getsizeof(shard) > larger_bytes:
+                has_grown[place] = True
+                grown_at.append(len(index))
+
+    assert len(shards) == 1 << depth, "none is split yet"
+    assert all(later - earlier >= slots // 32 for earlier, later in pairwise(grown_at))
+    assert not any(key < 0 for shard in shards for key in shard)
+    assert_sound_map(index._reach)
+
+
+def test_shards_are_split_one_after_the_other_though_all_fill_alike() -> None:
+    randomness = random.Random(3)
+    limit = 1024
+    sharded = BlockMap(limit, 4)
+    run = Run(None, array("Q"), 1)
+    split_at: list[int] = []
+    while len(split_at) < 16:
+        before = len(set(map(id, sharded.shards)))
+        for block in random_blocks(randomness, 32):
+            sharded[block] = run
+        sharded.relieve(block)
+        if len(set(map(id, sharded.shards))) > before:
+            split_at.append(len(sharded))
+
+    assert all(later - earlier >= limit // 16 for earlier, later in pairwise(split_at))
+    assert_sound_map(sharded)
 
 
 @pytest.mark.parametrize("length", [2, FEW_BLOCKS, 40])

@@ -10,7 +10,7 @@ import zmq
 from prometheus_client import CollectorRegistry
 
 from poolgrid.router import catching_up
-from poolgrid.router.catching_up import ARRIVED_RECORDS_MAX, RECORDS_PER_SLICE
+from poolgrid.router.catching_up import ARRIVED_RECORDS_MAX, RECORD_BYTES, SLICE_BYTES
 from poolgrid.router.consolidator.core.feed_reader import FeedReader, FeedState
 from poolgrid.router.consolidator.ports import PoolListener
 from poolgrid.router.core.candidates import RoutingRequest
@@ -25,6 +25,7 @@ from poolgrid.router.fleet_links import link_opener
 from poolgrid.router.metrics import RouterMetrics
 from poolgrid.router.service import RouterService
 from poolgrid.router.settings import RouterSettings
+from poolgrid.runtime import bulk_work
 from poolgrid.runtime.clock import SystemClock
 from poolgrid.wire import codec
 from poolgrid.wire.events import JournalRecord, WorkerJoined
@@ -35,6 +36,14 @@ from poolgrid.wire.identifiers import Tier
 from tests.router.fleet_builder import decided, make_card, stored, worker_key
 
 BLOCKS_PER_CHAIN = 64
+RECORDS_PER_SLICE = SLICE_BYTES // (RECORD_BYTES + 8 * BLOCKS_PER_CHAIN)
+"""Of ``a_record``."""
+
+
+@pytest.fixture(autouse=True)
+def _one_slice_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine where one takes as long as a turn may."""
+    monkeypatch.setattr(bulk_work, "SLICE_MS", 0.0)
 
 
 def a_worker(name: str) -> WorkerState:
@@ -169,6 +178,26 @@ def test_many_records_at_once_are_applied_in_slices_and_in_order() -> None:
         assert await scene.turns(lambda: scene.service.behind_records == 0) >= 3
         assert scene.projection.next_offset == count + 2
         assert scene.decide(count).overlap_blocks == BLOCKS_PER_CHAIN
+
+    run(scenario)
+
+
+def test_a_record_of_many_blocks_is_a_slice_of_its_own_however_few_there_are() -> None:
+    async def scenario(scene: Scene) -> None:
+        paths = 2 * SLICE_BYTES // (8 * BLOCKS_PER_CHAIN)
+        large = [
+            JournalRecord(1 + at, "w", 0, 1, at, 0, 0, [stored(a_path(at * paths + each)) for each in range(paths)])
+            for at in range(3)
+        ]
+        small = [a_record(4 + at, 1_000 + at) for at in range(2)]
+
+        scene.feed.tell([*large, *small])
+        seen = {scene.projection.next_offset}
+        while scene.service.behind_records:
+            await asyncio.sleep(0)
+            seen.add(scene.projection.next_offset)
+
+        assert sorted(seen | {1, 2}) == [1, 2, 3, 4, 6]
 
     run(scenario)
 

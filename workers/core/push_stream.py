@@ -58,9 +58,9 @@ from poolgrid.workers.core.outbox import OUTBOX_BYTES_DEFAULT, Outbox
 EVENTS_PER_RESTATED_BATCH = 1024
 """A restatement goes out in batches of this many events; far below what the contract and the consolidator allow."""
 
-BLOCKS_PER_RESTATED_BATCH = 4096
+BLOCKS_PER_RESTATED_BATCH = 1024
 """And of this many blocks, longer chains in pieces: a batch is one record, which its readers apply in one go, and this
-many blocks take a router three milliseconds."""
+many blocks take a router a millisecond or two."""
 
 HASH_BYTES = 8
 """Of one sequence hash in an event."""
