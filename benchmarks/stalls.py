@@ -15,8 +15,7 @@ is a process of its own, whose feed the router follows. Parts of ``--seconds`` a
 
 The router has the last core to itself, the client and the engine's worker the first. What pushes blocks runs there
 too, but only while those have nothing to do (``SCHED_IDLE``), as does a consolidator that is apart, so that the gaps
-are the router's. On a machine that does
-other work besides they are not: measure on a quiet one.
+are the router's. On a machine that does other work besides they are not: measure on a quiet one.
 """
 
 from __future__ import annotations
@@ -98,26 +97,19 @@ class Pusher:
         parent = self._parent if self.sent % RECORDS_PER_PATH else None
         # Bytes as they come: a pusher that is slow would be what is measured.
         hashes = self._random.randbytes(8 * BLOCKS_PER_RECORD)
-        now_ms = int(time.time() * 1000)
-        event = BlocksStored(parent, hashes)
-        batch = EventBatch(WorkerId(self._name), 0, self._epoch, self.sent, now_ms, [event])
-        self.socket.send_multipart([BATCH_FRAME, codec.event_batch.encode(batch)])
+        self._send([BlocksStored(parent, hashes)])
         self._parent = int.from_bytes(hashes[-8:], sys.byteorder)
-        self.sent += 1
 
     def restate(self, blocks: int) -> None:
         """Say that this is all that the worker holds."""
         events: list[AnyEvent] = [SnapshotBegan()]
+        path = BLOCKS_PER_RECORD * RECORDS_PER_PATH
         for at in range(0, blocks, BLOCKS_PER_RESTATED_BATCH):
             held = min(BLOCKS_PER_RESTATED_BATCH, blocks - at)
-            path = BLOCKS_PER_RECORD * RECORDS_PER_PATH
             events += (
                 BlocksStored(None, self._random.randbytes(8 * min(path, held - done))) for done in range(0, held, path)
             )
-            now_ms = int(time.time() * 1000)
-            batch = EventBatch(WorkerId(self._name), 0, self._epoch, self.sent, now_ms, events)
-            self.socket.send_multipart([BATCH_FRAME, codec.event_batch.encode(batch)])
-            self.sent += 1
+            self._send(events)
             events = []
 
     def live(self) -> None:
@@ -130,6 +122,12 @@ class Pusher:
         self._welcomed |= isinstance(answer, Welcome)
         if isinstance(answer, Acknowledged):
             self.acknowledged = answer.next_seq
+
+    def _send(self, events: list[AnyEvent]) -> None:
+        now_ms = int(time.time() * 1000)
+        batch = EventBatch(WorkerId(self._name), 0, self._epoch, self.sent, now_ms, events)
+        self.socket.send_multipart([BATCH_FRAME, codec.event_batch.encode(batch)])
+        self.sent += 1
 
     def _say(self, message: Any) -> None:
         self.socket.send_multipart([CONTROL_FRAME, codec.to_consolidator.encode(message)])

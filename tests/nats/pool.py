@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator
 
 import httpx
 import psutil
@@ -16,18 +17,24 @@ from poolgrid.wire.leadership import Leader
 from tests.e2e.processes import Process
 
 
+@contextlib.asynccontextmanager
+async def _connected(url: str) -> AsyncIterator[NatsConnection]:
+    connection = NatsConnection(EventPlaneSettings(event_plane="nats", nats_url=(url,)), "test", SystemClock())
+    await connection.open()
+    try:
+        yield connection
+    finally:
+        await connection.close()
+
+
 def leader(url: str) -> Leader | None:
     """Return the consolidator that has the lease of the pool."""
 
-    async def ask() -> Leader | None:
-        connection = NatsConnection(EventPlaneSettings(event_plane="nats", nats_url=(url,)), "test", SystemClock())
-        await connection.open()
-        try:
+    async def look() -> Leader | None:
+        async with _connected(url) as connection:
             return (await read_leader(connection))[1]
-        finally:
-            await connection.close()
 
-    return asyncio.run(ask())
+    return asyncio.run(look())
 
 
 def active_consolidator(up: Process, url: str) -> psutil.Process:
@@ -63,11 +70,7 @@ def last_entry(url: str, stream: str) -> int:
     """Return the number of the newest message of a stream."""
 
     async def look() -> int:
-        connection = NatsConnection(EventPlaneSettings(event_plane="nats", nats_url=(url,)), "test", SystemClock())
-        await connection.open()
-        try:
+        async with _connected(url) as connection:
             return (await connection.jetstream.stream_info(stream)).state.last_seq
-        finally:
-            await connection.close()
 
     return asyncio.run(look())

@@ -151,13 +151,14 @@ def test_what_if_and_tune_play_the_decisions_of_a_stream(pool: Process, server: 
         return metric(pool.url, name("recorded_decisions")) + metric(pool.url, name("unrecorded_decisions")) == made
 
     eventually("all are recorded", is_all_recorded)
+    decisions = "poolgrid-default=decisions=router"
     reports: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     def the_recording_stands_still() -> bool:
         # What ends requests, and what workers say, is recorded a moment after the decisions.
-        before = last_entry(server.url, "poolgrid-default=decisions=router")
+        before = last_entry(server.url, decisions)
         reports.append((played(), played()))
-        return last_entry(server.url, "poolgrid-default=decisions=router") == before
+        return last_entry(server.url, decisions) == before
 
     eventually("nothing is recorded while it is read twice", the_recording_stands_still)
     report, again = reports[-1]

@@ -191,13 +191,15 @@ def test_a_record_of_many_blocks_is_a_slice_of_its_own_however_few_there_are() -
         ]
         small = [a_record(4 + at, 1_000 + at) for at in range(2)]
 
+        # What the first snapshot replaced is let go of first, so that nothing is to be done when the records come.
+        await scene.turns(lambda: not scene.service.catching_up._slice_scheduled)
         scene.feed.tell([*large, *small])
         seen = {scene.projection.next_offset}
         while scene.service.behind_records:
             await asyncio.sleep(0)
             seen.add(scene.projection.next_offset)
 
-        assert sorted(seen | {1, 2}) == [1, 2, 3, 4, 6]
+        assert sorted(seen) == [2, 3, 4, 6]
 
     run(scenario)
 
